@@ -1,0 +1,99 @@
+#include "check.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace girih {
+namespace {
+
+bool is_data_type(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+bool equal(const c10::SymInt& a, const c10::SymInt& b) {
+  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
+}
+
+}  // namespace
+
+Check::Check(std::string_view op, std::string_view first_name, const Tensor& first)
+    : op_(op), first_name_(first_name), first_(first) {
+  GIRIH_CHECK(is_data_type(first.scalar_type()), op_, ": ", first_name_, " is ", first.scalar_type(),
+              " but should be float32, float64, bfloat16 or float16");
+}
+
+void Check::device(std::string_view name, const Tensor& tensor) const {
+  GIRIH_CHECK(tensor.device() == first_.device(), op_, ": ", name, " is on ", tensor.device(),
+              " but should be on the device of ", first_name_, ", ", first_.device());
+}
+
+void Check::same_dtype(std::string_view name, const Tensor& tensor) const {
+  device(name, tensor);
+  GIRIH_CHECK(tensor.scalar_type() == first_.scalar_type(), op_, ": ", name, " is ", tensor.scalar_type(),
+              " but should have the dtype of ", first_name_, ", ", first_.scalar_type());
+}
+
+void Check::floating(std::string_view name, const Tensor& tensor) const {
+  device(name, tensor);
+  GIRIH_CHECK(is_data_type(tensor.scalar_type()), op_, ": ", name, " is ", tensor.scalar_type(),
+              " but should be float32, float64, bfloat16 or float16");
+}
+
+void Check::state_dtype(std::string_view name, const Tensor& tensor) const {
+  device(name, tensor);
+  GIRIH_CHECK(tensor.scalar_type() == accumulate_type(first_), op_, ": ", name, " is ", tensor.scalar_type(),
+              " but should be ", accumulate_type(first_), " when ", first_name_, " is ",
+              first_.scalar_type());
+}
+
+void Check::position(const Tensor& tensor, const c10::SymInt& N) const {
+  device("state_position", tensor);
+  GIRIH_CHECK(tensor.scalar_type() == at::kLong, op_, ": state_position is ", tensor.scalar_type(),
+              " but should be int64");
+  shape("state_position", tensor, {N}, "[N]");
+}
+
+void Check::rank(std::string_view name, const Tensor& tensor, int64_t dims, std::string_view letters) const {
+  GIRIH_CHECK(tensor.dim() == dims, op_, ": ", name, " has shape ", tensor.sym_sizes(), " but should be ",
+              letters);
+}
+
+void Check::shape(std::string_view name, const Tensor& tensor, Shape expected,
+                  std::string_view letters) const {
+  const auto sizes = tensor.sym_sizes();
+  const bool same =
+      sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin(), equal);
+  GIRIH_CHECK(same, op_, ": ", name, " has shape ", sizes, " but should be ", letters, " = ",
+              c10::SymIntArrayRef(expected.begin(), expected.size()));
+}
+
+void Check::at_least_one(std::string_view letters, const c10::SymInt& size) const {
+  GIRIH_CHECK(size >= 1, op_, ": ", letters, " is ", size, " but should be at least 1");
+}
+
+void Check::grouped(const c10::SymInt& query_heads, const c10::SymInt& heads) const {
+  at_least_one("k's H", heads);
+  GIRIH_CHECK(equal(query_heads % heads, 0), op_, ": ", first_name_, " has ", query_heads,
+              " heads but should have a multiple of k's ", heads);
+}
+
+void Check::one_of(std::string_view name, std::string_view value,
+                   std::initializer_list<std::string_view> allowed) const {
+  std::ostringstream list;
+  for (const auto& word : allowed) list << (list.tellp() > 0 ? ", " : "") << word;
+  GIRIH_CHECK(std::find(allowed.begin(), allowed.end(), value) != allowed.end(), op_, ": ", name, " is '",
+              value, "' but should be one of ", list.str());
+}
+
+c10::SymInt Check::sequences(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const {
+  if (!given(cu)) return B;
+  device(name, *cu);
+  GIRIH_CHECK(cu->scalar_type() == at::kLong || cu->scalar_type() == at::kInt, op_, ": ", name, " is ",
+              cu->scalar_type(), " but should be int32 or int64");
+  GIRIH_CHECK(cu->dim() == 1 && cu->sym_size(0) >= 1, op_, ": ", name, " has shape ", cu->sym_sizes(),
+              " but should be [N + 1]");
+  GIRIH_CHECK(equal(B, 1), op_, ": ", name, " packs sequences into one row, so B should be 1 and is ", B);
+  return cu->sym_size(0) - 1;
+}
+
+}  // namespace girih

@@ -1,0 +1,61 @@
+// Wrong arguments are refused before anything runs, in the same words on CPU, CUDA and Meta.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+// ValueError in Python; the message names the argument, what it is and what it should be.
+#define GIRIH_CHECK(condition, ...) TORCH_CHECK_VALUE(condition, "girih.", __VA_ARGS__)
+
+namespace girih {
+
+using at::Tensor;
+using OptionalTensor = std::optional<at::Tensor>;
+using Shape = std::initializer_list<c10::SymInt>;
+
+inline bool given(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+// The checks of one call of one operator. `first` is the argument whose device and dtype the others follow.
+class Check {
+ public:
+  Check(std::string_view op, std::string_view first_name, const Tensor& first);
+
+  // q, k, v, ...: first's dtype, one of the four floating dtypes
+  void same_dtype(std::string_view name, const Tensor& tensor) const;
+  // gates, step sizes: any floating dtype
+  void floating(std::string_view name, const Tensor& tensor) const;
+  // states: fp32, or fp64 when the inputs are fp64
+  void state_dtype(std::string_view name, const Tensor& tensor) const;
+  // int64 [N] on the same device
+  void position(const Tensor& tensor, const c10::SymInt& N) const;
+
+  void rank(std::string_view name, const Tensor& tensor, int64_t dims, std::string_view letters) const;
+  void shape(std::string_view name, const Tensor& tensor, Shape expected, std::string_view letters) const;
+  void at_least_one(std::string_view letters, const c10::SymInt& size) const;
+  // heads of q: a multiple of the memory's heads
+  void grouped(const c10::SymInt& query_heads, const c10::SymInt& heads) const;
+  void one_of(std::string_view name, std::string_view value,
+              std::initializer_list<std::string_view> allowed) const;
+
+  // The number of sequences: B, or what cu_seqlens says. cu_seqlens: int32 or int64 [N + 1], with B == 1.
+  c10::SymInt sequences(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const;
+
+ private:
+  void device(std::string_view name, const Tensor& tensor) const;
+
+  std::string_view op_, first_name_;
+  const Tensor& first_;
+};
+
+// The dtype of states and of what is summed: fp32, fp64 for fp64.
+inline at::ScalarType accumulate_type(const Tensor& like) {
+  return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace girih

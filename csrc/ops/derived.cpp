@@ -1,0 +1,127 @@
+// What follows from X_forward alone, for every operator and device that has nothing better of its own:
+// X_backward by autograd of the ATen forward, its Meta, and X_step as the forward of one token.
+#include <torch/csrc/autograd/autograd.h>
+
+#include "check.h"
+#include "dispatch.h"
+
+namespace girih {
+namespace {
+
+using c10::IValue;
+using torch::autograd::variable_list;
+
+// The kernel of the device itself, past autograd and autocast of X_forward.
+void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
+  const auto key = like.is_meta()   ? c10::DispatchKey::Meta
+                   : like.is_cuda() ? c10::DispatchKey::CUDA
+                                    : c10::DispatchKey::CPU;
+  find(op.name + "_forward").callBoxedForDispatchKey(key, *stack);
+}
+
+bool has_gradient(const at::Tensor& input) {
+  return input.defined() && input.is_floating_point();
+}
+
+// X_backward: the ATen forward is run again under autograd. It holds what the chunk form holds (O(T), a state
+// per chunk) and frees it on return.
+void backward(const c10::OperatorHandle& handle, Stack* stack) {
+  const Operator& op = describe(handle.operator_name().name);
+  const auto arguments = pop_arguments(handle, stack);
+  const size_t given = op.outputs() + op.inputs() + (op.saves_output ? 1 : 0) + op.saved.size();
+
+  at::AutoGradMode on(true);
+  const auto tls = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::ForceDispatchKeyGuard above(
+      tls.included_,
+      (tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView) | c10::autocast_dispatch_keyset);
+  at::NoTF32Guard exact;
+
+  Stack forward;
+  variable_list leaves;
+  for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
+    auto input = tensor_of(arguments[i]);
+    if (has_gradient(input)) {
+      input = input.detach().requires_grad_(true);
+      leaves.push_back(input);
+    }
+    forward.push_back(value_of(input));
+  }
+  const auto like = forward[0].toTensor();
+  forward.insert(forward.end(), arguments.begin() + given, arguments.end());
+  forward.emplace_back(false);
+  run_forward(op, like, &forward);
+
+  variable_list outputs, grads;
+  for (size_t i = 0; i < op.outputs(); ++i) {
+    const auto grad = tensor_of(arguments[i]);
+    const auto output = tensor_of(forward[i]);
+    if (!grad.defined() || !output.requires_grad()) continue;
+    outputs.push_back(output);
+    grads.push_back(grad);
+  }
+  variable_list results(leaves.size());
+  if (!outputs.empty())
+    results = torch::autograd::grad(outputs, leaves, grads, false, false, /*allow_unused=*/true);
+
+  auto leaf = leaves.begin();
+  auto result = results.begin();
+  for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
+    if (!has_gradient(tensor_of(arguments[i]))) {
+      stack->emplace_back();
+      continue;
+    }
+    stack->emplace_back(result->defined() ? result->detach().contiguous()
+                                          : at::zeros(leaf->sizes(), leaf->options()));
+    ++leaf, ++result;
+  }
+}
+
+void backward_meta(const c10::OperatorHandle& handle, Stack* stack) {
+  const Operator& op = describe(handle.operator_name().name);
+  const auto arguments = pop_arguments(handle, stack);
+  for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
+    const auto input = tensor_of(arguments[i]);
+    stack->push_back(has_gradient(input) ? IValue(at::empty_symint(input.sym_sizes(), input.options()))
+                                         : IValue());
+  }
+}
+
+// X_step: state <- the state after one more token; the state tensors are written in place.
+void step(const c10::OperatorHandle& handle, Stack* stack) {
+  const Operator& op = describe(handle.operator_name().name);
+  auto arguments = pop_arguments(handle, stack);
+  const auto like = arguments[0].toTensor();
+  GIRIH_CHECK(like.dim() > 1 && like.sym_size(1) == 1, op.name,
+              "_step takes one token: ", handle.schema().arguments()[0].name(),
+              " must have T = 1 and has shape ", like.sym_sizes());
+  Stack forward(arguments.begin(), arguments.begin() + op.data.size() + op.state.size());
+  if (!op.packing.empty()) forward.emplace_back();
+  forward.insert(forward.end(), arguments.begin() + op.data.size() + op.state.size(), arguments.end());
+  forward.emplace_back(false);
+  run_forward(op, like, &forward);
+  for (size_t i = 0; i < op.state.size(); ++i) {
+    const auto state = tensor_of(arguments[op.data.size() + i]);
+    if (state.defined()) state.copy_(forward[1 + i].toTensor());
+  }
+  stack->push_back(forward[0]);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
+  for (const auto& op : operators()) {
+    m.impl((op.name + "_backward").c_str(), torch::CppFunction::makeFromBoxedFunction<&backward>());
+    if (!op.state.empty()) {
+      m.impl((op.name + "_step").c_str(), torch::CppFunction::makeFromBoxedFunction<&step>());
+    }
+  }
+}
+
+TORCH_LIBRARY_IMPL(girih, Meta, m) {
+  for (const auto& op : operators()) {
+    m.impl((op.name + "_backward").c_str(), torch::CppFunction::makeFromBoxedFunction<&backward_meta>());
+  }
+}
+
+}  // namespace girih

@@ -1,0 +1,51 @@
+// Boxed calls between an operator's registered forms.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include "operator.h"
+
+namespace girih {
+
+using torch::jit::Stack;
+
+inline c10::OperatorHandle find(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("girih::" + name).c_str(), "");
+}
+
+// An absent tensor is an undefined one in C++ and None on the stack.
+inline at::Tensor tensor_of(const c10::IValue& value) {
+  return value.isTensor() ? value.toTensor() : at::Tensor();
+}
+inline c10::IValue value_of(const at::Tensor& tensor) {
+  return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
+}
+
+inline std::vector<c10::IValue> pop_arguments(const c10::OperatorHandle& op, Stack* stack) {
+  return torch::jit::pop(*stack, op.schema().arguments().size());
+}
+
+// ATen in float32 means float32: no tf32 products, whatever the program's setting.
+// Registers one typed ATen function for CPU and for CUDA tensors.
+template <auto function>
+struct InFullPrecision;
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
+struct InFullPrecision<function> {
+  static Result call(Arguments... arguments) {
+    at::NoTF32Guard exact;
+    return function(std::forward<Arguments>(arguments)...);
+  }
+};
+
+}  // namespace girih
+
+#define GIRIH_IMPL_ATEN(name, function)                                \
+  TORCH_LIBRARY_IMPL(girih, CPU, m) {                                  \
+    m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); \
+  }                                                                    \
+  TORCH_LIBRARY_IMPL(girih, CUDA, m) {                                 \
+    m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); \
+  }

@@ -1,0 +1,30 @@
+// Gated linear attention in chunk form: the single pass of gated slot attention (maths.md section 1).
+//   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T        [D, V]
+//   o_t = scale * S_t^T q_t
+#include "../dispatch.h"
+#include "../gated_scan.h"
+#include "problem.h"
+
+namespace girih::gla {
+namespace {
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                                   const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
+                                   std::optional<double> scale, bool) {
+  Problem::check(q, k, v, g, state_s, cu_seqlens);
+  const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
+  const auto type = accumulate_type(q);
+  const Chunks chunks(q, B, T, exact_chunk(T), cu_seqlens);
+  const auto S0 =
+      given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q.options().dtype(type));
+  const auto read = scan_key_decay(chunks, chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D))),
+                                   chunks.split(k, type), chunks.split(v, type),
+                                   given(g) ? chunks.split(*g, type) : Tensor(), S0);
+  return {chunks.join(read.o, q.scalar_type()), read.state};
+}
+
+}  // namespace
+
+GIRIH_IMPL_ATEN("gla_forward", forward)
+
+}  // namespace girih::gla

@@ -1,0 +1,21 @@
+#include "../dispatch.h"
+#include "problem.h"
+
+namespace girih::gla {
+namespace {
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                                   const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
+                                   std::optional<double>, bool) {
+  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens);
+  return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
+          at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q)))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, Meta, m) {
+  m.impl("gla_forward", &forward);
+}
+
+}  // namespace girih::gla

@@ -1,0 +1,90 @@
+// Gated slot attention in chunk form (maths.md section 1).
+//   Hk_t = Hk_{t-1} Diag(e^{g_t}) + k_t s_t^T        [D, M]
+//   p_t  = feature(scale * Hk_t^T q_t)               [M]
+//   Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        [M, V]
+//   o_t  = Hv_t^T p_t
+#include "../dispatch.h"
+#include "../gated_scan.h"
+#include "problem.h"
+
+namespace girih::gsa {
+namespace {
+
+Tensor apply(std::string_view feature, const Tensor& x) {
+  if (feature == "softmax") return x.softmax(-1);
+  if (feature == "silu") return at::silu(x);
+  if (feature == "relu") return x.relu();
+  if (feature == "relu2") return x.relu().square();
+  return x;
+}
+
+// ABC's slot weights and gates from its logits: with d_t = s_t - z_{t-1},
+//   z_t = logaddexp(z_{t-1}, s_t)      g_t = z_{t-1} - z_t = logsigmoid(-d_t)      s_t <- e^{s_t - z_t} =
+//   sigmoid(d_t)
+// An empty z (a fresh start, or masked tokens only) has g = 0, a masked token (logit -inf) g = s = 0.
+struct Abc {
+  Tensor s, g, z;
+};
+
+Abc normalise(const Chunks& chunks, const Tensor& logits, const Tensor& z0) {
+  // -inf would make inf - inf; this stands for it, far below any logit and far from overflow.
+  const auto empty = at::full({}, -1e30, logits.options());
+  const auto absent = ~chunks.valid().unsqueeze(2).unsqueeze(-1) | (logits <= -1e29);
+  const auto s = at::where(absent, empty, logits);
+  const auto from_start = s.logcumsumexp(3);  // the chunk's own tokens
+  const auto all = from_start.select(3, chunks.length() - 1).unbind(1);
+  const auto scan = chunks.scan({at::where(z0 <= -1e29, empty, z0)}, [&](int64_t c, const Chunks::States& z) {
+    return Chunks::States{at::logaddexp(z[0], all[c])};
+  });
+  const auto start = chunks.starts(scan, 0).unsqueeze(3);
+  const auto earlier = at::cat({empty.expand_as(start), from_start.narrow(3, 0, chunks.length() - 1)}, 3);
+  const auto before = at::logaddexp(start, earlier);  // z_{t-1}
+  const auto d = s - before;
+  const auto zero = at::zeros({}, logits.options());
+  const auto z = scan.finals[0];
+  return {at::where(absent, zero, d.sigmoid()),
+          at::where(absent | (before <= -1e29), zero, at::log_sigmoid(-d)),
+          at::where(z <= -1e29, at::full({}, -INFINITY, z.options()), z)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, OptionalTensor> forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
+    const OptionalTensor& state_k, const OptionalTensor& state_v, const OptionalTensor& state_z,
+    const OptionalTensor& cu_seqlens, std::optional<double> scale, std::string_view feature, bool) {
+  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
+  const auto type = accumulate_type(q);
+  const auto options = q.options().dtype(type);
+  const Chunks chunks(q, B, T, exact_chunk(T), cu_seqlens);
+  const auto N = chunks.sequences();
+
+  OptionalTensor z;
+  Tensor weights, gates;
+  if (given(g)) {
+    gates = chunks.split(*g, type);
+    weights = given(s) ? chunks.split(*s, type) : -gates.expm1();
+  } else {
+    const auto M = s->size(3);
+    auto abc = normalise(chunks, chunks.split(*s, type),
+                         given(state_z) ? *state_z : at::full({N, H, M}, -INFINITY, options));
+    weights = abc.s;
+    gates = abc.g;
+    z = abc.z;
+  }
+  const auto M = weights.size(-1);
+  const auto Hk = given(state_k) ? *state_k : at::zeros({N, H, D, M}, options);
+  const auto Hv = given(state_v) ? *state_v : at::zeros({N, H, M, V}, options);
+
+  const auto logits =
+      scan_value_decay(chunks, chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D))),
+                       chunks.split(k, type), weights, gates, Hk);
+  const auto read =
+      scan_key_decay(chunks, apply(feature, logits.o), weights, chunks.split(v, type), gates, Hv);
+  return {chunks.join(read.o, q.scalar_type()), logits.state, read.state, z};
+}
+
+}  // namespace
+
+GIRIH_IMPL_ATEN("gsa_forward", forward)
+
+}  // namespace girih::gsa

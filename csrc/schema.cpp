@@ -1,0 +1,35 @@
+// Every operator's signature. Data first, then state, then packing, then options.
+#include <torch/library.h>
+
+#include "ops/operator.h"
+
+namespace girih {
+
+const std::vector<Operator>& operators() {
+  static const std::vector<Operator> all = {
+      {.name = "gsa",
+       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor? s", "Tensor? g"},
+       .state = {"Tensor k", "Tensor v", "Tensor? z"},
+       .packing = "cu_seqlens",
+       .options = {"float? scale=None", "str feature='softmax'"},
+       .low = {"q", "k", "v"}},
+      {.name = "gla",
+       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor? g"},
+       .state = {"Tensor s"},
+       .packing = "cu_seqlens",
+       .options = {"float? scale=None"},
+       .low = {"q", "k", "v"}},
+  };
+  return all;
+}
+
+TORCH_LIBRARY(girih, m) {
+  for (const auto& op : operators()) {
+    m.def(op.schema().c_str());
+    m.def(op.forward_schema().c_str());
+    m.def(op.backward_schema().c_str());
+    if (!op.state.empty()) m.def(op.step_schema().c_str());
+  }
+}
+
+}  // namespace girih
