@@ -1,0 +1,45 @@
+# make train [MIXER=gsa] [SIZE=small] [CORPUS=path]     train a byte-level language model
+# make compare [MIXERS=...] [TASKS=...] [STEPS=...]     train many at equal size, one table
+# make test                                             every test that this machine can run
+# make format / make check-format
+#
+# CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
+# PYTHON=path        use this Python and its packages as they are instead of .venv
+
+CUDA ?= AUTO
+ifdef PYTHON
+environment:
+else
+PYTHON := .venv/bin/python
+environment:
+	@python3 tools/environment.py
+endif
+
+run := PYTHONPATH=python $(PYTHON)
+option = $(if $($(1)),--$(2) '$($(1))')
+
+.PHONY: environment build train compare test format check-format
+
+build: environment
+	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
+
+train: build
+	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps)
+
+compare: build
+	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size)
+
+test: build
+	@build/tests/cpp/girih_tests
+	@$(run) -m pytest -q -n 2 tests/python
+
+sources := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+clang_format = $(dir $(PYTHON))clang-format
+
+format: environment
+	@$(clang_format) -i $(sources)
+	@$(PYTHON) -m ruff format --quiet . && $(PYTHON) -m ruff check --quiet --fix .
+
+check-format: environment
+	@$(clang_format) --dry-run -Werror $(sources)
+	@$(PYTHON) -m ruff format --quiet --check . && $(PYTHON) -m ruff check --quiet .

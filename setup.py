@@ -1,0 +1,48 @@
+"""Drives CMake; CMakeLists.txt is the description of the build.
+
+GIRIH_CUDA (AUTO, ON or OFF) in the environment is CMake's option of that name.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+PACKAGE = ROOT / "python" / "girih"  # where CMake leaves its results
+RESULTS = ["lib", "_build.py", "_C*.so"]
+
+
+class CMakeBuild(build_ext):
+    def run(self):
+        build = ROOT / "build"
+        tools = Path(sys.executable).parent  # cmake and ninja are wheels, their programs stand beside Python
+        path = os.pathsep.join([str(tools), os.environ["PATH"]])
+        environment = {**os.environ, "PATH": path}
+        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}"]
+        configure += [f"-DGIRIH_CUDA={os.environ.get('GIRIH_CUDA') or 'AUTO'}"]
+        # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed.
+        configured = build / "configured.txt"
+        if not configured.exists() or configured.read_text() != "\n".join(configure):
+            subprocess.run(configure, check=True, env=environment)
+            configured.write_text("\n".join(configure))
+        subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
+        if not self.inplace:
+            for result in (path for pattern in RESULTS for path in PACKAGE.glob(pattern)):
+                target = Path(self.build_lib) / "girih" / result.name
+                if result.is_dir():
+                    shutil.copytree(result, target, dirs_exist_ok=True)
+                else:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(result, target)
+
+    def get_outputs(self):
+        return []
+
+
+setup(ext_modules=[Extension("girih._C", [])], cmdclass={"build_ext": CMakeBuild})
