@@ -19,6 +19,13 @@ const std::vector<Operator>& operators() {
        .packing = "cu_seqlens",
        .options = {"float? scale=None"},
        .low = {"q", "k", "v"}},
+      {.name = "delta_product",
+       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor beta", "Tensor? g"},
+       .state = {"Tensor s", "Tensor? position"},
+       .packing = "cu_seqlens",
+       .options = {"int n", "float? scale=None", "bool l2norm_qk=False", "int? chunk=None",
+                   "str? between_chunks=None"},
+       .low = {"q", "k", "v"}},
   };
   return all;
 }

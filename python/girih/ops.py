@@ -12,7 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GLAState", "GSAState", "gla", "gla_step", "gsa", "gsa_step"]
+__all__ = [
+    "DeltaProductState",
+    "GLAState",
+    "GSAState",
+    "delta_product",
+    "delta_product_step",
+    "gla",
+    "gla_step",
+    "gsa",
+    "gsa_step",
+]
 
 
 class GSAState(NamedTuple):
@@ -127,3 +137,121 @@ def gla_step(
 ) -> Tensor:
     """One token of :func:`gla`; ``state`` is written in place."""
     return torch.ops.girih.gla_step(q, k, v, g, *state, scale=scale)
+
+
+class DeltaProductState(NamedTuple):
+    """Memory of :func:`delta_product`: ``s [N, H, D, V]`` and, with ``between_chunks`` alone, ``position [N]`` int64:
+    how many tokens of the current chunk have been read."""
+
+    s: Tensor
+    position: Tensor | None = None
+
+    @classmethod
+    def start(
+        cls,
+        batch: int,
+        heads: int,
+        D: int,
+        V: int,
+        *,
+        between_chunks: bool = False,
+        dtype=torch.float32,
+        device=None,
+    ) -> "DeltaProductState":
+        """The state before the first token, in tensors of its own."""
+        return cls(
+            torch.zeros(batch, heads, D, V, dtype=dtype, device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device) if between_chunks else None,
+        )
+
+
+def _steps_per_token(q: Tensor, k: Tensor, n: int | None) -> int:
+    """``n`` of :func:`delta_product`, from the rows of k when it is None; without tokens it is 1."""
+    if n is not None:
+        return n
+    tokens, rows = q.shape[1], k.shape[1]
+    if tokens == 0:
+        return 1
+    if rows == 0 or rows % tokens:
+        raise ValueError(
+            f"girih.delta_product: k has {rows} rows but should have T * n, a multiple of q's T = {tokens}"
+        )
+    return rows // tokens
+
+
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    n: int | None = None,
+    scale: float | None = None,
+    l2norm_qk: bool = False,
+    chunk: int | None = None,
+    between_chunks: str | None = None,
+    state: DeltaProductState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, DeltaProductState]:
+    """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps a token. ``n = 1`` is DeltaNet, with g Gated DeltaNet.
+
+    ::
+
+        S <- e^{g_t} S                                    once a token
+        for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
+        o_t = scale * S_t^T q_t
+
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, H, D]``, v ``[B, T * n, H, V]``, beta ``[B, T * n, H]`` or, with D == V,
+    ``[B, T * n, H, D]`` (LiZA), rows token by token; g ``[B, T, H]``; o ``[B, T, HQ, V]``. ``n=None`` infers n.
+    ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length. The delta rule is stable for
+    ``beta |k|^2`` from 0 to 2.
+
+    ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk`` tokens of
+    a sequence, never on a part of a chunk; chunk, 1 to 64, is then a part of the model and given with it alone.
+    """
+    o, *parts = torch.ops.girih.delta_product(
+        q,
+        k,
+        v,
+        beta,
+        g,
+        *(state or (None, None)),
+        cu_seqlens,
+        n=_steps_per_token(q, k, n),
+        scale=scale,
+        l2norm_qk=l2norm_qk,
+        chunk=chunk,
+        between_chunks=between_chunks,
+    )
+    return o, DeltaProductState(*parts)
+
+
+def delta_product_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    n: int | None = None,
+    scale: float | None = None,
+    l2norm_qk: bool = False,
+    chunk: int | None = None,
+    between_chunks: str | None = None,
+    state: DeltaProductState,
+) -> Tensor:
+    """One token of :func:`delta_product`; ``state`` is written in place."""
+    return torch.ops.girih.delta_product_step(
+        q,
+        k,
+        v,
+        beta,
+        g,
+        *state,
+        n=_steps_per_token(q, k, n),
+        scale=scale,
+        l2norm_qk=l2norm_qk,
+        chunk=chunk,
+        between_chunks=between_chunks,
+    )
