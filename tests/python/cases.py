@@ -1,11 +1,11 @@
 """Every operator with its options as data, so that one test of a property serves them all.
 
-A `Case` names an operator, its options, the letters of its tensors' shapes and what to fill them with. `Case.draw` fills
-them: `Inputs`, which the operator (`operator`) and its recurrence (`recurrence`) both take, whose outputs both come
-back as a dict: `o` and the fields of the state that are there.
+A `Case` names an operator, its options, the letters of its tensors' shapes and what to fill them with.
+`Case.draw` fills them: `Inputs`, which the operator (`operator`) and its recurrence (`recurrence`) both take.
+What either returns comes back as a dict: `o` and the fields of the state that are there.
 
-Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, Q query heads, D, V, M widths, X channels,
-W width of the convolution and P = W - 1.
+Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, Q query heads, D, V, M widths,
+X channels, W width of the convolution and P = W - 1.
 """
 
 import inspect
@@ -13,9 +13,10 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 
-import recurrences
 import torch
 from girih import ops
+
+import recurrences
 
 SIZES = {"B": 2, "H": 2, "Q": 2, "D": 3, "V": 4, "M": 5, "X": 6, "W": 4, "n": 1}
 
@@ -81,9 +82,9 @@ class Case:
         seed=0,
         **sizes,
     ):
-        """Inputs of T tokens, or of packed sequences of these `lengths`; from a start or `resumed` in mid-chunk.
+        """Inputs of T tokens, or of packed sequences of these `lengths`.
 
-        `calm`: unit keys and values, gates above -0.1.
+        From a start, or `resumed` in mid-chunk. `calm`: unit keys and values, gates above -0.1.
         """
         generator = torch.Generator().manual_seed(seed)
         at = SIZES | self.sizes | sizes | {"T": T}
@@ -232,7 +233,12 @@ def start(case, device):
     """`XState.start` for B sequences of this case; it names its sizes as the shapes do."""
     make = getattr(ops, STATES[case.op][0]).start
     sizes = SIZES | case.sizes
-    known = {"batch": sizes["B"], "heads": sizes["H"], "channels": sizes["X"], "abc": "z" in case.state} | sizes
+    known = {
+        "batch": sizes["B"],
+        "heads": sizes["H"],
+        "channels": sizes["X"],
+        "abc": "z" in case.state,
+    } | sizes
     leaves = case.draw(0, dtype=torch.float32, device=device).leaves
     known |= {f"first_{name}" if case.op == "trellis" else name: x for name, x in leaves.items()}
     names = inspect.signature(make).parameters
@@ -347,7 +353,12 @@ def trellis(label, *, g=False, sizes=None, **options):
 
 
 def lattice(label, *, g=False, sizes=None, **options):
-    data = {"q": ("BTQM", "normal"), "k": ("BTHM", "normal"), "v": ("BTHD", "normal"), "gamma": ("BTH", "step")}
+    data = {
+        "q": ("BTQM", "normal"),
+        "k": ("BTHM", "normal"),
+        "v": ("BTHD", "normal"),
+        "gamma": ("BTH", "step"),
+    }
     state = {"first": ("NHDM", "normal"), "step": ("NHDM", "normal")}
     if g:
         data, state = data | {"g": ("BTH", "gate")}, state | {"decay": ("NH", "gate")}

@@ -4,9 +4,10 @@ import torch
 
 
 def assert_within(got, want, tolerance):
-    """Every tensor of `got` is within `tolerance` of its namesake, against the larger of 1 and that one's largest entry.
+    """Every tensor of `got` is within `tolerance` of its namesake in `want`.
 
-    Either two tensors or two dicts of tensors with the same names; integers and infinities have to be equal.
+    The tolerance is relative to that one's largest entry, absolute below 1. Two tensors, or two dicts of tensors
+    with the same names; integers and infinities have to be equal.
     """
     if isinstance(want, torch.Tensor):
         got, want = {"result": got}, {"result": want}
@@ -14,7 +15,9 @@ def assert_within(got, want, tolerance):
     for name, expected in want.items():
         result = got[name].detach()
         expected = expected.detach().to(result.device)
-        assert result.shape == expected.shape, f"{name}: shape {list(result.shape)}, not {list(expected.shape)}"
+        assert result.shape == expected.shape, (
+            f"{name}: shape {list(result.shape)}, not {list(expected.shape)}"
+        )
         if not expected.is_floating_point():
             assert torch.equal(result, expected), f"{name}: {result.tolist()}, not {expected.tolist()}"
             continue

@@ -1,7 +1,7 @@
 """What the operators compute, token by token, in plain torch: slow and obvious, no chunk algebra.
 
-Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)` with the state's
-fields in order, None where absent (`cat_attention` returns o). A packed batch is a loop over its sequences,
+Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)` with the
+state's fields in order, None where absent (`cat_attention` returns o). A packed batch is a loop over its sequences,
 made by the caller. Query head i reads memory head i // (HQ / H). Everything is differentiable by autograd.
 """
 
@@ -19,7 +19,7 @@ def by_memory_head(q, heads):
 
 
 def join(rows, like):
-    """Rows [B, H, G, V], one a token -> [B, T, H * G, V]; `like` [B, 0, H, G] gives the shape when there is no token."""
+    """Rows [B, H, G, V], one a token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is what there is without tokens."""
     if rows:
         return torch.stack(rows, 1).flatten(2, 3)
     return like.flatten(2, 3)
@@ -74,7 +74,7 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None):
 
 
 def gla(q, k, v, g=None, *, scale=None, state=None):
-    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; g one number a head or one a key channel."""
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; one gate a head or one a key channel."""
     B, T, H, D = k.shape
     V = v.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -174,7 +174,7 @@ phis = {
 
 def trellis(q, k, v, a, gamma, g=None, *, chunk, phi="ln_silu", f="ln_silu", state):
     """`state`: its five fields, or the first memories `(A1 [(N,) H, M, D], A2 [(N,) H, M, V])`."""
-    B, T, H, M = a.shape
+    B, T, H = gamma.shape
     if len(state) == 2:
         A1, A2 = (A.expand(B, *A.shape[-3:]) for A in state)
         first1, first2, position = A1, A2, torch.zeros(B, dtype=torch.int64, device=q.device)
@@ -209,14 +209,12 @@ def unit_columns(X):
     return X / X.square().sum(-2, keepdim=True).sqrt()
 
 
-def lattice(
-    q, k, v, gamma, g=None, *, chunk, objective="decode", normalize=True, shrinkage=0.0, state
-):
-    """The tangent-space form, X_t = e^{g_t} X_{t-1} + d_t with every d_t [D, M] written out, and its read X / |X|.
+def lattice(q, k, v, gamma, g=None, *, chunk, objective="decode", normalize=True, shrinkage=0.0, state):
+    """The tangent-space form: X_t = e^{g_t} X_{t-1} + d_t, every d_t [D, M] written out, read as X / |X|.
 
     `state`: its four fields, or the first memory `S [(N,) H, D, M]`.
     """
-    B, T, H, M = k.shape
+    B, T, H = gamma.shape
     D = v.shape[-1]
     if isinstance(state, torch.Tensor):
         S = state.expand(B, *state.shape[-3:])
@@ -278,7 +276,7 @@ def short_conv(x, weight, bias=None, *, activation=None, state=None):
 
 
 def cat_attention(q, k, v, *, chunk, scale=None):
-    """Row t of chunk c reads the headers (rows 0) of chunks 0..c and the rows of its own chunk up to itself."""
+    """Row t of chunk c reads the headers (rows 0) of chunks 0..c and its own chunk's rows up to itself."""
     B, T, H, D = k.shape
     scale = D**-0.5 if scale is None else scale
     q, rows = by_memory_head(q, H), []

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cases import CASES, LONG, RECURRENT, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
 
@@ -40,7 +41,7 @@ def test_every_length(case, device):
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_fp32_after_4096_tokens(case, device):
-    # Calm where the recurrence is not linear in its memory: elsewhere Trellis with random targets is chaotic, and
+    # Calm where the recurrence is not linear in its memory. Elsewhere Trellis with random targets is chaotic:
     # rounding its inputs alone changes its outputs by their own size within 1000 tokens.
     resumed, calm = case.has_state, bool(case.memory)
     sizes = {"B": 1, "H": 1, "Q": 1, "D": 8, "V": 8, "M": 8}

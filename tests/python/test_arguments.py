@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
+from girih import ops
+
 from cases import CASES, RECURRENT, SIZES, arguments, operator, start, state_of
 from comparison import assert_within
-from girih import ops
 
 NAMED = {str(case): case for case in CASES}
 
@@ -63,7 +64,9 @@ def test_states_of_a_wrong_shape_or_dtype(case, device):
         if x is None:
             continue
         for wrong in (torch.cat([x, x]), x.to(torch.float16)):
-            refuse(case, keywords | {"state": state._replace(**{name: wrong})}, f"state_{name}", device=device)
+            refuse(
+                case, keywords | {"state": state._replace(**{name: wrong})}, f"state_{name}", device=device
+            )
 
 
 REFUSED = [

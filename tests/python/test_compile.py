@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
 from cases import CASES, ONE_EACH, RECURRENT, gradients, operator, step
 from comparison import assert_within
-from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    # The caches on disk do not know that the library was built anew: they would bring back an older build's graphs.
+    # The caches on disk do not know that the library was built anew: they would bring back an older graph.
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
@@ -59,7 +60,9 @@ def test_lengths_share_a_few_graphs(case, device):
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
 def test_packed_sequences(case, device):
-    inputs = case.draw(0, lengths=[5, 0, 3], resumed=True, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(
+        0, lengths=[5, 0, 3], resumed=True, dtype=torch.float32, device=device
+    ).requiring_grad()
     outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
@@ -70,7 +73,9 @@ def test_steps(case, device):
     start = case.draw(3, resumed=True, dtype=torch.float32, device=device)
     eager, graph = (dict(operator(start.part(0, 0))) for _ in range(2))
     eager.pop("o"), graph.pop("o")
-    call = torch.compile(lambda token, state: step(token.part(0, 1, state)), fullgraph=True, backend="aot_eager")
+    call = torch.compile(
+        lambda token, state: step(token.part(0, 1, state)), fullgraph=True, backend="aot_eager"
+    )
     for t in range(3):
         token = start.part(t, t + 1)
         assert_within(call(token, graph), step(token.part(0, 1, eager)), 1e-6)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, RECURRENT, arguments, operator, step
 from torch.overrides import TorchFunctionMode
+
+from cases import CASES, ONE_EACH, RECURRENT, operator, step
 
 
 class RegisteredCalls(TorchFunctionMode):

@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+
 from cases import CASES, FP32_KINDS, cotangents, gradients, operator, recurrence
 from comparison import assert_within
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_half_precision_loses_a_rounding(case, dtype, device):
-    inputs = case.draw(9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device)
+    inputs = case.draw(
+        9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
+    )
     inputs = inputs.requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
     outs, want = operator(inputs), recurrence(exact)
@@ -33,7 +34,9 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
     assert_within(found, gradients(want, exact, {n: x.double() for n, x in grads.items()}), eps)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if FP32_KINDS & {kind for _, kind in c.data.values()}], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if FP32_KINDS & {kind for _, kind in c.data.values()}], ids=str
+)
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gates_of_any_float_dtype(case, gate_dtype, device):
     inputs = case.draw(9, calm=True, dtype=torch.bfloat16, gate_dtype=gate_dtype, device=device)
@@ -52,7 +55,9 @@ def lowered(inputs, dtype):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backward", ["inside", "outside"])
 def test_autocast_lowers_data_and_keeps_gates_and_states(case, backward, device):
-    inputs = case.draw(9, calm=True, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(
+        9, calm=True, resumed=case.has_state, dtype=torch.float32, device=device
+    ).requiring_grad()
     want = operator(lowered(inputs, torch.bfloat16))
     want_grads = gradients(want, inputs)
     with torch.autocast(device, dtype=torch.bfloat16):

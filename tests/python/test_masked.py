@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import RECURRENT, gradients, operator, precision
-from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cases import RECURRENT, gradients, operator, precision
+from comparison import assert_within
 
 DEFINING = [case for case in RECURRENT if "position" in case.state]
 EXACT = [case for case in RECURRENT if "position" not in case.state and case.op != "short_conv"]
@@ -48,7 +49,7 @@ def test_a_masked_token_might_as_well_not_be_there(case, device, mask, resumed):
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 @given(padding=st.integers(0, 9), T=st.integers(0, 9))
 def test_left_padding_changes_nothing(case, device, padding, T):
-    """Where the chunk is part of the model, the first position is (-padding) mod C: real tokens start a chunk."""
+    """Where the chunk is part of the model the first position is (-padding) mod C: tokens start a chunk."""
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(padding + T, dtype=dtype, device=device, seed=T)
     mask = torch.arange(padding + T, device=device) < padding

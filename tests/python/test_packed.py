@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES, RECURRENT, cotangents, gradients, operator, precision, recurrence
-from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cases import CASES, RECURRENT, cotangents, gradients, operator, precision, recurrence
+from comparison import assert_within
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

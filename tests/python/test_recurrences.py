@@ -1,9 +1,10 @@
 """The recurrences stand on their own: each agrees with another way to write the same thing."""
 
 import pytest
-import recurrences as R
 import torch
 import torch.nn.functional as F
+
+import recurrences as R
 from comparison import assert_within
 
 T, H, D, V, M = 9, 2, 3, 4, 5
@@ -16,17 +17,27 @@ def draw():
 
 
 def test_gsa_is_a_sum_over_decayed_tokens(draw):
-    q, k, v, s, g = draw(1, T, H, D), draw(1, T, H, D), draw(1, T, H, V), draw(1, T, H, M), -draw(1, T, H, M).abs()
+    q, k, v, s, g = (
+        draw(1, T, H, D),
+        draw(1, T, H, D),
+        draw(1, T, H, V),
+        draw(1, T, H, M),
+        -draw(1, T, H, M).abs(),
+    )
     L = g.cumsum(1)
     weight = (L[:, :, None] - L[:, None]).exp() * s[:, None]  # [1, t, i, H, M]
     weight = weight * torch.ones(T, T, dtype=q.dtype).tril()[..., None, None]
     p = torch.einsum("btihm,bihd,bthd->bthm", weight, k, q).mul(D**-0.5).softmax(-1)
     o, (Hk, _, z) = R.gsa(q, k, v, s, g)
     assert z is None
-    assert_within({"o": o, "k": Hk}, {
-        "o": torch.einsum("btihm,bihv,bthm->bthv", weight, v, p),
-        "k": torch.einsum("bihd,bihm->bhdm", k, weight[:, -1]),
-    }, 1e-12)
+    assert_within(
+        {"o": o, "k": Hk},
+        {
+            "o": torch.einsum("btihm,bihv,bthm->bthv", weight, v, p),
+            "k": torch.einsum("bihd,bihm->bhdm", k, weight[:, -1]),
+        },
+        1e-12,
+    )
 
 
 def test_abc_is_a_softmax_over_the_past(draw):
@@ -38,7 +49,11 @@ def test_abc_is_a_softmax_over_the_past(draw):
         "v": torch.einsum("bihm,bihv->bhmv", weight, v),
         "z": s.logsumexp(1),
     }
-    want["o"] = torch.einsum("bhmv,bhm->bhv", want["v"], torch.einsum("bhdm,bhd->bhm", want["k"], q[:, -1]).mul(D**-0.5).softmax(-1))
+    want["o"] = torch.einsum(
+        "bhmv,bhm->bhv",
+        want["v"],
+        torch.einsum("bhdm,bhd->bhm", want["k"], q[:, -1]).mul(D**-0.5).softmax(-1),
+    )
     assert_within({"o": o[:, -1], "k": Hk, "v": Hv, "z": z}, want, 1e-12)
 
 
@@ -48,7 +63,9 @@ def test_abc_skips_tokens_whose_logit_is_minus_infinity(draw):
     s[:, masked] = -torch.inf
     o, state = R.gsa(q, k, v, s)
     kept_o, kept_state = R.gsa(*(x[:, ~masked] for x in (q, k, v, s)))
-    assert_within({"o": o[:, ~masked], **dict(enumerate(state))}, {"o": kept_o, **dict(enumerate(kept_state))}, 1e-12)
+    assert_within(
+        {"o": o[:, ~masked], **dict(enumerate(state))}, {"o": kept_o, **dict(enumerate(kept_state))}, 1e-12
+    )
 
 
 def test_gla_is_a_sum_over_decayed_tokens(draw):
@@ -75,11 +92,20 @@ def test_a_vector_step_with_equal_entries_is_a_scalar_step(draw):
 
 
 def test_trellis_without_a_nonlinearity_at_chunk_one_is_the_gated_delta_rule(draw):
-    q, k, v, a, gamma, g = draw(1, T, H, D), draw(1, T, H, D), draw(1, T, H, V), draw(1, T, H, M), draw(1, T, H), -draw(1, T, H).abs()
+    q, k, v, a, gamma, g = (
+        draw(1, T, H, D),
+        draw(1, T, H, D),
+        draw(1, T, H, V),
+        draw(1, T, H, M),
+        draw(1, T, H),
+        -draw(1, T, H).abs(),
+    )
     A1, A2 = draw(H, M, D), draw(H, M, V)
     _, (_, A, *_) = R.trellis(q, k, v, a, gamma, g, chunk=1, phi="identity", state=(A1, A2))
     # z reads the undecayed memory: beta k = gamma e^{-g} k and beta v = gamma a.
-    _, (S, _) = R.delta_product(q, k, a * g.exp()[..., None], gamma * (-g).exp(), g, state=(A1[None].mT, None))
+    _, (S, _) = R.delta_product(
+        q, k, a * g.exp()[..., None], gamma * (-g).exp(), g, state=(A1[None].mT, None)
+    )
     assert_within(A, S.mT, 1e-12)
 
 
@@ -120,7 +146,9 @@ def test_short_conv_is_a_depthwise_convolution(draw):
 
 def test_cat_attention_in_one_chunk_is_causal_attention(draw):
     q, k, v = draw(2, T, H, D), draw(2, T, H, D), draw(2, T, H, V)
-    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(
+        1, 2
+    )
     assert_within(R.cat_attention(q, k, v, chunk=T), want, 1e-12)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from cases import RECURRENT, operator, precision, step
 from comparison import assert_within
 
@@ -29,7 +30,9 @@ def test_steps_are_the_forward(case, resumed, device):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_a_step_at_bf16_keeps_an_fp32_state(case, device):
-    inputs = concrete(case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32, device=device))
+    inputs = concrete(
+        case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32, device=device)
+    )
     kinds = {name: x.dtype for name, x in inputs.given.items()}
     assert step(inputs).dtype == torch.bfloat16
     assert kinds == {name: x.dtype for name, x in inputs.given.items()}

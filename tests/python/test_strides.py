@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES, gradients, operator, precision
-from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cases import CASES, gradients, operator, precision
+from comparison import assert_within
 
 
 def lay_out(x, layout):
@@ -31,7 +32,9 @@ def test_strides_do_not_matter(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
     inputs = case.draw(9, resumed=case.has_state, dtype=dtype, device=device)
     layouts = {name: data.draw(st.sampled_from(LAYOUTS), name) for name in inputs.floats}
-    laid_out = inputs.with_floats({n: lay_out(x, layouts[n]).requires_grad_() for n, x in inputs.floats.items()})
+    laid_out = inputs.with_floats(
+        {n: lay_out(x, layouts[n]).requires_grad_() for n, x in inputs.floats.items()}
+    )
     plain = laid_out.map(lambda x: x.detach().contiguous()).requiring_grad()
     outs, want = operator(laid_out), operator(plain)
     assert_within(outs, want, tolerance)
