@@ -20,8 +20,8 @@ import recurrences
 
 SIZES = {"B": 2, "H": 2, "Q": 2, "D": 3, "V": 4, "M": 5, "X": 6, "W": 4, "n": 1}
 
-# Gates, step sizes and write weights: what stays in fp32 beside bf16 q, k and v.
-FP32_KINDS = {"gate", "beta", "step", "weight", "logit"}
+# Gates, step sizes, write weights and filters: what may stay in fp32 beside bf16 q, k, v and x.
+FP32_KINDS = {"gate", "beta", "step", "weight", "logit", "filter"}
 
 
 def fill(kind, shape, generator):
@@ -367,7 +367,7 @@ def lattice(label, *, g=False, sizes=None, **options):
 
 
 def short_conv(label, *, bias=False, sizes=None, **options):
-    data = {"x": ("BTX", "normal"), "weight": ("XW", "normal")} | ({"bias": ("X", "normal")} if bias else {})
+    data = {"x": ("BTX", "normal"), "weight": ("XW", "filter")} | ({"bias": ("X", "filter")} if bias else {})
     return Case("short_conv", label, data, {"x": ("NPX", "normal")}, {}, options, sizes or {})
 
 
@@ -422,6 +422,7 @@ CASES = [
     lattice("unnormalised_encode", g=True, chunk=1, normalize=False, objective="encode"),
     lattice("shrinkage", chunk=1, shrinkage=0.1),
     lattice("shrinkage_g", g=True, chunk=1, shrinkage=0.3, objective="encode"),
+    short_conv("w1", bias=True, sizes={"W": 1}),
     short_conv("w4"),
     short_conv("w3_bias", bias=True, sizes={"W": 3}),
     short_conv("w2_silu", activation="silu", sizes={"W": 2}),

@@ -6,8 +6,8 @@ import torch
 def assert_within(got, want, tolerance):
     """Every tensor of `got` is within `tolerance` of its namesake in `want`.
 
-    The tolerance is relative to that one's largest entry, absolute below 1. Two tensors, or two dicts of tensors
-    with the same names; integers and infinities have to be equal.
+    The tolerance is relative to that one's largest entry, absolute below 1. Two tensors, or two dicts of
+    tensors with the same names; integers and infinities have to be equal.
     """
     if isinstance(want, torch.Tensor):
         got, want = {"result": got}, {"result": want}

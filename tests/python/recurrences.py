@@ -1,8 +1,8 @@
 """What the operators compute, token by token, in plain torch: slow and obvious, no chunk algebra.
 
-Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)` with the
-state's fields in order, None where absent (`cat_attention` returns o). A packed batch is a loop over its sequences,
-made by the caller. Query head i reads memory head i // (HQ / H). Everything is differentiable by autograd.
+Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)`, the
+state's fields in order and None where absent (`cat_attention` returns o). A packed batch is a loop over its
+sequences, made by the caller. Query head i reads memory head i // (HQ / H). Autograd goes through all of it.
 """
 
 import math
@@ -19,7 +19,7 @@ def by_memory_head(q, heads):
 
 
 def join(rows, like):
-    """Rows [B, H, G, V], one a token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is what there is without tokens."""
+    """Rows [B, H, G, V], one a token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is for T = 0."""
     if rows:
         return torch.stack(rows, 1).flatten(2, 3)
     return like.flatten(2, 3)
@@ -74,7 +74,7 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None):
 
 
 def gla(q, k, v, g=None, *, scale=None, state=None):
-    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; one gate a head or one a key channel."""
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; a gate a head or a key channel."""
     B, T, H, D = k.shape
     V = v.shape[-1]
     scale = D**-0.5 if scale is None else scale

@@ -11,7 +11,7 @@ START_IDS = [f"{case}-{'resumed' if resumed else 'start'}" for case, resumed in 
 
 
 def lengths(case):
-    """Around the chunk that is part of the model, or around the tiles of 16 and chunks of 64 of an exact form."""
+    """Around the chunk that is part of the model, or the tiles of 16 and chunks of 64 of an exact form."""
     edges = [case.chunk, 2 * case.chunk] if "chunk" in case.options else [16, 32, 64]
     return sorted({0, 1, *(T for C in edges for T in (C - 1, C, C + 1))})
 
