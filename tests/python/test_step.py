@@ -22,7 +22,6 @@ def test_steps_are_the_forward(case, resumed, device):
     inputs = concrete(case.draw(9, resumed=resumed, dtype=dtype, device=device))
     want = operator(inputs)
     places = {name: x.data_ptr() for name, x in inputs.given.items()}
-    assert len(set(places.values())) == len([x for x in inputs.given.values() if x.numel()])
     rows = [step(inputs.part(t, t + 1)) for t in range(9)]
     assert_within({"o": torch.cat(rows, 1), **inputs.given}, want, tolerance)
     assert places == {name: x.data_ptr() for name, x in inputs.given.items()}
