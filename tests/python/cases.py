@@ -13,10 +13,9 @@ import itertools
 import math
 from dataclasses import dataclass, field, replace
 
+import recurrences
 import torch
 from girih import ops
-
-import recurrences
 
 SIZES = {"B": 2, "H": 2, "Q": 2, "D": 3, "V": 4, "M": 5, "X": 6, "W": 4, "n": 1}
 
@@ -237,7 +236,9 @@ def start(case, device):
         "batch": sizes["B"],
         "heads": sizes["H"],
         "channels": sizes["X"],
+        "width": sizes["W"],
         "abc": "z" in case.state,
+        "between_chunks": "between_chunks" in case.options,
     } | sizes
     leaves = case.draw(0, dtype=torch.float32, device=device).leaves
     known |= {f"first_{name}" if case.op == "trellis" else name: x for name, x in leaves.items()}

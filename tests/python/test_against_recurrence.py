@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from cases import CASES, LONG, RECURRENT, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
 

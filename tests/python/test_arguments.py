@@ -4,10 +4,9 @@ import re
 
 import pytest
 import torch
-from girih import ops
-
 from cases import CASES, RECURRENT, SIZES, arguments, operator, start, state_of
 from comparison import assert_within
+from girih import ops
 
 NAMED = {str(case): case for case in CASES}
 

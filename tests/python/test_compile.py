@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-
 from cases import CASES, ONE_EACH, RECURRENT, gradients, operator, step
 from comparison import assert_within
+from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from cases import CASES, ONE_EACH, cotangents, gradients, operator, precision
 from comparison import assert_within
 

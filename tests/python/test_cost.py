@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
-
 from cases import CASES, ONE_EACH, gradients, operator
+from torch.profiler import ProfilerActivity, profile
 
 
 def allocated(inputs):

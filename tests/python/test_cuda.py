@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from cases import CASES, RECURRENT, gradients, operator, step
 from comparison import assert_within
 from conftest import needs_cuda

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-
 from cases import CASES, ONE_EACH, RECURRENT, operator, step
+from torch.overrides import TorchFunctionMode
 
 
 class RegisteredCalls(TorchFunctionMode):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from cases import CASES, FP32_KINDS, cotangents, gradients, operator, recurrence
 from comparison import assert_within
 

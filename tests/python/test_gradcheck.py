@@ -1,9 +1,8 @@
 """Numerical differentiation in float64, of outputs and states, by every floating input and initial state."""
 
 import pytest
-from torch.autograd import gradcheck
-
 from cases import CASES, ONE_EACH, RECURRENT, operator
+from torch.autograd import gradcheck
 
 MATRIX = [(case, False) for case in CASES] + [(case, True) for case in RECURRENT]
 SMALL = {"B": 1, "H": 1, "Q": 1, "D": 2, "V": 2, "M": 2, "X": 2}

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from cases import RECURRENT, gradients, operator, precision
 from comparison import assert_within
+from hypothesis import given
+from hypothesis import strategies as st
 
 DEFINING = [case for case in RECURRENT if "position" in case.state]
 EXACT = [case for case in RECURRENT if "position" not in case.state and case.op != "short_conv"]

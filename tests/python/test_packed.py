@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from cases import CASES, RECURRENT, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,10 +1,9 @@
 """The recurrences stand on their own: each agrees with another way to write the same thing."""
 
 import pytest
+import recurrences as R
 import torch
 import torch.nn.functional as F
-
-import recurrences as R
 from comparison import assert_within
 
 T, H, D, V, M = 9, 2, 3, 4, 5

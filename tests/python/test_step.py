@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from cases import RECURRENT, operator, precision, step
 from comparison import assert_within
 
