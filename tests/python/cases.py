@@ -65,6 +65,7 @@ class Case:
         return bool(self.state)
 
     def over_time(self, name):
+        """Rows a token; 0 for what is not a sequence."""
         letters = self.data[name][0]
         return self.rows_per_token if "R" in letters else int("T" in letters)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CASES, LONG, RECURRENT, cotangents, gradients, operator, precision, recurrence
+from cases import CASES, LONG, RECURRENT, SIZES, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
 
 STARTS = [(case, False) for case in CASES] + [(case, True) for case in RECURRENT]
@@ -57,3 +57,18 @@ def test_a_first_memory_may_differ_between_sequences(case, device):
         **vars(inputs) | {"leaves": {n: torch.stack([x, x.flip(-1)]) for n, x in inputs.leaves.items()}}
     )
     assert_within(operator(inputs), recurrence(inputs.map(torch.Tensor.double)), tolerance)
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 17, 1), (33, 5, 18), (16, 64, 32)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_width(case, widths, device):
+    dtype, tolerance, grad_tolerance = precision(case, device)
+    D, V, M = widths
+    sizes = {"B": 1, "D": D, "V": D if case.sizes.get("V") == SIZES["D"] else V, "M": M, "X": D}
+    inputs = case.draw(
+        6, resumed=case.has_state, calm=True, dtype=dtype, device=device, **sizes
+    ).requiring_grad()
+    exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
+    outs, want = operator(inputs), recurrence(exact)
+    assert_within(outs, want, tolerance)
+    assert_within(gradients(outs, inputs), gradients(want, exact), grad_tolerance)

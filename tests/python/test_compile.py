@@ -79,3 +79,22 @@ def test_steps(case, device):
         token = start.part(t, t + 1)
         assert_within(call(token, graph), step(token.part(0, 1, eager)), 1e-6)
     assert_within(graph, eager, 1e-6)
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_an_exported_program_takes_any_length(case, device):
+    inputs = case.draw(9, resumed=case.has_state, dtype=torch.float32, device=device)
+
+    class Program(torch.nn.Module):
+        def forward(self, floats):
+            return operator(inputs.with_floats(floats))
+
+    tokens = torch.export.Dim("tokens", min=2)
+    dynamic = {
+        name: {1: rows * tokens} if (rows := name in inputs.data and case.over_time(name)) else None
+        for name in inputs.floats
+    }
+    program = torch.export.export(Program(), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
+    for T in (9, 33):
+        other = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device, seed=T)
+        assert_within(program(other.floats), operator(other), 1e-6)

@@ -1,8 +1,10 @@
 """What a CUDA device adds: no operator waits for the device, and every call can be captured in a graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import CASES, RECURRENT, gradients, operator, step
+from cases import CASES, RECURRENT, cotangents, gradients, operator, step
 from comparison import assert_within
 from conftest import needs_cuda
 
@@ -11,6 +13,19 @@ pytestmark = needs_cuda
 
 def clone(tensors):
     return {name: x.detach().clone() for name, x in tensors.items()}
+
+
+def capture(call):
+    """A graph of one call, after a first one outside of it, and what the call returned."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = call()
+    return graph, result
 
 
 @pytest.fixture
@@ -24,13 +39,11 @@ def waits_are_errors():
 def test_nothing_waits_for_the_device(case, packed, waits_are_errors):
     lengths = [4 * case.chunk, 0, 2 * case.chunk] if packed else None
     inputs = case.draw(9, lengths=lengths, resumed=case.has_state, dtype=torch.float32, device="cuda")
-    inputs, bounds = inputs.requiring_grad(), inputs.cu()
-    floats = {name: x.clone() for name, x in operator(inputs, **bounds).items() if x.is_floating_point()}
-    grads = {name: torch.randn_like(x) for name, x in floats.items()}
-    gradients(operator(inputs, **bounds), inputs, grads)
+    # The bounds and cotangents are made beforehand: to bring them to the device is a copy that waits.
+    bounds = inputs.cu()
+    inputs = replace(inputs.requiring_grad(), lengths=None)
+    grads = cotangents(operator(inputs, **bounds))
     waits_are_errors()
-    # The bounds are made beforehand: to move them to the device is a copy that waits.
-    object.__setattr__(inputs, "lengths", None)
     gradients(operator(inputs, **bounds), inputs, grads)
 
 
@@ -38,19 +51,13 @@ def test_nothing_waits_for_the_device(case, packed, waits_are_errors):
 def test_forward_and_backward_in_a_graph(case):
     inputs = case.draw(9, resumed=case.has_state, dtype=torch.float32, device="cuda").requiring_grad()
     other = case.draw(9, resumed=case.has_state, dtype=torch.float32, device="cuda", seed=1).requiring_grad()
-    grads = {n: torch.randn_like(x) for n, x in operator(inputs).items() if x.is_floating_point()}
+    grads = cotangents(operator(inputs))
 
     def call():
         outs = operator(inputs)
         return outs, gradients(outs, inputs, grads)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outs, found = call()
+    graph, (outs, found) = capture(call)
     with torch.no_grad():
         for name, x in inputs.floats.items():
             x.copy_(other.floats[name])
@@ -68,13 +75,7 @@ def test_a_step_in_a_graph(case):
     eager.pop("o"), captured.pop("o")
     token = tokens.part(0, 1, captured).on_tokens(lambda x, rows: x.clone())
     kept = clone(captured)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(token)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        o = step(token)
+    graph, o = capture(lambda: step(token))
     for name, x in kept.items():
         captured[name].copy_(x)
     for t in range(6):
