@@ -1,5 +1,7 @@
 """Gated slot attention, and ABC, its ungated form."""
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -8,10 +10,6 @@ from girih.nn.masking import masked, refuse_mask_with_packing
 from girih.nn.norm import RMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
-
-# e^-60 is lost beside the weight of any token, and 60 leaves the digits of its neighbours' decays alone.
-MASKED_LOGIT = -60.0
-
 
 class GatedSlotAttention(nn.Module):
     """M memory slots with one forget gate each, read by softmax attention (GSA; Zhang et al. 2024, eq. 9).
@@ -68,16 +66,10 @@ class GatedSlotAttention(nn.Module):
         qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
         s, g = at_least_fp32(self.f_proj(x)).unflatten(-1, (-1, self.num_slots)), None
-        if (
-            self.gated
-        ):  # a masked token's g = 0 is also its s = 1 - e^0 = 0: nothing decays, nothing is written
+        if self.gated:  # a masked token's g = 0 is also its s = 1 - e^0 = 0: nothing decays, nothing is written
             s, g = None, masked(attention_mask, F.logsigmoid(s) / self.gate_logit_normalizer)
         else:
-            k, v, s = (
-                masked(attention_mask, k),
-                masked(attention_mask, v),
-                masked(attention_mask, s, MASKED_LOGIT),
-            )
+            s = masked(attention_mask, s, -math.inf)
         o, memory = advance(
             "gsa",
             q,

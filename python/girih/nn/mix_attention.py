@@ -1,5 +1,6 @@
 """Memory as gate (MaG): two mixers on the same input, mixed by a weight."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class MixAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         if self.learned:
-            nn.init.constant_(self.logit, torch.logit(torch.tensor(self.first_weight)).item())
+            nn.init.constant_(self.logit, math.log(self.first_weight / (1.0 - self.first_weight)))
         else:
             nn.init.constant_(self.weight, self.first_weight)
 
