@@ -2,18 +2,24 @@
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 
+import girih.models
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-import girih.models
 from girih.models import MIXERS, GirihCache, GirihConfig, GirihForCausalLM, GirihModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
     "hybrid": {"mixer": ["gsa", "attention", "cat", "trellis"], "num_hidden_layers": 4},
-    "mag_learned": {"mixer": "mag", "mag_base": "gsa", "mag_mixer": "trellis", "mag_learned": True, "mag_cross": True},
+    "mag_learned": {
+        "mixer": "mag",
+        "mag_base": "gsa",
+        "mag_mixer": "trellis",
+        "mag_learned": True,
+        "mag_cross": True,
+    },
     "cat_running": {"mixer": "cat", "running_positions": True},
     "delta_product_gelu": {"mixer": "delta_product", "between_chunks": "gelu"},
 }
@@ -120,7 +126,7 @@ def test_packed_sequences_equal_a_loop(model):
     ids, cuts = tokens(1, 14), [0, 1, 6, 6, 14]
     output = model(ids, labels=ids, cu_seqlens=torch.tensor(cuts, dtype=torch.int32), use_cache=False)
     losses, count = 0.0, 0
-    for a, b in zip(cuts, cuts[1:]):
+    for a, b in itertools.pairwise(cuts):
         if b > a:
             close(output.logits[:, a:b], model(ids[:, a:b]).logits)
         if b > a + 1:
@@ -146,7 +152,12 @@ def test_generation_is_the_same_with_and_without_the_cache(model, way):
         torch.manual_seed(0)
         written.append(
             model.generate(
-                ids, attention_mask=mask, max_new_tokens=7, use_cache=use_cache, pad_token_id=0, **GENERATION[way]
+                ids,
+                attention_mask=mask,
+                max_new_tokens=7,
+                use_cache=use_cache,
+                pad_token_id=0,
+                **GENERATION[way],
             )
         )
     assert written[0].equal(written[1])
@@ -324,10 +335,16 @@ def test_a_configuration_that_does_not_fit_is_refused(options, message):
     ("call", "message"),
     [
         (lambda model, ids: model(), "input_ids, inputs_embeds"),
-        (lambda model, ids: model(ids, attention_mask=torch.ones(1, 1, 5, 5)), "attention_mask has 4 dimensions"),
+        (
+            lambda model, ids: model(ids, attention_mask=torch.ones(1, 1, 5, 5)),
+            "attention_mask has 4 dimensions",
+        ),
         (lambda model, ids: model(ids, attention_mask=torch.ones(1, 3)), "attention_mask covers 3 tokens"),
         (lambda model, ids: model(ids, past_key_values=object()), "past_key_values is a object"),
-        (lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2), "cache_implementation"),
+        (
+            lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2),
+            "cache_implementation",
+        ),
     ],
 )
 def test_a_wrong_call_is_refused(call, message):

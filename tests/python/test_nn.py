@@ -2,12 +2,12 @@
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 
+import girih.nn
 import pytest
 import torch
-
-import girih.nn
 from girih.nn import (
     Attention,
     CompressAttend,
@@ -27,7 +27,9 @@ HIDDEN, CHUNK = 16, 4
 LAYERS = {
     "short_conv": lambda: ShortConv(HIDDEN, 3, bias=True),
     "gsa": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6),
-    "gsa_grouped": lambda: GatedSlotAttention(HIDDEN, 4, num_kv_heads=2, num_slots=6, conv_size=3, feature="relu2"),
+    "gsa_grouped": lambda: GatedSlotAttention(
+        HIDDEN, 4, num_kv_heads=2, num_slots=6, conv_size=3, feature="relu2"
+    ),
     "abc": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6, gated=False),
     "linear_attention": lambda: GatedLinearAttention(HIDDEN, 2, gate="none"),
     "retnet": lambda: GatedLinearAttention(HIDDEN, 2, gate="fixed"),
@@ -37,16 +39,24 @@ LAYERS = {
     "delta_product": lambda: DeltaProduct(HIDDEN, 4, num_kv_heads=2, n=2, gated=True, allow_neg_eigval=True),
     "delta_product_gelu": lambda: DeltaProduct(HIDDEN, 2, n=2, between_chunks="gelu", chunk=CHUNK),
     "trellis": lambda: Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK),
-    "trellis_identity": lambda: Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK, phi="identity", f="softmax", gated=False),
+    "trellis_identity": lambda: Trellis(
+        HIDDEN, 2, num_slots=6, chunk=CHUNK, phi="identity", f="softmax", gated=False
+    ),
     "lattice": lambda: Lattice(HIDDEN, 2, num_slots=6, chunk=CHUNK),
     "lattice_encode": lambda: Lattice(HIDDEN, 2, num_slots=12, chunk=CHUNK, objective="encode", gated=False),
     "attention": lambda: Attention(HIDDEN, 2),
     "attention_grouped": lambda: Attention(HIDDEN, 4, num_kv_heads=2),
     "cat": lambda: CompressAttend(HIDDEN, 2, chunk=CHUNK),
-    "mag": lambda: MixAttention(Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2, gated=True), weight=0.3, cross=True),
-    "mag_learned": lambda: MixAttention(Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK), Attention(HIDDEN, 2), learned=True),
+    "mag": lambda: MixAttention(
+        Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2, gated=True), weight=0.3, cross=True
+    ),
+    "mag_learned": lambda: MixAttention(
+        Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK), Attention(HIDDEN, 2), learned=True
+    ),
 }
-KEEPS_PACKED_STATE = [name for name in LAYERS if name not in ("attention", "attention_grouped", "cat", "mag", "mag_learned")]
+KEEPS_PACKED_STATE = [
+    name for name in LAYERS if name not in ("attention", "attention_grouped", "cat", "mag", "mag_learned")
+]
 
 
 @pytest.fixture(params=LAYERS)
@@ -154,7 +164,7 @@ def test_packed_sequences_equal_a_loop(layer, dtype):
     x = torch.randn(1, 3 * CHUNK, HIDDEN, dtype=torch.double)
     cu_seqlens = torch.tensor([0, 1, CHUNK + 2, CHUNK + 2, 3 * CHUNK], dtype=dtype)
     y, _ = layer(x, cu_seqlens=cu_seqlens)
-    for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
         close(y[:, a:b], layer(x[:, a:b])[0])
 
 
@@ -195,7 +205,7 @@ def test_autocast_stays_close_to_fp32(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_reset_parameters_repeats_the_first_values(name):
-    """`reset_parameters()` of every module, as a model built on the meta device calls it, is all of initialisation."""
+    """What a model built on the meta device calls, `reset_parameters()` of every module, is all there is."""
     torch.manual_seed(0)
     layer = LAYERS[name]()
     expected = {key: value.std() if value.numel() > 1 else value for key, value in layer.state_dict().items()}
@@ -252,7 +262,16 @@ def test_mix_weight_follows_its_schedule():
         0.5,
         0.5,
     ]
-    assert [mix_weight("cyclic", step, steps=2) for step in range(8)] == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0]
+    assert [mix_weight("cyclic", step, steps=2) for step in range(8)] == [
+        0.0,
+        0.0,
+        0.5,
+        0.5,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     with pytest.raises(ValueError, match="schedule is 'cosine'"):
         mix_weight("cosine", 0)
 

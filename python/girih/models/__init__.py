@@ -1,4 +1,7 @@
-"""Language models of girih's mixers for Hugging Face's transformers; importing this registers them with its Auto classes."""
+"""Language models of girih's mixers, as Hugging Face models.
+
+Importing this registers them: `AutoModelForCausalLM.from_pretrained` then loads them from their folder.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

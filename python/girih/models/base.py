@@ -1,6 +1,6 @@
 """What all girih models share: initialisation, loading, caches, checkpointing."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ class GirihPreTrainedModel(PreTrainedModel):
     config: GirihConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]
+    _no_split_modules: ClassVar = ["Block"]
     _is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -43,7 +43,8 @@ class GirihPreTrainedModel(PreTrainedModel):
     ) -> None:
         if generation_config.cache_implementation is not None:
             raise ValueError(
-                f"cache_implementation is {generation_config.cache_implementation!r}; a girih model keeps its mixers' states"
+                f"cache_implementation is {generation_config.cache_implementation!r}; "
+                "a girih model keeps its mixers' states and has no other cache"
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()

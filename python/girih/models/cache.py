@@ -59,7 +59,7 @@ class StateLayer(CacheLayerMixin):
 
 
 class GirihCache(Cache):
-    """One `StateLayer` a layer. `GirihModel` makes one when it is called with `use_cache=True` and none is given."""
+    """One `StateLayer` a layer; a model called with `use_cache=True` and without one makes it."""
 
     def __init__(self, num_layers: int):
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])

@@ -16,10 +16,11 @@ from girih.nn.state import History, extended
 
 
 class Compressor(nn.Module):
-    """f(c): a chunk of C tokens as one vector of the decoder's width (maths section 5).
+    """f(c): a chunk of C tokens as one vector of the decoder's width.
 
-    A learned token for the chunk's place in its sequence stands in front of the chunk's tokens; bidirectional blocks and a
-    norm; then one linear map of the C token outputs, flattened. chunks `[B, K, C]`, index `[K]` -> `[B, K, hidden_size]`.
+    A learned token for the chunk's place in its sequence stands in front of the chunk's tokens; bidirectional
+    blocks and a norm follow, then one linear map of the C token outputs side by side.
+    chunks `[B, K, C]`, index `[K]` -> `[B, K, hidden_size]`.
     """
 
     def __init__(self, config: GirihConfig):
@@ -52,9 +53,10 @@ class Compressor(nn.Module):
 class CatModel(GirihPreTrainedModel):
     """Compressor and decoder of CAT; the output at a token predicts the next one, as in any causal model.
 
-    Chunk k is the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`, header_k = f(c_{k-1}), header_0 learned. Row r of a sequence
-    predicts its token r, so token t's output is row t + 1; a chunk's last token is never fed. Arguments are GirihModel's,
-    without inputs_embeds. The cache keeps the tokens, and a call computes the model anew on them.
+    Chunk k is the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`: header_k = f(c_{k-1}), header_0 is learned, and
+    a chunk's last token is never fed. Row r of a sequence predicts its token r, so token t's output is row t
+    + 1. Arguments are GirihModel's without inputs_embeds. The cache keeps the tokens, and a call computes all
+    of them anew.
     """
 
     def __init__(self, config: GirihConfig):
@@ -112,9 +114,10 @@ class CatModel(GirihPreTrainedModel):
         C, T = self.config.chunk, ids.shape[1]
         if valid is None and cu_seqlens is None:
             K = T // C + 1
-            if K > self.compressor.position.num_embeddings:
+            if self.compressor.position.num_embeddings < K:
+                most = self.config.max_position_embeddings
                 raise ValueError(
-                    f"input_ids has {T} tokens; expected at most max_position_embeddings, {self.config.max_position_embeddings}"
+                    f"input_ids has {T} tokens; expected at most max_position_embeddings, {most}"
                 )
             chunks, index = (
                 F.pad(ids, (0, K * C - T)).unflatten(1, (K, C)),
@@ -129,7 +132,8 @@ class CatModel(GirihPreTrainedModel):
         return self.output(every[-1], past_key_values, every if output_hidden_states else None, return_dict)
 
     def decode(self, chunks: Tensor, index: Tensor, cu_rows: Tensor | None) -> list[Tensor]:
-        """chunks `[B, K, C]` at the places `index [K]` -> the rows `[B, K, C, hidden_size]` before and after each block.
+        """chunks `[B, K, C]` at the places `index [K]` -> the rows `[B, K, C, hidden_size]` before and after
+        each block.
 
         The last chunk is nobody's past, so it is not compressed. The last entry has passed the final norm.
         """

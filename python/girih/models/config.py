@@ -1,7 +1,7 @@
 """What a girih language model is made of."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -21,7 +21,7 @@ Mixer = Callable[["GirihConfig"], nn.Module]
 
 
 def _sizes(config: "GirihConfig", conv_size: int | None = None) -> dict[str, Any]:
-    """What every mixer takes, and the short convolution of those that have one (its paper's size unless configured)."""
+    """What every mixer takes; `conv_size`: the width in its paper, None if it has no short convolution."""
     sizes = {"hidden_size": config.hidden_size, "num_heads": config.num_heads, "head_dim": config.head_dim}
     if conv_size is not None:
         sizes["conv_size"] = conv_size if config.conv_size is None else config.conv_size
@@ -125,23 +125,32 @@ CHOICES = {
 class GirihConfig(PretrainedConfig):
     """Configuration of `GirihModel` and `GirihForCausalLM`.
 
-    mixer: one of `MIXERS` for every layer, or a list with one name a layer (a hybrid). "cat" alone is the whole CAT model
-    (compressor and decoder); in a list it is CAT as a layer. "mag" mixes `mag_base` and `mag_mixer`.
-    num_slots: M of gsa, abc, trellis and lattice. chunk: C of trellis, lattice, cat and `between_chunks`.
-    n: Householder steps of delta_product. gated: delta_product, trellis and lattice forget.
-    conv_size: width of the short convolutions, 0 for none; None is what each mixer's paper has.
-    phi, f: Trellis. objective: Lattice. feature: gsa and abc. between_chunks, allow_neg_eigval: the delta rule mixers.
-    compressor_*: the CAT model's compressor, by default half the decoder's width and depth. max_position_embeddings bounds
-    a sequence in the CAT model only, whose compressor knows a chunk by a learned position.
-    Every size that does not fit raises a ValueError that names it.
+    mixer: one of `MIXERS` for every layer, or a list with one name a layer (a hybrid). "cat" alone is the
+        whole CAT model, with its compressor; in a list it is CAT as a layer. "mag" mixes `mag_base` and
+        `mag_mixer`.
+    num_heads, num_kv_heads, head_dim: queries, memories, width of each; by default one memory a query.
+    num_slots: M of gsa, abc, trellis and lattice.
+    chunk: C of trellis, lattice, cat and between_chunks.
+    n: Householder steps of delta_product.
+    gated: whether delta_product, trellis and lattice forget.
+    conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
+    feature: gsa, abc. phi, f: trellis. objective: lattice. between_chunks, allow_neg_eigval: the delta rule
+        mixers.
+    compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
+    running_positions: rotary positions of the CAT model's decoder run over the chunks instead of starting
+        anew.
+    max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's
+        place.
+
+    A value that does not fit raises a ValueError that names it.
 
     >>> GirihConfig(mixer=["gsa", "attention"], num_hidden_layers=2).mixers
     ['gsa', 'attention']
     """
 
     model_type = "girih"
-    keys_to_ignore_at_inference = ["past_key_values"]
-    attribute_map = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    attribute_map: ClassVar = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 
     vocab_size: int = 256
     hidden_size: int = 256
@@ -196,7 +205,8 @@ class GirihConfig(PretrainedConfig):
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
-                    f"num_heads is {self.num_heads}, which does not divide hidden_size {self.hidden_size}; give head_dim"
+                    f"num_heads is {self.num_heads}, which does not divide hidden_size {self.hidden_size}; "
+                    "give head_dim"
                 )
             self.head_dim = self.hidden_size // self.num_heads
         if self.intermediate_size is None:  # a gated layer of 8/3 has the parameters of a plain one of 4
@@ -216,7 +226,7 @@ class GirihConfig(PretrainedConfig):
 
     @property
     def is_whole_cat(self) -> bool:
-        """Whether this is the CAT model, with a compressor of its own, rather than layers one above the other."""
+        """Whether this is the CAT model, with its compressor, rather than layers one above the other."""
         return self.mixer == "cat"
 
     def _check(self) -> None:
@@ -235,10 +245,8 @@ class GirihConfig(PretrainedConfig):
                 if name not in allowed:
                     raise ValueError(f"{argument} is {name!r}; expected one of {', '.join(allowed)}")
         for argument, allowed in CHOICES.items():
-            if getattr(self, argument) not in allowed:
-                raise ValueError(
-                    f"{argument} is {getattr(self, argument)!r}; expected one of {', '.join(map(str, allowed))}"
-                )
+            if (value := getattr(self, argument)) not in allowed:
+                raise ValueError(f"{argument} is {value!r}; expected one of {', '.join(map(str, allowed))}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads {self.num_heads}"
@@ -246,7 +254,8 @@ class GirihConfig(PretrainedConfig):
         for name in ("trellis", "lattice"):
             if name in used and self.num_kv_heads != self.num_heads:
                 raise ValueError(
-                    f"num_kv_heads is {self.num_kv_heads}; {name} projects q and k together and needs num_heads, {self.num_heads}"
+                    f"num_kv_heads is {self.num_kv_heads}; "
+                    f"{name} projects q and k together: expected num_heads, {self.num_heads}"
                 )
         most = 256 if self.is_whole_cat else 255 if "cat" in used else 64
         if used & {"trellis", "lattice"} or self.between_chunks is not None:
@@ -260,5 +269,6 @@ class GirihConfig(PretrainedConfig):
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions turn pairs and need an even one")
         if self.is_whole_cat and self.compressor_hidden_size % self.head_dim:
             raise ValueError(
-                f"compressor_hidden_size is {self.compressor_hidden_size}; expected a multiple of head_dim {self.head_dim}"
+                f"compressor_hidden_size is {self.compressor_hidden_size}; "
+                f"expected a multiple of head_dim {self.head_dim}"
             )

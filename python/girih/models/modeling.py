@@ -1,6 +1,6 @@
 """The language model around the layers, as Hugging Face models."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from girih.nn import Block, RMSNorm
 class GirihModel(GirihPreTrainedModel):
     """Embedding, `num_hidden_layers` blocks, RMS norm.
 
-    input_ids `[B, T]` -> last_hidden_state `[B, T, hidden_size]`. attention_mask `[B, T]` or over past tokens too;
-    `cu_seqlens [N + 1]` packs N sequences into B = 1. past_key_values is a `GirihCache`.
+    input_ids `[B, T]` -> last_hidden_state `[B, T, hidden_size]`. attention_mask `[B, T]` or over past tokens
+    too; `cu_seqlens [N + 1]` packs N sequences into B = 1. past_key_values is a `GirihCache`.
     """
 
     def __init__(self, config: GirihConfig):
@@ -69,8 +69,8 @@ class GirihModel(GirihPreTrainedModel):
 class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
     """A language model of any mixer: `GirihModel` (or `CatModel`) and a head.
 
-    With `labels` `[B, T]` (-100: not counted) the output has the mean cross entropy of every token after the first of its
-    sequence, in nats. `generate()` keeps the mixers' states as its cache.
+    With `labels` `[B, T]` (-100: not counted) the output has the mean cross entropy of every token after the
+    first of its sequence, in nats. `generate()` keeps the mixers' states as its cache.
 
     >>> model = GirihForCausalLM(GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2, num_slots=8))
     >>> ids = torch.randint(256, (2, 12))
@@ -78,7 +78,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
     (torch.Size([]), torch.Size([2, 16]))
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: GirihConfig):
         super().__init__(config)

@@ -10,9 +10,9 @@ from girih.nn.masking import refuse_mask_with_packing
 
 
 def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
-    """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D); position `[T]` or `[B, T]`.
+    """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D).
 
-    D must be even. Angles are fp32 (fp64 for fp64); the result has x's dtype.
+    position is `[T]` or `[B, T]`, D even. Angles are fp32 (fp64 for fp64); the result has x's dtype.
     """
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -24,7 +24,7 @@ def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
 
 
 class AttentionState(NamedTuple):
-    """Keys (turned) and values `[N, tokens, heads, head_dim]`; valid `[N, tokens]`, or None if no token was masked."""
+    """Turned keys and values `[N, tokens, heads, head_dim]`; valid `[N, tokens]`, None if all were."""
 
     k: Tensor
     v: Tensor
@@ -32,7 +32,7 @@ class AttentionState(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention (`causal=False`: bidirectional), `num_heads` queries on `num_kv_heads` keys and values.
+    """Softmax attention, causal or bidirectional, with `num_heads` queries on `num_kv_heads` keys and values.
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 

@@ -9,9 +9,11 @@ from torch import Tensor
 class ChunkTable(NamedTuple):
     """Every sequence on chunks of its own, the sequences one after the other.
 
-    row `[B * T]`: where in the table's `chunks * chunk` rows a token stands; a masked one gets the row after the last.
-    first `[chunks]`: the chunk is the first of its sequence. index `[chunks]`: how many chunks of it came before.
-    cu_chunks `[N + 1]`: the sequences' chunks; chunks that no sequence needs belong to the last one.
+    row: `[B * T]`, where in the table's `chunks * chunk` rows a token stands; a masked one gets the row after
+        them.
+    first: `[chunks]`, whether the chunk is the first of its sequence.
+    index: `[chunks]`, how many chunks of its sequence came before.
+    cu_chunks: `[N + 1]`, the sequences' chunks; chunks that no sequence needs belong to the last one.
     """
 
     row: Tensor
@@ -26,7 +28,7 @@ class ChunkTable(NamedTuple):
         return table[:-1].unflatten(0, (1, chunks, chunk))
 
     def gather(self, y: Tensor, shape: torch.Size, shift: int = 0) -> Tensor:
-        """y `[1, chunks, chunk, ...]` -> `[B, T, ...]`: the row `shift` after each token's; any row for masked tokens."""
+        """y `[1, chunks, chunk, ...]` -> `[B, T, ...]`: the row `shift` after each token's."""
         y = y.flatten(0, 2)
         return y.index_select(0, (self.row + shift).clamp(max=y.shape[0] - 1)).unflatten(0, shape)
 
@@ -34,7 +36,10 @@ class ChunkTable(NamedTuple):
 def chunk_table(
     x: Tensor, chunk: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None, room: int = 0
 ) -> ChunkTable:
-    """The table of x `[B, T, ...]` with `room` free rows after each sequence's last token. Never waits for the device."""
+    """The table of x `[B, T, ...]`, with `room` free rows after each sequence's last token.
+
+    No value is read back from the device: sizes are bounds made of shapes.
+    """
     B, T = x.shape[:2]
     if cu_seqlens is not None:
         length = cu_seqlens.diff().long()

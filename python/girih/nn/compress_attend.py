@@ -12,11 +12,12 @@ from girih.nn.state import History, extended
 
 
 class ChunkAttention(nn.Module):
-    """Attention of rows in chunks, row 0 of each its header (CAT's decoder, maths section 5).
+    """Attention of rows in chunks, row 0 of each its header (the decoder of CAT).
 
-    A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary positions are
-    0..chunk-1 in every chunk; with `running_positions` chunk k starts at k, as if each earlier one were one token.
-    x, y `[B, rows, hidden_size]`, `cu_seqlens` counts rows and cuts between chunks. There is no mask and no state.
+    A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary
+    positions are 0..chunk-1 in every chunk; with `running_positions` chunk k starts at k, as if each earlier
+    one were one token. x, y `[B, rows, hidden_size]`; `cu_seqlens` counts rows and cuts between chunks. There
+    is no mask and no state.
 
     >>> ChunkAttention(64, num_heads=2, chunk=4)(torch.randn(3, 12, 64))[0].shape
     torch.Size([3, 12, 64])
@@ -67,12 +68,14 @@ class ChunkAttention(nn.Module):
 
 
 class CompressAttend(nn.Module):
-    """A chunk of C tokens becomes one header for all later ones (CAT as a layer, maths section 5).
+    """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
 
-        header_k = W_c [x_{(k-1)C} ... x_{kC-1}] (k > 0; header_0 is learned),   row = [header_k, x_{kC} ... x_{kC+C-1}]
+        header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
+        chunk k:  [header_k, x_{kC}, ..., x_{kC+C-1}]
 
-    A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed sequences
-    are laid on whole chunks of their own first. The state keeps the inputs, and a call computes the layer anew on them.
+    A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed
+    sequences are laid on whole chunks of their own first. The state keeps the inputs, and a call computes the
+    layer anew.
 
     >>> layer = CompressAttend(64, num_heads=2, chunk=4)
     >>> layer(torch.randn(3, 10, 64))[0].shape

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def no_weight_decay(*parameters: nn.Parameter | None) -> None:
-    """Marks memories, gate biases and norms; an optimizer puts what has `_no_weight_decay` into a group of its own."""
+    """Marks memories, gate biases and norms with `_no_weight_decay`, which an optimizer's groups read."""
     for parameter in parameters:
         if parameter is not None:
             parameter._no_weight_decay = True
@@ -20,10 +20,12 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 class DecayGate(nn.Module):
-    """`dt = softplus(x W + dt_bias)`, `g = -exp(A_log) dt`: one decay exp(g) a head, and the step dt it comes from.
+    """One decay e^g a head, and the step dt it comes from (Mamba-2, Gated DeltaNet).
 
-    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 under autocast too.
-    Starts with rates exp(A_log) from 1 to 16 and steps from 0.001 to 0.1, both spread evenly in the logarithm.
+        dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
+
+    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 under autocast too. Starts with rates
+    exp(A_log) from 1 to 16 and steps from 0.001 to 0.1, both spread evenly in the logarithm.
 
     >>> g, dt = DecayGate(16, num_heads=4)(torch.randn(2, 5, 16))
     >>> g.shape, bool((g < 0).all())

@@ -11,14 +11,14 @@ from girih.nn.state import LayerState, advance
 
 
 class DeltaProduct(nn.Module):
-    """A matrix memory corrected n times a token, each time along one key (DeltaProduct; TPTT eq. 16, maths section 2).
+    """A matrix memory corrected n times a token, each time along one key (DeltaProduct; TPTT eq. 16).
 
         S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
         y = W_o (RMSNorm(o) * silu(x W_g))
 
-    q, k, v come out of a short convolution with SiLU, q and k are l2-normalised, `beta = sigmoid(x W)`, doubled if
-    `allow_neg_eigval`. `n=1` is DeltaNet, with `gated` Gated DeltaNet. `between_chunks` (gelu or tanh) is applied to S
-    whenever `chunk` tokens are complete (eq. 24). x, y `[B, T, hidden_size]`.
+    q, k, v come out of a short convolution with SiLU, q and k are l2-normalised, `beta = sigmoid(x W)`,
+    doubled if `allow_neg_eigval`. `n=1` is DeltaNet, with `gated` Gated DeltaNet. `between_chunks` (gelu or
+    tanh) is applied to S whenever `chunk` tokens are complete (eq. 24). x, y `[B, T, hidden_size]`.
 
     >>> layer = DeltaProduct(64, num_heads=2, n=2, gated=True)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)

@@ -18,10 +18,11 @@ class GatedLinearAttention(nn.Module):
 
         S <- e^g S + k v^T,   o = scale S^T q,   y = W_o (RMSNorm(o) * silu(x W_g))
 
-    gate="none":   g = 0; q and k pass through elu + 1 (linear attention, its denominator replaced by the norm)
-    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet, without rotary positions)
-    gate="scalar": one data-dependent decay a head, v scaled by its step dt, and a skip: o + v * skip (Mamba-2)
-    gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / 16 (GLA)
+    gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm stands for its
+    denominator).
+    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet, without rotary positions).
+    gate="scalar": one data-dependent decay a head, v scaled by its step dt, and o + v * skip (Mamba-2).
+    gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer (GLA).
     x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries.
 
     >>> layer = GatedLinearAttention(64, num_heads=2, gate="vector")

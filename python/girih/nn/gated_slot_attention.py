@@ -11,6 +11,7 @@ from girih.nn.norm import RMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
+
 class GatedSlotAttention(nn.Module):
     """M memory slots with one forget gate each, read by softmax attention (GSA; Zhang et al. 2024, eq. 9).
 
@@ -19,8 +20,8 @@ class GatedSlotAttention(nn.Module):
         y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
 
     `gated=False` is ABC: `x W_f` are the logits s of a running softmax over the tokens, one for every slot.
-    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size` puts a short convolution
-    before the SiLU of q, k and v; the paper has none.
+    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size` puts a short
+    convolution before the SiLU of q, k and v; the paper has none.
 
     >>> layer = GatedSlotAttention(64, num_heads=2, num_slots=16)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -66,7 +67,7 @@ class GatedSlotAttention(nn.Module):
         qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
         s, g = at_least_fp32(self.f_proj(x)).unflatten(-1, (-1, self.num_slots)), None
-        if self.gated:  # a masked token's g = 0 is also its s = 1 - e^0 = 0: nothing decays, nothing is written
+        if self.gated:  # g = 0 of a masked token is also its s = 1 - e^0 = 0: nothing is written
             s, g = None, masked(attention_mask, F.logsigmoid(s) / self.gate_logit_normalizer)
         else:
             s = masked(attention_mask, s, -math.inf)

@@ -18,10 +18,10 @@ class Lattice(nn.Module):
         d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
         y = W_o (RMSNorm(o) * gelu(x W_g))
 
-    (h, c) follow from `objective`: decode, encode or similarity. q and k `[num_slots]` a head share one projection and
-    have a short convolution each; v has `head_dim`; `gamma = sigmoid(x W + b)`. The start is a free parameter whose
-    columns are scaled to unit length, orthonormal at first if num_slots <= head_dim. `chunk` is part of the model.
-    x, y `[B, T, hidden_size]`.
+    (h, c) follow from `objective`: decode, encode or similarity. q and k `[num_slots]` a head share one
+    projection and have a short convolution each; v has `head_dim`; `gamma = sigmoid(x W + b)`. The start is a
+    free parameter whose columns are scaled to unit length, orthonormal at first if num_slots <= head_dim.
+    `chunk` is part of the model. x, y `[B, T, hidden_size]`.
 
     >>> layer = Lattice(64, num_heads=2, num_slots=16, chunk=8)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -65,7 +65,7 @@ class Lattice(nn.Module):
         nn.init.zeros_(self.gamma_proj.bias)
 
     def start(self, attention_mask: Tensor | None, memory: ops.LatticeState | None):
-        """The state to continue from: the learned memory at first; padding moves the position in the chunk."""
+        """The state to continue from, at first the learned memory; padding moves its position."""
         if memory is None:
             first = F.normalize(at_least_fp32(self.memory), dim=-2)
             if attention_mask is None:

@@ -18,7 +18,7 @@ def left_padding(attention_mask: Tensor) -> Tensor:
 
 
 def chunk_position(attention_mask: Tensor | None, position: Tensor | None, chunk: int) -> Tensor | None:
-    """Position in the chunk, int64 `[B]`, to start from so that the first valid token stands where it would without padding.
+    """Position in the chunk to start from, int64 `[B]`: padding must not move the first valid token's.
 
     Masked tokens advance a position like any other, so it starts `left_padding` earlier, modulo `chunk`.
     `position` None is the start of a chunk. Without a mask it is returned as it is.

@@ -22,8 +22,9 @@ def mix_weight(
 ) -> float:
     """The weight m at a training step (TPTT, section 4).
 
-    constant: `final`. gradual: from `first` to `final` in a line over `steps` steps. cyclic: every `steps` steps the next
-    of `levels`, round and round.
+    constant: `final`. gradual: from `first` to `final` in a line over `steps` steps. cyclic: the next of
+        `levels`
+    every `steps` steps, round and round.
 
     >>> [mix_weight("gradual", step, first=0.0, steps=10) for step in (0, 5, 20)]
     [0.0, 0.25, 0.5]
@@ -41,7 +42,7 @@ class MixState(NamedTuple):
 
 
 class MixAttention(nn.Module):
-    """`y = (1 - m) base(x) + m mixer(x)`, with `cross` also `+ [(1 - m) base(x)] * [m mixer(x)]` (TPTT eq. 7, 8).
+    """`y = (1 - m) base(x) + m mixer(x)`, and with `cross` their product on top (TPTT eq. 7, 8).
 
     m is the buffer `weight`, which `set_weight(mix_weight(...))` moves during training; with `learned` it is
     `sigmoid(logit)`, a parameter. Both mixers take x `[B, T, hidden_size]` and the arguments of every layer.

@@ -26,8 +26,8 @@ def advance(
 ) -> tuple[Tensor, Any]:
     """`girih.ops.<name>`, or its step in place when one token extends a past and no gradient is asked.
 
-    `resumes` says that `state` was returned by an earlier call, so that it may be written; a first memory may not.
-    Returns the output and the state after the last token.
+    `resumes` says that `state` was returned by an earlier call, so that it may be written; a first memory may
+    not. Returns the output and the state after the last token.
     """
     if resumes and cu_seqlens is None and data[0].shape[1] == 1 and not torch.is_grad_enabled():
         return getattr(ops, f"{name}_step")(*data, state=state, **options), state
@@ -64,6 +64,7 @@ def extended(
     if valid is not None or past.valid is not None:
         ones = (torch.ones(p.shape[:2], dtype=torch.bool, device=p.device) for p in (past.x, x))
         valid = torch.cat(
-            [mask if mask is not None else one for mask, one in zip((past.valid, valid), ones)], 1
+            [mask if mask is not None else one for mask, one in zip((past.valid, valid), ones, strict=True)],
+            1,
         )
     return torch.cat((past.x, x), 1), valid, new

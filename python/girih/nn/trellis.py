@@ -13,14 +13,15 @@ from girih.nn.state import LayerState, advance
 
 
 class Trellis(nn.Module):
-    """Two memories of M slots that learn, token by token, to map keys and values onto one target (Trellis, eq. 8-14).
+    """Two memories of M slots that learn to map keys and values onto targets (Trellis, eq. 8-14).
 
-        A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T     once with x = k, once with x = v; A' starts the chunk
+        A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
         o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
-    q and k share one projection and have a short convolution each; `gamma = sigmoid(x W + b)`. Both memories start from
-    learned ones. phi = identity or silu is stable on unit vectors only, so k and v are l2-normalised for them.
-    `chunk` is part of the model. x, y `[B, T, hidden_size]`.
+    A' is A at the start of the chunk. q and k share one projection and have a short convolution each, keys
+    and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. phi =
+    identity or silu is stable on unit vectors only, so k and v are l2-normalised for them. `chunk` is part of
+    the model. x, y `[B, T, hidden_size]`.
 
     >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -67,7 +68,7 @@ class Trellis(nn.Module):
         nn.init.zeros_(self.gamma_proj.bias)
 
     def start(self, attention_mask: Tensor | None, memory: ops.TrellisState | None):
-        """The state to continue from: the learned memories at first; padding moves the position in the chunk."""
+        """The state to continue from, at first the learned memories; padding moves its position."""
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
             if attention_mask is None:
