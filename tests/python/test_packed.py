@@ -42,4 +42,4 @@ def test_bounds_that_make_no_sense_read_nothing_outside(case, device):
     (name, bounds), *_ = inputs.cu().items()
     for bad in ([0, 99, -5, 6], [-7, 3, 2, 1000], [0, 1, 1, 2]):
         bounds.copy_(torch.tensor(bad))
-        assert operator(inputs, **{name: bounds})["o"].shape[1] == sum(inputs.lengths)
+        assert all(x.isfinite().all() for x in operator(inputs, **{name: bounds}).values())
