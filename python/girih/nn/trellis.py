@@ -67,7 +67,7 @@ class Trellis(nn.Module):
         nn.init.normal_(self.value_memory, std=self.value_memory.shape[-1] ** -0.5)
         nn.init.zeros_(self.gamma_proj.bias)
 
-    def start(self, attention_mask: Tensor | None, memory: ops.TrellisState | None):
+    def start(self, attention_mask: Tensor | None, memory: "ops.TrellisState | None"):
         """The state to continue from, at first the learned memories; padding moves its position."""
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
