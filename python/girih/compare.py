@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from girih.models import MIXERS
 
 from girih.data import Recall, Windows, read_corpus
+from girih.models import MIXERS
 from girih.train import (
     BITS,
     SIZES,
@@ -34,27 +34,52 @@ from girih.train import (
     fit,
     model_of_size,
     publish,
+    refuse_unknown,
 )
 
-RECALL_MIXERS = ("gsa", "linear_attention", "deltanet", "delta_product", "trellis", "lattice", "attention")
+# The mixers of a task when none are named.
+DEFAULTS = {
+    "text": (
+        "gsa",
+        "abc",
+        "gla",
+        "linear_attention",
+        "mamba2",
+        "delta_product",
+        "deltanet",
+        "gated_deltanet",
+        "trellis",
+        "lattice",
+        "attention",
+        "cat",
+    ),
+    "mqar": ("gsa", "linear_attention", "deltanet", "delta_product", "trellis", "lattice", "attention"),
+}
+TEXT_STEPS = 300
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecallRecipe(Recipe):
     """`context` tokens a row over `vocab_size` tokens; rows take turns over the numbers of `pairs`."""
 
-    vocab_size: int = 1024
-    pairs: tuple[int, ...] = (4, 8, 16, 32)
+    vocab_size: int
+    pairs: tuple[int, ...]
 
 
-RECALL = RecallRecipe(1_000_000, 2, 2, 64, 128, 128, 1_000, 3e-3, held_out=1024)
-RECALL_TINY = RecallRecipe(60_000, 2, 2, 16, 32, 8, 20, 3e-3, held_out=32, vocab_size=32, pairs=(2, 4))
+# Two layers, as in Zoology; the size of the text models tells how much time there is.
+RECALL = {
+    "tiny": RecallRecipe(60_000, 2, 2, 16, 16, 32, 8, 20, 3e-3, 32, vocab_size=32, pairs=(2, 4)),
+    "small": RecallRecipe(250_000, 2, 1, 64, 64, 64, 64, 500, 3e-3, 1024, vocab_size=1024, pairs=(4, 8, 16)),
+}
+RECALL_LARGE = RecallRecipe(
+    700_000, 2, 2, 64, 64, 256, 256, 1_000, 3e-3, 1024, vocab_size=1024, pairs=(4, 8, 16, 32, 64)
+)
 
 
 def recipe_of(task: str, size: str, steps: int | None) -> Recipe:
     if task == "text":
-        return replace(SIZES[size], steps=steps or 300)
-    recipe = RECALL_TINY if size == "tiny" else RECALL
+        return replace(SIZES[size], steps=steps or TEXT_STEPS)
+    recipe = RECALL.get(size, RECALL_LARGE)
     return replace(recipe, steps=steps or recipe.steps)
 
 
@@ -199,14 +224,9 @@ def compare(options: argparse.Namespace) -> bool:
     size = options.size or ("10m" if torch.cuda.is_available() else "small")
     tasks = options.tasks.split(",")
     mixers = options.mixers.split(",") if options.mixers else None
-    for kind, names, known in (
-        ("size", [size], SIZES),
-        ("task", tasks, ("text", "mqar")),
-        ("mixer", mixers or [], MIXERS),
-    ):
-        for name in names:
-            if name not in known:
-                raise Refusal(f"{kind} {name}: unknown, there are {', '.join(known)}")
+    refuse_unknown("size", [size], SIZES)
+    refuse_unknown("task", tasks, DEFAULTS)
+    refuse_unknown("mixer", mixers or [], MIXERS)
     if options.steps is not None and options.steps < 1:
         raise Refusal(f"steps {options.steps}: at least 1")
     recipes = {task: recipe_of(task, size, options.steps) for task in ("text", "mqar")}
@@ -223,7 +243,7 @@ def compare(options: argparse.Namespace) -> bool:
     options.folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for task in tasks:
-        for mixer in mixers or (RECALL_MIXERS if task == "mqar" else MIXERS):
+        for mixer in mixers or DEFAULTS[task]:
             if finished(file(task, mixer), settings[task]):
                 print(f"{task} {mixer}: there already")
                 continue

@@ -19,13 +19,13 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
@@ -33,13 +33,21 @@ from transformers.integrations import TensorBoardCallback
 from transformers.utils import logging as transformers_logging
 
 from girih.data import CorpusError, Windows, read_corpus
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 
 WHOLE = "whole"  # a file in every checkpoint that was written to its end
 BITS = 1 / math.log(2)  # in a nat
+STEP = 8  # what the width of an MLP is a multiple of
 
 
 class Refusal(Exception):
     """What was asked for cannot be done; the message is one line for a person."""
+
+
+def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise Refusal(f"{kind} {name}: unknown, there are {', '.join(known)}")
 
 
 class Interrupted(Exception):
@@ -58,6 +66,7 @@ class Recipe:
     layers: int
     heads: int
     head_dim: int
+    slots: int
     context: int
     batch: int
     steps: int
@@ -66,16 +75,16 @@ class Recipe:
 
 
 SIZES = {
-    "tiny": Recipe(100_000, 2, 2, 16, 64, 8, 50, 3e-3, held_out=32),
-    "small": Recipe(1_500_000, 4, 3, 64, 256, 16, 600, 3e-3),
-    "10m": Recipe(10_000_000, 8, 5, 64, 512, 64, 2_000, 1e-3),
-    "100m": Recipe(100_000_000, 12, 12, 64, 1024, 128, 10_000, 6e-4),
-    "340m": Recipe(340_000_000, 24, 16, 64, 2048, 128, 20_000, 3e-4),
+    "tiny": Recipe(100_000, 2, 2, 16, 16, 64, 8, 50, 3e-3, held_out=32),
+    "small": Recipe(1_800_000, 4, 3, 64, 32, 256, 8, 600, 3e-3),
+    "10m": Recipe(10_000_000, 8, 5, 64, 64, 512, 32, 2_000, 1e-3),
+    "100m": Recipe(100_000_000, 12, 12, 64, 64, 1024, 128, 10_000, 6e-4),
+    "340m": Recipe(340_000_000, 24, 16, 64, 64, 2048, 128, 20_000, 3e-4),
 }
 
 
 def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCausalLM:
-    """The model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
+    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 
     mixer: a name, or several with commas that take turns over the layers.
     """
@@ -88,20 +97,20 @@ def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCa
             num_hidden_layers=size.layers,
             num_heads=size.heads,
             head_dim=size.head_dim,
+            num_slots=size.slots,
             intermediate_size=intermediate,
-            mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else names[0],
+            mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
         )
 
     def count(intermediate: int) -> int:
         with torch.device("meta"):
             return GirihForCausalLM(config(intermediate)).num_parameters()
 
-    step = 8
-    least = count(step)
-    per_step = count(2 * step) - least
-    intermediate = step * (1 + round((size.parameters - least) / per_step))
-    if intermediate < step or abs(count(intermediate) / size.parameters - 1) > 0.02:
-        raise Refusal(f"mixer {mixer}: no model of {size.parameters:,} parameters, the least is {least:,}")
+    least = count(STEP)
+    a_step = count(2 * STEP) - least
+    intermediate = STEP * max(1, 1 + round((size.parameters - least) / a_step))
+    if abs(count(intermediate) / size.parameters - 1) > 0.02:
+        raise Refusal(f"mixer {mixer}: it has {least:,} parameters or more, asked for {size.parameters:,}")
     return GirihForCausalLM(config(intermediate))
 
 
@@ -365,16 +374,13 @@ def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, pr
 
 
 def train(options: argparse.Namespace) -> dict:
-    if options.size not in SIZES:
-        raise Refusal(f"size {options.size}: unknown, there are {', '.join(SIZES)}")
+    refuse_unknown("size", [options.size], SIZES)
     size = SIZES[options.size]
     if options.steps is not None:
         size = replace(size, steps=options.steps)
     if size.steps < 1:
         raise Refusal(f"steps {size.steps}: at least 1")
-    for name in options.mixer.split(","):
-        if name not in MIXERS:
-            raise Refusal(f"mixer {name}: unknown, there are {', '.join(MIXERS)}")
+    refuse_unknown("mixer", options.mixer.split(","), MIXERS)
     corpus = read_corpus(options.corpus, size.context)
     folder = options.folder or Path("runs") / f"{options.mixer.replace(',', '-')}-{options.size}"
     arguments = {

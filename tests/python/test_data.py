@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from girih.data import IGNORED, CorpusError, Recall, Windows, read_corpus
 
 
