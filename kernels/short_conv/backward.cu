@@ -1,14 +1,15 @@
 // The gradients, with z recomputed from x:
 //
 //     dz_t = dy_t act'(z_t)
-//     dx_s = sum_j weight_j dz_{s + (W-1) - j} + dfinal_state_{s - (end - (W-1))}      dz is 0 from the end on
-//     dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
+//     dx_s = sum_j weight_j dz_{s + (W-1) - j} + dfinal_state_{s - (end - (W-1))}      dz is 0 from the end
+//     on dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
 //
 // dstate is dx at the W - 1 positions before the start.
 //
-// A thread owns N channels and a run of 32 tokens and reads W - 1 tokens beyond it, whose dz reach back into it. A
-// block owns 32 packs of channels (x) and a group of 8 runs (y), flat over the batch; it adds up its threads' parts
-// of dweight and dbias in order and writes one partial a group, and a second kernel adds the partials in order.
+// A thread owns N channels and a run of 32 tokens and reads W - 1 tokens beyond it, whose dz reach back into
+// it. A block owns 32 packs of channels (x) and a group of 8 runs (y), flat over the batch; it adds up its
+// threads' parts of dweight and dbias in order and writes one partial a group, and a second kernel adds the
+// partials in order.
 #include "short_conv/window.h"
 #include "tile/grid.h"
 
@@ -28,7 +29,8 @@ __host__ __device__ int64_t groups(const Tokens& all) {
 // dx over the tokens of one run that one sequence owns, first..last - 1; adds to dweight and dbias.
 template <typename T, int W, int N>
 __device__ void run_backward(const ShortConvBackward& p, const Filter<W, N>& filter, const Sequence& sequence,
-                             int64_t first, int64_t last, int64_t channel, Pack<N> (&dweight)[W], Pack<N>& dbias) {
+                             int64_t first, int64_t last, int64_t channel, Pack<N> (&dweight)[W],
+                             Pack<N>& dbias) {
   Pack<N> window[W], dx[W];  // inputs, and their gradients so far, at t - (W-1)..t
 #pragma unroll
   for (int j = 0; j < W; ++j) dx[j] = zeros<N>();
@@ -43,8 +45,8 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<W, N>& fil
     if (t < sequence.end && p.dy.data != nullptr) {
       window[W - 1] = load_at<T, N>(p.x, sequence.batch, t, channel);
       // dz_t = dy_t act'(z_t)
-      const Pack<N> dz = filter.activation_gradient(filter.apply(window),
-                                                    load_at<T, N>(p.dy, sequence.batch, t, channel));
+      const Pack<N> dz =
+          filter.activation_gradient(filter.apply(window), load_at<T, N>(p.dy, sequence.batch, t, channel));
       const bool own = t < last;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -122,7 +124,8 @@ __global__ void __launch_bounds__(kThreads) backward(const ShortConvBackward p) 
   }
 }
 
-// The partials' sum: a thread adds every eighth group, then eight threads' sums are added, always in this order.
+// The partials' sum: a thread adds every eighth group, then eight threads' sums are added, always in this
+// order.
 __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward p) {
   __shared__ float parts[kRuns][kLanes];
   const int64_t channels = p.shape.channels;
@@ -132,7 +135,8 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
     const int64_t column = block * kLanes + threadIdx.x;
     float sum = 0.f;
     if (column < columns) {
-      for (int64_t group = threadIdx.y; group < count; group += kRuns) sum += p.partials[group * columns + column];
+      for (int64_t group = threadIdx.y; group < count; group += kRuns)
+        sum += p.partials[group * columns + column];
     }
     parts[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();  // every thread's part stands in shared memory
@@ -152,8 +156,8 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
   }
 }
 
-// Row r of the state is the position start - (W-1) + r: tap j <= r of token start + r - j reads it, and a sequence of
-// fewer than W - 1 tokens hands it on to its final state.
+// Row r of the state is the position start - (W-1) + r: tap j <= r of token start + r - j reads it, and a
+// sequence of fewer than W - 1 tokens hands it on to its final state.
 template <typename T, int W>
 __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackward p) {
   const int64_t channels = p.shape.channels;
@@ -174,8 +178,8 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
       for (int i = 0; i < W; ++i) {
         window[i] = input_at<T, W, 1>(p.x, p.state, sequence, t - (W - 1) + i, channel);
       }
-      const Pack<1> dz = filter.activation_gradient(filter.apply(window),
-                                                    load_at<T, 1>(p.dy, sequence.batch, t, channel));
+      const Pack<1> dz =
+          filter.activation_gradient(filter.apply(window), load_at<T, 1>(p.dy, sequence.batch, t, channel));
       dstate.at[0] += filter.weight[j].at[0] * dz.at[0];
     }
     const int64_t handed_on = row - (sequence.end - sequence.start);

@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreads) forward(const ShortConvForward p) {
   }
 }
 
-// Row r of the final state is the input at end - (W-1) + r; a sequence shorter than that hands on its first state.
+// Row r of the final state is the input at end - (W-1) + r; a sequence shorter than that hands on its first
+// state.
 template <typename T, int W>
 __global__ void __launch_bounds__(kThreads) final_state(const ShortConvForward p) {
   const int64_t channels = p.shape.channels;

@@ -3,9 +3,9 @@
 //     z_t = bias + sum_j weight_j x_{t - (W-1) + j}        j = 0..W-1, the last tap is the current token
 //     y_t = z_t  or  silu(z_t)
 //
-// x_t before a sequence's first token comes from its state, the W - 1 inputs before it (zero without a state).
-// x, y, states and their gradients have one type (fp32, fp16 or bf16); weight and bias may have others. All
-// arithmetic is fp32. Every result has the same bits from run to run.
+// x_t before a sequence's first token comes from its state, the W - 1 inputs before it (zero without a
+// state). x, y, states and their gradients have one type (fp32, fp16 or bf16); weight and bias may have
+// others. All arithmetic is fp32. Every result has the same bits from run to run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ constexpr int kShortConvMaxWidth = 4;
 struct ShortConvShape {
   Tokens tokens;
   int64_t channels;
-  int width;    // W, 1..4
+  int width;  // W, 1..4
   bool silu;
   DType dtype;  // of x and whatever has its type
 };
@@ -55,7 +55,7 @@ struct ShortConvBackward {
 // One token, T = 1: the state is read, shifted and written in place.
 struct ShortConvStep {
   ShortConvShape shape;
-  In<3> x;      // [B, 1, channels]
+  In<3> x;  // [B, 1, channels]
   In<2> weight;
   In<1> bias;
   Out<3> state;  // [B, W-1, channels]

@@ -1,4 +1,5 @@
-// One token of decoding: y = act(bias + sum_j weight_j [state, x]_j), then state <- its last W - 2 rows and x.
+// One token of decoding: y = act(bias + sum_j weight_j [state, x]_j), then state <- its last W - 2 rows and
+// x.
 //
 // A thread owns N channels of one sequence, so it may overwrite the state it has read.
 #include "short_conv/window.h"

@@ -1,5 +1,5 @@
-// What forward, backward and step share: the filter of a thread's channels, the inputs under it, the choice of an
-// instance. A thread owns N neighbouring channels.
+// What forward, backward and step share: the filter of a thread's channels, the inputs under it, the choice
+// of an instance. A thread owns N neighbouring channels.
 #pragma once
 
 #include "short_conv/short_conv.h"
@@ -13,13 +13,14 @@ struct Filter {
   Pack<N> bias;
   bool silu;
 
-  __device__ Filter(const In<2>& weights, const In<1>& biases, int64_t channel, bool with_silu) : silu(with_silu) {
+  __device__ Filter(const In<2>& weights, const In<1>& biases, int64_t channel, bool with_silu)
+      : silu(with_silu) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        weight[j].at[i] = load_any(weights.data, weights.dtype,
-                                   (channel + i) * weights.stride[0] + j * weights.stride[1]);
+        weight[j].at[i] =
+            load_any(weights.data, weights.dtype, (channel + i) * weights.stride[0] + j * weights.stride[1]);
       }
       bias.at[i] = biases.data == nullptr
                        ? 0.f
@@ -78,8 +79,8 @@ __device__ inline void store_at(const Out<3>& array, int64_t a, int64_t b, int64
 
 // The input at a token of a sequence; the W - 1 positions before its start are its state's rows.
 template <typename T, int W, int N>
-__device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Sequence& sequence, int64_t token,
-                                   int64_t channel) {
+__device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Sequence& sequence,
+                                   int64_t token, int64_t channel) {
   if (token >= sequence.start) return load_at<T, N>(x, sequence.batch, token, channel);
   if (state.data == nullptr) return zeros<N>();
   return load_at<T, N>(state, sequence.index, token - sequence.start + (W - 1), channel);
@@ -95,7 +96,9 @@ struct Instance {
 // Four channels a thread: 8 or 16 bytes an access, and the gradient's sums still fit in registers.
 constexpr int kPack = 4;
 
-inline int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+inline int64_t element_size(DType dtype) {
+  return dtype == DType::f32 ? 4 : 2;
+}
 
 template <typename T, int N, typename Launch>
 cudaError_t with_width(int width, Launch launch) {

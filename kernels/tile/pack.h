@@ -23,10 +23,18 @@ __device__ inline Pack<N> zeros() {
   return pack;
 }
 
-__device__ inline float to_float(float value) { return value; }
-__device__ inline float to_float(__half value) { return __half2float(value); }
-__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ inline float to_float(double value) { return static_cast<float>(value); }
+__device__ inline float to_float(float value) {
+  return value;
+}
+__device__ inline float to_float(__half value) {
+  return __half2float(value);
+}
+__device__ inline float to_float(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+__device__ inline float to_float(double value) {
+  return static_cast<float>(value);
+}
 
 template <typename T>
 __device__ inline T from_float(float value);
@@ -106,7 +114,8 @@ __device__ inline void store_any(void* data, DType dtype, int64_t index, float v
 template <template <int> class Array, int Rank>
 bool fits_packs(const Array<Rank>& array, int n, int64_t element_size) {
   if (array.data == nullptr) return true;
-  bool fits = array.stride[Rank - 1] == 1 && reinterpret_cast<uintptr_t>(array.data) % (n * element_size) == 0;
+  bool fits =
+      array.stride[Rank - 1] == 1 && reinterpret_cast<uintptr_t>(array.data) % (n * element_size) == 0;
   for (int d = 0; d + 1 < Rank; ++d) fits = fits && array.stride[d] % n == 0;
   return fits;
 }

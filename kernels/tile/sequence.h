@@ -1,4 +1,5 @@
-// Which sequence a token belongs to, for a batch of equal lengths and for sequences packed by cu_seqlens alike.
+// Which sequence a token belongs to, for a batch of equal lengths and for sequences packed by cu_seqlens
+// alike.
 #pragma once
 
 #include <cstdint>
@@ -6,19 +7,19 @@
 namespace girih::kernels {
 
 struct Tokens {
-  int64_t batch;               // 1 when packed
-  int64_t tokens;              // a batch row's
-  int64_t sequences;           // N: the batch, or what cu_seqlens packs
-  const void* cu_seqlens;      // [N + 1], null when not packed
-  bool cu_seqlens_64;          // int64, else int32
+  int64_t batch;           // 1 when packed
+  int64_t tokens;          // a batch row's
+  int64_t sequences;       // N: the batch, or what cu_seqlens packs
+  const void* cu_seqlens;  // [N + 1], null when not packed
+  bool cu_seqlens_64;      // int64, else int32
 };
 
 struct Sequence {
-  int64_t index;   // row of the state
-  int64_t batch;   // row of x
-  int64_t start;   // first token
-  int64_t end;     // one past the last token
-  bool inside;     // false: tokens that no sequence owns
+  int64_t index;  // row of the state
+  int64_t batch;  // row of x
+  int64_t start;  // first token
+  int64_t end;    // one past the last token
+  bool inside;    // false: tokens that no sequence owns
 };
 
 __device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
@@ -38,8 +39,8 @@ __device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
   return {index, 0, start, clamp(boundary(all, index + 1), start, all.tokens), true};
 }
 
-// The sequence of a token. Its start <= token < its end holds for any contents of cu_seqlens, so a walk from end to
-// end stops, and what is read between start and end lies in the tensor.
+// The sequence of a token. Its start <= token < its end holds for any contents of cu_seqlens, so a walk from
+// end to end stops, and what is read between start and end lies in the tensor.
 __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t token) {
   if (all.cu_seqlens == nullptr) return {batch, batch, 0, all.tokens, true};
   int64_t low = 0, high = all.sequences;  // the first n with cu_seqlens[n + 1] > token
