@@ -1,4 +1,4 @@
-"""The kernels of short_conv at their edges. Small enough for compute-sanitizer, but for the one case named large."""
+"""The kernels of short_conv at their edges. All but the case named large are small enough for compute-sanitizer."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from girih import ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# One below, at and above a thread's 16 tokens forward and 32 backward, a block's 256, and none, one, fewer than W - 1.
+# Around a thread's 16 tokens forward and 32 backward and a block's 256; none, one, fewer than W - 1.
 LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 255, 257]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
@@ -78,7 +78,7 @@ def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu
 
 
 def assert_as_right_as_aten(found, inputs, **options):
-    """Against float64 the error is at most twice that of the ATen form at the same dtypes, or one rounding."""
+    """The error against float64 is at most twice the ATen form's at the same dtypes, and one rounding."""
     exact = run(*(None if t is None else t.double() for t in inputs), **options)
     aten = run(*inputs, **options)
     assert len(found) == len(exact)

@@ -1,12 +1,21 @@
+// short_conv for any device and dtype.
 #pragma once
 
 #include "../check.h"
 
 namespace girih::short_conv {
 
-// short_conv_forward for any device and dtype -> y, the final state
-std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                   const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,
-                                   std::optional<std::string_view> activation, bool save);
+// y, the final state
+using Results = std::tuple<Tensor, Tensor>;
+// of x, weight, bias, state_x, cu_seqlens
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,
+                std::optional<std::string_view> activation, bool save);
+
+Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
+                   const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
+                   const OptionalTensor& cu_seqlens, std::optional<std::string_view> activation);
 
 }  // namespace girih::short_conv

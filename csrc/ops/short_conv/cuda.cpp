@@ -22,18 +22,9 @@ Tensor contiguous(const OptionalTensor& cu_seqlens) {
   return given(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
 }
 
-// What is registered for all devices, in place of the kernel.
-template <typename... Arguments>
-Stack without_kernel(const char* name, Arguments&&... arguments) {
-  Stack stack;
-  torch::jit::push(stack, std::forward<Arguments>(arguments)...);
-  find(name).callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, stack);
-  return stack;
-}
-
-std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                        const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,
-                                        Activation activation, bool save) {
+Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, Activation activation,
+                     bool save) {
   if (x.scalar_type() == at::kDouble) return forward(x, weight, bias, state_x, cu_seqlens, activation, save);
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
   const c10::cuda::CUDAGuard device(x.device());
@@ -52,17 +43,11 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, const Tensor& weight, c
   return {y, last};
 }
 
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
-
 Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
                         const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
                         const OptionalTensor& cu_seqlens, Activation activation) {
   if (x.scalar_type() == at::kDouble) {
-    const auto name = activation ? c10::IValue(std::string(*activation)) : c10::IValue();
-    const auto grads = without_kernel("short_conv_backward", grad_y, grad_state_x, x, weight, bias, state_x,
-                                      cu_seqlens, name);
-    const auto at = [&](size_t i) { return grads[i].toOptional<Tensor>(); };
-    return {at(0), at(1), at(2), at(3), at(4)};
+    return backward(grad_y, grad_state_x, x, weight, bias, state_x, cu_seqlens, activation);
   }
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
   const c10::cuda::CUDAGuard device(x.device());
@@ -93,12 +78,13 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
 
 Tensor step_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state_x,
                  Activation activation) {
-  if (x.scalar_type() == at::kDouble) {
-    const auto name = activation ? c10::IValue(std::string(*activation)) : c10::IValue();
-    return without_kernel("short_conv_step", x, weight, bias, state_x, name)[0].toTensor();
-  }
   Problem::check(x, weight, bias, state_x, std::nullopt, activation);
   GIRIH_CHECK(x.size(1) == 1, "short_conv_step takes one token: x must have T = 1 and has shape ", x.sizes());
+  if (x.scalar_type() == at::kDouble) {
+    const auto [y, last] = forward(x, weight, bias, state_x, std::nullopt, activation, false);
+    state_x.copy_(last);
+    return y;
+  }
   at::assert_no_internal_overlap(state_x);
   const c10::cuda::CUDAGuard device(x.device());
   const auto y = at::empty(x.sizes(), x.options());
