@@ -26,6 +26,19 @@ const std::vector<Operator>& operators() {
        .options = {"int n", "float? scale=None", "bool l2norm_qk=False", "int? chunk=None",
                    "str? between_chunks=None"},
        .low = {"q", "k", "v"}},
+      {.name = "short_conv",
+       .data = {"Tensor x", "Tensor weight", "Tensor? bias"},
+       .state = {"Tensor x"},
+       .packing = "cu_seqlens",
+       .options = {"str? activation=None"},
+       .output = "y",
+       .low = {"x", "state_x"}},
+      {.name = "cat_attention",
+       .data = {"Tensor q", "Tensor k", "Tensor v"},
+       .packing = "cu_chunks",
+       .options = {"int chunk", "float? scale=None"},
+       .saved = {"Tensor lse"},
+       .low = {"q", "k", "v"}},
   };
   return all;
 }
