@@ -144,8 +144,10 @@ def gla_step(
 
 
 class DeltaProductState(NamedTuple):
-    """Memory of :func:`delta_product`: ``s [N, H, D, V]`` and, with ``between_chunks`` alone, ``position [N]`` int64:
-    how many tokens of the current chunk have been read."""
+    """Memory of :func:`delta_product`: ``s [N, H, D, V]`` and, with ``between_chunks`` alone, ``position [N]``.
+
+    The position (int64) counts the tokens of the current chunk that have been read.
+    """
 
     s: Tensor
     position: Tensor | None = None
@@ -198,21 +200,24 @@ def delta_product(
     state: DeltaProductState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, DeltaProductState]:
-    """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps a token. ``n = 1`` is DeltaNet, with g Gated DeltaNet.
+    """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps a token.
+
+    ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet; a vector beta is LiZA's gate (Furfaro 2025).
 
     ::
 
         S <- e^{g_t} S                                    once a token
         for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
-        o_t = scale * S_t^T q_t
+        o_t = scale * S_t^T q_t                           after the last step
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, H, D]``, v ``[B, T * n, H, V]``, beta ``[B, T * n, H]`` or, with D == V,
-    ``[B, T * n, H, D]`` (LiZA), rows token by token; g ``[B, T, H]``; o ``[B, T, HQ, V]``. ``n=None`` infers n.
-    ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length. The delta rule is stable for
-    ``beta |k|^2`` from 0 to 2.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, H, D]``, v ``[B, T * n, H, V]``, token by token; beta
+    ``[B, T * n, H]`` or, where D == V, ``[B, T * n, H, D]``; g ``[B, T, H]``; o ``[B, T, HQ, V]``.
+    ``n=None`` infers n. ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length.
+    The memory stays bounded where ``beta |k|^2`` is between 0 and 2.
 
-    ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk`` tokens of
-    a sequence, never on a part of a chunk; chunk, 1 to 64, is then a part of the model and given with it alone.
+    ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk``
+    tokens of a sequence, never on a part of a chunk. ``chunk``, 1 to 64, is then part of the model; without
+    ``between_chunks`` there is none to give.
     """
     o, *parts = torch.ops.girih.delta_product(
         q,
