@@ -144,9 +144,9 @@ def gla_step(
 
 
 class DeltaProductState(NamedTuple):
-    """Memory of :func:`delta_product`: ``s [N, H, D, V]`` and, with ``between_chunks`` alone, ``position [N]``.
+    """Memory of :func:`delta_product`: ``s [N, H, D, V]``, ``position [N]`` (int64).
 
-    The position (int64) counts the tokens of the current chunk that have been read.
+    The position, the tokens of the current chunk that have been read, is there with ``between_chunks`` alone.
     """
 
     s: Tensor
@@ -202,7 +202,8 @@ def delta_product(
 ) -> tuple[Tensor, DeltaProductState]:
     """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps a token.
 
-    ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet; a vector beta is LiZA's gate (Furfaro 2025).
+    ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet; a vector beta is the gate of LiZA
+    (Furfaro 2025).
 
     ::
 
