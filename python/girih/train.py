@@ -239,6 +239,7 @@ def fit(
         weight_decay=0.1,
         bf16=torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_num_workers=2 if torch.cuda.is_available() else 0,  # there steps are short
         logging_nan_inf_filter=False,
         report_to="none",
         ddp_find_unused_parameters=False,
