@@ -26,6 +26,12 @@ const std::vector<Operator>& operators() {
        .options = {"int n", "float? scale=None", "bool l2norm_qk=False", "int? chunk=None",
                    "str? between_chunks=None"},
        .low = {"q", "k", "v"}},
+      {.name = "trellis",
+       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor a", "Tensor gamma", "Tensor? g"},
+       .state = {"Tensor first_k", "Tensor k", "Tensor first_v", "Tensor v", "Tensor position"},
+       .packing = "cu_seqlens",
+       .options = {"int chunk", "str phi='ln_silu'", "str f='ln_silu'"},
+       .low = {"q", "k", "v", "a"}},
   };
   return all;
 }
