@@ -32,6 +32,12 @@ const std::vector<Operator>& operators() {
        .packing = "cu_seqlens",
        .options = {"int chunk", "str phi='ln_silu'", "str f='ln_silu'"},
        .low = {"q", "k", "v", "a"}},
+      {.name = "lattice",
+       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor gamma", "Tensor? g"},
+       .state = {"Tensor first", "Tensor step", "Tensor? decay", "Tensor position"},
+       .packing = "cu_seqlens",
+       .options = {"int chunk", "str objective='decode'", "bool normalize=True", "float shrinkage=0."},
+       .low = {"q", "k", "v"}},
   };
   return all;
 }
