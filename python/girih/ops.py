@@ -481,9 +481,10 @@ def short_conv(
 
         z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = activation(z_t)
 
-    Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the current
-    token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float dtype than
-    x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns gives 0.
+    Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the
+    current token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float
+    dtype than x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns
+    gives 0.
     """
     y, *parts = torch.ops.girih.short_conv(
         x, weight, bias, *(state or (None,)), cu_seqlens, activation=activation
@@ -514,13 +515,13 @@ def cat_attention(
 ) -> Tensor:
     """The attention of CAT, compress and attend: K chunks cost T (K + chunk) / 2 scores, not T^2 / 2.
 
-    Row 0 of every chunk of ``chunk`` rows (2 to 256) is its header. A row attends to the headers of the chunks
-    before its own and to the rows of its own chunk up to itself; its own header is one of those. So a header
-    attends to headers alone. T need not be a multiple of ``chunk``.
+    Row 0 of every chunk of ``chunk`` rows (2 to 256) is its header. A row attends to the headers of the
+    chunks before its own and to the rows of its own chunk up to itself; its own header is one of those. So a
+    header attends to headers alone. T need not be a multiple of ``chunk``.
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``; o ``[B, T, HQ, V]``. ``scale`` defaults
-    to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole chunks into
-    ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding step is
-    attention over the headers and the current chunk's rows.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``; o ``[B, T, HQ, V]``. ``scale``
+    defaults to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole
+    chunks into ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding
+    step is attention over the headers and the current chunk's rows.
     """
     return torch.ops.girih.cat_attention(q, k, v, cu_chunks, chunk=chunk, scale=scale)

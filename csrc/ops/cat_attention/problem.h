@@ -1,4 +1,4 @@
-// What cat_attention accepts. Forward saves lse [B, T, HQ], fp32 or fp64: the log-sum-exp of every row's scores.
+// What cat_attention accepts. Forward saves lse [B, T, HQ], fp32 or fp64: the log-sum-exp of a row's scores.
 #pragma once
 
 #include "../check.h"
