@@ -24,7 +24,10 @@ class CMakeBuild(build_ext):
         path = os.pathsep.join([str(tools), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path}
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}"]
+        configure += [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}",
+        ]
         configure += [f"-DGIRIH_CUDA={os.environ.get('GIRIH_CUDA') or 'AUTO'}"]
         # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed.
         configured = build / "configured.txt"

@@ -37,7 +37,9 @@ def system_packages(packages: list[str], why: str) -> None:
 
 
 def header(*candidates: str) -> bool:
-    return any((Path(root) / c).exists() for root in ("/usr/include", "/usr/local/include") for c in candidates)
+    return any(
+        (Path(root) / c).exists() for root in ("/usr/include", "/usr/local/include") for c in candidates
+    )
 
 
 def system() -> None:
@@ -52,7 +54,11 @@ def system() -> None:
         import ensurepip  # noqa: F401  (Debian ships it apart)
     except ImportError:
         missing.append("python3-venv")
-    config = Path(subprocess.check_output([sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('include'))"], text=True).strip())
+    config = Path(
+        subprocess.check_output(
+            [sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('include'))"], text=True
+        ).strip()
+    )
     if not (config / "Python.h").exists():
         missing.append("python3-dev")
     if missing:
@@ -94,7 +100,15 @@ def main() -> None:
     print(f"setting up {VENV} (a few minutes the first time)", flush=True)
     if not (VENV / "bin" / "python").exists():
         run(sys.executable, "-m", "venv", str(VENV))
-    run(str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
+    run(
+        str(VENV / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        *packages,
+    )
     if toolkit:
         link_libraries()
     READY.write_text(digest)

@@ -47,9 +47,7 @@ void register_autocast(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, AutocastCPU, m) {
-  register_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>(m);
-}
+TORCH_LIBRARY_IMPL(girih, AutocastCPU, m) { register_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>(m); }
 TORCH_LIBRARY_IMPL(girih, AutocastCUDA, m) {
   register_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>(m);
 }

@@ -10,9 +10,7 @@ bool is_data_type(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }
 
-bool equal(const c10::SymInt& a, const c10::SymInt& b) {
-  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
-}
+bool equal(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 
 }  // namespace
 

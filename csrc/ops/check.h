@@ -17,9 +17,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 using Shape = std::initializer_list<c10::SymInt>;
 
-inline bool given(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
+inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // The checks of one call of one operator. `first` is the argument whose device and dtype the others follow.
 class Check {

@@ -123,9 +123,7 @@ Tensor Chunks::join(const Tensor& x, at::ScalarType dtype) const {
   return at::where(covered_.view(mask), gathered, at::zeros({}, gathered.options())).to(dtype).contiguous();
 }
 
-Tensor Chunks::complete() const {
-  return valid_.select(2, length_ - 1).contiguous();
-}
+Tensor Chunks::complete() const { return valid_.select(2, length_ - 1).contiguous(); }
 
 Tensor Chunks::next_position() const {
   if (table_) return (position_ + size_).remainder(length_);

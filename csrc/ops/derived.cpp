@@ -19,9 +19,7 @@ void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
   find(op.name + "_forward").callBoxedForDispatchKey(key, *stack);
 }
 
-bool has_gradient(const at::Tensor& input) {
-  return input.defined() && input.is_floating_point();
-}
+bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_floating_point(); }
 
 // X_backward: the ATen forward is run again under autograd. It holds what the chunk form holds (O(T), a state
 // per chunk) and frees it on return.

@@ -42,10 +42,6 @@ struct InFullPrecision<function> {
 
 }  // namespace girih
 
-#define GIRIH_IMPL_ATEN(name, function)                                \
-  TORCH_LIBRARY_IMPL(girih, CPU, m) {                                  \
-    m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); \
-  }                                                                    \
-  TORCH_LIBRARY_IMPL(girih, CUDA, m) {                                 \
-    m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); \
-  }
+#define GIRIH_IMPL_ATEN(name, function)                                                                    \
+  TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); } \
+  TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); }

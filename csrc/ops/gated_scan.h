@@ -5,22 +5,42 @@
 
 namespace girih {
 
+// Decays per channel within a chunk. They have no common factor for all rows: e^{-L} overflows. Blocks of h
+// rows double from 1 to C / 2 instead, and the reference of a pair of blocks is the row between them: every
+// exponent is a sum of gates, <= 0. Both passes of gsa share one of these.
+struct ChannelDecay {
+  struct Level {
+    int64_t h;
+    Tensor to_up;      // [..., C / 2h, h, X]   e^{from between the blocks through each row of the upper one}
+    Tensor after_low;  // [..., C / 2h, h, X]   e^{from after each row of the lower one to between the blocks}
+  };
+  std::vector<Level> levels;
+  Tensor to;     // [..., C, X]   e^{L_t}
+  Tensor after;  // [..., C, X]   e^{L_C - L_t}
+  Tensor whole;  // [..., X]      e^{L_C}
+
+  explicit ChannelDecay(const Tensor& g);  // [..., C, X]
+};
+
 struct Scanned {
-  Tensor o;      // [B, count, HQ, C, value width]
-  Tensor state;  // [N, H, key width, value width]
+  Tensor o;      // [B, count, HQ, C, V]
+  Tensor state;  // [N, H, D, V]
 };
 
 // q [B, count, HQ, C, D], k [B, count, H, C, D], v [B, count, H, C, V] cut into chunks, S0 [N, H, D, V].
-//   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
-// g: undefined (no decay), [B, count, H, C] (one for all channels) or [B, count, H, C, D] (one a key
-// channel).
-Scanned scan_key_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const Tensor& g, const Tensor& S0);
 
-//   S_t = S_{t-1} Diag(e^{g_t}) + k_t v_t^T,    o_t = S_t^T q_t
-// g [B, count, H, C, V]: one a value channel.
+//   S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
+// g [B, count, H, C], or undefined: no decay.
+Scanned scan_head_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& g, const Tensor& S0);
+
+//   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t        decays of [B, count, H, C, D]
+Scanned scan_key_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
+                       const ChannelDecay& decay, const Tensor& S0);
+
+//   S_t = S_{t-1} Diag(e^{g_t}) + k_t v_t^T,    o_t = S_t^T q_t        decays of [B, count, H, C, V]
 Scanned scan_value_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
-                         const Tensor& g, const Tensor& S0);
+                         const ChannelDecay& decay, const Tensor& S0);
 
 // The chunk length of an exact form: 64, or the power of two that holds T.
 int64_t exact_chunk(int64_t T);

@@ -7,12 +7,8 @@ namespace {
 
 using Strings = std::vector<std::string>;
 
-bool is_optional(const std::string& argument) {
-  return argument.starts_with("Tensor?");
-}
-std::string name_of(const std::string& argument) {
-  return argument.substr(argument.find(' ') + 1);
-}
+bool is_optional(const std::string& argument) { return argument.starts_with("Tensor?"); }
+std::string name_of(const std::string& argument) { return argument.substr(argument.find(' ') + 1); }
 
 std::string join(const Strings& parts) {
   std::string text;
@@ -41,9 +37,7 @@ Strings outputs_of(const Operator& op) {
   return all;
 }
 
-std::string returns(const Strings& types) {
-  return types.size() == 1 ? types[0] : "(" + join(types) + ")";
-}
+std::string returns(const Strings& types) { return types.size() == 1 ? types[0] : "(" + join(types) + ")"; }
 
 }  // namespace
 

@@ -23,7 +23,7 @@ if _running != _build.torch:
 
 torch.ops.load_library(Path(__file__).parent / "lib" / "libgirih.so")
 
-from girih import ops  # noqa: E402  (the library first)
+from girih import ops
 
 __version__ = "0.1.0"
 __all__ = ["ops"]

@@ -12,7 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GLAState", "GSAState", "gla", "gla_step", "gsa", "gsa_step"]
+__all__ = [
+    "DeltaProductState",
+    "GLAState",
+    "GSAState",
+    "ShortConvState",
+    "cat_attention",
+    "delta_product",
+    "delta_product_step",
+    "gla",
+    "gla_step",
+    "gsa",
+    "gsa_step",
+    "short_conv",
+    "short_conv_step",
+]
 
 
 class GSAState(NamedTuple):
@@ -127,3 +141,199 @@ def gla_step(
 ) -> Tensor:
     """One token of :func:`gla`; ``state`` is written in place."""
     return torch.ops.girih.gla_step(q, k, v, g, *state, scale=scale)
+
+
+class DeltaProductState(NamedTuple):
+    """Memory of :func:`delta_product`: ``s [N, H, D, V]`` and, with ``between_chunks`` alone, ``position [N]``.
+
+    The position (int64) counts the tokens of the current chunk that have been read.
+    """
+
+    s: Tensor
+    position: Tensor | None = None
+
+    @classmethod
+    def start(
+        cls,
+        batch: int,
+        heads: int,
+        D: int,
+        V: int,
+        *,
+        between_chunks: bool = False,
+        dtype=torch.float32,
+        device=None,
+    ) -> "DeltaProductState":
+        """The state before the first token, in tensors of its own."""
+        return cls(
+            torch.zeros(batch, heads, D, V, dtype=dtype, device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device) if between_chunks else None,
+        )
+
+
+def _steps_per_token(q: Tensor, k: Tensor, n: int | None) -> int:
+    """``n`` of :func:`delta_product`, from the rows of k when it is None; without tokens it is 1."""
+    if n is not None:
+        return n
+    tokens, rows = q.shape[1], k.shape[1]
+    if tokens == 0:
+        return 1
+    if rows == 0 or rows % tokens:
+        raise ValueError(
+            f"girih.delta_product: k has {rows} rows but should have T * n, a multiple of q's T = {tokens}"
+        )
+    return rows // tokens
+
+
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    n: int | None = None,
+    scale: float | None = None,
+    l2norm_qk: bool = False,
+    chunk: int | None = None,
+    between_chunks: str | None = None,
+    state: DeltaProductState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, DeltaProductState]:
+    """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps a token.
+
+    ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet; a vector beta is LiZA's gate (Furfaro 2025).
+
+    ::
+
+        S <- e^{g_t} S                                    once a token
+        for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
+        o_t = scale * S_t^T q_t                           after the last step
+
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, H, D]``, v ``[B, T * n, H, V]``, token by token; beta
+    ``[B, T * n, H]`` or, where D == V, ``[B, T * n, H, D]``; g ``[B, T, H]``; o ``[B, T, HQ, V]``.
+    ``n=None`` infers n. ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length.
+    The memory stays bounded where ``beta |k|^2`` is between 0 and 2.
+
+    ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk``
+    tokens of a sequence, never on a part of a chunk. ``chunk``, 1 to 64, is then part of the model; without
+    ``between_chunks`` there is none to give.
+    """
+    o, *parts = torch.ops.girih.delta_product(
+        q,
+        k,
+        v,
+        beta,
+        g,
+        *(state or (None, None)),
+        cu_seqlens,
+        n=_steps_per_token(q, k, n),
+        scale=scale,
+        l2norm_qk=l2norm_qk,
+        chunk=chunk,
+        between_chunks=between_chunks,
+    )
+    return o, DeltaProductState(*parts)
+
+
+def delta_product_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    n: int | None = None,
+    scale: float | None = None,
+    l2norm_qk: bool = False,
+    chunk: int | None = None,
+    between_chunks: str | None = None,
+    state: DeltaProductState,
+) -> Tensor:
+    """One token of :func:`delta_product`; ``state`` is written in place."""
+    return torch.ops.girih.delta_product_step(
+        q,
+        k,
+        v,
+        beta,
+        g,
+        *state,
+        n=_steps_per_token(q, k, n),
+        scale=scale,
+        l2norm_qk=l2norm_qk,
+        chunk=chunk,
+        between_chunks=between_chunks,
+    )
+
+
+class ShortConvState(NamedTuple):
+    """What :func:`short_conv` needs of the past: the last inputs ``x [N, W-1, channels]``, in x's dtype."""
+
+    x: Tensor
+
+    @classmethod
+    def start(
+        cls, batch: int, channels: int, width: int, *, dtype=torch.float32, device=None
+    ) -> "ShortConvState":
+        """The state before the first token, in a tensor of its own."""
+        return cls(torch.zeros(batch, width - 1, channels, dtype=dtype, device=device))
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state: ShortConvState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ShortConvState]:
+    """Short convolution over time, one filter a channel, causal.
+
+    ::
+
+        z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = activation(z_t)
+
+    Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the current
+    token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float dtype than
+    x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns gives 0.
+    """
+    y, *parts = torch.ops.girih.short_conv(
+        x, weight, bias, *(state or (None,)), cu_seqlens, activation=activation
+    )
+    return y, ShortConvState(*parts)
+
+
+def short_conv_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state: ShortConvState,
+) -> Tensor:
+    """One token of :func:`short_conv`; ``state`` is written in place."""
+    return torch.ops.girih.short_conv_step(x, weight, bias, *state, activation=activation)
+
+
+def cat_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    chunk: int,
+    scale: float | None = None,
+    cu_chunks: Tensor | None = None,
+) -> Tensor:
+    """The attention of CAT, compress and attend: K chunks cost T (K + chunk) / 2 scores, not T^2 / 2.
+
+    Row 0 of every chunk of ``chunk`` rows (2 to 256) is its header. A row attends to the headers of the chunks
+    before its own and to the rows of its own chunk up to itself; its own header is one of those. So a header
+    attends to headers alone. T need not be a multiple of ``chunk``.
+
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``; o ``[B, T, HQ, V]``. ``scale`` defaults
+    to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole chunks into
+    ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding step is
+    attention over the headers and the current chunk's rows.
+    """
+    return torch.ops.girih.cat_attention(q, k, v, cu_chunks, chunk=chunk, scale=scale)

@@ -17,9 +17,11 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   const Chunks chunks(q, B, T, exact_chunk(T), cu_seqlens);
   const auto S0 =
       given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q.options().dtype(type));
-  const auto read = scan_key_decay(chunks, chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D))),
-                                   chunks.split(k, type), chunks.split(v, type),
-                                   given(g) ? chunks.split(*g, type) : Tensor(), S0);
+  const auto q_ = chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D)));
+  const auto k_ = chunks.split(k, type), v_ = chunks.split(v, type);
+  const auto g_ = given(g) ? chunks.split(*g, type) : Tensor();
+  const auto read = given(g) && g->dim() == 4 ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
+                                              : scan_head_decay(chunks, q_, k_, v_, g_, S0);
   return {chunks.join(read.o, q.scalar_type()), read.state};
 }
 

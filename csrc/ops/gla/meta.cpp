@@ -14,8 +14,6 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  m.impl("gla_forward", &forward);
-}
+TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("gla_forward", &forward); }
 
 }  // namespace girih::gla

@@ -75,11 +75,12 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> forward(
   const auto Hk = given(state_k) ? *state_k : at::zeros({N, H, D, M}, options);
   const auto Hv = given(state_v) ? *state_v : at::zeros({N, H, M, V}, options);
 
+  const ChannelDecay decay(gates);
   const auto logits =
       scan_value_decay(chunks, chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D))),
-                       chunks.split(k, type), weights, gates, Hk);
+                       chunks.split(k, type), weights, decay, Hk);
   const auto read =
-      scan_key_decay(chunks, apply(feature, logits.o), weights, chunks.split(v, type), gates, Hv);
+      scan_key_decay(chunks, apply(feature, logits.o), weights, chunks.split(v, type), decay, Hv);
   return {chunks.join(read.o, q.scalar_type()), logits.state, read.state, z};
 }
 

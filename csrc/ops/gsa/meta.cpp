@@ -19,8 +19,6 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> forward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  m.impl("gsa_forward", &forward);
-}
+TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("gsa_forward", &forward); }
 
 }  // namespace girih::gsa

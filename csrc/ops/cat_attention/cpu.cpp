@@ -1,0 +1,182 @@
+// CAT's attention (maths.md section 5). Row 0 of every chunk of C rows is its header. A row of chunk c
+// attends to the headers of the chunks before c and to the rows of its own chunk up to itself, its own header
+// among them:
+//   a_j = scale q . k_j        o = sum_j e^{a_j - lse} v_j        lse = log sum_j e^{a_j}
+// The chunks are taken a few at a time against the headers up to them, so about T (K + C) / 2 scores are
+// formed and those of a few chunks are held. Backward forms them again from lse:
+//   p_j = e^{a_j - lse}        da_j = p_j (do . v_j - sum_i p_i do . v_i)
+//   dq = scale sum_j da_j k_j        dk_j = scale sum da_j q        dv_j = sum p_j do
+#include "../dispatch.h"
+#include "problem.h"
+
+namespace girih::cat_attention {
+namespace {
+
+// Rows taken at once. Fewer make more and smaller products, more spend scores on headers that are masked: on
+// 2 CPU cores 256 to 512 were the fastest from T = 512 to 8192.
+constexpr int64_t kRows = 512;
+
+// Scores of some chunks' rows: with the rows of their own chunk, and with headers.
+struct Scores {
+  Tensor own;      // [B, H, n, G C, C]
+  Tensor headers;  // [B, H, n, G C, headers]
+};
+
+// Heads first, cut into chunks, the last one filled up with zeros; the G query heads that read one head of k
+// and v are rows of one matrix.
+class Attention {
+ public:
+  Attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks, int64_t chunk,
+            std::optional<double> scale)
+      : scale(scale.value_or(1 / std::sqrt(double(q.size(3))))),
+        B(q.size(0)),
+        T(q.size(1)),
+        H(k.size(2)),
+        G(q.size(2) / H),
+        C(chunk),
+        K((T + C - 1) / C),
+        type(accumulate_type(q)),
+        q(split(q) * this->scale),
+        k(split(k)),
+        v(split(v)),
+        header_k(this->k.select(3, 0).contiguous()),
+        header_v(this->v.select(3, 0).contiguous()) {
+    later_ = at::ones({C, C}, q.options().dtype(at::kBool)).triu(1);
+    if (!given(cu_chunks)) return;
+    const auto cuts = cu_chunks->to(at::kLong).contiguous();
+    const auto after = at::searchsorted(cuts, at::arange(K, cuts.options()), false, /*right=*/true);
+    first_ = cuts.index_select(0, (after - 1).clamp_min(0));
+    outside = (after == 0) | (after == cuts.size(0));
+  }
+
+  // [B, T, G H, X] -> [B, H, K, G C, X]; G = 1 for k and v
+  Tensor split(const Tensor& x) const {
+    const auto group = x.size(2) / H, X = x.size(3);
+    return at::constant_pad_nd(x.to(type), {0, 0, 0, 0, 0, K * C - T})
+        .reshape({B, K, C, H, group, X})
+        .permute({0, 3, 1, 4, 2, 5})
+        .reshape({B, H, K, group * C, X});
+  }
+
+  // [B, H, K, G C, X] -> [B, T, G H, X], contiguous
+  Tensor join(const Tensor& x, at::ScalarType dtype) const {
+    const auto group = x.size(3) / C, X = x.size(4);
+    return x.view({B, H, K, group, C, X})
+        .permute({0, 2, 4, 1, 3, 5})
+        .reshape({B, K * C, H * group, X})
+        .narrow(1, 0, T)
+        .to(dtype)
+        .contiguous();
+  }
+
+  // Calls with the first chunk and the number of chunks.
+  template <typename Body>
+  void for_blocks(Body body) const {
+    const auto block = std::max<int64_t>(1, kRows / C);
+    for (int64_t c = 0; c < K; c += block) body(c, std::min(block, K - c));
+  }
+
+  // The n chunks from c on of [B, H, K, ...].
+  static Tensor take(const Tensor& x, int64_t c, int64_t n) { return x.narrow(2, c, n); }
+
+  // [B, H, n, G C, X] with [B, H, headers, Y] -> [B, H, n, G C, ...]: x y^T, or x y with `transposed` false.
+  static Tensor with_headers(const Tensor& x, const Tensor& y, bool transposed) {
+    auto sizes = x.sizes().vec();
+    sizes.back() = transposed ? y.size(2) : y.size(3);
+    return x.flatten(2, 3).matmul(transposed ? y.mT() : y).view(sizes);
+  }
+
+  // Masked scores of the n chunks from c on; -inf where a row does not attend.
+  Scores scores(int64_t c, int64_t n) const {
+    const double never = -std::numeric_limits<double>::infinity();
+    const auto rows = take(q, c, n), all = take(header_k, 0, c + n);
+    Scores s{rows.matmul(take(k, c, n).mT()), with_headers(rows, all, true)};
+    s.own.view({B, H, n, G, C, C}).masked_fill_(later_, never);
+    // Headers before c are hidden only from other sequences.
+    const auto from = first_.defined() ? 0 : c;
+    const auto index = q.options().dtype(at::kLong);
+    const auto header = at::arange(from, c + n, index);
+    auto hidden = header >= at::arange(c, c + n, index).unsqueeze(1);
+    if (first_.defined()) hidden = hidden | (header < first_.narrow(0, c, n).unsqueeze(1));
+    s.headers.narrow(4, from, c + n - from).masked_fill_(hidden.unsqueeze(1), never);
+    return s;
+  }
+
+  double scale;
+  int64_t B, T, H, G, C, K;
+  at::ScalarType type;
+  Tensor q, k, v;             // [B, H, K, G C | C, D | V], q times scale
+  Tensor header_k, header_v;  // [B, H, K, D | V]
+  Tensor outside;             // [K]: no sequence owns the chunk; only when packed
+
+ private:
+  Tensor later_;  // [C, C]: the column's row comes after the row
+  Tensor first_;  // [K]: the first chunk of the chunk's sequence; only when packed
+};
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const OptionalTensor& cu_chunks, int64_t chunk,
+                                   std::optional<double> scale, bool save) {
+  Problem::check(q, k, v, cu_chunks, chunk);
+  const Attention x(q, k, v, cu_chunks, chunk, scale);
+  auto sizes = x.q.sizes().vec();
+  sizes.back() = v.size(3);
+  const auto o = at::empty(sizes, x.q.options());
+  sizes.pop_back();
+  const auto lse = at::empty(sizes, x.q.options());
+  x.for_blocks([&](int64_t c, int64_t n) {
+    const auto s = x.scores(c, n);
+    const auto largest = at::maximum(s.own.amax(-1, true), s.headers.amax(-1, true));
+    const auto own = s.own.sub_(largest).exp_(), headers = s.headers.sub_(largest).exp_();
+    const auto sum = own.sum(-1, true) + headers.sum(-1, true);
+    const auto read =
+        own.matmul(x.take(x.v, c, n)).add_(x.with_headers(headers, x.take(x.header_v, 0, c + n), false));
+    x.take(o, c, n).copy_(read.div_(sum));
+    x.take(lse, c, n).copy_(sum.log().add_(largest).squeeze(-1));
+  });
+  if (x.outside.defined()) {
+    o.masked_fill_(x.outside.view({x.K, 1, 1}), 0);
+    lse.masked_fill_(x.outside.view({x.K, 1}), std::numeric_limits<double>::infinity());  // p = 0
+  }
+  return {x.join(o, q.scalar_type()), save ? lse : at::empty({0}, lse.options())};
+}
+
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& cu_chunks, const Tensor& lse, int64_t chunk,
+                   std::optional<double> scale) {
+  if (!given(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
+  const Attention x(q, k, v, cu_chunks, chunk, scale);
+  const auto grad = x.split(*grad_o);
+  const auto dq = at::empty_like(x.q), dk = at::empty_like(x.k), dv = at::empty_like(x.v);
+  const auto dheader_k = at::zeros_like(x.header_k), dheader_v = at::zeros_like(x.header_v);
+  x.for_blocks([&](int64_t c, int64_t n) {
+    const auto header_k = x.take(x.header_k, 0, c + n), header_v = x.take(x.header_v, 0, c + n);
+    const auto rows = x.take(x.q, c, n), down = x.take(grad, c, n), norm = x.take(lse, c, n).unsqueeze(-1);
+    const auto s = x.scores(c, n);
+    // p
+    const auto own = s.own.sub_(norm).exp_(), headers = s.headers.sub_(norm).exp_();
+    x.take(dv, c, n).copy_(own.mT().matmul(down));
+    x.take(dheader_v, 0, c + n).add_(headers.flatten(2, 3).mT().matmul(down.flatten(2, 3)));
+    // da
+    const auto down_own = down.matmul(x.take(x.v, c, n).mT()),
+               down_headers = x.with_headers(down, header_v, true);
+    const auto mean = (own * down_own).sum(-1, true) + (headers * down_headers).sum(-1, true);
+    const auto d_own = down_own.sub_(mean).mul_(own), d_headers = down_headers.sub_(mean).mul_(headers);
+    x.take(dq, c, n).copy_(d_own.matmul(x.take(x.k, c, n)).add_(x.with_headers(d_headers, header_k, false)));
+    x.take(dk, c, n).copy_(d_own.mT().matmul(rows));
+    x.take(dheader_k, 0, c + n).add_(d_headers.flatten(2, 3).mT().matmul(rows.flatten(2, 3)));
+  });
+  dk.select(3, 0).add_(dheader_k);
+  dv.select(3, 0).add_(dheader_v);
+  return {x.join(dq.mul_(x.scale), q.scalar_type()), x.join(dk, k.scalar_type()), x.join(dv, v.scalar_type()),
+          std::nullopt};
+}
+
+}  // namespace
+
+GIRIH_IMPL_ATEN("cat_attention_forward", forward)
+GIRIH_IMPL_ATEN("cat_attention_backward", backward)
+
+}  // namespace girih::cat_attention

@@ -1,0 +1,125 @@
+// DeltaProduct in chunk form (maths.md section 2).
+//   S <- e^{g_t} S                                    once a token, before its first step
+//   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
+//   o_t = scale * S_t^T q_t                           after the last step
+// A chunk of C tokens has R = C n rows, one a step; L_r sums the gates from the chunk's start through row r.
+#include "../chunks.h"
+#include "../decay.h"
+#include "../dispatch.h"
+#include "problem.h"
+
+namespace girih::delta_product {
+namespace {
+
+// Without between_chunks the length cannot change the result. 64 rows are the fastest at D = 128, near the
+// fastest at D = 32, and keep half the states of 32 rows.
+int64_t exact_chunk(int64_t T, int64_t n) {
+  return std::max<int64_t>(1, std::min<int64_t>(T, 64 / n));
+}
+
+// x / |x|, eps inside the root: a zero row stays zero and has a gradient. In float64, because an error in |k|
+// is the same at every step that repeats a key: with beta = 2 the steps reflect and it grows with T.
+Tensor unit(const Tensor& x) {
+  const auto y = x.to(at::kDouble);
+  return (y * (y.square().sum(-1, true) + 1e-6).rsqrt()).to(x.scalar_type());
+}
+
+// From one gate a token to one a row: it falls before the token's first step.
+Tensor gate_rows(const Tensor& g, int64_t n) {
+  return at::constant_pad_nd(g.unsqueeze(-1), {0, n - 1}, 0).flatten(-2);
+}
+
+// Of every n rows the last, where the token is read.
+Tensor read_rows(const Tensor& x, int64_t n) {
+  return x.unflatten(-2, {x.size(-2) / n, n}).select(-2, n - 1);
+}
+
+// [B, count, H, ...] -> a [B * H, ...] for each chunk
+std::vector<Tensor> by_chunk(const Tensor& x) {
+  return x.transpose(0, 1).flatten(1, 2).unbind(0);
+}
+
+std::tuple<Tensor, Tensor, OptionalTensor> forward(
+    const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_, const OptionalTensor& g_,
+    const OptionalTensor& state_s, const OptionalTensor& state_position, const OptionalTensor& cu_seqlens,
+    int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+    std::optional<std::string_view> between_chunks, bool) {
+  Problem::check(q_, k_, v_, beta_, g_, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+  const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), H = k_.size(2), D = q_.size(3), V = v_.size(3);
+  const auto type = accumulate_type(q_);
+  // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
+  const bool single = between_chunks && T == 1 && !given(cu_seqlens);
+  const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
+                      single ? std::nullopt : state_position);
+  const auto count = chunks.count(), C = chunks.length(), R = C * n;
+  const auto S0 =
+      given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
+  Tensor complete;  // [B, count]
+  OptionalTensor position;
+  if (single) {
+    const auto read = given(state_position) ? state_position->clamp(0, *chunk - 1) + 1
+                                            : at::ones({B}, q_.options().dtype(at::kLong));
+    complete = (read == *chunk).unsqueeze(1);
+    position = read.remainder(*chunk);
+  } else if (between_chunks) {
+    complete = chunks.complete();
+    position = chunks.next_position();
+  }
+  if (count == 0) return {at::zeros({B, T, HQ, V}, q_.options()), S0.clone(), position};
+
+  auto q = chunks.split(q_, type), k = chunks.split(k_, type, n);
+  if (l2norm_qk) {
+    q = unit(q);
+    k = unit(k);
+  }
+  q = q.view({B, count, H, HQ / H, C, D}) * scale.value_or(1 / std::sqrt(double(D)));
+  auto beta = chunks.split(beta_, type, n);
+  if (beta.dim() == 4) beta = beta.unsqueeze(-1);
+  const auto b = beta * k, w = beta * chunks.split(v_, type, n);
+
+  // e^{L_r - L_r'} for r' <= r; e^{L_r} and e^{L_C - L_r} where there are gates
+  Tensor decay = at::ones({R, R}, q.options()).tril(), b_in = b, q_in = q, k_out = k;
+  std::vector<Tensor> keep;
+  if (given(g_)) {
+    const auto g = gate_rows(chunks.split(*g_, type), n);
+    const auto in = sum_to(g, -1).exp().unsqueeze(-1);
+    decay = decay_matrix(g);
+    b_in = b * in;
+    q_in = q * read_rows(in, n).unsqueeze(3);
+    k_out = k * sum_after(g, -1).exp().unsqueeze(-1);
+    keep = by_chunk(in.narrow(-2, R - 1, 1));
+  }
+
+  // T = I + tril((B K^T) * e^{L_r - L_r'}, -1)        T^-1 [W, e^{L} B]; the solver takes the diagonal as 1
+  const auto k_t = k.transpose(-1, -2);
+  const auto solved = at::linalg_solve_triangular(b.matmul(k_t) * decay, at::cat({w, b_in}, -1),
+                                                  /*upper=*/false, /*left=*/true,
+                                                  /*unitriangular=*/true);
+  const auto w_solved = by_chunk(solved.narrow(-1, 0, V)), b_solved = by_chunk(solved.narrow(-1, V, D));
+
+  // U = T^-1 (W - e^{L} B S)        S <- e^{L_C} S + (K * e^{L_C - L})^T U        S <- phi(S) when the chunk
+  // is complete
+  const auto k_rows = by_chunk(k_out.transpose(-1, -2));
+  const auto closes = between_chunks ? complete.view({B, count, 1, 1, 1}).unbind(1) : std::vector<Tensor>();
+  std::vector<Tensor> U;
+  const auto scan = chunks.scan({S0}, [&](int64_t c, const Chunks::States& state) -> Chunks::States {
+    const auto S = state[0].flatten(0, 1);
+    U.push_back(at::baddbmm(w_solved[c], b_solved[c], S, 1, -1));
+    const auto next = at::baddbmm(keep.empty() ? S : keep[c] * S, k_rows[c], U[c]).view({B, H, D, V});
+    if (!between_chunks) return {next};
+    return {at::where(closes[c], *between_chunks == "gelu" ? at::gelu(next) : next.tanh(), next)};
+  });
+
+  // O = e^{L} (Q S) + ((Q K^T) * e^{L_t - L_r'}, rows of tokens <= t) U
+  const auto scores =
+      q.flatten(3, 4).matmul(k_t).view({B, count, H, HQ / H, C, R}) * read_rows(decay, n).unsqueeze(-3);
+  const auto o = q_in.flatten(3, 4).matmul(chunks.starts(scan, 0)) +
+                 scores.flatten(3, 4).matmul(at::stack(U, 0).view({count, B, H, R, V}).transpose(0, 1));
+  return {chunks.join(o.view({B, count, HQ, C, V}), q_.scalar_type()), scan.finals[0], position};
+}
+
+}  // namespace
+
+GIRIH_IMPL_ATEN("delta_product_forward", forward)
+
+}  // namespace girih::delta_product

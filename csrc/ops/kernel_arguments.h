@@ -1,0 +1,67 @@
+// Tensors handed to the kernels, and their errors handed back.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include "check.h"
+#include "tile/array.h"
+#include "tile/sequence.h"
+
+namespace girih {
+
+inline kernels::DType kernel_dtype(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return kernels::DType::f32;
+    case at::kHalf:
+      return kernels::DType::f16;
+    case at::kBFloat16:
+      return kernels::DType::bf16;
+    case at::kDouble:
+      return kernels::DType::f64;
+    default:
+      TORCH_CHECK(false, "girih: no kernel reads ", tensor.scalar_type());
+  }
+}
+
+// An undefined tensor is an absent array.
+template <int Rank>
+kernels::In<Rank> input(const Tensor& tensor) {
+  kernels::In<Rank> array;
+  if (!tensor.defined()) return array;
+  array.data = tensor.const_data_ptr();
+  array.dtype = kernel_dtype(tensor);
+  for (int d = 0; d < Rank; ++d) array.stride[d] = tensor.stride(d);
+  return array;
+}
+
+template <int Rank>
+kernels::In<Rank> input(const OptionalTensor& tensor) {
+  return input<Rank>(tensor.value_or(Tensor()));
+}
+
+template <int Rank>
+kernels::Out<Rank> output(const Tensor& tensor) {
+  kernels::Out<Rank> array;
+  if (!tensor.defined()) return array;
+  array.data = tensor.mutable_data_ptr();
+  array.dtype = kernel_dtype(tensor);
+  for (int d = 0; d < Rank; ++d) array.stride[d] = tensor.stride(d);
+  return array;
+}
+
+// cu_seqlens must be contiguous and outlive the launch.
+inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) {
+  if (!cu_seqlens.defined()) return {x.size(0), x.size(1), x.size(0), nullptr, false};
+  return {x.size(0), x.size(1), cu_seqlens.size(0) - 1, cu_seqlens.const_data_ptr(),
+          cu_seqlens.scalar_type() == at::kLong};
+}
+
+inline void check_launch(std::string_view kernel, cudaError_t error) {
+  TORCH_CHECK(error == cudaSuccess, "girih: ", kernel, " could not be launched: ", cudaGetErrorString(error));
+}
+
+}  // namespace girih

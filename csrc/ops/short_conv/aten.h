@@ -1,0 +1,21 @@
+// short_conv for any device and dtype.
+#pragma once
+
+#include "../check.h"
+
+namespace girih::short_conv {
+
+// y, the final state
+using Results = std::tuple<Tensor, Tensor>;
+// of x, weight, bias, state_x, cu_seqlens
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,
+                std::optional<std::string_view> activation, bool save);
+
+Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
+                   const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
+                   const OptionalTensor& cu_seqlens, std::optional<std::string_view> activation);
+
+}  // namespace girih::short_conv

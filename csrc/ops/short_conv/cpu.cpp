@@ -1,0 +1,170 @@
+// Short convolution, depthwise and causal (maths.md section 6):
+//   z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = act(z_t)
+// The W - 1 inputs before a sequence's first token are its state; its last W - 1 inputs are the next one.
+// Backward forms z again:
+//   dz_t = dy_t act'(z_t)        dx_{t - (W-1) + j} += weight_j dz_t
+//   dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
+#include "../dispatch.h"
+#include "aten.h"
+#include "problem.h"
+
+namespace girih::short_conv {
+namespace {
+
+using Activation = std::optional<std::string_view>;
+
+// States and tokens in one tensor, and where in it every tap finds its inputs.
+//   a batch          [B, W-1 + T, channels]       a state, then its row's tokens
+//   packed           [1, N (W-1) + T, channels]   all states, then all tokens
+class Inputs {
+ public:
+  Inputs(const Tensor& x, const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, int64_t W)
+      : T_(x.size(1)), before_(W - 1), N_(given(cu_seqlens) ? cu_seqlens->size(0) - 1 : x.size(0)) {
+    const auto channels = x.size(2);
+    auto state = given(state_x) ? *state_x : at::zeros({N_, before_, channels}, x.options());
+    if (given(cu_seqlens)) {
+      state = state.reshape({1, N_ * before_, channels});
+      place(*cu_seqlens);
+    }
+    all_ = at::cat({state, x}, 1);
+  }
+
+  // x_{t - (W-1) + j} of every token, [B, T, channels]; zero where no sequence owns the token
+  Tensor tap(int64_t j) const {
+    return packed() ? at::where(inside_, all_.index_select(1, taps_[j]), at::zeros({}, all_.options()))
+                    : all_.narrow(1, j, T_);
+  }
+
+  // the last W - 1 inputs of every sequence, [N, W-1, channels]
+  Tensor last() const {
+    return packed() ? all_.index_select(1, last_).view({N_, before_, all_.size(2)})
+                    : all_.narrow(1, T_, before_).clone();
+  }
+
+  // The gradient of all inputs, from nothing.
+  Tensor zeros(at::ScalarType type) const { return at::zeros(all_.sizes(), all_.options().dtype(type)); }
+
+  // No two tokens read the same input through one tap, so the sums have one order on every device.
+  void add_to_tap(const Tensor& grad, int64_t j, const Tensor& dz, const Tensor& weight) const {
+    if (packed()) {
+      grad.index_add_(1, taps_[j], dz * weight);
+    } else {
+      grad.narrow(1, j, T_).addcmul_(dz, weight);
+    }
+  }
+
+  void add_to_last(const Tensor& grad, const Tensor& grad_last) const {
+    if (packed()) {
+      grad.index_add_(1, last_, grad_last.to(grad.scalar_type()).reshape({1, N_ * before_, all_.size(2)}));
+    } else {
+      grad.narrow(1, T_, before_).add_(grad_last);
+    }
+  }
+
+  Tensor of_tokens(const Tensor& grad) const { return grad.narrow(1, grad.size(1) - T_, T_); }
+  Tensor of_states(const Tensor& grad) const {
+    return grad.narrow(1, 0, grad.size(1) - T_).reshape({N_, before_, all_.size(2)});
+  }
+
+  bool packed() const { return inside_.defined(); }
+  const Tensor& inside() const { return inside_; }  // [1, T, 1]: a sequence owns the token; only when packed
+
+ private:
+  void place(const Tensor& cu_seqlens) {
+    const auto index = cu_seqlens.options().dtype(at::kLong);
+    const auto cuts = cu_seqlens.to(at::kLong).clamp(0, T_);
+    const auto some = std::max<int64_t>(N_, 1);  // one empty sequence when there is none
+    const auto start = cuts.narrow(0, 0, some);
+    const auto end = at::maximum(cuts.narrow(0, cuts.size(0) - some, some), start);
+    // Where the input of a sequence stands at a token, its first or one of the W - 1 before included.
+    const auto row = [&](const Tensor& token, const Tensor& sequence, const Tensor& first) {
+      return at::where(token >= first, token + N_ * before_, sequence * before_ + token - first + before_);
+    };
+
+    const auto token = at::arange(T_, index), none = at::zeros({}, index);
+    const auto sequence = at::searchsorted(end, token, false, /*right=*/true).clamp_max(some - 1);
+    const auto first = start.index_select(0, sequence);
+    const auto inside = (token >= first) & (token < end.index_select(0, sequence));
+    inside_ = inside.view({1, T_, 1});
+    for (int64_t j = 0; j <= before_; ++j) {
+      taps_.push_back(at::where(inside, row(token - before_ + j, sequence, first), none));
+    }
+    const auto from_end = at::arange(-before_, 0, index), n = at::arange(N_, index).unsqueeze(1);
+    last_ =
+        row(end.narrow(0, 0, N_).unsqueeze(1) + from_end, n, start.narrow(0, 0, N_).unsqueeze(1)).flatten();
+  }
+
+  int64_t T_, before_, N_;
+  Tensor all_;
+  Tensor inside_;
+  std::vector<Tensor> taps_;  // W of [T]: rows of `all`
+  Tensor last_;               // [N (W-1)]
+};
+
+Tensor convolve(const Inputs& inputs, const std::vector<Tensor>& taps, const OptionalTensor& bias) {
+  const auto type = taps[0].scalar_type();
+  const auto z = inputs.tap(0).to(type) * taps[0];
+  for (size_t j = 1; j < taps.size(); ++j) z.addcmul_(inputs.tap(j).to(type), taps[j]);
+  if (given(bias)) z.add_(bias->to(type));
+  return z;
+}
+
+}  // namespace
+
+Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, Activation activation,
+                bool) {
+  Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
+  const Inputs inputs(x, state_x, cu_seqlens, weight.size(1));
+  auto y = convolve(inputs, weight.to(accumulate_type(x)).unbind(1), bias);
+  if (activation) at::silu_(y);
+  if (inputs.packed()) y.masked_fill_(~inputs.inside(), 0);
+  return {y.to(x.scalar_type()), inputs.last()};
+}
+
+Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
+                   const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
+                   const OptionalTensor& cu_seqlens, Activation activation) {
+  Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
+  const Inputs inputs(x, state_x, cu_seqlens, weight.size(1));
+  const auto type = accumulate_type(x);
+  const auto taps = weight.to(type).unbind(1);
+  const auto grad = inputs.zeros(type);
+  auto dweight = at::zeros(weight.sizes(), weight.options().dtype(type));
+  auto dbias = at::zeros({x.size(2)}, dweight.options());
+  if (given(grad_y)) {
+    auto dz = grad_y->to(type);
+    if (activation) dz = at::silu_backward(dz, convolve(inputs, taps, bias));
+    if (inputs.packed()) dz = dz.masked_fill(~inputs.inside(), 0);
+    const std::vector<int64_t> over_tokens{0, 1};
+    std::vector<Tensor> sums;
+    for (size_t j = 0; j < taps.size(); ++j) {
+      inputs.add_to_tap(grad, j, dz, taps[j]);
+      sums.push_back((dz * inputs.tap(j)).sum(over_tokens));
+    }
+    dweight = at::stack(sums, 1);
+    dbias = dz.sum(over_tokens);
+  }
+  if (given(grad_state_x)) inputs.add_to_last(grad, *grad_state_x);
+
+  // Tensors of their own: tokens and states are views of one sum.
+  const auto as = [](const Tensor& tensor, const Tensor& like) {
+    return tensor.to(like.scalar_type(), false, /*copy=*/true, at::MemoryFormat::Contiguous);
+  };
+  return {as(inputs.of_tokens(grad), x), as(dweight, weight),
+          given(bias) ? OptionalTensor(as(dbias, *bias)) : std::nullopt,
+          given(state_x) ? OptionalTensor(as(inputs.of_states(grad), *state_x)) : std::nullopt, std::nullopt};
+}
+
+TORCH_LIBRARY_IMPL(girih, CPU, m) {
+  m.impl("short_conv_forward", &forward);
+  m.impl("short_conv_backward", &backward);
+}
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("short_conv_forward", &forward);
+  m.impl("short_conv_backward", &backward);
+}
+#endif
+
+}  // namespace girih::short_conv

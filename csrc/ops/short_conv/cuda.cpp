@@ -1,0 +1,110 @@
+// short_conv by its kernels. float64 has none: the ATen form serves it.
+#include <ATen/MemoryOverlap.h>
+
+#include "../dispatch.h"
+#include "../kernel_arguments.h"
+#include "aten.h"
+#include "problem.h"
+#include "short_conv/short_conv.h"
+
+namespace girih::short_conv {
+namespace {
+
+using Activation = std::optional<std::string_view>;
+
+kernels::ShortConvShape shape_of(const Tensor& x, const Tensor& weight, const Tensor& cu_seqlens,
+                                 const Activation& activation) {
+  return {kernel_tokens(x, cu_seqlens), x.size(2), static_cast<int>(weight.size(1)), activation.has_value(),
+          kernel_dtype(x)};
+}
+
+Tensor contiguous(const OptionalTensor& cu_seqlens) {
+  return given(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
+}
+
+Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, Activation activation,
+                     bool save) {
+  if (x.scalar_type() == at::kDouble) return forward(x, weight, bias, state_x, cu_seqlens, activation, save);
+  Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
+  const c10::cuda::CUDAGuard device(x.device());
+  const auto cu = contiguous(cu_seqlens);
+  kernels::ShortConvForward p;
+  p.shape = shape_of(x, weight, cu, activation);
+  const auto y = at::empty(x.sizes(), x.options());
+  const auto last = at::empty({p.shape.tokens.sequences, weight.size(1) - 1, x.size(2)}, x.options());
+  p.x = input<3>(x);
+  p.weight = input<2>(weight);
+  p.bias = input<1>(bias);
+  p.state = input<3>(state_x);
+  p.y = output<3>(y);
+  p.final_state = output<3>(last);
+  check_launch("short_conv_forward", kernels::short_conv_forward(p, c10::cuda::getCurrentCUDAStream()));
+  return {y, last};
+}
+
+Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
+                        const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
+                        const OptionalTensor& cu_seqlens, Activation activation) {
+  if (x.scalar_type() == at::kDouble) {
+    return backward(grad_y, grad_state_x, x, weight, bias, state_x, cu_seqlens, activation);
+  }
+  Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
+  const c10::cuda::CUDAGuard device(x.device());
+  const auto cu = contiguous(cu_seqlens);
+  const auto like = [](const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); };
+  const auto like_given = [&](const OptionalTensor& tensor) {
+    return given(tensor) ? OptionalTensor(like(*tensor)) : std::nullopt;
+  };
+  kernels::ShortConvBackward p;
+  p.shape = shape_of(x, weight, cu, activation);
+  const auto dx = like(x), dweight = like(weight);
+  const auto dbias = like_given(bias), dstate = like_given(state_x);
+  const auto partials = at::empty({kernels::short_conv_partials(p.shape)}, x.options().dtype(at::kFloat));
+  p.dy = input<3>(grad_y);
+  p.dfinal_state = input<3>(grad_state_x);
+  p.x = input<3>(x);
+  p.weight = input<2>(weight);
+  p.bias = input<1>(bias);
+  p.state = input<3>(state_x);
+  p.dx = output<3>(dx);
+  p.dweight = output<2>(dweight);
+  p.dbias = output<1>(dbias.value_or(Tensor()));
+  p.dstate = output<3>(dstate.value_or(Tensor()));
+  p.partials = partials.mutable_data_ptr<float>();
+  check_launch("short_conv_backward", kernels::short_conv_backward(p, c10::cuda::getCurrentCUDAStream()));
+  return {dx, dweight, dbias, dstate, std::nullopt};
+}
+
+Tensor step_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state_x,
+                 Activation activation) {
+  Problem::check(x, weight, bias, state_x, std::nullopt, activation);
+  GIRIH_CHECK(x.size(1) == 1, "short_conv_step takes one token: x must have T = 1 and has shape ", x.sizes());
+  if (x.scalar_type() == at::kDouble) {
+    const auto [y, last] = forward(x, weight, bias, state_x, std::nullopt, activation, false);
+    state_x.copy_(last);
+    return y;
+  }
+  at::assert_no_internal_overlap(state_x);
+  const c10::cuda::CUDAGuard device(x.device());
+  const auto y = at::empty(x.sizes(), x.options());
+  kernels::ShortConvStep p;
+  p.shape = shape_of(x, weight, Tensor(), activation);
+  p.x = input<3>(x);
+  p.weight = input<2>(weight);
+  p.bias = input<1>(bias);
+  p.state = output<3>(state_x);
+  p.y = output<3>(y);
+  check_launch("short_conv_step", kernels::short_conv_step(p, c10::cuda::getCurrentCUDAStream()));
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("short_conv_forward", &forward_cuda);
+  m.impl("short_conv_backward", &backward_cuda);
+  m.impl("short_conv_step", &step_cuda);
+}
+
+}  // namespace girih::short_conv

@@ -1,0 +1,72 @@
+// Short convolution: depthwise and causal, with an optional SiLU.
+//
+//     z_t = bias + sum_j weight_j x_{t - (W-1) + j}        j = 0..W-1, the last tap is the current token
+//     y_t = z_t  or  silu(z_t)
+//
+// x_t before a sequence's first token comes from its state, the W - 1 inputs before it (zero without a
+// state). x, y, states and their gradients have one type (fp32, fp16 or bf16); weight and bias may have
+// others. All arithmetic is fp32. Every result has the same bits from run to run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+#include "tile/sequence.h"
+
+namespace girih::kernels {
+
+constexpr int kShortConvMaxWidth = 4;
+
+struct ShortConvShape {
+  Tokens tokens;
+  int64_t channels;
+  int width;  // W, 1..4
+  bool silu;
+  DType dtype;  // of x and whatever has its type
+};
+
+struct ShortConvForward {
+  ShortConvShape shape;
+  In<3> x;             // [B, T, channels]
+  In<2> weight;        // [channels, W]
+  In<1> bias;          // [channels], optional
+  In<3> state;         // [N, W-1, channels], optional
+  Out<3> y;            // [B, T, channels]
+  Out<3> final_state;  // [N, W-1, channels]
+};
+
+struct ShortConvBackward {
+  ShortConvShape shape;
+  In<3> dy;            // [B, T, channels], optional: zero
+  In<3> dfinal_state;  // [N, W-1, channels], optional: zero
+  In<3> x;
+  In<2> weight;
+  In<1> bias;
+  In<3> state;
+  Out<3> dx;        // [B, T, channels]
+  Out<2> dweight;   // [channels, W]
+  Out<1> dbias;     // [channels], where bias is
+  Out<3> dstate;    // [N, W-1, channels], where state is
+  float* partials;  // short_conv_partials(shape) floats
+};
+
+// One token, T = 1: the state is read, shifted and written in place.
+struct ShortConvStep {
+  ShortConvShape shape;
+  In<3> x;  // [B, 1, channels]
+  In<2> weight;
+  In<1> bias;
+  Out<3> state;  // [B, W-1, channels]
+  Out<3> y;      // [B, 1, channels]
+};
+
+// Floats of workspace for the sums over tokens in dweight and dbias: a function of the sizes alone.
+int64_t short_conv_partials(const ShortConvShape& shape);
+
+cudaError_t short_conv_forward(const ShortConvForward& problem, cudaStream_t stream);
+cudaError_t short_conv_backward(const ShortConvBackward& problem, cudaStream_t stream);
+cudaError_t short_conv_step(const ShortConvStep& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels

@@ -1,0 +1,25 @@
+// How a tensor is handed to a kernel: a pointer, its element type and its strides.
+#pragma once
+
+#include <cstdint>
+
+namespace girih::kernels {
+
+enum class DType : int { f32, f16, bf16, f64 };
+
+// Strides count elements, in the order of the shape that stands beside each field. No data: an absent tensor.
+template <int Rank>
+struct In {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t stride[Rank] = {};
+};
+
+template <int Rank>
+struct Out {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t stride[Rank] = {};
+};
+
+}  // namespace girih::kernels

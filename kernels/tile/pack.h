@@ -1,0 +1,123 @@
+// A pack: N neighbouring elements of one row, in registers as fp32, moved in one access.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+
+namespace girih::kernels {
+
+template <int N>
+struct Pack {
+  float at[N];
+};
+
+template <int N>
+__device__ inline Pack<N> zeros() {
+  Pack<N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.at[i] = 0.f;
+  return pack;
+}
+
+__device__ inline float to_float(float value) {
+  return value;
+}
+__device__ inline float to_float(__half value) {
+  return __half2float(value);
+}
+__device__ inline float to_float(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+__device__ inline float to_float(double value) {
+  return static_cast<float>(value);
+}
+
+template <typename T>
+__device__ inline T from_float(float value);
+template <>
+__device__ inline float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ inline __half from_float<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+template <>
+__device__ inline double from_float<double>(float value) {
+  return static_cast<double>(value);
+}
+
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Elements {
+  T at[N];
+};
+
+// The address must be a multiple of N * sizeof(T): fits_packs() tells.
+template <int N, typename T>
+__device__ inline Pack<N> load(const T* from) {
+  const auto raw = *reinterpret_cast<const Elements<T, N>*>(from);
+  Pack<N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.at[i] = to_float(raw.at[i]);
+  return pack;
+}
+
+template <int N, typename T>
+__device__ inline void store(T* to, const Pack<N>& pack) {
+  Elements<T, N> raw;
+#pragma unroll
+  for (int i = 0; i < N; ++i) raw.at[i] = from_float<T>(pack.at[i]);
+  *reinterpret_cast<Elements<T, N>*>(to) = raw;
+}
+
+// One element whose type is known at run time only: for small tensors, read once and outside of loops.
+__device__ inline float load_any(const void* data, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::f16:
+      return to_float(static_cast<const __half*>(data)[index]);
+    case DType::bf16:
+      return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
+    case DType::f64:
+      return to_float(static_cast<const double*>(data)[index]);
+    case DType::f32:
+      break;
+  }
+  return static_cast<const float*>(data)[index];
+}
+
+__device__ inline void store_any(void* data, DType dtype, int64_t index, float value) {
+  switch (dtype) {
+    case DType::f16:
+      static_cast<__half*>(data)[index] = from_float<__half>(value);
+      return;
+    case DType::bf16:
+      static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(value);
+      return;
+    case DType::f64:
+      static_cast<double*>(data)[index] = from_float<double>(value);
+      return;
+    case DType::f32:
+      static_cast<float*>(data)[index] = value;
+      return;
+  }
+}
+
+// Whether every row of a tensor can be read in packs of n along its last dimension.
+template <template <int> class Array, int Rank>
+bool fits_packs(const Array<Rank>& array, int n, int64_t element_size) {
+  if (array.data == nullptr) return true;
+  bool fits =
+      array.stride[Rank - 1] == 1 && reinterpret_cast<uintptr_t>(array.data) % (n * element_size) == 0;
+  for (int d = 0; d + 1 < Rank; ++d) fits = fits && array.stride[d] % n == 0;
+  return fits;
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,61 @@
+// Which sequence a token belongs to, for a batch of equal lengths and for sequences packed by cu_seqlens
+// alike.
+#pragma once
+
+#include <cstdint>
+
+namespace girih::kernels {
+
+struct Tokens {
+  int64_t batch;           // 1 when packed
+  int64_t tokens;          // a batch row's
+  int64_t sequences;       // N: the batch, or what cu_seqlens packs
+  const void* cu_seqlens;  // [N + 1], null when not packed
+  bool cu_seqlens_64;      // int64, else int32
+};
+
+struct Sequence {
+  int64_t index;  // row of the state
+  int64_t batch;  // row of x
+  int64_t start;  // first token
+  int64_t end;    // one past the last token
+  bool inside;    // false: tokens that no sequence owns
+};
+
+__device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+// cu_seqlens[n], whatever its contents a position in 0..tokens.
+__device__ inline int64_t boundary(const Tokens& all, int64_t n) {
+  const int64_t value = all.cu_seqlens_64 ? static_cast<const int64_t*>(all.cu_seqlens)[n]
+                                          : static_cast<const int32_t*>(all.cu_seqlens)[n];
+  return clamp(value, 0, all.tokens);
+}
+
+__device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
+  if (all.cu_seqlens == nullptr) return {index, index, 0, all.tokens, true};
+  const int64_t start = boundary(all, index);
+  return {index, 0, start, clamp(boundary(all, index + 1), start, all.tokens), true};
+}
+
+// The sequence of a token. Its start <= token < its end holds for any contents of cu_seqlens, so a walk from
+// end to end stops, and what is read between start and end lies in the tensor.
+__device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t token) {
+  if (all.cu_seqlens == nullptr) return {batch, batch, 0, all.tokens, true};
+  int64_t low = 0, high = all.sequences;  // the first n with cu_seqlens[n + 1] > token
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (boundary(all, middle + 1) > token) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  if (low == all.sequences) return {low, 0, token, all.tokens, false};
+  const int64_t start = boundary(all, low);
+  if (start > token) return {low, 0, token, start, false};
+  return {low, 0, start, boundary(all, low + 1), true};
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,148 @@
+"""CAT, the compress and attend transformer, as a whole model."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from girih.models.base import GirihPreTrainedModel, own_mask
+from girih.models.cache import GirihCache
+from girih.models.config import GirihConfig
+from girih.nn import Attention, Block, ChunkAttention, RMSNorm
+from girih.nn.chunks import chunk_table
+from girih.nn.state import History, extended
+
+
+class Compressor(nn.Module):
+    """f(c): a chunk of C tokens as one vector of the decoder's width.
+
+    A learned token for the chunk's place in its sequence stands in front of the chunk's tokens; bidirectional
+    blocks and a norm follow, then one linear map of the C token outputs side by side.
+    chunks `[B, K, C]`, index `[K]` -> `[B, K, hidden_size]`.
+    """
+
+    def __init__(self, config: GirihConfig):
+        super().__init__()
+        width = config.compressor_hidden_size
+        heads, intermediate = width // config.head_dim, config.intermediate_size * width // config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.position = nn.Embedding(-(-config.max_position_embeddings // config.chunk), width)
+        self.layers = nn.ModuleList(
+            Block(
+                Attention(width, heads, head_dim=config.head_dim, rope_theta=config.rope_theta, causal=False),
+                width,
+                intermediate,
+                config.norm_eps,
+            )
+            for _ in range(config.compressor_layers)
+        )
+        self.norm = RMSNorm(width, config.norm_eps)
+        self.proj = nn.Linear(config.chunk * width, config.hidden_size, bias=False)
+
+    def forward(self, chunks: Tensor, index: Tensor, run_block) -> Tensor:
+        B, K, _ = chunks.shape
+        place = self.position(index.clamp(max=self.position.num_embeddings - 1)).expand(B, K, -1)
+        x = torch.cat((place[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
+        for block in self.layers:
+            x, _ = run_block(block, x)
+        return self.proj(self.norm(x)[:, 1:].flatten(1)).unflatten(0, (B, K))
+
+
+class CatModel(GirihPreTrainedModel):
+    """Compressor and decoder of CAT; the output at a token predicts the next one, as in any causal model.
+
+    Chunk k is the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`: header_k = f(c_{k-1}), header_0 is learned, and
+    a chunk's last token is never fed. Row r of a sequence predicts its token r, so token t's output is row t
+    + 1. Arguments are GirihModel's without inputs_embeds. The cache keeps the tokens, and a call computes all
+    of them anew.
+    """
+
+    def __init__(self, config: GirihConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.header = nn.Parameter(torch.empty(config.hidden_size))
+        self.compressor = Compressor(config)
+        self.layers = nn.ModuleList(
+            Block(
+                ChunkAttention(
+                    config.hidden_size,
+                    config.num_heads,
+                    chunk=config.chunk,
+                    num_kv_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                    rope_theta=config.rope_theta,
+                    running_positions=config.running_positions,
+                ),
+                config.hidden_size,
+                config.intermediate_size,
+                config.norm_eps,
+            )
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.header, std=self.config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: GirihCache | None = None,
+        inputs_embeds: None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError(
+                "inputs_embeds: CAT's compressor and decoder embed the tokens apart; give input_ids"
+            )
+        past_key_values = self.cache_for(use_cache, past_key_values)
+        past = None if past_key_values is None else past_key_values.layers[0]
+        mask = own_mask(attention_mask, input_ids.shape[1])
+        ids, valid, new = extended(input_ids, mask, None if past is None else past.state)
+        if past is not None:
+            past.advance(History(ids, valid), new)
+
+        C, T = self.config.chunk, ids.shape[1]
+        if valid is None and cu_seqlens is None:
+            K = T // C + 1
+            if self.compressor.position.num_embeddings < K:
+                most = self.config.max_position_embeddings
+                raise ValueError(
+                    f"input_ids has {T} tokens; expected at most max_position_embeddings, {most}"
+                )
+            chunks, index = (
+                F.pad(ids, (0, K * C - T)).unflatten(1, (K, C)),
+                torch.arange(K, device=ids.device),
+            )
+            every = [y.flatten(1, 2)[:, 1 : T + 1] for y in self.decode(chunks, index, None)]
+        else:
+            table = chunk_table(ids, C, valid, cu_seqlens, room=1)
+            rows = self.decode(table.spread(ids, C), table.index, table.cu_chunks * C)
+            every = [table.gather(y, ids.shape, shift=1) for y in rows]
+        every = [y[:, T - new :] for y in every]
+        return self.output(every[-1], past_key_values, every if output_hidden_states else None, return_dict)
+
+    def decode(self, chunks: Tensor, index: Tensor, cu_rows: Tensor | None) -> list[Tensor]:
+        """chunks `[B, K, C]` at the places `index [K]` -> the rows `[B, K, C, hidden_size]` before and after
+        each block.
+
+        The last chunk is nobody's past, so it is not compressed. The last entry has passed the final norm.
+        """
+        past = self.compressor(chunks[:, :-1], index[:-1], self.run_block)
+        header = torch.where(index[:, None] == 0, self.header.to(past.dtype), F.pad(past, (0, 0, 1, 0)))
+        tokens = self.embed_tokens(chunks[:, :, :-1])
+        rows = torch.cat((header[:, :, None].to(tokens.dtype), tokens), 2)
+        every = [rows.flatten(1, 2)]
+        for block in self.layers:
+            every.append(self.run_block(block, every[-1], None, None, False, cu_rows)[0])
+        every[-1] = self.norm(every[-1])
+        return [x.view_as(rows) for x in every]

@@ -1,0 +1,47 @@
+"""Layers: `layer(x, attention_mask=None, state=None, use_cache=False, cu_seqlens=None) -> (y, state)`.
+
+x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at tokens that do nothing. `state` is what an
+earlier call with `use_cache=True` returned; one token without gradient writes it in place. `cu_seqlens [N +
+1]` packs N sequences into B = 1.
+"""
+
+from girih.nn.attention import Attention, AttentionState, rotary
+from girih.nn.block import Block
+from girih.nn.compress_attend import ChunkAttention, CompressAttend
+from girih.nn.decay import DecayGate, no_weight_decay
+from girih.nn.delta_product import DeltaProduct
+from girih.nn.gated_linear_attention import GatedLinearAttention
+from girih.nn.gated_slot_attention import GatedSlotAttention
+from girih.nn.lattice import Lattice
+from girih.nn.mix_attention import MixAttention, MixState, mix_weight
+from girih.nn.norm import GatedRMSNorm, RMSNorm
+from girih.nn.short_conv import ShortConv
+from girih.nn.state import History, LayerState, map_state
+from girih.nn.swiglu import SwiGLU
+from girih.nn.trellis import Trellis
+
+__all__ = [
+    "Attention",
+    "AttentionState",
+    "Block",
+    "ChunkAttention",
+    "CompressAttend",
+    "DecayGate",
+    "DeltaProduct",
+    "GatedLinearAttention",
+    "GatedRMSNorm",
+    "GatedSlotAttention",
+    "History",
+    "Lattice",
+    "LayerState",
+    "MixAttention",
+    "MixState",
+    "RMSNorm",
+    "ShortConv",
+    "SwiGLU",
+    "Trellis",
+    "map_state",
+    "mix_weight",
+    "no_weight_decay",
+    "rotary",
+]

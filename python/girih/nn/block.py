@@ -1,0 +1,39 @@
+"""The residual block around a mixer."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from girih.nn.norm import RMSNorm
+from girih.nn.swiglu import SwiGLU
+
+
+class Block(nn.Module):
+    """The Llama block: `x + mixer(RMSNorm(x))`, then `x + SwiGLU(RMSNorm(x))`.
+
+    Takes and returns what its mixer does.
+
+    >>> from girih.nn import Attention
+    >>> block = Block(Attention(64, num_heads=2), hidden_size=64, intermediate_size=160)
+    >>> block(torch.randn(3, 10, 64))[0].shape
+    torch.Size([3, 10, 64])
+    """
+
+    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6):
+        super().__init__()
+        self.mixer_norm = RMSNorm(hidden_size, norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = RMSNorm(hidden_size, norm_eps)
+        self.mlp = SwiGLU(hidden_size, intermediate_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: Any = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state

@@ -1,0 +1,49 @@
+"""Which parameters weight decay leaves alone, and the decay gate of Mamba-2 and Gated DeltaNet."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def no_weight_decay(*parameters: nn.Parameter | None) -> None:
+    """Marks memories, gate biases and norms with `_no_weight_decay`, which an optimizer's groups read."""
+    for parameter in parameters:
+        if parameter is not None:
+            parameter._no_weight_decay = True
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Gates and step sizes are activated in fp32, or in fp64 when they come in fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class DecayGate(nn.Module):
+    """One decay e^g a head, and the step dt it comes from (Mamba-2, Gated DeltaNet).
+
+        dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
+
+    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 under autocast too. Starts with rates
+    exp(A_log) from 1 to 16 and steps from 0.001 to 0.1, both spread evenly in the logarithm.
+
+    >>> g, dt = DecayGate(16, num_heads=4)(torch.randn(2, 5, 16))
+    >>> g.shape, bool((g < 0).all())
+    (torch.Size([2, 5, 4]), True)
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        no_weight_decay(self.A_log, self.dt_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.A_log, 0.0, math.log(16.0))
+        nn.init.uniform_(self.dt_bias, math.log(1e-3), math.log(1e-1))  # softplus(b) = exp(b) down here
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dt = F.softplus(at_least_fp32(self.proj(x)) + self.dt_bias)
+        return -at_least_fp32(self.A_log).exp() * dt, dt

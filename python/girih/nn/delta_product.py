@@ -1,0 +1,103 @@
+"""DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet."""
+
+from torch import Tensor, nn
+
+from girih import ops
+from girih.nn.decay import DecayGate, at_least_fp32
+from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.norm import GatedRMSNorm
+from girih.nn.short_conv import ShortConv
+from girih.nn.state import LayerState, advance
+
+
+class DeltaProduct(nn.Module):
+    """A matrix memory corrected n times a token, each time along one key (DeltaProduct; TPTT eq. 16).
+
+        S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
+        y = W_o (RMSNorm(o) * silu(x W_g))
+
+    q, k, v come out of a short convolution with SiLU, q and k are l2-normalised, `beta = sigmoid(x W)`,
+    doubled if `allow_neg_eigval`. `n=1` is DeltaNet, with `gated` Gated DeltaNet. `between_chunks` (gelu or
+    tanh) is applied to S whenever `chunk` tokens are complete (eq. 24). x, y `[B, T, hidden_size]`.
+
+    >>> layer = DeltaProduct(64, num_heads=2, n=2, gated=True)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.s.shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 32]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        n: int = 1,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        gated: bool = False,
+        allow_neg_eigval: bool = False,
+        between_chunks: str | None = None,
+        chunk: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        self.n, self.head_dim, self.allow_neg_eigval = n, head_dim, allow_neg_eigval
+        self.between_chunks, self.chunk = between_chunks, chunk if between_chunks else None
+        self.heads = (num_heads, n * kv_heads, n * kv_heads)
+        channels = sum(self.heads) * head_dim
+        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.conv = ShortConv(channels, conv_size)
+        self.beta_proj = nn.Linear(hidden_size, n * kv_heads, bias=False)
+        self.decay = DecayGate(hidden_size, kv_heads) if gated else None
+        self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.norm = GatedRMSNorm(head_dim, norm_eps)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def per_step(self, x: Tensor) -> Tensor:
+        """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: a token's n rows one after the other."""
+        return x.unflatten(2, (self.n, -1)).flatten(1, 2)
+
+    def start(self, attention_mask: Tensor | None, memory: "ops.DeltaProductState | None"):
+        """The state to continue from; with `between_chunks` padding moves its position in the chunk."""
+        if self.between_chunks is None or attention_mask is None:
+            return memory
+        if memory is None:
+            kv_heads = self.heads[1] // self.n
+            s = self.o_proj.weight.new_zeros(attention_mask.shape[0], kv_heads, self.head_dim, self.head_dim)
+            memory = ops.DeltaProductState(at_least_fp32(s), None)
+        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LayerState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        conv, memory = state or (None, None)
+        qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
+        beta = at_least_fp32(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
+        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        o, memory = advance(
+            "delta_product",
+            q,
+            self.per_step(k),
+            self.per_step(v),
+            self.per_step(masked(attention_mask, beta)),
+            g,
+            n=self.n,
+            l2norm_qk=True,
+            chunk=self.chunk,
+            between_chunks=self.between_chunks,
+            state=self.start(attention_mask, memory),
+            resumes=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))
+        y = self.o_proj(self.norm(o, gate).flatten(-2))
+        return y, LayerState(conv, memory) if use_cache else None

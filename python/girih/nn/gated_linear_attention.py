@@ -1,0 +1,112 @@
+"""Linear attention with every kind of decay: the baselines linear attention, RetNet, GLA and Mamba-2."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
+from girih.nn.masking import masked, refuse_mask_with_packing
+from girih.nn.norm import GatedRMSNorm
+from girih.nn.short_conv import ShortConv
+from girih.nn.state import LayerState, advance
+
+GATES = ("none", "fixed", "scalar", "vector")
+
+
+class GatedLinearAttention(nn.Module):
+    """One matrix memory a head that only ever adds (Katharopoulos et al. 2020) and forgets by a gate.
+
+        S <- e^g S + k v^T,   o = scale S^T q,   y = W_o (RMSNorm(o) * silu(x W_g))
+
+    gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm stands for its
+    denominator).
+    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet, without rotary positions).
+    gate="scalar": one data-dependent decay a head, v scaled by its step dt, and o + v * skip (Mamba-2).
+    gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer (GLA).
+    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries.
+
+    >>> layer = GatedLinearAttention(64, num_heads=2, gate="vector")
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.s.shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 32]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        gate: str = "vector",
+        gate_low_rank: int = 16,
+        gate_logit_normalizer: float = 16.0,
+        conv_size: int = 0,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        if gate not in GATES:
+            raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
+        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        self.gate, self.gate_logit_normalizer = gate, gate_logit_normalizer
+        self.heads, self.head_dim, self.conv_size = (num_heads, kv_heads, kv_heads), head_dim, conv_size
+        channels = sum(self.heads) * head_dim
+        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.conv = ShortConv(channels, conv_size, activation="silu" if conv_size else None)
+        if gate == "scalar":
+            self.decay = DecayGate(hidden_size, kv_heads)
+            self.skip = nn.Parameter(torch.empty(num_heads))
+            no_weight_decay(self.skip)
+        elif gate == "vector":
+            self.decay = nn.Sequential(
+                nn.Linear(hidden_size, gate_low_rank, bias=False),
+                nn.Linear(gate_low_rank, kv_heads * head_dim),
+            )
+            no_weight_decay(self.decay[1].bias)
+        self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.norm = GatedRMSNorm(head_dim, norm_eps)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.gate == "scalar":
+            nn.init.ones_(self.skip)
+        elif self.gate == "vector":
+            nn.init.zeros_(self.decay[1].bias)
+
+    def log_decay(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """g, and the step dt where the gate has one."""
+        if self.gate == "none":
+            return None, None
+        if self.gate == "fixed":
+            head = torch.arange(self.heads[1], device=x.device, dtype=torch.float32)
+            return torch.log1p(-torch.exp2(-5.0 - head)).expand(*x.shape[:2], -1), None
+        if self.gate == "scalar":
+            return self.decay(x)
+        g = F.logsigmoid(at_least_fp32(self.decay(x))) / self.gate_logit_normalizer
+        return g.unflatten(-1, (-1, self.head_dim)), None
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LayerState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        conv, memory = state or (None, None)
+        qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
+        g, dt = self.log_decay(x)
+        skip = 0.0
+        if self.gate == "none":
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+        elif self.gate == "scalar":
+            skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
+            v = v * dt[..., None].to(v.dtype)
+        k, g = masked(attention_mask, k), None if g is None else masked(attention_mask, g)
+        o, memory = advance("gla", q, k, v, g, state=memory, resumes=state is not None, cu_seqlens=cu_seqlens)
+        gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))
+        y = self.o_proj(self.norm(o + skip, gate).flatten(-2))
+        return y, LayerState(conv, memory) if use_cache else None

@@ -1,0 +1,88 @@
+"""Gated slot attention, and ABC, its ungated form."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih.nn.decay import at_least_fp32
+from girih.nn.masking import masked, refuse_mask_with_packing
+from girih.nn.norm import RMSNorm
+from girih.nn.short_conv import ShortConv
+from girih.nn.state import LayerState, advance
+
+
+class GatedSlotAttention(nn.Module):
+    """M memory slots with one forget gate each, read by softmax attention (GSA; Zhang et al. 2024, eq. 9).
+
+        g = logsigmoid(x W_f) / gate_logit_normalizer,  s = 1 - e^g
+        Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  o = Hv^T softmax(Hk^T q)
+        y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
+
+    `gated=False` is ABC: `x W_f` are the logits s of a running softmax over the tokens, one for every slot.
+    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size` puts a short
+    convolution before the SiLU of q, k and v; the paper has none.
+
+    >>> layer = GatedSlotAttention(64, num_heads=2, num_slots=16)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.k.shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 16]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_slots: int = 64,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        gated: bool = True,
+        gate_logit_normalizer: float = 8.0,
+        feature: str = "softmax",
+        conv_size: int = 0,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        self.gated, self.gate_logit_normalizer, self.feature = gated, gate_logit_normalizer, feature
+        self.heads, self.num_slots = (num_heads, kv_heads, kv_heads), num_slots
+        channels = sum(self.heads) * head_dim
+        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.conv = ShortConv(channels, conv_size)
+        self.f_proj = nn.Linear(hidden_size, kv_heads * num_slots, bias=False)
+        self.norm = RMSNorm(num_heads * head_dim, norm_eps)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LayerState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        conv, memory = state or (None, None)
+        qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
+        q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
+        s, g = at_least_fp32(self.f_proj(x)).unflatten(-1, (-1, self.num_slots)), None
+        if self.gated:  # g = 0 of a masked token is also its s = 1 - e^0 = 0: nothing is written
+            s, g = None, masked(attention_mask, F.logsigmoid(s) / self.gate_logit_normalizer)
+        else:
+            s = masked(attention_mask, s, -math.inf)
+        o, memory = advance(
+            "gsa",
+            q,
+            k,
+            v,
+            s,
+            g,
+            scale=1.0,
+            feature=self.feature,
+            state=memory,
+            resumes=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.o_proj(self.norm(F.silu(o.flatten(-2))))
+        return y, LayerState(conv, memory) if use_cache else None

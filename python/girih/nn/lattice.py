@@ -1,0 +1,110 @@
+"""The Lattice layer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih import ops
+from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
+from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.norm import GatedRMSNorm
+from girih.nn.short_conv import ShortConv
+from girih.nn.state import LayerState, advance
+
+
+class Lattice(nn.Module):
+    """M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
+
+        d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
+        y = W_o (RMSNorm(o) * gelu(x W_g))
+
+    (h, c) follow from `objective`: decode, encode or similarity. q and k `[num_slots]` a head share one
+    projection and have a short convolution each; v has `head_dim`; `gamma = sigmoid(x W + b)`. The start is a
+    free parameter whose columns are scaled to unit length, orthonormal at first if num_slots <= head_dim.
+    `chunk` is part of the model. x, y `[B, T, hidden_size]`.
+
+    >>> layer = Lattice(64, num_heads=2, num_slots=16, chunk=8)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.first.shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 16]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_slots: int = 64,
+        head_dim: int | None = None,
+        chunk: int = 16,
+        objective: str = "decode",
+        gated: bool = True,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        head_dim = head_dim or hidden_size // num_heads
+        self.num_heads, self.chunk, self.objective = num_heads, chunk, objective
+        self.qk_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
+        self.q_conv = ShortConv(num_heads * num_slots, conv_size)
+        self.k_conv = ShortConv(num_heads * num_slots, conv_size)
+        self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.gamma_proj = nn.Linear(hidden_size, num_heads)
+        self.decay = DecayGate(hidden_size, num_heads) if gated else None
+        self.memory = nn.Parameter(torch.empty(num_heads, head_dim, num_slots))
+        self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu")
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        no_weight_decay(self.memory, self.gamma_proj.bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for slots in self.memory:  # one head's [D, M]
+            nn.init.orthogonal_(slots)
+        nn.init.zeros_(self.gamma_proj.bias)
+
+    def start(self, attention_mask: Tensor | None, memory: "ops.LatticeState | None"):
+        """The state to continue from, at first the learned memory; padding moves its position."""
+        if memory is None:
+            first = F.normalize(at_least_fp32(self.memory), dim=-2)
+            if attention_mask is None:
+                return first
+            first = first.expand(attention_mask.shape[0], *first.shape)
+            decay = None if self.decay is None else first.new_zeros(first.shape[:2])
+            memory = ops.LatticeState(first, torch.zeros_like(first), decay, None)
+        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LayerState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        (q_state, k_state), memory = state or ((None, None), None)
+        qk = self.qk_proj(x)
+        q, q_state = self.q_conv(qk, attention_mask, q_state, use_cache, cu_seqlens)
+        k, k_state = self.k_conv(qk, attention_mask, k_state, use_cache, cu_seqlens)
+        q, k, v, gate = (
+            p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, self.v_proj(x), self.g_proj(x))
+        )
+        gamma = masked(attention_mask, at_least_fp32(self.gamma_proj(x)).sigmoid())
+        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        o, memory = advance(
+            "lattice",
+            q,
+            k,
+            v,
+            gamma,
+            g,
+            chunk=self.chunk,
+            objective=self.objective,
+            state=self.start(attention_mask, memory),
+            resumes=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.o_proj(self.norm(o, gate).flatten(-2))
+        return y, LayerState((q_state, k_state), memory) if use_cache else None

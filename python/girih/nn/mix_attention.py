@@ -1,0 +1,105 @@
+"""Memory as gate (MaG): two mixers on the same input, mixed by a weight."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from girih.nn.decay import no_weight_decay
+
+SCHEDULES = ("constant", "gradual", "cyclic")
+
+
+def mix_weight(
+    schedule: str,
+    step: int,
+    *,
+    final: float = 0.5,
+    first: float = 0.01,
+    steps: int = 100,
+    levels=(0.0, 0.5, 1.0),
+) -> float:
+    """The weight m at a training step (TPTT, section 4).
+
+    constant: `final`. gradual: from `first` to `final` in a line over `steps` steps. cyclic: the next of
+        `levels`
+    every `steps` steps, round and round.
+
+    >>> [mix_weight("gradual", step, first=0.0, steps=10) for step in (0, 5, 20)]
+    [0.0, 0.25, 0.5]
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    if schedule == "gradual":
+        return first + (final - first) * min(step / steps, 1.0)
+    return final if schedule == "constant" else levels[step // steps % len(levels)]
+
+
+class MixState(NamedTuple):
+    base: Any
+    mixer: Any
+
+
+class MixAttention(nn.Module):
+    """`y = (1 - m) base(x) + m mixer(x)`, and with `cross` their product on top (TPTT eq. 7, 8).
+
+    m is the buffer `weight`, which `set_weight(mix_weight(...))` moves during training; with `learned` it is
+    `sigmoid(logit)`, a parameter. Both mixers take x `[B, T, hidden_size]` and the arguments of every layer.
+
+    >>> from girih.nn import Attention, DeltaProduct
+    >>> layer = MixAttention(Attention(64, num_heads=2), DeltaProduct(64, num_heads=2), weight=0.25)
+    >>> layer(torch.randn(3, 10, 64))[0].shape
+    torch.Size([3, 10, 64])
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        mixer: nn.Module,
+        *,
+        weight: float = 0.5,
+        learned: bool = False,
+        cross: bool = False,
+    ):
+        super().__init__()
+        if not 0.0 <= weight <= 1.0 or (learned and weight in (0.0, 1.0)):
+            raise ValueError(
+                f"weight is {weight}; expected a number from 0 to 1, and between them if it is learned"
+            )
+        self.base, self.mixer = base, mixer
+        self.first_weight, self.learned, self.cross = weight, learned, cross
+        if learned:
+            self.logit = nn.Parameter(torch.empty(()))
+            no_weight_decay(self.logit)
+        else:
+            self.register_buffer("weight", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.learned:
+            nn.init.constant_(self.logit, math.log(self.first_weight / (1.0 - self.first_weight)))
+        else:
+            nn.init.constant_(self.weight, self.first_weight)
+
+    def set_weight(self, weight: float) -> None:
+        """Moves m, without waiting for the device."""
+        if self.learned:
+            raise ValueError("weight: this mixture learns it, a schedule cannot move it")
+        self.weight.fill_(weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: MixState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, MixState | None]:
+        base_state, mixer_state = state or (None, None)
+        base, base_state = self.base(x, attention_mask, base_state, use_cache, cu_seqlens)
+        mixed, mixer_state = self.mixer(x, attention_mask, mixer_state, use_cache, cu_seqlens)
+        m = (self.logit.sigmoid() if self.learned else self.weight).to(base.dtype)
+        base, mixed = (1 - m) * base, m * mixed
+        y = base + mixed + base * mixed if self.cross else base + mixed
+        return y, MixState(base_state, mixer_state) if use_cache else None

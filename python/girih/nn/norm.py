@@ -1,0 +1,42 @@
+"""RMS norms."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih.nn.decay import no_weight_decay
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm in the dtype of x (sums in fp32), with a weight that weight decay leaves alone.
+
+    >>> RMSNorm(8)(torch.full((2, 8), 3.0)).mean().round(decimals=3).item()
+    1.0
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__(dim, eps=eps)
+        no_weight_decay(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class GatedRMSNorm(RMSNorm):
+    """`RMSNorm(x) * act(gate)` over the last dimension; x, gate `[..., dim]`, act: silu, gelu or sigmoid.
+
+    >>> norm = GatedRMSNorm(8, activation="gelu")
+    >>> norm(torch.randn(2, 3, 8), torch.randn(2, 3, 8)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, activation: str = "silu"):
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+        super().__init__(dim, eps)
+        self.activation = activation
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x) * ACTIVATIONS[self.activation](gate)

@@ -1,0 +1,65 @@
+"""The short convolution in front of a mixer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih import ops
+from girih.nn.masking import masked, refuse_mask_with_packing
+from girih.nn.state import advance
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution over the last `kernel_size` tokens, then SiLU (or nothing).
+
+        y_t = act(bias + sum_j weight_j x_{t - kernel_size + 1 + j})
+
+    x, y `[B, T, channels]`. `kernel_size=0` leaves only the activation, and has no parameters and no state.
+
+    >>> conv = ShortConv(8, kernel_size=4)
+    >>> y, state = conv(torch.randn(2, 5, 8), use_cache=True)
+    >>> y.shape, state.x.shape
+    (torch.Size([2, 5, 8]), torch.Size([2, 3, 8]))
+    """
+
+    def __init__(
+        self, channels: int, kernel_size: int = 4, activation: str | None = "silu", bias: bool = False
+    ):
+        super().__init__()
+        if activation not in (None, "silu"):
+            raise ValueError(f"activation is {activation!r}; expected None or 'silu'")
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, kernel_size)) if kernel_size else None
+        self.bias = nn.Parameter(torch.empty(channels)) if kernel_size and bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            bound = self.weight.shape[1] ** -0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: "ops.ShortConvState | None" = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> "tuple[Tensor, ops.ShortConvState | None]":
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        if self.weight is None:
+            return (F.silu(x) if self.activation else x), None
+        x = masked(attention_mask, x)
+        y, state = advance(
+            "short_conv",
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            state=state,
+            resumes=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return y, state if use_cache else None

@@ -1,0 +1,117 @@
+"""The Trellis layer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih import ops
+from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
+from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.norm import GatedRMSNorm
+from girih.nn.short_conv import ShortConv
+from girih.nn.state import LayerState, advance
+
+
+class Trellis(nn.Module):
+    """Two memories of M slots that learn to map keys and values onto targets (Trellis, eq. 8-14).
+
+        A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
+        o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
+
+    A' is A at the start of the chunk. q and k share one projection and have a short convolution each, keys
+    and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. phi =
+    identity or silu is stable on unit vectors only, so k and v are l2-normalised for them. `chunk` is part of
+    the model. x, y `[B, T, hidden_size]`.
+
+    >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.k.shape, state.memory.position.tolist()
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 16, 32]), [2, 2, 2])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_slots: int = 64,
+        head_dim: int | None = None,
+        chunk: int = 16,
+        phi: str = "ln_silu",
+        f: str = "ln_silu",
+        gated: bool = True,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        head_dim = head_dim or hidden_size // num_heads
+        self.num_heads, self.chunk, self.phi, self.f = num_heads, chunk, phi, f
+        channels = num_heads * head_dim
+        self.qk_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.q_conv = ShortConv(channels, conv_size)
+        self.k_conv = ShortConv(channels, conv_size)
+        self.v_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.a_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
+        self.gamma_proj = nn.Linear(hidden_size, num_heads)
+        self.decay = DecayGate(hidden_size, num_heads) if gated else None
+        self.key_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
+        self.value_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
+        self.g_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu")
+        self.o_proj = nn.Linear(channels, hidden_size, bias=False)
+        no_weight_decay(self.key_memory, self.value_memory, self.gamma_proj.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.key_memory, std=self.key_memory.shape[-1] ** -0.5)
+        nn.init.normal_(self.value_memory, std=self.value_memory.shape[-1] ** -0.5)
+        nn.init.zeros_(self.gamma_proj.bias)
+
+    def start(self, attention_mask: Tensor | None, memory: "ops.TrellisState | None"):
+        """The state to continue from, at first the learned memories; padding moves its position."""
+        if memory is None:
+            memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
+            if attention_mask is None:
+                return memory
+            k, v = (a.expand(attention_mask.shape[0], *a.shape) for a in memory)
+            memory = ops.TrellisState(k, k, v, v, None)
+        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LayerState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        (q_state, k_state), memory = state or ((None, None), None)
+        qk = self.qk_proj(x)
+        q, q_state = self.q_conv(qk, attention_mask, q_state, use_cache, cu_seqlens)
+        k, k_state = self.k_conv(qk, attention_mask, k_state, use_cache, cu_seqlens)
+        q, k, v, a, gate = (
+            p.unflatten(-1, (self.num_heads, -1))
+            for p in (q, k, self.v_proj(x), self.a_proj(x), self.g_proj(x))
+        )
+        if self.phi in ("identity", "silu"):
+            k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
+        gamma = masked(attention_mask, at_least_fp32(self.gamma_proj(x)).sigmoid())
+        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        o, memory = advance(
+            "trellis",
+            q,
+            k,
+            v,
+            a,
+            gamma,
+            g,
+            chunk=self.chunk,
+            phi=self.phi,
+            f=self.f,
+            state=self.start(attention_mask, memory),
+            resumes=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.o_proj(self.norm(o, gate).flatten(-2))
+        return y, LayerState((q_state, k_state), memory) if use_cache else None

@@ -1,0 +1,478 @@
+"""Every operator with its options as data, so that one test of a property serves them all.
+
+A `Case` names an operator, its options, the letters of its tensors' shapes and what to fill them with.
+`Case.draw` fills them: `Inputs`, which the operator (`operator`) and its recurrence (`recurrence`) both take.
+What either returns comes back as a dict: `o` and the fields of the state that are there.
+
+Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, Q query heads, D, V, M widths,
+X channels, W width of the convolution and P = W - 1.
+"""
+
+import inspect
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+import recurrences
+import torch
+from girih import ops
+
+SIZES = {"B": 2, "H": 2, "Q": 2, "D": 3, "V": 4, "M": 5, "X": 6, "W": 4, "n": 1}
+
+# Gates, step sizes, write weights and filters: what may stay in fp32 beside bf16 q, k, v and x.
+FP32_KINDS = {"gate", "beta", "step", "weight", "logit", "filter"}
+
+
+def fill(kind, shape, generator):
+    """Random numbers in the range that an argument of this kind is meant for."""
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if kind == "gate":  # from -0.001 to -20
+        return -((uniform * math.log(20 / 1e-3)).exp() * 1e-3)
+    if kind in ("step", "weight"):
+        return uniform
+    if kind == "beta":
+        return 2 * uniform
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "logit":
+        return 3 * normal
+    return normal / normal.norm(dim=-1, keepdim=True) if kind == "unit" else normal
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    label: str
+    data: dict  # name: (letters, kind)
+    state: dict = field(default_factory=dict)
+    memory: dict = field(default_factory=dict)  # the first memories, where there is no zero start
+    options: dict = field(default_factory=dict)
+    sizes: dict = field(default_factory=dict)
+
+    def __str__(self):
+        return f"{self.op}-{self.label}"
+
+    @property
+    def chunk(self):
+        """The chunk that is part of the model; 1 where the chunk length cannot change the result."""
+        return self.options.get("chunk", 1)
+
+    @property
+    def rows_per_token(self):
+        return self.sizes.get("n", 1)
+
+    @property
+    def has_state(self):
+        return bool(self.state)
+
+    def over_time(self, name):
+        """Rows a token; 0 for what is not a sequence."""
+        letters = self.data[name][0]
+        return self.rows_per_token if "R" in letters else int("T" in letters)
+
+    def draw(
+        self,
+        T,
+        *,
+        lengths=None,
+        resumed=False,
+        calm=False,
+        dtype=torch.float64,
+        gate_dtype=None,
+        device="cpu",
+        seed=0,
+        **sizes,
+    ):
+        """Inputs of T tokens, or of packed sequences of these `lengths`.
+
+        From a start, or `resumed` in mid-chunk. `calm`: unit keys and values, gates above -0.1.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        at = SIZES | self.sizes | sizes | {"T": T}
+        if lengths is not None:
+            at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
+        at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
+        steady = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def tensor(letters, kind, dtype):
+            kind = "unit" if calm and kind == "normal" else kind
+            filled = fill(kind, [at[letter] for letter in letters], generator)
+            if calm and kind == "gate":
+                filled = filled / 200
+            if kind == "step":  # the sum of a chunk's steps stays below 1
+                filled = filled / self.chunk
+            return filled.to(device=device, dtype=dtype)
+
+        data = {
+            name: tensor(letters, kind, (gate_dtype or dtype) if kind in FP32_KINDS else dtype)
+            for name, (letters, kind) in self.data.items()
+        }
+        start = self.state if resumed else self.memory
+        state_dtype = dtype if self.op == "short_conv" else steady
+        leaves = {
+            f"state_{name}": tensor(*spec, state_dtype) for name, spec in start.items() if name != "position"
+        }
+        position = None
+        if resumed and "position" in self.state:
+            position = (torch.arange(at["N"], device=device) * 2 + 1 + seed) % self.chunk
+        return Inputs(self, data, leaves, position, resumed, lengths)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    case: Case
+    data: dict
+    leaves: dict  # what the state is made of
+    position: torch.Tensor | None
+    resumed: bool
+    lengths: list | None = None
+    given: dict | None = None  # a state's fields, in place of what `leaves` give
+
+    @property
+    def state(self):
+        """None, first memories, or the fields of a state."""
+        if self.given is not None:
+            return self.given
+        leaves = {name.removeprefix("state_"): x for name, x in self.leaves.items()}
+        if not leaves:
+            return None
+        if not self.resumed:
+            return first_memory(self.case, leaves)
+        begins = None if self.position is None else self.position == 0
+        fields = mid_chunk(self.case, leaves, begins)
+        return fields if self.position is None else fields | {"position": self.position}
+
+    @property
+    def floats(self):
+        """Every floating input and every tensor that an initial state is made of, by name."""
+        return self.data | self.leaves
+
+    def with_floats(self, tensors):
+        return replace(
+            self, data={n: tensors[n] for n in self.data}, leaves={n: tensors[n] for n in self.leaves}
+        )
+
+    def map(self, function):
+        return self.with_floats({name: function(x) for name, x in self.floats.items()})
+
+    def requiring_grad(self):
+        return self.map(lambda x: x.detach().clone().requires_grad_())
+
+    def part(self, a, b, state=None):
+        """Tokens a to b, from this state's fields if given."""
+        return self.on_tokens(lambda x, n: x[:, a * n : b * n], state)
+
+    def on_tokens(self, function, state=None):
+        """`function(x, rows a token)` on everything that has tokens."""
+        rows = {name: self.case.over_time(name) for name in self.data}
+        data = {name: function(x, rows[name]) if rows[name] else x for name, x in self.data.items()}
+        return replace(self, data=data, given=self.given if state is None else state)
+
+    def sequence(self, i):
+        """Sequence i of a packed batch, as a batch of one."""
+        lo = sum(self.lengths[:i])
+        alone = replace(self.part(lo, lo + self.lengths[i]), lengths=None)
+        state = self.state
+        if isinstance(state, dict):
+            alone = replace(alone, given={name: x[i : i + 1] for name, x in state.items()})
+        return alone
+
+    def cu(self, dtype=torch.int64):
+        """`cu_seqlens`, or `cu_chunks` of cat_attention, as a keyword."""
+        if self.lengths is None:
+            return {}
+        unit = self.case.chunk if self.case.op == "cat_attention" else 1
+        bounds = [n // unit for n in itertools.accumulate(self.lengths, initial=0)]
+        device = next(iter(self.data.values())).device
+        name = "cu_chunks" if self.case.op == "cat_attention" else "cu_seqlens"
+        return {name: torch.tensor(bounds, dtype=dtype, device=device)}
+
+
+def unit(S):
+    return S / S.norm(dim=-2, keepdim=True)
+
+
+def first_memory(case, leaves):
+    if case.op == "trellis":
+        return leaves["k"], leaves["v"]
+    return unit(leaves["first"]) if case.options.get("normalize", True) else leaves["first"]
+
+
+def mid_chunk(case, leaves, begins):
+    """Free tensors -> a state that can occur: where a chunk begins, nothing has happened in it yet."""
+    if case.op == "trellis":
+        begins = begins[:, None, None, None]
+        firsts = {f"first_{x}": torch.where(begins, leaves[x], leaves[f"first_{x}"]) for x in "kv"}
+        return leaves | firsts
+    if case.op == "lattice":
+        first = unit(leaves["first"]) if case.options.get("normalize", True) else leaves["first"]
+        tangent = leaves["step"] - first * (first * leaves["step"]).sum(-2, keepdim=True)
+        fields = {"first": first, "step": tangent.masked_fill(begins[:, None, None, None], 0.0)}
+        if "decay" in leaves:
+            fields["decay"] = leaves["decay"].masked_fill(begins[:, None], 0.0)
+        return fields
+    return leaves
+
+
+STATES = {
+    "gsa": ("GSAState", ["k", "v", "z"]),
+    "gla": ("GLAState", ["s"]),
+    "delta_product": ("DeltaProductState", ["s", "position"]),
+    "trellis": ("TrellisState", ["first_k", "k", "first_v", "v", "position"]),
+    "lattice": ("LatticeState", ["first", "step", "decay", "position"]),
+    "short_conv": ("ShortConvState", ["x"]),
+}
+
+
+def state_of(case, fields):
+    """Fields -> the operator's NamedTuple."""
+    name, names = STATES[case.op]
+    return getattr(ops, name)(*(fields.get(field) for field in names))
+
+
+def start(case, device):
+    """`XState.start` for B sequences of this case; it names its sizes as the shapes do."""
+    make = getattr(ops, STATES[case.op][0]).start
+    sizes = SIZES | case.sizes
+    known = {
+        "batch": sizes["B"],
+        "heads": sizes["H"],
+        "channels": sizes["X"],
+        "width": sizes["W"],
+        "abc": "z" in case.state,
+        "between_chunks": "between_chunks" in case.options,
+    } | sizes
+    leaves = case.draw(0, dtype=torch.float32, device=device).leaves
+    known |= {f"first_{name}" if case.op == "trellis" else name: x for name, x in leaves.items()}
+    names = inspect.signature(make).parameters
+    return make(**{name: known[name] for name in names if name in known}, device=device)
+
+
+def outputs(case, result):
+    """What a call returns -> a dict by name."""
+    if not case.has_state:
+        return {"o": result}
+    o, state = result
+    named = zip(STATES[case.op][1], state, strict=True)
+    return {"o": o} | {name: x for name, x in named if x is not None}
+
+
+def arguments(inputs):
+    """The keywords of a call."""
+    case, state = inputs.case, inputs.state
+    keywords = dict(inputs.data) | case.options | inputs.cu()
+    if state is not None:
+        keywords["state"] = state_of(case, state) if isinstance(state, dict) else state
+    return keywords
+
+
+def operator(inputs, **changed):
+    """The operator on these inputs; `changed` replaces arguments."""
+    return outputs(inputs.case, getattr(ops, inputs.case.op)(**arguments(inputs) | changed))
+
+
+def step(inputs):
+    """One token through `X_step`: o; the tensors of the inputs' state are written."""
+    return getattr(ops, f"{inputs.case.op}_step")(**arguments(inputs))
+
+
+def recurrence(inputs):
+    if inputs.lengths is not None:
+        alone = [recurrence(inputs.sequence(i)) for i in range(len(inputs.lengths))]
+        return {name: torch.cat([x[name] for x in alone], 1 if name == "o" else 0) for name in alone[0]}
+    case, state = inputs.case, inputs.state
+    keywords = dict(inputs.data) | case.options
+    if state is not None:
+        fields = isinstance(state, dict) and tuple(state.get(name) for name in STATES[case.op][1])
+        keywords["state"] = fields or state
+    return outputs(case, getattr(recurrences, case.op)(**keywords))
+
+
+def cotangents(outs, seed=1):
+    """A random gradient for every floating output: none is left out, a state's neither."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        for name, x in outs.items()
+        if x.is_floating_point()
+    }
+
+
+def gradients(outs, inputs, grads=None):
+    """d(sum of outputs * cotangents) / d(every floating input), zeros where an input does not matter."""
+    grads = cotangents(outs) if grads is None else grads
+    reached = [name for name in grads if outs[name].requires_grad]
+    floats = inputs.floats
+    if not reached:
+        return {name: torch.zeros_like(x) for name, x in floats.items()}
+    found = torch.autograd.grad(
+        [outs[name] for name in reached],
+        list(floats.values()),
+        [grads[name] for name in reached],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(floats, found, strict=True))
+
+
+QKV = {"q": ("BTQD", "normal"), "k": ("BTHD", "normal"), "v": ("BTHV", "normal")}
+
+
+def gsa(label, *optional, sizes=None, **options):
+    kinds = {"s": ("BTHM", "weight" if "g" in optional else "logit"), "g": ("BTHM", "gate")}
+    state = {"k": ("NHDM", "normal"), "v": ("NHMV", "normal")}
+    if "g" not in optional:
+        state["z"] = ("NHM", "logit")
+    return Case("gsa", label, QKV | {x: kinds[x] for x in optional}, state, {}, options, sizes or {})
+
+
+def gla(label, gate=None, sizes=None, **options):
+    data = QKV | ({"g": (gate, "gate")} if gate else {})
+    return Case("gla", label, data, {"s": ("NHDV", "normal")}, {}, options, sizes or {})
+
+
+def delta_product(label, *, g=False, vector=False, sizes=None, **options):
+    n = options.get("n") or 1
+    data = {
+        "q": ("BTQD", "unit"),
+        "k": ("BRHD", "normal" if options.get("l2norm_qk") else "unit"),
+        "v": ("BRHV", "normal"),
+        "beta": ("BRHD" if vector else "BRH", "beta"),
+    }
+    data |= {"g": ("BTH", "gate")} if g else {}
+    state = {"s": ("NHDV", "normal")} | ({"position": ()} if "between_chunks" in options else {})
+    sizes = {"n": n} | ({"V": SIZES["D"]} if vector else {}) | (sizes or {})
+    return Case("delta_product", label, data, state, {}, options, sizes)
+
+
+def trellis(label, *, g=False, sizes=None, **options):
+    # Without a normalising phi the recurrence is stable on unit keys and values only (maths.md, section 3).
+    kind = "unit" if options.get("phi") in ("identity", "silu") else "normal"
+    data = {"q": ("BTQD", "normal"), "k": ("BTHD", kind), "v": ("BTHV", kind), "a": ("BTHM", "normal")}
+    data |= {"gamma": ("BTH", "step")} | ({"g": ("BTH", "gate")} if g else {})
+    memory = {"k": ("HMD", "normal"), "v": ("HMV", "normal")}
+    state = {f"{first}{x}": ("N" + memory[x][0], "normal") for x in "kv" for first in ("first_", "")}
+    return Case("trellis", label, data, state | {"position": ()}, memory, options, sizes or {})
+
+
+def lattice(label, *, g=False, sizes=None, **options):
+    data = {
+        "q": ("BTQM", "normal"),
+        "k": ("BTHM", "normal"),
+        "v": ("BTHD", "normal"),
+        "gamma": ("BTH", "step"),
+    }
+    state = {"first": ("NHDM", "normal"), "step": ("NHDM", "normal")}
+    if g:
+        data, state = data | {"g": ("BTH", "gate")}, state | {"decay": ("NH", "gate")}
+    memory = {"first": ("HDM", "normal")}
+    return Case("lattice", label, data, state | {"position": ()}, memory, options, sizes or {})
+
+
+def short_conv(label, *, bias=False, sizes=None, **options):
+    data = {"x": ("BTX", "normal"), "weight": ("XW", "filter")} | ({"bias": ("X", "filter")} if bias else {})
+    return Case("short_conv", label, data, {"x": ("NPX", "normal")}, {}, options, sizes or {})
+
+
+def cat_attention(label, sizes=None, **options):
+    return Case("cat_attention", label, QKV, {}, {}, options, sizes or {})
+
+
+GROUPED = {"H": 2, "Q": 4}
+
+CASES = [
+    gsa("g", "g"),
+    gsa("s_g", "s", "g", sizes=GROUPED),
+    gsa("abc", "s"),
+    gsa("abc_none", "s", feature="none", scale=0.7, sizes=GROUPED),
+    *(gsa(feature, "g", feature=feature, scale=0.5) for feature in ("none", "silu", "relu", "relu2")),
+    gla("plain"),
+    gla("g_head", "BTH", scale=0.5, sizes=GROUPED),
+    gla("g_channel", "BTHD"),
+    delta_product("plain"),
+    delta_product("g", g=True, scale=0.5),
+    delta_product("n2", n=2, g=True, sizes=GROUPED),
+    delta_product("n3_vector", n=3, vector=True),
+    delta_product("n2_vector_l2", n=2, g=True, vector=True, l2norm_qk=True),
+    delta_product("l2", l2norm_qk=True, sizes=GROUPED),
+    delta_product("gelu", n=2, g=True, chunk=5, between_chunks="gelu"),
+    delta_product("tanh", chunk=1, between_chunks="tanh"),
+    trellis("default", g=True, chunk=4),
+    trellis("c1", chunk=1, sizes=GROUPED),
+    trellis("c1_g", g=True, chunk=1, phi="layer_norm", f="identity"),
+    trellis("identity", chunk=3, phi="identity", f="softmax"),
+    trellis("silu", g=True, chunk=4, phi="silu", f="l2norm"),
+    trellis("l2norm", chunk=7, phi="l2norm", f="silu"),
+    trellis("layer_norm", g=True, chunk=4, phi="layer_norm", f="l2_silu", sizes=GROUPED),
+    trellis("l2_silu", chunk=4, phi="l2_silu", f="layer_norm"),
+    trellis("softmax", g=True, chunk=5, phi="softmax", f="identity"),
+    *(
+        lattice(f"{objective}_c{chunk}{'_g' * g}", g=g, chunk=chunk, objective=objective, sizes=sizes)
+        for objective, chunk, g, sizes in [
+            ("decode", 1, False, None),
+            ("decode", 1, True, GROUPED),
+            ("decode", 4, False, GROUPED),
+            ("decode", 4, True, None),
+            ("encode", 1, True, None),
+            ("encode", 4, False, None),
+            ("encode", 5, True, GROUPED),
+            ("similarity", 1, False, None),
+            ("similarity", 3, True, None),
+        ]
+    ),
+    lattice("wide", g=True, chunk=4, sizes={"M": 3, "D": 6}),
+    lattice("unnormalised", chunk=1, normalize=False),
+    lattice("unnormalised_encode", g=True, chunk=1, normalize=False, objective="encode"),
+    lattice("shrinkage", chunk=1, shrinkage=0.1),
+    lattice("shrinkage_g", g=True, chunk=1, shrinkage=0.3, objective="encode"),
+    short_conv("w1", bias=True, sizes={"W": 1}),
+    short_conv("w4"),
+    short_conv("w3_bias", bias=True, sizes={"W": 3}),
+    short_conv("w2_silu", activation="silu", sizes={"W": 2}),
+    short_conv("w4_bias_silu", bias=True, activation="silu"),
+    cat_attention("c2", chunk=2, scale=0.7),
+    cat_attention("c4", chunk=4, sizes=GROUPED),
+]
+
+# One of each operator: for what does not hang on the options, or takes seconds.
+ONE_EACH = [
+    next(case for case in CASES if str(case) == name)
+    for name in (
+        "gsa-s_g",
+        "gsa-abc",
+        "gla-g_channel",
+        "delta_product-n2",
+        "trellis-default",
+        "lattice-decode_c4_g",
+        "short_conv-w4_bias_silu",
+        "cat_attention-c4",
+    )
+]
+
+# What a sequence of 4096 tokens goes through, whose recurrence takes seconds.
+LONG = ONE_EACH + [
+    case
+    for case in CASES
+    if str(case)
+    in {
+        "gsa-g",
+        "delta_product-n3_vector",
+        "delta_product-gelu",
+        "trellis-identity",
+        "lattice-decode_c1",
+        "lattice-encode_c5_g",
+        "lattice-unnormalised",
+    }
+]
+
+RECURRENT = [case for case in CASES if case.has_state]
+
+
+# Operators whose CUDA kernels stop at fp32.
+FP32_ON_CUDA = {"short_conv"}
+
+
+def precision(case, device):
+    """dtype, and the tolerances of outputs and gradients, that an operator is held to on a device."""
+    if device == "cuda" and case.op in FP32_ON_CUDA:
+        return torch.float32, 1e-4, 1e-3
+    return torch.float64, 1e-9, 1e-7

@@ -1,0 +1,160 @@
+"""Wrong arguments: one clear ValueError that names the argument, on every device and without one."""
+
+import re
+
+import pytest
+import torch
+from cases import CASES, RECURRENT, SIZES, arguments, operator, start, state_of
+from comparison import assert_within
+from girih import ops
+
+NAMED = {str(case): case for case in CASES}
+
+
+def message(case, keywords):
+    """The words of the refusal."""
+    with pytest.raises(ValueError) as refused:
+        getattr(ops, case.op)(**keywords)
+    return str(refused.value)
+
+
+def to(x, device):
+    """Arguments on another device, states part by part."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        moved = [to(part, device) for part in x]
+        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
+    return x
+
+
+def refuse(case, keywords, *words, device="cpu"):
+    said = message(case, {name: to(x, device) for name, x in keywords.items()})
+    assert said.startswith(f"girih.{case.op}: ")
+    for word in words:
+        assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", said), f"{word!r} is not in: {said}"
+    on_meta = message(case, {name: to(x, "meta") for name, x in keywords.items()})
+    assert on_meta == said.replace(f"{device}:0", "meta").replace(device, "meta")
+
+
+def draw(case, T=4, **how):
+    return arguments(case.draw(T, dtype=torch.float32, **how))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tensors_of_a_wrong_shape_or_dtype(case, device):
+    names = list(case.data)
+    for name in names:
+        keywords = draw(case)
+        x = keywords[name]
+        refuse(case, keywords | {name: x[..., None]}, name, str(list(x[..., None].shape)), device=device)
+        refuse(case, keywords | {name: x.int()}, name, "Int", device=device)
+        if name != names[0] and case.over_time(name):
+            short = x[:, 1:]
+            refuse(case, keywords | {name: short}, name, str(short.shape[1]), device=device)
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_states_of_a_wrong_shape_or_dtype(case, device):
+    keywords = draw(case, resumed=True)
+    state = keywords["state"]
+    for name in state._fields:
+        x = getattr(state, name)
+        if x is None:
+            continue
+        for wrong in (torch.cat([x, x]), x.to(torch.float16)):
+            refuse(
+                case, keywords | {"state": state._replace(**{name: wrong})}, f"state_{name}", device=device
+            )
+
+
+REFUSED = [
+    ("gsa-s_g", {"s": None, "g": None}, ["s", "g", "None"]),
+    ("gsa-g", {"feature": "tanh"}, ["feature", "tanh", "softmax", "none", "silu", "relu", "relu2"]),
+    ("delta_product-n2", {"n": 0}, ["n", "0"]),
+    ("delta_product-n2", {"n": 3}, ["k", "n"]),
+    ("delta_product-plain", {"chunk": 16}, ["chunk", "between_chunks"]),
+    ("delta_product-gelu", {"chunk": None}, ["chunk", "between_chunks"]),
+    ("delta_product-gelu", {"between_chunks": "relu"}, ["between_chunks", "relu", "gelu", "tanh"]),
+    ("delta_product-gelu", {"chunk": 0}, ["chunk", "0", "1", "64"]),
+    ("delta_product-gelu", {"chunk": 65}, ["chunk", "65", "1", "64"]),
+    ("delta_product-plain", {"beta": torch.rand(2, 4, 2, 3)}, ["beta", "D", "V"]),  # V is 4
+    ("trellis-default", {"chunk": 0}, ["chunk", "0", "1", "64"]),
+    ("trellis-default", {"chunk": 65}, ["chunk", "65", "1", "64"]),
+    ("trellis-default", {"phi": "gelu"}, ["phi", "gelu", "identity", "ln_silu", "softmax"]),
+    ("trellis-default", {"f": "gelu"}, ["f", "gelu", "identity", "ln_silu", "softmax"]),
+    ("trellis-default", {"state": None}, ["state", "None"]),
+    ("lattice-decode_c4_g", {"chunk": 0}, ["chunk", "0", "1", "64"]),
+    ("lattice-decode_c4_g", {"chunk": 65}, ["chunk", "65", "1", "64"]),
+    ("lattice-decode_c4_g", {"objective": "both"}, ["objective", "both", "decode", "encode", "similarity"]),
+    ("lattice-decode_c4_g", {"normalize": False}, ["normalize", "chunk", "1"]),
+    ("lattice-decode_c4_g", {"shrinkage": 0.1}, ["shrinkage", "chunk", "1"]),
+    ("lattice-decode_c1", {"shrinkage": -0.1}, ["shrinkage", "-0.1"]),
+    ("lattice-decode_c1", {"state": None}, ["state", "None"]),
+    ("short_conv-w4", {"activation": "relu"}, ["activation", "relu", "silu"]),
+    ("cat_attention-c4", {"chunk": 1}, ["chunk", "1", "2", "256"]),
+    ("cat_attention-c4", {"chunk": 257}, ["chunk", "257", "2", "256"]),
+]
+
+
+@pytest.mark.parametrize("name, change, words", REFUSED, ids=[f"{r[0]}-{'-'.join(r[1])}" for r in REFUSED])
+def test_options_out_of_range(name, change, words, device):
+    case = NAMED[name]
+    refuse(case, draw(case) | change, *words, device=device)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "q" in c.data], ids=str)
+def test_query_heads_that_are_no_multiple(case, device):
+    refuse(case, draw(case, H=2, Q=3), "q", "3", "multiple", "2", device=device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bounds_of_packed_sequences(case, device):
+    name = "cu_chunks" if case.op == "cat_attention" else "cu_seqlens"
+    bounds = torch.tensor([0, 4])
+    refuse(case, draw(case, B=2) | {name: bounds}, name, "B", device=device)
+    one = draw(case, B=1)
+    refuse(case, one | {name: bounds.float()}, name, "Float", "int32", "int64", device=device)
+    refuse(case, one | {name: bounds[None]}, name, "[1, 2]", "[N + 1]", device=device)
+    refuse(case, one | {name: bounds[:0]}, name, "[0]", "[N + 1]", device=device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_tensor_on_another_device(case):
+    name = list(case.data)[1]
+    keywords = draw(case)
+    said = message(case, keywords | {name: keywords[name].to("meta")})
+    assert f"{name} is on meta" in said
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_a_step_takes_one_token(case, device):
+    keywords = {name: to(x, device) for name, x in draw(case, T=2, resumed=True).items()}
+    with pytest.raises(ValueError, match="T = 1"):
+        getattr(ops, f"{case.op}_step")(**keywords)
+
+
+def test_an_abc_state_needs_z_and_a_gated_one_has_none(device):
+    abc, gated = (draw(NAMED[name], resumed=True) for name in ("gsa-abc", "gsa-g"))
+    refuse(NAMED["gsa-abc"], abc | {"state": abc["state"]._replace(z=None)}, "state_z", "None", device=device)
+    z = torch.zeros(2, SIZES["H"], SIZES["M"])
+    refuse(NAMED["gsa-g"], gated | {"state": gated["state"]._replace(z=z)}, "state_z", "g", device=device)
+
+
+@pytest.mark.parametrize("name", ["delta_product-n2", "delta_product-n3_vector", "delta_product-plain"])
+def test_the_number_of_householder_steps_is_read_off_the_rows(name, device):
+    for T in (0, 1, 5):
+        inputs = NAMED[name].draw(T, device=device)
+        assert_within(operator(inputs, n=None), operator(inputs), 0.0)
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_start_is_the_start(case, device):
+    """`XState.start(...)` gives the tensors of a state that has seen nothing."""
+    inputs = case.draw(6, dtype=torch.float32, device=device)
+    state = {name: x for name, x in operator(inputs.part(0, 0)).items() if name != "o"}
+    started = start(case, device)
+    for name, x in state.items():
+        assert_within({name: getattr(started, name)}, {name: x}, 0.0)
+        assert getattr(started, name).dtype == x.dtype
+    assert type(started) is type(state_of(case, state))

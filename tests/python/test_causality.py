@@ -1,0 +1,31 @@
+"""A token sees nothing that comes after it."""
+
+import pytest
+import torch
+from cases import CASES, operator, precision
+from comparison import assert_within
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@given(t=st.integers(0, 12), seed=st.integers(0, 5))
+def test_the_future_changes_nothing(case, device, t, seed):
+    dtype, tolerance, _ = precision(case, device)
+    inputs, other = (case.draw(12, dtype=dtype, device=device, seed=s) for s in (seed, seed + 100))
+    changed = inputs.on_tokens(lambda x, n: x.clone())
+    for name, x in changed.data.items():
+        if rows := case.over_time(name):
+            x[:, t * rows :] = other.data[name][:, t * rows :]
+    assert_within(operator(changed)["o"][:, :t], operator(inputs)["o"][:, :t], tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@given(t=st.integers(1, 12))
+def test_no_gradient_reaches_the_future(case, device, t):
+    dtype, _, _ = precision(case, device)
+    inputs = case.draw(12, dtype=dtype, device=device).requiring_grad()
+    tokens = {name: case.over_time(name) for name in inputs.data if case.over_time(name)}
+    grads = torch.autograd.grad(operator(inputs)["o"][:, :t].sum(), [inputs.data[name] for name in tokens])
+    for (name, rows), grad in zip(tokens.items(), grads, strict=True):
+        assert not grad[:, t * rows :].any(), name

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+from girih import compare
+from girih.train import SIZES
+
+MIXERS = ["gsa", "attention"]
+CELLS = [f"{task}-{mixer}-tiny-3.json" for task in ("text", "mqar") for mixer in MIXERS]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    file = tmp_path_factory.mktemp("corpus") / "words.txt"
+    file.write_text(" ".join(str(i * i) for i in range(4000)))
+    return file
+
+
+@pytest.fixture
+def run(words, tmp_path, monkeypatch):
+    """Compare two tiny mixers on both tasks; options are added at the end."""
+    monkeypatch.setattr(compare.signal, "signal", lambda number, handler: None)
+
+    def run(*options: str) -> int:
+        fixed = ["--size", "tiny", "--steps", "3", "--mixers", ",".join(MIXERS), "--corpus", str(words)]
+        return compare.main([*fixed, "--folder", str(tmp_path), *options])
+
+    return run
+
+
+def test_every_cell_is_a_file_and_a_rerun_does_only_what_is_missing(run, tmp_path, capsys):
+    assert run() == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*CELLS, "table.md", "figure.png"])
+    assert (tmp_path / "figure.png").read_bytes()[1:4] == b"PNG"
+    table = (tmp_path / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == MIXERS
+
+    (tmp_path / CELLS[1]).unlink()
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in CELLS if name != CELLS[1]}
+    assert run() == 0
+    assert capsys.readouterr().out.count("there already") == 3
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in before} == before
+    assert (tmp_path / CELLS[1]).exists()
+
+
+def test_mixers_are_compared_at_equal_size_and_on_equal_data(run, tmp_path):
+    assert run() == 0
+    for task, parameters in (("text", SIZES["tiny"].parameters), ("mqar", compare.RECALL["tiny"].parameters)):
+        cells = [json.loads((tmp_path / name).read_text()) for name in CELLS if name.startswith(task)]
+        assert all(abs(cell["parameters"] / parameters - 1) < 0.02 for cell in cells)
+        assert len({cell["tokens"] for cell in cells}) == 1
+        assert cells[0]["settings"] == cells[1]["settings"]
+
+
+def test_a_cell_made_with_another_seed_is_made_again(run, tmp_path, capsys):
+    assert run("--tasks", "text") == 0
+    assert run("--tasks", "text", "--seed", "1") == 0
+    assert "there already" not in capsys.readouterr().out
+    assert json.loads((tmp_path / CELLS[0]).read_text())["settings"]["seed"] == 1
+
+
+def test_a_cell_that_fails_is_reported_and_the_others_are_trained(run, tmp_path, capsys, monkeypatch):
+    real = compare.run_cell
+
+    def fails(task, mixer, *rest):
+        if mixer == "gsa":
+            raise FloatingPointError("the loss is not finite")
+        return real(task, mixer, *rest)
+
+    monkeypatch.setattr(compare, "run_cell", fails)
+    assert run() == 1
+    assert "failed: text gsa: FloatingPointError: the loss is not finite" in capsys.readouterr().err
+    assert [name for name in CELLS if (tmp_path / name).exists()] == [CELLS[1], CELLS[3]]
+    assert "attention" in (tmp_path / "table.md").read_text()
+
+
+def test_a_loss_that_is_not_finite_is_a_failure(run, monkeypatch):
+    tiny = compare.replace(SIZES["tiny"], learning_rate=float("nan"))
+    monkeypatch.setitem(compare.SIZES, "tiny", tiny)
+    assert run("--tasks", "text", "--mixers", "attention") == 1
+
+
+@pytest.mark.parametrize(
+    "options", [("--mixers", "gsa,none"), ("--tasks", "talk"), ("--size", "huge"), ("--corpus", "/nowhere")]
+)
+def test_what_cannot_be_done_is_refused_in_one_line(run, capsys, options):
+    assert run(*options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("girih.compare: ") and options[1].split(",")[-1] in line
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_cell(run, tmp_path, capsys):
+    (tmp_path / (CELLS[0] + ".part")).symlink_to("/dev/full")
+    assert run() == 2
+    assert "the disk is full" in capsys.readouterr().err.splitlines()[-1]
+    assert not any((tmp_path / name).exists() for name in CELLS)

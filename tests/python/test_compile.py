@@ -1,0 +1,100 @@
+"""torch.compile(fullgraph=True): nothing breaks the graph, and what comes out is what eager gives."""
+
+import pytest
+import torch
+from cases import CASES, ONE_EACH, RECURRENT, gradients, operator, step
+from comparison import assert_within
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    # The caches on disk do not know that the library was built anew: they would bring back an older graph.
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(inputs, **how):
+    """The operator as a compiled function of its floating tensors and integers."""
+
+    @torch.compile(fullgraph=True, **how)
+    def call(floats, extra):
+        return operator(inputs.with_floats(floats), **extra)
+
+    return lambda inputs: call(inputs.floats, inputs.cu())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_aot_eager_is_eager(case, device):
+    inputs = case.draw(7, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
+    assert_within(outs, want, 1e-6)
+    assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_inductor_is_eager(case, device):
+    inputs = case.draw(7, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    call = compiled(inputs, backend="inductor")
+    want = operator(inputs)
+    outs = call(inputs)
+    assert_within(outs, want, 1e-6)
+    assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
+    with torch.no_grad():
+        assert_within(call(inputs), want, 1e-6)
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_lengths_share_a_few_graphs(case, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    call = None
+    for T in (9, 6, 17, 4, 1, 0, 33):
+        inputs = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+        call = call or compiled(inputs, backend=counter, dynamic=True)
+        assert_within(call(inputs), operator(inputs), 1e-6)
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
+def test_packed_sequences(case, device):
+    inputs = case.draw(
+        0, lengths=[5, 0, 3], resumed=True, dtype=torch.float32, device=device
+    ).requiring_grad()
+    outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
+    assert_within(outs, want, 1e-6)
+    assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
+
+
+@pytest.mark.parametrize("case", [c for c in RECURRENT if c in ONE_EACH], ids=str)
+def test_steps(case, device):
+    start = case.draw(3, resumed=True, dtype=torch.float32, device=device)
+    eager, graph = (dict(operator(start.part(0, 0))) for _ in range(2))
+    eager.pop("o"), graph.pop("o")
+    call = torch.compile(
+        lambda token, state: step(token.part(0, 1, state)), fullgraph=True, backend="aot_eager"
+    )
+    for t in range(3):
+        token = start.part(t, t + 1)
+        assert_within(call(token, graph), step(token.part(0, 1, eager)), 1e-6)
+    assert_within(graph, eager, 1e-6)
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_an_exported_program_takes_any_length(case, device):
+    inputs = case.draw(9, resumed=case.has_state, dtype=torch.float32, device=device)
+
+    class Program(torch.nn.Module):
+        def forward(self, floats):
+            return operator(inputs.with_floats(floats))
+
+    tokens = torch.export.Dim("tokens", min=2)
+    dynamic = {
+        name: {1: rows * tokens} if (rows := name in inputs.data and case.over_time(name)) else None
+        for name in inputs.floats
+    }
+    program = torch.export.export(Program(), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
+    for T in (9, 33):
+        other = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device, seed=T)
+        assert_within(program(other.floats), operator(other), 1e-6)

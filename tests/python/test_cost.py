@@ -1,0 +1,45 @@
+"""Cost grows with the number of tokens and no faster: in bytes allocated, which no busy machine disturbs."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CASES, ONE_EACH, gradients, operator
+from torch.profiler import ProfilerActivity, profile
+
+
+def allocated(inputs):
+    """Bytes allocated by one forward and backward: in all, and at most at once."""
+    inputs = inputs.requiring_grad()
+    gradients(operator(inputs), inputs)  # what is made once and kept does not count
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as measured:
+        gradients(operator(inputs), inputs)
+    events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    assert sizes
+    return sum(size for size in sizes if size > 0), max(itertools.accumulate(sizes))
+
+
+def work(case, T):
+    """What the cost is proportional to: tokens, or the pairs that cat_attention's rows see."""
+    return T * (T / case.chunk + case.chunk) if case.op == "cat_attention" else T
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_twice_the_tokens_cost_twice_as_much(case):
+    short, long = (allocated(case.draw(T, B=1, calm=True, dtype=torch.float32)) for T in (256, 512))
+    growth = work(case, 512) / work(case, 256)
+    assert long[0] <= 1.1 * growth * short[0]
+    assert long[1] <= 1.1 * growth * short[1]
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state and c.op != "short_conv"], ids=str)
+def test_no_state_is_held_for_every_token(case):
+    if case.chunk > 1:
+        case = replace(case, options=case.options | {"chunk": 32})
+    T, width = 256, 128
+    inputs = case.draw(T, calm=True, dtype=torch.float32, B=1, H=1, Q=1, D=width, V=width, M=width)
+    _, peak = allocated(inputs)
+    state = 4 * width * width
+    assert peak < T * state

@@ -1,0 +1,53 @@
+"""What PyTorch asks of an operator: schema, fake tensors, autograd and AOT dispatch of the registered ops."""
+
+import pytest
+import torch
+from cases import CASES, ONE_EACH, RECURRENT, operator, step
+from torch.overrides import TorchFunctionMode
+
+
+class RegisteredCalls(TorchFunctionMode):
+    """Notes the calls of `torch.ops.girih`: the flat arguments that `girih.ops` makes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+            self.calls.append((function, args, kwargs or {}))
+        return function(*args, **kwargs or {})
+
+
+def registered_call(function, *args):
+    with RegisteredCalls() as noted:
+        function(*args)
+    (call,) = noted.calls
+    packet, args, kwargs = call
+    return getattr(packet, "default", packet), args, kwargs
+
+
+# Every other case starts from a state.
+ALTERNATING = [(case, case.has_state and i % 2 == 0) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case, resumed", ALTERNATING, ids=[str(case) for case in CASES])
+def test_opcheck(case, resumed, device):
+    inputs = case.draw(5, resumed=resumed, dtype=torch.float32, device=device)
+    op, args, kwargs = registered_call(operator, inputs.requiring_grad())
+    assert op.name() == f"girih::{case.op}"
+    torch.library.opcheck(op, args, kwargs)
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
+def test_opcheck_packed(case, device):
+    inputs = case.draw(0, lengths=[3, 0, 2], dtype=torch.float32, device=device)
+    torch.library.opcheck(*registered_call(operator, inputs.requiring_grad()))
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_opcheck_step(case, device):
+    inputs = case.draw(1, resumed=True, dtype=torch.float32, device=device)
+    op, args, kwargs = registered_call(step, inputs)
+    assert op.name() == f"girih::{case.op}_step"
+    torch.library.opcheck(op, args, kwargs)

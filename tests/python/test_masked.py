@@ -1,0 +1,63 @@
+"""A masked token (k = v = 0, no write, no decay) does nothing: padding needs no unpadding."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import RECURRENT, gradients, operator, precision
+from comparison import assert_within
+from hypothesis import given
+from hypothesis import strategies as st
+
+DEFINING = [case for case in RECURRENT if "position" in case.state]
+EXACT = [case for case in RECURRENT if "position" not in case.state and case.op != "short_conv"]
+
+
+def masked(inputs, mask):
+    """`mask` [T]: these tokens become no-ops; q keeps what it has."""
+    abc = inputs.case.op == "gsa" and "g" not in inputs.data
+
+    def blank(name, x):
+        rows = inputs.case.over_time(name)
+        if name == "q" or not rows:
+            return x
+        value = -math.inf if abc and name == "s" else 0.0
+        where = mask.repeat_interleave(rows).reshape(1, -1, *[1] * (x.dim() - 2))
+        return x.masked_fill(where, value)
+
+    return replace(inputs, data={name: blank(name, x) for name, x in inputs.data.items()})
+
+
+def kept(inputs, mask):
+    return inputs.on_tokens(lambda x, rows: x[:, ~mask.repeat_interleave(rows)])
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=20), resumed=st.booleans())
+def test_a_masked_token_might_as_well_not_be_there(case, device, mask, resumed):
+    dtype, tolerance, grad_tolerance = precision(case, device)
+    mask = torch.tensor(mask, device=device)
+    inputs = case.draw(len(mask), resumed=resumed, dtype=dtype, device=device).requiring_grad()
+    outs, want = operator(masked(inputs, mask)), operator(kept(inputs, mask))
+    outs["o"] = outs["o"][:, ~mask]
+    assert_within(outs, want, tolerance)
+    assert_within(gradients(outs, inputs), gradients(want, inputs), grad_tolerance)
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+@given(padding=st.integers(0, 9), T=st.integers(0, 9))
+def test_left_padding_changes_nothing(case, device, padding, T):
+    """Where the chunk is part of the model the first position is (-padding) mod C: tokens start a chunk."""
+    dtype, tolerance, _ = precision(case, device)
+    inputs = case.draw(padding + T, dtype=dtype, device=device, seed=T)
+    mask = torch.arange(padding + T, device=device) < padding
+    alone = inputs.part(padding, padding + T)
+    padded = masked(inputs, mask)
+    if case in DEFINING:
+        start = {name: x for name, x in operator(inputs.part(0, 0)).items() if name != "o"}
+        start["position"] = torch.full_like(start["position"], -padding % case.chunk)
+        padded = replace(padded, given=start)
+    outs = operator(padded)
+    outs["o"] = outs["o"][:, padding:]
+    assert_within(outs, operator(alone), tolerance)

@@ -1,0 +1,362 @@
+"""Language models: every property holds for every mixer, for hybrids and for the whole CAT model."""
+
+import doctest
+import importlib
+import itertools
+import pkgutil
+
+import girih.models
+import pytest
+import torch
+from girih.models import MIXERS, GirihCache, GirihConfig, GirihForCausalLM, GirihModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+MODELS = {name: {"mixer": name} for name in MIXERS} | {
+    "hybrid": {"mixer": ["gsa", "attention", "cat", "trellis"], "num_hidden_layers": 4},
+    "mag_learned": {
+        "mixer": "mag",
+        "mag_base": "gsa",
+        "mag_mixer": "trellis",
+        "mag_learned": True,
+        "mag_cross": True,
+    },
+    "cat_running": {"mixer": "cat", "running_positions": True},
+    "delta_product_gelu": {"mixer": "delta_product", "between_chunks": "gelu"},
+}
+
+
+def small(**options):
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "num_slots": 8,
+        "chunk": 4,
+        "max_position_embeddings": 64,
+    }
+    return GirihConfig(**(sizes | options))
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    # Larger weights than training starts from, so that a wrong token or state shows in the logits.
+    return GirihForCausalLM(small(**MODELS[request.param], initializer_range=0.2)).eval()
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(1, 32, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b, tolerance=1e-4):
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(girih.models.__path__)])
+def test_examples_in_docstrings_run(module):
+    module = importlib.import_module(f"girih.models.{module}")
+    assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0
+
+
+def test_loss_is_the_cross_entropy_of_the_next_token(model):
+    ids = tokens(3, 11)
+    labels = ids.masked_fill(torch.rand(3, 11) < 0.2, -100)
+    output = model(ids, labels=labels)
+    log_probability = output.logits[:, :-1].log_softmax(-1)
+    expected = torch.nn.functional.nll_loss(log_probability.flatten(0, 1), labels[:, 1:].flatten())
+    close(output.loss, expected)
+    assert output.logits.shape == (3, 11, 32)
+    close(model(ids, logits_to_keep=2).logits, output.logits[:, -2:])
+    as_tuple = model(ids, labels=labels, return_dict=False)
+    close(as_tuple[0], output.loss)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
+
+
+def test_logits_depend_on_the_past_alone(model):
+    """Gradient with respect to the embeddings of every token; CAT's decoder and compressor included."""
+    embedded = []
+
+    def keep(module, arguments, output):
+        embedded.append((arguments[0], output.requires_grad_(True)))
+        output.retain_grad()
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and "position" not in model_name(model, module):
+            module.register_forward_hook(keep)
+    ids = torch.randperm(31)[None, :14] + 1  # all tokens differ
+    for t in (0, 2, 3, 4, 9):
+        embedded.clear()
+        model(ids).logits[:, t].square().sum().backward()
+        seen = set()
+        for token, vector in embedded:
+            moved = vector.grad.abs().sum(-1) > 0
+            seen |= set(token[moved].tolist())
+        assert ids[0, t].item() in seen
+        assert not seen & set(ids[0, t + 1 :].tolist())
+
+
+def model_name(model, module):
+    return next(name for name, m in model.named_modules() if m is module)
+
+
+@torch.no_grad()
+def test_cached_tokens_give_the_same_logits(model):
+    ids = tokens(2, 11)
+    whole = model(ids).logits
+    cache, parts = None, []
+    for cut in (slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 10), slice(10, 11)):
+        output = model(ids[:, cut], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    assert isinstance(cache, GirihCache) and cache.get_seq_length() == 11
+    close(torch.cat(parts, 1), whole)
+
+
+@torch.no_grad()
+def test_padding_on_the_left_does_nothing(model):
+    ids, lengths = tokens(3, 11), (11, 6, 1)
+    mask = torch.stack([torch.arange(11) >= 11 - n for n in lengths]).long()
+    logits = model(ids, attention_mask=mask).logits
+    for i, n in enumerate(lengths):
+        close(logits[i, 11 - n :], model(ids[i : i + 1, 11 - n :]).logits[0])
+
+
+def test_packed_sequences_equal_a_loop(model):
+    ids, cuts = tokens(1, 14), [0, 1, 6, 6, 14]
+    output = model(ids, labels=ids, cu_seqlens=torch.tensor(cuts, dtype=torch.int32), use_cache=False)
+    losses, count = 0.0, 0
+    for a, b in itertools.pairwise(cuts):
+        if b > a:
+            close(output.logits[:, a:b], model(ids[:, a:b]).logits)
+        if b > a + 1:
+            losses += model(ids[:, a:b], labels=ids[:, a:b]).loss * (b - a - 1)
+            count += b - a - 1
+    close(output.loss, losses / count)
+
+
+GENERATION = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 5},
+    "beam": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("way", GENERATION)
+def test_generation_is_the_same_with_and_without_the_cache(model, way):
+    ids = tokens(3, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3], mask[2, :6] = 0, 0
+    written = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        written.append(
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=7,
+                use_cache=use_cache,
+                pad_token_id=0,
+                **GENERATION[way],
+            )
+        )
+    assert written[0].equal(written[1])
+
+
+def test_generation_pads_nothing_into_a_sequence(model):
+    """A padded prompt in a batch is continued as it is alone."""
+    ids = tokens(2, 6)
+    mask = torch.tensor([[1] * 6, [0] * 4 + [1] * 2])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(ids, attention_mask=mask, **options)
+    assert together[1, 4:].equal(model.generate(ids[1:, 4:], **options)[0])
+
+
+def test_saved_and_loaded_models_agree(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    loaded, report = GirihForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.config.to_dict()
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(auto) is GirihForCausalLM and type(loaded.config) is GirihConfig
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert loaded(ids).logits.equal(expected) and auto(ids).logits.equal(expected)
+    for name, buffer in model.named_buffers():
+        assert loaded.get_buffer(name).equal(buffer), name
+    for name, parameter in model.named_parameters():
+        marks = [getattr(p, "_no_weight_decay", False) for p in (parameter, loaded.get_parameter(name))]
+        assert marks[0] == marks[1], name
+    if model.config.tie_word_embeddings:
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_missing_weight_is_initialised_and_no_other_is_touched(model, tmp_path):
+    model.save_pretrained(tmp_path, safe_serialization=True)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = next(name for name in reversed(sorted(weights)) if "mixer" in name and "proj" not in name)
+    del weights[lost]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = GirihForCausalLM.from_pretrained(tmp_path)
+    for name, value in loaded.state_dict().items():
+        assert value.isfinite().all()
+        if name != lost:
+            assert value.equal(model.state_dict()[name]), name
+
+
+def test_checkpointing_leaves_gradients_as_they_are(model):
+    ids = tokens(2, 9)
+    model.train()
+    gradients = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in gradients[0].items():
+        assert grad is not None and grad.any(), name
+        close(gradients[1][name], grad, 1e-6)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_few_steps_at_1e_3_learn_a_sequence(name, bf16):
+    torch.manual_seed(0)
+    model = GirihForCausalLM(small(**MODELS[name]))
+    ids = tokens(4, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(25):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] < 3.8  # log(32) = 3.47: close to uniform at first
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_training_keeps_no_cache(model):
+    ids = tokens(1, 5)
+    assert model.train()(ids).past_key_values is None
+    assert isinstance(model.eval()(ids).past_key_values, GirihCache)
+
+
+def test_weights_are_untied_on_request(tmp_path):
+    model = GirihForCausalLM(small(tie_word_embeddings=False))
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.equal(model.lm_head.weight)
+
+
+def test_base_model_loads_from_a_language_model(tmp_path):
+    model = GirihForCausalLM(small())
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is GirihModel
+    ids = tokens(1, 5)
+    with torch.no_grad():
+        close(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+        close(base(inputs_embeds=base.embed_tokens(ids)).last_hidden_state, base(ids).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_cache_can_be_kept_for_another_continuation(model):
+    from copy import deepcopy
+
+    prompt, ends = tokens(1, 6), tokens(2, 3, seed=2)
+    cache = model(prompt, use_cache=True).past_key_values
+    for end in ends.split(1):
+        logits = model(end, past_key_values=deepcopy(cache), use_cache=True).logits
+        close(logits, model(torch.cat((prompt, end), 1)).logits[:, 6:])
+    cache.batch_repeat_interleave(2)
+    logits = model(ends, past_key_values=cache, use_cache=True).logits
+    close(logits, model(torch.cat((prompt.expand(2, -1), ends), 1)).logits[:, 6:])
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        cache.crop(1)
+
+
+def test_compiles_as_one_graph():
+    torch.manual_seed(0)
+    model = GirihForCausalLM(small())
+    block = torch.compile(model.model.layers[0], fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    y, _ = block(x)
+    y.sum().backward()
+    close(y, model.model.layers[0](x)[0])
+    assert x.grad.isfinite().all()
+
+
+def test_trains_under_a_schedule_of_the_mixture():
+    from girih.nn import MixAttention, mix_weight
+
+    model = GirihForCausalLM(small(mixer="mag", mag_weight=0.0))
+    mixtures = [module for module in model.modules() if isinstance(module, MixAttention)]
+    assert len(mixtures) == 2
+    for mixture in mixtures:
+        mixture.set_weight(mix_weight("gradual", 50, final=0.5, first=0.0, steps=100))
+    assert [mixture.weight.item() for mixture in mixtures] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer": "mamba3"}, "mixer is 'mamba3'; expected one of gsa, abc"),
+        ({"mixer": ["gsa"]}, "mixer names 1 layers; expected num_hidden_layers, 2"),
+        ({"mixer": ["gsa", "lstm"]}, "mixer is 'lstm'"),
+        ({"mixer": "mag", "mag_mixer": "mag"}, "mag_mixer is 'mag'"),
+        ({"hidden_size": 33}, "num_heads is 2, which does not divide hidden_size 33"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3; expected a divisor of num_heads 4"),
+        ({"num_kv_heads": 1, "mixer": "trellis"}, "num_kv_heads is 1; trellis"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"chunk": 65, "mixer": "lattice"}, "chunk is 65; expected 1 to 64"),
+        ({"chunk": 1, "mixer": "cat"}, "chunk is 1; expected 2 to 256"),
+        ({"head_dim": 15, "mixer": "attention"}, "head_dim is 15"),
+        ({"phi": "tanh"}, "phi is 'tanh'; expected one of identity"),
+        ({"f": "tanh"}, "f is 'tanh'"),
+        ({"objective": "mse"}, "objective is 'mse'"),
+        ({"feature": "gelu"}, "feature is 'gelu'"),
+        ({"between_chunks": "relu"}, "between_chunks is 'relu'"),
+        ({"mixer": "cat", "compressor_hidden_size": 24}, "compressor_hidden_size is 24"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        small(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, ids: model(), "input_ids, inputs_embeds"),
+        (
+            lambda model, ids: model(ids, attention_mask=torch.ones(1, 1, 5, 5)),
+            "attention_mask has 4 dimensions",
+        ),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(1, 3)), "attention_mask covers 3 tokens"),
+        (lambda model, ids: model(ids, past_key_values=object()), "past_key_values is a object"),
+        (
+            lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2),
+            "cache_implementation",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(GirihForCausalLM(small()), tokens(1, 5))
+
+
+def test_cat_refuses_what_it_cannot_place():
+    model = GirihForCausalLM(small(mixer="cat"))
+    with pytest.raises(ValueError, match="expected at most max_position_embeddings, 64"):
+        model(tokens(1, 65))
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 3, 32))
+    with pytest.raises(ValueError, match="CatModel"):
+        GirihModel(small(mixer="cat"))

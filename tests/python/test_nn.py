@@ -1,0 +1,297 @@
+"""Layers: every property holds for every mixer."""
+
+import doctest
+import importlib
+import itertools
+import pkgutil
+
+import girih.nn
+import pytest
+import torch
+from girih.nn import (
+    Attention,
+    CompressAttend,
+    DeltaProduct,
+    GatedLinearAttention,
+    GatedSlotAttention,
+    Lattice,
+    MixAttention,
+    ShortConv,
+    Trellis,
+    map_state,
+    mix_weight,
+)
+
+HIDDEN, CHUNK = 16, 4
+
+LAYERS = {
+    "short_conv": lambda: ShortConv(HIDDEN, 3, bias=True),
+    "gsa": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6),
+    "gsa_grouped": lambda: GatedSlotAttention(
+        HIDDEN, 4, num_kv_heads=2, num_slots=6, conv_size=3, feature="relu2"
+    ),
+    "abc": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6, gated=False),
+    "linear_attention": lambda: GatedLinearAttention(HIDDEN, 2, gate="none"),
+    "retnet": lambda: GatedLinearAttention(HIDDEN, 2, gate="fixed"),
+    "gla": lambda: GatedLinearAttention(HIDDEN, 2, gate="vector"),
+    "mamba2": lambda: GatedLinearAttention(HIDDEN, 4, num_kv_heads=2, gate="scalar", conv_size=4),
+    "deltanet": lambda: DeltaProduct(HIDDEN, 2),
+    "delta_product": lambda: DeltaProduct(HIDDEN, 4, num_kv_heads=2, n=2, gated=True, allow_neg_eigval=True),
+    "delta_product_gelu": lambda: DeltaProduct(HIDDEN, 2, n=2, between_chunks="gelu", chunk=CHUNK),
+    "trellis": lambda: Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK),
+    "trellis_identity": lambda: Trellis(
+        HIDDEN, 2, num_slots=6, chunk=CHUNK, phi="identity", f="softmax", gated=False
+    ),
+    "lattice": lambda: Lattice(HIDDEN, 2, num_slots=6, chunk=CHUNK),
+    "lattice_encode": lambda: Lattice(HIDDEN, 2, num_slots=12, chunk=CHUNK, objective="encode", gated=False),
+    "attention": lambda: Attention(HIDDEN, 2),
+    "attention_grouped": lambda: Attention(HIDDEN, 4, num_kv_heads=2),
+    "cat": lambda: CompressAttend(HIDDEN, 2, chunk=CHUNK),
+    "mag": lambda: MixAttention(
+        Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2, gated=True), weight=0.3, cross=True
+    ),
+    "mag_learned": lambda: MixAttention(
+        Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK), Attention(HIDDEN, 2), learned=True
+    ),
+}
+KEEPS_PACKED_STATE = [
+    name for name in LAYERS if name not in ("attention", "attention_grouped", "cat", "mag", "mag_learned")
+]
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    torch.manual_seed(0)
+    return LAYERS[request.param]().double()
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def gradients(layer, loss):
+    layer.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(girih.nn.__path__)])
+def test_examples_in_docstrings_run(module):
+    module = importlib.import_module(f"girih.nn.{module}")
+    assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0
+
+
+@pytest.mark.parametrize("T", [0, 1, 2 * CHUNK + 1])
+def test_shapes_and_finite_gradients_of_every_parameter(layer, T):
+    x = torch.randn(3, T, HIDDEN, dtype=torch.double, requires_grad=True)
+    y, state = layer(x)
+    assert y.shape == x.shape and y.dtype == x.dtype and state is None
+    y.square().sum().backward()
+    assert x.grad.isfinite().all()
+    if T > CHUNK:
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+            assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("split", [1, CHUNK - 1, CHUNK, CHUNK + 2])
+def test_state_continues_a_sequence(layer, split):
+    """f(a + b) == f(a), f(b, state): output and gradients."""
+    x = torch.randn(2, 2 * CHUNK + 1, HIDDEN, dtype=torch.double)
+    target = torch.randn_like(x)
+    whole, _ = layer(x)
+    a, state = layer(x[:, :split], use_cache=True)
+    b, _ = layer(x[:, split:], state=state, use_cache=True)
+    close(torch.cat((a, b), 1), whole)
+    together = gradients(layer, (whole * target).sum())
+    apart = gradients(layer, (torch.cat((a, b), 1) * target).sum())
+    assert together.keys() == apart.keys()
+    for name in together:
+        close(apart[name], together[name])
+
+
+@torch.no_grad()
+def test_token_by_token_equals_all_at_once(layer):
+    x = torch.randn(2, 2 * CHUNK + 1, HIDDEN, dtype=torch.double)
+    before = {name: p.clone() for name, p in layer.state_dict().items()}
+    y, state = layer(x[:, :1], use_cache=True)
+    ys = [y]
+    for t in range(1, x.shape[1]):
+        y, state = layer(x[:, t : t + 1], state=state, use_cache=True)
+        ys.append(y)
+    close(torch.cat(ys, 1), layer(x)[0])
+    for name, p in layer.state_dict().items():
+        assert p.equal(before[name]), f"decoding wrote {name}"
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padding_does_nothing(layer, use_cache):
+    """Sequences padded on the left give what each gives alone, and so do their continuations."""
+    T, lengths = 2 * CHUNK + 1, [2 * CHUNK + 1, CHUNK + 2, 1]
+    x, more = (torch.randn(3, n, HIDDEN, dtype=torch.double) for n in (T, 3))
+    mask = torch.stack([torch.arange(T) >= T - n for n in lengths])
+    y, state = layer(x, mask.long(), use_cache=use_cache)
+    assert y.isfinite().all()
+    if use_cache:
+        with torch.no_grad():
+            after = [layer(more[:, :2], mask.new_ones(3, 2), state, True)]
+            after.append(layer(more[:, 2:], None, after[0][1], True))
+        after = torch.cat([out for out, _ in after], 1)
+    for i, n in enumerate(lengths):
+        alone, state = layer(x[i : i + 1, T - n :], use_cache=use_cache)
+        close(y[i, T - n :], alone[0])
+        if use_cache:
+            close(after[i], layer(more[i : i + 1], state=state)[0][0])
+
+
+@torch.no_grad()
+def test_a_batch_may_start_with_padding_only(layer):
+    """A prompt given piece by piece, whose first pieces are all padding for one of the sequences."""
+    x = torch.randn(2, 3 * CHUNK, HIDDEN, dtype=torch.double)
+    mask = torch.ones(2, 3 * CHUNK, dtype=torch.bool)
+    mask[1, : CHUNK + 2] = False
+    ys, state = [], None
+    for cut in (slice(0, 3), slice(3, 4), slice(4, 2 * CHUNK), slice(2 * CHUNK, 3 * CHUNK)):
+        y, state = layer(x[:, cut], mask[:, cut], state, True)
+        ys.append(y)
+    y = torch.cat(ys, 1)
+    close(y[0], layer(x[:1])[0][0])
+    close(y[1, CHUNK + 2 :], layer(x[1:, CHUNK + 2 :])[0][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_sequences_equal_a_loop(layer, dtype):
+    x = torch.randn(1, 3 * CHUNK, HIDDEN, dtype=torch.double)
+    cu_seqlens = torch.tensor([0, 1, CHUNK + 2, CHUNK + 2, 3 * CHUNK], dtype=dtype)
+    y, _ = layer(x, cu_seqlens=cu_seqlens)
+    for a, b in itertools.pairwise(cu_seqlens.tolist()):
+        close(y[:, a:b], layer(x[:, a:b])[0])
+
+
+@pytest.mark.parametrize("name", KEEPS_PACKED_STATE)
+def test_packed_sequences_return_their_states(name):
+    layer = LAYERS[name]().double()
+    x = torch.randn(1, 2 * CHUNK, HIDDEN, dtype=torch.double)
+    _, state = layer(x, use_cache=True, cu_seqlens=torch.tensor([0, 3, 2 * CHUNK]))
+    more = torch.randn(2, 3, HIDDEN, dtype=torch.double)
+    _, first = layer(x[:, :3], use_cache=True)
+    close(layer(more, state=state)[0][:1], layer(more[:1], state=first)[0])
+
+
+def test_no_token_sees_a_later_one(layer):
+    x = torch.randn(2, 2 * CHUNK + 1, HIDDEN, dtype=torch.double, requires_grad=True)
+    for t in (0, CHUNK - 1, CHUNK, CHUNK + 2):
+        (grad,) = torch.autograd.grad(layer(x)[0][:, t].square().sum(), x)
+        assert grad[:, t].any() and not grad[:, t + 1 :].any()
+
+
+def test_mask_and_packing_exclude_each_other(layer):
+    x = torch.randn(1, 4, HIDDEN, dtype=torch.double)
+    with pytest.raises(ValueError, match="attention_mask and cu_seqlens"):
+        layer(x, attention_mask=torch.ones(1, 4), cu_seqlens=torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast_stays_close_to_fp32(name):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    x = torch.randn(2, 3 * CHUNK, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x)
+        y.float().square().mean().backward()
+    assert (y.float() - layer(x)[0]).norm() < 0.05 * y.float().norm() + 1e-3
+    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_reset_parameters_repeats_the_first_values(name):
+    """What a model built on the meta device calls, `reset_parameters()` of every module, is all there is."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    expected = {key: value.std() if value.numel() > 1 else value for key, value in layer.state_dict().items()}
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.fill_(float("nan"))
+    for module in [*layer.modules()][::-1]:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for key, value in layer.state_dict().items():
+        assert value.isfinite().all(), key
+        if value.numel() > 100:
+            torch.testing.assert_close(value.std(), expected[key], rtol=0.3, atol=0.0)
+
+
+def test_memories_gate_biases_and_norms_are_kept_from_weight_decay():
+    kept = {
+        name
+        for make in LAYERS.values()
+        for name, p in make().named_parameters()
+        if getattr(p, "_no_weight_decay", False)
+    }
+    assert {"key_memory", "value_memory", "memory", "gamma_proj.bias", "decay.A_log", "decay.dt_bias"} <= kept
+    assert {"norm.weight", "skip", "logit"} <= kept
+    assert not any(name.endswith("proj.weight") for name in kept)
+
+
+def test_lattice_starts_orthonormal():
+    memory = Lattice(HIDDEN, 2, num_slots=6).memory
+    torch.testing.assert_close(memory.mT @ memory, torch.eye(6).expand(2, 6, 6))
+
+
+@torch.no_grad()
+def test_mixture_is_what_its_weight_says():
+    torch.manual_seed(0)
+    layer = LAYERS["mag"]()
+    x = torch.randn(2, 5, HIDDEN)
+    base, mixer = layer.base(x)[0], layer.mixer(x)[0]
+    layer.set_weight(0.0)
+    torch.testing.assert_close(layer(x)[0], base)
+    layer.set_weight(0.25)
+    torch.testing.assert_close(layer(x)[0], 0.75 * base + 0.25 * mixer + 0.75 * base * 0.25 * mixer)
+    with pytest.raises(ValueError, match="weight"):
+        LAYERS["mag_learned"]().set_weight(0.5)
+
+
+def test_mix_weight_follows_its_schedule():
+    assert [mix_weight("constant", step, final=0.3) for step in (0, 1000)] == [0.3, 0.3]
+    assert [mix_weight("gradual", step, first=0.0, final=0.5, steps=4) for step in range(6)] == [
+        0.0,
+        0.125,
+        0.25,
+        0.375,
+        0.5,
+        0.5,
+    ]
+    assert [mix_weight("cyclic", step, steps=2) for step in range(8)] == [
+        0.0,
+        0.0,
+        0.5,
+        0.5,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+    with pytest.raises(ValueError, match="schedule is 'cosine'"):
+        mix_weight("cosine", 0)
+
+
+def test_map_state_keeps_structure():
+    layer = LAYERS["mag_learned"]()
+    _, state = layer(torch.randn(3, 5, HIDDEN), use_cache=True)
+    first = map_state(lambda part: part[:1], state)
+    assert type(first) is type(state) and first.base.memory.k.shape[0] == 1 and first.mixer.valid is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GatedLinearAttention(HIDDEN, 2, gate="soft"), "gate is 'soft'"),
+        (lambda: ShortConv(HIDDEN, activation="gelu"), "activation is 'gelu'"),
+        (lambda: MixAttention(Attention(HIDDEN, 2), Attention(HIDDEN, 2), weight=1.5), "weight is 1.5"),
+        (lambda: girih.nn.GatedRMSNorm(4, activation="tanh"), "activation is 'tanh'"),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

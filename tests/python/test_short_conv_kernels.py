@@ -1,0 +1,219 @@
+"""The kernels of short_conv at their edges. All but the case named large are small enough for compute-sanitizer."""
+
+import pytest
+import torch
+
+from girih import ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Around a thread's 16 tokens forward and 32 backward and a block's 256; none, one, fewer than W - 1.
+LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 255, 257]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
+LAYOUTS = {
+    "packs": (4, (0, 1, 2)),
+    "odd": (1, (0, 1, 2)),
+    "tokens inside": (4, (0, 2, 1)),
+    "batch inside": (3, (2, 1, 0)),
+}
+
+
+class Padded:
+    """Views into larger buffers full of NaN."""
+
+    def __init__(self, layout, device="cuda"):
+        self.padding, self.order = LAYOUTS[layout]
+        self.device, self.views = device, []
+
+    def __call__(self, values):
+        if values is None:
+            return None
+        order = [d for d in self.order if d < values.dim()]
+        sizes = [values.shape[d] + 2 * self.padding for d in order]
+        buffer = torch.full(sizes, torch.nan, dtype=values.dtype, device=self.device)
+        inner = buffer[tuple(slice(self.padding, self.padding + values.shape[d]) for d in order)]
+        view = inner.permute([order.index(d) for d in range(values.dim())])
+        view.copy_(values)
+        self.views.append((buffer, inner, view, values.to(self.device)))
+        return view
+
+    def assert_untouched(self, written=()):
+        for buffer, inner, view, values in self.views:
+            outside = torch.ones_like(buffer, dtype=torch.bool)
+            start = [self.padding] * buffer.dim()
+            outside[tuple(slice(s, s + n) for s, n in zip(start, inner.shape))] = False
+            assert buffer[outside].isnan().all()
+            if not any(view is x for x in written):
+                assert torch.equal(view, values)
+
+
+def draw(B, T, channels, W, *, dtype, weight_dtype=torch.float32, bias=True, sequences=None, seed=0):
+    """x, weight, bias, state and the gradients of y and of the final state, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    N = B if sequences is None else sequences
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return (
+        normal(B, T, channels),
+        normal(channels, W, dtype=weight_dtype),
+        normal(channels, dtype=weight_dtype) if bias else None,
+        normal(N, W - 1, channels),
+        normal(B, T, channels),
+        normal(N, W - 1, channels),
+    )
+
+
+def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu"):
+    """y, the final state, then the gradients of all inputs."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, state)]
+    given = [t for t in leaves if t is not None]
+    state = None if leaves[3] is None else ops.ShortConvState(leaves[3])
+    y, (final,) = ops.short_conv(*leaves[:3], activation=activation, state=state, cu_seqlens=cu_seqlens)
+    outputs = [(out, grad) for out, grad in ((y, dy), (final, dfinal)) if grad is not None]
+    grads = torch.autograd.grad([o for o, _ in outputs], given, [g for _, g in outputs])
+    return [y.detach(), final.detach(), *grads]
+
+
+def assert_as_right_as_aten(found, inputs, **options):
+    """The error against float64 is at most twice the ATen form's at the same dtypes, and one rounding."""
+    exact = run(*(None if t is None else t.double() for t in inputs), **options)
+    aten = run(*inputs, **options)
+    assert len(found) == len(exact)
+    for got, rounded, want in zip(found, aten, exact):
+        assert got.dtype == rounded.dtype and got.shape == want.shape
+        if want.numel():
+            error = (got.cpu().double() - want).abs().max()
+            rounding = torch.finfo(got.dtype).eps * want.abs().max()
+            assert error <= 2 * (rounded.double() - want).abs().max() + rounding
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
+def test_every_length_and_width(T, W):
+    dtype = DTYPES[(T + W) % 3]
+    inputs = draw(2, T, 36, W, dtype=dtype, bias=W % 2 == 0, seed=T)
+    pad = Padded("packs")
+    found = run(*map(pad, inputs), activation="silu" if T % 2 else None)
+    assert_as_right_as_aten(found, inputs, activation="silu" if T % 2 else None)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 4, 127, 128, 132])
+def test_every_layout_and_dtype(layout, dtype, channels):
+    inputs = draw(3, 37, channels, 4, dtype=dtype)
+    pad = Padded(layout)
+    assert_as_right_as_aten(run(*map(pad, inputs)), inputs)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
+def test_weights_of_any_dtype(weight_dtype):
+    inputs = draw(2, 33, 8, 3, dtype=torch.bfloat16, weight_dtype=weight_dtype)
+    assert_as_right_as_aten(run(*(t.cuda() for t in inputs)), inputs)
+
+
+@pytest.mark.parametrize("absent", ["state", "dy", "dfinal"])
+def test_absent_parts_are_zero(absent):
+    inputs = list(draw(2, 33, 8, 4, dtype=torch.float32))
+    inputs[{"state": 3, "dy": 4, "dfinal": 5}[absent]] = None
+    assert_as_right_as_aten(run(*(None if t is None else t.cuda() for t in inputs)), inputs)
+
+
+def test_expanded_gradients():
+    *inputs, _, _ = draw(2, 33, 8, 4, dtype=torch.float32)
+    ones, none = torch.ones(()), torch.zeros(())
+    grads = [ones.expand(2, 33, 8), none.expand(2, 3, 8)]
+    found = run(*(t.cuda() for t in inputs), *(ones.cuda().expand(2, 33, 8), none.cuda().expand(2, 3, 8)))
+    assert_as_right_as_aten(found, [*inputs, *grads])
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 70], [0, 1, 1, 3, 16, 17, 49, 70, 70], [0, 0, 32, 64, 70], [5, 9, 41, 60]], ids=str
+)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", ["packs", "tokens inside"])
+def test_packed_sequences(bounds, index, layout):
+    inputs = draw(1, 70, 8, 4, dtype=torch.float32, sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, dtype=index)
+    pad = Padded(layout)
+    found = run(*map(pad, inputs), cu_seqlens=cu_seqlens.cuda())
+    assert_as_right_as_aten(found, inputs, cu_seqlens=cu_seqlens)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
+)
+def test_bounds_that_make_no_sense_reach_nothing_outside(bounds):
+    inputs = draw(1, 40, 8, 4, dtype=torch.float32, sequences=3)
+    pad = Padded("packs")
+    found = run(*map(pad, inputs), cu_seqlens=torch.tensor(bounds, device="cuda"))
+    assert all(t.isfinite().all() for t in found)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hundred_runs_have_the_same_bits(packed):
+    inputs = [
+        t.cuda()
+        for t in draw(1 if packed else 3, 700, 132, 4, dtype=torch.bfloat16, sequences=4 if packed else None)
+    ]
+    cu_seqlens = torch.tensor([0, 3, 300, 301, 700], device="cuda") if packed else None
+    first = run(*inputs, cu_seqlens=cu_seqlens)
+    for _ in range(100):
+        assert all(map(torch.equal, run(*inputs, cu_seqlens=cu_seqlens), first))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("W", [1, 2, 4])
+def test_a_step_is_a_forward_of_one_token(layout, dtype, W):
+    pad = Padded(layout)
+    x, weight, bias, state = map(pad, draw(3, 1, 36, W, dtype=dtype)[:4])
+    y, (final,) = ops.short_conv(x, weight, bias, activation="silu", state=ops.ShortConvState(state))
+    found = ops.short_conv_step(x, weight, bias, activation="silu", state=ops.ShortConvState(state))
+    assert torch.equal(found, y) and torch.equal(state, final)
+    pad.assert_untouched(written=[state])
+
+
+def test_steps_replayed_from_a_cuda_graph():
+    x, weight, bias, start, *_ = (t.cuda() for t in draw(2, 9, 8, 4, dtype=torch.bfloat16))
+    want, (final,) = ops.short_conv(x, weight, bias, state=ops.ShortConvState(start))
+    state, token = ops.ShortConvState(start.clone()), x[:, :1].clone()
+    ops.short_conv_step(token, weight, bias, state=ops.ShortConvState(start.clone()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.short_conv_step(token, weight, bias, state=state)
+    for t in range(9):
+        token.copy_(x[:, t : t + 1])
+        graph.replay()
+        assert torch.equal(y, want[:, t : t + 1])
+    assert torch.equal(state.x, final)
+
+
+def test_float64_takes_the_aten_form():
+    inputs = [t.double() for t in draw(2, 17, 8, 4, dtype=torch.float32)]
+    for got, want in zip(run(*(t.cuda() for t in inputs)), run(*inputs)):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-12, atol=1e-12)
+
+
+def test_large_more_than_2_31_elements():
+    T, channels = 2**21 + 40, 1024
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free device memory")
+    x = torch.zeros(1, T, channels, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(channels, 4, device="cuda")
+    x[:, -60:] = torch.randn(60, channels, dtype=torch.bfloat16, device="cuda")
+    dy = torch.zeros_like(x)
+    dy[:, -60:] = torch.randn(60, channels, dtype=torch.bfloat16, device="cuda")
+    y, last, dx, dweight = run(x, weight, None, None, dy, None)
+    tail_y, tail_last, tail_dx, tail_dweight = run(x[:, -70:], weight, None, None, dy[:, -70:], None)
+    assert torch.equal(y[:, -60:], tail_y[:, -60:]) and not y[:, :-70].any()
+    assert torch.equal(last, tail_last)
+    assert torch.equal(dx[:, -60:], tail_dx[:, -60:]) and not dx[:, :-70].any()
+    torch.testing.assert_close(dweight, tail_dweight, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,30 @@
+"""A state carries everything: a sequence may stop at any token, mid-chunk too, forward and backward."""
+
+import pytest
+import torch
+from cases import RECURRENT, cotangents, gradients, operator, precision
+from comparison import assert_within
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def fields(outs):
+    return {name: x for name, x in outs.items() if name != "o"}
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+@given(data=st.data())
+def test_two_parts_are_the_whole(case, device, data):
+    dtype, tolerance, grad_tolerance = precision(case, device)
+    T = data.draw(st.integers(0, 20) | st.sampled_from([63, 64, 65, 100]), "T")
+    a = data.draw(st.integers(0, T), "a")
+    resumed = data.draw(st.booleans(), "resumed")
+    whole = case.draw(T, resumed=resumed, dtype=dtype, device=device, seed=T).requiring_grad()
+
+    want = operator(whole)
+    first = operator(whole.part(0, a))
+    second = operator(whole.part(a, T, fields(first)))
+    joined = second | {"o": torch.cat([first["o"], second["o"]], 1)}
+    assert_within(joined, want, tolerance)
+    grads = cotangents(want)
+    assert_within(gradients(joined, whole, grads), gradients(want, whole, grads), grad_tolerance)

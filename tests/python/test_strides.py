@@ -1,0 +1,40 @@
+"""What counts is the values, not how they lie in memory."""
+
+import pytest
+import torch
+from cases import CASES, gradients, operator, precision
+from comparison import assert_within
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def lay_out(x, layout):
+    """The same values with other strides; `expanded` is one row of the batch for all."""
+    if layout == "expanded":
+        return x[:1].detach().expand_as(x)
+    if layout == "reversed":
+        order = range(x.dim())[::-1]
+        return x.permute(*order).contiguous().permute(*order)
+    if layout == "spread":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    if layout == "inside":
+        return torch.nn.functional.pad(x, (1, 2) * x.dim(), value=torch.nan)[(slice(1, -2),) * x.dim()]
+    return x.contiguous()
+
+
+LAYOUTS = ["contiguous", "expanded", "reversed", "spread", "inside"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@given(data=st.data())
+def test_strides_do_not_matter(case, device, data):
+    dtype, tolerance, grad_tolerance = precision(case, device)
+    inputs = case.draw(9, resumed=case.has_state, dtype=dtype, device=device)
+    layouts = {name: data.draw(st.sampled_from(LAYOUTS), name) for name in inputs.floats}
+    laid_out = inputs.with_floats(
+        {n: lay_out(x, layouts[n]).requires_grad_() for n, x in inputs.floats.items()}
+    )
+    plain = laid_out.map(lambda x: x.detach().contiguous()).requiring_grad()
+    outs, want = operator(laid_out), operator(plain)
+    assert_within(outs, want, tolerance)
+    assert_within(gradients(outs, laid_out), gradients(want, plain), grad_tolerance)

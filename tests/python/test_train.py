@@ -1,0 +1,234 @@
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from girih import train
+from girih.models import GirihForCausalLM
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """40 KB of words in an order drawn once."""
+    draw = random.Random(0)
+    words = ["memory", "slot", "chunk", "decay", "the", "a", "of", "reads", "writes", "key", "value", "."]
+    file = tmp_path_factory.mktemp("corpus") / "words.txt"
+    file.write_text(" ".join(draw.choice(words) for _ in range(8000)))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A run takes the signals over; a test gives them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def arguments(corpus: Path, folder: Path, steps: int = STEPS, mixer: str = "gsa") -> list[str]:
+    options = {"mixer": mixer, "size": "tiny", "steps": steps, "corpus": corpus, "folder": folder}
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def last_line(text: str) -> dict:
+    return json.loads(text.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> tuple[Path, str]:
+    """A run that nothing disturbed: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run = subprocess.run(
+        [sys.executable, "-m", "girih.train", *arguments(corpus, folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return folder, run.stdout
+
+
+def test_a_run_leaves_a_model_a_sample_a_curve_and_its_result_in_the_last_line(finished):
+    folder, printed = finished
+    result = last_line(printed)
+    assert result["mixer"] == "gsa" and result["folder"] == str(folder / "model")
+    assert abs(result["parameters"] / train.SIZES["tiny"].parameters - 1) < 0.02
+    assert 0 < result["bits_per_byte"] < 6 and result["tokens_per_second"] > 0
+    model = GirihForCausalLM.from_pretrained(result["folder"])
+    assert model.num_parameters() == result["parameters"]
+    assert (folder / "loss.png").read_bytes()[1:4] == b"PNG"
+    assert (folder / "sample.txt").read_text() in printed
+    assert list((folder / "logs").glob("events*"))
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        ["arguments.json", "logs", "loss.png", "model", "result.json", "sample.txt"]
+    )
+
+
+def test_the_saved_model_is_the_one_that_was_measured(finished, corpus):
+    folder, printed = finished
+    size = train.SIZES["tiny"]
+    model = GirihForCausalLM.from_pretrained(folder / "model")
+    text = train.read_corpus(corpus, size.context).held_out
+    windows = train.Windows.spread(text, size.held_out, size.context)
+    ids = torch.stack([windows[i]["input_ids"] for i in range(len(windows))])
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss
+    assert float(loss) * train.BITS == pytest.approx(last_line(printed)["bits_per_byte"], abs=1e-3)
+
+
+def test_a_finished_run_says_so_and_is_not_trained_again(finished, corpus, capsys):
+    folder, printed = finished
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    assert train.main(arguments(corpus, folder)) == 0
+    again = capsys.readouterr().out
+    assert "finished" in again and "step" not in again.splitlines()[0]
+    assert last_line(again) == last_line(printed)
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(number, finished, corpus, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in run.stdout:
+        if line.startswith("step 5/"):
+            run.send_signal(number)
+            break
+    _, complaint = run.communicate(timeout=120)
+    assert run.returncode == 128 + number
+    assert complaint.strip().splitlines()[-1] == "girih.train: stopped; the same command continues"
+    newest = train.newest_whole(folder / "checkpoints")
+    stopped = int(newest.name.split("-")[1])
+    assert 5 <= stopped < STEPS
+
+    cut_off = folder / "checkpoints" / f"checkpoint-{stopped + 1}"
+    shutil.copytree(newest, cut_off, ignore=shutil.ignore_patterns(train.WHOLE, "trainer_state.json"))
+    (cut_off / "optimizer.pt").write_bytes(b"cut off")
+
+    again = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert f"from step {stopped} on" in again.stdout
+    assert last_line(again.stdout)["bits_per_byte"] == pytest.approx(
+        last_line(finished[1])["bits_per_byte"], abs=2e-3
+    )
+
+
+def test_other_arguments_are_another_run_and_the_first_is_kept(finished, corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    assert train.main(arguments(corpus, folder, steps=2)) == 0
+    printed = capsys.readouterr().out
+    assert last_line(printed)["steps"] == 2
+    assert json.loads((tmp_path / "run.1" / "result.json").read_text())["steps"] == STEPS
+
+
+def test_mixers_with_commas_take_turns_over_the_layers(corpus, tmp_path, capsys):
+    assert train.main(arguments(corpus, tmp_path / "run", steps=1, mixer="gsa,attention")) == 0
+    result = last_line(capsys.readouterr().out)
+    assert list(GirihForCausalLM.from_pretrained(result["folder"]).config.mixer) == ["gsa", "attention"]
+
+
+def test_parameters_say_whether_they_decay(corpus, tmp_path):
+    model = train.model_of_size("gsa", train.SIZES["tiny"])
+    chosen = next(iter(model.parameters()))
+    chosen._no_weight_decay = True
+    trainer = train.fit(model, train.SIZES["tiny"], None, None, tmp_path, 0)
+    groups = {g["weight_decay"]: g["params"] for g in trainer.create_optimizer().param_groups}
+    kept = {id(p) for p in groups[0.0]}
+    assert kept == {id(p) for p in model.parameters() if getattr(p, "_no_weight_decay", False)}
+    assert id(chosen) in kept and len(groups[0.1]) > 0
+
+
+def refused(argv: list[str], capsys) -> str:
+    """The one line with which `argv` is refused."""
+    assert train.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    return printed.err
+
+
+def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, tmp_path, capsys):
+    folder, empty, short = tmp_path / "run", tmp_path / "empty", tmp_path / "short.txt"
+    empty.mkdir()
+    short.write_text("too short")
+    wrong = {
+        "nowhere": arguments(tmp_path / "nowhere", folder),
+        "empty": arguments(empty, folder),
+        "short": arguments(short, folder),
+        "no_mixer": arguments(corpus, folder, mixer="gsa,no_mixer"),
+        "huge": [*arguments(corpus, folder), "--size", "huge"],
+        "steps": arguments(corpus, folder, steps=0),
+    }
+    for word, argv in wrong.items():
+        assert word in refused(argv, capsys)
+        assert not folder.exists()
+
+
+def test_an_option_that_is_not_one_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--steps", "many"])
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_folder_with_something_else_in_it_is_not_touched(corpus, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    assert "something else" in refused(arguments(corpus, tmp_path), capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_disk_without_room_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert "MB are free" in refused(arguments(corpus, tmp_path / "run"), capsys)
+
+
+FULL = "girih.train: the disk is full; nothing half-written counts, the same command continues"
+
+
+def test_a_disk_that_fills_while_the_run_is_finished_leaves_no_result_and_the_rerun_does(
+    corpus, tmp_path, capsys, monkeypatch
+):
+    folder = tmp_path / "run"
+    full = folder / "sample.txt.part"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "check_space", lambda folder, parameters: full.symlink_to("/dev/full"))
+        assert train.main(arguments(corpus, folder, steps=2)) == 2
+    assert capsys.readouterr().err.splitlines() == [FULL]
+    assert not (folder / "result.json").exists() and not (folder / "sample.txt").exists()
+    full.unlink()
+    assert train.main(arguments(corpus, folder, steps=2)) == 0
+    printed = capsys.readouterr().out
+    assert "from step 2 on" in printed and last_line(printed)["steps"] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Path:
+    """A disk with room for one checkpoint of a tiny model and a part of the second."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(disk)], check=False, capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip("no disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written_leaves_the_one_before(
+    corpus, small_disk, capsys, monkeypatch
+):
+    monkeypatch.setattr(train, "check_space", lambda folder, parameters: None)
+    folder = small_disk / "run"
+    assert train.main(arguments(corpus, folder, steps=20)) == 2
+    assert capsys.readouterr().err.splitlines() == [FULL]
+    assert train.newest_whole(folder / "checkpoints").name == "checkpoint-2"
