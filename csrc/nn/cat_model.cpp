@@ -50,9 +50,7 @@ CatModelImpl::CatModelImpl(const Config& config)
   reset_parameters();
 }
 
-void CatModelImpl::reset_parameters() {
-  torch::nn::init::normal_(header, 0.0, initializer_range_);
-}
+void CatModelImpl::reset_parameters() { torch::nn::init::normal_(header, 0.0, initializer_range_); }
 
 Output CatModelImpl::run(const Tensor& now, const Call& call) {
   const Extended all(now, call.attention_mask, call.state);

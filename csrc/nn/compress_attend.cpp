@@ -41,9 +41,7 @@ CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, C
   reset_parameters();
 }
 
-void CompressAttendImpl::reset_parameters() {
-  torch::nn::init::normal_(header);
-}
+void CompressAttendImpl::reset_parameters() { torch::nn::init::normal_(header); }
 
 Output CompressAttendImpl::run(const Tensor& now, const Call& call) {
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),

@@ -54,7 +54,7 @@ LanguageModelImpl::LanguageModelImpl(const Config& given) : config(given.complet
   register_module("model", model);
   if (!config.tie_word_embeddings)
     lm_head = register_module("lm_head", linear(config.hidden_size, config.vocab_size));
-  for (const auto& module : modules()) {
+  for (const auto& module : modules(/*include_self=*/false)) {
     if (auto* layer = module->as<torch::nn::Linear>()) {
       torch::nn::init::normal_(layer->weight, 0.0, config.initializer_range);
       if (layer->bias.defined()) torch::nn::init::zeros_(layer->bias);

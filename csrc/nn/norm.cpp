@@ -28,9 +28,7 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
       up_proj(register_module("up_proj", linear(hidden_size, intermediate_size))),
       down_proj(register_module("down_proj", linear(intermediate_size, hidden_size))) {}
 
-Tensor SwiGLUImpl::forward(const Tensor& x) {
-  return down_proj(at::silu(gate_proj(x)) * up_proj(x));
-}
+Tensor SwiGLUImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
 
 DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads)
     : proj(register_module("proj", linear(hidden_size, num_heads))),

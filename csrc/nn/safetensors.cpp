@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -85,10 +86,10 @@ void write_safetensors(const std::filesystem::path& file, const NamedTensors& te
   }
   out.close();
   if (!out) {
-    std::filesystem::remove(partial);
+    std::remove(partial.c_str());
     refuse(file, "cannot be written");
   }
-  std::filesystem::rename(partial, file);
+  if (std::rename(partial.c_str(), file.c_str()) != 0) refuse(file, "cannot be written");
 }
 
 }  // namespace girih::nn

@@ -26,9 +26,7 @@ OptionalTensor none_if_absent(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-MaybeWord view(const std::optional<std::string>& word) {
-  return word ? MaybeWord(*word) : std::nullopt;
-}
+MaybeWord view(const std::optional<std::string>& word) { return word ? MaybeWord(*word) : std::nullopt; }
 
 // A step writes a state's tensors, so it needs some, and one token for each of its sequences.
 void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlens) {
@@ -44,6 +42,11 @@ OptionalTensor for_each_sequence(const Tensor& memory, const Tensor& x, const Te
   if (!memory.defined() || memory.dim() != 3) return none_if_absent(memory);
   const auto N = cu_seqlens.defined() ? cu_seqlens.size(0) - 1 : x.size(0);
   return memory.expand({N, -1, -1, -1});
+}
+
+// The same in tensors of its own.
+Tensor own(const Tensor& memory, int64_t batch) {
+  return memory.detach().expand({batch, -1, -1, -1}).clone(at::MemoryFormat::Contiguous);
 }
 
 // n of delta_product, from the rows of k when it is not given; without tokens it is 1.
@@ -141,8 +144,8 @@ Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, con
 }
 
 TrellisState TrellisState::start(int64_t batch, const Tensor& k, const Tensor& v) {
-  const auto copy = [&](const Tensor& memory) { return memory.detach().repeat({batch, 1, 1, 1}); };
-  return {copy(k), copy(k), copy(v), copy(v), at::zeros({batch}, k.options().dtype(at::kLong))};
+  return {own(k, batch), own(k, batch), own(v, batch), own(v, batch),
+          at::zeros({batch}, k.options().dtype(at::kLong))};
 }
 
 std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
@@ -172,10 +175,10 @@ Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 }
 
 LatticeState LatticeState::start(int64_t batch, const Tensor& first, bool gated) {
-  const auto memory = first.detach().repeat({batch, 1, 1, 1});
+  const auto memory = own(first, batch);
   return {memory, at::zeros_like(memory),
-          gated ? at::zeros({batch, first.size(0)}, first.options()) : Tensor(),
-          at::zeros({batch}, first.options().dtype(at::kLong))};
+          gated ? at::zeros({batch, memory.size(1)}, memory.options()) : Tensor(),
+          at::zeros({batch}, memory.options().dtype(at::kLong))};
 }
 
 std::pair<Tensor, LatticeState> lattice(const Tensor& q, const Tensor& k, const Tensor& v,

@@ -16,6 +16,10 @@ Output forward(LanguageModelImpl& model, const at::Tensor& input_ids, const Mayb
                        cu_seqlens.value_or(at::Tensor()));
 }
 
+at::Tensor loss(LanguageModelImpl& model, const at::Tensor& input_ids, const Maybe& labels) {
+  return model.loss(input_ids, labels.value_or(at::Tensor()));
+}
+
 at::Tensor generate(LanguageModelImpl& model, const at::Tensor& input_ids, int64_t max_new_tokens,
                     double temperature, std::optional<int64_t> top_k, std::optional<int64_t> eos_token_id,
                     const Maybe& attention_mask) {
@@ -51,7 +55,7 @@ PYBIND11_MODULE(_C, m) {
       .def("forward", &forward, py::arg("input_ids"), py::arg("attention_mask") = py::none(),
            py::arg("state") = State(), py::arg("use_cache") = false, py::arg("cu_seqlens") = py::none(),
            no_gil, "input_ids [B, T] -> logits [B, T, vocab_size] and the state.")
-      .def("loss", &LanguageModelImpl::loss, py::arg("input_ids"), py::arg("labels") = at::Tensor(), no_gil)
+      .def("loss", &loss, py::arg("input_ids"), py::arg("labels") = py::none(), no_gil)
       .def("generate", &generate, py::arg("input_ids"), py::arg("max_new_tokens") = 64,
            py::arg("temperature") = 0.0, py::arg("top_k") = py::none(), py::arg("eos_token_id") = py::none(),
            py::arg("attention_mask") = py::none(), no_gil)

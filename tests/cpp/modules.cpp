@@ -3,7 +3,9 @@
 #include <girih/girih.h>
 #include <torch/optim/adamw.h>
 
+#include <cstdio>
 #include <filesystem>
+#include <fstream>
 
 #include "catch.h"
 
@@ -17,7 +19,8 @@ constexpr int64_t kHidden = 16, kChunk = 4;
 // Configurations of every mixer, small.
 std::vector<nn::Config> configurations() {
   std::vector<nn::Config> all;
-  for (const char* mixer : {"gsa", "abc", "linear_attention", "retnet", "gla", "attention"}) {
+  for (const char* mixer : {"gsa", "abc", "linear_attention", "retnet", "gla", "mamba2", "delta_product",
+                            "deltanet", "gated_deltanet", "attention", "cat", "mag"}) {
     nn::Config config{.vocab_size = 11,
                       .hidden_size = kHidden,
                       .num_hidden_layers = 2,
@@ -27,6 +30,13 @@ std::vector<nn::Config> configurations() {
                       .chunk = kChunk};
     all.push_back(config);
   }
+  auto hybrid = all[0];
+  hybrid.hybrid = {"cat", "gsa"};
+  all.push_back(hybrid);
+  auto bent = all[0];
+  bent.mixer = "delta_product";
+  bent.between_chunks = "gelu";
+  all.push_back(bent);
   return all;
 }
 
@@ -36,13 +46,9 @@ std::string name_of(const nn::Config& config) {
   return name;
 }
 
-Tensor ids(int64_t B, int64_t T) {
-  return at::randint(11, {B, T}, at::kLong);
-}
+Tensor ids(int64_t B, int64_t T) { return at::randint(11, {B, T}, at::kLong); }
 
-bool close(const Tensor& a, const Tensor& b) {
-  return at::allclose(a, b, 1e-9, 1e-9);
-}
+bool close(const Tensor& a, const Tensor& b) { return at::allclose(a, b, 1e-9, 1e-9); }
 
 nn::LanguageModel in_double(const nn::Config& config) {
   at::manual_seed(0);
@@ -189,10 +195,14 @@ TEST_CASE("A saved model is loaded as it was", "[nn]") {
     CHECK(loaded(text).first.equal(model(text).first));
     CHECK(loaded->config.mixers() == config.mixers());
   }
-  std::filesystem::resize_file(folder / "model.safetensors", 1000);
+  const auto file = folder / "model.safetensors", config = folder / "config.json";
+  std::ofstream(file, std::ios::in | std::ios::out).seekp(0) << "cut off!";
   CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
-  std::filesystem::remove_all(folder);
-  CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
+  for (const auto& gone : {file, config, folder}) {
+    REQUIRE(std::remove(gone.c_str()) == 0);
+    CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
+  }
+  CHECK_THROWS_AS(in_double(configurations()[0])->save_pretrained("/proc/nowhere"), std::exception);
 }
 
 TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {

@@ -1,5 +1,6 @@
 // The operators from C++: against plain loops, their gradients, steps and refusals.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <girih/ops.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -17,18 +18,10 @@ namespace {
 constexpr int64_t B = 2, T = 11, H = 2, D = 4, M = 3, C = 4;
 const auto kDouble = at::TensorOptions(at::kDouble);
 
-Tensor random(at::IntArrayRef sizes) {
-  return at::randn(sizes, kDouble);
-}
-Tensor gate(at::IntArrayRef sizes) {
-  return at::log_sigmoid(random(sizes));
-}
-Tensor step_size(at::IntArrayRef sizes) {
-  return random(sizes).sigmoid();
-}
-Tensor unit_columns(const Tensor& s) {
-  return s / s.norm(2, -2, true);
-}
+Tensor random(at::IntArrayRef sizes) { return at::randn(sizes, kDouble); }
+Tensor gate(at::IntArrayRef sizes) { return at::log_sigmoid(random(sizes)); }
+Tensor step_size(at::IntArrayRef sizes) { return random(sizes).sigmoid(); }
+Tensor unit_columns(const Tensor& s) { return s / s.norm(2, -2, true); }
 
 // One operator, seen as a function of its data on T tokens; state and position handling are its own.
 struct Case {
@@ -77,6 +70,44 @@ std::vector<Case> cases() {
                  {q, k, v, gate({B, T, H, D})},
                  [](const auto& x) { return ops::gla(x[0], x[1], x[2], x[3]).first; },
                  stepwise([=](const auto& x) { return ops::gla_step(x[0], x[1], x[2], x[3], gla); })});
+
+  constexpr int64_t n = 2;
+  const ops::DeltaProductOptions rule{.n = n, .l2norm_qk = true};
+  auto rule_step = rule;
+  rule_step.state = ops::DeltaProductState::start(B, H, D, D, false, kDouble);
+  const auto rows = [](const Tensor& x) { return x.flatten(1, 2); };  // [B, T, n, ...] -> [B, T * n, ...]
+  all.push_back({"delta_product",
+                 {q, random({B, T, n, H, D}), random({B, T, n, H, D}), step_size({B, T, n, H}), g},
+                 [=](const auto& x) {
+                   return ops::delta_product(x[0], rows(x[1]), rows(x[2]), rows(x[3]), x[4], rule).first;
+                 },
+                 stepwise([=](const auto& x) {
+                   return ops::delta_product_step(x[0], rows(x[1]), rows(x[2]), rows(x[3]), x[4], rule_step);
+                 })});
+
+  const ops::DeltaProductOptions bent{.chunk = C, .between_chunks = "tanh"};
+  auto bent_step = bent;
+  bent_step.state = ops::DeltaProductState::start(B, H, D, D, true, kDouble);
+  all.push_back({"delta_product between chunks",
+                 {q, k, v, gamma},
+                 [=](const auto& x) { return ops::delta_product(x[0], x[1], x[2], x[3], {}, bent).first; },
+                 stepwise([=](const auto& x) {
+                   return ops::delta_product_step(x[0], x[1], x[2], x[3], {}, bent_step);
+                 })});
+
+  const auto weight = random({D, 3});
+  const ops::ShortConvOptions conv{.activation = "silu"};
+  auto conv_step = conv;
+  conv_step.state = ops::ShortConvState::start(B, D, 3, kDouble);
+  all.push_back({"short_conv",
+                 {random({B, T, D})},
+                 [=](const auto& x) { return ops::short_conv(x[0], weight, {}, conv).first; },
+                 stepwise([=](const auto& x) { return ops::short_conv_step(x[0], weight, {}, conv_step); })});
+
+  all.push_back({"cat_attention",
+                 {q, k, v},
+                 [](const auto& x) { return ops::cat_attention(x[0], x[1], x[2], {.chunk = C}); },
+                 nullptr});
   return all;
 }
 
@@ -123,6 +154,7 @@ TEST_CASE("Gradients are those of finite differences", "[ops]") {
 TEST_CASE("Steps give what the whole sequence gives", "[ops]") {
   const at::NoGradGuard no_grad;
   for (const auto& op : cases()) {
+    if (!op.one_each) continue;  // cat_attention has no state
     INFO(op.name);
     CHECK(at::allclose(op.one_each(op.inputs), op.all(op.inputs), 1e-9, 1e-9));
   }

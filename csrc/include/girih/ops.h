@@ -125,13 +125,13 @@ Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, con
 struct TrellisState {
   Tensor first_k = {}, k = {}, first_v = {}, v = {}, position = {};
 
-  // From memories [H, M, D] and [H, M, V], in tensors of its own.
+  // From first memories (with N in front or not), in tensors of its own.
   static TrellisState start(int64_t batch, const Tensor& k, const Tensor& v);
   auto tensors() { return std::tie(first_k, k, first_v, v, position); }
 };
 
 struct TrellisOptions {
-  int64_t chunk = 1;            // 1 to 64, part of the model
+  int64_t chunk = 0;            // 1 to 64, part of the model: to be given
   std::string phi = "ln_silu";  // identity, silu, l2norm, layer_norm, l2_silu, ln_silu, softmax
   std::string f = "ln_silu";    // the same
   TrellisState state = {};
@@ -156,13 +156,13 @@ Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 struct LatticeState {
   Tensor first = {}, step = {}, decay = {}, position = {};
 
-  // From a memory [H, D, M] of unit columns, in tensors of its own; `gated`: for calls with g.
-  static LatticeState start(int64_t batch, const Tensor& first, bool gated);
+  // From a first memory (with N in front or not), in tensors of its own; `gated`: for calls with g.
+  static LatticeState start(int64_t batch, const Tensor& first, bool gated = false);
   auto tensors() { return std::tie(first, step, decay, position); }
 };
 
 struct LatticeOptions {
-  int64_t chunk = 1;                 // 1 to 64, part of the model
+  int64_t chunk = 0;                 // 1 to 64, part of the model: to be given
   std::string objective = "decode";  // decode, encode, similarity
   bool normalize = true;             // false: chunk = 1 only
   double shrinkage = 0.0;            // others: chunk = 1 only
@@ -206,7 +206,7 @@ Tensor short_conv_step(const Tensor& x, const Tensor& weight, const Tensor& bias
 // ---- CAT ---------------------------------------------------------------------------------------
 
 struct CatAttentionOptions {
-  int64_t chunk = 2;                 // rows of a chunk with its header, 2 to 256
+  int64_t chunk = 0;                 // rows of a chunk with its header, 2 to 256: to be given
   std::optional<double> scale = {};  // D^-1/2
   Tensor cu_chunks = {};             // [N + 1], packs sequences of whole chunks into B = 1 and counts chunks
 };
