@@ -96,9 +96,7 @@ struct Instance {
 // Four channels a thread: 8 or 16 bytes an access, and the gradient's sums still fit in registers.
 constexpr int kPack = 4;
 
-inline int64_t element_size(DType dtype) {
-  return dtype == DType::f32 ? 4 : 2;
-}
+inline int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 template <typename T, int N, typename Launch>
 cudaError_t with_width(int width, Launch launch) {

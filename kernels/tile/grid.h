@@ -9,9 +9,7 @@
 
 namespace girih::kernels {
 
-__host__ __device__ constexpr int64_t divide_up(int64_t value, int64_t by) {
-  return (value + by - 1) / by;
-}
+__host__ __device__ constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // gridDim.x is at most 2^31 - 1.
 inline unsigned blocks_for(int64_t blocks) {

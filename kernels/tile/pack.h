@@ -23,18 +23,10 @@ __device__ inline Pack<N> zeros() {
   return pack;
 }
 
-__device__ inline float to_float(float value) {
-  return value;
-}
-__device__ inline float to_float(__half value) {
-  return __half2float(value);
-}
-__device__ inline float to_float(__nv_bfloat16 value) {
-  return __bfloat162float(value);
-}
-__device__ inline float to_float(double value) {
-  return static_cast<float>(value);
-}
+__device__ inline float to_float(float value) { return value; }
+__device__ inline float to_float(__half value) { return __half2float(value); }
+__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ inline float to_float(double value) { return static_cast<float>(value); }
 
 template <typename T>
 __device__ inline T from_float(float value);

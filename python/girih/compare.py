@@ -139,31 +139,24 @@ def run_cell(task: str, mixer: str, recipe: Recipe, corpus, scratch: Path, seed:
 
 def write_table(cells: dict[str, dict[str, dict]], file: Path) -> str:
     """cells[task][mixer]: what run_cell gave. One row a mixer; returns the Markdown too."""
-    text, recall = cells["text"], cells["mqar"]
-    pairs = list(next(iter(recall.values()))["accuracy"]) if recall else []
-    lines = [["mixer"], ["---"]]
-    if text:
-        lines[0] += ["parameters", "text: bits per byte", "tokens/s"]
-    if recall:
-        lines[0] += ["parameters", *(f"MQAR: {p} pairs" for p in pairs)]
-    lines[1] += ["---:"] * (len(lines[0]) - 1)
-    for mixer in (m for m in MIXERS if m in text or m in recall):
-        row = [mixer]
-        if mixer in text:
-            cell = text[mixer]
-            row += [
-                f"{cell['parameters']:,}",
-                f"{cell['bits_per_byte']:.3f}",
-                f"{cell['tokens_per_second']:,}",
-            ]
-        elif text:
-            row += [""] * 3
-        if mixer in recall:
-            cell = recall[mixer]
-            row += [f"{cell['parameters']:,}", *(f"{cell['accuracy'][p]:.3f}" for p in pairs)]
-        elif recall:
-            row += [""] * (1 + len(pairs))
-        lines.append(row)
+    columns = []  # task, heading, what a cell shows there
+    if cells["text"]:
+        columns += [
+            ("text", "text: parameters", lambda cell: f"{cell['parameters']:,}"),
+            ("text", "tokens/s", lambda cell: f"{cell['tokens_per_second']:,}"),
+            ("text", "bits per byte", lambda cell: f"{cell['bits_per_byte']:.3f}"),
+        ]
+    if cells["mqar"]:
+        columns.append(("mqar", "MQAR: parameters", lambda cell: f"{cell['parameters']:,}"))
+        for pairs in next(iter(cells["mqar"].values()))["accuracy"]:
+            columns.append(
+                ("mqar", f"{pairs} pairs", lambda cell, pairs=pairs: f"{cell['accuracy'][pairs]:.3f}")
+            )
+    lines = [["mixer", *(heading for _, heading, _ in columns)], ["---", *("---:" for _ in columns)]]
+    for mixer in MIXERS:
+        if any(mixer in of_task for of_task in cells.values()):
+            shown = (show(cells[task][mixer]) if mixer in cells[task] else "" for task, _, show in columns)
+            lines.append([mixer, *shown])
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     publish(file, table)
     return table

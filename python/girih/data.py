@@ -83,7 +83,10 @@ def read_corpus(path: Path | None = None, context: int = 256) -> Corpus:
 
 
 class Windows(Dataset):
-    """Windows of `context` bytes that begin at `starts`. Labels are the same bytes: the model shifts them."""
+    """Windows of `context` bytes that begin at `starts`.
+
+    Labels are the same bytes (the model shifts them) but for the first, which nothing before it predicts.
+    """
 
     def __init__(self, text: torch.Tensor, starts: torch.Tensor, context: int):
         self.text, self.starts, self.context = text, starts, context
@@ -106,7 +109,9 @@ class Windows(Dataset):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         start = int(self.starts[i])
         window = self.text[start : start + self.context].long()
-        return {"input_ids": window, "labels": window}
+        labels = window.clone()
+        labels[0] = IGNORED
+        return {"input_ids": window, "labels": labels}
 
 
 class Recall(Dataset):

@@ -16,7 +16,9 @@ __all__ = [
     "DeltaProductState",
     "GLAState",
     "GSAState",
+    "LatticeState",
     "ShortConvState",
+    "TrellisState",
     "cat_attention",
     "delta_product",
     "delta_product_step",
@@ -24,9 +26,25 @@ __all__ = [
     "gla_step",
     "gsa",
     "gsa_step",
+    "lattice",
+    "lattice_step",
     "short_conv",
     "short_conv_step",
+    "trellis",
+    "trellis_step",
 ]
+
+
+def _each(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A first memory, shared ``[H, ...]`` or one a sequence ``[N, H, ...]`` -> one a sequence."""
+    if memory.dim() != 3:
+        return memory
+    return memory.expand(q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0), *memory.shape)
+
+
+def _own(memory: Tensor, batch: int, device) -> Tensor:
+    """A first memory, shared or one a sequence -> ``batch`` of them in memory of their own."""
+    return memory.detach().to(device).expand(batch, *memory.shape[-3:]).clone()
 
 
 class GSAState(NamedTuple):
@@ -144,9 +162,9 @@ def gla_step(
 
 
 class DeltaProductState(NamedTuple):
-    """Memory of :func:`delta_product`: ``s [N, H, D, V]`` and, with ``between_chunks`` alone, ``position [N]``.
+    """Memory of :func:`delta_product`: ``s [N, H, D, V]``, ``position [N]`` (int64).
 
-    The position (int64) counts the tokens of the current chunk that have been read.
+    The position, the tokens of the current chunk that have been read, is there with ``between_chunks`` alone.
     """
 
     s: Tensor
@@ -202,7 +220,8 @@ def delta_product(
 ) -> tuple[Tensor, DeltaProductState]:
     """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps a token.
 
-    ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet; a vector beta is LiZA's gate (Furfaro 2025).
+    ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet; a vector beta is the gate of LiZA
+    (Furfaro 2025).
 
     ::
 
@@ -266,6 +285,174 @@ def delta_product_step(
     )
 
 
+class TrellisState(NamedTuple):
+    """Memories of :func:`trellis`, now and at the start of the chunk: ``k`` and ``first_k`` ``[N, H, M, D]``,
+    ``v`` and ``first_v`` ``[N, H, M, V]``; ``position`` int64 ``[N]``, how many tokens of the chunk are read.
+    """
+
+    first_k: Tensor
+    k: Tensor
+    first_v: Tensor
+    v: Tensor
+    position: Tensor | None = None
+
+    @classmethod
+    def start(cls, batch: int, first_k: Tensor, first_v: Tensor, *, device=None) -> "TrellisState":
+        """The state before the first token, in its own tensors, from first memories (shared or ``N``)."""
+        k, v = _own(first_k, batch, device), _own(first_v, batch, device)
+        position = torch.zeros(batch, dtype=torch.int64, device=k.device)
+        return cls(k, k.clone(), v, v.clone(), position)
+
+
+def trellis(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    gamma: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk: int,
+    phi: str = "ln_silu",
+    f: str = "ln_silu",
+    state: TrellisState | tuple[Tensor, Tensor],
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, TrellisState]:
+    """Trellis: two memories learn by gradient descent to map keys, and values, onto targets in slots.
+
+    With ``x`` the key ``k_t`` for ``A1``, the value ``v_t`` for ``A2``, and ``A'`` the memory at the start of
+    the chunk::
+
+        u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
+        o_t = A2_t^T f(A1_t q_t)
+
+    (Karami, Behrouz, Kacham and Mirrokni, eq. 8 to 12, the Jacobian transposed; their factor 2 is in gamma.)
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, a ``[B, T, H, M]``, gamma and g
+    ``[B, T, H]``; o ``[B, T, HQ, V]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are
+    identity, silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state``
+    is a :class:`TrellisState` or the first memories ``(A1 [H, M, D], A2 [H, M, V])``, ``N`` in front or not.
+    """
+    if state is not None and not isinstance(state, TrellisState):
+        A1, A2 = state
+        state = (None, _each(A1, q, cu_seqlens), None, _each(A2, q, cu_seqlens), None)
+    o, *parts = torch.ops.girih.trellis(
+        q, k, v, a, gamma, g, *(state or [None] * 5), cu_seqlens, chunk=chunk, phi=phi, f=f
+    )
+    return o, TrellisState(*parts)
+
+
+def trellis_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    gamma: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk: int,
+    phi: str = "ln_silu",
+    f: str = "ln_silu",
+    state: TrellisState,
+) -> Tensor:
+    """One token of :func:`trellis`; ``state`` is written in place."""
+    return torch.ops.girih.trellis_step(q, k, v, a, gamma, g, *state, chunk=chunk, phi=phi, f=f)
+
+
+class LatticeState(NamedTuple):
+    """Memory of :func:`lattice`: ``first [N, H, D, M]`` at the start of the chunk, ``step [N, H, D, M]`` what
+    the chunk has added in its tangent spaces, ``decay [N, H]`` the sum of its gates so far (with ``g`` only),
+    ``position`` int64 ``[N]``, how many tokens of the chunk are read.
+    """
+
+    first: Tensor
+    step: Tensor | None = None
+    decay: Tensor | None = None
+    position: Tensor | None = None
+
+    @classmethod
+    def start(cls, batch: int, first: Tensor, *, gated: bool = False, device=None) -> "LatticeState":
+        """The state before the first token, in its own tensors, from a first memory (shared or ``N``)."""
+        first = _own(first, batch, device)
+        decay = first.new_zeros(first.shape[:2]) if gated else None
+        position = torch.zeros(batch, dtype=torch.int64, device=first.device)
+        return cls(first, torch.zeros_like(first), decay, position)
+
+
+def lattice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk: int,
+    objective: str = "decode",
+    normalize: bool = True,
+    shrinkage: float = 0.0,
+    state: LatticeState | Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LatticeState]:
+    """Lattice: a memory of unit columns ``s_i``, each written only along what it does not hold yet.
+
+    With ``S`` the memory at the start of the chunk and ``(h, c)`` the objective's pair::
+
+        decode: h = S k - v, c = k      encode: h = v, c = S^T v - k      similarity: h = -v, c = k
+        d_i = -gamma_t c_i (h - s_i (s_i.h))        X_t = e^{g_t} X_{t-1} + d        o_t = unit(X_t) q_t
+
+    (Karami and Mirrokni, eq. 10, 11 and 15 with the true norm; their factor 2 is in gamma.) At ``chunk=1``
+    alone: ``normalize=False`` leaves the norm of the columns free (eq. 10), ``shrinkage`` is the weight of an
+    l1 penalty on the memory (eq. 17).
+    Shapes: q ``[B, T, HQ, M]``, k ``[B, T, H, M]``, v ``[B, T, H, D]``, gamma and g ``[B, T, H]``; o
+    ``[B, T, HQ, D]``. ``chunk``, 1 to 64, is part of the model. There is no zero start: ``state`` is a
+    :class:`LatticeState` or the first memory ``S [H, D, M]``, ``N`` in front or not. Its columns are taken to
+    be unit vectors, and its gradient is projected to their tangent spaces.
+    """
+    if isinstance(state, Tensor):
+        state = LatticeState(_each(state, q, cu_seqlens))
+    o, *parts = torch.ops.girih.lattice(
+        q,
+        k,
+        v,
+        gamma,
+        g,
+        *(state or [None] * 4),
+        cu_seqlens,
+        chunk=chunk,
+        objective=objective,
+        normalize=normalize,
+        shrinkage=shrinkage,
+    )
+    return o, LatticeState(*parts)
+
+
+def lattice_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk: int,
+    objective: str = "decode",
+    normalize: bool = True,
+    shrinkage: float = 0.0,
+    state: LatticeState,
+) -> Tensor:
+    """One token of :func:`lattice`; ``state`` is written in place."""
+    return torch.ops.girih.lattice_step(
+        q,
+        k,
+        v,
+        gamma,
+        g,
+        *state,
+        chunk=chunk,
+        objective=objective,
+        normalize=normalize,
+        shrinkage=shrinkage,
+    )
+
+
 class ShortConvState(NamedTuple):
     """What :func:`short_conv` needs of the past: the last inputs ``x [N, W-1, channels]``, in x's dtype."""
 
@@ -294,9 +481,10 @@ def short_conv(
 
         z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = activation(z_t)
 
-    Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the current
-    token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float dtype than
-    x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns gives 0.
+    Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the
+    current token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float
+    dtype than x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns
+    gives 0.
     """
     y, *parts = torch.ops.girih.short_conv(
         x, weight, bias, *(state or (None,)), cu_seqlens, activation=activation
@@ -327,13 +515,13 @@ def cat_attention(
 ) -> Tensor:
     """The attention of CAT, compress and attend: K chunks cost T (K + chunk) / 2 scores, not T^2 / 2.
 
-    Row 0 of every chunk of ``chunk`` rows (2 to 256) is its header. A row attends to the headers of the chunks
-    before its own and to the rows of its own chunk up to itself; its own header is one of those. So a header
-    attends to headers alone. T need not be a multiple of ``chunk``.
+    Row 0 of every chunk of ``chunk`` rows (2 to 256) is its header. A row attends to the headers of the
+    chunks before its own and to the rows of its own chunk up to itself; its own header is one of those. So a
+    header attends to headers alone. T need not be a multiple of ``chunk``.
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``; o ``[B, T, HQ, V]``. ``scale`` defaults
-    to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole chunks into
-    ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding step is
-    attention over the headers and the current chunk's rows.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``; o ``[B, T, HQ, V]``. ``scale``
+    defaults to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole
+    chunks into ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding
+    step is attention over the headers and the current chunk's rows.
     """
     return torch.ops.girih.cat_attention(q, k, v, cu_chunks, chunk=chunk, scale=scale)

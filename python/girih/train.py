@@ -106,7 +106,10 @@ def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCa
         with torch.device("meta"):
             return GirihForCausalLM(config(intermediate)).num_parameters()
 
-    least = count(STEP)
+    try:
+        least = count(STEP)
+    except ValueError as error:  # a mixer that this size or this hybrid cannot hold
+        raise Refusal(f"mixer {mixer}: {error}") from error
     a_step = count(2 * STEP) - least
     intermediate = STEP * max(1, 1 + round((size.parameters - least) / a_step))
     if abs(count(intermediate) / size.parameters - 1) > 0.02:
@@ -236,8 +239,10 @@ def fit(
         weight_decay=0.1,
         bf16=torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_num_workers=2 if torch.cuda.is_available() else 0,  # there steps are short
         logging_nan_inf_filter=False,
         report_to="none",
+        ddp_find_unused_parameters=False,
         logging_steps=-(-size.steps // 40),
         prediction_loss_only=True,
         disable_tqdm=False,  # or the trainer prints every log once more
@@ -365,7 +370,7 @@ def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, pr
         os.replace(draft, folder / "model")
         sample = write_sample(trainer.model.eval(), prompt, 256, arguments["seed"])
         publish(folder / "sample.txt", sample)
-        print(f"\nA sample, begun with {prompt.decode()!r}:\n\n{sample}\n")
+        print(f"\nA sample, after {len(prompt)} bytes of held-out text:\n\n{sample}\n")
         title = f"{result['mixer']}, {result['parameters'] / 1e6:.2f}M parameters"
         draw_curve(trainer.state.log_history, trainer.tokens_per_step, bits, title, folder / "loss.png")
         publish(folder / "result.json", json.dumps(result, indent=2) + "\n")
@@ -397,6 +402,9 @@ def train(options: argparse.Namespace) -> dict:
         print(f"this run is finished; remove {folder} to train it again")
         return json.loads((folder / "result.json").read_text())
 
+    if torch.cuda.device_count() > 1 and "RANK" not in os.environ:
+        launch_on_every_gpu()
+
     interrupt = Interrupt()
     torch.manual_seed(options.seed)
     model = model_of_size(options.mixer, size)
@@ -417,14 +425,24 @@ def train(options: argparse.Namespace) -> dict:
     board.logging_dir = str(folder / "logs")
     for callback in (board, Whole(), interrupt):
         trainer.add_callback(callback)
-    newest = newest_whole(folder / "checkpoints")
+    with PartialState().main_process_first():
+        newest = newest_whole(folder / "checkpoints")
     start = f", from step {newest.name.split('-')[1]} on" if newest else ""
-    print(f"{options.mixer}, {model.num_parameters():,} parameters, on {trainer.args.device}")
-    print(f"{size.steps} steps of {size.batch} x {size.context} bytes of {corpus.name}{start}", flush=True)
+    if trainer.is_world_process_zero():
+        print(f"{options.mixer}, {model.num_parameters():,} parameters, on {trainer.args.device}")
+        print(f"{size.steps} steps of {size.batch} x {size.context} bytes of {corpus.name}{start}")
+        sys.stdout.flush()
     trainer.train(resume_from_checkpoint=str(newest) if newest else None)
     if interrupt.number:
         raise Interrupted(interrupt.number)
-    return finish(trainer, size, arguments, folder, b"def " if options.corpus is None else b"The ")
+    return finish(trainer, size, arguments, folder, bytes(corpus.held_out[:64].tolist()))
+
+
+def launch_on_every_gpu() -> None:
+    """Turn this process into torchrun with the same command, one process a GPU."""
+    processes = f"--nproc-per-node={torch.cuda.device_count()}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", processes, "-m", "girih.train"]
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv[1:]])
 
 
 class Parser(argparse.ArgumentParser):
@@ -464,15 +482,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where the run lives (default: runs/MIXER-SIZE)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    if torch.cuda.device_count() > 1 and "RANK" not in os.environ:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={torch.cuda.device_count()}",
-        ]
-        program = ["-m", "girih.train", *(sys.argv[1:] if argv is None else argv)]
-        os.execv(sys.executable, [sys.executable, *launcher, *program])
 
     def work():
         result = train(options)

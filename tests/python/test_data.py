@@ -49,7 +49,7 @@ def test_a_corpus_that_cannot_be_used_is_refused(tmp_path, content):
     file = tmp_path / "corpus.txt"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(CorpusError, match="corpus.txt"):
+    with pytest.raises(CorpusError, match=r"corpus\.txt"):
         read_corpus(file)
 
 
@@ -58,7 +58,10 @@ def test_windows_are_drawn_by_seed_and_stay_in_the_text():
     drawn = Windows.drawn(text, 500, 10, seed=1)
     assert torch.equal(drawn.starts, Windows.drawn(text, 500, 10, seed=1).starts)
     assert drawn.starts.min() == 0 and drawn.starts.max() == 90
-    assert all(torch.equal(drawn[i]["labels"], torch.arange(10) + drawn.starts[i]) for i in range(500))
+    for i in range(500):
+        ids, labels = drawn[i]["input_ids"], drawn[i]["labels"]
+        assert torch.equal(ids, torch.arange(10) + drawn.starts[i])
+        assert labels[0] == IGNORED and torch.equal(labels[1:], ids[1:])
     spread = Windows.spread(text, 6, 10)
     assert spread.starts.tolist() == [0, 10, 30, 50, 60, 80]
 

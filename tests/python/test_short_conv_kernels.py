@@ -1,8 +1,7 @@
-"""The kernels of short_conv at their edges. All but the case named large are small enough for compute-sanitizer."""
+"""The kernels of short_conv at their edges. All but the large case are small enough for compute-sanitizer."""
 
 import pytest
 import torch
-
 from girih import ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -42,7 +41,7 @@ class Padded:
         for buffer, inner, view, values in self.views:
             outside = torch.ones_like(buffer, dtype=torch.bool)
             start = [self.padding] * buffer.dim()
-            outside[tuple(slice(s, s + n) for s, n in zip(start, inner.shape))] = False
+            outside[tuple(slice(s, s + n) for s, n in zip(start, inner.shape, strict=True))] = False
             assert buffer[outside].isnan().all()
             if not any(view is x for x in written):
                 assert torch.equal(view, values)
@@ -82,7 +81,7 @@ def assert_as_right_as_aten(found, inputs, **options):
     exact = run(*(None if t is None else t.double() for t in inputs), **options)
     aten = run(*inputs, **options)
     assert len(found) == len(exact)
-    for got, rounded, want in zip(found, aten, exact):
+    for got, rounded, want in zip(found, aten, exact, strict=True):
         assert got.dtype == rounded.dtype and got.shape == want.shape
         if want.numel():
             error = (got.cpu().double() - want).abs().max()
@@ -198,7 +197,7 @@ def test_steps_replayed_from_a_cuda_graph():
 
 def test_float64_takes_the_aten_form():
     inputs = [t.double() for t in draw(2, 17, 8, 4, dtype=torch.float32)]
-    for got, want in zip(run(*(t.cuda() for t in inputs)), run(*inputs)):
+    for got, want in zip(run(*(t.cuda() for t in inputs)), run(*inputs), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-12, atol=1e-12)
 
 

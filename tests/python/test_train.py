@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import random
 import shutil
@@ -47,14 +49,10 @@ def last_line(text: str) -> dict:
 def finished(corpus, tmp_path_factory) -> tuple[Path, str]:
     """A run that nothing disturbed: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    run = subprocess.run(
-        [sys.executable, "-m", "girih.train", *arguments(corpus, folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return folder, run.stdout
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert train.main(arguments(corpus, folder)) == 0
+    return folder, printed.getvalue()
 
 
 def test_a_run_leaves_a_model_a_sample_a_curve_and_its_result_in_the_last_line(finished):
@@ -96,7 +94,9 @@ def test_a_finished_run_says_so_and_is_not_trained_again(finished, corpus, capsy
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(number, finished, corpus, tmp_path):
+def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(
+    number, finished, corpus, tmp_path, capsys
+):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(number,
         if line.startswith("step 5/"):
             run.send_signal(number)
             break
-    _, complaint = run.communicate(timeout=120)
+    _, complaint = run.communicate(timeout=300)
     assert run.returncode == 128 + number
     assert complaint.strip().splitlines()[-1] == "girih.train: stopped; the same command continues"
     newest = train.newest_whole(folder / "checkpoints")
@@ -115,10 +115,10 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(number,
     shutil.copytree(newest, cut_off, ignore=shutil.ignore_patterns(train.WHOLE, "trainer_state.json"))
     (cut_off / "optimizer.pt").write_bytes(b"cut off")
 
-    again = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert f"from step {stopped} on" in again.stdout
-    assert last_line(again.stdout)["bits_per_byte"] == pytest.approx(
+    assert train.main(arguments(corpus, folder)) == 0
+    printed = capsys.readouterr().out
+    assert f"from step {stopped} on" in printed
+    assert last_line(printed)["bits_per_byte"] == pytest.approx(
         last_line(finished[1])["bits_per_byte"], abs=2e-3
     )
 

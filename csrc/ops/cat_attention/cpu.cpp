@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   auto sizes = x.q.sizes().vec();
   sizes.back() = v.size(3);
   const auto o = at::empty(sizes, x.q.options());
-  sizes.pop_back();
+  sizes.back() = 1;
   const auto lse = at::empty(sizes, x.q.options());
   x.for_blocks([&](int64_t c, int64_t n) {
     const auto s = x.scores(c, n);
@@ -132,13 +132,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     const auto read =
         own.matmul(x.take(x.v, c, n)).add_(x.with_headers(headers, x.take(x.header_v, 0, c + n), false));
     x.take(o, c, n).copy_(read.div_(sum));
-    x.take(lse, c, n).copy_(sum.log().add_(largest).squeeze(-1));
+    x.take(lse, c, n).copy_(sum.log().add_(largest));
   });
   if (x.outside.defined()) {
-    o.masked_fill_(x.outside.view({x.K, 1, 1}), 0);
-    lse.masked_fill_(x.outside.view({x.K, 1}), std::numeric_limits<double>::infinity());  // p = 0
+    const auto outside = x.outside.view({x.K, 1, 1});
+    o.masked_fill_(outside, 0);
+    lse.masked_fill_(outside, std::numeric_limits<double>::infinity());  // p = 0
   }
-  return {x.join(o, q.scalar_type()), save ? lse : at::empty({0}, lse.options())};
+  return {x.join(o, q.scalar_type()), save ? x.join(lse, x.type).squeeze(-1) : at::empty({0}, lse.options())};
 }
 
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
@@ -148,12 +149,12 @@ Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& 
                    std::optional<double> scale) {
   if (!given(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
   const Attention x(q, k, v, cu_chunks, chunk, scale);
-  const auto grad = x.split(*grad_o);
+  const auto grad = x.split(*grad_o), norms = x.split(lse.unsqueeze(-1));
   const auto dq = at::empty_like(x.q), dk = at::empty_like(x.k), dv = at::empty_like(x.v);
   const auto dheader_k = at::zeros_like(x.header_k), dheader_v = at::zeros_like(x.header_v);
   x.for_blocks([&](int64_t c, int64_t n) {
     const auto header_k = x.take(x.header_k, 0, c + n), header_v = x.take(x.header_v, 0, c + n);
-    const auto rows = x.take(x.q, c, n), down = x.take(grad, c, n), norm = x.take(lse, c, n).unsqueeze(-1);
+    const auto rows = x.take(x.q, c, n), down = x.take(grad, c, n), norm = x.take(norms, c, n);
     const auto s = x.scores(c, n);
     // p
     const auto own = s.own.sub_(norm).exp_(), headers = s.headers.sub_(norm).exp_();

@@ -1,4 +1,4 @@
-// What cat_attention accepts.
+// What cat_attention accepts. Forward saves lse [B, T, HQ], fp32 or fp64: the log-sum-exp of a row's scores.
 #pragma once
 
 #include "../check.h"
@@ -7,7 +7,6 @@ namespace girih::cat_attention {
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V;
-  int64_t C;
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
                        int64_t chunk) {
@@ -15,8 +14,7 @@ struct Problem {
     check.rank("q", q, 4, "[B, T, H, D]");
     check.rank("k", k, 4, "[B, T, H, D]");
     check.rank("v", v, 4, "[B, T, H, V]");
-    const Problem p{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2),
-                    q.sym_size(3), v.sym_size(3), chunk};
+    const Problem p{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2), q.sym_size(3), v.sym_size(3)};
     check.grouped(p.HQ, p.H);
     check.at_least_one("D", p.D);
     check.at_least_one("V", p.V);
@@ -28,10 +26,6 @@ struct Problem {
     check.sequences("cu_chunks", cu_chunks, p.B);
     return p;
   }
-
-  // The saved log-sum-exp of every row's scores: [B, H, K, (HQ / H) C], the query heads of one k head side by
-  // side.
-  std::array<c10::SymInt, 4> lse_sizes() const { return {B, H, (T + (C - 1)) / C, HQ / H * C}; }
 };
 
 }  // namespace girih::cat_attention

@@ -137,10 +137,11 @@ Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_stat
     if (activation) dz = at::silu_backward(dz, convolve(inputs, taps, bias));
     if (inputs.packed()) dz = dz.masked_fill(~inputs.inside(), 0);
     const std::vector<int64_t> over_tokens{0, 1};
+    auto product = at::empty_like(dz);
     std::vector<Tensor> sums;
     for (size_t j = 0; j < taps.size(); ++j) {
       inputs.add_to_tap(grad, j, dz, taps[j]);
-      sums.push_back((dz * inputs.tap(j)).sum(over_tokens));
+      sums.push_back(at::mul_out(product, dz, inputs.tap(j)).sum(over_tokens));
     }
     dweight = at::stack(sums, 1);
     dbias = dz.sum(over_tokens);

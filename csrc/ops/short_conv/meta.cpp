@@ -14,8 +14,6 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  m.impl("short_conv_forward", &forward);
-}
+TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("short_conv_forward", &forward); }
 
 }  // namespace girih::short_conv

@@ -1,0 +1,246 @@
+// Lattice in chunk form (maths.md section 4). Columns s_i of a memory S [D, M] take steps in their tangent
+// spaces; with (h, c) from the objective, e = S k - v or S^T v - k:
+//   decode      h = e,  c = k          encode  h = v, c = e          similarity  h = -v, c = k
+//   d_{t,i} = -gamma_t c_{t,i} (h_t - s_i (s_i.h_t))      X_t = e^{g_t} X_{t-1} + d_t      o_t = unit(X_t)
+//   q_t
+// A chunk reads S at its start, X_0 = S, and leaves unit(X) of its last token.
+#include "../decay.h"
+#include "../defining.h"
+#include "../dispatch.h"
+#include "problem.h"
+
+namespace girih::lattice {
+namespace {
+
+// e^L, held above where a square underflows: what a memory keeps of its direction when every gate is shut.
+Tensor kept(const Tensor& L) {
+  return L.clamp_min(-30).exp();
+}
+
+Tensor unit(const Tensor& X) {
+  return X / at::linalg_vector_norm(X, 2, -2, true);
+}
+
+// S itself, its columns' gradient projected to their tangent spaces.
+Tensor on_sphere(const Tensor& S) {
+  const auto s = S.detach(), d = S - s;
+  return s + (d - s * (s * d).sum(-2, true));
+}
+
+enum class Objective { decode, encode, similarity };
+
+Objective objective_of(std::string_view name) {
+  return name == "decode" ? Objective::decode : name == "encode" ? Objective::encode : Objective::similarity;
+}
+
+// h and W = -gamma c of C tokens against one memory S [B, H, D, M]; what does not hang on S is made once for
+// all.
+class Pairs {
+ public:
+  Pairs(Objective objective, const Tensor& k, const Tensor& v, const Tensor& gamma) : objective_(objective) {
+    const auto step = -gamma.unsqueeze(-1);
+    v_ = per_chunk(objective == Objective::similarity ? -v : v);
+    if (objective == Objective::encode) {
+      k_ = per_chunk(k);
+      step_ = per_chunk(step);
+    } else {
+      if (objective == Objective::decode) k_ = per_chunk(k);
+      W_ = per_chunk(step * k);
+    }
+  }
+
+  struct Pair {
+    Tensor H, W, a;  // [B, H, C, D], [B, H, C, M], a = H S [B, H, C, M]
+  };
+  Pair at(int64_t c, const Tensor& S) const {
+    if (objective_ == Objective::decode) {
+      const auto E = k_[c].matmul(S.transpose(-1, -2)) - v_[c];
+      return {E, W_[c], E.matmul(S)};
+    }
+    const auto a = v_[c].matmul(S);
+    return {v_[c], objective_ == Objective::encode ? (a - k_[c]) * step_[c] : W_[c], a};
+  }
+
+ private:
+  Objective objective_;
+  Tensors k_, v_, step_, W_;
+};
+
+// q's heads beside the memory that they read: [B, n, HQ, C, M] -> [B, n, H, HQ / H, C, M].
+Tensor group(const Tensor& q, int64_t H) {
+  return q.unflatten(2, {H, q.size(2) / H});
+}
+
+// States: S [B, H, D, M] where all chunks are whole, else also Delta [B, H, D, M], the steps that the chunk
+// has accumulated, and with gates L [B, H], the sum of its gates so far.
+class TangentSteps : public Block {
+ public:
+  // inputs: q [B, n, HQ, C, M], k [B, n, H, C, M], v [B, n, H, C, D], gamma, g [B, n, H, C]
+  TangentSteps(const Tensors& inputs, const Tensor& complete, Objective objective)
+      : q_(group(inputs[0], inputs[1].size(2))),
+        g_(inputs[4]),
+        pairs_(objective, inputs[1], inputs[2], inputs[3]) {
+    if (g_.defined()) {
+      L_ = sum_to(g_, -1);
+      const auto sum = g_.sum(-1);
+      sum_ = per_chunk(sum);
+      decay_ = per_chunk(sum.exp().unsqueeze(-1).unsqueeze(-1));
+      kept_ = per_chunk(kept(sum).unsqueeze(-1).unsqueeze(-1));
+      to_end_ = per_chunk(sum_after(g_, -1).exp().unsqueeze(-1));
+    }
+    if (complete.defined()) complete_ = per_chunk(complete);
+  }
+
+  Chunks::States step(int64_t c, const Chunks::States& states) override {
+    const auto& S = states[0];
+    const auto pair = pairs_.at(c, S);
+    H_.push_back(pair.H);
+    W_.push_back(pair.W);
+    a_.push_back(pair.a);
+    // sigma_C = sum_j E_Cj W_j a_j, and sum_j E_Cj h_j W_j^T
+    const auto W = g_.defined() ? pair.W * to_end_[c] : pair.W;
+    const auto sigma = (W * pair.a).sum(-2, true), steps = pair.H.transpose(-1, -2).matmul(W);
+    if (states.size() == 1) {
+      // x_i = (m_C - sigma_C) s_i + steps, S <- x_i / |x_i|
+      const auto next = unit(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma));
+      return {complete_.empty() ? next : where_row(complete_[c], next, S)};
+    }
+    const auto& done = complete_[c];
+    const auto Delta = (g_.defined() ? decay_[c] * states[1] : states[1]) + steps - S * sigma;
+    if (!g_.defined()) {
+      return {where_row(done, unit(S + Delta), S), where_row(done, at::zeros_like(Delta), Delta)};
+    }
+    const auto L = states[2] + sum_[c];
+    return {where_row(done, unit(S * kept(L).unsqueeze(-1).unsqueeze(-1) + Delta), S),
+            where_row(done, at::zeros_like(Delta), Delta), where_row(done, at::zeros_like(L), L)};
+  }
+
+  Tensor read(const Tensors& starts) override {
+    const auto S = starts[0], H = at::stack(H_, 1), W = at::stack(W_, 1), a = at::stack(a_, 1);
+    const bool gated = g_.defined(), resumed = starts.size() > 1;
+    const auto E = gated ? decay_matrix(g_) : Tensor();
+    const auto Wa = W * a;
+    // G = H H^T, sigma = tril(E) (W * a), N = (tril(G, -1) * E) W
+    const auto G = H.matmul(H.transpose(-1, -2)).tril(-1);
+    const auto sigma = gated ? E.matmul(Wa) : Wa.cumsum(-2);
+    auto N = (gated ? G * E : G).matmul(W);
+    const auto from_start = gated ? L_.exp().unsqueeze(-1) : Tensor();
+    const auto decayed = [&](const Tensor& x) { return gated ? x * from_start : x; };
+    // Resumed in mid-chunk: the steps before, Delta, add to N, n and the read.
+    if (resumed) N = N + decayed(H.matmul(starts[1]));
+    // n = tril(E * E) [W^2 (G_jj - a^2) + 2 W (N - a (sigma - W a))] = |accumulated step|^2
+    const auto growth = W.square() * (H.square().sum(-1, true) - a.square()) + 2 * W * (N - a * (sigma - Wa));
+    auto n = gated ? E.square().matmul(growth) : growth.cumsum(-2);
+    if (resumed) {
+      const auto before = starts[1].square().sum(-2, true);
+      n = n + (gated ? from_start.square() * before : before);
+    }
+    n = n.clamp_min(0);
+    // q~ = Q / sqrt(m^2 + n), O = (q~ * (m - sigma)) S^T + (tril(q~ W^T) * E) H + (q~ e^{L}) Delta^T
+    Tensor m;
+    if (gated) m = kept(resumed && starts.size() > 2 ? L_ + starts[2].unsqueeze(-1) : L_).unsqueeze(-1);
+    const auto inverse = (gated ? n + m.square() : n + 1).rsqrt();
+    const auto q = q_ * inverse.unsqueeze(3);
+    const auto along = gated ? m - sigma : 1 - sigma;
+    const auto scores = q.matmul(W.unsqueeze(3).transpose(-1, -2));
+    auto o = (q * along.unsqueeze(3)).matmul(S.unsqueeze(3).transpose(-1, -2)) +
+             (gated ? scores * E.unsqueeze(3) : scores.tril()).matmul(H.unsqueeze(3));
+    if (resumed) {
+      o = o + (gated ? q * from_start.unsqueeze(3) : q).matmul(starts[1].unsqueeze(3).transpose(-1, -2));
+    }
+    return o.flatten(2, 3);
+  }
+
+ private:
+  Tensor q_, g_, L_;
+  Pairs pairs_;
+  Tensors sum_, decay_, kept_, to_end_;  // L_C [B, H], e^{L_C} and m_C [B, H, 1, 1], e^{L_C - L} [B, H, C, 1]
+  Tensors complete_;                     // [B]
+  Tensors H_, W_, a_;
+};
+
+// Chunks of one token without the division by the norm, or with shrinkage before it. With phi_i = s_i /
+// |s_i|:
+//   d_i = -gamma c_i (h - phi_i (phi_i.h)) / |s_i|, e reads phi(S)        s <- e^{g} s + d
+//   s <- P(soft(e^{g} s + d, gamma lambda)), a column of zeros keeps its old value
+// States: S [B, H, D, M].
+class TokenSteps : public Block {
+ public:
+  TokenSteps(const Tensors& inputs, const Tensor& complete, Objective objective, bool normalize,
+             double shrinkage)
+      : q_(group(inputs[0], inputs[1].size(2))),
+        pairs_(objective, inputs[1], inputs[2], inputs[3]),
+        normalize_(normalize),
+        shrinks_(shrinkage > 0) {
+    if (inputs[4].defined()) decay_ = per_chunk(kept(inputs[4]).unsqueeze(-1));
+    if (shrinks_) threshold_ = per_chunk((inputs[3] * shrinkage).unsqueeze(-1));
+    if (complete.defined()) complete_ = per_chunk(complete);
+  }
+
+  Chunks::States step(int64_t c, const Chunks::States& states) override {
+    const auto& S = states[0];
+    const auto length = normalize_ ? Tensor() : at::linalg_vector_norm(S, 2, -2, true);
+    const auto phi = normalize_ ? S : S / length;
+    const auto pair = pairs_.at(c, phi);
+    const auto W = normalize_ ? pair.W : pair.W / length;
+    auto X = (decay_.empty() ? S : S * decay_[c]) + pair.H.transpose(-1, -2).matmul(W) - phi * (W * pair.a);
+    if (shrinks_) {
+      X = X.sign() * (X.abs() - threshold_[c]).clamp_min(0);
+      X = at::where((X == 0).all(-2, true), S, X);
+    }
+    if (normalize_) X = unit(X);
+    X_.push_back(complete_.empty() ? X : where_row(complete_[c], X, S));
+    return {X_.back()};
+  }
+
+  Tensor read(const Tensors&) override {
+    return q_.matmul(at::stack(X_, 1).unsqueeze(3).transpose(-1, -2)).flatten(2, 3);
+  }
+
+ private:
+  Tensor q_;
+  Pairs pairs_;
+  bool normalize_, shrinks_;
+  Tensors decay_, threshold_, complete_;  // e^{g}, gamma lambda [B, H, 1, 1], [B]
+  Tensors X_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
+    const OptionalTensor& state_first, const OptionalTensor& state_step, const OptionalTensor& state_decay,
+    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
+    std::string_view objective, bool normalize, double shrinkage, bool) {
+  Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens, chunk,
+                 objective, normalize, shrinkage);
+  const auto B = q.size(0), T = q.size(1), H = k.size(2), D = v.size(3);
+  const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
+  const auto S = normalize ? on_sphere(*state_first) : *state_first;
+  const auto zeros = at::zeros_like(S), no_decay = at::zeros({S.size(0), H}, S.options());
+  const bool within = chunk > 1 && !chunks.whole();  // a state may stand within a chunk
+  Chunks::States initial{S};
+  if (within) {
+    const bool resumed = given(state_position);
+    initial.push_back(resumed ? *state_step : zeros);
+    if (given(g)) initial.push_back(resumed && given(state_decay) ? *state_decay : no_decay);
+  }
+
+  const auto pair = objective_of(objective);
+  const auto run = chunks.run(
+      {q, k, v, gamma, g.value_or(Tensor())}, initial,
+      [=](const Tensors& inputs, const Tensor& complete) -> std::unique_ptr<Block> {
+        if (normalize && shrinkage == 0) return std::make_unique<TangentSteps>(inputs, complete, pair);
+        return std::make_unique<TokenSteps>(inputs, complete, pair, normalize, shrinkage);
+      },
+      q.scalar_type());
+  const auto& finals = run.finals;
+  OptionalTensor decay;
+  if (given(g)) decay = within ? finals[2] : no_decay;
+  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), D}, q.options()), finals[0],
+          within ? finals[1] : zeros, decay, chunks.next_position()};
+}
+
+}  // namespace
+
+GIRIH_IMPL_ATEN("lattice_forward", forward)
+
+}  // namespace girih::lattice

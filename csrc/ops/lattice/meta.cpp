@@ -1,0 +1,28 @@
+#include "../dispatch.h"
+#include "problem.h"
+
+namespace girih::lattice {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
+    const OptionalTensor& state_first, const OptionalTensor& state_step, const OptionalTensor& state_decay,
+    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
+    std::string_view objective, bool normalize, double shrinkage, bool) {
+  const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
+                                cu_seqlens, chunk, objective, normalize, shrinkage);
+  const auto options = q.options().dtype(accumulate_type(q));
+  OptionalTensor decay;
+  if (given(g)) decay = at::empty_symint({p.N, p.H}, options);
+  return {at::empty_symint({p.B, p.T, p.HQ, p.D}, q.options()),
+          at::empty_symint({p.N, p.H, p.D, p.M}, options), at::empty_symint({p.N, p.H, p.D, p.M}, options),
+          decay, at::empty_symint({p.N}, q.options().dtype(at::kLong))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, Meta, m) {
+  m.impl("lattice_forward", &forward);
+}
+
+}  // namespace girih::lattice

@@ -1,0 +1,32 @@
+#include "../dispatch.h"
+#include "problem.h"
+
+namespace girih::trellis {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+    const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
+    const OptionalTensor& state_first_v, const OptionalTensor& state_v, const OptionalTensor& state_position,
+    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f, bool) {
+  const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
+                                state_position, cu_seqlens, chunk, phi, f);
+  const auto options = q.options().dtype(accumulate_type(q));
+  const auto memory = [&](const c10::SymInt& width) {
+    return at::empty_symint({p.N, p.H, p.M, width}, options);
+  };
+  return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
+          memory(p.D),
+          memory(p.D),
+          memory(p.V),
+          memory(p.V),
+          at::empty_symint({p.N}, q.options().dtype(at::kLong))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, Meta, m) {
+  m.impl("trellis_forward", &forward);
+}
+
+}  // namespace girih::trellis
