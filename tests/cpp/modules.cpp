@@ -20,7 +20,7 @@ constexpr int64_t kHidden = 16, kChunk = 4;
 std::vector<nn::Config> configurations() {
   std::vector<nn::Config> all;
   for (const char* mixer : {"gsa", "abc", "linear_attention", "retnet", "gla", "mamba2", "delta_product",
-                            "deltanet", "gated_deltanet", "attention", "cat", "mag"}) {
+                            "deltanet", "gated_deltanet", "trellis", "lattice", "attention", "cat", "mag"}) {
     nn::Config config{.vocab_size = 11,
                       .hidden_size = kHidden,
                       .num_hidden_layers = 2,

@@ -95,6 +95,29 @@ std::vector<Case> cases() {
                    return ops::delta_product_step(x[0], x[1], x[2], x[3], {}, bent_step);
                  })});
 
+  const auto A1 = random({H, M, D}), A2 = random({H, M, D}), a = random({B, T, H, M});
+  const ops::TrellisOptions trellis{.chunk = C, .state = {.k = A1, .v = A2}};
+  auto trellis_step = trellis;
+  trellis_step.state = ops::TrellisState::start(B, A1, A2);
+  all.push_back(
+      {"trellis",
+       {q, k, v, a, gamma, g},
+       [=](const auto& x) { return ops::trellis(x[0], x[1], x[2], x[3], x[4], x[5], trellis).first; },
+       stepwise([=](const auto& x) {
+         return ops::trellis_step(x[0], x[1], x[2], x[3], x[4], x[5], trellis_step);
+       })});
+
+  const auto S = unit_columns(random({H, D, M}));
+  const ops::LatticeOptions lattice{.chunk = C, .state = {.first = S}};
+  auto lattice_step = lattice;
+  lattice_step.state = ops::LatticeState::start(B, S, /*gated=*/true);
+  all.push_back({"lattice",
+                 {random({B, T, H, M}), random({B, T, H, M}), v, gamma, g},
+                 [=](const auto& x) { return ops::lattice(x[0], x[1], x[2], x[3], x[4], lattice).first; },
+                 stepwise([=](const auto& x) {
+                   return ops::lattice_step(x[0], x[1], x[2], x[3], x[4], lattice_step);
+                 })});
+
   const auto weight = random({D, 3});
   const ops::ShortConvOptions conv{.activation = "silu"};
   auto conv_step = conv;
@@ -161,13 +184,14 @@ TEST_CASE("Steps give what the whole sequence gives", "[ops]") {
 }
 
 TEST_CASE("No graph is kept without gradient", "[ops]") {
-  for (auto& op : cases()) {
+  for (const auto& op : cases()) {
     INFO(op.name);
-    CHECK(!op.all(op.inputs).requires_grad());
-    op.inputs[1].requires_grad_(true);
-    CHECK(op.all(op.inputs).requires_grad());
+    auto inputs = op.inputs;
+    CHECK(!op.all(inputs).requires_grad());
+    inputs.back() = inputs.back().detach().requires_grad_(true);
+    CHECK(op.all(inputs).requires_grad());
     const at::NoGradGuard no_grad;
-    CHECK(!op.all(op.inputs).requires_grad());
+    CHECK(!op.all(inputs).requires_grad());
   }
 }
 
@@ -198,7 +222,8 @@ TEST_CASE("Packed sequences are the sequences", "[ops]") {
 }
 
 TEST_CASE("Wrong arguments are refused by name", "[ops]") {
-  const auto q = random({B, T, H, D}), k = random({B, T, H, D}), v = random({B, T, H, D});
+  const auto q = random({B, T, H, D}), k = random({B, T, H, D}), v = random({B, T, H, D}),
+             g = random({B, T, H});
   const auto message = [](const auto& call) -> std::string {
     try {
       call();
@@ -216,6 +241,13 @@ TEST_CASE("Wrong arguments are refused by name", "[ops]") {
   says([&] { ops::gla(q, k.slice(1, 1), v); }, "gla: k");
   says([&] { ops::gla(q.slice(2, 0, 1), k, v); }, "gla: q");
   says([&] { ops::gsa(q, k, v, {}, gate({B, T, H, M}), {.feature = "sine"}); }, "feature");
+  says([&] { ops::trellis(q, k, v, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "trellis: state is None");
+  says(
+      [&] {
+        ops::lattice(q, k, v, g, {}, {.state = {.first = unit_columns(random({H, D, D}))}});
+      },
+      "chunk is 0");
+  says([&] { ops::delta_product(q, k.slice(1, 1), v, g); }, "delta_product: k has 10 rows");
   says([&] { ops::gla_step(q.slice(1, 0, 1), k.slice(1, 0, 1), v.slice(1, 0, 1), {}, {}); },
        "state is absent");
 }
