@@ -1,0 +1,159 @@
+// The language models for LibTorch, those of girih.models in Python: one folder of save_pretrained serves
+// both.
+//
+//   auto model = girih::nn::from_pretrained("folder");
+//   auto text = model->generate(ids, {.max_new_tokens = 100});
+//
+//   girih::nn::LanguageModel fresh(girih::nn::Config{.hidden_size = 512, .mixer = "trellis"});
+//   fresh->loss(ids).backward();
+#pragma once
+
+#include <girih/nn.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace girih::nn {
+
+// girih.models.GirihConfig: the same fields, the same defaults, the same errors.
+struct Config {
+  int64_t vocab_size = 256;
+  int64_t hidden_size = 256;
+  int64_t num_hidden_layers = 4;
+  // One name for every layer, or one for each. "cat" alone is the whole CAT model, in a list it is CAT as a
+  // layer. gsa, abc, linear_attention, retnet, gla, mamba2, delta_product, deltanet, gated_deltanet, trellis,
+  // lattice, attention, cat, mag
+  std::string mixer = "gsa";
+  std::vector<std::string> hybrid = {};  // the list; `mixer` is not read then
+  int64_t num_heads = 4;
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {}, intermediate_size = {};
+  int64_t num_slots = 64;
+  int64_t chunk = 16;
+  int64_t n = 2;
+  bool gated = true;
+  std::optional<int64_t> conv_size = {};
+  std::string phi = "ln_silu", f = "ln_silu";
+  std::string objective = "decode";
+  std::string feature = "softmax";
+  std::optional<std::string> between_chunks = {};
+  bool allow_neg_eigval = false;
+  std::string mag_base = "attention", mag_mixer = "delta_product";
+  double mag_weight = 0.5;
+  bool mag_learned = false, mag_cross = false;
+  std::optional<int64_t> compressor_hidden_size = {}, compressor_layers = {};
+  bool running_positions = false;
+  int64_t max_position_embeddings = 8192;
+  double rope_theta = 10000.0;
+  double norm_eps = 1e-6;
+  double initializer_range = 0.02;
+  bool tie_word_embeddings = true;
+  std::optional<int64_t> bos_token_id = {}, eos_token_id = {}, pad_token_id = {};
+
+  // The mixer of each layer.
+  std::vector<std::string> mixers() const;
+  bool is_whole_cat() const { return hybrid.empty() && mixer == "cat"; }
+  // With every default that depends on other fields filled in. Throws c10::ValueError for a size that does
+  // not fit.
+  Config completed() const;
+
+  // Hugging Face's config.json, as text.
+  static Config from_json(const std::string& text);
+  std::string to_json() const;
+};
+
+// The mixer that a configuration calls `name`; the configuration must be completed.
+AnyLayer make_mixer(const std::string& name, const Config& config);
+
+// Embedding, blocks, RMS norm: ids [B, T] -> [B, T, hidden_size].
+class ModelImpl : public LayerImpl {
+ public:
+  explicit ModelImpl(const Config& config);
+
+  torch::nn::Embedding embed_tokens{nullptr};
+  torch::nn::ModuleList layers{nullptr};  // of Block
+  RMSNorm norm{nullptr};
+
+ protected:
+  Output run(const Tensor& ids, const Call& call) override;
+};
+
+// f(c): a chunk of C tokens as one vector of the decoder's width. chunks [B, K, C], index [K] -> [B, K,
+// hidden_size].
+class CompressorImpl : public Module {
+ public:
+  explicit CompressorImpl(const Config& config);
+  Tensor forward(const Tensor& chunks, const Tensor& index);
+
+  torch::nn::Embedding embed_tokens{nullptr}, position{nullptr};
+  torch::nn::ModuleList layers{nullptr};  // of Block
+  RMSNorm norm{nullptr};
+  torch::nn::Linear proj{nullptr};
+};
+TORCH_MODULE(Compressor);
+
+// CAT, the compress and attend transformer, as a whole model. Chunk k is the rows [header_k, x_{kC}, ...,
+// x_{kC+C-2}], header_k = f(c_{k-1}), header_0 learned; token t's output is row t + 1. The state keeps the
+// tokens, and a call computes the model anew on them.
+class CatModelImpl : public LayerImpl {
+ public:
+  explicit CatModelImpl(const Config& config);
+  void reset_parameters();
+
+  torch::nn::Embedding embed_tokens{nullptr};
+  Tensor header;
+  Compressor compressor{nullptr};
+  torch::nn::ModuleList layers{nullptr};  // of Block
+  RMSNorm norm{nullptr};
+
+ protected:
+  Output run(const Tensor& ids, const Call& call) override;
+
+ private:
+  Tensor decode(const Tensor& chunks, const Tensor& index, const Tensor& cu_rows);
+  int64_t chunk_, max_position_embeddings_;
+  double initializer_range_;
+};
+
+struct GenerateOptions {
+  int64_t max_new_tokens = 64;
+  double temperature = 0.0;                  // 0: the most likely token
+  std::optional<int64_t> top_k = {};         // sample among these many
+  std::optional<int64_t> eos_token_id = {};  // a sequence that wrote it is filled up with it
+  Tensor attention_mask = {};                // of the prompt, padded on the left
+};
+
+// A language model of any mixer and a head: ids [B, T] -> logits [B, T, vocab_size]. Takes what every layer
+// takes.
+class LanguageModelImpl : public LayerImpl {
+ public:
+  explicit LanguageModelImpl(const Config& config);
+
+  // Mean cross entropy of every token after the first, in nats; labels [B, T], -100 not counted, are ids
+  // unless given.
+  Tensor loss(const Tensor& ids, const Tensor& labels = {});
+  // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens].
+  Tensor generate(const Tensor& ids, const GenerateOptions& options = {});
+  // config.json and model.safetensors, which Python's from_pretrained reads.
+  void save_pretrained(const std::string& folder) const;
+
+  const Config config;
+  AnyLayer model;                      // ModelImpl or CatModelImpl
+  torch::nn::Linear lm_head{nullptr};  // absent when the word embeddings are tied
+
+ protected:
+  Output run(const Tensor& ids, const Call& call) override;
+
+ private:
+  Tensor head(const Tensor& x) const;
+  torch::nn::Embedding embed_tokens_{nullptr};  // the model's
+};
+TORCH_MODULE(LanguageModel);
+
+// The model in a folder that save_pretrained wrote, here or in Python, for inference (eval mode). Throws
+// c10::ValueError for a parameter that is missing, unknown or of another shape, std::runtime_error for a file
+// that cannot be read.
+LanguageModel from_pretrained(const std::string& folder, at::Device device = at::kCPU);
+
+}  // namespace girih::nn

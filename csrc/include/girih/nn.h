@@ -1,0 +1,469 @@
+// The layers for LibTorch. Modules, parameters, shapes and initialisation are those of girih.nn in Python:
+// one state_dict serves both.
+//
+//   girih::nn::GatedSlotAttention layer(256, 4, girih::nn::GatedSlotAttentionOptions{.num_slots = 32});
+//   auto [y, state] = layer(x);
+#pragma once
+
+#include <girih/ops.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace girih::nn {
+
+using at::Tensor;
+
+// What a layer carries from one call to the next: its own tensors, and the states of the layers that it is
+// made of. A default-made one is the start of a sequence.
+struct State {
+  std::vector<Tensor> tensors = {};  // undefined where absent
+  std::vector<State> parts = {};
+
+  bool empty() const { return tensors.empty() && parts.empty(); }
+  // The same state with f applied to every tensor: to reorder a batch, to copy, to move.
+  State map(const std::function<Tensor(const Tensor&)>& f) const;
+
+  // From and to an operator's state, as ops::GSAState.
+  template <class OpState>
+  static State of(OpState state) {
+    return std::apply([](auto&... tensor) { return State{{tensor...}}; }, state.tensors());
+  }
+  template <class OpState>
+  OpState as() const {
+    OpState state;
+    if (!tensors.empty()) {
+      auto from = tensors.begin();
+      std::apply([&](auto&... tensor) { ((tensor = *from++), ...); }, state.tensors());
+    }
+    return state;
+  }
+};
+
+using Output = std::pair<Tensor, State>;
+
+// ---- what layers have in common ----------------------------------------------------------------
+
+// A module that knows which of its own parameters weight decay must leave alone.
+class Module : public torch::nn::Module {
+ public:
+  const std::vector<Tensor>& undecayed() const { return undecayed_; }
+
+ protected:
+  void no_weight_decay(std::vector<Tensor> parameters) { undecayed_ = std::move(parameters); }
+
+ private:
+  std::vector<Tensor> undecayed_;
+};
+
+// The parameters of a model for two groups of an optimizer: memories, gate biases and norms are not decayed.
+struct WeightDecayGroups {
+  std::vector<Tensor> decayed, undecayed;
+};
+WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
+
+// Every layer takes and returns [B, T, hidden_size]. attention_mask [B, T] is 0 at tokens that do nothing.
+// `state` is what an earlier call with use_cache returned; one token without gradient writes it in place.
+// cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The returned state is empty without
+// use_cache.
+class LayerImpl : public Module {
+ public:
+  Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
+                 bool use_cache = false, const Tensor& cu_seqlens = {});
+
+ protected:
+  struct Call {
+    const Tensor& attention_mask;
+    const State& state;
+    bool use_cache;
+    const Tensor& cu_seqlens;
+
+    // One token extends a past and no gradient is asked: the state may be written in place.
+    bool steps(const Tensor& x) const;
+    Tensor masked(const Tensor& x, double value = 0.0) const;
+    State part(size_t i) const { return state.empty() ? State() : state.parts[i]; }
+  };
+  virtual Output run(const Tensor& x, const Call& call) = 0;
+  Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
+};
+using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its ptr()
+
+// x [B, T, H, D], D even, with the pairs (i, i + D/2) turned by position * theta^(-2i/D); position [T] or [B,
+// T].
+Tensor rotary(const Tensor& x, const Tensor& position, double theta = 10000.0);
+
+// ---- small modules -----------------------------------------------------------------------------
+
+// RMS norm over the last dimension, in the dtype of x.
+class RMSNormImpl : public Module {
+ public:
+  explicit RMSNormImpl(int64_t dim, double eps = 1e-6);
+  Tensor forward(const Tensor& x);
+
+  Tensor weight;
+  double eps;
+};
+TORCH_MODULE(RMSNorm);
+
+// RMSNorm(x) * act(gate), act: silu, gelu or sigmoid.
+class GatedRMSNormImpl : public RMSNormImpl {
+ public:
+  explicit GatedRMSNormImpl(int64_t dim, double eps = 1e-6, std::string activation = "silu");
+  Tensor forward(const Tensor& x, const Tensor& gate);
+
+  std::string activation;
+};
+TORCH_MODULE(GatedRMSNorm);
+
+// down(silu(gate(x)) * up(x)).
+class SwiGLUImpl : public Module {
+ public:
+  SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size);
+  Tensor forward(const Tensor& x);
+
+  torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
+};
+TORCH_MODULE(SwiGLU);
+
+// dt = softplus(x W + dt_bias), g = -exp(A_log) dt: [B, T, hidden_size] -> g, dt [B, T, num_heads], fp32 at
+// least.
+class DecayGateImpl : public Module {
+ public:
+  DecayGateImpl(int64_t hidden_size, int64_t num_heads);
+  void reset_parameters();
+  std::pair<Tensor, Tensor> forward(const Tensor& x);
+
+  torch::nn::Linear proj{nullptr};
+  Tensor A_log, dt_bias;
+};
+TORCH_MODULE(DecayGate);
+
+struct ShortConvOptions {
+  int64_t kernel_size = 4;  // 0: only the activation, no parameters, no state
+  std::optional<std::string> activation = "silu";
+  bool bias = false;
+};
+
+// Depthwise causal convolution over the last kernel_size tokens, then SiLU. x, y [B, T, channels].
+class ShortConvImpl : public LayerImpl {
+ public:
+  explicit ShortConvImpl(int64_t channels, ShortConvOptions options = {});
+  void reset_parameters();
+
+  ShortConvOptions options;
+  Tensor weight, bias;
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+};
+TORCH_MODULE(ShortConv);
+
+// ---- mixers ------------------------------------------------------------------------------------
+// num_kv_heads, the number of memories, is num_heads unless given; head_dim is hidden_size / num_heads.
+
+struct GatedSlotAttentionOptions {
+  int64_t num_slots = 64;
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  bool gated = true;  // false: ABC
+  double gate_logit_normalizer = 8.0;
+  std::string feature = "softmax";  // of ops::GSAOptions
+  int64_t conv_size = 0;
+  double norm_eps = 1e-6;
+};
+
+// M memory slots with one forget gate each, read by softmax attention (GSA; Zhang et al. 2024, eq. 9).
+//   g = logsigmoid(x W_f) / gate_logit_normalizer,  s = 1 - e^g
+//   Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  o = Hv^T softmax(Hk^T q)
+//   y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
+class GatedSlotAttentionImpl : public LayerImpl {
+ public:
+  GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedSlotAttentionOptions options = {});
+
+  GatedSlotAttentionOptions options;
+  torch::nn::Linear qkv_proj{nullptr};
+  ShortConv conv{nullptr};
+  torch::nn::Linear f_proj{nullptr};
+  RMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  std::vector<int64_t> heads_;  // of q, k and v
+};
+TORCH_MODULE(GatedSlotAttention);
+
+struct GatedLinearAttentionOptions {
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  std::string gate = "vector";
+  int64_t gate_low_rank = 16;
+  double gate_logit_normalizer = 16.0;
+  int64_t conv_size = 0;
+  double norm_eps = 1e-6;
+};
+
+// One matrix memory a head that only ever adds (Katharopoulos et al. 2020) and forgets by a gate.
+//   S <- e^g S + k v^T,   o = S^T q / sqrt(D),   y = W_o (RMSNorm(o) * silu(x W_g))
+// gate none: linear attention, q and k through elu + 1; fixed: RetNet's decays; scalar: Mamba-2, v scaled by
+// its step and a skip; vector: GLA, one decay a key channel.
+class GatedLinearAttentionImpl : public LayerImpl {
+ public:
+  GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedLinearAttentionOptions options = {});
+  void reset_parameters();
+
+  GatedLinearAttentionOptions options;
+  torch::nn::Linear qkv_proj{nullptr};
+  ShortConv conv{nullptr};
+  DecayGate decay_scalar{nullptr};              // "decay" of gate = scalar
+  torch::nn::ModuleList decay_vector{nullptr};  // "decay" of gate = vector
+  Tensor skip;
+  torch::nn::Linear g_proj{nullptr};
+  GatedRMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  std::pair<Tensor, Tensor> log_decay(const Tensor& x);
+  std::vector<int64_t> heads_;
+  int64_t head_dim_;
+};
+TORCH_MODULE(GatedLinearAttention);
+
+struct DeltaProductOptions {
+  int64_t n = 1;  // Householder steps a token
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  bool gated = false;
+  bool allow_neg_eigval = false;
+  std::optional<std::string> between_chunks = {};  // gelu, tanh
+  std::optional<int64_t> chunk = {};               // read with between_chunks alone
+  int64_t conv_size = 4;
+  double norm_eps = 1e-6;
+};
+
+// A matrix memory corrected n times a token, each time along one key. n = 1 is DeltaNet, with `gated` Gated
+// DeltaNet.
+//   S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
+//   y = W_o (RMSNorm(o) * silu(x W_g))
+class DeltaProductImpl : public LayerImpl {
+ public:
+  DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions options = {});
+
+  DeltaProductOptions options;
+  torch::nn::Linear qkv_proj{nullptr};
+  ShortConv conv{nullptr};
+  torch::nn::Linear beta_proj{nullptr};
+  DecayGate decay{nullptr};
+  torch::nn::Linear g_proj{nullptr};
+  GatedRMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  Tensor per_step(const Tensor& x) const;
+  ops::DeltaProductState start(const Call& call) const;
+  std::vector<int64_t> heads_;
+  int64_t head_dim_;
+};
+TORCH_MODULE(DeltaProduct);
+
+struct TrellisOptions {
+  int64_t num_slots = 64;
+  std::optional<int64_t> head_dim = {};
+  int64_t chunk = 16;
+  std::string phi = "ln_silu", f = "ln_silu";  // of ops::TrellisOptions
+  bool gated = true;
+  int64_t conv_size = 4;
+  double norm_eps = 1e-6;
+};
+
+// Two memories of M slots that learn, token by token, to map keys and values onto one target (Trellis, eq.
+// 8-14).
+//   A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T     once with x = k, once with x = v; A' starts the
+//   chunk o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
+class TrellisImpl : public LayerImpl {
+ public:
+  TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions options = {});
+  void reset_parameters();
+
+  TrellisOptions options;
+  torch::nn::Linear qk_proj{nullptr};
+  ShortConv q_conv{nullptr}, k_conv{nullptr};
+  torch::nn::Linear v_proj{nullptr}, a_proj{nullptr}, gamma_proj{nullptr};
+  DecayGate decay{nullptr};
+  Tensor key_memory, value_memory;
+  torch::nn::Linear g_proj{nullptr};
+  GatedRMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  ops::TrellisState start(const Call& call) const;
+  int64_t num_heads_;
+};
+TORCH_MODULE(Trellis);
+
+struct LatticeOptions {
+  int64_t num_slots = 64;
+  std::optional<int64_t> head_dim = {};
+  int64_t chunk = 16;
+  std::string objective = "decode";  // of ops::LatticeOptions
+  bool gated = true;
+  int64_t conv_size = 4;
+  double norm_eps = 1e-6;
+};
+
+// M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
+//   d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
+//   y = W_o (RMSNorm(o) * gelu(x W_g))
+class LatticeImpl : public LayerImpl {
+ public:
+  LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions options = {});
+  void reset_parameters();
+
+  LatticeOptions options;
+  torch::nn::Linear qk_proj{nullptr};
+  ShortConv q_conv{nullptr}, k_conv{nullptr};
+  torch::nn::Linear v_proj{nullptr}, gamma_proj{nullptr};
+  DecayGate decay{nullptr};
+  Tensor memory;
+  torch::nn::Linear g_proj{nullptr};
+  GatedRMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  ops::LatticeState start(const Call& call) const;
+  int64_t num_heads_;
+};
+TORCH_MODULE(Lattice);
+
+struct AttentionOptions {
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double rope_theta = 10000.0;
+  bool causal = true;
+};
+
+// Softmax attention with rotary positions. The state is keys, values and which of them were valid; it grows.
+class AttentionImpl : public LayerImpl {
+ public:
+  AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
+
+  AttentionOptions options;
+  torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  Tensor visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
+                 at::Device device) const;
+  std::vector<int64_t> heads_;
+  int64_t head_dim_;
+};
+TORCH_MODULE(Attention);
+
+struct ChunkAttentionOptions {
+  int64_t chunk = 16;  // rows, the header among them
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double rope_theta = 10000.0;
+  bool running_positions = false;  // chunk k starts at position k, not at 0
+};
+
+// Attention of rows in chunks, row 0 of each its header (ops::cat_attention). There is no mask and no state;
+// cu_seqlens counts rows and cuts between chunks.
+class ChunkAttentionImpl : public LayerImpl {
+ public:
+  ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
+
+  ChunkAttentionOptions options;
+  torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  std::vector<int64_t> heads_;
+  int64_t head_dim_;
+};
+TORCH_MODULE(ChunkAttention);
+
+// A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
+//   header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}],   chunk k: [header_k, x_{kC}, ...,
+//   x_{kC+C-1}]
+// options.chunk is C. The state keeps the inputs, and a call computes the layer anew.
+class CompressAttendImpl : public LayerImpl {
+ public:
+  CompressAttendImpl(int64_t hidden_size, int64_t num_heads,
+                     ChunkAttentionOptions options = {.running_positions = true});
+  void reset_parameters();
+
+  ChunkAttentionOptions options;
+  Tensor header;
+  torch::nn::Linear compress{nullptr};
+  ChunkAttention attention{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+
+ private:
+  Tensor attend(const Tensor& tokens, const Tensor& first, const Tensor& cu_chunks);
+};
+TORCH_MODULE(CompressAttend);
+
+struct MixAttentionOptions {
+  double weight = 0.5;
+  bool learned = false;
+  bool cross = false;
+};
+
+// y = (1 - m) base(x) + m mixer(x), with `cross` also + [(1 - m) base(x)] * [m mixer(x)] (MaG; TPTT eq. 7,
+// 8). m is the buffer `weight`, or with `learned` the sigmoid of the parameter `logit`.
+class MixAttentionImpl : public LayerImpl {
+ public:
+  MixAttentionImpl(AnyLayer base, AnyLayer mixer, MixAttentionOptions options = {});
+  void reset_parameters();
+  // Moves m, without waiting for the device.
+  void set_weight(double weight);
+
+  MixAttentionOptions options;
+  AnyLayer base, mixer;
+  Tensor logit, weight;
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+};
+TORCH_MODULE(MixAttention);
+
+// The Llama block: x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)).
+class BlockImpl : public LayerImpl {
+ public:
+  BlockImpl(AnyLayer mixer, int64_t hidden_size, int64_t intermediate_size, double norm_eps = 1e-6);
+
+  RMSNorm mixer_norm{nullptr};
+  AnyLayer mixer;
+  RMSNorm mlp_norm{nullptr};
+  SwiGLU mlp{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+};
+TORCH_MODULE(Block);
+
+}  // namespace girih::nn

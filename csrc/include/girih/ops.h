@@ -1,0 +1,219 @@
+// The operators as C++ functions. They call torch.ops.girih.*, so autograd, autocast and every device work as
+// there.
+//
+// Letters: B batch, T tokens, H heads, D key width, V value width, M slots, N sequences (B, or what
+// cu_seqlens says). Gates are logs, at most 0. q may have a multiple HQ of the other tensors' heads. An
+// undefined tensor is an absent one. Data come first; options, state and packing are named fields of one
+// struct:
+//
+//   auto [o, state] = girih::ops::gsa(q, k, v, {}, g, {.scale = 1.0});
+//   auto [more, last] = girih::ops::gsa(q2, k2, v2, {}, g2, {.scale = 1.0, .state = state});
+//
+// A state is fp32 (fp64 when the inputs are); a default-made one is the start of a sequence. X_step reads one
+// token (T = 1), writes the tensors of its options' state in place and returns the output alone;
+// XState::start makes the state it needs for a first token. cu_seqlens [N + 1] (int32 or int64, on the
+// device) packs N sequences into B = 1. A wrong argument throws c10::ValueError, which names the argument,
+// what it is and what it should be.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorOptions.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+namespace girih::ops {
+
+using at::Tensor;
+
+// ---- gated slot attention ----------------------------------------------------------------------
+
+// Memories of gsa: k [N, H, D, M], v [N, H, M, V] and, for ABC alone, z [N, H, M].
+struct GSAState {
+  Tensor k = {}, v = {}, z = {};
+
+  static GSAState start(int64_t batch, int64_t heads, int64_t D, int64_t V, int64_t M, bool abc = false,
+                        const at::TensorOptions& options = at::kFloat);
+  auto tensors() { return std::tie(k, v, z); }
+};
+
+struct GSAOptions {
+  std::optional<double> scale = {};  // D^-1/2
+  std::string feature = "softmax";   // softmax, none, silu, relu, relu2
+  GSAState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// Gated slot attention (Zhang et al. 2024), and without g its ungated form ABC (Peng et al. 2021).
+//   Hk_t = Hk_{t-1} Diag(e^{g_t}) + k_t s_t^T        p_t = feature(scale * Hk_t^T q_t)
+//   Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        o_t = Hv_t^T p_t
+// q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], s and g [B, T, H, M] -> o [B, T, HQ, V].
+// Without s it is 1 - e^g. Without g, s are logits, normalised over all tokens so far; -inf masks a token.
+std::pair<Tensor, GSAState> gsa(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s,
+                                const Tensor& g, const GSAOptions& options = {});
+Tensor gsa_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s, const Tensor& g,
+                const GSAOptions& options);
+
+// ---- linear attention --------------------------------------------------------------------------
+
+// Memory of gla: s [N, H, D, V].
+struct GLAState {
+  Tensor s = {};
+
+  static GLAState start(int64_t batch, int64_t heads, int64_t D, int64_t V,
+                        const at::TensorOptions& options = at::kFloat);
+  auto tensors() { return std::tie(s); }
+};
+
+struct GLAOptions {
+  std::optional<double> scale = {};  // D^-1/2
+  GLAState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// Gated linear attention (Yang et al. 2024): plain without g, with one gate a head, or with one a key
+// channel.
+//   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
+// q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], g [B, T, H] or [B, T, H, D] -> o [B, T, HQ, V].
+std::pair<Tensor, GLAState> gla(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g = {},
+                                const GLAOptions& options = {});
+Tensor gla_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                const GLAOptions& options);
+
+// ---- DeltaProduct ------------------------------------------------------------------------------
+
+// Memory of delta_product: s [N, H, D, V] and, with between_chunks alone, position [N] int64: how many tokens
+// of the current chunk have been read.
+struct DeltaProductState {
+  Tensor s = {}, position = {};
+
+  static DeltaProductState start(int64_t batch, int64_t heads, int64_t D, int64_t V,
+                                 bool between_chunks = false, const at::TensorOptions& options = at::kFloat);
+  auto tensors() { return std::tie(s, position); }
+};
+
+struct DeltaProductOptions {
+  std::optional<int64_t> n = {};                   // from the rows of k
+  std::optional<double> scale = {};                // D^-1/2
+  bool l2norm_qk = false;                          // divide q and k by their length
+  std::optional<int64_t> chunk = {};               // 1 to 64, with between_chunks alone
+  std::optional<std::string> between_chunks = {};  // gelu, tanh
+  DeltaProductState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// DeltaProduct (Siems et al. 2025): n delta-rule steps a token. n = 1 is DeltaNet, with g Gated DeltaNet.
+//   S <- e^{g_t} S                                    once a token
+//   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
+//   o_t = scale * S_t^T q_t
+// q [B, T, HQ, D], k [B, T * n, H, D], v [B, T * n, H, V], beta [B, T * n, H] or, with D = V, [B, T * n, H,
+// D], rows token by token, g [B, T, H] -> o [B, T, HQ, V]. between_chunks is applied to S after every `chunk`
+// tokens of a sequence.
+std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const Tensor& beta, const Tensor& g = {},
+                                                   const DeltaProductOptions& options = {});
+Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                          const Tensor& g, const DeltaProductOptions& options);
+
+// ---- Trellis -----------------------------------------------------------------------------------
+
+// Memories of trellis: k [N, H, M, D], v [N, H, M, V]; first_k and first_v are what they were when the
+// current chunk began; position [N] int64. With k and v alone ([H, M, D] and [H, M, V], or with N in front)
+// it is the start of a sequence from these memories; there is no start without them.
+struct TrellisState {
+  Tensor first_k = {}, k = {}, first_v = {}, v = {}, position = {};
+
+  // From first memories (with N in front or not), in tensors of its own.
+  static TrellisState start(int64_t batch, const Tensor& k, const Tensor& v);
+  auto tensors() { return std::tie(first_k, k, first_v, v, position); }
+};
+
+struct TrellisOptions {
+  int64_t chunk = 0;            // 1 to 64, part of the model: to be given
+  std::string phi = "ln_silu";  // identity, silu, l2norm, layer_norm, l2_silu, ln_silu, softmax
+  std::string f = "ln_silu";    // the same
+  TrellisState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// Trellis (eq. 8-14): two memories A learn to map keys and values onto the targets a. A' is A when the chunk
+// began.
+//   u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T     for x = k
+//   and x = v o_t = Av_t^T f(Ak_t q_t)
+// q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], a [B, T, H, M], gamma and g [B, T, H] -> o [B, T, HQ, V].
+std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
+                                        const Tensor& gamma, const Tensor& g, const TrellisOptions& options);
+Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                    const Tensor& g, const TrellisOptions& options);
+
+// ---- Lattice -----------------------------------------------------------------------------------
+
+// Memory of lattice: first [N, H, D, M], unit columns, when the current chunk began; step [N, H, D, M], what
+// the chunk has added; decay [N, H], its summed g, with g only; position [N] int64. With `first` alone ([H,
+// D, M], or with N in front) it is the start of a sequence from this memory; there is no start without it.
+struct LatticeState {
+  Tensor first = {}, step = {}, decay = {}, position = {};
+
+  // From a first memory (with N in front or not), in tensors of its own; `gated`: for calls with g.
+  static LatticeState start(int64_t batch, const Tensor& first, bool gated = false);
+  auto tensors() { return std::tie(first, step, decay, position); }
+};
+
+struct LatticeOptions {
+  int64_t chunk = 0;                 // 1 to 64, part of the model: to be given
+  std::string objective = "decode";  // decode, encode, similarity
+  bool normalize = true;             // false: chunk = 1 only
+  double shrinkage = 0.0;            // others: chunk = 1 only
+  LatticeState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// Lattice (eq. 10, 11, 15): M slots on the unit sphere, each moved only along what it does not hold yet.
+//   d_i = -gamma c_i (h - s_i (s_i . h))        s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|        o = S q
+// q [B, T, HQ, M], k [B, T, H, M], v [B, T, H, D], gamma and g [B, T, H] -> o [B, T, HQ, D].
+std::pair<Tensor, LatticeState> lattice(const Tensor& q, const Tensor& k, const Tensor& v,
+                                        const Tensor& gamma, const Tensor& g, const LatticeOptions& options);
+Tensor lattice_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const Tensor& g,
+                    const LatticeOptions& options);
+
+// ---- short convolution -------------------------------------------------------------------------
+
+// What short_conv still needs of the past: x [N, W - 1, channels], the last inputs, in x's dtype.
+struct ShortConvState {
+  Tensor x = {};
+
+  static ShortConvState start(int64_t batch, int64_t channels, int64_t W,
+                              const at::TensorOptions& options = at::kFloat);
+  auto tensors() { return std::tie(x); }
+};
+
+struct ShortConvOptions {
+  std::optional<std::string> activation = {};  // silu
+  ShortConvState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// Causal convolution over time, one filter a channel.
+//   y_t = activation(bias + sum_j weight_j x_{t - (W - 1) + j})
+// x [B, T, channels], weight [channels, W] with W from 1 to 4, bias [channels] -> y [B, T, channels].
+std::pair<Tensor, ShortConvState> short_conv(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+                                             const ShortConvOptions& options = {});
+Tensor short_conv_step(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                       const ShortConvOptions& options);
+
+// ---- CAT ---------------------------------------------------------------------------------------
+
+struct CatAttentionOptions {
+  int64_t chunk = 0;                 // rows of a chunk with its header, 2 to 256: to be given
+  std::optional<double> scale = {};  // D^-1/2
+  Tensor cu_chunks = {};             // [N + 1], packs sequences of whole chunks into B = 1 and counts chunks
+};
+
+// Attention of CAT: row 0 of every chunk is its header; a row sees the headers of its own and of all earlier
+// chunks, and its own chunk up to itself. q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V] -> o [B, T, HQ, V].
+// There is no state.
+Tensor cat_attention(const Tensor& q, const Tensor& k, const Tensor& v, const CatAttentionOptions& options);
+
+}  // namespace girih::ops

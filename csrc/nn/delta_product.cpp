@@ -1,0 +1,58 @@
+#include "layer.h"
+
+namespace girih::nn {
+
+DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions given)
+    : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
+  if (!options.between_chunks) options.chunk = {};
+  const auto kv_heads = options.num_kv_heads.value_or(num_heads), n = options.n;
+  const auto width = num_heads * head_dim_, channels = width + 2 * n * kv_heads * head_dim_;
+  heads_ = {num_heads, n * kv_heads, n * kv_heads};
+  qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
+  conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
+  beta_proj = register_module("beta_proj", linear(hidden_size, n * kv_heads));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, kv_heads));
+  g_proj = register_module("g_proj", linear(hidden_size, width));
+  norm = register_module("norm", GatedRMSNorm(head_dim_, options.norm_eps));
+  o_proj = register_module("o_proj", linear(width, hidden_size));
+}
+
+// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: a token's n rows one after the other.
+Tensor DeltaProductImpl::per_step(const Tensor& x) const {
+  return x.unflatten(2, {options.n, -1}).flatten(1, 2);
+}
+
+// The state to continue from; with between_chunks padding moves its position in the chunk.
+ops::DeltaProductState DeltaProductImpl::start(const Call& call) const {
+  auto memory = call.part(1).as<ops::DeltaProductState>();
+  if (!options.between_chunks || !call.attention_mask.defined()) return memory;
+  if (!memory.s.defined()) {
+    const auto& weight = o_proj->weight;
+    memory.s = at::zeros({call.attention_mask.size(0), heads_[1] / options.n, head_dim_, head_dim_},
+                         weight.options().dtype(at::promote_types(weight.scalar_type(), at::kFloat)));
+  }
+  memory.position = chunk_position(call.attention_mask, memory.position, *options.chunk);
+  return memory;
+}
+
+Output DeltaProductImpl::run(const Tensor& x, const Call& call) {
+  auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
+  const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  const auto k = per_step(p[1]), v = per_step(p[2]);
+  const auto beta = at_least_fp32(beta_proj(x)).sigmoid() * (options.allow_neg_eigval ? 2 : 1);
+  const auto steps = per_step(call.masked(beta));
+  const auto g = decay ? call.masked(decay(x).first) : Tensor();
+  const ops::DeltaProductOptions rule{.n = options.n,
+                                      .l2norm_qk = true,
+                                      .chunk = options.chunk,
+                                      .between_chunks = options.between_chunks,
+                                      .state = start(call),
+                                      .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] = call.steps(x)
+                         ? std::pair(ops::delta_product_step(p[0], k, v, steps, g, rule), rule.state)
+                         : ops::delta_product(p[0], k, v, steps, g, rule);
+  const auto gate = g_proj(x).unflatten(-1, {-1, head_dim_});
+  return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
+}
+
+}  // namespace girih::nn

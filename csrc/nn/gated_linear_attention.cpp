@@ -1,0 +1,75 @@
+#include "layer.h"
+
+namespace girih::nn {
+
+GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads,
+                                                   GatedLinearAttentionOptions given)
+    : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
+  const auto& gate = options.gate;
+  TORCH_CHECK_VALUE(gate == "none" || gate == "fixed" || gate == "scalar" || gate == "vector", "gate is '",
+                    gate, "'; expected one of none, fixed, scalar, vector");
+  const auto kv_heads = options.num_kv_heads.value_or(num_heads);
+  const auto width = num_heads * head_dim_, channels = width + 2 * kv_heads * head_dim_;
+  heads_ = {num_heads, kv_heads, kv_heads};
+  qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
+  ShortConvOptions conv_options{.kernel_size = options.conv_size};
+  if (options.conv_size == 0) conv_options.activation = {};
+  conv = register_module("conv", ShortConv(channels, conv_options));
+  if (gate == "scalar") {
+    decay_scalar = register_module("decay", DecayGate(hidden_size, kv_heads));
+    skip = register_parameter("skip", at::empty({num_heads}));
+    no_weight_decay({skip});
+  } else if (gate == "vector") {
+    decay_vector = register_module("decay", torch::nn::ModuleList());
+    decay_vector->push_back(linear(hidden_size, options.gate_low_rank));
+    decay_vector->push_back(linear(options.gate_low_rank, kv_heads * head_dim_, true));
+    no_weight_decay({decay_vector->at<torch::nn::LinearImpl>(1).bias});
+  }
+  g_proj = register_module("g_proj", linear(hidden_size, width));
+  norm = register_module("norm", GatedRMSNorm(head_dim_, options.norm_eps));
+  o_proj = register_module("o_proj", linear(width, hidden_size));
+  reset_parameters();
+}
+
+void GatedLinearAttentionImpl::reset_parameters() {
+  if (skip.defined()) torch::nn::init::ones_(skip);
+  if (decay_vector) torch::nn::init::zeros_(decay_vector->at<torch::nn::LinearImpl>(1).bias);
+}
+
+// g, and the step dt where the gate has one.
+std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
+  if (options.gate == "none") return {};
+  if (options.gate == "fixed") {
+    const auto head = at::arange(heads_[1], x.options().dtype(at::kFloat));
+    return {at::log1p(-at::exp2(-5.0 - head)).expand({x.size(0), x.size(1), -1}), {}};
+  }
+  if (options.gate == "scalar") return decay_scalar(x);
+  const auto low = decay_vector->at<torch::nn::LinearImpl>(0).forward(x);
+  const auto logits = at_least_fp32(decay_vector->at<torch::nn::LinearImpl>(1).forward(low));
+  return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, head_dim_}), {}};
+}
+
+Output GatedLinearAttentionImpl::run(const Tensor& x, const Call& call) {
+  auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
+  const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  auto q = p[0], k = p[1], v = p[2];
+  auto [g, dt] = log_decay(x);
+  Tensor skipped;
+  if (options.gate == "none") {
+    q = at::elu(q) + 1;
+    k = at::elu(k) + 1;
+  } else if (options.gate == "scalar") {
+    skipped = v.repeat_interleave(heads_[0] / heads_[1], 2) * skip.unsqueeze(-1).to(v.scalar_type());
+    v = v * dt.unsqueeze(-1).to(v.scalar_type());
+  }
+  k = call.masked(k);
+  if (g.defined()) g = call.masked(g);
+  const ops::GLAOptions gla{.state = call.part(1).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] =
+      call.steps(x) ? std::pair(ops::gla_step(q, k, v, g, gla), gla.state) : ops::gla(q, k, v, g, gla);
+  if (skipped.defined()) o = o + skipped;
+  const auto gate = g_proj(x).unflatten(-1, {-1, head_dim_});
+  return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
+}
+
+}  // namespace girih::nn

@@ -1,0 +1,39 @@
+#include "layer.h"
+
+namespace girih::nn {
+
+GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads,
+                                               GatedSlotAttentionOptions given)
+    : options(std::move(given)) {
+  const auto kv_heads = options.num_kv_heads.value_or(num_heads);
+  const auto width = num_heads * head_dim_of(hidden_size, num_heads, options.head_dim);
+  const auto channels = width + 2 * kv_heads * head_dim_of(hidden_size, num_heads, options.head_dim);
+  heads_ = {num_heads, kv_heads, kv_heads};
+  qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
+  conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
+  f_proj = register_module("f_proj", linear(hidden_size, kv_heads * options.num_slots));
+  norm = register_module("norm", RMSNorm(width, options.norm_eps));
+  o_proj = register_module("o_proj", linear(width, hidden_size));
+}
+
+Output GatedSlotAttentionImpl::run(const Tensor& x, const Call& call) {
+  auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
+  const auto p = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
+  Tensor s = at_least_fp32(f_proj(x)).unflatten(-1, {-1, options.num_slots}), g;
+  if (options
+          .gated) {  // a masked token's g = 0 is also its s = 1 - e^0 = 0: nothing decays, nothing is written
+    g = call.masked(at::log_sigmoid(s) / options.gate_logit_normalizer);
+    s = Tensor();
+  } else {
+    s = call.masked(s, -INFINITY);
+  }
+  const ops::GSAOptions gsa{.scale = 1.0,
+                            .feature = options.feature,
+                            .state = call.part(1).as<ops::GSAState>(),
+                            .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] = call.steps(x) ? std::pair(ops::gsa_step(p[0], p[1], p[2], s, g, gsa), gsa.state)
+                                   : ops::gsa(p[0], p[1], p[2], s, g, gsa);
+  return {o_proj(norm(at::silu(o.flatten(-2)))), {{}, {conv_state, State::of(memory)}}};
+}
+
+}  // namespace girih::nn

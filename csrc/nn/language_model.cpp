@@ -1,0 +1,131 @@
+// Blocks, the model of blocks, and the language model around it.
+#include <girih/language_model.h>
+
+#include "layer.h"
+
+namespace girih::nn {
+
+BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, int64_t intermediate_size, double norm_eps)
+    : mixer_norm(register_module("mixer_norm", RMSNorm(hidden_size, norm_eps))),
+      mixer(register_module("mixer", std::move(inner))),
+      mlp_norm(register_module("mlp_norm", RMSNorm(hidden_size, norm_eps))),
+      mlp(register_module("mlp", SwiGLU(hidden_size, intermediate_size))) {}
+
+// The mixer's state is the block's.
+Output BlockImpl::run(const Tensor& x, const Call& call) {
+  auto [y, state] =
+      mixer->forward(mixer_norm(x), call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+  const auto h = x + y;
+  return {h + mlp(mlp_norm(h)), state};
+}
+
+ModelImpl::ModelImpl(const Config& config)
+    : embed_tokens(
+          register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size))),
+      layers(register_module("layers", torch::nn::ModuleList())) {
+  for (const auto& name : config.mixers()) {
+    layers->push_back(
+        Block(make_mixer(name, config), config.hidden_size, *config.intermediate_size, config.norm_eps));
+  }
+  norm = register_module("norm", RMSNorm(config.hidden_size, config.norm_eps));
+}
+
+Output ModelImpl::run(const Tensor& ids, const Call& call) {
+  auto x = embed_tokens(ids);
+  State after;
+  for (size_t i = 0; i < layers->size(); ++i) {
+    auto [y, state] = run_part(layers->at<BlockImpl>(i), x, call, i);
+    x = y;
+    after.parts.push_back(std::move(state));
+  }
+  return {norm(x), after};
+}
+
+LanguageModelImpl::LanguageModelImpl(const Config& given) : config(given.completed()) {
+  if (config.is_whole_cat()) {
+    const auto cat = std::make_shared<CatModelImpl>(config);
+    embed_tokens_ = cat->embed_tokens;
+    model = cat;
+  } else {
+    const auto blocks = std::make_shared<ModelImpl>(config);
+    embed_tokens_ = blocks->embed_tokens;
+    model = blocks;
+  }
+  register_module("model", model);
+  if (!config.tie_word_embeddings)
+    lm_head = register_module("lm_head", linear(config.hidden_size, config.vocab_size));
+  for (const auto& module : modules(/*include_self=*/false)) {
+    if (auto* layer = module->as<torch::nn::Linear>()) {
+      torch::nn::init::normal_(layer->weight, 0.0, config.initializer_range);
+      if (layer->bias.defined()) torch::nn::init::zeros_(layer->bias);
+    } else if (auto* embedding = module->as<torch::nn::Embedding>()) {
+      torch::nn::init::normal_(embedding->weight, 0.0, config.initializer_range);
+    }
+  }
+}
+
+Tensor LanguageModelImpl::head(const Tensor& x) const {
+  return at::linear(x, lm_head ? lm_head->weight : embed_tokens_->weight);
+}
+
+// The model's state is the language model's.
+Output LanguageModelImpl::run(const Tensor& ids, const Call& call) {
+  auto mask = call.attention_mask;
+  if (mask.defined()) {
+    TORCH_CHECK_VALUE(mask.dim() == 2 && mask.size(1) >= ids.size(1), "attention_mask has shape ",
+                      mask.sizes(), "; expected [batch, tokens] with at least ", ids.size(1), " tokens");
+    mask = mask.slice(1, mask.size(1) - ids.size(1)).to(at::kBool);
+  }
+  auto [x, state] = model->forward(ids, mask, call.state, call.use_cache, call.cu_seqlens);
+  return {head(x), state};
+}
+
+Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
+  const auto logits = forward(ids).first.slice(1, 0, -1);
+  const auto next = (labels.defined() ? labels : ids).slice(1, 1);
+  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::promote_types(logits.scalar_type(), at::kFloat)),
+                                next.flatten(), {}, at::Reduction::Mean, /*ignore_index=*/-100);
+}
+
+namespace {
+
+// logits [B, vocab_size] -> [B, 1]
+Tensor choose(const Tensor& logits, const GenerateOptions& options) {
+  if (options.temperature == 0) return logits.argmax(-1, /*keepdim=*/true);
+  auto scores = logits.to(at::kFloat) / options.temperature;
+  if (options.top_k) {
+    const auto least = std::get<0>(scores.topk(std::min(*options.top_k, scores.size(-1)))).slice(-1, -1);
+    scores = scores.masked_fill(scores < least, -INFINITY);
+  }
+  return scores.softmax(-1).multinomial(1);
+}
+
+}  // namespace
+
+Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& options) {
+  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "ids has shape ", ids.sizes(),
+                    "; expected [batch, tokens] with at least one token");
+  TORCH_CHECK_VALUE(options.temperature >= 0, "temperature is ", options.temperature,
+                    "; expected at least 0");
+  TORCH_CHECK_VALUE(!options.top_k || *options.top_k > 0, "top_k is ", options.top_k.value_or(0),
+                    "; expected at least 1");
+  const at::NoGradGuard no_grad;
+  auto text = ids, next = ids, mask = options.attention_mask;
+  auto ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
+  State state;
+  for (int64_t i = 0; i < options.max_new_tokens; ++i) {
+    auto [x, after] = model->forward(next, mask, state, /*use_cache=*/true);
+    state = std::move(after);
+    mask = Tensor();  // what was written is valid
+    next = choose(head(x.select(1, -1)), options);
+    if (options.eos_token_id) {
+      next = next.masked_fill(ended, *options.eos_token_id);
+      ended = ended | (next == *options.eos_token_id);
+    }
+    text = at::cat({text, next}, 1);
+    if (options.eos_token_id && ended.all().item<bool>()) break;
+  }
+  return text;
+}
+
+}  // namespace girih::nn

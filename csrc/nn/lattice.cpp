@@ -1,0 +1,64 @@
+#include "layer.h"
+
+namespace girih::nn {
+
+LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions given)
+    : options(std::move(given)), num_heads_(num_heads) {
+  const auto head_dim = head_dim_of(hidden_size, num_heads, options.head_dim), width = num_heads * head_dim;
+  const auto slots = num_heads * options.num_slots;
+  const ShortConvOptions conv{.kernel_size = options.conv_size};
+  qk_proj = register_module("qk_proj", linear(hidden_size, slots));
+  q_conv = register_module("q_conv", ShortConv(slots, conv));
+  k_conv = register_module("k_conv", ShortConv(slots, conv));
+  v_proj = register_module("v_proj", linear(hidden_size, width));
+  gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads));
+  memory = register_parameter("memory", at::empty({num_heads, head_dim, options.num_slots}));
+  g_proj = register_module("g_proj", linear(hidden_size, width));
+  norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
+  o_proj = register_module("o_proj", linear(width, hidden_size));
+  no_weight_decay({memory, gamma_proj->bias});
+  reset_parameters();
+}
+
+void LatticeImpl::reset_parameters() {
+  at::NoGradGuard no_grad;
+  for (auto& slots : memory.unbind(0)) torch::nn::init::orthogonal_(slots);  // one head's [D, M]
+  torch::nn::init::zeros_(gamma_proj->bias);
+}
+
+// The state to continue from: the learned memory at first; padding moves the position in the chunk.
+ops::LatticeState LatticeImpl::start(const Call& call) const {
+  auto state = call.part(2).as<ops::LatticeState>();
+  if (!state.first.defined()) {
+    const auto wide = at_least_fp32(memory);
+    state.first = wide / wide.norm(2, -2, true).clamp_min(1e-12);
+    if (!call.attention_mask.defined()) return state;
+    state.first = state.first.expand({call.attention_mask.size(0), -1, -1, -1});
+    state.step = at::zeros_like(state.first);
+    if (decay) state.decay = at::zeros({state.first.size(0), num_heads_}, state.first.options());
+  }
+  state.position = chunk_position(call.attention_mask, state.position, options.chunk);
+  return state;
+}
+
+Output LatticeImpl::run(const Tensor& x, const Call& call) {
+  const auto qk = qk_proj(x);
+  auto [q, q_state] = run_part(*q_conv, qk, call, 0);
+  auto [k, k_state] = run_part(*k_conv, qk, call, 1);
+  q = to_heads(q, num_heads_);
+  k = to_heads(k, num_heads_);
+  const auto v = to_heads(v_proj(x), num_heads_);
+  const auto gamma = call.masked(at_least_fp32(gamma_proj(x)).sigmoid());
+  const auto g = decay ? call.masked(decay(x).first) : Tensor();
+  const ops::LatticeOptions rule{.chunk = options.chunk,
+                                 .objective = options.objective,
+                                 .state = start(call),
+                                 .cu_seqlens = call.cu_seqlens};
+  auto [o, state] = call.steps(x) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
+                                  : ops::lattice(q, k, v, gamma, g, rule);
+  const auto y = o_proj(norm(o, to_heads(g_proj(x), num_heads_)).flatten(-2));
+  return {y, {{}, {q_state, k_state, State::of(state)}}};
+}
+
+}  // namespace girih::nn

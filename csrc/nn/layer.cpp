@@ -1,0 +1,88 @@
+// What every layer does: packing or a mask, masked tokens, states, parameters without weight decay.
+#include "layer.h"
+
+#include <algorithm>
+
+namespace girih::nn {
+
+State State::map(const std::function<Tensor(const Tensor&)>& f) const {
+  State mapped;
+  for (const auto& tensor : tensors) mapped.tensors.push_back(tensor.defined() ? f(tensor) : Tensor());
+  for (const auto& part : parts) mapped.parts.push_back(part.map(f));
+  return mapped;
+}
+
+WeightDecayGroups weight_decay_groups(const torch::nn::Module& model) {
+  std::vector<Tensor> marked;
+  for (const auto& module : model.modules()) {
+    if (const auto* known = dynamic_cast<const Module*>(module.get()))
+      marked.insert(marked.end(), known->undecayed().begin(), known->undecayed().end());
+  }
+  WeightDecayGroups groups;
+  for (const auto& parameter : model.parameters()) {
+    const bool undecayed =
+        std::ranges::any_of(marked, [&](const Tensor& other) { return other.is_same(parameter); });
+    (undecayed ? groups.undecayed : groups.decayed).push_back(parameter);
+  }
+  return groups;
+}
+
+Output LayerImpl::forward(const Tensor& x, const Tensor& attention_mask, const State& state, bool use_cache,
+                          const Tensor& cu_seqlens) {
+  TORCH_CHECK_VALUE(!attention_mask.defined() || !cu_seqlens.defined(),
+                    "attention_mask and cu_seqlens: give one; packed sequences have no padding to mask");
+  auto output = run(x, {attention_mask, state, use_cache, cu_seqlens});
+  if (!use_cache) output.second = {};
+  return output;
+}
+
+Output LayerImpl::run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const {
+  return layer.forward(x, call.attention_mask, call.part(part), call.use_cache, call.cu_seqlens);
+}
+
+bool LayerImpl::Call::steps(const Tensor& x) const {
+  return !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 && !at::GradMode::is_enabled();
+}
+
+Tensor LayerImpl::Call::masked(const Tensor& x, double value) const {
+  return nn::masked(attention_mask, x, value);
+}
+
+Tensor masked(const Tensor& attention_mask, const Tensor& x, double value) {
+  if (!attention_mask.defined()) return x;
+  auto drop = attention_mask.logical_not();
+  while (drop.dim() < x.dim()) drop = drop.unsqueeze(-1);
+  return x.masked_fill(drop, value);
+}
+
+Tensor chunk_position(const Tensor& attention_mask, const Tensor& position, int64_t chunk) {
+  if (!attention_mask.defined()) return position;
+  const auto before = (attention_mask.to(at::kBool).cumsum(1) == 0).sum(1);
+  return at::remainder(position.defined() ? position - before : -before, chunk);
+}
+
+Extended::Extended(const Tensor& now, const Tensor& attention_mask, const State& past) : x(now) {
+  if (attention_mask.defined()) valid = attention_mask.to(at::kBool);
+  if (past.empty()) return;
+  const auto &past_x = past.tensors[0], &past_valid = past.tensors[1];
+  if (valid.defined() || past_valid.defined()) {
+    const auto ones = [](const Tensor& like) {
+      return at::ones({like.size(0), like.size(1)}, like.options().dtype(at::kBool));
+    };
+    valid =
+        at::cat({past_valid.defined() ? past_valid : ones(past_x), valid.defined() ? valid : ones(now)}, 1);
+  }
+  x = at::cat({past_x, now}, 1);
+}
+
+Tensor rotary(const Tensor& x, const Tensor& position, double theta) {
+  const auto half = x.size(-1) / 2;
+  const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
+  const auto rate = at::pow(theta, at::arange(half, x.options().dtype(wide)) / -half);
+  const auto angle = (position.unsqueeze(-1) * rate).unsqueeze(-2);
+  const auto cos = angle.cos().to(x.scalar_type()), sin = angle.sin().to(x.scalar_type());
+  const auto pair = x.chunk(2, -1);
+  return at::cat({pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos}, -1);
+}
+
+}  // namespace girih::nn

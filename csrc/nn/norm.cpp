@@ -1,0 +1,52 @@
+// RMS norms, the gated feed-forward layer, the decay gate.
+#include "layer.h"
+
+namespace girih::nn {
+
+RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
+    : weight(register_parameter("weight", at::ones({dim}))), eps(eps) {
+  no_weight_decay({weight});
+}
+
+Tensor RMSNormImpl::forward(const Tensor& x) {
+  return at::rms_norm(x, weight.sizes(), weight.to(x.scalar_type()), eps);
+}
+
+GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activation)
+    : RMSNormImpl(dim, eps), activation(std::move(activation)) {
+  TORCH_CHECK_VALUE(this->activation == "silu" || this->activation == "gelu" || this->activation == "sigmoid",
+                    "activation is '", this->activation, "'; expected one of silu, gelu, sigmoid");
+}
+
+Tensor GatedRMSNormImpl::forward(const Tensor& x, const Tensor& gate) {
+  const auto y = RMSNormImpl::forward(x);
+  return y * (activation == "silu" ? at::silu(gate) : activation == "gelu" ? at::gelu(gate) : gate.sigmoid());
+}
+
+SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
+    : gate_proj(register_module("gate_proj", linear(hidden_size, intermediate_size))),
+      up_proj(register_module("up_proj", linear(hidden_size, intermediate_size))),
+      down_proj(register_module("down_proj", linear(intermediate_size, hidden_size))) {}
+
+Tensor SwiGLUImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
+
+DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads)
+    : proj(register_module("proj", linear(hidden_size, num_heads))),
+      A_log(register_parameter("A_log", at::empty({num_heads}))),
+      dt_bias(register_parameter("dt_bias", at::empty({num_heads}))) {
+  no_weight_decay({A_log, dt_bias});
+  reset_parameters();
+}
+
+// Rates exp(A_log) from 1 to 16 and steps from 0.001 to 0.1, both spread evenly in the logarithm.
+void DecayGateImpl::reset_parameters() {
+  torch::nn::init::uniform_(A_log, 0.0, std::log(16.0));
+  torch::nn::init::uniform_(dt_bias, std::log(1e-3), std::log(1e-1));  // softplus(b) = exp(b) down here
+}
+
+std::pair<Tensor, Tensor> DecayGateImpl::forward(const Tensor& x) {
+  const auto dt = at::softplus(at_least_fp32(proj(x)) + dt_bias);
+  return {-at_least_fp32(A_log).exp() * dt, dt};
+}
+
+}  // namespace girih::nn

@@ -1,0 +1,32 @@
+#include "layer.h"
+
+namespace girih::nn {
+
+ShortConvImpl::ShortConvImpl(int64_t channels, ShortConvOptions given) : options(std::move(given)) {
+  TORCH_CHECK_VALUE(!options.activation || *options.activation == "silu", "activation is '",
+                    options.activation.value_or(""), "'; expected none or 'silu'");
+  if (options.kernel_size == 0) return;
+  weight = register_parameter("weight", at::empty({channels, options.kernel_size}));
+  if (options.bias) bias = register_parameter("bias", at::empty({channels}));
+  reset_parameters();
+}
+
+void ShortConvImpl::reset_parameters() {
+  if (!weight.defined()) return;
+  const double bound = 1 / std::sqrt(double(weight.size(1)));
+  torch::nn::init::uniform_(weight, -bound, bound);
+  if (bias.defined()) torch::nn::init::zeros_(bias);
+}
+
+Output ShortConvImpl::run(const Tensor& x, const Call& call) {
+  if (!weight.defined()) return {options.activation ? at::silu(x) : x, {}};
+  const ops::ShortConvOptions conv{.activation = options.activation,
+                                   .state = call.state.as<ops::ShortConvState>(),
+                                   .cu_seqlens = call.cu_seqlens};
+  const auto kept = call.masked(x);
+  if (call.steps(x)) return {ops::short_conv_step(kept, weight, bias, conv), call.state};
+  auto [y, state] = ops::short_conv(kept, weight, bias, conv);
+  return {y, State::of(state)};
+}
+
+}  // namespace girih::nn

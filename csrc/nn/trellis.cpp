@@ -1,0 +1,74 @@
+#include "layer.h"
+
+namespace girih::nn {
+
+TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions given)
+    : options(std::move(given)), num_heads_(num_heads) {
+  const auto head_dim = head_dim_of(hidden_size, num_heads, options.head_dim),
+             channels = num_heads * head_dim;
+  const ShortConvOptions conv{.kernel_size = options.conv_size};
+  qk_proj = register_module("qk_proj", linear(hidden_size, channels));
+  q_conv = register_module("q_conv", ShortConv(channels, conv));
+  k_conv = register_module("k_conv", ShortConv(channels, conv));
+  v_proj = register_module("v_proj", linear(hidden_size, channels));
+  a_proj = register_module("a_proj", linear(hidden_size, num_heads * options.num_slots));
+  gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads));
+  key_memory = register_parameter("key_memory", at::empty({num_heads, options.num_slots, head_dim}));
+  value_memory = register_parameter("value_memory", at::empty({num_heads, options.num_slots, head_dim}));
+  g_proj = register_module("g_proj", linear(hidden_size, channels));
+  norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
+  o_proj = register_module("o_proj", linear(channels, hidden_size));
+  no_weight_decay({key_memory, value_memory, gamma_proj->bias});
+  reset_parameters();
+}
+
+void TrellisImpl::reset_parameters() {
+  const double std = 1 / std::sqrt(double(key_memory.size(-1)));
+  torch::nn::init::normal_(key_memory, 0.0, std);
+  torch::nn::init::normal_(value_memory, 0.0, std);
+  torch::nn::init::zeros_(gamma_proj->bias);
+}
+
+// The state to continue from: the learned memories at first; padding moves the position in the chunk.
+ops::TrellisState TrellisImpl::start(const Call& call) const {
+  auto memory = call.part(2).as<ops::TrellisState>();
+  if (!memory.k.defined()) {
+    memory.k = at_least_fp32(key_memory);
+    memory.v = at_least_fp32(value_memory);
+    if (!call.attention_mask.defined()) return memory;
+    const auto B = call.attention_mask.size(0);
+    memory.first_k = memory.k = memory.k.expand({B, -1, -1, -1});
+    memory.first_v = memory.v = memory.v.expand({B, -1, -1, -1});
+  }
+  memory.position = chunk_position(call.attention_mask, memory.position, options.chunk);
+  return memory;
+}
+
+Output TrellisImpl::run(const Tensor& x, const Call& call) {
+  const auto qk = qk_proj(x);
+  auto [q, q_state] = run_part(*q_conv, qk, call, 0);
+  auto [k, k_state] = run_part(*k_conv, qk, call, 1);
+  q = to_heads(q, num_heads_);
+  k = to_heads(k, num_heads_);
+  auto v = to_heads(v_proj(x), num_heads_);
+  if (options.phi == "identity" || options.phi == "silu") {
+    const auto unit = [](const Tensor& x) { return x / x.norm(2, -1, true).clamp_min(1e-12); };
+    k = unit(k);
+    v = unit(v);
+  }
+  const auto a = to_heads(a_proj(x), num_heads_);
+  const auto gamma = call.masked(at_least_fp32(gamma_proj(x)).sigmoid());
+  const auto g = decay ? call.masked(decay(x).first) : Tensor();
+  const ops::TrellisOptions rule{.chunk = options.chunk,
+                                 .phi = options.phi,
+                                 .f = options.f,
+                                 .state = start(call),
+                                 .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] = call.steps(x) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
+                                   : ops::trellis(q, k, v, a, gamma, g, rule);
+  const auto y = o_proj(norm(o, to_heads(g_proj(x), num_heads_)).flatten(-2));
+  return {y, {{}, {q_state, k_state, State::of(memory)}}};
+}
+
+}  // namespace girih::nn

@@ -1,0 +1,64 @@
+// girih._C: the C++ language model for Python.
+#include <girih/language_model.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+using girih::nn::LanguageModelImpl;
+using girih::nn::Output;
+using girih::nn::State;
+using Maybe = std::optional<at::Tensor>;
+
+namespace {
+
+Output forward(LanguageModelImpl& model, const at::Tensor& input_ids, const Maybe& attention_mask,
+               const State& state, bool use_cache, const Maybe& cu_seqlens) {
+  return model.forward(input_ids, attention_mask.value_or(at::Tensor()), state, use_cache,
+                       cu_seqlens.value_or(at::Tensor()));
+}
+
+at::Tensor loss(LanguageModelImpl& model, const at::Tensor& input_ids, const Maybe& labels) {
+  return model.loss(input_ids, labels.value_or(at::Tensor()));
+}
+
+at::Tensor generate(LanguageModelImpl& model, const at::Tensor& input_ids, int64_t max_new_tokens,
+                    double temperature, std::optional<int64_t> top_k, std::optional<int64_t> eos_token_id,
+                    const Maybe& attention_mask) {
+  return model.generate(input_ids, {.max_new_tokens = max_new_tokens,
+                                    .temperature = temperature,
+                                    .top_k = top_k,
+                                    .eos_token_id = eos_token_id,
+                                    .attention_mask = attention_mask.value_or(at::Tensor())});
+}
+
+py::dict named(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  py::dict all;
+  for (const auto& item : tensors) all[py::str(item.key())] = item.value();
+  return all;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "girih's language model in C++; `girih.models` has the one for Hugging Face.";
+  py::class_<State>(m, "State", "What the model's layers carry from one call to the next.").def(py::init<>());
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<LanguageModelImpl, std::shared_ptr<LanguageModelImpl>>(m, "LanguageModel")
+      .def(py::init([](const std::string& json) {
+             return std::make_shared<LanguageModelImpl>(girih::nn::Config::from_json(json));
+           }),
+           py::arg("config"), "A new model from the text of a config.json.")
+      .def_static(
+          "from_pretrained",
+          [](const std::string& folder) { return girih::nn::from_pretrained(folder).ptr(); },
+          py::arg("folder"), "The model that save_pretrained wrote to a folder.")
+      .def("save_pretrained", &LanguageModelImpl::save_pretrained, py::arg("folder"))
+      .def("forward", &forward, py::arg("input_ids"), py::arg("attention_mask") = py::none(),
+           py::arg("state") = State(), py::arg("use_cache") = false, py::arg("cu_seqlens") = py::none(),
+           no_gil, "input_ids [B, T] -> logits [B, T, vocab_size] and the state.")
+      .def("loss", &loss, py::arg("input_ids"), py::arg("labels") = py::none(), no_gil)
+      .def("generate", &generate, py::arg("input_ids"), py::arg("max_new_tokens") = 64,
+           py::arg("temperature") = 0.0, py::arg("top_k") = py::none(), py::arg("eos_token_id") = py::none(),
+           py::arg("attention_mask") = py::none(), no_gil)
+      .def("named_parameters", [](const LanguageModelImpl& model) { return named(model.named_parameters()); })
+      .def("named_buffers", [](const LanguageModelImpl& model) { return named(model.named_buffers()); });
+}

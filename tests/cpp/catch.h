@@ -1,0 +1,10 @@
+// Catch2 as Debian 12 (2.13) and Ubuntu 24.04 (3) have it.
+#pragma once
+
+#undef CHECK  // torch's logging has one too
+#if __has_include(<catch2/catch_test_macros.hpp>)
+#include <catch2/catch_test_macros.hpp>
+#include <catch2/generators/catch_generators.hpp>
+#else
+#include <catch2/catch.hpp>
+#endif

@@ -1,0 +1,235 @@
+// Layers and language models from C++.
+#include <c10/util/Exception.h>
+#include <girih/girih.h>
+#include <torch/optim/adamw.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+
+#include "catch.h"
+
+using at::Tensor;
+using namespace girih;
+
+namespace {
+
+constexpr int64_t kHidden = 16, kChunk = 4;
+
+// Configurations of every mixer, small.
+std::vector<nn::Config> configurations() {
+  std::vector<nn::Config> all;
+  for (const char* mixer : {"gsa", "abc", "linear_attention", "retnet", "gla", "mamba2", "delta_product",
+                            "deltanet", "gated_deltanet", "trellis", "lattice", "attention", "cat", "mag"}) {
+    nn::Config config{.vocab_size = 11,
+                      .hidden_size = kHidden,
+                      .num_hidden_layers = 2,
+                      .mixer = mixer,
+                      .num_heads = 2,
+                      .num_slots = 5,
+                      .chunk = kChunk};
+    all.push_back(config);
+  }
+  auto hybrid = all[0];
+  hybrid.hybrid = {"cat", "gsa"};
+  all.push_back(hybrid);
+  auto bent = all[0];
+  bent.mixer = "delta_product";
+  bent.between_chunks = "gelu";
+  all.push_back(bent);
+  return all;
+}
+
+std::string name_of(const nn::Config& config) {
+  std::string name = config.mixer;
+  for (const auto& part : config.hybrid) name += " " + part;
+  return name;
+}
+
+Tensor ids(int64_t B, int64_t T) { return at::randint(11, {B, T}, at::kLong); }
+
+bool close(const Tensor& a, const Tensor& b) { return at::allclose(a, b, 1e-9, 1e-9); }
+
+nn::LanguageModel in_double(const nn::Config& config) {
+  at::manual_seed(0);
+  nn::LanguageModel model(config);
+  model->to(at::kDouble);
+  return model;
+}
+
+}  // namespace
+
+TEST_CASE("A state continues a sequence in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    const auto text = ids(2, 2 * kChunk + 1);
+    const auto whole = model(text).first;
+    REQUIRE(whole.sizes() == at::IntArrayRef({2, 2 * kChunk + 1, 11}));
+    for (const int64_t split : {1, 3, 4, 6}) {
+      auto [a, state] = model(text.slice(1, 0, split), Tensor(), nn::State(), true);
+      auto [b, after] = model(text.slice(1, split), Tensor(), state, true);
+      CHECK(close(at::cat({a, b}, 1), whole));
+    }
+    nn::State state;
+    for (int64_t t = 0; t < text.size(1); ++t) {
+      auto [y, after] = model(text.slice(1, t, t + 1), Tensor(), state, true);
+      CHECK(close(y.select(1, 0), whole.select(1, t)));
+      state = after;
+    }
+  }
+}
+
+TEST_CASE("Padding does nothing in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    const auto text = ids(2, 2 * kChunk + 1), more = ids(2, 1);
+    auto mask = at::ones({2, 2 * kChunk + 1}, at::kLong);
+    mask[1].slice(0, 0, 3).fill_(0);
+    auto [y, state] = model(text, mask, nn::State(), true);
+    auto [alone, alone_state] = model(text.slice(0, 1).slice(1, 3), Tensor(), nn::State(), true);
+    CHECK(close(y[1].slice(0, 3), alone[0]));
+    const auto next = model(more, Tensor(), state, true).first;
+    CHECK(close(next[1], model(more.slice(0, 1), Tensor(), alone_state, true).first[0]));
+  }
+}
+
+TEST_CASE("Packed sequences are the sequences in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    const auto text = ids(1, 3 * kChunk);
+    const auto cu = at::tensor({0, 5, 3 * int(kChunk)}, at::kInt);
+    const auto packed = model(text, Tensor(), nn::State(), false, cu).first;
+    CHECK(close(packed.slice(1, 0, 5), model(text.slice(1, 0, 5)).first));
+    CHECK(close(packed.slice(1, 5), model(text.slice(1, 5)).first));
+  }
+}
+
+TEST_CASE("Every parameter of every mixer has a finite gradient", "[nn]") {
+  for (const auto& config : configurations()) {
+    auto model = in_double(config);
+    model->loss(ids(2, 2 * kChunk + 1)).backward();
+    for (const auto& parameter : model->named_parameters()) {
+      INFO(name_of(config) << ": " << parameter.key());
+      REQUIRE(parameter.value().grad().defined());
+      CHECK(at::isfinite(parameter.value().grad()).all().item<bool>());
+      CHECK(parameter.value().grad().any().item<bool>());
+    }
+  }
+}
+
+TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
+  nn::LanguageModel model(
+      nn::Config{.hidden_size = kHidden, .num_hidden_layers = 1, .mixer = "gla", .num_heads = 2});
+  const auto groups = nn::weight_decay_groups(*model);
+  const auto names = model->named_parameters();
+  const auto has = [&](const std::vector<Tensor>& group, const std::string& name) {
+    return std::ranges::any_of(group, [&](const Tensor& x) { return x.is_same(names[name]); });
+  };
+  CHECK(groups.decayed.size() + groups.undecayed.size() == names.size());
+  CHECK(has(groups.undecayed, "model.norm.weight"));
+  CHECK(has(groups.undecayed, "model.layers.0.mixer.decay.1.bias"));
+  CHECK(has(groups.decayed, "model.layers.0.mixer.decay.1.weight"));
+  CHECK(has(groups.decayed, "model.embed_tokens.weight"));
+}
+
+TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]") {
+  at::manual_seed(0);
+  nn::LanguageModel model(
+      nn::Config{.vocab_size = 8, .hidden_size = 32, .num_hidden_layers = 1, .num_heads = 2, .num_slots = 8});
+  const auto text = at::arange(24).remainder(6).unsqueeze(0).repeat({4, 1});
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+  const double before = model->loss(text).item<double>();
+  for (int step = 0; step < 40; ++step) {
+    optimizer.zero_grad();
+    model->loss(text).backward();
+    optimizer.step();
+  }
+  const double after = model->loss(text).item<double>();
+  INFO("loss " << before << " -> " << after);
+  CHECK(after < 0.1 * before);
+  const auto written = model->generate(text.slice(0, 0, 1).slice(1, 0, 12), {.max_new_tokens = 12});
+  CHECK(written.equal(text.slice(0, 0, 1)));
+}
+
+TEST_CASE("generate writes the most likely tokens, with the state as its cache", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    auto text = ids(2, 5);
+    const auto written = model->generate(text, {.max_new_tokens = 6});
+    for (int i = 0; i < 6; ++i) {
+      text = at::cat({text, model(text).first.select(1, -1).argmax(-1, true)}, 1);
+    }
+    CHECK(written.equal(text));
+  }
+}
+
+TEST_CASE("generate samples among the top tokens and stops at the end token", "[nn]") {
+  auto model = in_double(configurations()[0]);
+  const auto prompt = ids(3, 4);
+  const auto greedy = model->generate(prompt, {.max_new_tokens = 5});
+  CHECK(model->generate(prompt, {.max_new_tokens = 5, .temperature = 1.0, .top_k = 1}).equal(greedy));
+  const auto sampled = model->generate(prompt, {.max_new_tokens = 5, .temperature = 1.0});
+  CHECK(sampled.sizes() == at::IntArrayRef({3, 9}));
+  const auto end = greedy[0][4].item<int64_t>();
+  const auto ended = model->generate(prompt, {.max_new_tokens = 5, .eos_token_id = end});
+  CHECK((ended[0].slice(0, 4) == end).all().item<bool>());
+  CHECK_THROWS_AS(model->generate(prompt, {.temperature = -1.0}), c10::ValueError);
+}
+
+TEST_CASE("A saved model is loaded as it was", "[nn]") {
+  const auto folder = std::filesystem::temp_directory_path() / "girih_saved_model";
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    model->save_pretrained(folder.string());
+    auto loaded = nn::from_pretrained(folder.string());
+    const auto text = ids(2, 7);
+    CHECK(loaded(text).first.equal(model(text).first));
+    CHECK(loaded->config.mixers() == config.mixers());
+  }
+  const auto file = folder / "model.safetensors", config = folder / "config.json";
+  std::ofstream(file, std::ios::in | std::ios::out).seekp(0) << "cut off!";
+  CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
+  for (const auto& gone : {file, config, folder}) {
+    REQUIRE(std::remove(gone.c_str()) == 0);
+    CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
+  }
+  CHECK_THROWS_AS(in_double(configurations()[0])->save_pretrained("/proc/nowhere"), std::exception);
+}
+
+TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
+  const auto message = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const c10::ValueError& error) {
+      return error.what_without_backtrace();
+    }
+    return "nothing was thrown";
+  };
+  const auto refused = [&](const nn::Config& config, const std::string& words) {
+    const auto text = message([&] { nn::LanguageModel model(config); });
+    INFO(text);
+    CHECK(text.find(words) != std::string::npos);
+  };
+  refused({.mixer = "lstm"}, "mixer is 'lstm'");
+  refused({.num_hidden_layers = 2, .hybrid = {"gsa"}}, "mixer names 1 layers");
+  refused({.hidden_size = 30}, "num_heads is 4");
+  refused({.chunk = 65}, "chunk is 65");
+  refused({.num_kv_heads = 3}, "num_kv_heads is 3");
+  refused({.feature = "sine"}, "feature is 'sine'");
+  const auto text = message([] { nn::Config::from_json(R"({"hidden_size": "wide"})"); });
+  INFO(text);
+  CHECK(text.find("hidden_size is \"wide\"") != std::string::npos);
+
+  auto model = in_double(configurations()[0]);
+  const auto mask = at::ones({1, 4}, at::kLong), cu = at::tensor({0, 4}, at::kInt);
+  CHECK_THROWS_AS(model(ids(1, 4), mask, nn::State(), false, cu), c10::ValueError);
+}

@@ -1,0 +1,127 @@
+"""One model in Python and in C++: the same names, the same numbers, each reads what the other saved."""
+
+import pytest
+import torch
+from girih import _C
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+
+VARIANTS = {
+    **{mixer: {"mixer": mixer} for mixer in MIXERS},
+    "hybrid": {"mixer": ["gsa", "attention", "cat"], "num_hidden_layers": 3},
+    "grouped": {"mixer": ["gsa", "mamba2", "delta_product"], "num_hidden_layers": 3, "num_kv_heads": 2},
+    "convolved": {"mixer": ["abc", "gla"], "conv_size": 3, "feature": "relu2"},
+    "untied": {"mixer": "gsa", "tie_word_embeddings": False, "head_dim": 6},
+    "negative eigenvalues": {"mixer": "delta_product", "n": 3, "allow_neg_eigval": True, "gated": False},
+    "between chunks": {"mixer": "delta_product", "between_chunks": "gelu"},
+    "trellis identity": {"mixer": "trellis", "phi": "identity", "f": "softmax", "gated": False},
+    "lattice encode": {"mixer": "lattice", "objective": "encode", "gated": False},
+    "learned mixture": {"mixer": "mag", "mag_base": "gsa", "mag_learned": True, "mag_cross": True},
+    "cat running": {"mixer": "cat", "running_positions": True, "num_kv_heads": 2, "num_hidden_layers": 4},
+}
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "num_slots": 6,
+    "chunk": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # large enough for logits that differ
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    torch.manual_seed(0)
+    python = GirihForCausalLM(GirihConfig(**SIZES | VARIANTS[request.param])).eval()
+    folder = tmp_path_factory.mktemp("model")
+    python.save_pretrained(folder)
+    return python, _C.LanguageModel.from_pretrained(str(folder))
+
+
+def tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_parameters_have_the_same_names_and_shapes(pair):
+    python, cpp = (tensors(model) for model in pair)
+    assert {name: p.shape for name, p in python.items()} == {name: p.shape for name, p in cpp.items()}
+
+
+@torch.no_grad()
+def test_logits_are_equal(pair):
+    python, cpp = pair
+    ids = torch.randint(SIZES["vocab_size"], (3, 15))
+    mask = torch.arange(15) >= torch.tensor([[0], [6], [3]])
+    cu_seqlens = torch.tensor([0, 6, 15])
+    close(cpp.forward(ids)[0], python(ids).logits)
+    real = mask[..., None]
+    close(cpp.forward(ids, mask)[0] * real, python(ids, attention_mask=mask).logits * real)
+    packed = {"cu_seqlens": cu_seqlens, "use_cache": False}
+    close(cpp.forward(ids[:1], **packed)[0], python(ids[:1], **packed).logits)
+
+
+@torch.no_grad()
+def test_states_carry_on_alike(pair):
+    python, cpp = pair
+    ids = torch.randint(SIZES["vocab_size"], (2, 9))
+    cache, state = None, _C.State()
+    for piece in ids.split([6, 1, 2], 1):
+        output = python(piece, past_key_values=cache, use_cache=True)
+        logits, state = cpp.forward(piece, state=state, use_cache=True)
+        cache = output.past_key_values
+        close(logits, output.logits)
+
+
+def test_gradients_are_equal(pair):
+    python, cpp = pair
+    ids = torch.randint(SIZES["vocab_size"], (2, 11))
+    for p in [*python.parameters(), *cpp.named_parameters().values()]:
+        p.grad = None
+    python(ids, labels=ids).loss.backward()
+    cpp.loss(ids).backward()
+    grads = {name: p.grad for name, p in cpp.named_parameters().items()}
+    for name, p in python.named_parameters():
+        close(grads[name], p.grad)
+
+
+def test_greedy_generation_is_equal(pair):
+    python, cpp = pair
+    ids = torch.randint(SIZES["vocab_size"], (2, 5))
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    expected = python.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert cpp.generate(ids, 8, attention_mask=mask).equal(expected)
+
+
+@torch.no_grad()
+def test_python_loads_what_cpp_saved(pair, tmp_path):
+    python, _ = pair
+    cpp = _C.LanguageModel(python.config.to_json_string(use_diff=False))
+    cpp.save_pretrained(str(tmp_path))
+    loaded = GirihForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config.mixer == python.config.mixer
+    ids = torch.randint(SIZES["vocab_size"], (2, 7))
+    close(loaded(ids).logits, cpp.forward(ids)[0])
+
+
+def test_initialisation_is_the_same(pair):
+    """Over a few new models a parameter's mean and spread in both differ by at most four standard errors."""
+    config, times = pair[0].config, 6
+    torch.manual_seed(0)
+    python = [tensors(GirihForCausalLM(config)) for _ in range(times)]
+    cpp = [tensors(_C.LanguageModel(config.to_json_string(use_diff=False))) for _ in range(times)]
+    for name in python[0]:
+        a, b = (torch.stack([model[name] for model in models]) for models in (python, cpp))
+        spread, few = a.std(correction=0), 4 * (2 / a.numel()) ** 0.5
+        assert abs(a.mean() - b.mean()) <= few * spread + 1e-6, name
+        assert abs(spread - b.std(correction=0)) <= few * spread + 1e-6, name
+
+
+def test_a_wrong_configuration_is_refused():
+    with pytest.raises(ValueError, match="mixer is 'lstm'"):
+        _C.LanguageModel('{"mixer": "lstm"}')
