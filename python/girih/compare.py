@@ -69,10 +69,10 @@ class RecallRecipe(Recipe):
 # Two layers, as in Zoology; the size of the text models tells how much time there is.
 RECALL = {
     "tiny": RecallRecipe(60_000, 2, 2, 16, 16, 32, 8, 20, 3e-3, 32, vocab_size=32, pairs=(2, 4)),
-    "small": RecallRecipe(250_000, 2, 1, 64, 64, 64, 64, 500, 3e-3, 1024, vocab_size=1024, pairs=(4, 8, 16)),
+    "small": RecallRecipe(200_000, 2, 1, 64, 64, 64, 64, 400, 5e-3, 1024, vocab_size=256, pairs=(4, 8, 16)),
 }
 RECALL_LARGE = RecallRecipe(
-    700_000, 2, 2, 64, 64, 256, 256, 1_000, 3e-3, 1024, vocab_size=1024, pairs=(4, 8, 16, 32, 64)
+    700_000, 2, 2, 64, 64, 256, 256, 800, 5e-3, 1024, vocab_size=512, pairs=(4, 8, 16, 32, 64)
 )
 
 
