@@ -96,8 +96,7 @@ class TangentSteps : public Block {
     const auto sigma = (W * pair.a).sum(-2, true), steps = pair.H.transpose(-1, -2).matmul(W);
     if (states.size() == 1) {
       // x_i = (m_C - sigma_C) s_i + steps, S <- x_i / |x_i|
-      const auto next = unit(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma));
-      return {complete_.empty() ? next : where_row(complete_[c], next, S)};
+      return {unit(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma))};
     }
     const auto& done = complete_[c];
     const auto Delta = (g_.defined() ? decay_[c] * states[1] : states[1]) + steps - S * sigma;
@@ -153,10 +152,11 @@ class TangentSteps : public Block {
   Tensors H_, W_, a_;
 };
 
-// Chunks of one token without the division by the norm, or with shrinkage before it. With phi_i = s_i /
-// |s_i|:
-//   d_i = -gamma c_i (h - phi_i (phi_i.h)) / |s_i|, e reads phi(S)        s <- e^{g} s + d
-//   s <- P(soft(e^{g} s + d, gamma lambda)), a column of zeros keeps its old value
+// Chunks of one token: the recurrence itself, read from the memory that it leaves. Only here may the norm go
+// free (eq. 10) and columns shrink (eq. 17). With phi_i = s_i / |s_i|, P the division by the norm unless that
+// is free:
+//   d_i = -gamma c_i (h - phi_i (phi_i.h)) / |s_i|, e reads phi(S)        s <- P(e^{g} s + d)
+//   with shrinkage: s <- P(soft(e^{g} s + d, gamma lambda)), a column of zeros keeps its old value
 // States: S [B, H, D, M].
 class TokenSteps : public Block {
  public:
@@ -222,7 +222,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
   const auto run = chunks.run(
       {q, k, v, gamma, g.value_or(Tensor())}, initial,
       [=](const Tensors& inputs, const Tensor& complete) -> std::unique_ptr<Block> {
-        if (normalize && shrinkage == 0) return std::make_unique<TangentSteps>(inputs, complete, pair);
+        if (chunk > 1) return std::make_unique<TangentSteps>(inputs, complete, pair);
         return std::make_unique<TokenSteps>(inputs, complete, pair, normalize, shrinkage);
       },
       q.scalar_type());
