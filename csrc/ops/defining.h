@@ -48,9 +48,7 @@ class DefiningChunks {
 };
 
 // [B, n, ...] -> n times [B, ...], each contiguous.
-inline Tensors per_chunk(const Tensor& x) {
-  return x.transpose(0, 1).contiguous().unbind(0);
-}
+inline Tensors per_chunk(const Tensor& x) { return x.transpose(0, 1).contiguous().unbind(0); }
 
 // A flag [B] for each row, against its state [B, ...].
 Tensor where_row(const Tensor& flag, const Tensor& state, const Tensor& otherwise);

@@ -1,10 +1,11 @@
-"""The operators, as functions. Each is differentiable, compiles under ``torch.compile`` and runs on CPU and CUDA.
+"""The operators, as functions. All differentiate, compile under ``torch.compile`` and run on CPU and CUDA.
 
-Letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``D`` key width, ``V`` value width, ``M`` slots, ``N`` sequences (``B``, or
-what ``cu_seqlens`` says). Gates are logs, at most 0. ``q`` may have a multiple of the other tensors' heads. States are
-fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence. ``cu_seqlens [N + 1]`` (int32 or int64, on the
-device) packs ``N`` sequences into ``B == 1``. ``X_step`` reads one token (``T == 1``), writes the state's tensors in
-place and returns ``o`` alone. A wrong argument raises ``ValueError`` and names the argument.
+Letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``D`` key width, ``V`` value width, ``M`` slots, ``N``
+sequences (``B``, or what ``cu_seqlens`` says). Gates are logs, at most 0. ``q`` may have a multiple of the
+other tensors' heads. States are fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence.
+``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``. ``X_step``
+reads one token (``T == 1``), writes the state's tensors in place and returns ``o`` alone. A wrong argument
+raises ``ValueError`` and names the argument.
 """
 
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class GSAState(NamedTuple):
         dtype=torch.float32,
         device=None,
     ) -> "GSAState":
-        """The state before the first token, in tensors of its own (what ``gsa_step`` and a CUDA graph need)."""
+        """The state before the first token, in tensors of its own, as ``gsa_step`` and a CUDA graph need."""
         like = {"dtype": dtype, "device": device}
         return cls(
             torch.zeros(batch, heads, D, M, **like),
@@ -95,9 +96,9 @@ def gsa(
         Hk_t = Hk_{t-1} Diag(e^{g_t}) + k_t s_t^T        p_t = feature(scale * Hk_t^T q_t)
         Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        o_t = Hv_t^T p_t
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, s and g ``[B, T, H, M]``; o ``[B, T, HQ, V]``.
-    ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalised over all tokens so far; ``-inf`` masks a token.
-    ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none, silu, relu or relu2.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, s and g ``[B, T, H, M]``; o
+    ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalised over all
+    tokens so far; ``-inf`` masks a token. ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none, silu, relu or relu2.
     """
     o, *parts = torch.ops.girih.gsa(
         q, k, v, s, g, *(state or (None, None, None)), cu_seqlens, scale=scale, feature=feature
@@ -147,8 +148,8 @@ def gla(
 
         S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``; o
-    ``[B, T, HQ, V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``;
+    o ``[B, T, HQ, V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
     """
     o, *parts = torch.ops.girih.gla(q, k, v, g, *(state or (None,)), cu_seqlens, scale=scale)
     return o, GLAState(*parts)

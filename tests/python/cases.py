@@ -229,8 +229,9 @@ def state_of(case, fields):
     return getattr(ops, name)(*(fields.get(field) for field in names))
 
 
-def start(case, device):
+def start(inputs):
     """`XState.start` for B sequences of this case; it names its sizes as the shapes do."""
+    case = inputs.case
     make = getattr(ops, STATES[case.op][0]).start
     sizes = SIZES | case.sizes
     known = {
@@ -240,11 +241,14 @@ def start(case, device):
         "width": sizes["W"],
         "abc": "z" in case.state,
         "between_chunks": "between_chunks" in case.options,
+        "gated": "g" in case.data,
     } | sizes
-    leaves = case.draw(0, dtype=torch.float32, device=device).leaves
-    known |= {f"first_{name}" if case.op == "trellis" else name: x for name, x in leaves.items()}
-    names = inspect.signature(make).parameters
-    return make(**{name: known[name] for name in names if name in known}, device=device)
+    if case.op == "trellis":
+        known["first_k"], known["first_v"] = inputs.state
+    if case.op == "lattice":
+        known["first"] = inputs.state
+    known["device"] = next(iter(inputs.data.values())).device
+    return make(**{name: known[name] for name in inspect.signature(make).parameters if name in known})
 
 
 def outputs(case, result):

@@ -153,7 +153,7 @@ def test_start_is_the_start(case, device):
     """`XState.start(...)` gives the tensors of a state that has seen nothing."""
     inputs = case.draw(6, dtype=torch.float32, device=device)
     state = {name: x for name, x in operator(inputs.part(0, 0)).items() if name != "o"}
-    started = start(case, device)
+    started = start(inputs)
     for name, x in state.items():
         assert_within({name: getattr(started, name)}, {name: x}, 0.0)
         assert getattr(started, name).dtype == x.dtype

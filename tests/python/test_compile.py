@@ -4,7 +4,6 @@ import pytest
 import torch
 from cases import CASES, ONE_EACH, RECURRENT, gradients, operator, step
 from comparison import assert_within
-from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,8 @@ def test_aot_eager_is_eager(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_inductor_is_eager(case, device):
-    inputs = case.draw(7, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    # From a start: a state in mid-chunk is made of more operators, whose kernels take the compiler long.
+    inputs = case.draw(7, dtype=torch.float32, device=device).requiring_grad()
     call = compiled(inputs, backend="inductor")
     want = operator(inputs)
     outs = call(inputs)
@@ -48,13 +48,13 @@ def test_inductor_is_eager(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_lengths_share_a_few_graphs(case, device):
-    counter = CompileCounterWithBackend("aot_eager")
     call = None
-    for T in (9, 6, 17, 4, 1, 0, 33):
-        inputs = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
-        call = call or compiled(inputs, backend=counter, dynamic=True)
-        assert_within(call(inputs), operator(inputs), 1e-6)
-    assert counter.frame_count <= 3
+    # One graph for T = 0, one for T = 1, one for all others.
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
+        for T in (9, 6, 17, 4, 1, 0, 33):
+            inputs = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+            call = call or compiled(inputs, backend="aot_eager", dynamic=True)
+            assert_within(call(inputs), operator(inputs), 1e-6)
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
@@ -96,5 +96,5 @@ def test_an_exported_program_takes_any_length(case, device):
     }
     program = torch.export.export(Program(), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
     for T in (9, 33):
-        other = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device, seed=T)
+        other = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device)
         assert_within(program(other.floats), operator(other), 1e-6)

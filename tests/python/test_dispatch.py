@@ -24,7 +24,8 @@ def registered_call(function, *args):
         function(*args)
     (call,) = noted.calls
     packet, args, kwargs = call
-    return getattr(packet, "default", packet), args, kwargs
+    leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+    return getattr(packet, "default", packet), tuple(leaves), kwargs
 
 
 # Every other case starts from a state.

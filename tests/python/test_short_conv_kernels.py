@@ -77,16 +77,23 @@ def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu
 
 
 def assert_as_right_as_aten(found, inputs, **options):
-    """The error against float64 is at most twice the ATen form's at the same dtypes, and one rounding."""
+    """The error against float64 is at most twice the ATen form's at the same dtypes, and one rounding of the
+    result; a gradient that sums all n tokens in fp32 errs by about sqrt(n) roundings of a term besides, in an
+    order of its own."""
     exact = run(*(None if t is None else t.double() for t in inputs), **options)
     aten = run(*inputs, **options)
     assert len(found) == len(exact)
-    for got, rounded, want in zip(found, aten, exact, strict=True):
+    x, _, _, _, dy, _ = inputs
+    term = 0 if dy is None or not x.numel() else dy.abs().max() * x.abs().max().clamp(min=1)
+    sums = [0, 0, 0] + [torch.finfo(torch.float32).eps * (x.shape[0] * x.shape[1]) ** 0.5 * term] * 2 + [0]
+    if inputs[2] is None:
+        del sums[4]
+    for got, rounded, want, order in zip(found, aten, exact, sums[: len(found)], strict=True):
         assert got.dtype == rounded.dtype and got.shape == want.shape
         if want.numel():
             error = (got.cpu().double() - want).abs().max()
             rounding = torch.finfo(got.dtype).eps * want.abs().max()
-            assert error <= 2 * (rounded.double() - want).abs().max() + rounding
+            assert error <= 2 * (rounded.double() - want).abs().max() + rounding + order
 
 
 @pytest.mark.parametrize("T", LENGTHS)

@@ -13,9 +13,7 @@ namespace {
 
 // Without between_chunks the length cannot change the result. 64 rows are the fastest at D = 128, near the
 // fastest at D = 32, and keep half the states of 32 rows.
-int64_t exact_chunk(int64_t T, int64_t n) {
-  return std::max<int64_t>(1, std::min<int64_t>(T, 64 / n));
-}
+int64_t exact_chunk(int64_t T, int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(T, 64 / n)); }
 
 // x / |x|, eps inside the root: a zero row stays zero and has a gradient. In float64, because an error in |k|
 // is the same at every step that repeats a key: with beta = 2 the steps reflect and it grows with T.
@@ -35,9 +33,7 @@ Tensor read_rows(const Tensor& x, int64_t n) {
 }
 
 // [B, count, H, ...] -> a [B * H, ...] for each chunk
-std::vector<Tensor> by_chunk(const Tensor& x) {
-  return x.transpose(0, 1).flatten(1, 2).unbind(0);
-}
+std::vector<Tensor> by_chunk(const Tensor& x) { return x.transpose(0, 1).flatten(1, 2).unbind(0); }
 
 std::tuple<Tensor, Tensor, OptionalTensor> forward(
     const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_, const OptionalTensor& g_,

@@ -21,8 +21,6 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(const Tensor& q, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  m.impl("delta_product_forward", &forward);
-}
+TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("delta_product_forward", &forward); }
 
 }  // namespace girih::delta_product

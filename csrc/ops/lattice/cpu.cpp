@@ -13,13 +13,9 @@ namespace girih::lattice {
 namespace {
 
 // e^L, held above where a square underflows: what a memory keeps of its direction when every gate is shut.
-Tensor kept(const Tensor& L) {
-  return L.clamp_min(-30).exp();
-}
+Tensor kept(const Tensor& L) { return L.clamp_min(-30).exp(); }
 
-Tensor unit(const Tensor& X) {
-  return X / at::linalg_vector_norm(X, 2, -2, true);
-}
+Tensor unit(const Tensor& X) { return X / at::linalg_vector_norm(X, 2, -2, true); }
 
 // S itself, its columns' gradient projected to their tangent spaces.
 Tensor on_sphere(const Tensor& S) {
@@ -67,9 +63,7 @@ class Pairs {
 };
 
 // q's heads beside the memory that they read: [B, n, HQ, C, M] -> [B, n, H, HQ / H, C, M].
-Tensor group(const Tensor& q, int64_t H) {
-  return q.unflatten(2, {H, q.size(2) / H});
-}
+Tensor group(const Tensor& q, int64_t H) { return q.unflatten(2, {H, q.size(2) / H}); }
 
 // States: S [B, H, D, M] where all chunks are whole, else also Delta [B, H, D, M], the steps that the chunk
 // has accumulated, and with gates L [B, H], the sum of its gates so far.

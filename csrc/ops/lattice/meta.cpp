@@ -21,8 +21,6 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  m.impl("lattice_forward", &forward);
-}
+TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("lattice_forward", &forward); }
 
 }  // namespace girih::lattice

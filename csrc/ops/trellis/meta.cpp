@@ -25,8 +25,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  m.impl("trellis_forward", &forward);
-}
+TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("trellis_forward", &forward); }
 
 }  // namespace girih::trellis

@@ -19,9 +19,7 @@ Tensor Phi::operator()(const Tensor& z) const {
   return c * (total(c.square()) + kEps).rsqrt();
 }
 
-Tensor Phi::target(const Tensor& a) const {
-  return centred(a);
-}
+Tensor Phi::target(const Tensor& a) const { return centred(a); }
 
 Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
   if (norm_ == Norm::softmax) {
