@@ -2,6 +2,7 @@
 #include <girih/language_model.h>
 
 #include <algorithm>
+#include <set>
 
 #include "layer.h"
 
@@ -44,13 +45,17 @@ void check(const Config& c) {
   if (c.between_chunks) check_one_of("between_chunks", *c.between_chunks, {"gelu", "tanh"});
   TORCH_CHECK_VALUE(c.num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
                     "; expected a divisor of num_heads ", c.num_heads);
-  const bool defining = contains(used, "trellis") || contains(used, "lattice"), cat = contains(used, "cat");
-  TORCH_CHECK_VALUE(!defining || *c.num_kv_heads == c.num_heads, "num_kv_heads is ", *c.num_kv_heads,
-                    "; trellis and lattice project q and k together: expected num_heads, ", c.num_heads);
+  for (const char* name : {"trellis", "lattice"}) {
+    TORCH_CHECK_VALUE(!contains(used, name) || *c.num_kv_heads == c.num_heads, "num_kv_heads is ",
+                      *c.num_kv_heads, "; ", name, " projects q and k together: expected num_heads, ",
+                      c.num_heads);
+  }
+  const bool cat = contains(used, "cat");
+  const bool defining = contains(used, "trellis") || contains(used, "lattice") || c.between_chunks;
   const int64_t least = c.is_whole_cat() ? 2 : 1;
-  const int64_t most = defining || c.between_chunks ? 64 : c.is_whole_cat() ? 256 : cat ? 255 : 64;
+  const int64_t most = defining ? 64 : c.is_whole_cat() ? 256 : cat ? 255 : 64;
   TORCH_CHECK_VALUE(c.chunk >= least && c.chunk <= most, "chunk is ", c.chunk, "; expected ", least, " to ",
-                    most);
+                    most, " for ", c10::Join(", ", std::set<std::string>(used.begin(), used.end())));
   TORCH_CHECK_VALUE(*c.head_dim % 2 == 0 || !(cat || contains(used, "attention")), "head_dim is ",
                     *c.head_dim, "; rotary positions turn pairs and need an even one");
   TORCH_CHECK_VALUE(!c.is_whole_cat() || *c.compressor_hidden_size % *c.head_dim == 0,

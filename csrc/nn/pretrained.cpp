@@ -81,8 +81,9 @@ std::set<path> tensor_files(const path& folder) {
   const auto index = folder / "model.safetensors.index.json";
   if (!exists(index)) return {folder / "model.safetensors"};
   std::set<path> files;
-  for (const auto& file : json::parse(text_of(index)).at("weight_map"))
-    files.insert(folder / file.get<std::string>());
+  const auto names = json::parse(text_of(index), nullptr, /*allow_exceptions=*/false);
+  if (!names.contains("weight_map")) throw std::runtime_error(index.string() + ": has no weight_map");
+  for (const auto& file : names["weight_map"]) files.insert(folder / file.get<std::string>());
   return files;
 }
 

@@ -1,5 +1,7 @@
 """One model in Python and in C++: the same names, the same numbers, each reads what the other saved."""
 
+import json
+
 import pytest
 import torch
 from girih import _C
@@ -122,6 +124,39 @@ def test_initialisation_is_the_same(pair):
         assert abs(spread - b.std(correction=0)) <= few * spread + 1e-6, name
 
 
-def test_a_wrong_configuration_is_refused():
-    with pytest.raises(ValueError, match="mixer is 'lstm'"):
-        _C.LanguageModel('{"mixer": "lstm"}')
+def test_shards_and_their_dtype_are_read(tmp_path):
+    python = GirihForCausalLM(GirihConfig(**SIZES)).to(torch.bfloat16).eval()
+    python.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    cpp = _C.LanguageModel.from_pretrained(str(tmp_path)).named_parameters()
+    for name, p in python.named_parameters():
+        assert cpp[name].equal(p) and cpp[name].dtype == torch.bfloat16, name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mixer": "lstm"},
+        {"mixer": ["gsa"]},
+        {"mixer": "mag", "mag_base": "mag"},
+        {"vocab_size": 0},
+        {"hidden_size": 30},
+        {"chunk": 65},
+        {"mixer": "cat", "chunk": 1},
+        {"mixer": ["cat", "gsa", "gsa", "trellis"], "chunk": 65},
+        {"num_kv_heads": 3},
+        {"mixer": "lattice", "num_kv_heads": 2},
+        {"mixer": "attention", "head_dim": 3},
+        {"mixer": "cat", "compressor_hidden_size": 33},
+        {"feature": "sine"},
+        {"phi": "sine"},
+        {"objective": "sine"},
+    ],
+    ids=str,
+)
+def test_a_wrong_configuration_is_refused_in_the_same_words(wrong):
+    with pytest.raises(ValueError) as python:
+        GirihConfig(**wrong)
+    with pytest.raises(ValueError) as cpp:
+        _C.LanguageModel(json.dumps(wrong))
+    assert str(cpp.value) == str(python.value)
