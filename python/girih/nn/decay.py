@@ -19,21 +19,32 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def first_step_bias(chunk: int) -> float:
+    """b with sigmoid(b) = 1 / (4 chunk), where step sizes start.
+
+    All steps of a chunk follow gradients at its first state, so it is their sum that must not overshoot. With
+    sigmoid(0) Trellis's gradients explode and Lattice learns text half as fast.
+    """
+    return -math.log(4.0 * chunk - 1.0)
+
+
 class DecayGate(nn.Module):
     """One decay e^g a head, and the step dt it comes from (Mamba-2, Gated DeltaNet).
 
         dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
 
     x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 under autocast too. Starts with rates
-    exp(A_log) from 1 to 16 and steps from 0.001 to 0.1, both spread evenly in the logarithm.
+    exp(A_log) from 1 to 16 and steps from `largest_step / 100` to `largest_step`, both spread evenly in the
+    logarithm.
 
     >>> g, dt = DecayGate(16, num_heads=4)(torch.randn(2, 5, 16))
     >>> g.shape, bool((g < 0).all())
     (torch.Size([2, 5, 4]), True)
     """
 
-    def __init__(self, hidden_size: int, num_heads: int):
+    def __init__(self, hidden_size: int, num_heads: int, largest_step: float = 0.1):
         super().__init__()
+        self.largest_step = largest_step
         self.proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
@@ -42,7 +53,8 @@ class DecayGate(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.A_log, 0.0, math.log(16.0))
-        nn.init.uniform_(self.dt_bias, math.log(1e-3), math.log(1e-1))  # softplus(b) = exp(b) down here
+        most = math.log(self.largest_step)  # softplus(b) = exp(b) down here
+        nn.init.uniform_(self.dt_bias, most - math.log(100.0), most)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dt = F.softplus(at_least_fp32(self.proj(x)) + self.dt_bias)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
-from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
+from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
 from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
@@ -50,7 +50,7 @@ class Lattice(nn.Module):
         self.k_conv = ShortConv(num_heads * num_slots, conv_size)
         self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.gamma_proj = nn.Linear(hidden_size, num_heads)
-        self.decay = DecayGate(hidden_size, num_heads) if gated else None
+        self.decay = DecayGate(hidden_size, num_heads, largest_step=0.01) if gated else None
         self.memory = nn.Parameter(torch.empty(num_heads, head_dim, num_slots))
         self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu")
@@ -62,7 +62,7 @@ class Lattice(nn.Module):
     def reset_parameters(self) -> None:
         for slots in self.memory:  # one head's [D, M]
             nn.init.orthogonal_(slots)
-        nn.init.zeros_(self.gamma_proj.bias)
+        nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def start(self, attention_mask: Tensor | None, memory: "ops.LatticeState | None"):
         """The state to continue from, at first the learned memory; padding moves its position."""

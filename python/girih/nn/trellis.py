@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
-from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
+from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
 from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
@@ -53,7 +53,7 @@ class Trellis(nn.Module):
         self.v_proj = nn.Linear(hidden_size, channels, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
         self.gamma_proj = nn.Linear(hidden_size, num_heads)
-        self.decay = DecayGate(hidden_size, num_heads) if gated else None
+        self.decay = DecayGate(hidden_size, num_heads, largest_step=0.01) if gated else None
         self.key_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
         self.value_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
         self.g_proj = nn.Linear(hidden_size, channels, bias=False)
@@ -63,9 +63,9 @@ class Trellis(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.key_memory, std=self.key_memory.shape[-1] ** -0.5)
-        nn.init.normal_(self.value_memory, std=self.value_memory.shape[-1] ** -0.5)
-        nn.init.zeros_(self.gamma_proj.bias)
+        nn.init.normal_(self.key_memory)  # a small memory is a small divisor of the normalising phis
+        nn.init.normal_(self.value_memory)
+        nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def start(self, attention_mask: Tensor | None, memory: "ops.TrellisState | None"):
         """The state to continue from, at first the learned memories; padding moves its position."""
