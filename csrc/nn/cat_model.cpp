@@ -32,7 +32,7 @@ Tensor CompressorImpl::forward(const Tensor& chunks, const Tensor& index) {
 CatModelImpl::CatModelImpl(const Config& config)
     : chunk_(config.chunk),
       max_position_embeddings_(config.max_position_embeddings),
-      initializer_range_(config.initializer_range) {
+      initializer_range_(*config.initializer_range) {
   embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size));
   header = register_parameter("header", at::empty({config.hidden_size}));
   compressor = register_module("compressor", Compressor(config));

@@ -2,6 +2,7 @@
 #include <girih/language_model.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "layer.h"
@@ -169,6 +170,7 @@ Config Config::completed() const {
   if (!c.compressor_hidden_size)
     c.compressor_hidden_size = std::max(*c.head_dim, hidden_size / 2 / *c.head_dim * *c.head_dim);
   if (!c.compressor_layers) c.compressor_layers = std::max<int64_t>(1, num_hidden_layers / 2);
+  if (!c.initializer_range) c.initializer_range = 1 / std::sqrt(double(hidden_size));
   check(c);
   return c;
 }

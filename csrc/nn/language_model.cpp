@@ -56,10 +56,9 @@ LanguageModelImpl::LanguageModelImpl(const Config& given) : config(given.complet
     lm_head = register_module("lm_head", linear(config.hidden_size, config.vocab_size));
   for (const auto& module : modules(/*include_self=*/false)) {
     if (auto* layer = module->as<torch::nn::Linear>()) {
-      torch::nn::init::normal_(layer->weight, 0.0, config.initializer_range);
-      if (layer->bias.defined()) torch::nn::init::zeros_(layer->bias);
+      torch::nn::init::normal_(layer->weight, 0.0, *config.initializer_range);  // a bias is its layer's own
     } else if (auto* embedding = module->as<torch::nn::Embedding>()) {
-      torch::nn::init::normal_(embedding->weight, 0.0, config.initializer_range);
+      torch::nn::init::normal_(embedding->weight, 0.0, *config.initializer_range);
     }
   }
 }

@@ -12,7 +12,7 @@ LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions 
   k_conv = register_module("k_conv", ShortConv(slots, conv));
   v_proj = register_module("v_proj", linear(hidden_size, width));
   gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
-  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 0.01));
   memory = register_parameter("memory", at::empty({num_heads, head_dim, options.num_slots}));
   g_proj = register_module("g_proj", linear(hidden_size, width));
   norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
@@ -24,7 +24,7 @@ LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions 
 void LatticeImpl::reset_parameters() {
   at::NoGradGuard no_grad;
   for (auto& slots : memory.unbind(0)) torch::nn::init::orthogonal_(slots);  // one head's [D, M]
-  torch::nn::init::zeros_(gamma_proj->bias);
+  torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
 // The state to continue from: the learned memory at first; padding moves the position in the chunk.

@@ -30,19 +30,24 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
 
 Tensor SwiGLUImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
 
-DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads)
-    : proj(register_module("proj", linear(hidden_size, num_heads))),
+DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step)
+    : largest_step(largest_step),
+      proj(register_module("proj", linear(hidden_size, num_heads))),
       A_log(register_parameter("A_log", at::empty({num_heads}))),
       dt_bias(register_parameter("dt_bias", at::empty({num_heads}))) {
   no_weight_decay({A_log, dt_bias});
   reset_parameters();
 }
 
-// Rates exp(A_log) from 1 to 16 and steps from 0.001 to 0.1, both spread evenly in the logarithm.
+// Rates exp(A_log) from 1 to 16 and steps up to largest_step, over a hundredfold range, both spread evenly in
+// the logarithm.
 void DecayGateImpl::reset_parameters() {
   torch::nn::init::uniform_(A_log, 0.0, std::log(16.0));
-  torch::nn::init::uniform_(dt_bias, std::log(1e-3), std::log(1e-1));  // softplus(b) = exp(b) down here
+  const double most = std::log(largest_step);  // softplus(b) = exp(b) down here
+  torch::nn::init::uniform_(dt_bias, most - std::log(100.0), most);
 }
+
+double first_step_bias(int64_t chunk) { return -std::log(4.0 * double(chunk) - 1.0); }
 
 std::pair<Tensor, Tensor> DecayGateImpl::forward(const Tensor& x) {
   const auto dt = at::softplus(at_least_fp32(proj(x)) + dt_bias);

@@ -13,7 +13,7 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
   v_proj = register_module("v_proj", linear(hidden_size, channels));
   a_proj = register_module("a_proj", linear(hidden_size, num_heads * options.num_slots));
   gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
-  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 0.01));
   key_memory = register_parameter("key_memory", at::empty({num_heads, options.num_slots, head_dim}));
   value_memory = register_parameter("value_memory", at::empty({num_heads, options.num_slots, head_dim}));
   g_proj = register_module("g_proj", linear(hidden_size, channels));
@@ -24,10 +24,9 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
 }
 
 void TrellisImpl::reset_parameters() {
-  const double std = 1 / std::sqrt(double(key_memory.size(-1)));
-  torch::nn::init::normal_(key_memory, 0.0, std);
-  torch::nn::init::normal_(value_memory, 0.0, std);
-  torch::nn::init::zeros_(gamma_proj->bias);
+  torch::nn::init::normal_(key_memory);  // a small memory is a small divisor of the normalising phis
+  torch::nn::init::normal_(value_memory);
+  torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
 // The state to continue from: the learned memories at first; padding moves the position in the chunk.

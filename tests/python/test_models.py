@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import itertools
+import math
 import pkgutil
 
 import girih.models
@@ -238,7 +239,9 @@ def test_a_few_steps_at_1e_3_learn_a_sequence(name, bf16):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[0] < 3.8  # log(32) = 3.47: close to uniform at first
+    assert (
+        losses[0] < math.log(32) + 1.0
+    )  # close to uniform; a tied head favours the token that it has just read
     assert losses[-1] < losses[0] - 0.5
 
 

@@ -47,7 +47,7 @@ struct Config {
   int64_t max_position_embeddings = 8192;
   double rope_theta = 10000.0;
   double norm_eps = 1e-6;
-  double initializer_range = 0.02;
+  std::optional<double> initializer_range = {};  // hidden_size^-1/2
   bool tie_word_embeddings = true;
   std::optional<int64_t> bos_token_id = {}, eos_token_id = {}, pad_token_id = {};
 

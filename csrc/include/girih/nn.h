@@ -137,10 +137,11 @@ TORCH_MODULE(SwiGLU);
 // least.
 class DecayGateImpl : public Module {
  public:
-  DecayGateImpl(int64_t hidden_size, int64_t num_heads);
+  DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step = 0.1);
   void reset_parameters();
   std::pair<Tensor, Tensor> forward(const Tensor& x);
 
+  double largest_step;
   torch::nn::Linear proj{nullptr};
   Tensor A_log, dt_bias;
 };

@@ -139,6 +139,8 @@ class GirihConfig(PretrainedConfig):
     compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
     running_positions: rotary positions of the CAT model's decoder run over the chunks instead of starting
         anew.
+    initializer_range: deviation that weights start with, by default hidden_size^-1/2: models of a few hundred
+        channels learn far sooner from it than from 0.02.
     max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's
         place.
 
@@ -182,7 +184,7 @@ class GirihConfig(PretrainedConfig):
     max_position_embeddings: int = 8192
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    initializer_range: float | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
@@ -216,6 +218,8 @@ class GirihConfig(PretrainedConfig):
                 self.head_dim, self.hidden_size // 2 // self.head_dim * self.head_dim
             )
         self.compressor_layers = self.compressor_layers or max(1, self.num_hidden_layers // 2)
+        if self.initializer_range is None:
+            self.initializer_range = self.hidden_size**-0.5
         self._check()
         super().__post_init__(**kwargs)
 
