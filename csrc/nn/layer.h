@@ -16,14 +16,10 @@ inline int64_t head_dim_of(int64_t hidden_size, int64_t num_heads, std::optional
 }
 
 // Gates and step sizes are activated in fp32, or in fp64 when they come in fp64.
-inline Tensor at_least_fp32(const Tensor& x) {
-  return x.to(at::promote_types(x.scalar_type(), at::kFloat));
-}
+inline Tensor at_least_fp32(const Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }
 
 // [..., heads * width] -> [..., heads, width]
-inline Tensor to_heads(const Tensor& x, int64_t heads) {
-  return x.unflatten(-1, {heads, -1});
-}
+inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, {heads, -1}); }
 
 // x [B, T, ...] with `value` in the rows of masked tokens; an undefined mask masks nothing.
 Tensor masked(const Tensor& attention_mask, const Tensor& x, double value = 0.0);
