@@ -185,6 +185,23 @@ def test_no_token_sees_a_later_one(layer):
         assert grad[:, t].any() and not grad[:, t + 1 :].any()
 
 
+@pytest.mark.parametrize("name", ["gsa", "delta_product", "trellis", "lattice", "cat"])
+def test_compiles_as_one_graph(name):
+    """Training, and a token of decoding that writes its state in place."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 2 * CHUNK + 1, HIDDEN, requires_grad=True)
+    y, _ = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, layer(x)[0])
+    assert x.grad.isfinite().all()
+    with torch.no_grad():
+        _, state = layer(x[:, :-1], use_cache=True)
+        last, _ = compiled(x[:, -1:], state=state, use_cache=True)
+    torch.testing.assert_close(last, y[:, -1:], atol=1e-5, rtol=1e-5)
+
+
 def test_mask_and_packing_exclude_each_other(layer):
     x = torch.randn(1, 4, HIDDEN, dtype=torch.double)
     with pytest.raises(ValueError, match="attention_mask and cu_seqlens"):

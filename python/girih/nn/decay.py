@@ -23,7 +23,7 @@ def first_step_bias(chunk: int) -> float:
     """b with sigmoid(b) = 1 / (4 chunk), where step sizes start.
 
     All steps of a chunk follow gradients at its first state, so it is their sum that must not overshoot. With
-    sigmoid(0) Trellis's gradients explode and Lattice learns text half as fast.
+    sigmoid(0) Trellis's gradients explode, and Lattice was 0.2 bits a byte behind after 120 steps.
     """
     return -math.log(4.0 * chunk - 1.0)
 

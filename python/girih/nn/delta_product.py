@@ -59,7 +59,7 @@ class DeltaProduct(nn.Module):
         """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: a token's n rows one after the other."""
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
-    def start(self, attention_mask: Tensor | None, memory: "ops.DeltaProductState | None"):
+    def start(self, attention_mask: Tensor | None, memory: ops.DeltaProductState | None):
         """The state to continue from; with `between_chunks` padding moves its position in the chunk."""
         if self.between_chunks is None or attention_mask is None:
             return memory

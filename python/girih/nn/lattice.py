@@ -64,7 +64,7 @@ class Lattice(nn.Module):
             nn.init.orthogonal_(slots)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
-    def start(self, attention_mask: Tensor | None, memory: "ops.LatticeState | None"):
+    def start(self, attention_mask: Tensor | None, memory: ops.LatticeState | None):
         """The state to continue from, at first the learned memory; padding moves its position."""
         if memory is None:
             first = F.normalize(at_least_fp32(self.memory), dim=-2)

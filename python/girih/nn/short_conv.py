@@ -44,10 +44,10 @@ class ShortConv(nn.Module):
         self,
         x: Tensor,
         attention_mask: Tensor | None = None,
-        state: "ops.ShortConvState | None" = None,
+        state: ops.ShortConvState | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
-    ) -> "tuple[Tensor, ops.ShortConvState | None]":
+    ) -> tuple[Tensor, ops.ShortConvState | None]:
         refuse_mask_with_packing(attention_mask, cu_seqlens)
         if self.weight is None:
             return (F.silu(x) if self.activation else x), None

@@ -67,7 +67,7 @@ class Trellis(nn.Module):
         nn.init.normal_(self.value_memory)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
-    def start(self, attention_mask: Tensor | None, memory: "ops.TrellisState | None"):
+    def start(self, attention_mask: Tensor | None, memory: ops.TrellisState | None):
         """The state to continue from, at first the learned memories; padding moves its position."""
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
