@@ -24,8 +24,8 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
 }
 
 void TrellisImpl::reset_parameters() {
-  torch::nn::init::normal_(key_memory);  // a small memory is a small divisor of the normalising phis
-  torch::nn::init::normal_(value_memory);
+  torch::nn::init::normal_(key_memory, 0, 0.25);
+  torch::nn::init::normal_(value_memory, 0, 0.25);
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
@@ -51,11 +51,9 @@ Output TrellisImpl::run(const Tensor& x, const Call& call) {
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
   auto v = to_heads(v_proj(x), num_heads_);
-  if (options.phi == "identity" || options.phi == "silu") {
-    const auto unit = [](const Tensor& x) { return x / x.norm(2, -1, true).clamp_min(1e-12); };
-    k = unit(k);
-    v = unit(v);
-  }
+  const auto unit = [](const Tensor& x) { return x / x.norm(2, -1, true).clamp_min(1e-12); };
+  k = unit(k);
+  v = unit(v);
   const auto a = to_heads(a_proj(x), num_heads_);
   const auto gamma = call.masked(at_least_fp32(gamma_proj(x)).sigmoid());
   const auto g = decay ? call.masked(decay(x).first) : Tensor();

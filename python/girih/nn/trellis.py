@@ -19,9 +19,10 @@ class Trellis(nn.Module):
         o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
     A' is A at the start of the chunk. q and k share one projection and have a short convolution each, keys
-    and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. phi =
-    identity or silu is stable on unit vectors only, so k and v are l2-normalised for them. `chunk` is part of
-    the model. x, y `[B, T, hidden_size]`.
+    and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. A step
+    grows with `|x|^2`: k and v are unit vectors, or the gradients of a chunk add up to more than the memory can
+    follow (identity and silu diverge, the normalising phis turn chaotic). `chunk` is part of the model. x, y
+    `[B, T, hidden_size]`.
 
     >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -63,8 +64,9 @@ class Trellis(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.key_memory)  # a small memory is a small divisor of the normalising phis
-        nn.init.normal_(self.value_memory)
+        # A small memory is a small divisor of the normalising phis, a large one hides what is written.
+        nn.init.normal_(self.key_memory, std=0.25)
+        nn.init.normal_(self.value_memory, std=0.25)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def start(self, attention_mask: Tensor | None, memory: ops.TrellisState | None):
@@ -94,8 +96,7 @@ class Trellis(nn.Module):
             p.unflatten(-1, (self.num_heads, -1))
             for p in (q, k, self.v_proj(x), self.a_proj(x), self.g_proj(x))
         )
-        if self.phi in ("identity", "silu"):
-            k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
+        k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
         gamma = masked(attention_mask, at_least_fp32(self.gamma_proj(x)).sigmoid())
         g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
         o, memory = advance(
