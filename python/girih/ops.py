@@ -98,8 +98,8 @@ def gsa(
 
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, s and g ``[B, T, H, M]``; o
     ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalised over all
-    tokens so far; ``-inf`` masks a token. ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none, silu,
-    relu or relu2.
+    tokens so far; ``-inf`` masks a token. ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none,
+    silu, relu or relu2.
     """
     o, *parts = torch.ops.girih.gsa(
         q, k, v, s, g, *(state or (None, None, None)), cu_seqlens, scale=scale, feature=feature

@@ -20,9 +20,9 @@ class Trellis(nn.Module):
 
     A' is A at the start of the chunk. q and k share one projection and have a short convolution each, keys
     and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. A step
-    grows with `|x|^2`: k and v are unit vectors, or the gradients of a chunk add up to more than the memory can
-    follow (identity and silu diverge, the normalising phis turn chaotic). `chunk` is part of the model. x, y
-    `[B, T, hidden_size]`.
+    grows with `|x|^2`: k and v are unit vectors, or the gradients of a chunk add up to more than the memory
+    can follow (identity and silu diverge, the normalising phis turn chaotic). `chunk` is part of the model.
+    x, y `[B, T, hidden_size]`.
 
     >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
