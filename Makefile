@@ -3,6 +3,7 @@
 # make test                                             every test that this machine can run
 # make format / make check-format
 #
+# FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
 # PYTHON=path        use this Python and its packages as they are instead of .venv
 
@@ -24,10 +25,10 @@ build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
-	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps)
+	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
 
 compare: build
-	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size)
+	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
 
 test: build
 	@build/tests/cpp/girih_tests

@@ -35,15 +35,17 @@ def test_aot_eager_is_eager(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_inductor_is_eager(case, device):
-    # From a start: a state in mid-chunk is made of more operators, whose kernels take the compiler long.
-    inputs = case.draw(7, dtype=torch.float32, device=device).requiring_grad()
+    # From a start: a state in mid-chunk is made of more operators, whose kernels take the compiler long. In
+    # float64: the compiler rounds the first state in another order, and a gradient can make that ten times
+    # larger.
+    inputs = case.draw(7, dtype=torch.float64, device=device).requiring_grad()
     call = compiled(inputs, backend="inductor")
     want = operator(inputs)
     outs = call(inputs)
-    assert_within(outs, want, 1e-6)
-    assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
+    assert_within(outs, want, 1e-9)
+    assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-9)
     with torch.no_grad():
-        assert_within(call(inputs), want, 1e-6)
+        assert_within(call(inputs), want, 1e-9)
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
