@@ -7,17 +7,21 @@
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
 # PYTHON=path        use this Python and its packages as they are instead of .venv
 
-CUDA ?= AUTO
-ifdef PYTHON
-environment:
-else
+# Variables of the environment do not count, only those of the command line.
+given = $(if $(filter command,$(firstword $(origin $(1)))),$($(1)))
+ifeq ($(call given,CUDA),)
+CUDA := AUTO
+endif
+ifeq ($(call given,PYTHON),)
 PYTHON := .venv/bin/python
 environment:
 	@python3 tools/environment.py
+else
+environment:
 endif
 
 run := PYTHONPATH=python $(PYTHON)
-option = $(if $($(1)),--$(2) '$($(1))')
+option = $(if $(call given,$(1)),--$(2) '$($(1))')
 
 .PHONY: environment build train compare test format check-format
 
@@ -34,7 +38,7 @@ test: build
 	@build/tests/cpp/girih_tests
 	@$(run) -m pytest -q -n 2 tests/python
 
-sources := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 clang_format = $(dir $(PYTHON))clang-format
 
 format: environment

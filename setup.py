@@ -17,6 +17,18 @@ PACKAGE = ROOT / "python" / "girih"  # where CMake leaves its results
 RESULTS = ["lib", "_build.py", "_C*.so"]
 
 
+def cuda() -> str:
+    """GIRIH_CUDA with AUTO resolved now: a GPU that has come or gone since the last build counts."""
+    choice = os.environ.get("GIRIH_CUDA") or "AUTO"
+    if choice != "AUTO":
+        return choice
+    seen = (
+        shutil.which("nvidia-smi")
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    )
+    return "ON" if seen else "OFF"
+
+
 class CMakeBuild(build_ext):
     def run(self):
         build = ROOT / "build"
@@ -28,11 +40,12 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}",
         ]
-        configure += [f"-DGIRIH_CUDA={os.environ.get('GIRIH_CUDA') or 'AUTO'}"]
-        # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed.
+        configure += [f"-DGIRIH_CUDA={cuda()}", f"-DGIRIH_TESTS={'ON' if self.inplace else 'OFF'}"]
+        # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another
+        # Python or option starts from an empty cache: the old one holds paths of the old.
         configured = build / "configured.txt"
         if not configured.exists() or configured.read_text() != "\n".join(configure):
-            subprocess.run(configure, check=True, env=environment)
+            subprocess.run([*configure, "--fresh"], check=True, env=environment)
             configured.write_text("\n".join(configure))
         subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
         if not self.inplace:

@@ -209,7 +209,7 @@ def finished(file: Path, settings: dict) -> dict | None:
     if not file.exists():
         return None
     cell = json.loads(file.read_text())
-    return cell if cell["settings"] == settings else None
+    return cell if cell.get("settings") == settings else None
 
 
 def compare(options: argparse.Namespace) -> bool:
