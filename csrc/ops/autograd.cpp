@@ -38,7 +38,6 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
     call_forward(op, true, &stack);
 
     variable_list results, constant, kept = call->inputs;
-    if (op.saves_output) kept.push_back(stack[0].toTensor());
     for (size_t i = op.outputs(); i < stack.size(); ++i) kept.push_back(tensor_of(stack[i]));
     c10::List<bool> present;
     for (size_t i = 0; i < op.outputs(); ++i) {

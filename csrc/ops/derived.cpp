@@ -26,7 +26,7 @@ bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_
 void backward(const c10::OperatorHandle& handle, Stack* stack) {
   const Operator& op = describe(handle.operator_name().name);
   const auto arguments = pop_arguments(handle, stack);
-  const size_t given = op.outputs() + op.inputs() + (op.saves_output ? 1 : 0) + op.saved.size();
+  const size_t given = op.outputs() + op.inputs() + op.saved.size();
 
   at::AutoGradMode on(true);
   const auto tls = c10::impl::tls_local_dispatch_key_set();

@@ -29,7 +29,6 @@ inline std::vector<c10::IValue> pop_arguments(const c10::OperatorHandle& op, Sta
 }
 
 // ATen in float32 means float32: no tf32 products, whatever the program's setting.
-// Registers one typed ATen function for CPU and for CUDA tensors.
 template <auto function>
 struct InFullPrecision;
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
@@ -42,6 +41,7 @@ struct InFullPrecision<function> {
 
 }  // namespace girih
 
+// Registers one typed ATen function for CPU and for CUDA tensors.
 #define GIRIH_IMPL_ATEN(name, function)                                                                    \
   TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); } \
   TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); }

@@ -60,7 +60,6 @@ std::string Operator::backward_schema() const {
     positional.push_back(a);
     results.push_back("Tensor? grad_in_" + name_of(a));
   }
-  if (saves_output) positional.push_back("Tensor " + output);
   positional.insert(positional.end(), saved.begin(), saved.end());
   return name + "_backward" + arguments(positional, options) + " -> " + returns(results);
 }

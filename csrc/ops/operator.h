@@ -12,7 +12,7 @@ namespace girih {
 //
 //   X         (data, state, packing, *, options)             -> (output, state)          what users call
 //   X_forward (data, state, packing, *, options, bool save)  -> (output, state, saved)   CPU, CUDA, Meta
-//   X_backward(grad of each output, data, state, packing, [output,] saved, *, options)
+//   X_backward(grad of each output, data, state, packing, saved, *, options)
 //                                                        -> one gradient a tensor input
 //   X_step    (data, state in place, *, options)             -> output                   one token
 struct Operator {
@@ -23,7 +23,6 @@ struct Operator {
   std::vector<std::string> options = {};  // never tensors
   std::string output = "o";
   std::vector<std::string> saved = {};  // "Tensor lse": what forward keeps for backward beyond its inputs
-  bool saves_output = false;            // backward reads the output too (it stands before `saved`)
   std::vector<std::string> low = {};    // inputs that autocast sends down; all others go to fp32
 
   size_t inputs() const { return data.size() + state.size() + (packing.empty() ? 0 : 1); }

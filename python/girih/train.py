@@ -86,8 +86,7 @@ SIZES = {
 def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCausalLM:
     """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 
-    mixer: a name, or several with commas that take turns over the layers. Weights start at hidden_size^-1/2:
-    models this narrow learn far sooner than from 0.02 (3.1 against 3.6 bits a byte after 150 steps of small).
+    mixer: a name, or several with commas that take turns over the layers.
     """
     names = mixer.split(",")
 
@@ -99,7 +98,6 @@ def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCa
             num_heads=size.heads,
             head_dim=size.head_dim,
             num_slots=size.slots,
-            initializer_range=(size.heads * size.head_dim) ** -0.5,
             intermediate_size=intermediate,
             mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
         )
