@@ -58,4 +58,47 @@ __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t
   return {low, 0, start, boundary(all, low + 1), true};
 }
 
+// Sequences cut into pieces of `size` tokens, each with a number that sizes alone bound: sequence n of a packed
+// row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some stay
+// without tokens.
+__host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) {
+  return all.cu_seqlens == nullptr ? all.batch * ((all.tokens + size - 1) / size)
+                                   : all.tokens / size + all.sequences;
+}
+
+struct Piece {
+  Sequence sequence;
+  int64_t index;   // in its sequence
+  int64_t start;   // first token
+  int length;      // tokens, 0..size
+};
+
+// The number of a sequence's first piece.
+__device__ inline int64_t first_piece(const Tokens& all, const Sequence& sequence, int64_t size) {
+  return all.cu_seqlens == nullptr ? sequence.index * ((all.tokens + size - 1) / size)
+                                   : sequence.start / size + sequence.index;
+}
+
+__device__ inline Piece piece_at(const Tokens& all, int64_t number, int64_t size) {
+  Sequence sequence;
+  if (all.cu_seqlens == nullptr) {
+    sequence = sequence_at(all, number / ((all.tokens + size - 1) / size));
+  } else {
+    int64_t low = 0, high = all.sequences - 1;  // the last n whose first piece is at most `number`
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (boundary(all, middle) / size + middle <= number) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    sequence = sequence_at(all, low);
+  }
+  const int64_t index = number - first_piece(all, sequence, size);
+  const int64_t start = sequence.start + index * size;
+  const int64_t length = index < 0 ? 0 : clamp(sequence.end - start, 0, size);
+  return {sequence, index, start, static_cast<int>(length)};
+}
+
 }  // namespace girih::kernels

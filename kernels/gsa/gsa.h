@@ -1,0 +1,83 @@
+// Gated slot attention.
+//
+//     Hk_t = Hk_{t-1} Diag(e^{g_t}) + k_t s_t^T          [D, M]
+//     p_t  = feature(scale * Hk_t^T q_t)                 [M]
+//     Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T          [M, V]
+//     o_t  = Hv_t^T p_t                                  [V]
+//
+// Chunks of 64 tokens. Neither memory needs the other, nor a read, to go on, so the work is two kernels:
+//   scan      both memories from chunk to chunk, in order; writes the state before every chunk
+//   output    every chunk by itself: logits, feature, read
+// and backward four, of which the first is forward's again where its states were not kept:
+//   rows      every chunk: p, dp, the logits' gradient, dq             (what a query row needs)
+//   scan      the memories' gradients from chunk to chunk, from the end
+//   columns   every chunk: dk, dv, ds, dg                              (what a key row needs)
+// gla is the second memory alone, p in q's and s in k's place.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+#include "tile/sequence.h"
+
+namespace girih::kernels {
+
+constexpr int kGsaChunk = 64;
+constexpr int kGsaMaxSlots = 128;   // M
+constexpr int kGsaMaxWidth = 512;   // D and V
+
+enum class Feature : int { softmax, none, silu, relu, relu2 };
+
+// Rows of every array start at 16 bytes: strides and widths of 16-bit arrays are multiples of 8, of g of 4.
+struct GsaShape {
+  Tokens tokens;
+  int heads;        // H, the memories'
+  int query_heads;  // HQ, a multiple of H
+  int D, V, M;
+  int slots;        // of M, those that exist: the rest is padding
+  DType dtype;      // of q, k, v, s, o: fp16 or bf16
+  Feature feature;
+  float scale;
+};
+
+// One memory that a scan carries: X <- X Diag(e^{g_t}) + x_t s_t^T, [width, M].
+struct ScannedMemory {
+  In<4> x;        // [B, T, heads (times group), width]
+  In<4> s;        // [B, T, heads (times group), M]; absent: 1 - e^g
+  In<4> initial;  // [N, heads, width, M] fp32, optional: zero
+  Out<4> final;   // [N, heads, width, M] fp32, optional: not written
+  int width = 0;  // 0: no such memory
+};
+
+// Forward: states[c] is the state before chunk c, final the one after the last token.
+// Reverse: from the last token to the first with x = q (do), s = scale * dz (p): G_{t-1} = (G_t + x_t s_t^T) e^{g_t},
+// states[c] is the gradient that reaches the state after chunk c from later tokens, `initial` the final
+// state's gradient, `final` the initial state's. All `group` query heads of a memory add to it.
+struct GatedScan {
+  Tokens tokens;
+  int heads, group, M;
+  DType dtype;
+  bool reverse;
+  In<4> g;  // [B, T, heads, M] fp32
+  ScannedMemory memory[2];
+  void* states;     // dtype [piece_count(tokens, 64), heads, memory[0].width + memory[1].width, M]
+  void* workspace;  // gated_scan_workspace() bytes, may be null when that is 0
+};
+
+int64_t gated_scan_workspace(const GatedScan& problem);
+cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream);
+
+struct GsaOutput {
+  GsaShape shape;
+  In<4> q, k, v;       // [B, T, HQ, D], [B, T, H, D], [B, T, H, V]
+  In<4> s;             // [B, T, H, M], absent: 1 - e^g
+  In<4> g;             // [B, T, H, M] fp32
+  const void* states;  // of the scan of (k, v)
+  Out<4> o;            // [B, T, HQ, V]
+};
+
+cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels

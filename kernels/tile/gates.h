@@ -1,0 +1,47 @@
+// Sums of gates inside a chunk of 64 tokens, on the tensor cores: a triangle of ones times the gates. A gate
+// goes in as two 16-bit parts, hi + lo, which keeps 16 bits of every gate; the sums are fp32.
+#pragma once
+
+#include "tile/matrix.h"
+
+namespace girih::kernels {
+
+constexpr int kChunk = 64;  // tokens; a warp has 16 of them
+constexpr int kRows = 16;
+
+// The left factor of a sum over the warp's 16 rows: element (i, j) is one where row i sums row j.
+enum class Sum { after, through };  // the rows j > i, or j <= i
+
+__device__ inline void ones(uint32_t (&a)[4], Sum sum) {
+  const int i = lane_row(), j = lane_col();
+  const uint32_t one = 0x3f80u;  // bf16
+  const auto has = [&](int row, int col) { return (sum == Sum::after) == (col > row); };
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    const int row = i + (x & 1) * 8, col = j + (x >> 1) * 8;
+    a[x] = (has(row, col) ? one : 0u) | (has(row, col + 1) ? one << 16 : 0u);
+  }
+}
+
+// sums += ones * g[row..row+15, 0..8N-1], of an fp32 tile.
+template <int N, class Tile>
+__device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Tile& g, int row) {
+  const int k = row + lane_col(), col = lane_row();
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = g.at(k + (i & 1) + (i >> 1) * 8, 8 * n + col);
+    uint32_t hi[2], lo[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      hi[i] = pair_of<__nv_bfloat16>(x[2 * i], x[2 * i + 1]);
+      const float2 back = unpaired<__nv_bfloat16>(hi[i]);
+      lo[i] = pair_of<__nv_bfloat16>(x[2 * i] - back.x, x[2 * i + 1] - back.y);
+    }
+    mma<__nv_bfloat16>(sums.at[n], a, hi[0], hi[1]);
+    mma<__nv_bfloat16>(sums.at[n], a, lo[0], lo[1]);
+  }
+}
+
+}  // namespace girih::kernels

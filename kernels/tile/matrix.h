@@ -1,0 +1,207 @@
+// A warp's matrices in registers, and their products on the tensor cores (mma.sync m16n8k16, operands of 16
+// bits, sums in fp32).
+//
+// Sums<N> is a 16 x 8N matrix of fp32, Operand<K> the left factor of a product, 16 x 16K of 16-bit elements.
+// Both keep the hardware's layout: lane l has rows l / 4 and l / 4 + 8, and of every 8 columns the two that
+// start at 2 (l % 4). So the sums of one product become the left factor of the next by rounding alone. Right
+// factors are tiles in shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "tile/shared.h"
+
+namespace girih::kernels {
+
+__device__ inline int lane() { return threadIdx.x & 31; }
+__device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }      // and 8 below it
+__device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }       // and the one right of it
+
+// at[n][2 * i + j]: row lane_row() + 8 i, column 8 n + lane_col() + j.
+template <int N>
+struct Sums {
+  float at[N][4];
+};
+
+template <int K>
+struct Operand {
+  uint32_t at[K][4];
+};
+
+template <int N>
+__device__ inline void fill(Sums<N>& sums, float value) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] = value;
+  }
+}
+
+// Two neighbouring elements as one register; the first in the low half.
+template <typename T>
+__device__ inline uint32_t pair_of(float low, float high);
+template <>
+__device__ inline uint32_t pair_of<__nv_bfloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+__device__ inline uint32_t pair_of<__half>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <typename T>
+__device__ inline float2 unpaired(uint32_t pair);
+template <>
+__device__ inline float2 unpaired<__nv_bfloat16>(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+template <>
+__device__ inline float2 unpaired<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// Four 8 x 8 matrices whose rows start at the lanes' addresses.
+__device__ inline void load_matrices(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// d += a b, a 16 x 16, b 16 x 8.
+template <typename T>
+__device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ inline void mma<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ inline void mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The 16 x 16 of a tile at (row, col) as a left factor.
+template <class Tile>
+__device__ inline void load_block(uint32_t (&a)[4], const Tile& tile, int row, int col) {
+  load_matrices(a, tile.address(row + (lane() & 15), col + (lane() >> 4) * 8));
+}
+// The same of the tile's transpose: rows of the factor are columns of the tile.
+template <class Tile>
+__device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {
+  const int l = lane();
+  load_matrices_transposed(a, tile.address(col + (l & 7) + (l >> 4) * 8, row + ((l >> 3) & 1) * 8));
+}
+
+// Rows row..row+15, columns 0..16K-1 of a tile.
+template <int K, class Tile>
+__device__ inline void load(Operand<K>& a, const Tile& tile, int row) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) load_block(a.at[k], tile, row, 16 * k);
+}
+
+// Columns row..row+15 of a tile's rows 0..16K-1, transposed.
+template <int K, class Tile>
+__device__ inline void load_transposed(Operand<K>& a, const Tile& tile, int row) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) load_block_transposed(a.at[k], tile, row, 16 * k);
+}
+
+// Sums rounded to T, as a left factor.
+template <typename T, int N>
+__device__ inline void round_to(Operand<N / 2>& a, const Sums<N>& sums) {
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k) {
+    a.at[k][0] = pair_of<T>(sums.at[2 * k][0], sums.at[2 * k][1]);
+    a.at[k][1] = pair_of<T>(sums.at[2 * k][2], sums.at[2 * k][3]);
+    a.at[k][2] = pair_of<T>(sums.at[2 * k + 1][0], sums.at[2 * k + 1][1]);
+    a.at[k][3] = pair_of<T>(sums.at[2 * k + 1][2], sums.at[2 * k + 1][3]);
+  }
+}
+
+// sums[:, 0..8N-1] += a b, b = tile[row..row+15, col..col+8N-1]
+template <typename T, int N, class Tile>
+__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
+                                   int col = 0) {
+  const int l = lane();
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t b[4];
+    load_matrices_transposed(b, tile.address(row + (l & 15), col + 8 * n + (l >> 4) * 8));
+    mma<T>(sums.at[n], a, b[0], b[1]);
+    mma<T>(sums.at[n + 1], a, b[2], b[3]);
+  }
+}
+
+// sums[:, 0..8N-1] += a b^T, b = tile[row..row+8N-1, col..col+15]
+template <typename T, int N, class Tile>
+__device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile,
+                                              int row, int col) {
+  const int l = lane();
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t b[4];
+    load_matrices(b, tile.address(row + 8 * n + (l & 7) + (l >> 4) * 8, col + ((l >> 3) & 1) * 8));
+    mma<T>(sums.at[n], a, b[0], b[1]);
+    mma<T>(sums.at[n + 1], a, b[2], b[3]);
+  }
+}
+
+// sums += a tile[row.., col..], all K blocks of a.
+template <typename T, int N, int K, class Tile>
+__device__ inline void add_product(Sums<N>& sums, const Operand<K>& a, const Tile& tile, int row = 0,
+                                   int col = 0) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) add_product<T>(sums, a.at[k], tile, row + 16 * k, col);
+}
+
+// sums += a tile[row.., col..]^T
+template <typename T, int N, int K, class Tile>
+__device__ inline void add_product_transposed(Sums<N>& sums, const Operand<K>& a, const Tile& tile,
+                                              int row = 0, int col = 0) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) add_product_transposed<T>(sums, a.at[k], tile, row, col + 16 * k);
+}
+
+// The sum over the four lanes that share rows.
+__device__ inline float sum_over_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ inline float max_over_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+// The sum over the eight lanes that share columns.
+__device__ inline float sum_over_col(float x) {
+  x += __shfl_xor_sync(~0u, x, 4);
+  x += __shfl_xor_sync(~0u, x, 8);
+  return x + __shfl_xor_sync(~0u, x, 16);
+}
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+constexpr float kLog2E = 1.4426950408889634f;
+
+}  // namespace girih::kernels
