@@ -12,6 +12,7 @@ const std::vector<Operator>& operators() {
        .state = {"Tensor k", "Tensor v", "Tensor? z"},
        .packing = "cu_seqlens",
        .options = {"float? scale=None", "str feature='softmax'"},
+       .saved = {"Tensor states"},
        .low = {"q", "k", "v"}},
       {.name = "gla",
        .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor? g"},

@@ -25,8 +25,8 @@
 namespace girih::kernels {
 
 constexpr int kGsaChunk = 64;
-constexpr int kGsaMaxSlots = 128;   // M
-constexpr int kGsaMaxWidth = 512;   // D and V
+constexpr int kGsaMaxSlots = 128;  // M
+constexpr int kGsaMaxWidth = 512;  // D and V
 
 enum class Feature : int { softmax, none, silu, relu, relu2 };
 
@@ -36,8 +36,8 @@ struct GsaShape {
   int heads;        // H, the memories'
   int query_heads;  // HQ, a multiple of H
   int D, V, M;
-  int slots;        // of M, those that exist: the rest is padding
-  DType dtype;      // of q, k, v, s, o: fp16 or bf16
+  int slots;    // of M, those that exist: the rest is padding
+  DType dtype;  // of q, k, v, s, o: fp16 or bf16
   Feature feature;
   float scale;
 };
@@ -52,9 +52,9 @@ struct ScannedMemory {
 };
 
 // Forward: states[c] is the state before chunk c, final the one after the last token.
-// Reverse: from the last token to the first with x = q (do), s = scale * dz (p): G_{t-1} = (G_t + x_t s_t^T) e^{g_t},
-// states[c] is the gradient that reaches the state after chunk c from later tokens, `initial` the final
-// state's gradient, `final` the initial state's. All `group` query heads of a memory add to it.
+// Reverse: from the last token to the first with x = q (do), s = scale * dz (p): G_{t-1} = (G_t + x_t s_t^T)
+// e^{g_t}, states[c] is the gradient that reaches the state after chunk c from later tokens, `initial` the
+// final state's gradient, `final` the initial state's. All `group` query heads of a memory add to it.
 struct GatedScan {
   Tokens tokens;
   int heads, group, M;
@@ -79,5 +79,33 @@ struct GsaOutput {
 };
 
 cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
+
+// What the gradient needs of every query row, and dq.
+struct GsaRows {
+  GsaShape shape;
+  In<4> q, k, v, s, g;
+  const void* states;  // of the scan of (k, v)
+  In<4> dout;          // [B, T, HQ, V]
+  Out<4> dq;           // [B, T, HQ, D]
+  Out<4> p;            // [B, T, HQ, M]
+  Out<4> dz;           // [B, T, HQ, M]: scale * the gradient of the logits
+  Out<4> w;            // [B, T, HQ, M] fp32: logits * their gradient + p * p's
+};
+
+cudaError_t gsa_rows(const GsaRows& problem, cudaStream_t stream);
+
+// The other gradients, from the reverse scan of (q, dz) and (do, p). Those of a memory head that serves
+// several query heads are the sum of what each of them gives here: an array of their own, in fp32.
+struct GsaColumns {
+  GsaShape shape;
+  In<4> q, k, v, s, g, dout, p, dz, w;
+  const void* states;     // of the forward scan
+  const void* gradients;  // of the reverse scan
+  Out<4> dk, dv;          // [B, T, HQ, D], [B, T, HQ, V], dtype or fp32
+  Out<4> ds;              // [B, T, HQ, M], dtype or fp32, absent with s
+  Out<4> dg;              // [B, T, HQ, M] fp32
+};
+
+cudaError_t gsa_columns(const GsaColumns& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

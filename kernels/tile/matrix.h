@@ -17,8 +17,8 @@
 namespace girih::kernels {
 
 __device__ inline int lane() { return threadIdx.x & 31; }
-__device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }      // and 8 below it
-__device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }       // and the one right of it
+__device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }  // and 8 below it
+__device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }   // and the one right of it
 
 // at[n][2 * i + j]: row lane_row() + 8 i, column 8 n + lane_col() + j.
 template <int N>

@@ -58,9 +58,9 @@ __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t
   return {low, 0, start, boundary(all, low + 1), true};
 }
 
-// Sequences cut into pieces of `size` tokens, each with a number that sizes alone bound: sequence n of a packed
-// row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some stay
-// without tokens.
+// Sequences cut into pieces of `size` tokens, each with a number that sizes alone bound: sequence n of a
+// packed row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some
+// stay without tokens.
 __host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) {
   return all.cu_seqlens == nullptr ? all.batch * ((all.tokens + size - 1) / size)
                                    : all.tokens / size + all.sequences;
@@ -68,9 +68,9 @@ __host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) 
 
 struct Piece {
   Sequence sequence;
-  int64_t index;   // in its sequence
-  int64_t start;   // first token
-  int length;      // tokens, 0..size
+  int64_t index;  // in its sequence
+  int64_t start;  // first token
+  int length;     // tokens, 0..size
 };
 
 // The number of a sequence's first piece.

@@ -5,6 +5,8 @@
 //   o_t  = Hv_t^T p_t
 #include "../dispatch.h"
 #include "../gated_scan.h"
+#include "abc.h"
+#include "aten.h"
 #include "problem.h"
 
 namespace girih::gsa {
@@ -18,39 +20,10 @@ Tensor apply(std::string_view feature, const Tensor& x) {
   return x;
 }
 
-// ABC's slot weights and gates from its logits: with d_t = s_t - z_{t-1},
-//   z_t = logaddexp(z_{t-1}, s_t)      g_t = z_{t-1} - z_t = logsigmoid(-d_t)      s_t <- e^{s_t - z_t} =
-//   sigmoid(d_t)
-// An empty z (a fresh start, or masked tokens only) has g = 0, a masked token (logit -inf) g = s = 0.
-struct Abc {
-  Tensor s, g, z;
-};
-
-Abc normalise(const Chunks& chunks, const Tensor& logits, const Tensor& z0) {
-  // -inf would make inf - inf; this stands for it, far below any logit and far from overflow.
-  const auto empty = at::full({}, -1e30, logits.options());
-  const auto absent = ~chunks.valid().unsqueeze(2).unsqueeze(-1) | (logits <= -1e29);
-  const auto s = at::where(absent, empty, logits);
-  const auto from_start = s.logcumsumexp(3);  // the chunk's own tokens
-  const auto all = from_start.select(3, chunks.length() - 1).unbind(1);
-  const auto scan = chunks.scan({at::where(z0 <= -1e29, empty, z0)}, [&](int64_t c, const Chunks::States& z) {
-    return Chunks::States{at::logaddexp(z[0], all[c])};
-  });
-  const auto start = chunks.starts(scan, 0).unsqueeze(3);
-  const auto earlier = at::cat({empty.expand_as(start), from_start.narrow(3, 0, chunks.length() - 1)}, 3);
-  const auto before = at::logaddexp(start, earlier);  // z_{t-1}
-  const auto d = s - before;
-  const auto zero = at::zeros({}, logits.options());
-  const auto z = scan.finals[0];
-  return {at::where(absent, zero, d.sigmoid()),
-          at::where(absent | (before <= -1e29), zero, at::log_sigmoid(-d)),
-          at::where(z <= -1e29, at::full({}, -INFINITY, z.options()), z)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, OptionalTensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
-    const OptionalTensor& state_k, const OptionalTensor& state_v, const OptionalTensor& state_z,
-    const OptionalTensor& cu_seqlens, std::optional<double> scale, std::string_view feature, bool) {
+Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                std::string_view feature, bool save) {
   const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
   const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
   const auto type = accumulate_type(q);
@@ -81,11 +54,13 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> forward(
                        chunks.split(k, type), weights, decay, Hk);
   const auto read =
       scan_key_decay(chunks, apply(feature, logits.o), weights, chunks.split(v, type), decay, Hv);
-  return {chunks.join(read.o, q.scalar_type()), logits.state, read.state, z};
+  return {chunks.join(read.o, q.scalar_type()), logits.state, read.state, z,
+          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, cu_seqlens, save)), q.options())};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("gsa_forward", forward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("gsa_forward", &forward); }
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("gsa_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
+#endif
 
 }  // namespace girih::gsa

@@ -1,0 +1,16 @@
+// gsa for any device, dtype and size.
+#pragma once
+
+#include "../check.h"
+
+namespace girih::gsa {
+
+// o, the final state (k, v, z), what is kept for backward
+using Results = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor>;
+
+Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                std::string_view feature, bool save);
+
+}  // namespace girih::gsa

@@ -1,0 +1,25 @@
+// Tensors whose rows kernels copy 16 bytes at a time.
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace girih {
+
+// x [..., width] with rows that start at 16 bytes and have a multiple of `multiple` elements, zero beyond
+// width; x itself where it has them.
+inline at::Tensor in_packs(const at::Tensor& x, int64_t multiple = 8) {
+  const int64_t width = x.size(-1), pack = 16 / x.element_size();
+  bool fits =
+      width % multiple == 0 && x.stride(-1) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) fits = fits && x.stride(d) % pack == 0;
+  if (fits) return x;
+  if (width % multiple == 0) return x.clone(at::MemoryFormat::Contiguous);
+  return at::constant_pad_nd(x, {0, multiple - width % multiple});
+}
+
+// The first `width` columns, contiguous.
+inline at::Tensor without_packs(const at::Tensor& x, int64_t width) {
+  return x.size(-1) == width ? x : x.narrow(-1, 0, width).contiguous();
+}
+
+}  // namespace girih

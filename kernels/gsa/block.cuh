@@ -1,0 +1,69 @@
+// What the blocks of gsa and gla share: 128 threads, one chunk and head each; columns of D and V 64 at a
+// time.
+#pragma once
+
+#include "gsa/decay.cuh"
+#include "gsa/launch.h"
+
+namespace girih::kernels {
+
+constexpr int kSlab = 64;  // columns of D and V at a time
+constexpr int kGsaThreads = 128;
+
+// Rows first..first+63 of a chunk's states.
+template <typename T>
+__device__ inline const T* state_rows(const void* states, const GsaShape& shape, int64_t chunk, int head,
+                                      int first) {
+  return static_cast<const T*>(states) +
+         ((chunk * shape.heads + head) * (shape.D + shape.V) + first) * static_cast<int64_t>(shape.M);
+}
+
+// A warp's 16 rows, 64 columns of them from 8 n on, through its own rows of a tile, to global memory.
+template <typename T, int N>
+__device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<T, kChunk, kSlab>& stage,
+                                  int warp, T* to, int64_t stride, int rows, int cols) {
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<uint32_t*>(&stage.at(kRows * warp + lane_row() + 8 * i, 8 * n + lane_col())) =
+          pair_of<T>(sums.at[n0 + n][2 * i], sums.at[n0 + n][2 * i + 1]);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = kRows * warp + 4 * i + (lane() >> 3), col = (lane() & 7) * 8;
+    if (row < rows && col < cols) {
+      *reinterpret_cast<uint4*>(to + row * stride + col) =
+          *reinterpret_cast<const uint4*>(&stage.at(row, col));
+    }
+  }
+}
+
+// Gives out shared memory piece by piece.
+struct Layout {
+  unsigned char* next;
+
+  __device__ explicit Layout(unsigned char* start) : next(start) {}
+
+  template <typename T, int Rows, int Cols>
+  __device__ Layout& operator()(SharedTile<T, Rows, Cols>& tile) {
+    tile.data = reinterpret_cast<T*>(next);
+    next += SharedTile<T, Rows, Cols>::kBytes;
+    return *this;
+  }
+  __device__ Layout& operator()(float*& array, int floats) {
+    array = reinterpret_cast<float*>(next);
+    next += floats * sizeof(float);
+    return *this;
+  }
+};
+
+template <class Kernel>
+cudaError_t allow_shared(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,8 @@
+#include "gsa/columns.cuh"
+
+namespace girih::kernels {
+
+template cudaError_t launch_gsa_columns<__nv_bfloat16, 64>(const GsaColumns&, cudaStream_t);
+template cudaError_t launch_gsa_columns<__nv_bfloat16, 128>(const GsaColumns&, cudaStream_t);
+
+}  // namespace girih::kernels

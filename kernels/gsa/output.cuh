@@ -1,0 +1,141 @@
+// o = Hv^T feature(scale * Hk^T q), one block a chunk and query head.
+//
+// Warp w has the chunk's rows 16 w to 16 w + 15. Columns of D and V are taken 64 at a time; logits and p stay
+// in registers from the first slab of D to the last of V.
+#pragma once
+
+#include "gsa/block.cuh"
+#include "gsa/feature.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int M>
+struct GsaOutputTiles {
+  SharedTile<float, kChunk, M> g;
+  SharedTile<T, kChunk, M> s, hk, hv;
+  SharedTile<T, kChunk, kSlab> q, k, v;
+  float *totals, *scratch;
+
+  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
+                                3 * SharedTile<T, kChunk, kSlab>::kBytes + 4 * M * 4 + 4 * kRows * kRows * 4;
+
+  __device__ explicit GsaOutputTiles(unsigned char* shared) {
+    Layout(shared)(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(scratch, 4 * kRows * kRows);
+  }
+};
+
+template <typename T, int M>
+__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2) gsa_output_kernel(const GsaOutput p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const GsaOutputTiles<T, M> tile(shared);
+  const GsaShape& shape = p.shape;
+  const int warp = threadIdx.x >> 5, query_head = blockIdx.x % shape.query_heads;
+  const int head = query_head / (shape.query_heads / shape.heads);
+  const int64_t chunk = blockIdx.x / shape.query_heads;
+  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
+  if (piece.length == 0) return;
+
+  const auto load_gate = [&] {
+    load_async<kGsaThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length, shape.M,
+                            threadIdx.x);
+    load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+    commit_copies();
+  };
+  const auto load_keys = [&](int d) {
+    const int cols = shape.D - d;
+    load_async<kGsaThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + d, p.q.stride[1], piece.length,
+                            cols, threadIdx.x);
+    load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + d, p.k.stride[1], piece.length, cols,
+                            threadIdx.x);
+    load_async<kGsaThreads>(tile.hk, state_rows<T>(p.states, shape, chunk, head, d), shape.M, cols, shape.M,
+                            threadIdx.x);
+    commit_copies();
+  };
+  const auto load_values = [&](int v) {
+    const int cols = shape.V - v;
+    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                            threadIdx.x);
+    load_async<kGsaThreads>(tile.hv, state_rows<T>(p.states, shape, chunk, head, shape.D + v), shape.M, cols,
+                            shape.M, threadIdx.x);
+    commit_copies();
+  };
+  load_gate();
+  load_keys(0);
+  load_values(0);
+
+  wait_copies<2>();
+  __syncthreads();
+  RowReads<T, M> reads{{tile.g, tile.totals, warp}, tile.s, tile.hk, {tile.scratch + warp * kRows * kRows}};
+  reads.start();
+
+  // a = Q K^T,  logits = Q Hk
+  Scores a;
+  Sums<M / 8> logits;
+  zero(a);
+  fill(logits, 0.f);
+  wait_copies<1>();
+  __syncthreads();
+  for (int d = 0;; d += kSlab) {
+    Operand<4> q;
+    load(q, tile.q, kRows * warp);
+    add_scores<T>(a, q, tile.k, warp);
+    add_product<T>(logits, q, tile.hk);
+    if (d + kSlab >= shape.D) break;
+    __syncthreads();
+    load_keys(d + kSlab);
+    wait_copies<0>();
+    __syncthreads();
+  }
+  mask_causal(a, warp);
+
+  // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
+  reads.template split<kGsaThreads>(p.s, p.g, piece, head, shape.M);
+  reads.value_read(logits, a);
+
+  // p = feature(logits), for softmax without its divisor
+  float2 divisor;
+  apply(logits, shape.feature, shape.scale, shape.slots, divisor);
+
+  // O = (p e^L) Hv + [p_i . e^{L_i - L_j} s_j, j <= i] V
+  Operand<M / 8 / 2> f;
+  Operand<2> w[2];
+  {
+    Scores W;
+    reads.key_read(logits, W);
+    round_to<T>(f, logits);
+    round_to<T>(w, W);
+  }
+  wait_copies<0>();
+  __syncthreads();
+  for (int v = 0;; v += kSlab) {
+    Sums<8> o;
+    fill(o, 0.f);
+    add_product_transposed<T>(o, f, tile.hv);
+    add_scored<T>(o, w, tile.v, warp);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o.at[n][i] *= i < 2 ? divisor.x : divisor.y;
+    }
+    store_rows<T>(o, 0, tile.q, warp, chunk_rows<T>(p.o, piece, query_head) + v, p.o.stride[1], piece.length,
+                  shape.V - v);
+    if (v + kSlab >= shape.V) break;
+    __syncthreads();
+    load_values(v + kSlab);
+    wait_copies<0>();
+    __syncthreads();
+  }
+}
+
+template <typename T, int M>
+cudaError_t launch_gsa_output(const GsaOutput& p, cudaStream_t stream) {
+  constexpr int bytes = GsaOutputTiles<T, M>::kBytes;
+  const auto kernel = gsa_output_kernel<T, M>;
+  if (const auto error = allow_shared(kernel, bytes)) return error;
+  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels
