@@ -4,6 +4,7 @@
 
 #include "gsa/decay.cuh"
 #include "gsa/launch.h"
+#include "tile/launch.h"
 
 namespace girih::kernels {
 
@@ -60,10 +61,5 @@ struct Layout {
     return *this;
   }
 };
-
-template <class Kernel>
-cudaError_t allow_shared(Kernel kernel, int bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
 
 }  // namespace girih::kernels

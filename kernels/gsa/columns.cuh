@@ -268,11 +268,10 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_columns_kern
 template <typename T, int M>
 cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
   constexpr int bytes = GsaColumnTiles<T, M>::kBytes;
-  const auto kernel = gsa_columns_kernel<T, M>;
-  if (const auto error = allow_shared(kernel, bytes)) return error;
+  if (const cudaError_t error = allow_shared<gsa_columns_kernel<T, M>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
+  gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

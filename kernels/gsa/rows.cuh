@@ -150,11 +150,10 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_rows_kernel(
 template <typename T, int M>
 cudaError_t launch_gsa_rows(const GsaRows& p, cudaStream_t stream) {
   constexpr int bytes = GsaRowTiles<T, M>::kBytes;
-  const auto kernel = gsa_rows_kernel<T, M>;
-  if (const auto error = allow_shared(kernel, bytes)) return error;
+  if (const cudaError_t error = allow_shared<gsa_rows_kernel<T, M>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
+  gsa_rows_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -151,6 +151,23 @@ __device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const 
   }
 }
 
+// The same for several left factors: b is fetched once.
+template <typename T, int N, int A, class Tile>
+__device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4], const Tile& tile, int row,
+                                    int col = 0) {
+  const int l = lane();
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t b[4];
+    load_matrices_transposed(b, tile.address(row + (l & 15), col + 8 * n + (l >> 4) * 8));
+#pragma unroll
+    for (int i = 0; i < A; ++i) {
+      mma<T>(sums[i].at[n], a[i], b[0], b[1]);
+      mma<T>(sums[i].at[n + 1], a[i], b[2], b[3]);
+    }
+  }
+}
+
 // sums[:, 0..8N-1] += a b^T, b = tile[row..row+8N-1, col..col+15]
 template <typename T, int N, class Tile>
 __device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile,

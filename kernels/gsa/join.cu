@@ -1,0 +1,67 @@
+// A thread owns one element of the state and walks its sequence's segments.
+#include "gsa/join.h"
+
+#include "tile/grid.h"
+#include "tile/matrix.h"
+
+namespace girih::kernels {
+namespace gsa {
+namespace {
+
+constexpr int kThreads = 128;
+// The walk itself is one FMA a segment; what it waits for is memory, so that many segments are read ahead.
+constexpr int kAhead = 8;
+
+__global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
+  const int width = p.width[0] + p.width[1];
+  const int64_t elements = p.tokens.sequences * p.heads * width * p.M;
+  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements; i += grid) {
+    const int64_t m = i % p.M;
+    const int row = static_cast<int>(i / p.M % width);
+    const int64_t head = i / p.M / width % p.heads;
+    const Sequence sequence = sequence_at(p.tokens, i / p.M / width / p.heads);
+    const int64_t first = first_piece(p.tokens, sequence, p.segment);
+    const int64_t segments = divide_up(sequence.end - sequence.start, p.segment);
+
+    const int memory = row < p.width[0] ? 0 : 1;
+    const In<4>& initial = p.initial[memory];
+    float state = 0.f;
+    if (initial.data != nullptr) {
+      state = static_cast<const float*>(
+          initial.data)[sequence.index * initial.stride[0] + head * initial.stride[1] +
+                        (row - memory * p.width[0]) * initial.stride[2] + m * initial.stride[3]];
+    }
+    // An empty sequence has one segment, and that one hands on what it starts from.
+    const int64_t count = segments > 0 ? segments : 1;
+    for (int64_t n = 0; n < count; n += kAhead) {
+      float end[kAhead], decay[kAhead];
+      int64_t number[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        number[j] = first + (p.reverse ? count - 1 - (n + j) : n + j);
+        const bool followed = n + j + 1 < count;
+        end[j] = followed ? p.states[((number[j] * p.heads + head) * width + row) * p.M + m] : 0.f;
+        decay[j] = followed ? p.decay[(number[j] * p.heads + head) * p.M + m] : 0.f;
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (n + j >= count) break;
+        p.states[((number[j] * p.heads + head) * width + row) * p.M + m] = state;
+        state = fmaf(exp2_fast(decay[j] * kLog2E), state, end[j]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gsa
+
+cudaError_t join_segments(const SegmentJoin& p, cudaStream_t stream) {
+  const int64_t elements = p.tokens.sequences * p.heads * (p.width[0] + p.width[1]) * p.M;
+  if (elements == 0 || piece_count(p.tokens, p.segment) == 0) return cudaSuccess;
+  gsa::join<<<blocks_for(divide_up(elements, gsa::kThreads)), gsa::kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,129 @@
+// gated_scan: how a scan is cut into blocks, and into segments where there are too few of them.
+#include "gsa/scan.cuh"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "gsa/join.h"
+#include "tile/launch.h"
+
+namespace girih::kernels {
+namespace gsa {
+namespace {
+
+// Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
+// how a sequence is cut, so results do not depend on the card.
+constexpr int64_t kFullCard = 132;
+
+bool same(const In<4>& a, const In<4>& b) {
+  return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
+}
+
+ScanPass whole(const GatedScan& problem) {
+  ScanPass pass{};
+  pass.scan = problem;
+  pass.shared_s = problem.memory[1].width == 0 || same(problem.memory[0].s, problem.memory[1].s);
+  return pass;
+}
+
+// One block's part of the state is 2 slabs x 32 columns or 1 slab x 64 columns. The first reads the same gates
+// for twice the rows, but needs two slabs that go with the same s.
+bool two_slabs(const ScanPass& pass) {
+  const int first = pass.scan.memory[0].width, second = pass.scan.memory[1].width;
+  return std::max(first, second) > kSlab || (pass.shared_s && second > 0) || pass.scan.M <= 32;
+}
+
+// Blocks that walk one sequence.
+int64_t blocks_a_sequence(const ScanPass& pass) {
+  const bool two = two_slabs(pass);
+  return static_cast<int64_t>(pass.scan.heads) * slab_groups(pass, two ? 2 : 1) *
+         divide_up(pass.scan.M, two ? 32 : 64);
+}
+
+// Tokens of a segment, 0 where sequences are not cut. Cut, everything but the published states is read twice and
+// there are three launches for one: that pays from 3 segments of 16 chunks on.
+int64_t segment_tokens(const ScanPass& pass) {
+  const Tokens& all = pass.scan.tokens;
+  const int64_t blocks = all.sequences * blocks_a_sequence(pass);
+  if (blocks == 0) return 0;
+  const int64_t chunks = divide_up(divide_up(all.batch * all.tokens, all.sequences), kChunk);  // a sequence's, about
+  const int64_t segments = std::min(kFullCard / blocks, chunks / 16);
+  return segments < 3 ? 0 : divide_up(chunks, segments) * kChunk;
+}
+
+int64_t pieces(const ScanPass& pass) {
+  return pass.segment == 0 ? pass.scan.tokens.sequences : piece_count(pass.scan.tokens, pass.segment);
+}
+
+int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
+
+template <typename T, int Slabs, int Slots>
+cudaError_t launch(ScanPass pass, cudaStream_t stream) {
+  const int64_t blocks =
+      pieces(pass) * pass.scan.heads * slab_groups(pass, Slabs) * divide_up(pass.scan.M, Slots);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+
+  // Three warpgroups of two stages each, 227 KB; what a smaller shared memory allows elsewhere.
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  constexpr int kStage = Stage<T, Slabs, Slots>::kBytes, kState = kStateBytes<Slabs, Slots>;
+  const int stages = (limit - kState) / kStage;
+  pass.warpgroups = stages >= 3 ? 3 : 2;
+  pass.stages = std::min(stages / pass.warpgroups, 2);
+  if (pass.stages == 0) return cudaErrorInvalidConfiguration;
+  const int bytes = kState + pass.warpgroups * pass.stages * kStage;
+  if (const cudaError_t error = allow_shared<scan<T, Slabs, Slots>>(bytes); error != cudaSuccess) return error;
+  scan<T, Slabs, Slots><<<static_cast<unsigned>(blocks), pass.warpgroups * kWarpgroup, bytes, stream>>>(pass);
+  return cudaGetLastError();
+}
+
+cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
+  const bool two = two_slabs(pass);
+  switch (pass.scan.dtype) {
+    case DType::bf16:
+      return two ? launch<__nv_bfloat16, 2, 32>(pass, stream) : launch<__nv_bfloat16, 1, 64>(pass, stream);
+    case DType::f16:
+      return two ? launch<__half, 2, 32>(pass, stream) : launch<__half, 1, 64>(pass, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+}  // namespace gsa
+
+int64_t gated_scan_workspace(const GatedScan& problem) {
+  gsa::ScanPass pass = gsa::whole(problem);
+  pass.segment = gsa::segment_tokens(pass);
+  if (pass.segment == 0) return 0;
+  return gsa::pieces(pass) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
+         static_cast<int64_t>(sizeof(float));
+}
+
+cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
+  gsa::ScanPass pass = gsa::whole(problem);
+  pass.segment = gsa::segment_tokens(pass);
+  if (pass.segment == 0) return gsa::run(pass, stream);
+
+  // Every segment from zero, what each starts from, and every segment again.
+  pass.segment_states = static_cast<float*>(problem.workspace);
+  float* const decay =
+      pass.segment_states + gsa::pieces(pass) * problem.heads * gsa::rows(problem) * problem.M;
+  pass.segment_decay = decay;
+  if (const cudaError_t error = gsa::run(pass, stream); error != cudaSuccess) return error;
+  const SegmentJoin join{problem.tokens,
+                         pass.segment,
+                         problem.heads,
+                         problem.M,
+                         problem.reverse,
+                         pass.segment_states,
+                         decay,
+                         {problem.memory[0].width, problem.memory[1].width},
+                         {problem.memory[0].initial, problem.memory[1].initial}};
+  if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
+  pass.segment_decay = nullptr;
+  return gsa::run(pass, stream);
+}
+
+}  // namespace girih::kernels
