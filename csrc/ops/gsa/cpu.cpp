@@ -20,6 +20,8 @@ Tensor apply(std::string_view feature, const Tensor& x) {
   return x;
 }
 
+}  // namespace
+
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                 const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                 const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, std::optional<double> scale,

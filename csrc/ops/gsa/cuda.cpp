@@ -1,4 +1,6 @@
 // gsa by its kernels: 16-bit elements, up to 128 slots. The ATen form serves the rest.
+#include <torch/csrc/autograd/autograd.h>
+
 #include "../chunks.h"
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
