@@ -54,16 +54,18 @@ __device__ inline void store_rows_of(const Sums<8>& sums, const SharedTile<T, kC
 }
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_columns_kernel(const GsaColumns p) {
+__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
+    gsa_columns_kernel(const __grid_constant__ GsaColumns p) {
   constexpr int N = M / 8;
   constexpr int kPacks = M / 8;  // of 8 columns
   extern __shared__ __align__(16) unsigned char shared[];
   const GsaColumnTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
-  const int warp = threadIdx.x >> 5, query_head = blockIdx.x % shape.query_heads;
+  const int warp = threadIdx.x >> 5,
+            query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   const int group = shape.query_heads / shape.heads, head = query_head / group;
   const bool first = query_head % group == 0;
-  const int64_t chunk = blockIdx.x / shape.query_heads;
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
@@ -268,7 +270,8 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_columns_kern
 template <typename T, int M>
 cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
   constexpr int bytes = GsaColumnTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_columns_kernel<T, M>>(bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<gsa_columns_kernel<T, M>>(bytes); error != cudaSuccess)
+    return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
   gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);

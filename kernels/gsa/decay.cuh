@@ -116,42 +116,58 @@ __device__ inline void block_of(Sums<2>& to, const Scores& a, int block) {
   }
 }
 
-// sums *= 2^{of(n)}, `of` the exponents of columns 8n + lane_col() and the next.
-template <int N, class Exponents>
-__device__ inline void scale_columns(Sums<N>& sums, const Exponents& of) {
+// Two neighbours of a tile, as floats.
+template <typename T, class Tile>
+__device__ inline float2 pair_at(const Tile& tile, int row, int col) {
+  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
+}
+
+// sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
+template <int N, class Factors>
+__device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float2 x = of(n);
-    const float2 decay = {exp2_fast(x.x), exp2_fast(x.y)};
+    const float2 factor = factors(n);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i & 1 ? decay.y : decay.x;
+    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i & 1 ? factor.y : factor.x;
   }
 }
 
-// A warp's view of its chunk's gates: sums of log2 e^g, slot by slot.
-template <typename T, int M>
-struct GateSums {
+// tile *= factors, 16 rows from `first` on.
+template <typename T, int N, class Tile>
+__device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& factors) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first + lane_row() + 8 * i, col = 8 * n + lane_col();
+      const float2 x = pair_at<T>(tile, row, col);
+      *reinterpret_cast<uint32_t*>(&tile.at(row, col)) =
+          pair_of<T>(x.x * factors.at[n][2 * i], x.y * factors.at[n][2 * i + 1]);
+    }
+  }
+}
+
+// A warp's view of its chunk's gates in shared memory, sums of log2 e^g slot by slot.
+template <int M>
+struct Gates {
   static constexpr int N = M / 8;
-  SharedTile<float, kChunk, M> g;
-  float* totals;  // [4, M]: each warp's 16 rows
+  SharedTile<float, kChunk, M>
+      g;          // where factors do not serve, after split(): the sums through each row of its 16
+  float* totals;  // [4, M]: sums of each 16 rows
+  float* decay;   // [M]: e^{L_C}
   int warp;
-  bool factored;
-  Sums<N> after;  // X_i where factors serve; else the sum after i within the warp's rows
 
   __device__ int row() const { return kRows * warp; }
-
   __device__ float2 total(int block, int n) const {
     return *reinterpret_cast<const float2*>(totals + block * M + 8 * n + lane_col());
   }
-  // Of the rows from block `first` on; whole(n, 0) is L_C.
-  __device__ float2 whole(int n, int first = 0) const {
-    float2 all = {0.f, 0.f};
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float2 of = total(b, n);
-      if (b >= first) all.x += of.x, all.y += of.y;
-    }
-    return all;
+  __device__ float2 block_decay(int block, int n) const {
+    const float2 sum = total(block, n);
+    return {exp2_fast(sum.x), exp2_fast(sum.y)};
+  }
+  __device__ float2 chunk_decay(int n) const {
+    return *reinterpret_cast<const float2*>(decay + 8 * n + lane_col());
   }
 
   // Sums within the warp's rows: after each, or through each.
@@ -167,77 +183,90 @@ struct GateSums {
     }
   }
 
-  // By the whole block, after g has arrived. Has a barrier inside.
-  __device__ void start() {
+  // By the whole block, after g has arrived: X of the warp's rows, and whether factors serve (the same answer
+  // in all warps). Has a barrier inside; decay is seen after the next.
+  template <typename T>
+  __device__ bool start(Sums<N>& after) const {
     sum(after, Sum::after);
     if (lane_row() == 0) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int col = 8 * n + lane_col() + i;
-          totals[warp * M + col] = after.at[n][i] + kLog2E * g.at(row(), col);
-        }
+        const int col = 8 * n + lane_col();
+        const float2 first = *reinterpret_cast<const float2*>(&g.at(row(), col));
+        *reinterpret_cast<float2*>(totals + warp * M + col) = {after.at[n][0] + kLog2E * first.x,
+                                                               after.at[n][1] + kLog2E * first.y};
       }
     }
     __syncthreads();
     bool small = true;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const float2 all = whole(n);
-      small = small && fminf(all.x, all.y) > -factored_limit<T>();
-    }
-    factored = __all_sync(~0u, small);  // the same for all warps: they see the same totals
-    if (!factored) return;
+      float2 all = {0.f, 0.f}, later = {0.f, 0.f};
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float2 later = whole(n, warp + 1);
+      for (int b = 0; b < 4; ++b) {
+        const float2 of = total(b, n);
+        all.x += of.x, all.y += of.y;
+        later.x += b > warp ? of.x : 0.f, later.y += b > warp ? of.y : 0.f;
+      }
+      small = small && fminf(all.x, all.y) > -factored_limit<T>();
 #pragma unroll
       for (int i = 0; i < 4; ++i) after.at[n][i] += i & 1 ? later.y : later.x;
+      if (n % 4 == warp && lane_row() == 0) {
+        *reinterpret_cast<float2*>(decay + 8 * n + lane_col()) = {exp2_fast(all.x), exp2_fast(all.y)};
+      }
     }
+    return __all_sync(~0u, small);
   }
 
-  // g becomes, in the warp's rows, the sums through each row within them.
-  __device__ void put_through() {
+  // Where factors do not serve: the sums through each row take g's place in the warp's rows.
+  __device__ __noinline__ static void split(const Gates gates) {
     Sums<N> through;
-    sum(through, Sum::through);
+    gates.sum(through, Sum::through);
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        g.at(row() + lane_row() + 8 * (i >> 1), 8 * n + lane_col() + (i & 1)) = through.at[n][i];
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float2*>(&gates.g.at(gates.row() + lane_row() + 8 * i, 8 * n + lane_col())) = {
+            through.at[n][2 * i], through.at[n][2 * i + 1]};
       }
     }
     __syncwarp();
   }
 
-  // Of row j of the warp's 16, after put_through().
+  // After split(), of row j of the warp's 16.
   __device__ float2 through(int j, int n) const {
     return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
   }
-};
-
-// Two neighbours of a tile, as floats.
-template <typename T, class Tile>
-__device__ inline float2 pair_at(const Tile& tile, int row, int col) {
-  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
-}
-
-// tile *= 2^{sign * exponents}, the warp's rows.
-template <typename T, int N, class Tile>
-__device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& exponents, float sign) {
+  // e^{sum through each row}, and e^{sum after it}.
+  __device__ void through(Sums<N>& to) const {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
+    for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = first + lane_row() + 8 * i, col = 8 * n + lane_col();
-      const float2 x = pair_at<T>(tile, row, col);
-      *reinterpret_cast<uint32_t*>(&tile.at(row, col)) = pair_of<T>(
-          x.x * exp2_fast(sign * exponents.at[n][2 * i]), x.y * exp2_fast(sign * exponents.at[n][2 * i + 1]));
+      for (int i = 0; i < 2; ++i) {
+        const float2 sum = through(lane_row() + 8 * i, n);
+        to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
+      }
     }
   }
-}
+  __device__ void decay_through(Sums<N>& to) const {
+    through(to);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast(to.at[n][i]);
+    }
+  }
+  __device__ void decay_after(Sums<N>& to) const {
+    through(to);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float2 all = through(kRows - 1, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast((i & 1 ? all.y : all.x) - to.at[n][i]);
+    }
+  }
+};
 
 // The 16 x 16 scratch of a warp.
 struct Scratch {
@@ -292,66 +321,127 @@ __device__ inline void set_block(Scores& a, const Sums<2>& from, int block) {
   }
 }
 
+// Row i of the warp's 16 against row j, slot by slot: x_i e^{l_i - l_j}, masked by min (row j later than i).
+__device__ inline float decay_between(float later, float earlier) {
+  return exp2_fast(fminf(later - earlier, 0.f));
+}
+
 // The reads of a warp's rows. All members are called by the whole block.
 template <typename T, int M>
 struct RowReads {
   static constexpr int N = M / 8;
-  GateSums<T, M> gates;
-  // s: the weights times e^{sum of g after the row}, in the chunk or within its 16. raw: room for the weights
-  // as they are, taken once the products with the state are done.
-  SharedTile<T, kChunk, M> s, raw;
-  Scratch scratch;
+  using Tile = SharedTile<T, kChunk, M>;
+
+  // What the reads by blocks need, all in shared memory. s: the weights times e^{sum of g after the row}, in
+  // the chunk or within its 16. raw: room for the weights as they are, taken once the products with the state
+  // are done.
+  struct Shared {
+    Gates<M> gates;
+    Tile s, raw;
+    Scratch scratch;
+  };
+  Shared at;
+  bool factored;
+  Sums<N> r;  // e^{-X}, where factors serve
 
   // After g and s have arrived. Ends in a barrier.
   __device__ void start() {
-    gates.start();
-    if (gates.factored) scale_rows<T>(s, gates.row(), gates.after, 1.f);
+    factored = at.gates.template start<T>(r);
+    if (factored) {
+      Sums<N> after;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          after.at[n][i] = exp2_fast(r.at[n][i]);
+          r.at[n][i] = exp2_fast(-r.at[n][i]);
+        }
+      }
+      scale_rows<T>(at.s, at.gates.row(), after);
+    }
     __syncthreads();
   }
 
   // Where factors do not serve, once, before the first read. Ends in a barrier.
   template <int Threads>
   __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots) {
-    if (gates.factored) return;
+    if (factored) return;
     __syncthreads();
-    load_weights<Threads>(raw, weights, g, piece, head, slots);
+    load_weights<Threads>(at.raw, weights, g, piece, head, slots);
     commit_copies();
-    scale_rows<T>(s, gates.row(), gates.after, 1.f);
-    gates.put_through();
+    split_by_blocks(at);
     wait_copies<0>();
     __syncthreads();
   }
 
   // y, so far x H, becomes the value read. a: causal scores.
   __device__ void value_read(Sums<N>& y, const Scores& a) const {
-    const int warp = gates.warp;
-    if (gates.factored) {
-      scale_columns(y, [&](int n) { return gates.whole(n); });
-      Operand<2> scores[2];
-      round_to<T>(scores, a);
-      add_scored<T>(y, scores, s, warp);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y.at[n][i] *= exp2_fast(-gates.after.at[n][i]);
-      }
+    if (!factored) {
+      Sums<N> copy = y;
+      const Scores scores = a;
+      value_read_by_blocks(at, copy, scores);
+      y = copy;
       return;
     }
+    scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
+    Operand<2> scores[2];
+    round_to<T>(scores, a);
+    add_scored<T>(y, scores, at.s, at.gates.warp);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y.at[n][i] *= r.at[n][i];
+    }
+  }
+
+  // p becomes f; W, causal.
+  __device__ void key_read(Sums<N>& p, Scores& W) const {
+    if (!factored) {
+      Sums<N> copy = p;
+      Scores scores;
+      key_read_by_blocks(at, copy, scores);
+      p = copy;
+      W = scores;
+      return;
+    }
+    zero(W);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p.at[n][i] *= r.at[n][i];
+    }
+    Operand<N / 2> x;
+    round_to<T>(x, p);
+    add_scores<T>(W, x, at.s, at.gates.warp);
+    scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
+    mask_causal(W, at.gates.warp);
+  }
+
+ private:
+  // Rarely run, and large: calls of their own, lest they take registers from the rest.
+  __device__ __noinline__ static void split_by_blocks(const Shared at) {
+    Gates<M>::split(at.gates);
+    Sums<N> after;
+    at.gates.decay_after(after);
+    scale_rows<T>(at.s, at.gates.row(), after);
+  }
+
+  __device__ __noinline__ static void value_read_by_blocks(const Shared at, Sums<N>& y, const Scores& a) {
+    const Gates<M>& gates = at.gates;
     // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...)
+    Sums<2> block;
 #pragma unroll 1
-    for (int b = 0; b < warp; ++b) {
-      Sums<2> block;
+    for (int b = 0; b < gates.warp; ++b) {
       block_of(block, a, b);
       Operand<1> scores;
       round_to<T>(scores, block);
-      scale_columns(y, [&](int n) { return gates.total(b, n); });
-      add_product<T>(y, scores, s, kRows * b);
+      scale_columns(y, [&](int n) { return gates.block_decay(b, n); });
+      add_product<T>(y, scores, at.s, kRows * b);
     }
-    Sums<2> own;
-    block_of(own, a, warp);
-    scratch.put(own);
+    block_of(block, a, gates.warp);
+    at.scratch.put(block);
     Sums<N> through;
-    own_through(through);
+    gates.through(through);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -359,56 +449,44 @@ struct RowReads {
     }
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
-      const float2 score = scratch.column(j);
+      const float2 score = at.scratch.column(j);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 weight = pair_at<T>(raw, gates.row() + j, 8 * n + lane_col()), l = gates.through(j, n);
+        const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+                     l = gates.through(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           y.at[n][i] += (i < 2 ? score.x : score.y) * (i & 1 ? weight.y : weight.x) *
-                        exp2_fast(fminf(through.at[n][i] - (i & 1 ? l.y : l.x), 0.f));
+                        decay_between(through.at[n][i], i & 1 ? l.y : l.x);
         }
       }
     }
     __syncwarp();
   }
 
-  // p becomes f; W, causal.
-  __device__ void key_read(Sums<N>& p, Scores& W) const {
-    const int warp = gates.warp;
+  __device__ __noinline__ static void key_read_by_blocks(const Shared at, Sums<N>& p, Scores& W) {
+    const Gates<M>& gates = at.gates;
     zero(W);
-    if (gates.factored) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p.at[n][i] *= exp2_fast(-gates.after.at[n][i]);
-      }
-      Operand<N / 2> x;
-      round_to<T>(x, p);
-      add_scores<T>(W, x, s, warp);
-      scale_columns(p, [&](int n) { return gates.whole(n); });
-      mask_causal(W, warp);
-      return;
-    }
     Sums<N> through;
-    own_through(through);
+    gates.through(through);
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
       float above = 0.f, below = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 weight = pair_at<T>(raw, gates.row() + j, 8 * n + lane_col()), l = gates.through(j, n);
+        const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+                     l = gates.through(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          (i < 2 ? above : below) += p.at[n][i] * (i & 1 ? weight.y : weight.x) *
-                                     exp2_fast(fminf(through.at[n][i] - (i & 1 ? l.y : l.x), 0.f));
+          (i < 2 ? above : below) +=
+              p.at[n][i] * (i & 1 ? weight.y : weight.x) * decay_between(through.at[n][i], i & 1 ? l.y : l.x);
         }
       }
-      scratch.put_column(j, above, below);
+      at.scratch.put_column(j, above, below);
     }
     Sums<2> block;
-    scratch.get(block);
-    set_block(W, block, warp);
+    at.scratch.get(block);
+    set_block(W, block, gates.warp);
     // The earlier blocks, from the nearest: f takes on one block's decay after the other.
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -416,23 +494,15 @@ struct RowReads {
       for (int i = 0; i < 4; ++i) p.at[n][i] *= exp2_fast(through.at[n][i]);
     }
 #pragma unroll 1
-    for (int b = warp - 1; b >= 0; --b) {
+    for (int b = gates.warp - 1; b >= 0; --b) {
       Operand<N / 2> x;
       round_to<T>(x, p);
       fill(block, 0.f);
-      add_product_transposed<T>(block, x, s, kRows * b);
+      add_product_transposed<T>(block, x, at.s, kRows * b);
       set_block(W, block, b);
-      scale_columns(p, [&](int n) { return gates.total(b, n); });
+      scale_columns(p, [&](int n) { return gates.block_decay(b, n); });
     }
-    mask_causal(W, warp);
-  }
-
-  __device__ void own_through(Sums<N>& to) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float2 above = gates.through(lane_row(), n), below = gates.through(lane_row() + 8, n);
-      to.at[n][0] = above.x, to.at[n][1] = above.y, to.at[n][2] = below.x, to.at[n][3] = below.y;
-    }
+    mask_causal(W, gates.warp);
   }
 };
 

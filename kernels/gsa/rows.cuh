@@ -15,24 +15,26 @@ struct GsaRowTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, raw, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float *totals, *scratch;
+  float *totals, *decay, *scratch;
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 4 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 4 * M * 4 + 4 * kRows * kRows * 4;
+                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + 4 * kRows * kRows * 4;
 
   __device__ explicit GsaRowTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(raw)(hk)(hv)(q)(k)(v)(dout)(totals, 4 * M)(scratch, 4 * kRows * kRows);
+    Layout(shared)(g)(s)(raw)(hk)(hv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(scratch, 4 * kRows * kRows);
   }
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_rows_kernel(const GsaRows p) {
+__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
+    gsa_rows_kernel(const __grid_constant__ GsaRows p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const GsaRowTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
-  const int warp = threadIdx.x >> 5, query_head = blockIdx.x % shape.query_heads;
+  const int warp = threadIdx.x >> 5,
+            query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   const int head = query_head / (shape.query_heads / shape.heads);
-  const int64_t chunk = blockIdx.x / shape.query_heads;
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
@@ -65,7 +67,9 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_rows_kernel(
 
   wait_copies<2>();
   __syncthreads();
-  RowReads<T, M> reads{{tile.g, tile.totals, warp}, tile.s, tile.raw, {tile.scratch + warp * kRows * kRows}};
+  RowReads<T, M> reads;
+  reads.at = {
+      {tile.g, tile.totals, tile.decay, warp}, tile.s, tile.raw, {tile.scratch + warp * kRows * kRows}};
   reads.start();
   reads.template split<kGsaThreads>(p.s, p.g, piece, head, shape.M);
 
@@ -150,7 +154,8 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1) gsa_rows_kernel(
 template <typename T, int M>
 cudaError_t launch_gsa_rows(const GsaRows& p, cudaStream_t stream) {
   constexpr int bytes = GsaRowTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_rows_kernel<T, M>>(bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<gsa_rows_kernel<T, M>>(bytes); error != cudaSuccess)
+    return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
   gsa_rows_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);

@@ -6,10 +6,10 @@
 //
 // No exponent is above zero, so nothing overflows; what underflows is gone from the state anyway.
 //
-// A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a segment of
-// one. U = x^T s~ does not need S, so the block's warpgroups take chunks in turn and only
-// S <- S e^{L_C} + U goes from one to the next: S lies in shared memory in fp32, thread i of every warpgroup has
-// the same elements of it, and named barriers hand it over. Every warpgroup has its own ring of stages, filled by
+// A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a
+// segment of one. U = x^T s~ does not need S, so the block's warpgroups take chunks in turn and only S <- S
+// e^{L_C} + U goes from one to the next: S lies in shared memory in fp32, thread i of every warpgroup has the
+// same elements of it, and named barriers hand it over. Every warpgroup has its own ring of stages, filled by
 // cp.async. In a warpgroup, warp w has the gates and s~ of tokens 16w.. and then rows 16w.. of U.
 #pragma once
 
@@ -21,8 +21,8 @@
 
 namespace girih::kernels::gsa {
 
-constexpr int kSlab = 64;         // rows of the state, columns of x
-constexpr int kWarpgroup = 128;   // threads
+constexpr int kSlab = 64;        // rows of the state, columns of x
+constexpr int kWarpgroup = 128;  // threads
 constexpr int kMaxWarpgroups = 3;
 
 // One launch over a scan: of whole sequences, or of segments.
@@ -84,7 +84,7 @@ struct Stage {
 };
 
 template <int Slabs, int Slots>
-constexpr int kStateBytes = (Slabs * kSlab + 1) * Slots * static_cast<int>(sizeof(float));
+constexpr int kStateBytes = (Slabs * kSlab + 1) * Slots* static_cast<int>(sizeof(float));
 
 // Where a column of a sequence's part of a [B, T, heads, width] tensor starts, and its strides.
 template <typename T>
@@ -108,7 +108,8 @@ __device__ inline void wait_stage(int stages) {
 }
 
 // weight = e^{gates between the token and the edge of the chunk where the state is wanted}, for the warp's 16
-// tokens; total = L_C, for the thread's columns. Overwrites a row of g for every 16, after `before_overwrite`.
+// tokens; total = L_C, for the thread's columns. Overwrites a row of g for every 16, after
+// `before_overwrite`.
 template <int N, class Tile, class F>
 __device__ inline void weigh(Sums<N>& weight, float2 (&total)[N], const Tile& g, bool reverse, int warp,
                              int barrier, F before_overwrite) {
@@ -194,11 +195,10 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   const bool publishes = pass.segment_decay == nullptr;
   if (!publishes && nothing_follows) return;
   const int chunks = static_cast<int>(divide_up(end - start, kChunk));
-  const int64_t first_chunk =
-      first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
+  const int64_t first_chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
 
-  // An element of the state: a float4 of a thread is its two rows of one slab, columns 8n + lane_col() and the
-  // next. Behind them, the sum of all gates.
+  // An element of the state: a float4 of a thread is its two rows of one slab, columns 8n + lane_col() and
+  // the next. Behind them, the sum of all gates.
   float4* const state = reinterpret_cast<float4*>(shared) + thread;
   float* const gate_sum = reinterpret_cast<float*>(shared) + Slabs * kSlab * Slots;
   const auto at = [&](int i, int n) -> float4& { return state[(i * kN + n) * kWarpgroup]; };
@@ -213,7 +213,8 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       const int i = j / (kN * 4), n = j / 4 % kN, e = j % 4;
       const Slab here = i == 0 ? slab[0] : slab[Slabs - 1];
       const int row = kRows * warp + lane_row() + e / 2 * 8, m = 8 * n + lane_col() + e % 2;
-      if (row < here.cols && m < cols) f(reinterpret_cast<float*>(&at(i, n))[e], here.memory, here.col + row, col + m);
+      if (row < here.cols && m < cols)
+        f(reinterpret_cast<float*>(&at(i, n))[e], here.memory, here.col + row, col + m);
     }
   };
 
@@ -224,7 +225,8 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
     for_each_element([&](float& element, int memory, int row, int m) {
       const In<4>& initial = p.memory[memory].initial;
       if (pass.segment != 0) {
-        if (publishes) element = pass.segment_states[segment_state + (memory * rows_in_memory0 + row) * p.M + m];
+        if (publishes)
+          element = pass.segment_states[segment_state + (memory * rows_in_memory0 + row) * p.M + m];
       } else if (initial.data != nullptr) {
         element = static_cast<const float*>(
             initial.data)[sequence.index * initial.stride[0] + head * initial.stride[1] +
@@ -261,8 +263,8 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       }
 #pragma unroll
       for (int i = 0; i < Slabs; ++i) {
-        load_async<kWarpgroup>(stage.x(i), x[i].data + token * x[i].token + member * x[i].head, x[i].token, rows,
-                               slab[i].cols, thread);
+        load_async<kWarpgroup>(stage.x(i), x[i].data + token * x[i].token + member * x[i].head, x[i].token,
+                               rows, slab[i].cols, thread);
       }
     }
     commit_copies();
@@ -377,16 +379,16 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
         }
         __syncwarp();
         constexpr int kPacks = Slots / 8;  // a row's, of 16 bytes
-        T* const to = static_cast<T*>(p.states) + ((first_chunk + chunk_of(turn)) * p.heads + head) * width * p.M;
+        T* const to =
+            static_cast<T*>(p.states) + ((first_chunk + chunk_of(turn)) * p.heads + head) * width * p.M;
 #pragma unroll
         for (int i = 0; i < Slabs; ++i) {
 #pragma unroll
           for (int j = 0; j < kRows * kPacks / 32; ++j) {
             const int row = kRows * warp + lane() / kPacks + j * (32 / kPacks), m = lane() % kPacks * 8;
             if (row < slab[i].cols && m < cols) {
-              *reinterpret_cast<uint4*>(
-                  to + (slab[i].memory * rows_in_memory0 + slab[i].col + row) * p.M + col + m) =
-                  *reinterpret_cast<const uint4*>(&stage.x(i).at(row, m));
+              *reinterpret_cast<uint4*>(to + (slab[i].memory * rows_in_memory0 + slab[i].col + row) * p.M +
+                                        col + m) = *reinterpret_cast<const uint4*>(&stage.x(i).at(row, m));
             }
           }
         }

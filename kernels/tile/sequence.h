@@ -82,7 +82,9 @@ __device__ inline int64_t first_piece(const Tokens& all, const Sequence& sequenc
 __device__ inline Piece piece_at(const Tokens& all, int64_t number, int64_t size) {
   Sequence sequence;
   if (all.cu_seqlens == nullptr) {
-    sequence = sequence_at(all, number / ((all.tokens + size - 1) / size));
+    // Both fit in 32 bits, where a division costs a third: numbers are blocks of a grid.
+    const auto each = static_cast<uint32_t>((all.tokens + size - 1) / size);
+    sequence = sequence_at(all, static_cast<uint32_t>(number) / each);
   } else {
     int64_t low = 0, high = all.sequences - 1;  // the last n whose first piece is at most `number`
     while (low < high) {
