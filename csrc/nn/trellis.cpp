@@ -13,7 +13,7 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
   v_proj = register_module("v_proj", linear(hidden_size, channels));
   a_proj = register_module("a_proj", linear(hidden_size, num_heads * options.num_slots));
   gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
-  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 0.01));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 1e-4));
   key_memory = register_parameter("key_memory", at::empty({num_heads, options.num_slots, head_dim}));
   value_memory = register_parameter("value_memory", at::empty({num_heads, options.num_slots, head_dim}));
   g_proj = register_module("g_proj", linear(hidden_size, channels));
@@ -24,8 +24,8 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
 }
 
 void TrellisImpl::reset_parameters() {
-  torch::nn::init::normal_(key_memory, 0, 0.25);
-  torch::nn::init::normal_(value_memory, 0, 0.25);
+  torch::nn::init::normal_(key_memory);  // of size 1, which the normalising phis divide by
+  torch::nn::init::normal_(value_memory);
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
