@@ -14,8 +14,8 @@ Tensor against(const Tensor& flag, const Tensor& state) {
 
 Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
                const OptionalTensor& position)
-    : B_(B), T_(T), length_(C), packed_(given(cu_seqlens)) {
-  table_ = packed_ || given(position);
+    : B_(B), T_(T), length_(C), packed_(given(cu_seqlens) && cu_seqlens->dim() == 1) {
+  table_ = given(cu_seqlens) || given(position);
   const auto options = like.options().dtype(at::kLong).requires_grad(false);
   const auto rows = at::arange(C, options);
   if (!table_) {
@@ -28,7 +28,12 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
   // lo, hi [B, n]: the tokens of each row's sequences. Contents that do not increase are clamped: a wrong
   // cu_seqlens gives wrong numbers, never a read outside.
   Tensor lo, hi;
-  if (packed_) {
+  if (given(cu_seqlens) && !packed_) {
+    const auto bounds = cu_seqlens->to(at::kLong).clamp(0, T);
+    N_ = B;
+    lo = bounds.slice(1, 0, 1);
+    hi = at::maximum(bounds.slice(1, 1), lo);
+  } else if (packed_) {
     const auto cu = cu_seqlens->to(at::kLong).clamp(0, T);
     N_ = cu.size(0) - 1;
     lo = cu.slice(0, 0, N_).unsqueeze(0);

@@ -12,9 +12,9 @@ class Chunks {
  public:
   using States = std::vector<Tensor>;
 
-  // B rows of T tokens in chunks of C. cu_seqlens [N + 1]: the one row holds N sequences. position [N]: where
-  // in its chunk each sequence's first token falls (0 when absent); with it, chunk boundaries keep their
-  // place.
+  // B rows of T tokens in chunks of C. cu_seqlens [N + 1]: the one row holds N sequences; [B, 2]: where each
+  // row's one sequence begins and ends. Other tokens belong to none. position [N]: where in its chunk each
+  // sequence's first token falls (0 when absent); with it, chunk boundaries keep their place.
   Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
          const OptionalTensor& position = std::nullopt);
 

@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(
   std::vector<Tensor> keep;
   if (given(g_)) {
     const auto g = gate_rows(chunks.split(*g_, type), n);
-    const auto in = sum_to(g, -1).exp().unsqueeze(-1);
+    const auto in = g.cumsum(-1).exp().unsqueeze(-1);
     decay = decay_matrix(g);
     b_in = b * in;
     q_in = q * read_rows(in, n).unsqueeze(3);
