@@ -29,7 +29,8 @@ DefiningChunks::DefiningChunks(const Tensor& like, int64_t B, int64_t T, int64_t
       n_(chunks_in_block(T, C, C > 1 && given(position))),
       // A position lies in a chunk, not in a block: clamped here to what the block would let pass.
       chunks_(like, B, T, C * n_, cu_seqlens,
-              C > 1 && given(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt) {
+              C > 1 && given(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt,
+              Chunks::Cut::at_start) {
   whole_ = !given(cu_seqlens) && !(C > 1 && given(position)) && T % (C * n_) == 0;
 }
 

@@ -46,7 +46,8 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
-                      single ? std::nullopt : state_position);
+                      single ? std::nullopt : state_position,
+                      between_chunks ? Chunks::Cut::at_start : Chunks::Cut::anywhere);
   const auto count = chunks.count(), C = chunks.length(), R = C * n;
   const auto S0 =
       given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
