@@ -71,9 +71,9 @@ struct WeightDecayGroups {
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
 // Every layer takes and returns [B, T, hidden_size]. attention_mask [B, T] is 0 at tokens that do nothing.
-// `state` is what an earlier call with use_cache returned; with use_cache again, one token without gradient
-// writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The returned state
-// is empty without use_cache.
+// `state` is what an earlier call with use_cache returned; with use_cache again, one token without mask or
+// gradient writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The
+// returned state is empty without use_cache.
 class LayerImpl : public Module {
  public:
   Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
