@@ -4,15 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih import ops
 from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
-from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
 
-class Trellis(nn.Module):
+class Trellis(RecurrentLayer):
     """Two memories of M slots that learn to map keys and values onto targets (Trellis, eq. 8-14).
 
         A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
@@ -74,36 +73,22 @@ class Trellis(nn.Module):
         nn.init.normal_(self.value_memory)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
-    def start(self, attention_mask: Tensor | None, memory: ops.TrellisState | None):
-        """The state to continue from, at first the learned memories; padding moves its position."""
-        if memory is None:
-            memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
-            if attention_mask is None:
-                return memory
-            k, v = (a.expand(attention_mask.shape[0], *a.shape) for a in memory)
-            memory = ops.TrellisState(k, k, v, v, None)
-        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
-
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: LayerState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         (q_state, k_state), memory = state or ((None, None), None)
         qk = self.qk_proj(x)
-        q, q_state = self.q_conv(qk, attention_mask, q_state, use_cache, cu_seqlens)
-        k, k_state = self.k_conv(qk, attention_mask, k_state, use_cache, cu_seqlens)
+        q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, a, gate = (
             p.unflatten(-1, (self.num_heads, -1))
             for p in (q, k, self.v_proj(x), self.a_proj(x), self.g_proj(x))
         )
         k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
-        gamma = masked(attention_mask, at_least_fp32(self.gamma_proj(x)).sigmoid())
-        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        gamma = at_least_fp32(self.gamma_proj(x)).sigmoid()
+        g = None if self.decay is None else self.decay(x)[0]
+        if memory is None:
+            memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
         o, memory = advance(
             "trellis",
             q,
@@ -115,8 +100,8 @@ class Trellis(nn.Module):
             chunk=self.chunk,
             phi=self.phi,
             f=self.f,
-            state=self.start(attention_mask, memory),
-            resumes=state is not None,
+            state=memory,
+            in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o, gate).flatten(-2))
