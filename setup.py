@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -14,7 +15,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGE = ROOT / "python" / "girih"  # where CMake leaves its results
-RESULTS = ["lib", "_build.py", "_C*.so"]
+# What is shipped; the _C of another Python stays behind.
+RESULTS = ["lib", "_build.py", "_C" + sysconfig.get_config_var("EXT_SUFFIX")]
 
 
 def cuda() -> str:
@@ -49,7 +51,7 @@ class CMakeBuild(build_ext):
             configured.write_text("\n".join(configure))
         subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
         if not self.inplace:
-            for result in (path for pattern in RESULTS for path in PACKAGE.glob(pattern)):
+            for result in (PACKAGE / name for name in RESULTS):
                 target = Path(self.build_lib) / "girih" / result.name
                 if result.is_dir():
                     shutil.copytree(result, target, dirs_exist_ok=True)

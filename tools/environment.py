@@ -75,6 +75,16 @@ def nvcc_in_path() -> bool:
     return found is not None and found[1].startswith(CUDA)
 
 
+def make_venv() -> None:
+    """Make .venv. One that was cut off, or whose Python has gone, has no pip that runs and is made anew."""
+    python = VENV / "bin" / "python"
+    if python.exists():
+        pip = subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True)
+        if pip.returncode == 0:
+            return
+    run(sys.executable, "-m", "venv", "--clear", str(VENV))
+
+
 def link_libraries() -> None:
     """The linker looks for libX.so; the wheels hold libX.so.13."""
     for cu13 in VENV.glob("lib/python*/site-packages/nvidia/cu13"):
@@ -98,8 +108,7 @@ def main() -> None:
         return
     system()
     print(f"setting up {VENV} (a few minutes the first time)", flush=True)
-    if not (VENV / "bin" / "python").exists():
-        run(sys.executable, "-m", "venv", str(VENV))
+    make_venv()
     run(
         str(VENV / "bin" / "python"),
         "-m",

@@ -55,11 +55,12 @@ void CatModelImpl::reset_parameters() { torch::nn::init::normal_(header, 0.0, in
 Output CatModelImpl::run(const Tensor& now, const Call& call) {
   const Extended all(now, call.attention_mask, call.state);
   const auto T = all.x.size(1), C = chunk_;
+  // Masked tokens count here: how many are valid is not known without a wait, nor are packed lengths.
+  TORCH_CHECK_VALUE(call.cu_seqlens.defined() || T <= max_position_embeddings_, "input_ids has ", T,
+                    " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
   Tensor y;
   if (!all.valid.defined() && !call.cu_seqlens.defined()) {
     const auto K = T / C + 1;
-    TORCH_CHECK_VALUE(K <= compressor->position->weight.size(0), "input_ids has ", T,
-                      " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
     const auto chunks = at::constant_pad_nd(all.x, {0, K * C - T}).unflatten(1, {K, C});
     y = decode(chunks, at::arange(K, now.options()), {}).flatten(1, 2).slice(1, 1, T + 1);
   } else {

@@ -136,12 +136,13 @@ AnyLayer make_mixer(const std::string& name, const Config& c) {
         AttentionOptions{.num_kv_heads = c.num_kv_heads, .head_dim = c.head_dim, .rope_theta = c.rope_theta});
   }
   if (name == "cat") {
-    return std::make_shared<CompressAttendImpl>(c.hidden_size, c.num_heads,
-                                                ChunkAttentionOptions{.chunk = c.chunk,
-                                                                      .num_kv_heads = c.num_kv_heads,
-                                                                      .head_dim = c.head_dim,
-                                                                      .rope_theta = c.rope_theta,
-                                                                      .running_positions = true});
+    return std::make_shared<CompressAttendImpl>(
+        c.hidden_size, c.num_heads,
+        ChunkAttentionOptions{.chunk = c.chunk,
+                              .num_kv_heads = c.num_kv_heads,
+                              .head_dim = c.head_dim,
+                              .rope_theta = c.rope_theta,
+                              .running_positions = c.running_positions});
   }
   check_one_of("mixer", name, kMixers);
   return std::make_shared<MixAttentionImpl>(

@@ -22,31 +22,18 @@ Tensor DeltaProductImpl::per_step(const Tensor& x) const {
   return x.unflatten(2, {options.n, -1}).flatten(1, 2);
 }
 
-// The state to continue from; with between_chunks padding moves its position in the chunk.
-ops::DeltaProductState DeltaProductImpl::start(const Call& call) const {
-  auto memory = call.part(1).as<ops::DeltaProductState>();
-  if (!options.between_chunks || !call.attention_mask.defined()) return memory;
-  if (!memory.s.defined()) {
-    const auto& weight = o_proj->weight;
-    memory.s = at::zeros({call.attention_mask.size(0), heads_[1] / options.n, head_dim_, head_dim_},
-                         weight.options().dtype(at::promote_types(weight.scalar_type(), at::kFloat)));
-  }
-  memory.position = chunk_position(call.attention_mask, memory.position, *options.chunk);
-  return memory;
-}
-
-Output DeltaProductImpl::run(const Tensor& x, const Call& call) {
+Output DeltaProductImpl::mix(const Tensor& x, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
   const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
   const auto k = per_step(p[1]), v = per_step(p[2]);
   const auto beta = at_least_fp32(beta_proj(x)).sigmoid() * (options.allow_neg_eigval ? 2 : 1);
-  const auto steps = per_step(call.masked(beta));
-  const auto g = decay ? call.masked(decay(x).first) : Tensor();
+  const auto steps = per_step(beta);
+  const auto g = decay ? decay(x).first : Tensor();
   const ops::DeltaProductOptions rule{.n = options.n,
                                       .l2norm_qk = true,
                                       .chunk = options.chunk,
                                       .between_chunks = options.between_chunks,
-                                      .state = start(call),
+                                      .state = call.part(1).as<ops::DeltaProductState>(),
                                       .cu_seqlens = call.cu_seqlens};
   auto [o, memory] = call.steps(x)
                          ? std::pair(ops::delta_product_step(p[0], k, v, steps, g, rule), rule.state)

@@ -49,7 +49,7 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, head_dim_}), {}};
 }
 
-Output GatedLinearAttentionImpl::run(const Tensor& x, const Call& call) {
+Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
   const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
   auto q = p[0], k = p[1], v = p[2];
@@ -62,8 +62,6 @@ Output GatedLinearAttentionImpl::run(const Tensor& x, const Call& call) {
     skipped = v.repeat_interleave(heads_[0] / heads_[1], 2) * skip.unsqueeze(-1).to(v.scalar_type());
     v = v * dt.unsqueeze(-1).to(v.scalar_type());
   }
-  k = call.masked(k);
-  if (g.defined()) g = call.masked(g);
   const ops::GLAOptions gla{.state = call.part(1).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
   auto [o, memory] =
       call.steps(x) ? std::pair(ops::gla_step(q, k, v, g, gla), gla.state) : ops::gla(q, k, v, g, gla);

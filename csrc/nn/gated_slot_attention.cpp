@@ -16,16 +16,13 @@ GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_
   o_proj = register_module("o_proj", linear(width, hidden_size));
 }
 
-Output GatedSlotAttentionImpl::run(const Tensor& x, const Call& call) {
+Output GatedSlotAttentionImpl::mix(const Tensor& x, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
   const auto p = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
   Tensor s = at_least_fp32(f_proj(x)).unflatten(-1, {-1, options.num_slots}), g;
-  if (options
-          .gated) {  // a masked token's g = 0 is also its s = 1 - e^0 = 0: nothing decays, nothing is written
-    g = call.masked(at::log_sigmoid(s) / options.gate_logit_normalizer);
+  if (options.gated) {
+    g = at::log_sigmoid(s) / options.gate_logit_normalizer;
     s = Tensor();
-  } else {
-    s = call.masked(s, -INFINITY);
   }
   const ops::GSAOptions gsa{.scale = 1.0,
                             .feature = options.feature,

@@ -27,34 +27,22 @@ void LatticeImpl::reset_parameters() {
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
-// The state to continue from: the learned memory at first; padding moves the position in the chunk.
-ops::LatticeState LatticeImpl::start(const Call& call) const {
-  auto state = call.part(2).as<ops::LatticeState>();
-  if (!state.first.defined()) {
-    const auto wide = at_least_fp32(memory);
-    state.first = wide / wide.norm(2, -2, true).clamp_min(1e-12);
-    if (!call.attention_mask.defined()) return state;
-    state.first = state.first.expand({call.attention_mask.size(0), -1, -1, -1});
-    state.step = at::zeros_like(state.first);
-    if (decay) state.decay = at::zeros({state.first.size(0), num_heads_}, state.first.options());
-  }
-  state.position = chunk_position(call.attention_mask, state.position, options.chunk);
-  return state;
-}
-
-Output LatticeImpl::run(const Tensor& x, const Call& call) {
+Output LatticeImpl::mix(const Tensor& x, const Call& call) {
   const auto qk = qk_proj(x);
   auto [q, q_state] = run_part(*q_conv, qk, call, 0);
   auto [k, k_state] = run_part(*k_conv, qk, call, 1);
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
   const auto v = to_heads(v_proj(x), num_heads_);
-  const auto gamma = call.masked(at_least_fp32(gamma_proj(x)).sigmoid());
-  const auto g = decay ? call.masked(decay(x).first) : Tensor();
-  const ops::LatticeOptions rule{.chunk = options.chunk,
-                                 .objective = options.objective,
-                                 .state = start(call),
-                                 .cu_seqlens = call.cu_seqlens};
+  const auto gamma = at_least_fp32(gamma_proj(x)).sigmoid();
+  const auto g = decay ? decay(x).first : Tensor();
+  auto past = call.part(2).as<ops::LatticeState>();
+  if (call.state.empty()) {
+    const auto wide = at_least_fp32(memory);
+    past.first = wide / wide.norm(2, -2, true).clamp_min(1e-12);
+  }
+  const ops::LatticeOptions rule{
+      .chunk = options.chunk, .objective = options.objective, .state = past, .cu_seqlens = call.cu_seqlens};
   auto [o, state] = call.steps(x) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
                                   : ops::lattice(q, k, v, gamma, g, rule);
   const auto y = o_proj(norm(o, to_heads(g_proj(x), num_heads_)).flatten(-2));

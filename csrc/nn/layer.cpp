@@ -1,4 +1,4 @@
-// What every layer does: packing or a mask, masked tokens, states, parameters without weight decay.
+// What layers do: packing or a mask, masked tokens, states, parameters without weight decay.
 #include "layer.h"
 
 #include <algorithm>
@@ -41,24 +41,20 @@ Output LayerImpl::run_part(LayerImpl& layer, const Tensor& x, const Call& call, 
 }
 
 bool LayerImpl::Call::steps(const Tensor& x) const {
-  return !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 && !at::GradMode::is_enabled();
+  return use_cache && !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 &&
+         !at::GradMode::is_enabled();
 }
 
-Tensor LayerImpl::Call::masked(const Tensor& x, double value) const {
-  return nn::masked(attention_mask, x, value);
-}
-
-Tensor masked(const Tensor& attention_mask, const Tensor& x, double value) {
-  if (!attention_mask.defined()) return x;
-  auto drop = attention_mask.logical_not();
-  while (drop.dim() < x.dim()) drop = drop.unsqueeze(-1);
-  return x.masked_fill(drop, value);
-}
-
-Tensor chunk_position(const Tensor& attention_mask, const Tensor& position, int64_t chunk) {
-  if (!attention_mask.defined()) return position;
-  const auto before = (attention_mask.to(at::kBool).cumsum(1) == 0).sum(1);
-  return at::remainder(position.defined() ? position - before : -before, chunk);
+Output RecurrentLayerImpl::run(const Tensor& x, const Call& call) {
+  if (!call.attention_mask.defined()) return mix(x, call);
+  const auto valid = call.attention_mask.to(at::kBool);
+  const auto count = valid.sum(1, /*keepdim=*/true);
+  const auto place = at::where(valid, valid.cumsum(1) - 1, count + valid.logical_not().cumsum(1) - 1);
+  const auto token = at::arange(x.size(1), place.options()).expand_as(place);
+  const auto order = at::empty_like(place).scatter_(1, place, token);
+  const auto bounds = at::cat({at::zeros_like(count), count}, 1);
+  auto [y, state] = mix(x.take_along_dim(order.unsqueeze(-1), 1), {{}, call.state, call.use_cache, bounds});
+  return {y.take_along_dim(place.unsqueeze(-1), 1), state};
 }
 
 Extended::Extended(const Tensor& now, const Tensor& attention_mask, const State& past) : x(now) {

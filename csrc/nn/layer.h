@@ -25,14 +25,6 @@ double first_step_bias(int64_t chunk);
 // [..., heads * width] -> [..., heads, width]
 inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, {heads, -1}); }
 
-// x [B, T, ...] with `value` in the rows of masked tokens; an undefined mask masks nothing.
-Tensor masked(const Tensor& attention_mask, const Tensor& x, double value = 0.0);
-
-// Position in the chunk, int64 [B], to start from so that the first valid token stands where it would without
-// padding: masked tokens advance a position like any other, so it starts as many earlier, modulo `chunk`. An
-// undefined position is the start of a chunk; without a mask it is returned as it is.
-Tensor chunk_position(const Tensor& attention_mask, const Tensor& position, int64_t chunk);
-
 // x [B, T, ...] and its mask behind those that an earlier call kept as {x, mask}; a mask on one side only is
 // completed by ones on the other.
 struct Extended {

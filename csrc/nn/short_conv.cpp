@@ -18,14 +18,13 @@ void ShortConvImpl::reset_parameters() {
   if (bias.defined()) torch::nn::init::zeros_(bias);
 }
 
-Output ShortConvImpl::run(const Tensor& x, const Call& call) {
+Output ShortConvImpl::mix(const Tensor& x, const Call& call) {
   if (!weight.defined()) return {options.activation ? at::silu(x) : x, {}};
   const ops::ShortConvOptions conv{.activation = options.activation,
                                    .state = call.state.as<ops::ShortConvState>(),
                                    .cu_seqlens = call.cu_seqlens};
-  const auto kept = call.masked(x);
-  if (call.steps(x)) return {ops::short_conv_step(kept, weight, bias, conv), call.state};
-  auto [y, state] = ops::short_conv(kept, weight, bias, conv);
+  if (call.steps(x)) return {ops::short_conv_step(x, weight, bias, conv), call.state};
+  auto [y, state] = ops::short_conv(x, weight, bias, conv);
   return {y, State::of(state)};
 }
 

@@ -13,7 +13,7 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
   v_proj = register_module("v_proj", linear(hidden_size, channels));
   a_proj = register_module("a_proj", linear(hidden_size, num_heads * options.num_slots));
   gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
-  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 0.01));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 1e-4));
   key_memory = register_parameter("key_memory", at::empty({num_heads, options.num_slots, head_dim}));
   value_memory = register_parameter("value_memory", at::empty({num_heads, options.num_slots, head_dim}));
   g_proj = register_module("g_proj", linear(hidden_size, channels));
@@ -24,27 +24,12 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
 }
 
 void TrellisImpl::reset_parameters() {
-  torch::nn::init::normal_(key_memory, 0, 0.25);
-  torch::nn::init::normal_(value_memory, 0, 0.25);
+  torch::nn::init::normal_(key_memory);  // of size 1, which the normalising phis divide by
+  torch::nn::init::normal_(value_memory);
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
-// The state to continue from: the learned memories at first; padding moves the position in the chunk.
-ops::TrellisState TrellisImpl::start(const Call& call) const {
-  auto memory = call.part(2).as<ops::TrellisState>();
-  if (!memory.k.defined()) {
-    memory.k = at_least_fp32(key_memory);
-    memory.v = at_least_fp32(value_memory);
-    if (!call.attention_mask.defined()) return memory;
-    const auto B = call.attention_mask.size(0);
-    memory.first_k = memory.k = memory.k.expand({B, -1, -1, -1});
-    memory.first_v = memory.v = memory.v.expand({B, -1, -1, -1});
-  }
-  memory.position = chunk_position(call.attention_mask, memory.position, options.chunk);
-  return memory;
-}
-
-Output TrellisImpl::run(const Tensor& x, const Call& call) {
+Output TrellisImpl::mix(const Tensor& x, const Call& call) {
   const auto qk = qk_proj(x);
   auto [q, q_state] = run_part(*q_conv, qk, call, 0);
   auto [k, k_state] = run_part(*k_conv, qk, call, 1);
@@ -55,12 +40,17 @@ Output TrellisImpl::run(const Tensor& x, const Call& call) {
   k = unit(k);
   v = unit(v);
   const auto a = to_heads(a_proj(x), num_heads_);
-  const auto gamma = call.masked(at_least_fp32(gamma_proj(x)).sigmoid());
-  const auto g = decay ? call.masked(decay(x).first) : Tensor();
+  const auto gamma = at_least_fp32(gamma_proj(x)).sigmoid();
+  const auto g = decay ? decay(x).first : Tensor();
+  auto past = call.part(2).as<ops::TrellisState>();
+  if (call.state.empty()) {
+    past.k = at_least_fp32(key_memory);
+    past.v = at_least_fp32(value_memory);
+  }
   const ops::TrellisOptions rule{.chunk = options.chunk,
                                  .phi = options.phi,
                                  .f = options.f,
-                                 .state = start(call),
+                                 .state = past,
                                  .cu_seqlens = call.cu_seqlens};
   auto [o, memory] = call.steps(x) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
                                    : ops::trellis(q, k, v, a, gamma, g, rule);

@@ -37,6 +37,7 @@ void Check::floating(std::string_view name, const Tensor& tensor) const {
               " but should be float32, float64, bfloat16 or float16");
 }
 
+// fp32, or fp64 when the inputs are fp64
 void Check::state_dtype(std::string_view name, const Tensor& tensor) const {
   device(name, tensor);
   GIRIH_CHECK(tensor.scalar_type() == accumulate_type(first_), op_, ": ", name, " is ", tensor.scalar_type(),
@@ -83,15 +84,64 @@ void Check::one_of(std::string_view name, std::string_view value,
               value, "' but should be one of ", list.str());
 }
 
-c10::SymInt Check::sequences(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const {
+void Check::integers(std::string_view name, const Tensor& tensor) const {
+  device(name, tensor);
+  GIRIH_CHECK(tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt, op_, ": ", name, " is ",
+              tensor.scalar_type(), " but should be int32 or int64");
+}
+
+c10::SymInt Check::packed(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const {
   if (!given(cu)) return B;
-  device(name, *cu);
-  GIRIH_CHECK(cu->scalar_type() == at::kLong || cu->scalar_type() == at::kInt, op_, ": ", name, " is ",
-              cu->scalar_type(), " but should be int32 or int64");
+  integers(name, *cu);
   GIRIH_CHECK(cu->dim() == 1 && cu->sym_size(0) >= 1, op_, ": ", name, " has shape ", cu->sym_sizes(),
               " but should be [N + 1]");
   GIRIH_CHECK(equal(B, 1), op_, ": ", name, " packs sequences into one row, so B should be 1 and is ", B);
   return cu->sym_size(0) - 1;
+}
+
+c10::SymInt Check::sequences(const OptionalTensor& cu_seqlens, const c10::SymInt& B) const {
+  if (!given(cu_seqlens) || cu_seqlens->dim() != 2) return packed("cu_seqlens", cu_seqlens, B);
+  integers("cu_seqlens", *cu_seqlens);
+  shape("cu_seqlens", *cu_seqlens, {B, 2}, "[N + 1] or [B, 2]");
+  return B;
+}
+
+Check::Sizes Check::qkv(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens,
+                        const Letters& letters, int64_t n) const {
+  const auto of_q = c10::str("[B, T, H, ", letters.key, "]"),
+             of_k = c10::str("[B, ", letters.rows, ", H, ", letters.key, "]"),
+             of_v = c10::str("[B, ", letters.rows, ", H, ", letters.value, "]");
+  rank("q", q, 4, of_q);
+  rank("k", k, 4, of_k);
+  rank("v", v, 4, of_v);
+  const Sizes s{q.sym_size(0),
+                q.sym_size(1),
+                q.sym_size(2),
+                k.sym_size(2),
+                q.sym_size(3),
+                v.sym_size(3),
+                sequences(cu_seqlens, q.sym_size(0))};
+  grouped(s.HQ, s.H);
+  at_least_one(letters.key, s.key);
+  at_least_one(letters.value, s.value);
+  same_dtype("k", k);
+  same_dtype("v", v);
+  shape("k", k, {s.B, s.T * n, s.H, s.key}, of_k);
+  shape("v", v, {s.B, s.T * n, s.H, s.value}, of_v);
+  return s;
+}
+
+void Check::per_head(std::string_view name, const OptionalTensor& tensor, const Sizes& sizes) const {
+  if (!given(tensor)) return;
+  floating(name, *tensor);
+  shape(name, *tensor, {sizes.B, sizes.T, sizes.H}, "[B, T, H]");
+}
+
+void Check::state(std::string_view name, const OptionalTensor& tensor, Shape expected,
+                  std::string_view letters) const {
+  if (!given(tensor)) return;
+  state_dtype(name, *tensor);
+  shape(name, *tensor, expected, letters);
 }
 
 }  // namespace girih

@@ -28,8 +28,6 @@ class Check {
   void same_dtype(std::string_view name, const Tensor& tensor) const;
   // gates, step sizes: any floating dtype
   void floating(std::string_view name, const Tensor& tensor) const;
-  // states: fp32, or fp64 when the inputs are fp64
-  void state_dtype(std::string_view name, const Tensor& tensor) const;
   // int64 [N] on the same device
   void position(const Tensor& tensor, const c10::SymInt& N) const;
 
@@ -41,10 +39,30 @@ class Check {
   void one_of(std::string_view name, std::string_view value,
               std::initializer_list<std::string_view> allowed) const;
 
-  // The number of sequences: B, or what cu_seqlens says. cu_seqlens: int32 or int64 [N + 1], with B == 1.
-  c10::SymInt sequences(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const;
+  // The number of sequences: B, or what `cu` packs into one row. cu: int32 or int64 [N + 1], with B == 1.
+  c10::SymInt packed(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const;
+  // The same of cu_seqlens, which may also be [B, 2], the bounds of the one sequence in every row.
+  c10::SymInt sequences(const OptionalTensor& cu_seqlens, const c10::SymInt& B) const;
+
+  // Sizes of q [B, T, HQ, key], k [B, T * n, H, key] and v [B, T * n, H, value], checked in all they share.
+  struct Sizes {
+    c10::SymInt B, T, HQ, H, key, value, N;
+  };
+  // What messages call the sizes; `rows` is the one of k and v along time.
+  struct Letters {
+    std::string_view key = "D", value = "V", rows = "T";
+  };
+  Sizes qkv(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens,
+            const Letters& letters, int64_t n = 1) const;
+  // one gate or step size a head
+  void per_head(std::string_view name, const OptionalTensor& tensor, const Sizes& sizes) const;
+  // a state's part, unless it is absent
+  void state(std::string_view name, const OptionalTensor& tensor, Shape expected,
+             std::string_view letters) const;
 
  private:
+  void state_dtype(std::string_view name, const Tensor& tensor) const;
+  void integers(std::string_view name, const Tensor& tensor) const;
   void device(std::string_view name, const Tensor& tensor) const;
 
   std::string_view op_, first_name_;

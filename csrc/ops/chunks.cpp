@@ -13,22 +13,22 @@ Tensor against(const Tensor& flag, const Tensor& state) {
 }  // namespace
 
 Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
-               const OptionalTensor& position)
-    : B_(B), T_(T), length_(C), packed_(given(cu_seqlens)) {
-  table_ = packed_ || given(position);
+               const OptionalTensor& position, Cut cut)
+    : B_(B), T_(T), length_(C), packed_(given(cu_seqlens) && cu_seqlens->dim() == 1) {
+  const bool bounds = given(cu_seqlens) && !packed_;
+  table_ = packed_ || given(position) || (bounds && cut == Cut::at_start);
   const auto options = like.options().dtype(at::kLong).requires_grad(false);
   const auto rows = at::arange(C, options);
-  if (!table_) {
-    N_ = B;
-    count_ = (T + C - 1) / C;
-    valid_ = (at::arange(count_, options).unsqueeze(1) * C + rows < T).expand({B, count_, C});
-    return;
-  }
 
   // lo, hi [B, n]: the tokens of each row's sequences. Contents that do not increase are clamped: a wrong
   // cu_seqlens gives wrong numbers, never a read outside.
   Tensor lo, hi;
-  if (packed_) {
+  if (bounds) {
+    const auto within = cu_seqlens->to(at::kLong).clamp(0, T);
+    N_ = B;
+    lo = within.slice(1, 0, 1);
+    hi = at::maximum(within.slice(1, 1), lo);
+  } else if (packed_) {
     const auto cu = cu_seqlens->to(at::kLong).clamp(0, T);
     N_ = cu.size(0) - 1;
     lo = cu.slice(0, 0, N_).unsqueeze(0);
@@ -37,6 +37,13 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
     N_ = B;
     lo = at::zeros({B, 1}, options);
     hi = at::full({B, 1}, T, options);
+  }
+  if (!table_) {
+    count_ = (T + C - 1) / C;
+    const auto token = at::arange(count_, options).unsqueeze(1) * C + rows;
+    valid_ = (token >= lo.unsqueeze(2)) & (token < hi.unsqueeze(2));
+    if (bounds) covered_ = valid_.flatten(1).narrow(1, 0, T);
+    return;
   }
   const int64_t n = packed_ ? N_ : 1;
   size_ = (hi - lo).view({N_});
@@ -100,6 +107,11 @@ Tensor Chunks::split(const Tensor& x, at::ScalarType dtype, int64_t rows) const 
       y = at::constant_pad_nd(y, pad, 0);
     }
     y = y.reshape(cut);
+    if (covered_.defined()) {
+      auto mask = valid_.unsqueeze(3).expand({-1, -1, -1, rows}).flatten(2);
+      while (mask.dim() < y.dim()) mask = mask.unsqueeze(-1);
+      y = at::where(mask, y, at::zeros({}, y.options()));
+    }
   }
   return y.transpose(2, 3).contiguous();
 }
@@ -111,16 +123,19 @@ Tensor Chunks::join(const Tensor& x, at::ScalarType dtype) const {
     tokens.push_back(size);
     out.push_back(size);
   }
-  if (!table_) {
+  Tensor joined;
+  if (table_) {
+    if (count_ == 0) return at::zeros(out, y.options().dtype(dtype));
+    joined = y.reshape(tokens).index_select(0, place_).view(out);
+  } else {
     auto whole = out;
     whole[1] = count_ * length_;
-    return y.reshape(whole).narrow(1, 0, T_).to(dtype).contiguous();
+    joined = y.reshape(whole).narrow(1, 0, T_);
+    if (!covered_.defined()) return joined.to(dtype).contiguous();
   }
-  if (count_ == 0) return at::zeros(out, y.options().dtype(dtype));
-  const auto gathered = y.reshape(tokens).index_select(0, place_).view(out);
   std::vector<int64_t> mask(out.size(), 1);
   mask[0] = B_, mask[1] = T_;
-  return at::where(covered_.view(mask), gathered, at::zeros({}, gathered.options())).to(dtype).contiguous();
+  return at::where(covered_.reshape(mask), joined, at::zeros({}, joined.options())).to(dtype).contiguous();
 }
 
 Tensor Chunks::complete() const { return valid_.select(2, length_ - 1).contiguous(); }

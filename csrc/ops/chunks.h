@@ -12,11 +12,13 @@ class Chunks {
  public:
   using States = std::vector<Tensor>;
 
-  // B rows of T tokens in chunks of C. cu_seqlens [N + 1]: the one row holds N sequences. position [N]: where
-  // in its chunk each sequence's first token falls (0 when absent); with it, chunk boundaries keep their
-  // place.
+  // B rows of T tokens in chunks of C. cu_seqlens [N + 1]: the one row holds N sequences; [B, 2]: where each
+  // row's one sequence begins and ends. Other tokens belong to none. position [N]: where in its chunk each
+  // sequence's first token falls (0 when absent); with it, chunk boundaries keep their place. Where the
+  // chunk length cannot change the result, rows may be cut anywhere: then bounds move no token.
+  enum class Cut { anywhere, at_start };
   Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
-         const OptionalTensor& position = std::nullopt);
+         const OptionalTensor& position = std::nullopt, Cut cut = Cut::anywhere);
 
   int64_t count() const { return count_; }    // chunks in a row (a bound when packed: the rest is empty)
   int64_t length() const { return length_; }  // C
@@ -49,10 +51,10 @@ class Chunks {
   int64_t B_, T_, N_, length_, count_;
   bool table_ = false, packed_ = false;
   Tensor valid_;
+  Tensor covered_;  // [B, T]  the token belongs to a sequence; undefined where all do
   // Only with a table:
   Tensor token_;             // [B * count * C]   which of the B * T tokens stands there
   Tensor place_;             // [B * T]           where in [B * count * C] a token went
-  Tensor covered_;           // [B, T]            the token belongs to a sequence
   Tensor sequence_, first_;  // [B, count]        whose chunk it is; it is that sequence's first
   Tensor end_, held_;        // [N]               chunks up to and including the sequence; it has at least one
   Tensor position_, size_;   // [N]               first position; tokens

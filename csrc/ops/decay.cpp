@@ -12,8 +12,6 @@ Tensor decay_matrix(const Tensor& g) {
   return at::where(t >= i, sums, at::full({}, -INFINITY, g.options())).exp();
 }
 
-Tensor sum_to(const Tensor& g, int64_t dim) { return g.cumsum(dim); }
-
 Tensor sum_after(const Tensor& g, int64_t dim) {
   const auto C = g.size(dim);
   if (C == 0) return g;

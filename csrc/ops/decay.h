@@ -11,8 +11,6 @@ using at::Tensor;
 // g [..., C] -> [..., C, C]: e^{g_{i+1} + ... + g_t} in row t, column i <= t; zero above the diagonal.
 Tensor decay_matrix(const Tensor& g);
 
-// Along `dim`: from the chunk's start through each row, g_1 + ... + g_t.
-Tensor sum_to(const Tensor& g, int64_t dim);
 // Along `dim`: from after each row to the chunk's end, g_{t+1} + ... + g_C.
 Tensor sum_after(const Tensor& g, int64_t dim);
 

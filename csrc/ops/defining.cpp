@@ -27,7 +27,10 @@ DefiningChunks::DefiningChunks(const Tensor& like, int64_t B, int64_t T, int64_t
     : C_(C),
       // In chunks of one token no state stands within a chunk.
       n_(chunks_in_block(T, C, C > 1 && given(position))),
-      chunks_(like, B, T, C * n_, cu_seqlens, C > 1 ? position : std::nullopt) {
+      // A position lies in a chunk, not in a block: clamped here to what the block would let pass.
+      chunks_(like, B, T, C * n_, cu_seqlens,
+              C > 1 && given(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt,
+              Chunks::Cut::at_start) {
   whole_ = !given(cu_seqlens) && !(C > 1 && given(position)) && T % (C * n_) == 0;
 }
 

@@ -1,5 +1,6 @@
 // What follows from X_forward alone, for every operator and device that has nothing better of its own:
 // X_backward by autograd of the ATen forward, its Meta, and X_step as the forward of one token.
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "check.h"
@@ -19,6 +20,21 @@ void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
   find(op.name + "_forward").callBoxedForDispatchKey(key, *stack);
 }
 
+// Autograd runs on the calling thread, where the guards of the caller hold: called from outside of a backward
+// pass it would hand CUDA work to a thread of its own.
+class OnThisThread {
+ public:
+  OnThisThread() { set(false); }
+  ~OnThisThread() { set(before_); }
+  OnThisThread(const OnThisThread&) = delete;
+  OnThisThread& operator=(const OnThisThread&) = delete;
+
+ private:
+  static void set(bool threads) { c10::AutogradState::get_tls_state().set_multithreading_enabled(threads); }
+
+  const bool before_ = c10::AutogradState::get_tls_state().get_multithreading_enabled();
+};
+
 bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_floating_point(); }
 
 // X_backward: the ATen forward is run again under autograd. It holds what the chunk form holds (O(T), a state
@@ -30,6 +46,7 @@ void backward(const c10::OperatorHandle& handle, Stack* stack) {
 
   const UnderAutograd under;
   at::NoTF32Guard exact;
+  const OnThisThread guarded;
 
   Stack forward;
   variable_list leaves;

@@ -40,7 +40,7 @@ void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlen
 // One first memory [H, ...] for each of N sequences; one that has N in front as it is.
 OptionalTensor for_each_sequence(const Tensor& memory, const Tensor& x, const Tensor& cu_seqlens) {
   if (!memory.defined() || memory.dim() != 3) return none_if_absent(memory);
-  const auto N = cu_seqlens.defined() ? cu_seqlens.size(0) - 1 : x.size(0);
+  const auto N = cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
   return memory.expand({N, -1, -1, -1});
 }
 

@@ -67,7 +67,7 @@ Scanned scan_head_decay(const Chunks& chunks, const Tensor& q_heads, const Tenso
   // O = ((Q K^T) * e^{L_t - L_i}) V + (Q * e^{L}) S,    S <- e^{L_C} S + (K * e^{L_C - L})^T V
   const auto scores = q.matmul(k.unsqueeze(3).transpose(-1, -2));
   const auto A = g.defined() ? scores * decay_matrix(g).unsqueeze(3) : scores.tril();
-  const auto q_in = g.defined() ? q * sum_to(g, -1).exp().unsqueeze(3).unsqueeze(-1) : q;
+  const auto q_in = g.defined() ? q * g.cumsum(-1).exp().unsqueeze(3).unsqueeze(-1) : q;
   const auto k_out = g.defined() ? k * sum_after(g, -1).exp().unsqueeze(-1) : k;
   const auto decay = g.defined() ? g.sum(-1).exp().unsqueeze(-1).unsqueeze(-1) : Tensor();
   const auto o = A.matmul(v.unsqueeze(3));

@@ -55,9 +55,14 @@ kernels::Out<Rank> output(const Tensor& tensor) {
 
 // cu_seqlens must be contiguous and outlive the launch.
 inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) {
-  if (!cu_seqlens.defined()) return {x.size(0), x.size(1), x.size(0), nullptr, false};
-  return {x.size(0), x.size(1), cu_seqlens.size(0) - 1, cu_seqlens.const_data_ptr(),
-          cu_seqlens.scalar_type() == at::kLong};
+  if (!cu_seqlens.defined()) return {x.size(0), x.size(1), x.size(0), nullptr, false, false};
+  const bool rows = cu_seqlens.dim() == 2;
+  return {x.size(0),
+          x.size(1),
+          rows ? x.size(0) : cu_seqlens.size(0) - 1,
+          cu_seqlens.const_data_ptr(),
+          cu_seqlens.scalar_type() == at::kLong,
+          rows};
 }
 
 inline void check_launch(std::string_view kernel, cudaError_t error) {

@@ -2,7 +2,7 @@
 //
 //     dz_t = dy_t act'(z_t)
 //     dx_s = sum_j weight_j dz_{s + (W-1) - j} + dfinal_state_{s - (end - (W-1))}      dz is 0 from the end
-//     on dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
+//     dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
 //
 // dstate is dx at the W - 1 positions before the start.
 //

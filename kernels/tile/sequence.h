@@ -1,5 +1,5 @@
-// Which sequence a token belongs to, for a batch of equal lengths and for sequences packed by cu_seqlens
-// alike.
+// Which sequence a token belongs to, alike for a batch of equal lengths, for sequences packed by cu_seqlens
+// and for rows of which cu_seqlens says where their one sequence begins and ends.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@ struct Tokens {
   int64_t batch;           // 1 when packed
   int64_t tokens;          // a batch row's
   int64_t sequences;       // N: the batch, or what cu_seqlens packs
-  const void* cu_seqlens;  // [N + 1], null when not packed
+  const void* cu_seqlens;  // [N + 1], or with `rows` [batch, 2]; null: every row is a sequence
   bool cu_seqlens_64;      // int64, else int32
+  bool rows;
 };
 
 struct Sequence {
@@ -26,7 +27,7 @@ __device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// cu_seqlens[n], whatever its contents a position in 0..tokens.
+// Entry n of cu_seqlens, whatever its contents a position in 0..tokens.
 __device__ inline int64_t boundary(const Tokens& all, int64_t n) {
   const int64_t value = all.cu_seqlens_64 ? static_cast<const int64_t*>(all.cu_seqlens)[n]
                                           : static_cast<const int32_t*>(all.cu_seqlens)[n];
@@ -35,6 +36,10 @@ __device__ inline int64_t boundary(const Tokens& all, int64_t n) {
 
 __device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
   if (all.cu_seqlens == nullptr) return {index, index, 0, all.tokens, true};
+  if (all.rows) {
+    const int64_t start = boundary(all, 2 * index);
+    return {index, index, start, clamp(boundary(all, 2 * index + 1), start, all.tokens), true};
+  }
   const int64_t start = boundary(all, index);
   return {index, 0, start, clamp(boundary(all, index + 1), start, all.tokens), true};
 }
@@ -43,6 +48,12 @@ __device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
 // end to end stops, and what is read between start and end lies in the tensor.
 __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t token) {
   if (all.cu_seqlens == nullptr) return {batch, batch, 0, all.tokens, true};
+  if (all.rows) {
+    const Sequence row = sequence_at(all, batch);
+    if (token < row.start) return {batch, batch, token, row.start, false};
+    if (token >= row.end) return {batch, batch, token, all.tokens, false};
+    return row;
+  }
   int64_t low = 0, high = all.sequences;  // the first n with cu_seqlens[n + 1] > token
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;

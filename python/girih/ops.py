@@ -3,8 +3,9 @@
 Letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``D`` key width, ``V`` value width, ``M`` slots, ``N``
 sequences (``B``, or what ``cu_seqlens`` says). Gates are logs, at most 0. ``q`` may have a multiple of the
 other tensors' heads. States are fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence.
-``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``. ``X_step``
-reads one token (``T == 1``), writes the state's tensors in place and returns ``o`` alone. A wrong argument
+``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``; ``[B, 2]`` says
+where in each row its one sequence begins and ends. Tokens outside belong to no sequence. ``X_step`` reads one
+token (``T == 1``), writes the state's tensors in place and returns ``o`` alone. A wrong argument
 raises ``ValueError`` and names the argument.
 """
 
@@ -40,7 +41,8 @@ def _each(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A first memory, shared ``[H, ...]`` or one a sequence ``[N, H, ...]`` -> one a sequence."""
     if memory.dim() != 3:
         return memory
-    return memory.expand(q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0), *memory.shape)
+    packed = cu_seqlens is not None and cu_seqlens.dim() == 1
+    return memory.expand(max(cu_seqlens.shape[0] - 1, 0) if packed else q.shape[0], *memory.shape)
 
 
 def _own(memory: Tensor, batch: int, device) -> Tensor:

@@ -97,6 +97,56 @@ TEST_CASE("Padding does nothing in every mixer", "[nn]") {
   }
 }
 
+TEST_CASE("Masked tokens might as well not be there, call after call", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    // Attention's rotary positions count masked tokens.
+    if (config.mixer == "attention" || config.mixer == "mag") continue;
+    INFO(name_of(config));
+    auto model = in_double(config);
+    nn::State state;
+    std::vector<Tensor> texts, masks, logits;
+    for (const int64_t T : {5, 9, 1, 6}) {
+      texts.push_back(ids(3, T));
+      masks.push_back(at::rand({3, T}) < 0.6);
+      auto [y, after] = model(texts.back(), masks.back(), state, true);
+      logits.push_back(y);
+      state = after;
+    }
+    const auto text = at::cat(texts, 1), mask = at::cat(masks, 1), y = at::cat(logits, 1);
+    for (int64_t i = 0; i < 3; ++i) {
+      const auto alone = model(text[i].index({mask[i]}).unsqueeze(0)).first[0];
+      CHECK(close(y[i].index({mask[i]}), alone));
+    }
+  }
+}
+
+TEST_CASE("A state is written only for the next one", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    const auto text = ids(2, kChunk);
+    auto [y, state] = model(text.slice(1, 0, kChunk - 1), Tensor(), nn::State(), true);
+    const auto last = text.slice(1, kChunk - 1);
+    const auto first = model(last, Tensor(), state).first;
+    CHECK(close(model(last, Tensor(), state).first, first));
+    CHECK(close(model(last, Tensor(), state, true).first, first));
+  }
+}
+
+TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]") {
+  nn::LanguageModel model(nn::Config{.hidden_size = kHidden,
+                                     .num_hidden_layers = 1,
+                                     .mixer = "cat",
+                                     .num_heads = 2,
+                                     .chunk = kChunk,
+                                     .max_position_embeddings = 2 * kChunk});
+  CHECK_NOTHROW(model(ids(1, 2 * kChunk)));
+  CHECK_THROWS_AS(model(ids(1, 2 * kChunk + 1)), c10::ValueError);
+  CHECK_THROWS_AS(model(ids(1, 2 * kChunk + 1), at::ones({1, 2 * kChunk + 1})), c10::ValueError);
+}
+
 TEST_CASE("Packed sequences are the sequences in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {

@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,15 @@ settings.load_profile("ci")
 torch.set_num_threads(1)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def handlers():
+    """A command takes the signals over; a test gives them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=needs_cuda)])

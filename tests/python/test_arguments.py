@@ -115,8 +115,10 @@ def test_bounds_of_packed_sequences(case, device):
     refuse(case, draw(case, B=2) | {name: bounds}, name, "B", device=device)
     one = draw(case, B=1)
     refuse(case, one | {name: bounds.float()}, name, "Float", "int32", "int64", device=device)
-    refuse(case, one | {name: bounds[None]}, name, "[1, 2]", "[N + 1]", device=device)
+    refuse(case, one | {name: bounds[None, None]}, name, "[1, 1, 2]", "[N + 1]", device=device)
     refuse(case, one | {name: bounds[:0]}, name, "[0]", "[N + 1]", device=device)
+    row = "[B, 2]" if case.has_state else "[N + 1]"
+    refuse(case, draw(case, B=2) | {name: bounds[None]}, name, "[1, 2]", row, device=device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,8 +1,10 @@
 import json
+from dataclasses import replace
 
 import pytest
 from girih import compare
-from girih.train import SIZES
+from girih.comparison import cell
+from girih.training.recipe import SIZES
 
 MIXERS = ["gsa", "attention"]
 CELLS = [f"{task}-{mixer}-tiny-3.json" for task in ("text", "mqar") for mixer in MIXERS]
@@ -16,9 +18,8 @@ def words(tmp_path_factory):
 
 
 @pytest.fixture
-def run(words, tmp_path, monkeypatch):
+def run(words, tmp_path, handlers):
     """Compare two tiny mixers on both tasks; options are added at the end."""
-    monkeypatch.setattr(compare.signal, "signal", lambda number, handler: None)
 
     def run(*options: str) -> int:
         fixed = ["--size", "tiny", "--steps", "3", "--mixers", ",".join(MIXERS), "--corpus", str(words)]
@@ -45,10 +46,10 @@ def test_every_cell_is_a_file_and_a_rerun_does_only_what_is_missing(run, tmp_pat
 
 def test_mixers_are_compared_at_equal_size_and_on_equal_data(run, tmp_path):
     assert run() == 0
-    for task, parameters in (("text", SIZES["tiny"].parameters), ("mqar", compare.RECALL["tiny"].parameters)):
+    for task, parameters in (("text", SIZES["tiny"].parameters), ("mqar", cell.RECALL["tiny"].parameters)):
         cells = [json.loads((tmp_path / name).read_text()) for name in CELLS if name.startswith(task)]
-        assert all(abs(cell["parameters"] / parameters - 1) < 0.02 for cell in cells)
-        assert len({cell["tokens"] for cell in cells}) == 1
+        assert all(abs(c["parameters"] / parameters - 1) < 0.02 for c in cells)
+        assert len({c["tokens"] for c in cells}) == 1
         assert cells[0]["settings"] == cells[1]["settings"]
 
 
@@ -57,6 +58,27 @@ def test_a_cell_made_with_another_seed_is_made_again(run, tmp_path, capsys):
     assert run("--tasks", "text", "--seed", "1") == 0
     assert "there already" not in capsys.readouterr().out
     assert json.loads((tmp_path / CELLS[0]).read_text())["settings"]["seed"] == 1
+
+
+def test_cells_of_another_corpus_are_left_out_of_the_table_and_named(run, words, tmp_path, capsys):
+    assert run() == 0
+    other = tmp_path / "other.txt"
+    other.write_text(words.read_text() + "one line more")
+    capsys.readouterr()
+    assert run("--corpus", str(other), "--mixers", "gsa") == 0
+    printed = capsys.readouterr()
+    assert "text gsa: 3 steps, again: the finished one has another corpus" in printed.out
+    assert printed.err.splitlines() == [
+        "girih.compare: left out of the table: text attention (another corpus)"
+    ]
+    (line,) = (s for s in (tmp_path / "table.md").read_text().splitlines() if s.startswith("| attention"))
+    recall = json.loads((tmp_path / CELLS[3]).read_text())
+    assert [c.strip() for c in line.split("|")[2:5]] == ["", "", ""] and f"{recall['parameters']:,}" in line
+
+
+def test_a_folder_that_cannot_be_one_is_refused_in_one_line(run, words, capsys):
+    assert run("--folder", str(words)) == 2
+    assert capsys.readouterr().err == f"girih.compare: folder {words}: File exists\n"
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_are_trained(run, tmp_path, capsys, monkeypatch):
@@ -75,8 +97,8 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_trained(run, tmp_path,
 
 
 def test_a_loss_that_is_not_finite_is_a_failure(run, monkeypatch):
-    tiny = compare.replace(SIZES["tiny"], learning_rate=float("nan"))
-    monkeypatch.setitem(compare.SIZES, "tiny", tiny)
+    tiny = replace(SIZES["tiny"], learning_rate=float("nan"))
+    monkeypatch.setitem(SIZES, "tiny", tiny)
     assert run("--tasks", "text", "--mixers", "attention") == 1
 
 

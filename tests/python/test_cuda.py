@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, RECURRENT, cotangents, gradients, operator, step
+from cases import CASES, ONE_EACH, RECURRENT, cotangents, gradients, operator, step
 from comparison import assert_within
 from conftest import needs_cuda
+from test_dispatch import registered_call
 
 pytestmark = needs_cuda
 
@@ -85,6 +86,36 @@ def test_a_step_in_a_graph(case):
         graph.replay()
         assert_within(o, step(now), 1e-6)
         assert_within(captured, eager, 1e-6)
+
+
+@pytest.fixture
+def tf32_by_choice():
+    before = torch.backends.cuda.matmul.allow_tf32
+
+    def allow(choice):
+        torch.backends.cuda.matmul.allow_tf32 = choice
+
+    yield allow
+    allow(before)
+
+
+@pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
+def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
+    """From a thread that is in no backward pass, whatever the program allows its own products."""
+    sizes = {"D": 32, "V": 32, "M": 32}
+    inputs = case.draw(64, resumed=True, calm=True, dtype=torch.float32, device="cuda", **sizes)
+    forward, args, options = registered_call(operator, inputs)
+    grads = [
+        torch.ones_like(x) if x is not None and x.is_floating_point() else None
+        for x in forward(*args, **options)
+    ]
+    backward = getattr(torch.ops.girih, f"{case.op}_backward")
+    found = []
+    for choice in (False, True):
+        tf32_by_choice(choice)
+        found.append(backward(*grads, *args, **options))
+    for exact, other in zip(*found, strict=True):
+        assert exact is other is None or exact.equal(other)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

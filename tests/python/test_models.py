@@ -10,6 +10,7 @@ import girih.models
 import pytest
 import torch
 from girih.models import MIXERS, GirihCache, GirihConfig, GirihForCausalLM, GirihModel
+from girih.nn import CompressAttend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
@@ -251,6 +252,14 @@ def test_training_keeps_no_cache(model):
     assert isinstance(model.eval()(ids).past_key_values, GirihCache)
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_cat_as_a_layer_takes_its_positions_from_the_configuration(running):
+    options = {"mixer": ["cat", "gsa"], "running_positions": running}
+    layer = GirihForCausalLM(small(**options)).model.layers[0].mixer
+    assert layer.attention.running_positions is running
+    assert GirihConfig().running_positions is CompressAttend(16, 2).attention.running_positions
+
+
 def test_weights_are_untied_on_request(tmp_path):
     model = GirihForCausalLM(small(tie_word_embeddings=False))
     assert model.lm_head.weight is not model.model.embed_tokens.weight
@@ -346,8 +355,13 @@ def test_a_wrong_call_is_refused(call, message):
 
 def test_cat_refuses_what_it_cannot_place():
     model = GirihForCausalLM(small(mixer="cat"))
-    with pytest.raises(ValueError, match="expected at most max_position_embeddings, 64"):
-        model(tokens(1, 65))
+    for call in (
+        {"input_ids": tokens(1, 65)},
+        {"input_ids": tokens(1, 65), "attention_mask": torch.ones(1, 65)},
+        {"input_ids": tokens(1, 1), "past_key_values": model(tokens(1, 64), use_cache=True).past_key_values},
+    ):
+        with pytest.raises(ValueError, match="has 65 tokens; expected at most max_position_embeddings, 64"):
+            model(**call)
     with pytest.raises(ValueError, match="inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 3, 32))
     with pytest.raises(ValueError, match="CatModel"):

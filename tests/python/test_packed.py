@@ -1,7 +1,10 @@
 """Packed sequences are a loop over sequences."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import CASES, RECURRENT, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
 from hypothesis import given
@@ -25,6 +28,42 @@ def test_packed_sequences_are_a_loop_over_sequences(case, device, data):
     grads = cotangents(outs)
     want_grads = gradients(want, exact, {name: x.double() for name, x in grads.items()})
     assert_within(gradients(outs, inputs, grads), want_grads, grad_tolerance)
+
+
+def of_row(inputs, i, a, b):
+    """Tokens a to b of row i, from its state."""
+    part = inputs.part(a, b, {name: x[i : i + 1] for name, x in inputs.state.items()})
+    over_time = inputs.case.over_time
+    return replace(part, data={name: x[i : i + 1] if over_time(name) else x for name, x in part.data.items()})
+
+
+@pytest.mark.parametrize("bounds", [[[0, 9], [2, 7], [4, 4]], [[0, 1], [8, 9], [3, 9]]], ids=str)
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
+    """`cu_seqlens [B, 2]`: the other tokens do nothing, and their outputs are 0."""
+    dtype, tolerance, grad_tolerance = precision(case, device)
+    inputs = case.draw(9, B=3, resumed=True, dtype=dtype, device=device).requiring_grad()
+    exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
+    outs = operator(inputs, cu_seqlens=torch.tensor(bounds, device=device))
+    rows = [recurrence(of_row(exact, i, a, b)) for i, (a, b) in enumerate(bounds)]
+    want = {name: torch.cat([row[name] for row in rows]) for name in rows[0] if name != "o"}
+    padded = [F.pad(row["o"].flatten(2), (0, 0, a, 9 - b)) for row, (a, b) in zip(rows, bounds, strict=True)]
+    want["o"] = torch.cat(padded).view_as(outs["o"])
+    assert_within(outs, want, tolerance)
+    grads = cotangents(outs)
+    want_grads = gradients(want, exact, {name: x.double() for name, x in grads.items()})
+    assert_within(gradients(outs, inputs, grads), want_grads, grad_tolerance)
+
+
+@pytest.mark.parametrize("case", [case for case in RECURRENT if "position" in case.state], ids=str)
+def test_positions_outside_of_a_chunk_are_its_first_or_last(case, device):
+    dtype, _, _ = precision(case, device)
+    inputs = case.draw(9, resumed=True, dtype=dtype, device=device)
+    found, want = (
+        operator(replace(inputs, given=inputs.state | {"position": torch.tensor(position, device=device)}))
+        for position in ([-7, 3 * case.chunk + 1], [0, case.chunk - 1])
+    )
+    assert_within(found, want, 0.0)
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)

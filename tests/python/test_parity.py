@@ -18,6 +18,7 @@ VARIANTS = {
     "trellis identity": {"mixer": "trellis", "phi": "identity", "f": "softmax", "gated": False},
     "lattice encode": {"mixer": "lattice", "objective": "encode", "gated": False},
     "learned mixture": {"mixer": "mag", "mag_base": "gsa", "mag_learned": True, "mag_cross": True},
+    "hybrid running": {"mixer": ["cat", "gsa"], "running_positions": True},
     "cat running": {"mixer": "cat", "running_positions": True, "num_kv_heads": 2, "num_hidden_layers": 4},
 }
 SIZES = {
@@ -77,6 +78,27 @@ def test_states_carry_on_alike(pair):
         logits, state = cpp.forward(piece, state=state, use_cache=True)
         cache = output.past_key_values
         close(logits, output.logits)
+
+
+@torch.no_grad()
+def test_masks_do_alike_call_after_call(pair):
+    python, cpp = pair
+    cache, state = None, _C.State()
+    for T in (6, 7, 1, 5):
+        ids, mask = torch.randint(SIZES["vocab_size"], (3, T)), torch.rand(3, T) < 0.6
+        output = python(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        logits, state = cpp.forward(ids, mask, state, use_cache=True)
+        cache = output.past_key_values
+        close(logits * mask[..., None], output.logits * mask[..., None])
+
+
+@torch.no_grad()
+def test_a_state_is_left_alone_without_use_cache(pair):
+    cpp = pair[1]
+    ids = torch.randint(SIZES["vocab_size"], (2, 7))
+    _, state = cpp.forward(ids[:, :6], use_cache=True)
+    first, second = (cpp.forward(ids[:, 6:], state=state)[0] for _ in range(2))
+    assert first.equal(second)
 
 
 def test_gradients_are_equal(pair):

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import os
 import random
 import shutil
 import signal
@@ -12,9 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from girih import train
+from girih.data import Windows, read_corpus
 from girih.models import GirihForCausalLM
+from girih.training.folder import WHOLE, newest_whole
+from girih.training.recipe import SIZES, model_of_size
+from girih.training.trainer import BITS, fit
 
 STEPS = 24
+FULL = "girih.train: the disk is full; nothing half-written counts, the same command continues"
+
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +33,6 @@ def corpus(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("corpus") / "words.txt"
     file.write_text(" ".join(draw.choice(words) for _ in range(8000)))
     return file
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    """A run takes the signals over; a test gives them back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def arguments(corpus: Path, folder: Path, steps: int = STEPS, mixer: str = "gsa") -> list[str]:
@@ -59,7 +58,7 @@ def test_a_run_leaves_a_model_a_sample_a_curve_and_its_result_in_the_last_line(f
     folder, printed = finished
     result = last_line(printed)
     assert result["mixer"] == "gsa" and result["folder"] == str(folder / "model")
-    assert abs(result["parameters"] / train.SIZES["tiny"].parameters - 1) < 0.02
+    assert abs(result["parameters"] / SIZES["tiny"].parameters - 1) < 0.02
     assert 0 < result["bits_per_byte"] < 6 and result["tokens_per_second"] > 0
     model = GirihForCausalLM.from_pretrained(result["folder"])
     assert model.num_parameters() == result["parameters"]
@@ -73,14 +72,14 @@ def test_a_run_leaves_a_model_a_sample_a_curve_and_its_result_in_the_last_line(f
 
 def test_the_saved_model_is_the_one_that_was_measured(finished, corpus):
     folder, printed = finished
-    size = train.SIZES["tiny"]
+    size = SIZES["tiny"]
     model = GirihForCausalLM.from_pretrained(folder / "model")
-    text = train.read_corpus(corpus, size.context).held_out
-    windows = train.Windows.spread(text, size.held_out, size.context)
+    text = read_corpus(corpus, size.context).held_out
+    windows = Windows.spread(text, size.held_out, size.context)
     ids = torch.stack([windows[i]["input_ids"] for i in range(len(windows))])
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss
-    assert float(loss) * train.BITS == pytest.approx(last_line(printed)["bits_per_byte"], abs=1e-3)
+    assert float(loss) * BITS == pytest.approx(last_line(printed)["bits_per_byte"], abs=1e-3)
 
 
 def test_a_finished_run_says_so_and_is_not_trained_again(finished, corpus, capsys):
@@ -107,12 +106,12 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(
     _, complaint = run.communicate(timeout=300)
     assert run.returncode == 128 + number
     assert complaint.strip().splitlines()[-1] == "girih.train: stopped; the same command continues"
-    newest = train.newest_whole(folder / "checkpoints")
+    newest = newest_whole(folder / "checkpoints")
     stopped = int(newest.name.split("-")[1])
     assert 5 <= stopped < STEPS
 
     cut_off = folder / "checkpoints" / f"checkpoint-{stopped + 1}"
-    shutil.copytree(newest, cut_off, ignore=shutil.ignore_patterns(train.WHOLE, "trainer_state.json"))
+    shutil.copytree(newest, cut_off, ignore=shutil.ignore_patterns(WHOLE, "trainer_state.json"))
     (cut_off / "optimizer.pt").write_bytes(b"cut off")
 
     assert train.main(arguments(corpus, folder)) == 0
@@ -139,10 +138,10 @@ def test_mixers_with_commas_take_turns_over_the_layers(corpus, tmp_path, capsys)
 
 
 def test_parameters_say_whether_they_decay(corpus, tmp_path):
-    model = train.model_of_size("gsa", train.SIZES["tiny"])
+    model = model_of_size("gsa", SIZES["tiny"])
     chosen = next(iter(model.parameters()))
     chosen._no_weight_decay = True
-    trainer = train.fit(model, train.SIZES["tiny"], None, None, tmp_path, 0)
+    trainer = fit(model, SIZES["tiny"], None, None, tmp_path, 0)
     groups = {g["weight_decay"]: g["params"] for g in trainer.create_optimizer().param_groups}
     kept = {id(p) for p in groups[0.0]}
     assert kept == {id(p) for p in model.parameters() if getattr(p, "_no_weight_decay", False)}
@@ -175,9 +174,7 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, t
 
 
 def test_an_option_that_is_not_one_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--steps", "many"])
-    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert "many" in refused(["--steps", "many"], capsys)
 
 
 def test_a_folder_with_something_else_in_it_is_not_touched(corpus, tmp_path, capsys):
@@ -186,12 +183,35 @@ def test_a_folder_with_something_else_in_it_is_not_touched(corpus, tmp_path, cap
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_folder_that_cannot_be_one_is_refused_in_one_line(corpus, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for folder in (file, file / "below", Path("/proc/girih")):
+        assert f"folder {folder}: " in refused(arguments(corpus, folder), capsys)
+    assert file.read_text() == "mine"
+
+
+def test_a_folder_that_belongs_to_others_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert "Permission denied" in refused(arguments(corpus, tmp_path / "run"), capsys)
+
+
+def test_arguments_that_a_full_disk_cut_off_do_not_make_the_folder_foreign(corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    cut_off = folder / "arguments.json.part"
+    cut_off.symlink_to("/dev/full")
+    assert train.main(arguments(corpus, folder, steps=1)) == 2
+    assert capsys.readouterr().err.splitlines() == [FULL]
+    cut_off.unlink()
+    cut_off.write_text('{"mixer": "g')
+    assert train.main(arguments(corpus, folder, steps=1)) == 0
+    assert not cut_off.exists()
+
+
 def test_a_disk_without_room_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert "MB are free" in refused(arguments(corpus, tmp_path / "run"), capsys)
-
-
-FULL = "girih.train: the disk is full; nothing half-written counts, the same command continues"
 
 
 def test_a_disk_that_fills_while_the_run_is_finished_leaves_no_result_and_the_rerun_does(
@@ -231,4 +251,4 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_leaves_the_one_before(
     folder = small_disk / "run"
     assert train.main(arguments(corpus, folder, steps=20)) == 2
     assert capsys.readouterr().err.splitlines() == [FULL]
-    assert train.newest_whole(folder / "checkpoints").name == "checkpoint-2"
+    assert newest_whole(folder / "checkpoints").name == "checkpoint-2"

@@ -71,9 +71,9 @@ struct WeightDecayGroups {
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
 // Every layer takes and returns [B, T, hidden_size]. attention_mask [B, T] is 0 at tokens that do nothing.
-// `state` is what an earlier call with use_cache returned; one token without gradient writes it in place.
-// cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The returned state is empty without
-// use_cache.
+// `state` is what an earlier call with use_cache returned; with use_cache again, one token without mask or
+// gradient writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The
+// returned state is empty without use_cache.
 class LayerImpl : public Module {
  public:
   Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
@@ -86,15 +86,26 @@ class LayerImpl : public Module {
     bool use_cache;
     const Tensor& cu_seqlens;
 
-    // One token extends a past and no gradient is asked: the state may be written in place.
+    // One token extends a past that the caller gives up, and no gradient is asked: the state is written in
+    // place.
     bool steps(const Tensor& x) const;
-    Tensor masked(const Tensor& x, double value = 0.0) const;
     State part(size_t i) const { return state.empty() ? State() : state.parts[i]; }
   };
   virtual Output run(const Tensor& x, const Call& call) = 0;
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
 };
 using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its ptr()
+
+// A layer that reads tokens in order and carries a state; `mix` is written without masks. Each row's valid
+// tokens move to its front and its bounds go to the operators, so that the rest belongs to no sequence: it
+// moves no state, no position in a chunk and no window of a convolution, wherever it stood. What comes out at
+// masked tokens means nothing.
+class RecurrentLayerImpl : public LayerImpl {
+ protected:
+  Output run(const Tensor& x, const Call& call) final;
+  // `run` on valid tokens; cu_seqlens may be [B, 2], the rows' bounds.
+  virtual Output mix(const Tensor& x, const Call& call) = 0;
+};
 
 // x [B, T, H, D], D even, with the pairs (i, i + D/2) turned by position * theta^(-2i/D); position [T] or [B,
 // T].
@@ -154,7 +165,7 @@ struct ShortConvOptions {
 };
 
 // Depthwise causal convolution over the last kernel_size tokens, then SiLU. x, y [B, T, channels].
-class ShortConvImpl : public LayerImpl {
+class ShortConvImpl : public RecurrentLayerImpl {
  public:
   explicit ShortConvImpl(int64_t channels, ShortConvOptions options = {});
   void reset_parameters();
@@ -163,7 +174,7 @@ class ShortConvImpl : public LayerImpl {
   Tensor weight, bias;
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output mix(const Tensor& x, const Call& call) override;
 };
 TORCH_MODULE(ShortConv);
 
@@ -184,7 +195,7 @@ struct GatedSlotAttentionOptions {
 //   g = logsigmoid(x W_f) / gate_logit_normalizer,  s = 1 - e^g
 //   Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  o = Hv^T softmax(Hk^T q)
 //   y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
-class GatedSlotAttentionImpl : public LayerImpl {
+class GatedSlotAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedSlotAttentionOptions options = {});
 
@@ -196,7 +207,7 @@ class GatedSlotAttentionImpl : public LayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output mix(const Tensor& x, const Call& call) override;
 
  private:
   std::vector<int64_t> heads_;  // of q, k and v
@@ -216,7 +227,7 @@ struct GatedLinearAttentionOptions {
 //   S <- e^g S + k v^T,   o = S^T q / sqrt(D),   y = W_o (RMSNorm(o) * silu(x W_g))
 // gate none: linear attention, q and k through elu + 1; fixed: RetNet's decays; scalar: Mamba-2, v scaled by
 // its step and a skip; vector: GLA, one decay a key channel.
-class GatedLinearAttentionImpl : public LayerImpl {
+class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedLinearAttentionOptions options = {});
   void reset_parameters();
@@ -232,7 +243,7 @@ class GatedLinearAttentionImpl : public LayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output mix(const Tensor& x, const Call& call) override;
 
  private:
   std::pair<Tensor, Tensor> log_decay(const Tensor& x);
@@ -256,7 +267,7 @@ struct DeltaProductOptions {
 // DeltaNet.
 //   S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
 //   y = W_o (RMSNorm(o) * silu(x W_g))
-class DeltaProductImpl : public LayerImpl {
+class DeltaProductImpl : public RecurrentLayerImpl {
  public:
   DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions options = {});
 
@@ -270,11 +281,10 @@ class DeltaProductImpl : public LayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output mix(const Tensor& x, const Call& call) override;
 
  private:
   Tensor per_step(const Tensor& x) const;
-  ops::DeltaProductState start(const Call& call) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
 };
@@ -294,7 +304,7 @@ struct TrellisOptions {
 // 8-14).
 //   A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T     once with x = k, once with x = v; A' starts the
 //   chunk o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
-class TrellisImpl : public LayerImpl {
+class TrellisImpl : public RecurrentLayerImpl {
  public:
   TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions options = {});
   void reset_parameters();
@@ -310,10 +320,9 @@ class TrellisImpl : public LayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output mix(const Tensor& x, const Call& call) override;
 
  private:
-  ops::TrellisState start(const Call& call) const;
   int64_t num_heads_;
 };
 TORCH_MODULE(Trellis);
@@ -331,7 +340,7 @@ struct LatticeOptions {
 // M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
 //   d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
 //   y = W_o (RMSNorm(o) * gelu(x W_g))
-class LatticeImpl : public LayerImpl {
+class LatticeImpl : public RecurrentLayerImpl {
  public:
   LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions options = {});
   void reset_parameters();
@@ -347,10 +356,9 @@ class LatticeImpl : public LayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output mix(const Tensor& x, const Call& call) override;
 
  private:
-  ops::LatticeState start(const Call& call) const;
   int64_t num_heads_;
 };
 TORCH_MODULE(Lattice);
@@ -411,8 +419,7 @@ TORCH_MODULE(ChunkAttention);
 // options.chunk is C. The state keeps the inputs, and a call computes the layer anew.
 class CompressAttendImpl : public LayerImpl {
  public:
-  CompressAttendImpl(int64_t hidden_size, int64_t num_heads,
-                     ChunkAttentionOptions options = {.running_positions = true});
+  CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
   void reset_parameters();
 
   ChunkAttentionOptions options;

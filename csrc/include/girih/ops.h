@@ -12,7 +12,8 @@
 // A state is fp32 (fp64 when the inputs are); a default-made one is the start of a sequence. X_step reads one
 // token (T = 1), writes the tensors of its options' state in place and returns the output alone;
 // XState::start makes the state it needs for a first token. cu_seqlens [N + 1] (int32 or int64, on the
-// device) packs N sequences into B = 1. A wrong argument throws c10::ValueError, which names the argument,
+// device) packs N sequences into B = 1; [B, 2] says where in each row its one sequence begins and ends.
+// Tokens outside belong to no sequence. A wrong argument throws c10::ValueError, which names the argument,
 // what it is and what it should be.
 #pragma once
 

@@ -11,19 +11,10 @@ struct Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
                        int64_t chunk) {
     const Check check("cat_attention", "q", q);
-    check.rank("q", q, 4, "[B, T, H, D]");
-    check.rank("k", k, 4, "[B, T, H, D]");
-    check.rank("v", v, 4, "[B, T, H, V]");
-    const Problem p{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2), q.sym_size(3), v.sym_size(3)};
-    check.grouped(p.HQ, p.H);
-    check.at_least_one("D", p.D);
-    check.at_least_one("V", p.V);
-    check.same_dtype("k", k);
-    check.same_dtype("v", v);
-    check.shape("k", k, {p.B, p.T, p.H, p.D}, "[B, T, H, D]");
-    check.shape("v", v, {p.B, p.T, p.H, p.V}, "[B, T, H, V]");
+    const auto s = check.qkv(q, k, v, std::nullopt, {});
+    const Problem p{s.B, s.T, s.HQ, s.H, s.key, s.value};
     GIRIH_CHECK(chunk >= 2 && chunk <= 256, "cat_attention: chunk is ", chunk, " but should be 2 to 256");
-    check.sequences("cu_chunks", cu_chunks, p.B);
+    check.packed("cu_chunks", cu_chunks, p.B);
     return p;
   }
 };

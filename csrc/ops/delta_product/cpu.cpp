@@ -46,7 +46,8 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
-                      single ? std::nullopt : state_position);
+                      single ? std::nullopt : state_position,
+                      between_chunks ? Chunks::Cut::at_start : Chunks::Cut::anywhere);
   const auto count = chunks.count(), C = chunks.length(), R = C * n;
   const auto S0 =
       given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
@@ -78,7 +79,7 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(
   std::vector<Tensor> keep;
   if (given(g_)) {
     const auto g = gate_rows(chunks.split(*g_, type), n);
-    const auto in = sum_to(g, -1).exp().unsqueeze(-1);
+    const auto in = g.cumsum(-1).exp().unsqueeze(-1);
     decay = decay_matrix(g);
     b_in = b * in;
     q_in = q * read_rows(in, n).unsqueeze(3);

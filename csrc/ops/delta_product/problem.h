@@ -13,25 +13,10 @@ struct Problem {
                        const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
                        std::optional<int64_t> chunk, std::optional<std::string_view> between_chunks) {
     const Check check("delta_product", "q", q);
-    check.rank("q", q, 4, "[B, T, H, D]");
-    check.rank("k", k, 4, "[B, T * n, H, D]");
-    check.rank("v", v, 4, "[B, T * n, H, V]");
     check.at_least_one("n", n);
-    const Problem p{q.sym_size(0),
-                    q.sym_size(1),
-                    q.sym_size(2),
-                    k.sym_size(2),
-                    q.sym_size(3),
-                    v.sym_size(3),
-                    check.sequences("cu_seqlens", cu_seqlens, q.sym_size(0))};
+    const auto s = check.qkv(q, k, v, cu_seqlens, {.rows = "T * n"}, n);
+    const Problem p{s.B, s.T, s.HQ, s.H, s.key, s.value, s.N};
     const auto rows = p.T * n;
-    check.grouped(p.HQ, p.H);
-    check.at_least_one("D", p.D);
-    check.at_least_one("V", p.V);
-    check.same_dtype("k", k);
-    check.same_dtype("v", v);
-    check.shape("k", k, {p.B, rows, p.H, p.D}, "[B, T * n, H, D]");
-    check.shape("v", v, {p.B, rows, p.H, p.V}, "[B, T * n, H, V]");
     check.floating("beta", beta);
     if (beta.dim() == 4) {
       check.shape("beta", beta, {p.B, rows, p.H, p.D}, "[B, T * n, H] or [B, T * n, H, D]");
@@ -41,10 +26,7 @@ struct Problem {
     } else {
       check.shape("beta", beta, {p.B, rows, p.H}, "[B, T * n, H] or [B, T * n, H, D]");
     }
-    if (given(g)) {
-      check.floating("g", *g);
-      check.shape("g", *g, {p.B, p.T, p.H}, "[B, T, H]");
-    }
+    check.per_head("g", g, s);
     if (between_chunks) {
       check.one_of("between_chunks", *between_chunks, {"gelu", "tanh"});
       GIRIH_CHECK(
@@ -55,10 +37,7 @@ struct Problem {
       GIRIH_CHECK(!chunk, "delta_product: chunk is ", *chunk,
                   " but should be None without between_chunks: it cannot change the result");
     }
-    if (given(state_s)) {
-      check.state_dtype("state_s", *state_s);
-      check.shape("state_s", *state_s, {p.N, p.H, p.D, p.V}, "[N, H, D, V]");
-    }
+    check.state("state_s", state_s, {p.N, p.H, p.D, p.V}, "[N, H, D, V]");
     GIRIH_CHECK(given(state_position) == (between_chunks.has_value() && given(state_s)),
                 "delta_product: state_position is ", given(state_position) ? "given" : "None",
                 " but should be given exactly when state_s and between_chunks are");

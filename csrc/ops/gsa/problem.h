@@ -13,25 +13,13 @@ struct Problem {
                        const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
                        std::string_view feature) {
     const Check check("gsa", "q", q);
-    check.rank("q", q, 4, "[B, T, H, D]");
-    check.rank("k", k, 4, "[B, T, H, D]");
-    check.rank("v", v, 4, "[B, T, H, V]");
+    const auto sizes = check.qkv(q, k, v, cu_seqlens, {});
     GIRIH_CHECK(given(s) || given(g),
                 "gsa: s and g are both None; give s (slot weights), g (log gates), or both");
     const auto& slots = given(s) ? *s : *g;
     check.rank(given(s) ? "s" : "g", slots, 4, "[B, T, H, M]");
-    const Problem p{q.sym_size(0),     q.sym_size(1),
-                    q.sym_size(2),     k.sym_size(2),
-                    q.sym_size(3),     v.sym_size(3),
-                    slots.sym_size(3), check.sequences("cu_seqlens", cu_seqlens, q.sym_size(0))};
-    check.grouped(p.HQ, p.H);
-    check.at_least_one("D", p.D);
-    check.at_least_one("V", p.V);
+    const Problem p{sizes.B, sizes.T, sizes.HQ, sizes.H, sizes.key, sizes.value, slots.sym_size(3), sizes.N};
     check.at_least_one("M", p.M);
-    check.same_dtype("k", k);
-    check.same_dtype("v", v);
-    check.shape("k", k, {p.B, p.T, p.H, p.D}, "[B, T, H, D]");
-    check.shape("v", v, {p.B, p.T, p.H, p.V}, "[B, T, H, V]");
     if (given(s)) {
       check.floating("s", *s);
       check.shape("s", *s, {p.B, p.T, p.H, p.M}, "[B, T, H, M]");
@@ -43,18 +31,11 @@ struct Problem {
     check.one_of("feature", feature, {"softmax", "none", "silu", "relu", "relu2"});
     GIRIH_CHECK(given(state_k) == given(state_v), "gsa: state_k and state_v come together; only ",
                 given(state_k) ? "state_k" : "state_v", " is given");
-    if (given(state_k)) {
-      check.state_dtype("state_k", *state_k);
-      check.state_dtype("state_v", *state_v);
-      check.shape("state_k", *state_k, {p.N, p.H, p.D, p.M}, "[N, H, D, M]");
-      check.shape("state_v", *state_v, {p.N, p.H, p.M, p.V}, "[N, H, M, V]");
-    }
+    check.state("state_k", state_k, {p.N, p.H, p.D, p.M}, "[N, H, D, M]");
+    check.state("state_v", state_v, {p.N, p.H, p.M, p.V}, "[N, H, M, V]");
     GIRIH_CHECK(given(state_z) == (!given(g) && given(state_k)), "gsa: state_z is ",
                 given(state_z) ? "given" : "None", " but belongs to a state exactly when g is None (ABC)");
-    if (given(state_z)) {
-      check.state_dtype("state_z", *state_z);
-      check.shape("state_z", *state_z, {p.N, p.H, p.M}, "[N, H, M]");
-    }
+    check.state("state_z", state_z, {p.N, p.H, p.M}, "[N, H, M]");
     return p;
   }
 

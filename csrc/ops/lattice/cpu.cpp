@@ -75,7 +75,7 @@ class TangentSteps : public Block {
         g_(inputs[4]),
         pairs_(objective, inputs[1], inputs[2], inputs[3]) {
     if (g_.defined()) {
-      L_ = sum_to(g_, -1);
+      L_ = g_.cumsum(-1);
       const auto sum = g_.sum(-1);
       sum_ = per_chunk(sum);
       decay_ = per_chunk(sum.exp().unsqueeze(-1).unsqueeze(-1));

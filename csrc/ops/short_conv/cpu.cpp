@@ -15,30 +15,38 @@ using Activation = std::optional<std::string_view>;
 
 // States and tokens in one tensor, and where in it every tap finds its inputs.
 //   a batch          [B, W-1 + T, channels]       a state, then its row's tokens
-//   packed           [1, N (W-1) + T, channels]   all states, then all tokens
+//   with bounds      [1, N (W-1) + B T, channels] all states, then all tokens
 class Inputs {
  public:
   Inputs(const Tensor& x, const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, int64_t W)
-      : T_(x.size(1)), before_(W - 1), N_(given(cu_seqlens) ? cu_seqlens->size(0) - 1 : x.size(0)) {
+      : T_(x.size(1)),
+        before_(W - 1),
+        N_(given(cu_seqlens) && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : x.size(0)) {
     const auto channels = x.size(2);
-    auto state = given(state_x) ? *state_x : at::zeros({N_, before_, channels}, x.options());
-    if (given(cu_seqlens)) {
-      state = state.reshape({1, N_ * before_, channels});
-      place(*cu_seqlens);
+    const auto state = given(state_x) ? *state_x : at::zeros({N_, before_, channels}, x.options());
+    if (!given(cu_seqlens)) {
+      all_ = at::cat({state, x}, 1);
+      return;
     }
-    all_ = at::cat({state, x}, 1);
+    place(*cu_seqlens);
+    all_ = at::cat({state.reshape({1, N_ * before_, channels}), in_one_row(x)}, 1);
   }
 
-  // x_{t - (W-1) + j} of every token, [B, T, channels]; zero where no sequence owns the token
+  // x [B, T, channels] as the taps have it: with bounds, its rows one after the other.
+  Tensor in_one_row(const Tensor& x) const {
+    return bounded() ? x.reshape({1, x.size(0) * x.size(1), x.size(2)}) : x;
+  }
+
+  // x_{t - (W-1) + j} of every token; zero where no sequence owns the token
   Tensor tap(int64_t j) const {
-    return packed() ? at::where(inside_, all_.index_select(1, taps_[j]), at::zeros({}, all_.options()))
-                    : all_.narrow(1, j, T_);
+    return bounded() ? at::where(inside_, all_.index_select(1, taps_[j]), at::zeros({}, all_.options()))
+                     : all_.narrow(1, j, T_);
   }
 
   // the last W - 1 inputs of every sequence, [N, W-1, channels]
   Tensor last() const {
-    return packed() ? all_.index_select(1, last_).view({N_, before_, all_.size(2)})
-                    : all_.narrow(1, T_, before_).clone();
+    return bounded() ? all_.index_select(1, last_).view({N_, before_, all_.size(2)})
+                     : all_.narrow(1, T_, before_).clone();
   }
 
   // The gradient of all inputs, from nothing.
@@ -46,7 +54,7 @@ class Inputs {
 
   // No two tokens read the same input through one tap, so the sums have one order on every device.
   void add_to_tap(const Tensor& grad, int64_t j, const Tensor& dz, const Tensor& weight) const {
-    if (packed()) {
+    if (bounded()) {
       grad.index_add_(1, taps_[j], dz * weight);
     } else {
       grad.narrow(1, j, T_).addcmul_(dz, weight);
@@ -54,7 +62,7 @@ class Inputs {
   }
 
   void add_to_last(const Tensor& grad, const Tensor& grad_last) const {
-    if (packed()) {
+    if (bounded()) {
       grad.index_add_(1, last_, grad_last.to(grad.scalar_type()).reshape({1, N_ * before_, all_.size(2)}));
     } else {
       grad.narrow(1, T_, before_).add_(grad_last);
@@ -66,16 +74,27 @@ class Inputs {
     return grad.narrow(1, 0, grad.size(1) - T_).reshape({N_, before_, all_.size(2)});
   }
 
-  bool packed() const { return inside_.defined(); }
-  const Tensor& inside() const { return inside_; }  // [1, T, 1]: a sequence owns the token; only when packed
+  bool bounded() const { return inside_.defined(); }
+  // [1, B T, 1]: a sequence owns the token; only with bounds
+  const Tensor& inside() const { return inside_; }
 
  private:
   void place(const Tensor& cu_seqlens) {
     const auto index = cu_seqlens.options().dtype(at::kLong);
-    const auto cuts = cu_seqlens.to(at::kLong).clamp(0, T_);
-    const auto some = std::max<int64_t>(N_, 1);  // one empty sequence when there is none
-    const auto start = cuts.narrow(0, 0, some);
-    const auto end = at::maximum(cuts.narrow(0, cuts.size(0) - some, some), start);
+    auto cuts = cu_seqlens.to(at::kLong).clamp(0, T_);
+    Tensor start, end;
+    if (cuts.dim() == 2) {
+      cuts = cuts + at::arange(N_, index).unsqueeze(1) * T_;
+      T_ *= N_;
+      start = cuts.select(1, 0);
+      end = cuts.select(1, 1);
+    } else {
+      start = cuts.slice(0, 0, N_);
+      end = cuts.slice(0, 1);
+    }
+    if (N_ == 0) start = end = at::zeros({1}, index);  // one empty sequence when there is none
+    end = at::maximum(end, start);
+    const auto some = start.size(0);
     // Where the input of a sequence stands at a token, its first or one of the W - 1 before included.
     const auto row = [&](const Tensor& token, const Tensor& sequence, const Tensor& first) {
       return at::where(token >= first, token + N_ * before_, sequence * before_ + token - first + before_);
@@ -94,7 +113,7 @@ class Inputs {
         row(end.narrow(0, 0, N_).unsqueeze(1) + from_end, n, start.narrow(0, 0, N_).unsqueeze(1)).flatten();
   }
 
-  int64_t T_, before_, N_;
+  int64_t T_, before_, N_;  // T_: a row's tokens, with bounds those of all rows
   Tensor all_;
   Tensor inside_;
   std::vector<Tensor> taps_;  // W of [T]: rows of `all`
@@ -118,8 +137,8 @@ Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
   const Inputs inputs(x, state_x, cu_seqlens, weight.size(1));
   auto y = convolve(inputs, weight.to(accumulate_type(x)).unbind(1), bias);
   if (activation) at::silu_(y);
-  if (inputs.packed()) y.masked_fill_(~inputs.inside(), 0);
-  return {y.to(x.scalar_type()), inputs.last()};
+  if (inputs.bounded()) y.masked_fill_(~inputs.inside(), 0);
+  return {y.to(x.scalar_type()).view(x.sizes()), inputs.last()};
 }
 
 Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
@@ -133,9 +152,9 @@ Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_stat
   auto dweight = at::zeros(weight.sizes(), weight.options().dtype(type));
   auto dbias = at::zeros({x.size(2)}, dweight.options());
   if (given(grad_y)) {
-    auto dz = grad_y->to(type);
+    auto dz = inputs.in_one_row(grad_y->to(type));
     if (activation) dz = at::silu_backward(dz, convolve(inputs, taps, bias));
-    if (inputs.packed()) dz = dz.masked_fill(~inputs.inside(), 0);
+    if (inputs.bounded()) dz = dz.masked_fill(~inputs.inside(), 0);
     const std::vector<int64_t> over_tokens{0, 1};
     auto product = at::empty_like(dz);
     std::vector<Tensor> sums;
@@ -152,7 +171,7 @@ Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_stat
   const auto as = [](const Tensor& tensor, const Tensor& like) {
     return tensor.to(like.scalar_type(), false, /*copy=*/true, at::MemoryFormat::Contiguous);
   };
-  return {as(inputs.of_tokens(grad), x), as(dweight, weight),
+  return {as(inputs.of_tokens(grad), x).view(x.sizes()), as(dweight, weight),
           given(bias) ? OptionalTensor(as(dbias, *bias)) : std::nullopt,
           given(state_x) ? OptionalTensor(as(inputs.of_states(grad), *state_x)) : std::nullopt, std::nullopt};
 }

@@ -15,7 +15,7 @@ struct Problem {
     check.rank("x", x, 3, "[B, T, channels]");
     check.rank("weight", weight, 2, "[channels, W]");
     const Problem p{x.sym_size(0), x.sym_size(1), x.sym_size(2), weight.sym_size(1),
-                    check.sequences("cu_seqlens", cu_seqlens, x.sym_size(0))};
+                    check.sequences(cu_seqlens, x.sym_size(0))};
     check.floating("weight", weight);
     check.shape("weight", weight, {p.channels, p.W}, "[channels, W]");
     GIRIH_CHECK(p.W >= 1 && p.W <= 4, "short_conv: weight has width W = ", p.W, " but should have 1 to 4");

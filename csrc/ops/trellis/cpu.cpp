@@ -39,7 +39,7 @@ class Passes : public Block {
     auto step = gamma.neg();
     if (g.defined()) {
       weight_ = weight_ * decay_matrix(g);
-      from_start_ = sum_to(g, -1).exp().unsqueeze(3).unsqueeze(-1);
+      from_start_ = g.cumsum(-1).exp().unsqueeze(3).unsqueeze(-1);
       keep_ = per_chunk(g.sum(-1).exp().unsqueeze(2).unsqueeze(-1).unsqueeze(-1));
       step = step * sum_after(g, -1).exp();
     } else {

@@ -15,30 +15,14 @@ struct Problem {
                        const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi,
                        std::string_view f) {
     const Check check("trellis", "q", q);
-    check.rank("q", q, 4, "[B, T, H, D]");
-    check.rank("k", k, 4, "[B, T, H, D]");
-    check.rank("v", v, 4, "[B, T, H, V]");
+    const auto s = check.qkv(q, k, v, cu_seqlens, {});
     check.rank("a", a, 4, "[B, T, H, M]");
-    const Problem p{q.sym_size(0), q.sym_size(1),
-                    q.sym_size(2), k.sym_size(2),
-                    q.sym_size(3), v.sym_size(3),
-                    a.sym_size(3), check.sequences("cu_seqlens", cu_seqlens, q.sym_size(0))};
-    check.grouped(p.HQ, p.H);
-    check.at_least_one("D", p.D);
-    check.at_least_one("V", p.V);
+    const Problem p{s.B, s.T, s.HQ, s.H, s.key, s.value, a.sym_size(3), s.N};
     check.at_least_one("M", p.M);
-    check.same_dtype("k", k);
-    check.same_dtype("v", v);
     check.same_dtype("a", a);
-    check.shape("k", k, {p.B, p.T, p.H, p.D}, "[B, T, H, D]");
-    check.shape("v", v, {p.B, p.T, p.H, p.V}, "[B, T, H, V]");
     check.shape("a", a, {p.B, p.T, p.H, p.M}, "[B, T, H, M]");
-    check.floating("gamma", gamma);
-    check.shape("gamma", gamma, {p.B, p.T, p.H}, "[B, T, H]");
-    if (given(g)) {
-      check.floating("g", *g);
-      check.shape("g", *g, {p.B, p.T, p.H}, "[B, T, H]");
-    }
+    check.per_head("gamma", gamma, s);
+    check.per_head("g", g, s);
     GIRIH_CHECK(chunk >= 1 && chunk <= 64, "trellis: chunk is ", chunk, " but should be 1 to 64");
     for (const auto& [name, value] : {std::pair{"phi", phi}, std::pair{"f", f}}) {
       check.one_of(name, value,
@@ -54,18 +38,10 @@ struct Problem {
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "trellis: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is given");
-    for (const auto& [name, state] :
-         {std::pair{"state_first_k", state_first_k}, std::pair{"state_k", state_k}}) {
-      if (!given(state)) continue;
-      check.state_dtype(name, *state);
-      check.shape(name, *state, {p.N, p.H, p.M, p.D}, "[N, H, M, D]");
-    }
-    for (const auto& [name, state] :
-         {std::pair{"state_first_v", state_first_v}, std::pair{"state_v", state_v}}) {
-      if (!given(state)) continue;
-      check.state_dtype(name, *state);
-      check.shape(name, *state, {p.N, p.H, p.M, p.V}, "[N, H, M, V]");
-    }
+    check.state("state_first_k", state_first_k, {p.N, p.H, p.M, p.D}, "[N, H, M, D]");
+    check.state("state_k", state_k, {p.N, p.H, p.M, p.D}, "[N, H, M, D]");
+    check.state("state_first_v", state_first_v, {p.N, p.H, p.M, p.V}, "[N, H, M, V]");
+    check.state("state_v", state_v, {p.N, p.H, p.M, p.V}, "[N, H, M, V]");
     if (given(state_position)) check.position(*state_position, p.N);
     return p;
   }

@@ -108,17 +108,15 @@ class CatModel(GirihPreTrainedModel):
         past = None if past_key_values is None else past_key_values.layers[0]
         mask = own_mask(attention_mask, input_ids.shape[1])
         ids, valid, new = extended(input_ids, mask, None if past is None else past.state)
+        C, T = self.config.chunk, ids.shape[1]
+        # Masked tokens count here: how many are valid is not known without a wait, nor are packed lengths.
+        most = self.config.max_position_embeddings
+        if cu_seqlens is None and most < T:
+            raise ValueError(f"input_ids has {T} tokens; expected at most max_position_embeddings, {most}")
         if past is not None:
             past.advance(History(ids, valid), new)
-
-        C, T = self.config.chunk, ids.shape[1]
         if valid is None and cu_seqlens is None:
             K = T // C + 1
-            if self.compressor.position.num_embeddings < K:
-                most = self.config.max_position_embeddings
-                raise ValueError(
-                    f"input_ids has {T} tokens; expected at most max_position_embeddings, {most}"
-                )
             chunks, index = (
                 F.pad(ids, (0, K * C - T)).unflatten(1, (K, C)),
                 torch.arange(K, device=ids.device),

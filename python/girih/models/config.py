@@ -82,7 +82,11 @@ def _attention(config: "GirihConfig") -> nn.Module:
 
 def _cat(config: "GirihConfig") -> nn.Module:
     return CompressAttend(
-        **_sizes(config), num_kv_heads=config.num_kv_heads, chunk=config.chunk, rope_theta=config.rope_theta
+        **_sizes(config),
+        num_kv_heads=config.num_kv_heads,
+        chunk=config.chunk,
+        rope_theta=config.rope_theta,
+        running_positions=config.running_positions,
     )
 
 
@@ -137,8 +141,7 @@ class GirihConfig(PretrainedConfig):
     feature: gsa, abc. phi, f: trellis. objective: lattice. between_chunks, allow_neg_eigval: the delta rule
         mixers.
     compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
-    running_positions: rotary positions of the CAT model's decoder run over the chunks instead of starting
-        anew.
+    running_positions: rotary positions of cat, model and layer, run over the chunks instead of starting anew.
     initializer_range: deviation that weights start with, by default hidden_size^-1/2: models of a few hundred
         channels learn far sooner from it than from 0.02.
     max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's

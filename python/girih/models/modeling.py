@@ -87,6 +87,14 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Behind a past, one token is a written one and so valid: without a mask its step is in place."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        ids, past = inputs.get("input_ids"), inputs.get("past_key_values")
+        if ids is not None and ids.shape[1] == 1 and past is not None and past.get_seq_length() > 0:
+            inputs["attention_mask"] = None
+        return inputs
+
     def forward(
         self,
         input_ids: Tensor | None = None,

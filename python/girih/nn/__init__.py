@@ -1,8 +1,8 @@
 """Layers: `layer(x, attention_mask=None, state=None, use_cache=False, cu_seqlens=None) -> (y, state)`.
 
 x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at tokens that do nothing. `state` is what an
-earlier call with `use_cache=True` returned; one token without gradient writes it in place. `cu_seqlens [N +
-1]` packs N sequences into B = 1.
+earlier call with `use_cache=True` returned; with `use_cache=True` again, one token without mask or gradient
+writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1.
 """
 
 from girih.nn.attention import Attention, AttentionState, rotary

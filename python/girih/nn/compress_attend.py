@@ -91,7 +91,7 @@ class CompressAttend(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         rope_theta: float = 10000.0,
-        running_positions: bool = True,
+        running_positions: bool = False,
     ):
         super().__init__()
         self.chunk = chunk

@@ -2,15 +2,14 @@
 
 from torch import Tensor, nn
 
-from girih import ops
 from girih.nn.decay import DecayGate, at_least_fp32
-from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
 
-class DeltaProduct(nn.Module):
+class DeltaProduct(RecurrentLayer):
     """A matrix memory corrected n times a token, each time along one key (DeltaProduct; TPTT eq. 16).
 
         S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
@@ -59,43 +58,27 @@ class DeltaProduct(nn.Module):
         """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: a token's n rows one after the other."""
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
-    def start(self, attention_mask: Tensor | None, memory: ops.DeltaProductState | None):
-        """The state to continue from; with `between_chunks` padding moves its position in the chunk."""
-        if self.between_chunks is None or attention_mask is None:
-            return memory
-        if memory is None:
-            kv_heads = self.heads[1] // self.n
-            s = self.o_proj.weight.new_zeros(attention_mask.shape[0], kv_heads, self.head_dim, self.head_dim)
-            memory = ops.DeltaProductState(at_least_fp32(s), None)
-        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
-
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: LayerState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         conv, memory = state or (None, None)
-        qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
         beta = at_least_fp32(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        g = None if self.decay is None else self.decay(x)[0]
         o, memory = advance(
             "delta_product",
             q,
             self.per_step(k),
             self.per_step(v),
-            self.per_step(masked(attention_mask, beta)),
+            self.per_step(beta),
             g,
             n=self.n,
             l2norm_qk=True,
             chunk=self.chunk,
             between_chunks=self.between_chunks,
-            state=self.start(attention_mask, memory),
-            resumes=state is not None,
+            state=memory,
+            in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
         gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
-from girih.nn.masking import masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
@@ -13,7 +13,7 @@ from girih.nn.state import LayerState, advance
 GATES = ("none", "fixed", "scalar", "vector")
 
 
-class GatedLinearAttention(nn.Module):
+class GatedLinearAttention(RecurrentLayer):
     """One matrix memory a head that only ever adds (Katharopoulos et al. 2020) and forgets by a gate.
 
         S <- e^g S + k v^T,   o = scale S^T q,   y = W_o (RMSNorm(o) * silu(x W_g))
@@ -86,17 +86,11 @@ class GatedLinearAttention(nn.Module):
         g = F.logsigmoid(at_least_fp32(self.decay(x))) / self.gate_logit_normalizer
         return g.unflatten(-1, (-1, self.head_dim)), None
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: LayerState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         conv, memory = state or (None, None)
-        qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
         g, dt = self.log_decay(x)
         skip = 0.0
@@ -105,8 +99,9 @@ class GatedLinearAttention(nn.Module):
         elif self.gate == "scalar":
             skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
             v = v * dt[..., None].to(v.dtype)
-        k, g = masked(attention_mask, k), None if g is None else masked(attention_mask, g)
-        o, memory = advance("gla", q, k, v, g, state=memory, resumes=state is not None, cu_seqlens=cu_seqlens)
+        o, memory = advance(
+            "gla", q, k, v, g, state=memory, in_place=use_cache and state is not None, cu_seqlens=cu_seqlens
+        )
         gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))
         y = self.o_proj(self.norm(o + skip, gate).flatten(-2))
         return y, LayerState(conv, memory) if use_cache else None

@@ -1,18 +1,16 @@
 """Gated slot attention, and ABC, its ungated form."""
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import at_least_fp32
-from girih.nn.masking import masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.norm import RMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
 
-class GatedSlotAttention(nn.Module):
+class GatedSlotAttention(RecurrentLayer):
     """M memory slots with one forget gate each, read by softmax attention (GSA; Zhang et al. 2024, eq. 9).
 
         g = logsigmoid(x W_f) / gate_logit_normalizer,  s = 1 - e^g
@@ -54,23 +52,15 @@ class GatedSlotAttention(nn.Module):
         self.norm = RMSNorm(num_heads * head_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: LayerState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         conv, memory = state or (None, None)
-        qkv, conv = self.conv(self.qkv_proj(x), attention_mask, conv, use_cache, cu_seqlens)
+        qkv, conv = self.conv(self.qkv_proj(x), state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
         s, g = at_least_fp32(self.f_proj(x)).unflatten(-1, (-1, self.num_slots)), None
-        if self.gated:  # g = 0 of a masked token is also its s = 1 - e^0 = 0: nothing is written
-            s, g = None, masked(attention_mask, F.logsigmoid(s) / self.gate_logit_normalizer)
-        else:
-            s = masked(attention_mask, s, -math.inf)
+        if self.gated:
+            s, g = None, F.logsigmoid(s) / self.gate_logit_normalizer
         o, memory = advance(
             "gsa",
             q,
@@ -81,7 +71,7 @@ class GatedSlotAttention(nn.Module):
             scale=1.0,
             feature=self.feature,
             state=memory,
-            resumes=state is not None,
+            in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(F.silu(o.flatten(-2))))

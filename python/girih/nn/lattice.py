@@ -4,15 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih import ops
 from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
-from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
 
-class Lattice(nn.Module):
+class Lattice(RecurrentLayer):
     """M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
 
         d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
@@ -64,35 +63,20 @@ class Lattice(nn.Module):
             nn.init.orthogonal_(slots)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
-    def start(self, attention_mask: Tensor | None, memory: ops.LatticeState | None):
-        """The state to continue from, at first the learned memory; padding moves its position."""
-        if memory is None:
-            first = F.normalize(at_least_fp32(self.memory), dim=-2)
-            if attention_mask is None:
-                return first
-            first = first.expand(attention_mask.shape[0], *first.shape)
-            decay = None if self.decay is None else first.new_zeros(first.shape[:2])
-            memory = ops.LatticeState(first, torch.zeros_like(first), decay, None)
-        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
-
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: LayerState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         (q_state, k_state), memory = state or ((None, None), None)
         qk = self.qk_proj(x)
-        q, q_state = self.q_conv(qk, attention_mask, q_state, use_cache, cu_seqlens)
-        k, k_state = self.k_conv(qk, attention_mask, k_state, use_cache, cu_seqlens)
+        q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, gate = (
             p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, self.v_proj(x), self.g_proj(x))
         )
-        gamma = masked(attention_mask, at_least_fp32(self.gamma_proj(x)).sigmoid())
-        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        gamma = at_least_fp32(self.gamma_proj(x)).sigmoid()
+        g = None if self.decay is None else self.decay(x)[0]
+        if memory is None:
+            memory = F.normalize(at_least_fp32(self.memory), dim=-2)
         o, memory = advance(
             "lattice",
             q,
@@ -102,8 +86,8 @@ class Lattice(nn.Module):
             g,
             chunk=self.chunk,
             objective=self.objective,
-            state=self.start(attention_mask, memory),
-            resumes=state is not None,
+            state=memory,
+            in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o, gate).flatten(-2))

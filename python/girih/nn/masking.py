@@ -1,32 +1,42 @@
-"""Masked tokens do nothing: what they need in order to leave no trace in a memory."""
+"""Masked tokens do nothing: a recurrent layer reads each row's valid tokens alone."""
+
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def masked(attention_mask: Tensor | None, x: Tensor, value: float = 0.0) -> Tensor:
-    """x `[B, T, ...]` with `value` in the rows of masked tokens (attention_mask `[B, T]` is 0 there)."""
-    if attention_mask is None:
-        return x
-    drop = attention_mask.logical_not()
-    return x.masked_fill(drop.view(drop.shape + (1,) * (x.dim() - 2)), value)
+class RecurrentLayer(nn.Module):
+    """A layer that reads tokens in order and carries a state; `mix` is written without masks.
 
-
-def left_padding(attention_mask: Tensor) -> Tensor:
-    """How many masked tokens stand before the first valid one: int64 `[B]`."""
-    return (attention_mask.bool().cumsum(1) == 0).sum(1)
-
-
-def chunk_position(attention_mask: Tensor | None, position: Tensor | None, chunk: int) -> Tensor | None:
-    """Position in the chunk to start from, int64 `[B]`: padding must not move the first valid token's.
-
-    Masked tokens advance a position like any other, so it starts `left_padding` earlier, modulo `chunk`.
-    `position` None is the start of a chunk. Without a mask it is returned as it is.
+    Each row's valid tokens move to its front and its bounds go to the operators, so that the rest belongs to
+    no sequence: it moves no state, no position in a chunk and no window of a convolution, wherever it stood.
+    What comes out at masked tokens means nothing.
     """
-    if attention_mask is None:
-        return position
-    before = left_padding(attention_mask)
-    return torch.remainder(-before if position is None else position - before, chunk)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: Any = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        if attention_mask is None:
+            return self.mix(x, state, use_cache, cu_seqlens)
+        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        valid = attention_mask.bool()
+        count = valid.sum(1, keepdim=True)
+        place = torch.where(valid, valid.cumsum(1) - 1, count + valid.logical_not().cumsum(1) - 1)
+        token = torch.arange(x.shape[1], device=x.device).expand_as(place)
+        order = torch.empty_like(place).scatter_(1, place, token)
+        bounds = torch.cat((torch.zeros_like(count), count), 1)
+        y, state = self.mix(x.take_along_dim(order[..., None], 1), state, use_cache, bounds)
+        return y.take_along_dim(place[..., None], 1), state
+
+    def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+        """`forward` on valid tokens; cu_seqlens may be `[B, 2]`, the rows' bounds."""
+        raise NotImplementedError
 
 
 def refuse_mask_with_packing(attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

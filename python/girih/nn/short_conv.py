@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
-from girih.nn.masking import masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
 
 
-class ShortConv(nn.Module):
+class ShortConv(RecurrentLayer):
     """Depthwise causal convolution over the last `kernel_size` tokens, then SiLU (or nothing).
 
         y_t = act(bias + sum_j weight_j x_{t - kernel_size + 1 + j})
@@ -40,18 +40,11 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: ops.ShortConvState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: ops.ShortConvState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, ops.ShortConvState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         if self.weight is None:
             return (F.silu(x) if self.activation else x), None
-        x = masked(attention_mask, x)
         y, state = advance(
             "short_conv",
             x,
@@ -59,7 +52,7 @@ class ShortConv(nn.Module):
             self.bias,
             activation=self.activation,
             state=state,
-            resumes=state is not None,
+            in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
         return y, state if use_cache else None

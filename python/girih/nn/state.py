@@ -20,16 +20,17 @@ def advance(
     name: str,
     *data: Tensor | None,
     state: Any,
-    resumes: bool,
+    in_place: bool,
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """`girih.ops.<name>`, or its step in place when one token extends a past and no gradient is asked.
+    """`girih.ops.<name>`, or its step when that may write `state` in place: one token without gradient.
 
-    `resumes` says that `state` was returned by an earlier call, so that it may be written; a first memory may
-    not. Returns the output and the state after the last token.
+    `in_place` says that the caller gives `state` up for the one it gets: an earlier call returned it and this
+    one returns the next. A first memory is never written, nor a state without use_cache. Returns the output
+    and the state after the last token.
     """
-    if resumes and cu_seqlens is None and data[0].shape[1] == 1 and not torch.is_grad_enabled():
+    if in_place and cu_seqlens is None and data[0].shape[1] == 1 and not torch.is_grad_enabled():
         return getattr(ops, f"{name}_step")(*data, state=state, **options), state
     return getattr(ops, name)(*data, state=state, cu_seqlens=cu_seqlens, **options)
 

@@ -4,15 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih import ops
 from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
-from girih.nn.masking import chunk_position, masked, refuse_mask_with_packing
+from girih.nn.masking import RecurrentLayer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
 
-class Trellis(nn.Module):
+class Trellis(RecurrentLayer):
     """Two memories of M slots that learn to map keys and values onto targets (Trellis, eq. 8-14).
 
         A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
@@ -22,6 +21,12 @@ class Trellis(nn.Module):
     and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. A step
     grows with `|x|^2`: k and v are unit vectors, or the gradients of a chunk add up to more than the memory
     can follow (identity and silu diverge, the normalising phis turn chaotic). `chunk` is part of the model.
+
+    A normalising phi does not see the size s of A's entries, but its slope is 1 / s: a step has curvature
+    gamma / s^2. Decay e^-lambda shrinks s, steps raise it, and where the two balance the curvature is about
+    sqrt(2 lambda D), whatever gamma and the first s were. At lambda = 0.01 a chunk overshoots: gradients grow
+    up to 10^4 times on their way through 512 tokens, and a text model learns no more than the frequencies of
+    bytes. So the memories start with s = 1 and the forget gates, though learned, start almost closed.
     x, y `[B, T, hidden_size]`.
 
     >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
@@ -54,7 +59,7 @@ class Trellis(nn.Module):
         self.v_proj = nn.Linear(hidden_size, channels, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
         self.gamma_proj = nn.Linear(hidden_size, num_heads)
-        self.decay = DecayGate(hidden_size, num_heads, largest_step=0.01) if gated else None
+        self.decay = DecayGate(hidden_size, num_heads, largest_step=1e-4) if gated else None
         self.key_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
         self.value_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
         self.g_proj = nn.Linear(hidden_size, channels, bias=False)
@@ -64,41 +69,26 @@ class Trellis(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # A small memory is a small divisor of the normalising phis, a large one hides what is written.
-        nn.init.normal_(self.key_memory, std=0.25)
-        nn.init.normal_(self.value_memory, std=0.25)
+        nn.init.normal_(self.key_memory)  # of size 1, which the normalising phis divide by
+        nn.init.normal_(self.value_memory)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
-    def start(self, attention_mask: Tensor | None, memory: ops.TrellisState | None):
-        """The state to continue from, at first the learned memories; padding moves its position."""
-        if memory is None:
-            memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
-            if attention_mask is None:
-                return memory
-            k, v = (a.expand(attention_mask.shape[0], *a.shape) for a in memory)
-            memory = ops.TrellisState(k, k, v, v, None)
-        return memory._replace(position=chunk_position(attention_mask, memory.position, self.chunk))
-
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: LayerState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
+    def mix(
+        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
         (q_state, k_state), memory = state or ((None, None), None)
         qk = self.qk_proj(x)
-        q, q_state = self.q_conv(qk, attention_mask, q_state, use_cache, cu_seqlens)
-        k, k_state = self.k_conv(qk, attention_mask, k_state, use_cache, cu_seqlens)
+        q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, a, gate = (
             p.unflatten(-1, (self.num_heads, -1))
             for p in (q, k, self.v_proj(x), self.a_proj(x), self.g_proj(x))
         )
         k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
-        gamma = masked(attention_mask, at_least_fp32(self.gamma_proj(x)).sigmoid())
-        g = None if self.decay is None else masked(attention_mask, self.decay(x)[0])
+        gamma = at_least_fp32(self.gamma_proj(x)).sigmoid()
+        g = None if self.decay is None else self.decay(x)[0]
+        if memory is None:
+            memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
         o, memory = advance(
             "trellis",
             q,
@@ -110,8 +100,8 @@ class Trellis(nn.Module):
             chunk=self.chunk,
             phi=self.phi,
             f=self.f,
-            state=self.start(attention_mask, memory),
-            resumes=state is not None,
+            state=memory,
+            in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
         y = self.o_proj(self.norm(o, gate).flatten(-2))

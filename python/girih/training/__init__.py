@@ -1,0 +1,1 @@
+"""How `girih.train` and `girih.compare` train: recipes, the trainer, the folder of a run, its processes."""

@@ -1,0 +1,87 @@
+"""What the commands say when they cannot go on: one line for a person, and an exit code."""
+
+import argparse
+import errno
+import sys
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from accelerate.utils import broadcast_object_list
+
+from girih.data import CorpusError
+from girih.training.processes import Interrupted, break_off, leave, speaks, together
+
+T = TypeVar("T")
+
+
+class Refusal(Exception):
+    """What was asked for cannot be done; the message is one line for a person."""
+
+
+def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise Refusal(f"{kind} {name}: unknown, there are {', '.join(known)}")
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is what raised `error`. safetensors and torch.save give no errno, only words."""
+    words = ("No space left on device", "iostream error", "PytorchStreamWriter failed writing")
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(word in str(error) for word in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def agreed(decide: Callable[[], T]) -> T:
+    """What `decide` returns, run by the main process for all. Its Refusal is raised by every process."""
+    outcome = [None, None]
+    if together().is_main_process:
+        try:
+            outcome[0] = decide()
+        except Refusal as refusal:
+            outcome[1] = refusal
+    decision, refusal = broadcast_object_list(outcome)
+    if refusal is not None:
+        raise refusal
+    return decision
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses what it does not understand."""
+
+    def error(self, message: str):
+        raise Refusal(message)
+
+
+def answer(program: str, work: Callable[[], int]) -> int:
+    """The exit code of `work`; what a person can put right is one line on stderr and code 2, no traceback.
+
+    Processes that train together are refused and stopped together: the first one speaks. A full disk can
+    meet any of them, so each says so.
+    """
+
+    def say(line: str) -> None:
+        print(f"{program}: {line}", file=sys.stderr, flush=True)
+
+    try:
+        code = work()
+        leave()
+        return code
+    except Interrupted as stop:
+        if speaks():
+            say(str(stop))
+        return break_off(128 + stop.number)
+    except (Refusal, CorpusError) as refusal:
+        if speaks():
+            say(str(refusal))
+        leave()
+        return 2
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        say("the disk is full; nothing half-written counts, the same command continues")
+        return break_off(2)

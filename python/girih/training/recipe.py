@@ -1,0 +1,69 @@
+"""The sizes of model, and how each is trained."""
+
+from dataclasses import dataclass
+
+import torch
+
+from girih.models import GirihConfig, GirihForCausalLM
+from girih.training.command import Refusal
+
+STEP = 8  # what the width of an MLP is a multiple of
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A size of model and how to train it. Lengths in tokens, batch in sequences over all devices."""
+
+    parameters: int
+    layers: int
+    heads: int
+    head_dim: int
+    slots: int
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    held_out: int = 256  # windows
+
+
+SIZES = {
+    "tiny": Recipe(100_000, 2, 2, 16, 16, 64, 8, 50, 3e-3, held_out=32),
+    "small": Recipe(1_800_000, 4, 3, 64, 32, 256, 8, 600, 3e-3),
+    "10m": Recipe(10_000_000, 8, 5, 64, 64, 512, 32, 2_000, 1e-3),
+    "100m": Recipe(100_000_000, 12, 12, 64, 64, 1024, 128, 10_000, 6e-4),
+    "340m": Recipe(340_000_000, 24, 16, 64, 64, 2048, 128, 20_000, 3e-4),
+}
+
+
+def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCausalLM:
+    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
+
+    mixer: a name, or several with commas that take turns over the layers.
+    """
+    names = mixer.split(",")
+
+    def config(intermediate: int) -> GirihConfig:
+        return GirihConfig(
+            vocab_size=vocab_size,
+            hidden_size=size.heads * size.head_dim,
+            num_hidden_layers=size.layers,
+            num_heads=size.heads,
+            head_dim=size.head_dim,
+            num_slots=size.slots,
+            intermediate_size=intermediate,
+            mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
+        )
+
+    def count(intermediate: int) -> int:
+        with torch.device("meta"):
+            return GirihForCausalLM(config(intermediate)).num_parameters()
+
+    try:
+        least = count(STEP)
+    except ValueError as error:  # a mixer that this size or this hybrid cannot hold
+        raise Refusal(f"mixer {mixer}: {error}") from error
+    a_step = count(2 * STEP) - least
+    intermediate = STEP * max(1, 1 + round((size.parameters - least) / a_step))
+    if abs(count(intermediate) / size.parameters - 1) > 0.02:
+        raise Refusal(f"mixer {mixer}: it has {least:,} parameters or more, asked for {size.parameters:,}")
+    return GirihForCausalLM(config(intermediate))

@@ -1,0 +1,134 @@
+"""The trainer: transformers' own, told how girih's models are trained and what to say meanwhile."""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from girih.models import GirihForCausalLM
+from girih.training.command import Refusal
+from girih.training.processes import together
+from girih.training.recipe import Recipe
+
+BITS = 1 / math.log(2)  # in a nat
+
+
+class ByteTrainer(Trainer):
+    """`Trainer` that lets parameters say whether they decay and logs bits and speed."""
+
+    tokens_per_step = 0
+    logged = (0, 0.0)  # step, time
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        return [n for n, p in model.named_parameters() if not getattr(p, "_no_weight_decay", False)]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            step, then = self.logged
+            self.logged = (self.state.global_step, time.perf_counter())
+            logs["bits"] = logs["loss"] * BITS
+            logs["tokens_per_second"] = (
+                (self.state.global_step - step) * self.tokens_per_step / (self.logged[1] - then)
+            )
+        super().log(logs, start_time)
+
+
+class Clock(TrainerCallback):
+    """Starts the trainer's stopwatch where training starts, in a run that is resumed too."""
+
+    def __init__(self, trainer: ByteTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.logged = (state.global_step, time.perf_counter())
+
+
+class Progress(ProgressCallback):
+    """A bar on a terminal, and a line a log on stdout. unit: what the loss, in bits, is per."""
+
+    def __init__(self, unit: str):
+        super().__init__()
+        self.unit = unit
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.current_step = state.global_step
+        quiet = None if state.is_world_process_zero else True  # None: a bar where stderr is a terminal
+        self.training_bar = tqdm(
+            total=state.max_steps, initial=state.global_step, disable=quiet, dynamic_ncols=True
+        )
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        """No bar: measuring is short."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and "bits" in logs:
+            line = "step {}/{}  {bits:.3f} {unit}  {tokens_per_second:,.0f} tokens/s"
+            tqdm.write(
+                line.format(state.global_step, state.max_steps, unit=self.unit, **logs), file=sys.stdout
+            )
+            sys.stdout.flush()
+
+
+def share_of(batch: int) -> int:
+    """A process's sequences of a batch. No remainder is dropped: a recipe's batch is what is trained."""
+    processes = together().num_processes
+    if batch % processes:
+        raise Refusal(f"batch {batch}: {processes} processes cannot share its sequences evenly")
+    return batch // processes
+
+
+def fit(
+    model: GirihForCausalLM,
+    size: Recipe,
+    train: Dataset,
+    held_out: Dataset,
+    folder: Path,
+    seed: int,
+    unit: str = "bits per byte",
+    **options,
+) -> ByteTrainer:
+    """A trainer of `model` by `size`'s recipe: AdamW, warm-up over a twentieth of the steps, cosine to zero.
+
+    On a GPU matrix products run in bf16 (autocast). options: more of `TrainingArguments`.
+
+    Raises Refusal where the processes that train together cannot share the batch evenly.
+    """
+    batch = share_of(size.batch)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=size.steps,
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        learning_rate=size.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, size.steps // 20),
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        bf16=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_num_workers=2 if torch.cuda.is_available() else 0,  # there steps are short
+        logging_nan_inf_filter=False,
+        report_to="none",
+        ddp_find_unused_parameters=False,
+        logging_steps=-(-size.steps // 40),
+        prediction_loss_only=True,
+        log_level_replica="error",
+        disable_tqdm=False,  # or the trainer prints every log once more
+        seed=seed,
+        **options,
+    )
+    trainer = ByteTrainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
+    trainer.tokens_per_step = size.batch * size.context
+    trainer.remove_callback(ProgressCallback)
+    for callback in (Clock(trainer), Progress(unit)):
+        trainer.add_callback(callback)
+    return trainer
