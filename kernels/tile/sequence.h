@@ -15,6 +15,9 @@ struct Tokens {
   bool rows;
 };
 
+// One row holds several sequences; else a row is a sequence or has one.
+__host__ __device__ inline bool is_packed(const Tokens& all) { return all.cu_seqlens != nullptr && !all.rows; }
+
 struct Sequence {
   int64_t index;  // row of the state
   int64_t batch;  // row of x
@@ -73,8 +76,8 @@ __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t
 // packed row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some
 // stay without tokens.
 __host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) {
-  return all.cu_seqlens == nullptr ? all.batch * ((all.tokens + size - 1) / size)
-                                   : all.tokens / size + all.sequences;
+  return is_packed(all) ? all.tokens / size + all.sequences
+                        : all.batch * ((all.tokens + size - 1) / size);
 }
 
 struct Piece {
@@ -86,13 +89,13 @@ struct Piece {
 
 // The number of a sequence's first piece.
 __device__ inline int64_t first_piece(const Tokens& all, const Sequence& sequence, int64_t size) {
-  return all.cu_seqlens == nullptr ? sequence.index * ((all.tokens + size - 1) / size)
-                                   : sequence.start / size + sequence.index;
+  return is_packed(all) ? sequence.start / size + sequence.index
+                        : sequence.index * ((all.tokens + size - 1) / size);
 }
 
 __device__ inline Piece piece_at(const Tokens& all, int64_t number, int64_t size) {
   Sequence sequence;
-  if (all.cu_seqlens == nullptr) {
+  if (!is_packed(all)) {
     // Both fit in 32 bits, where a division costs a third: numbers are blocks of a grid.
     const auto each = static_cast<uint32_t>((all.tokens + size - 1) / size);
     sequence = sequence_at(all, static_cast<uint32_t>(number) / each);

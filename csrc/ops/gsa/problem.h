@@ -45,7 +45,7 @@ struct Problem {
     const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
     if (!save || !half || M > 128 || D > 512 || V > 512) return {0};
     const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
-    const auto chunks = given(cu_seqlens) ? T / 64 + N : B * ((T + 63) / 64);
+    const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / 64 + N : B * ((T + 63) / 64);
     return {chunks, H, padded(D) + padded(V), padded(M)};
   }
 };
