@@ -19,14 +19,14 @@ struct GsaColumnTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, dz, p, gk, gv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float *totals, *scratch, *end;
+  float *totals, *decay, *scratch, *end;
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 5 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 4 * M * 4 + 4 * kRows * kRows * 4 +
-                                M * 4;
+                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 6 * M * 4 + 4 * kRows * kRows * 4;
 
   __device__ explicit GsaColumnTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(scratch, 4 * kRows * kRows)(end, M);
+    Layout(shared)(g)(s)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(scratch, 4 * kRows * kRows)(
+        end, M);
   }
 };
 
@@ -69,41 +69,43 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  // One of the two memories, 64 columns of D or V at a time.
-  struct Memory {
-    SharedTile<T, kChunk, kSlab> x_tile, read_tile;
-    SharedTile<T, kChunk, M> gradient;
-    In<4> x, read;  // k and q, v and do
-    int first_row, width;
-  };
-  const Memory memories[2] = {{tile.k, tile.q, tile.gk, p.k, p.q, 0, shape.D},
-                              {tile.v, tile.dout, tile.gv, p.v, p.dout, shape.D, shape.V}};
-  const auto load_slab = [&](const Memory& memory, int col) {
-    const int cols = memory.width - col;
-    load_async<kGsaThreads>(memory.x_tile, chunk_rows<T>(memory.x, piece, head) + col, memory.x.stride[1],
+  // The two memories: k and q, v and do; 64 columns of D or V at a time.
+  const auto load_slab = [&](bool values, int col) {
+    const In<4>&x = values ? p.v : p.k, &read = values ? p.dout : p.q;
+    const int cols = (values ? shape.V : shape.D) - col;
+    load_async<kGsaThreads>(values ? tile.v : tile.k, chunk_rows<T>(x, piece, head) + col, x.stride[1],
                             piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(memory.read_tile, chunk_rows<T>(memory.read, piece, query_head) + col,
-                            memory.read.stride[1], piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(memory.gradient,
-                            state_rows<T>(p.gradients, shape, chunk, head, memory.first_row + col), shape.M,
-                            first ? cols : 0, shape.M, threadIdx.x);
+    load_async<kGsaThreads>(values ? tile.dout : tile.q, chunk_rows<T>(read, piece, query_head) + col,
+                            read.stride[1], piece.length, cols, threadIdx.x);
+    load_async<kGsaThreads>(values ? tile.gv : tile.gk,
+                            state_rows<T>(p.gradients, shape, chunk, head, (values ? shape.D : 0) + col),
+                            shape.M, first ? cols : 0, shape.M, threadIdx.x);
   };
   load_async<kGsaThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length, shape.M,
                           threadIdx.x);
   load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
   commit_copies();
-  load_slab(memories[0], 0);
+  load_slab(false, 0);
   load_async<kGsaThreads>(tile.dz, chunk_rows<T>(p.dz, piece, query_head), p.dz.stride[1], piece.length,
                           shape.M, threadIdx.x);
   commit_copies();
-  load_slab(memories[1], 0);
+  load_slab(true, 0);
   load_async<kGsaThreads>(tile.p, chunk_rows<T>(p.p, piece, query_head), p.p.stride[1], piece.length, shape.M,
                           threadIdx.x);
   commit_copies();
+  // Read late, without a copy of their own.
+  const float* w_rows = chunk_rows<float>(p.w, piece, query_head);
+  if (threadIdx.x < 2 * piece.length) {
+    prefetch(w_rows + (threadIdx.x / 2) * p.w.stride[1] + threadIdx.x % 2 * min(32, shape.M / 2));
+  }
+  for (int row = threadIdx.x; first && row < shape.D + shape.V; row += kGsaThreads) {
+    prefetch(state_rows<T>(p.states, shape, chunk, head, row));
+  }
 
   wait_copies<2>();
   __syncthreads();
-  RowWrites<T, M> writes{{tile.g, tile.totals, warp}, tile.s, {tile.scratch + warp * kRows * kRows}};
+  RowWrites<T, M> writes;
+  writes.at = {{tile.g, tile.totals, tile.decay, warp}, tile.s, {tile.scratch + warp * kRows * kRows}};
   writes.start();
 
   Sums<N> u;       // ds
@@ -116,82 +118,78 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
   for (int n = 0; n < N; ++n) rest[n] = {0.f, 0.f};
 
 #pragma unroll 1
-  for (int which = 0; which < 2; ++which) {
-    const Memory& memory = memories[which];
-    const bool sole = memory.width <= kSlab;
-    if (which == 0) wait_copies<1>();
-    if (which == 1) wait_copies<0>();
+  for (int memory = 0; memory < 2; ++memory) {
+    const bool values = memory == 1;
+    const auto x_tile = values ? tile.v : tile.k, read_tile = values ? tile.dout : tile.q;
+    const auto gradient = values ? tile.gv : tile.gk;
+    const int width = values ? shape.V : shape.D;
+    const bool sole = width <= kSlab;
+    if (values) {
+      wait_copies<0>();
+    } else {
+      wait_copies<1>();
+    }
     __syncthreads();
     // a = X Read^T,   x = X G
     Scores a;
-    Sums<N> x;
-    zero(a);
-    fill(x, 0.f);
-    for (int col = 0;; col += kSlab) {
-      Operand<4> rows;
-      load(rows, memory.x_tile, kRows * warp);
-      add_later_scores<T>(a, rows, memory.read_tile, warp);
-      if (first) {
-        add_product<T>(x, rows, memory.gradient);
-        const T* states = state_rows<T>(p.states, shape, chunk, head, memory.first_row + col);
-        const int pack = threadIdx.x % kPacks * 8;
-        for (int row = threadIdx.x / kPacks; row < min(kSlab, memory.width - col);
-             row += kGsaThreads / kPacks) {
-          if (pack >= shape.M) break;
-          const Pack<8> state = load<8>(states + static_cast<int64_t>(row) * shape.M + pack);
-          const Pack<8> gradient = load<8>(&memory.gradient.at(row, pack));
+    {
+      Sums<N> x;
+      zero(a);
+      fill(x, 0.f);
+      for (int col = 0;; col += kSlab) {
+        Operand<4> rows;
+        load(rows, x_tile, kRows * warp);
+        add_later_scores<T>(a, rows, read_tile, warp);
+        if (first) {
+          add_product<T>(x, rows, gradient);
+          const T* states = state_rows<T>(p.states, shape, chunk, head, (values ? shape.D : 0) + col);
+          const int pack = static_cast<int>(threadIdx.x) % kPacks * 8;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) end[i] += state.at[i] * gradient.at[i];
+          for (int i = 0; i < kSlab * kPacks / kGsaThreads; ++i) {
+            const int row = threadIdx.x / kPacks + i * (kGsaThreads / kPacks);
+            if (row >= width - col || pack >= shape.M) continue;
+            const Pack<8> state = load<8>(states + static_cast<int64_t>(row) * shape.M + pack);
+            const Pack<8> from = load<8>(&gradient.at(row, pack));
+#pragma unroll
+            for (int j = 0; j < 8; ++j) end[j] += state.at[j] * from.at[j];
+          }
         }
+        if (col + kSlab >= width) break;
+        __syncthreads();
+        load_slab(values, col + kSlab);
+        commit_copies();
+        wait_copies<0>();
+        __syncthreads();
       }
-      if (col + kSlab >= memory.width) break;
-      __syncthreads();
-      load_slab(memory, col + kSlab);
-      commit_copies();
-      wait_copies<0>();
-      __syncthreads();
-    }
-    mask_later(a, warp);
-    writes.decay_from_end(x);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 s = writes.weight(i, n);
-        rest[n].x += s.x * x.at[n][2 * i], rest[n].y += s.y * x.at[n][2 * i + 1];
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) u.at[n][i] += x.at[n][i];
+      mask_later(a, warp);
+      if (first) writes.add_end(u, rest, x);
     }
 
     // ds += [a_jt e^{L_t - L_j} y_t, t >= j],   dX = f G^T + W Read
     Operand<2> w[2];
     {
       Scores W;
-      writes.write(u, W, a, which == 0 ? tile.dz : tile.p);
+      writes.write(u, W, a, values ? tile.p : tile.dz);
       round_to<T>(w, W);
     }
-    Operand<N / 2> f;
-    writes.end_weights(f);
-    for (int col = 0; col < memory.width; col += kSlab) {
+    for (int col = 0; col < width; col += kSlab) {
       if (!sole) {
         __syncthreads();
-        load_slab(memory, col);
+        load_slab(values, col);
         commit_copies();
         wait_copies<0>();
         __syncthreads();
       }
       Sums<8> dx;
       fill(dx, 0.f);
-      add_product_transposed<T>(dx, f, memory.gradient);
-      add_later_scored<T>(dx, w, memory.read_tile, warp);
-      store_rows_of<T>(dx, memory.x_tile, warp, which == 0 ? p.dk : p.dv, piece, query_head, col,
-                       memory.width);
+      if (first) add_product_transposed<T>(dx, writes.end, gradient);
+      add_later_scored<T>(dx, w, read_tile, warp);
+      store_rows_of<T>(dx, x_tile, warp, values ? p.dv : p.dk, piece, query_head, col, width);
     }
   }
+  writes.finish(u);
 
   // ds, and c = z dz + p dp - s ds in place of g.
-  const float* w = chunk_rows<float>(p.w, piece, query_head);
   const float* g = chunk_rows<float>(p.g, piece, head);
   const SharedTile<float, kChunk, M> own{reinterpret_cast<float*>(tile.dz.data)};  // and of p
   static_assert(SharedTile<float, kChunk, M>::kBytes <= 2 * SharedTile<T, kChunk, M>::kBytes);
@@ -201,10 +199,10 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-      const float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]}, s = writes.weight(i, n);
+      const float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]}, s = writes.at.weight(i, n);
       float2 c = {0.f, 0.f}, through_s = {0.f, 0.f};
       if (row < piece.length && col < shape.M) {
-        c = *reinterpret_cast<const float2*>(w + row * p.w.stride[1] + col);
+        c = *reinterpret_cast<const float2*>(w_rows + row * p.w.stride[1] + col);
         c.x -= s.x * ds.x, c.y -= s.y * ds.y;
         if (p.s.data == nullptr) {  // s = 1 - e^g
           const float2 gate = *reinterpret_cast<const float2*>(g + row * p.g.stride[1] + col);
@@ -232,14 +230,11 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
   float* parts = tile.scratch;  // [threads, 8] floats
 #pragma unroll
   for (int i = 0; i < 8; ++i) parts[threadIdx.x * 8 + i] = end[i];
-  if (threadIdx.x < M) tile.end[threadIdx.x] = 0.f;
   __syncthreads();
   for (int m = threadIdx.x; m < M; m += kGsaThreads) {
-    float sum = 0.f, log = 0.f;
+    float sum = 0.f;
     for (int row = 0; row < kGsaThreads / kPacks; ++row) sum += parts[(row * kPacks + m / 8) * 8 + m % 8];
-#pragma unroll
-    for (int b = 0; b < 4; ++b) log += tile.totals[b * M + m];
-    tile.end[m] = sum * exp2_fast(log);
+    tile.end[m] = sum * tile.decay[m];
   }
   __syncthreads();
 #pragma unroll

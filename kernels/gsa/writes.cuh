@@ -50,103 +50,141 @@ __device__ inline void add_later_scored(Sums<N>& sums, const Operand<2> (&a)[2],
 template <typename T, int M>
 struct RowWrites {
   static constexpr int N = M / 8;
-  GateSums<T, M> gates;
-  SharedTile<T, kChunk, M> s;  // the weights as they are
-  Scratch scratch;
+  using Tile = SharedTile<T, kChunk, M>;
+
+  struct Shared {
+    Gates<M> gates;
+    Tile s;  // the weights as they are
+    Scratch scratch;
+
+    __device__ float2 weight(int i, int n) const {
+      return pair_at<T>(s, gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
+    }
+  };
+  Shared at;
+  bool factored;
+  Sums<N> r;           // e^{-X}, where factors serve
+  Operand<N / 2> end;  // s e^{L_C - L_j}
 
   // After g and s have arrived.
   __device__ void start() {
-    gates.start();
-    if (!gates.factored) gates.put_through();
-  }
-
-  __device__ float2 weight(int i, int n) const {
-    return pair_at<T>(s, gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
-  }
-
-  // s e^{sum after}: in the chunk where factors serve, else within the warp's rows.
-  __device__ void decayed_weights(Operand<N / 2>& to) const {
-    Sums<N> x;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 w = weight(i, n);
-        x.at[n][2 * i] = w.x * exp2_fast(gates.after.at[n][2 * i]);
-        x.at[n][2 * i + 1] = w.y * exp2_fast(gates.after.at[n][2 * i + 1]);
-      }
-    }
-    round_to<T>(to, x);
-  }
-
-  // f alone.
-  __device__ void end_weights(Operand<N / 2>& f) const {
-    if (gates.factored) return decayed_weights(f);
-    Sums<N> x;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float2 later = gates.whole(n, gates.warp + 1);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 w = weight(i, n);
-        x.at[n][2 * i] = w.x * exp2_fast(gates.after.at[n][2 * i] + later.x);
-        x.at[n][2 * i + 1] = w.y * exp2_fast(gates.after.at[n][2 * i + 1] + later.y);
-      }
-    }
-    round_to<T>(f, x);
-  }
-
-  // x, so far x G, times e^{L_C - L_j}.
-  __device__ void decay_from_end(Sums<N>& x) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      float2 later = {0.f, 0.f};
-      if (!gates.factored) later = gates.whole(n, gates.warp + 1);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x.at[n][i] *= exp2_fast(gates.after.at[n][i] + (i & 1 ? later.y : later.x));
-      }
-    }
-  }
-
-  // u += the chunk's own part of value_write, W: that of key_write. y's tile is scaled on the way. a: scores
-  // against later rows. Has barriers; ends without one.
-  __device__ void write(Sums<N>& u, Scores& W, const Scores& a, const SharedTile<T, kChunk, M>& y) const {
-    const int warp = gates.warp;
-    zero(W);
-    if (gates.factored) {
-      scale_rows<T>(y, gates.row(), gates.after, -1.f);
-      __syncthreads();
-      Operand<N / 2> weights;
-      decayed_weights(weights);
-      add_later_scores<T>(W, weights, y, warp);
-      mask_later(W, warp);
-      Operand<2> scores[2];
-      round_to<T>(scores, a);
-      Sums<N> x;
-      fill(x, 0.f);
-      add_later_scored<T>(x, scores, y, warp);
+    factored = at.gates.template start<T>(r);
+    Sums<N> weights;
+    if (!factored) {
+      Sums<N> copy;
+      split_by_blocks(at, copy);
+      weights = copy;
+    } else {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) u.at[n][i] += x.at[n][i] * exp2_fast(gates.after.at[n][i]);
+        for (int i = 0; i < 2; ++i) {
+          const float2 w = at.weight(i, n);
+          weights.at[n][2 * i] = w.x * exp2_fast(r.at[n][2 * i]);
+          weights.at[n][2 * i + 1] = w.y * exp2_fast(r.at[n][2 * i + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r.at[n][i] = exp2_fast(-r.at[n][i]);
       }
+    }
+    round_to<T>(end, weights);
+  }
+
+  // u, before finish(), gets x = X G; rest the sum of s_j e^{L_C - L_j} x_j over the lane's rows.
+  __device__ void add_end(Sums<N>& u, float2 (&rest)[N], const Sums<N>& x) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 s = unpaired<T>(end.at[n / 2][2 * (n % 2) + i]);
+        rest[n].x += s.x * x.at[n][2 * i], rest[n].y += s.y * x.at[n][2 * i + 1];
+      }
+    }
+    Sums<N> decayed = x;
+    if (!factored) decay_end_by_blocks(at, decayed);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) u.at[n][i] += decayed.at[n][i];
+    }
+  }
+
+  // u, before finish(), gets the chunk's own part of value_write; W is that of key_write. y's tile is scaled
+  // on the way. a: scores against later rows. Has barriers; ends without one.
+  __device__ void write(Sums<N>& u, Scores& W, const Scores& a, const Tile& y) const {
+    if (!factored) {
+      Sums<N> copy = u;
+      Scores written;
+      const Scores scores = a;
+      write_by_blocks(at, y, copy, written, scores);
+      u = copy;
+      W = written;
       return;
     }
+    const int warp = at.gates.warp;
+    scale_rows<T>(y, at.gates.row(), r);
+    __syncthreads();
+    zero(W);
+    add_later_scores<T>(W, end, y, warp);
+    mask_later(W, warp);
+    Operand<2> scores[2];
+    round_to<T>(scores, a);
+    add_later_scored<T>(u, scores, y, warp);
+  }
+
+  __device__ void finish(Sums<N>& u) const {
+    if (!factored) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) u.at[n][i] = __fdividef(u.at[n][i], r.at[n][i]);
+    }
+  }
+
+ private:
+  // Rarely run, and large: calls of their own, lest they take registers from the rest.
+  __device__ __noinline__ static void split_by_blocks(const Shared at, Sums<N>& weights) {
+    Gates<M>::split(at.gates);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 w = at.weight(i, n);
+        weights.at[n][2 * i] = w.x, weights.at[n][2 * i + 1] = w.y;
+      }
+    }
+    decay_end_by_blocks(at, weights);
+  }
+
+  // x *= e^{L_C - L_j}
+  __device__ __noinline__ static void decay_end_by_blocks(const Shared at, Sums<N>& x) {
+    Sums<N> after;
+    at.gates.decay_after(after);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.at[n][i] *= after.at[n][i];
+    }
+#pragma unroll 1
+    for (int b = at.gates.warp + 1; b < 4; ++b) {
+      scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });
+    }
+  }
+
+  __device__ __noinline__ static void write_by_blocks(const Shared at, const Tile y, Sums<N>& u, Scores& W,
+                                                      const Scores& a) {
+    const Gates<M>& gates = at.gates;
+    const int warp = gates.warp;
+    zero(W);
     // The warp's own 16 columns, pair by pair.
     Sums<2> block;
     block_of(block, a, warp);
-    scratch.put(block);
+    at.scratch.put(block);
     Sums<N> through;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float2 above = gates.through(lane_row(), n), below = gates.through(lane_row() + 8, n);
-      through.at[n][0] = above.x, through.at[n][1] = above.y;
-      through.at[n][2] = below.x, through.at[n][3] = below.y;
-    }
+    gates.through(through);
 #pragma unroll 1
     for (int t = 0; t < kRows; ++t) {
-      const float2 score = scratch.column(t);
+      const float2 score = at.scratch.column(t);
       __syncwarp();
       float above = 0.f, below = 0.f;
 #pragma unroll
@@ -154,29 +192,31 @@ struct RowWrites {
         const float2 value = pair_at<T>(y, gates.row() + t, 8 * n + lane_col()), l = gates.through(t, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 w = weight(i >> 1, n);
+          const float2 w = at.weight(i >> 1, n);
           const float decayed =
-              (i & 1 ? value.y : value.x) * exp2_fast(fminf((i & 1 ? l.y : l.x) - through.at[n][i], 0.f));
+              (i & 1 ? value.y : value.x) * decay_between(i & 1 ? l.y : l.x, through.at[n][i]);
           u.at[n][i] += (i < 2 ? score.x : score.y) * decayed;
           (i < 2 ? above : below) += (i & 1 ? w.y : w.x) * decayed;
         }
       }
-      scratch.put_column(t, above, below);
+      at.scratch.put_column(t, above, below);
       __syncwarp();
     }
-    scratch.get(block);
+    at.scratch.get(block);
     set_block(W, block, warp);
     __syncthreads();
-    scale_rows<T>(y, gates.row(), through, 1.f);
+    gates.decay_through(through);
+    scale_rows<T>(y, gates.row(), through);
     __syncthreads();
     // The later blocks: W from the nearest, u from the last.
-    Sums<N> x;
+    Sums<N> after, x;
+    gates.decay_after(after);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 w = weight(i >> 1, n);
-        x.at[n][i] = (i & 1 ? w.y : w.x) * exp2_fast(gates.after.at[n][i]);
+        const float2 w = at.weight(i >> 1, n);
+        x.at[n][i] = (i & 1 ? w.y : w.x) * after.at[n][i];
       }
     }
 #pragma unroll 1
@@ -186,7 +226,7 @@ struct RowWrites {
       fill(block, 0.f);
       add_product_transposed<T>(block, weights, y, kRows * b);
       set_block(W, block, b);
-      scale_columns(x, [&](int n) { return gates.total(b, n); });
+      scale_columns(x, [&](int n) { return gates.block_decay(b, n); });
     }
     mask_later(W, warp);
     fill(x, 0.f);
@@ -195,13 +235,13 @@ struct RowWrites {
       block_of(block, a, b);
       Operand<1> scores;
       round_to<T>(scores, block);
-      scale_columns(x, [&](int n) { return gates.total(b, n); });
+      scale_columns(x, [&](int n) { return gates.block_decay(b, n); });
       add_product<T>(x, scores, y, kRows * b);
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) u.at[n][i] += x.at[n][i] * exp2_fast(gates.after.at[n][i]);
+      for (int i = 0; i < 4; ++i) u.at[n][i] += x.at[n][i] * after.at[n][i];
     }
   }
 };

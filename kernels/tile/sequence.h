@@ -16,7 +16,9 @@ struct Tokens {
 };
 
 // One row holds several sequences; else a row is a sequence or has one.
-__host__ __device__ inline bool is_packed(const Tokens& all) { return all.cu_seqlens != nullptr && !all.rows; }
+__host__ __device__ inline bool is_packed(const Tokens& all) {
+  return all.cu_seqlens != nullptr && !all.rows;
+}
 
 struct Sequence {
   int64_t index;  // row of the state
@@ -76,8 +78,7 @@ __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t
 // packed row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some
 // stay without tokens.
 __host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) {
-  return is_packed(all) ? all.tokens / size + all.sequences
-                        : all.batch * ((all.tokens + size - 1) / size);
+  return is_packed(all) ? all.tokens / size + all.sequences : all.batch * ((all.tokens + size - 1) / size);
 }
 
 struct Piece {

@@ -39,6 +39,9 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 
+// Brings the 128 bytes around an address into the L2 cache.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from)); }
+
 // Starts to copy rows 0..rows-1, columns 0..cols-1 of a matrix with unit column stride into a tile; what the
 // matrix lacks of the tile is zero. `from` and `stride` (elements) are multiples of 16 bytes, cols too.
 // Thread `thread` of `Threads` does its share.
