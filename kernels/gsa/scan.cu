@@ -57,8 +57,8 @@ int64_t pieces(const ScanPass& pass) {
 
 int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
 
-template <typename T, int Slabs, int Slots>
-cudaError_t launch(ScanPass pass, cudaStream_t stream) {
+template <typename T, int Slabs, int Slots, bool Reverse>
+cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
   const int64_t blocks =
       pieces(pass) * pass.scan.heads * slab_groups(pass, Slabs) * divide_up(pass.scan.M, Slots);
   if (blocks == 0) return cudaSuccess;
@@ -73,9 +73,16 @@ cudaError_t launch(ScanPass pass, cudaStream_t stream) {
   pass.stages = std::min(stages / pass.warpgroups, 2);
   if (pass.stages == 0) return cudaErrorInvalidConfiguration;
   const int bytes = kState + pass.warpgroups * pass.stages * kStage;
-  if (const cudaError_t error = allow_shared<scan<T, Slabs, Slots>>(bytes); error != cudaSuccess) return error;
-  scan<T, Slabs, Slots><<<static_cast<unsigned>(blocks), pass.warpgroups * kWarpgroup, bytes, stream>>>(pass);
+  if (const cudaError_t error = allow_shared<scan<T, Slabs, Slots, Reverse>>(bytes); error != cudaSuccess) return error;
+  scan<T, Slabs, Slots, Reverse>
+      <<<static_cast<unsigned>(blocks), pass.warpgroups * kWarpgroup, bytes, stream>>>(pass);
   return cudaGetLastError();
+}
+
+template <typename T, int Slabs, int Slots>
+cudaError_t launch(const ScanPass& pass, cudaStream_t stream) {
+  return pass.scan.reverse ? launch_one_way<T, Slabs, Slots, true>(pass, stream)
+                           : launch_one_way<T, Slabs, Slots, false>(pass, stream);
 }
 
 cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
@@ -106,23 +113,39 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   pass.segment = gsa::segment_tokens(pass);
   if (pass.segment == 0) return gsa::run(pass, stream);
 
-  // Every segment from zero, what each starts from, and every segment again.
-  pass.segment_states = static_cast<float*>(problem.workspace);
-  float* const decay =
-      pass.segment_states + gsa::pieces(pass) * problem.heads * gsa::rows(problem) * problem.M;
-  pass.segment_decay = decay;
-  if (const cudaError_t error = gsa::run(pass, stream); error != cudaSuccess) return error;
+  const int64_t rows = gsa::rows(problem), M = problem.M;
+  float* const states = static_cast<float*>(problem.workspace);
+  float* const decay = states + gsa::pieces(pass) * problem.heads * rows * M;
+
+  // Every segment from zero,
+  gsa::ScanPass alone = pass;
+  alone.segment_decay = decay;
+  for (int i = 0; i < 2; ++i) {
+    const int64_t first_row = i * problem.memory[0].width;
+    const int64_t stride[] = {problem.heads * rows * M, rows * M, M, 1};
+    In<4>& from = pass.scan.memory[i].initial;
+    Out<4>& to = alone.scan.memory[i].final;
+    to.data = states + first_row * M;
+    from.data = to.data;
+    std::copy(stride, stride + 4, to.stride);
+    std::copy(stride, stride + 4, from.stride);
+    alone.scan.memory[i].initial = {};
+  }
+  if (const cudaError_t error = gsa::run(alone, stream); error != cudaSuccess) return error;
+
+  // what each starts from,
   const SegmentJoin join{problem.tokens,
                          pass.segment,
                          problem.heads,
                          problem.M,
                          problem.reverse,
-                         pass.segment_states,
+                         states,
                          decay,
                          {problem.memory[0].width, problem.memory[1].width},
                          {problem.memory[0].initial, problem.memory[1].initial}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
-  pass.segment_decay = nullptr;
+
+  // and every segment again.
   return gsa::run(pass, stream);
 }
 
