@@ -6,12 +6,12 @@
 //
 // No exponent is above zero, so nothing overflows; what underflows is gone from the state anyway.
 //
-// A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a segment of
-// one. U = x^T s~ does not need S, so the block's warpgroups take chunks in turn and only
-// S <- S e^{L_C} + U goes from one to the next: S lies in shared memory in fp32, thread i of every warpgroup has
-// the same elements of it, and named barriers hand it over. Every warpgroup has its own ring of stages, filled by
-// cp.async. In a warpgroup every warp has the gates and s~ of a quarter of the columns, all 64 tokens of them, so
-// that their sums stay within a warp, and then 16 rows a slab of U.
+// A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a
+// segment of one. U = x^T s~ (s~ the weighted s) does not need S, so the block's warpgroups take chunks in
+// turn, and S <- S e^{L_C} + U alone goes from one to the next. S lies in shared memory in fp32; thread i of
+// every warpgroup has the same elements of it, and a barrier for every warp hands them over. Every warpgroup
+// has its own ring of stages, filled by cp.async. In a warpgroup every warp has the gates and s~ of a quarter
+// of the columns, all 64 tokens of them, so that their sums stay within a warp, and then 16 rows a slab of U.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -29,9 +29,12 @@ constexpr int kMaxWarpgroups = 3;
 // One launch over a scan: of whole sequences, or of segments.
 struct ScanPass {
   GatedScan scan;
-  int64_t segment;  // tokens, a multiple of 64; 0: whole sequences. Segments have initial states of their own.
-  // Not null: every segment by itself. Final states are segments' too, gate sums go here, [segments, heads, M],
-  // nothing is published, and segments that nothing follows are left out.
+  // Tokens, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
+  // sequences'.
+  int64_t segment;
+  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
+  // sums of their gates go here, [segments, heads, M]; nothing is published, and segments that nothing
+  // follows are left out.
   float* segment_decay;
   bool shared_s;  // the memories have the same s, so a block may have rows of both
   int warpgroups, stages;
@@ -84,8 +87,17 @@ struct Stage {
   __device__ G g() const { return {reinterpret_cast<float*>(data + Slabs * X::kBytes + S::kBytes)}; }
 };
 
+constexpr int kWarps = kWarpgroup / 32;
+
+// What lies before the stages: the state, every warpgroup's sums of gates, and a barrier for every warp.
 template <int Slabs, int Slots>
-constexpr int kStateBytes = (Slabs * kSlab + 1) * Slots* static_cast<int>(sizeof(float));
+struct Carried {
+  float state[Slabs * kSlab * Slots];
+  float gates[kMaxWarpgroups][Slots];
+  alignas(128) uint64_t turns[kMaxWarpgroups][kWarps];
+};
+template <int Slabs, int Slots>
+constexpr int kCarriedBytes = (sizeof(Carried<Slabs, Slots>) + 127) / 128 * 128;
 
 // The first element of a head's columns from `col` on.
 template <typename T>
@@ -94,48 +106,40 @@ __device__ inline const T* at(const In<4>& in, int64_t batch, int64_t token, int
          col * in.stride[3];
 }
 
+constexpr int kBlocks = kChunk / kRows;
 // A chunk's 16-token blocks in the order in which gates add up: from the token where the state is wanted.
 template <bool Reverse>
 __device__ constexpr int block_row(int block) {
-  return kRows * (Reverse ? block : kChunk / kRows - 1 - block);
+  return kRows * (Reverse ? block : kBlocks - 1 - block);
 }
 
-// weight = e^{sum of the gates from a token to the edge of the chunk where the state is wanted}, for block after
-// block; total = L_C.
-template <bool Reverse, int N, class Tile>
-__device__ inline void weigh(Sums<N> (&weight)[kChunk / kRows], Sums<N>& total, const Tile& g, int col) {
+// Eight columns of a chunk. weight = e^{sum of the gates from a token to the edge of the chunk where the
+// state is wanted}, block after block; total = L_C.
+template <bool Reverse, class Tile>
+__device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& g, int col) {
   uint32_t triangle[4], square[4];
   ones(triangle, Reverse ? Sum::through : Sum::after);
   ones(square, Sum::all);
   fill(total, 0.f);
 #pragma unroll
-  for (int block = 0; block < kChunk / kRows; ++block) {
-    Gates<N> gates;
+  for (int block = 0; block < kBlocks; ++block) {
+    Gates<1> gates;
     load(gates, g, block_row<Reverse>(block), col);
-    weight[block] = total;
-    add_gates(weight[block], triangle, gates);
+    Sums<1> sums = total;
+    add_gates(sums, triangle, gates);
     add_gates(total, square, gates);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weight[block].at[n][i] = exp2_fast(weight[block].at[n][i] * kLog2E);
-    }
+    for (int i = 0; i < 4; ++i) weight.at[block][i] = exp2_fast(sums.at[0][i] * kLog2E);
   }
 }
 
-// s of the tokens and columns of `weight`, rounded pairs; from the gates where there is no s.
-template <typename T, bool Reverse, int N, class Stage>
-__device__ inline void load_s(uint32_t (&s)[kChunk / kRows][N][2], const Stage& stage, int col, bool has_s) {
+// The same columns of s, in rounded pairs; from the gates where there is no s.
+template <typename T, bool Reverse, class Stage>
+__device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int col, bool has_s) {
   const auto for_each_pair = [&](auto f) {
 #pragma unroll
-    for (int block = 0; block < kChunk / kRows; ++block) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          s[block][n][i] = f(block_row<Reverse>(block) + lane_row() + 8 * i, col + 8 * n + lane_col());
-        }
-      }
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      s[i / 2][i % 2] = f(block_row<Reverse>(i / 2) + lane_row() + i % 2 * 8, col + lane_col());
     }
   };
   if (has_s) {
@@ -187,30 +191,30 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   const bool nothing_follows = Reverse ? start == sequence.start : end == sequence.end;
   const bool alone = pass.segment_decay != nullptr;
   if (alone && nothing_follows) return;
-  const int chunks = static_cast<int>((end - start + kChunk - 1) / kChunk);
+  const int length = static_cast<int>(end - start), chunks = (length + kChunk - 1) / kChunk;
   const auto chunk_of = [&](int turn) { return Reverse ? chunks - 1 - turn : turn; };
 
-  // The warpgroup's ring of stages, and what fills them: for every group-th of its chunks the members of the group.
-  char* const ring = shared + kStateBytes<Slabs, Slots> + warpgroup * pass.stages * Stage::kBytes;
-  // Chosen by value: an index into the parameters is a load, and loads follow one another before the first copy.
+  // The warpgroup's ring of stages, and what fills them: for every group-th of its chunks the members of the
+  // group.
+  char* const ring = shared + kCarriedBytes<Slabs, Slots> + warpgroup * pass.stages * Stage::kBytes;
+  // Chosen by value: an index into the parameters is a load, and would stand before the first copy.
   const In<4> s_in = slab[0].memory == 0 ? p.memory[0].s : p.memory[1].s;
   const bool has_s = s_in.data != nullptr;
   const int64_t first_head = static_cast<int64_t>(head) * p.group;
   const TileCopier<kWarpgroup, typename Stage::G> g(at<float>(p.g, sequence.batch, start, head, col),
                                                     p.g.stride[1], cols, thread);
   const TileCopier<kWarpgroup, typename Stage::S> s(at<T>(s_in, sequence.batch, start, first_head, col),
-                                                   s_in.stride[1], cols, thread);
+                                                    s_in.stride[1], cols, thread);
   const auto x_of = [&](const Slab& of) {
     const In<4> in = of.memory == 0 ? p.memory[0].x : p.memory[1].x;
     return TileCopier<kWarpgroup, typename Stage::X>(at<T>(in, sequence.batch, start, first_head, of.col),
-                                                    in.stride[1], of.cols, thread);
+                                                     in.stride[1], of.cols, thread);
   };
   const TileCopier<kWarpgroup, typename Stage::X> x[2] = {x_of(slab[0]), x_of(slab[Slabs - 1])};
   int next = warpgroup, next_member = 0;
   const auto load_next = [&](const Stage& stage) {
     if (next < chunks) {
-      const int64_t token = static_cast<int64_t>(chunk_of(next)) * kChunk;
-      const int rows = static_cast<int>(min(static_cast<int64_t>(kChunk), end - start - token));
+      const int token = chunk_of(next) * kChunk, rows = min(kChunk, length - token);
       int64_t member_of_s = 0, member_of_x[Slabs] = {};
       if (next_member > 0) {
         member_of_s = next_member * p.memory[slab[0].memory].s.stride[2];
@@ -230,11 +234,15 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   };
   for (int i = 0; i < pass.stages; ++i) load_next(Stage{ring + i * Stage::kBytes});
 
-  // A float4 of the state is a thread's: two rows of one slab, columns 8n + lane_col() and the next. Behind the
-  // state, the sum of all gates.
-  float4* const state = reinterpret_cast<float4*>(shared) + thread;
-  float* const gate_sum = reinterpret_cast<float*>(shared) + Slabs * kSlab * Slots;
+  // A float4 of the state is a thread's: two rows of one slab, columns 8n + lane_col() and the next.
+  auto& carried = *reinterpret_cast<Carried<Slabs, Slots>*>(shared);
+  float4* const state = reinterpret_cast<float4*>(carried.state) + thread;
+  uint64_t* const my_turn = &carried.turns[warpgroup][warp];
+  uint64_t* const next_turn = &carried.turns[(warpgroup + 1) % pass.warpgroups][warp];
+  if (lane() == 0) init_barrier(my_turn, 32);
+  if (thread < Slots) carried.gates[warpgroup][thread] = 0.f;
   const int rows_before = p.memory[0].width, width = rows_before + p.memory[1].width;
+
   // Calls f(element, memory, row, column) for those of the thread's elements that exist.
   const auto for_each_element = [&](auto f) {
 #pragma unroll 1
@@ -248,11 +256,11 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       }
     }
   };
+
   // Warpgroup 0 has the first chunk, so what it stores here only it reads.
   if (warpgroup == 0) {
 #pragma unroll
     for (int i = 0; i < Slabs * kN; ++i) state[i * kWarpgroup] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (thread < Slots) gate_sum[thread] = 0.f;
     if (p.memory[0].initial.data != nullptr || p.memory[1].initial.data != nullptr) {
       const int64_t index = pass.segment == 0 ? sequence.index : number;
       for_each_element([&](float& element, int memory, int row, int m) {
@@ -266,20 +274,25 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   constexpr int kPacks = Slots / 8;  // a row's, of 16 bytes
   const int pack_row = kRows * warp + lane() / kPacks, pack_col = lane() % kPacks * 8;
   const int64_t chunk_stride = static_cast<int64_t>(p.heads) * width * p.M;
-  T* const states = static_cast<T*>(p.states) +
-                    (first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk) * chunk_stride +
-                    (static_cast<int64_t>(head) * width + pack_row) * p.M + col + pack_col;
+  T* states[Slabs];
+#pragma unroll
+  for (int i = 0; i < Slabs; ++i) {
+    const int64_t chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
+    const int row = slab[i].memory * rows_before + slab[i].col + pack_row;
+    states[i] = static_cast<T*>(p.states) + chunk * chunk_stride +
+                (static_cast<int64_t>(head) * width + row) * p.M + col + pack_col;
+  }
 
-  const int mine = 1 + warpgroup;  // barriers: within the warpgroup, and for its turn at the state
-  const int my_turn = 1 + pass.warpgroups + warpgroup;
-  const int next_turn = 1 + pass.warpgroups + (warpgroup + 1) % pass.warpgroups;
-  constexpr int kOwn = kN / 4;  // of the columns, in eights, those whose gates are the warp's
+  const int mine = 1 + warpgroup;    // the warpgroup's own barrier
+  constexpr int kOwn = kN / kWarps;  // of the columns, in eights, those whose gates are the warp's
   const int own_col = 8 * kOwn * warp;
   Sums<kN> u[Slabs];
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) fill(u[i], 0.f);
+  __syncthreads();
 
   int slot = 0, member = 0;
+  unsigned parity = 0;
   for (int turn = warpgroup; turn < chunks;) {
     const Stage stage{ring + slot * Stage::kBytes};
     if (pass.stages == 2) {
@@ -289,34 +302,33 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
     }
     barrier_wait(mine, kWarpgroup);
 
-    // s~ = s * weight
-    Sums<kOwn> total;
-    {
-      uint32_t s_of[kChunk / kRows][kOwn][2];
-      load_s<T, Reverse>(s_of, stage, own_col, has_s);
-      Sums<kOwn> weight[kChunk / kRows];
-      weigh<Reverse>(weight, total, stage.g(), own_col);
+    // s~ = s * weight, and e^{L_C} in the place of the first token's gates, which only this warp has read.
 #pragma unroll
-      for (int block = 0; block < kChunk / kRows; ++block) {
+    for (int n = 0; n < kOwn; ++n) {
+      const int eight = own_col + 8 * n, m = eight + lane_col();
+      uint32_t s_of[kBlocks][2];
+      load_s<T, Reverse>(s_of, stage, eight, has_s);
+      Sums<kBlocks> weight;
+      Sums<1> total;
+      weigh<Reverse>(weight, total, stage.g(), eight);
 #pragma unroll
-        for (int n = 0; n < kOwn; ++n) {
+      for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float2 value = unpaired<T>(s_of[block][n][i]);
-            const float(&by)[4] = weight[block].at[n];
-            *reinterpret_cast<uint32_t*>(&stage.s().at(block_row<Reverse>(block) + lane_row() + 8 * i,
-                                                       own_col + 8 * n + lane_col())) =
-                pair_of<T>(value.x * by[2 * i], value.y * by[2 * i + 1]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpaired<T>(s_of[block][i]);
+          const float(&by)[4] = weight.at[block];
+          *reinterpret_cast<uint32_t*>(&stage.s().at(block_row<Reverse>(block) + lane_row() + 8 * i, m)) =
+              pair_of<T>(value.x * by[2 * i], value.y * by[2 * i + 1]);
         }
       }
-      // e^{L_C} takes the place of the first token's gates, which only this warp has read.
       __syncwarp();
       if (lane_row() == 0) {
-#pragma unroll
-        for (int n = 0; n < kOwn; ++n) {
-          *reinterpret_cast<float2*>(&stage.g().at(0, own_col + 8 * n + lane_col())) = {
-              exp2_fast(total.at[n][0] * kLog2E), exp2_fast(total.at[n][1] * kLog2E)};
+        const float(&sum)[4] = total.at[0];
+        *reinterpret_cast<float2*>(&stage.g().at(0, m)) = {exp2_fast(sum[0] * kLog2E),
+                                                           exp2_fast(sum[1] * kLog2E)};
+        if (alone && member == 0) {
+          carried.gates[warpgroup][m] += sum[0];
+          carried.gates[warpgroup][m + 1] += sum[1];
         }
       }
     }
@@ -337,11 +349,9 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       for (int n = 0; n < kN; ++n) {
         decay[n] = *reinterpret_cast<const float2*>(&stage.g().at(0, 8 * n + lane_col()));
       }
-      // Either barrier also tells that all four warps are done with x.
       if (turn > 0) {
-        barrier_wait(my_turn, 2 * kWarpgroup);
-      } else {
-        barrier_wait(mine, kWarpgroup);
+        wait(my_turn, parity);
+        parity ^= 1;
       }
       // S <- S e^{L_C} + U
       uint32_t before[Slabs][kN][2];
@@ -359,18 +369,12 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
         }
         fill(u[i], 0.f);
       }
-      if (alone && lane_row() == 0) {
-#pragma unroll
-        for (int n = 0; n < kOwn; ++n) {
-          gate_sum[own_col + 8 * n + lane_col()] += total.at[n][0];
-          gate_sum[own_col + 8 * n + lane_col() + 1] += total.at[n][1];
-        }
-      }
-      if (turn + 1 < chunks) barrier_arrive(next_turn, 2 * kWarpgroup);
+      if (turn + 1 < chunks) arrive(next_turn);
 
       if (!alone) {
+        barrier_wait(mine, kWarpgroup);  // all four warps are done with x
         // Through the tile of x, so that neighbouring lanes write whole lines.
-        T* const to = states + chunk_of(turn) * chunk_stride;
+        const int64_t chunk = chunk_of(turn) * chunk_stride;
 #pragma unroll
         for (int i = 0; i < Slabs; ++i) {
           const auto tile = stage.states(i);
@@ -383,11 +387,12 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
             }
           }
           __syncwarp();
-          T* row = to + static_cast<int64_t>(slab[i].memory * rows_before + slab[i].col) * p.M;
+          T* row = states[i] + chunk;
 #pragma unroll
           for (int j = 0; j < kRows; j += 32 / kPacks) {
             if (pack_row + j < slab[i].cols && pack_col < cols) {
-              *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(&tile.at(pack_row + j, pack_col));
+              *reinterpret_cast<uint4*>(row) =
+                  *reinterpret_cast<const uint4*>(&tile.at(pack_row + j, pack_col));
             }
             row += 32 / kPacks * p.M;
           }
@@ -402,23 +407,25 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   }
   wait_copies<0>();
 
-  // The warpgroup that had the last chunk has the last state.
-  if (warpgroup != (chunks == 0 ? 0 : (chunks - 1) % pass.warpgroups)) return;
-  if (alone && group == 0 && lane_row() == 0) {
-#pragma unroll
-    for (int n = 0; n < kOwn; ++n) {
-      const int m = own_col + 8 * n + lane_col();
-      float* const to = pass.segment_decay + (number * p.heads + head) * p.M + col + m;
-      if (m < cols) to[0] = gate_sum[m], to[1] = gate_sum[m + 1];
+  if (alone) {
+    __syncthreads();
+    if (group == 0 && static_cast<int>(threadIdx.x) < cols) {
+      float sum = 0.f;
+      for (int i = 0; i < pass.warpgroups; ++i) sum += carried.gates[i][threadIdx.x];
+      pass.segment_decay[(number * p.heads + head) * p.M + col + threadIdx.x] = sum;
     }
   }
+
+  // The warpgroup that had the last chunk has the last state.
+  if (warpgroup != (chunks == 0 ? 0 : (chunks - 1) % pass.warpgroups)) return;
   if (!alone && !nothing_follows) return;
   const int64_t index = alone ? number : sequence.index;
   for_each_element([&](float element, int memory, int row, int m) {
     const Out<4>& out = p.memory[memory].final;
     if (out.data == nullptr) return;
-    static_cast<float*>(out.data)[index * out.stride[0] + head * out.stride[1] + row * out.stride[2] +
-                                  m * out.stride[3]] = element;
+    static_cast<float*>(
+        out.data)[index * out.stride[0] + head * out.stride[1] + row * out.stride[2] + m * out.stride[3]] =
+        element;
   });
 }
 

@@ -27,9 +27,9 @@ struct SharedTile {
   __device__ uint32_t address(int row, int col) const { return shared_address(data + row * kPitch + col); }
 };
 
-// The same without padding: rows of 64, 128 or 256 bytes fill lines of 128, and the 16-byte packs of a line change
-// places with the row. ldmatrix meets no conflicts here either, and a copy of whole rows writes whole lines, for
-// which padded rows take more than twice the time. `data` is a multiple of 128 bytes.
+// The same without padding: rows of 64, 128 or 256 bytes fill lines of 128, and the 16-byte packs of a line
+// change places with the row. ldmatrix meets no conflicts here either, and a copy of whole rows writes whole
+// lines, for which padded rows take more than twice the time. `data` is a multiple of 128 bytes.
 template <typename T, int Rows, int Cols>
 struct SwizzledTile {
   using Element = T;
@@ -106,7 +106,7 @@ class TileCopier {
   }
 
   // Rows first..first+rows-1 of the matrix that starts `offset` elements further.
-  __device__ void start(const Tile& tile, int64_t first, int rows, int64_t offset = 0) const {
+  __device__ void start(const Tile& tile, int first, int rows, int64_t offset = 0) const {
     const T* from = from_ + first * stride_ + offset;
 #pragma unroll
     for (int i = 0; i < Tile::kRows / kStep; ++i) {
@@ -123,6 +123,39 @@ __device__ inline void barrier_wait(int id, int threads) {
 }
 __device__ inline void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A barrier in shared memory: `threads` arrivals complete a phase. For a producer that does not wait for its
+// consumer.
+__device__ inline void init_barrier(uint64_t* barrier, int threads) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(threads)
+               : "memory");
+}
+// What the thread wrote before is seen by whoever waits for the phase.
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile(
+      "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier))
+      : "memory");
+}
+// Waits for the barrier's phase of this parity: 0 for its first, 1 for its second, ...
+__device__ inline void wait(uint64_t* barrier, unsigned parity) {
+  const uint32_t address = shared_address(barrier);
+  unsigned done = 0;
+  while (done == 0) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+#endif
+  }
 }
 
 }  // namespace girih::kernels
