@@ -123,7 +123,7 @@ __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& 
   fill(total, 0.f);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
-    Gates<1> gates;
+    GateParts<1> gates;
     load(gates, g, block_row<Reverse>(block), col);
     Sums<1> sums = total;
     add_gates(sums, triangle, gates);

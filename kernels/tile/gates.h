@@ -25,12 +25,12 @@ __device__ inline void ones(uint32_t (&a)[4], Sum sum) {
 
 // g[row..row+15, col..col+8N-1] of an fp32 tile as a right factor in two parts.
 template <int N>
-struct Gates {
+struct GateParts {
   uint32_t hi[N][2], lo[N][2];
 };
 
 template <int N, class Tile>
-__device__ inline void load(Gates<N>& gates, const Tile& g, int row, int col = 0) {
+__device__ inline void load(GateParts<N>& gates, const Tile& g, int row, int col = 0) {
   const int k = row + lane_col(), c = col + lane_row();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -48,7 +48,7 @@ __device__ inline void load(Gates<N>& gates, const Tile& g, int row, int col = 0
 
 // sums += ones * gates
 template <int N>
-__device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Gates<N>& gates) {
+__device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const GateParts<N>& gates) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     mma<__nv_bfloat16>(sums.at[n], a, gates.hi[n][0], gates.hi[n][1]);
@@ -59,7 +59,7 @@ __device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Ga
 // sums += ones * g[row..row+15, 0..8N-1], of an fp32 tile.
 template <int N, class Tile>
 __device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Tile& g, int row) {
-  Gates<N> gates;
+  GateParts<N> gates;
   load(gates, g, row);
   add_gates(sums, a, gates);
 }
