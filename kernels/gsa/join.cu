@@ -1,6 +1,5 @@
 // A thread owns one element of the state and walks its sequence's segments.
 #include "gsa/join.h"
-
 #include "tile/grid.h"
 #include "tile/matrix.h"
 

@@ -19,8 +19,8 @@ struct SegmentJoin {
   Tokens tokens;
   int64_t segment;  // tokens; segments are numbered as pieces of this size
   int heads, M;
-  bool reverse;     // segments follow one another from last to first
-  float* states;    // [segments, heads, width[0] + width[1], M]: S_end, overwritten by S_in. Contiguous.
+  bool reverse;        // segments follow one another from last to first
+  float* states;       // [segments, heads, width[0] + width[1], M]: S_end, overwritten by S_in. Contiguous.
   const float* decay;  // [segments, heads, M]: L. Neither is read of the segment that nothing follows.
   int width[2];        // a memory's rows
   In<4> initial[2];    // [N, heads, width, M] fp32: what the first segment starts from; absent: zero

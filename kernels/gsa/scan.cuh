@@ -7,10 +7,11 @@
 // No exponent is above zero, so nothing overflows; what underflows is gone from the state anyway.
 //
 // A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a
-// segment of one. U = x^T s~ does not need S, so the block's warpgroups take chunks in turn and only S <- S
-// e^{L_C} + U goes from one to the next: S lies in shared memory in fp32, thread i of every warpgroup has the
-// same elements of it, and named barriers hand it over. Every warpgroup has its own ring of stages, filled by
-// cp.async. In a warpgroup, warp w has the gates and s~ of tokens 16w.. and then rows 16w.. of U.
+// segment of one. U = x^T s~ (s~ the weighted s) does not need S, so the block's warpgroups take chunks in
+// turn, and S <- S e^{L_C} + U alone goes from one to the next. S lies in shared memory in fp32; thread i of
+// every warpgroup has the same elements of it, and a barrier for every warp hands them over. Every warpgroup
+// has its own ring of stages, filled by cp.async. In a warpgroup every warp has the gates and s~ of a quarter
+// of the columns, all 64 tokens of them, so that their sums stay within a warp, and then 16 rows a slab of U.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -28,12 +29,13 @@ constexpr int kMaxWarpgroups = 3;
 // One launch over a scan: of whole sequences, or of segments.
 struct ScanPass {
   GatedScan scan;
-  int64_t segment;  // tokens, a multiple of 64; 0: whole sequences
-  // The segments' state ends and gate sums, [segments, heads, M]: this pass writes the end states and nothing
-  // else. Absent: it publishes.
+  // Tokens, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
+  // sequences'.
+  int64_t segment;
+  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
+  // sums of their gates go here, [segments, heads, M]; nothing is published, and segments that nothing
+  // follows are left out.
   float* segment_decay;
-  // [segments, heads, rows, M] fp32: end states of that first pass, what segments start from in the second.
-  float* segment_states;
   bool shared_s;  // the memories have the same s, so a block may have rows of both
   int warpgroups, stages;
 };
@@ -71,106 +73,101 @@ __device__ inline Slab slab_at(const ScanPass& pass, int slabs, int group, int i
 // What a chunk brings.
 template <typename T, int Slabs, int Slots>
 struct Stage {
-  using X = SharedTile<T, kChunk, kSlab>;
-  using S = SharedTile<T, kChunk, Slots>;
-  using G = SharedTile<float, kChunk, Slots>;
+  using X = SwizzledTile<T, kChunk, kSlab>;
+  using S = SwizzledTile<T, kChunk, Slots>;
+  using G = SwizzledTile<float, kChunk, Slots>;
   static constexpr int kBytes = Slabs * X::kBytes + S::kBytes + G::kBytes;
 
   char* data;
 
   __device__ X x(int slab) const { return {reinterpret_cast<T*>(data + slab * X::kBytes)}; }
+  // In the place of x, the rows of the state that are written out.
+  __device__ S states(int slab) const { return {reinterpret_cast<T*>(data + slab * X::kBytes)}; }
   __device__ S s() const { return {reinterpret_cast<T*>(data + Slabs * X::kBytes)}; }
   __device__ G g() const { return {reinterpret_cast<float*>(data + Slabs * X::kBytes + S::kBytes)}; }
 };
 
+constexpr int kWarps = kWarpgroup / 32;
+
+// What lies before the stages: the state, every warpgroup's sums of gates, and a barrier for every warp.
 template <int Slabs, int Slots>
-constexpr int kStateBytes = (Slabs * kSlab + 1) * Slots* static_cast<int>(sizeof(float));
-
-// Where a column of a sequence's part of a [B, T, heads, width] tensor starts, and its strides.
-template <typename T>
-struct Rows {
-  const T* data;
-  int64_t token, head;
+struct Carried {
+  float state[Slabs * kSlab * Slots];
+  float gates[kMaxWarpgroups][Slots];
+  alignas(128) uint64_t turns[kMaxWarpgroups][kWarps];
 };
+template <int Slabs, int Slots>
+constexpr int kCarriedBytes = (sizeof(Carried<Slabs, Slots>) + 127) / 128 * 128;
+
+// The first element of a head's columns from `col` on.
 template <typename T>
-__device__ inline Rows<T> rows_of(const In<4>& in, int64_t batch, int64_t token, int64_t head, int64_t col) {
-  return {static_cast<const T*>(in.data) + batch * in.stride[0] + token * in.stride[1] + head * in.stride[2] +
-              col * in.stride[3],
-          in.stride[1], in.stride[2]};
+__device__ inline const T* at(const In<4>& in, int64_t batch, int64_t token, int64_t head, int64_t col) {
+  return static_cast<const T*>(in.data) + batch * in.stride[0] + token * in.stride[1] + head * in.stride[2] +
+         col * in.stride[3];
 }
 
-template <int Stages>
-__device__ inline void wait_stage(int stages) {
-  if constexpr (Stages > 1) {
-    if (stages < Stages) return wait_stage<Stages - 1>(stages);
-  }
-  wait_copies<Stages - 1>();
+constexpr int kBlocks = kChunk / kRows;
+// A chunk's 16-token blocks in the order in which gates add up: from the token where the state is wanted.
+template <bool Reverse>
+__device__ constexpr int block_row(int block) {
+  return kRows * (Reverse ? block : kBlocks - 1 - block);
 }
 
-// weight = e^{gates between the token and the edge of the chunk where the state is wanted}, for the warp's 16
-// tokens; total = L_C, for the thread's columns. Overwrites a row of g for every 16, after
-// `before_overwrite`.
-template <int N, class Tile, class F>
-__device__ inline void weigh(Sums<N>& weight, float2 (&total)[N], const Tile& g, bool reverse, int warp,
-                             int barrier, F before_overwrite) {
-  const Sum sum = reverse ? Sum::through : Sum::after;
-  uint32_t triangle[4];
-  ones(triangle, sum);
-  fill(weight, 0.f);
-  add_gates(weight, triangle, g, kRows * warp);
-  before_overwrite();
+// Eight columns of a chunk. weight = e^{sum of the gates from a token to the edge of the chunk where the
+// state is wanted}, block after block; total = L_C.
+template <bool Reverse, class Tile>
+__device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& g, int col) {
+  uint32_t triangle[4], square[4];
+  ones(triangle, Reverse ? Sum::through : Sum::after);
+  ones(square, Sum::all);
+  fill(total, 0.f);
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    GateParts<1> gates;
+    load(gates, g, block_row<Reverse>(block), col);
+    Sums<1> sums = total;
+    add_gates(sums, triangle, gates);
+    add_gates(total, square, gates);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weight.at[block][i] = exp2_fast(sums.at[0][i] * kLog2E);
+  }
+}
 
-  // Sums of the warp's 16 rows: of the first row and all after it, or of all through the last.
-  const bool holds = lane_row() == (reverse ? 7 : 0);
-  float2 part[N];
+// The same columns of s, in rounded pairs; from the gates where there is no s.
+template <typename T, bool Reverse, class Stage>
+__device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int col, bool has_s) {
+  const auto for_each_pair = [&](auto f) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float2 first = *reinterpret_cast<const float2*>(&g.at(kRows * warp, 8 * n + lane_col()));
-    part[n] = reverse ? make_float2(weight.at[n][2], weight.at[n][3])
-                      : make_float2(weight.at[n][0] + first.x, weight.at[n][1] + first.y);
-  }
-  __syncwarp();
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    if (holds) *reinterpret_cast<float2*>(&g.at(kRows * warp, 8 * n + lane_col())) = part[n];
-  }
-  barrier_wait(barrier, kWarpgroup);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    float2 others = {0.f, 0.f};
-    total[n] = {0.f, 0.f};
-#pragma unroll
-    for (int w = 0; w < kWarpgroup / 32; ++w) {
-      const float2 of_warp = *reinterpret_cast<const float2*>(&g.at(kRows * w, 8 * n + lane_col()));
-      total[n].x += of_warp.x;
-      total[n].y += of_warp.y;
-      const bool between = reverse ? w < warp : w > warp;
-      others.x += between ? of_warp.x : 0.f;
-      others.y += between ? of_warp.y : 0.f;
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      s[i / 2][i % 2] = f(block_row<Reverse>(i / 2) + lane_row() + i % 2 * 8, col + lane_col());
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      weight.at[n][i] = exp2_fast((weight.at[n][i] + (i & 1 ? others.y : others.x)) * kLog2E);
-    }
+  };
+  if (has_s) {
+    for_each_pair([&](int row, int m) { return *reinterpret_cast<const uint32_t*>(&stage.s().at(row, m)); });
+  } else {
+    for_each_pair([&](int row, int m) {
+      const float2 gates = *reinterpret_cast<const float2*>(&stage.g().at(row, m));
+      return pair_of<T>(complement(gates.x), complement(gates.y));
+    });
   }
 }
 
-template <typename T, int Slabs, int Slots>
+template <typename T, int Slabs, int Slots, bool Reverse>
 __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __grid_constant__ ScanPass pass) {
   using Stage = Stage<T, Slabs, Slots>;
   constexpr int kN = Slots / 8;
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(128) char shared[];
   const GatedScan& p = pass.scan;
   const int thread = threadIdx.x % kWarpgroup, warpgroup = threadIdx.x / kWarpgroup, warp = thread / 32;
 
   // Which part of which state.
-  const int tiles = (p.M + Slots - 1) / Slots, groups = slab_groups(pass, Slabs);
-  int64_t job = blockIdx.x;
+  const unsigned tiles = (p.M + Slots - 1) / Slots, groups = slab_groups(pass, Slabs);
+  unsigned job = blockIdx.x;
   const int col = static_cast<int>(job % tiles) * Slots;
   job /= tiles;
   const int group = static_cast<int>(job % groups);
   job /= groups;
-  const int64_t head = job % p.heads;
+  const int head = static_cast<int>(job % p.heads);
   const int64_t number = job / p.heads;
   const int cols = min(Slots, p.M - col);
   Slab slab[Slabs];
@@ -191,30 +188,72 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
     start = piece.start;
     end = start + piece.length;
   }
-  const bool nothing_follows = p.reverse ? start == sequence.start : end == sequence.end;
-  const bool publishes = pass.segment_decay == nullptr;
-  if (!publishes && nothing_follows) return;
-  const int chunks = static_cast<int>(divide_up(end - start, kChunk));
-  const int64_t first_chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
+  const bool nothing_follows = Reverse ? start == sequence.start : end == sequence.end;
+  const bool alone = pass.segment_decay != nullptr;
+  if (alone && nothing_follows) return;
+  const int length = static_cast<int>(end - start), chunks = (length + kChunk - 1) / kChunk;
+  const auto chunk_of = [&](int turn) { return Reverse ? chunks - 1 - turn : turn; };
 
-  // An element of the state: a float4 of a thread is its two rows of one slab, columns 8n + lane_col() and
-  // the next. Behind them, the sum of all gates.
-  float4* const state = reinterpret_cast<float4*>(shared) + thread;
-  float* const gate_sum = reinterpret_cast<float*>(shared) + Slabs * kSlab * Slots;
-  const auto at = [&](int i, int n) -> float4& { return state[(i * kN + n) * kWarpgroup]; };
-  const int rows_in_memory0 = p.memory[0].width, width = rows_in_memory0 + p.memory[1].width;
-  const int64_t segment_state = (number * p.heads + head) * width * p.M;
+  // The warpgroup's ring of stages, and what fills them: for every group-th of its chunks the members of the
+  // group.
+  char* const ring = shared + kCarriedBytes<Slabs, Slots> + warpgroup * pass.stages * Stage::kBytes;
+  // Chosen by value: an index into the parameters is a load, and would stand before the first copy.
+  const In<4> s_in = slab[0].memory == 0 ? p.memory[0].s : p.memory[1].s;
+  const bool has_s = s_in.data != nullptr;
+  const int64_t first_head = static_cast<int64_t>(head) * p.group;
+  const TileCopier<kWarpgroup, typename Stage::G> g(at<float>(p.g, sequence.batch, start, head, col),
+                                                    p.g.stride[1], cols, thread);
+  const TileCopier<kWarpgroup, typename Stage::S> s(at<T>(s_in, sequence.batch, start, first_head, col),
+                                                    s_in.stride[1], cols, thread);
+  const auto x_of = [&](const Slab& of) {
+    const In<4> in = of.memory == 0 ? p.memory[0].x : p.memory[1].x;
+    return TileCopier<kWarpgroup, typename Stage::X>(at<T>(in, sequence.batch, start, first_head, of.col),
+                                                     in.stride[1], of.cols, thread);
+  };
+  const TileCopier<kWarpgroup, typename Stage::X> x[2] = {x_of(slab[0]), x_of(slab[Slabs - 1])};
+  int next = warpgroup, next_member = 0;
+  const auto load_next = [&](const Stage& stage) {
+    if (next < chunks) {
+      const int token = chunk_of(next) * kChunk, rows = min(kChunk, length - token);
+      int64_t member_of_s = 0, member_of_x[Slabs] = {};
+      if (next_member > 0) {
+        member_of_s = next_member * p.memory[slab[0].memory].s.stride[2];
+#pragma unroll
+        for (int i = 0; i < Slabs; ++i) member_of_x[i] = next_member * p.memory[slab[i].memory].x.stride[2];
+      }
+      g.start(stage.g(), token, rows);
+      if (has_s) s.start(stage.s(), token, rows, member_of_s);
+#pragma unroll
+      for (int i = 0; i < Slabs; ++i) x[i].start(stage.x(i), token, rows, member_of_x[i]);
+      if (++next_member == p.group) {
+        next_member = 0;
+        next += pass.warpgroups;
+      }
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < pass.stages; ++i) load_next(Stage{ring + i * Stage::kBytes});
 
-  // Calls f(element, offset of the memory's first row in the state, memory, row, column) for those of the
-  // thread's elements that exist.
+  // A float4 of the state is a thread's: two rows of one slab, columns 8n + lane_col() and the next.
+  auto& carried = *reinterpret_cast<Carried<Slabs, Slots>*>(shared);
+  float4* const state = reinterpret_cast<float4*>(carried.state) + thread;
+  uint64_t* const my_turn = &carried.turns[warpgroup][warp];
+  uint64_t* const next_turn = &carried.turns[(warpgroup + 1) % pass.warpgroups][warp];
+  if (lane() == 0) init_barrier(my_turn, 32);
+  if (thread < Slots) carried.gates[warpgroup][thread] = 0.f;
+  const int rows_before = p.memory[0].width, width = rows_before + p.memory[1].width;
+
+  // Calls f(element, memory, row, column) for those of the thread's elements that exist.
   const auto for_each_element = [&](auto f) {
 #pragma unroll 1
-    for (int j = 0; j < Slabs * kN * 4; ++j) {
-      const int i = j / (kN * 4), n = j / 4 % kN, e = j % 4;
+    for (int i = 0; i < Slabs; ++i) {
       const Slab here = i == 0 ? slab[0] : slab[Slabs - 1];
-      const int row = kRows * warp + lane_row() + e / 2 * 8, m = 8 * n + lane_col() + e % 2;
-      if (row < here.cols && m < cols)
-        f(reinterpret_cast<float*>(&at(i, n))[e], here.memory, here.col + row, col + m);
+#pragma unroll
+      for (int j = 0; j < kN * 4; ++j) {
+        const int row = kRows * warp + lane_row() + j % 4 / 2 * 8, m = j / 4 * 8 + lane_col() + j % 2;
+        float* const element = reinterpret_cast<float*>(&state[(i * kN + j / 4) * kWarpgroup]) + j % 4;
+        if (row < here.cols && m < cols) f(*element, here.memory, here.col + row, col + m);
+      }
     }
   };
 
@@ -222,97 +261,74 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   if (warpgroup == 0) {
 #pragma unroll
     for (int i = 0; i < Slabs * kN; ++i) state[i * kWarpgroup] = make_float4(0.f, 0.f, 0.f, 0.f);
-    for_each_element([&](float& element, int memory, int row, int m) {
-      const In<4>& initial = p.memory[memory].initial;
-      if (pass.segment != 0) {
-        if (publishes)
-          element = pass.segment_states[segment_state + (memory * rows_in_memory0 + row) * p.M + m];
-      } else if (initial.data != nullptr) {
-        element = static_cast<const float*>(
-            initial.data)[sequence.index * initial.stride[0] + head * initial.stride[1] +
-                          row * initial.stride[2] + m * initial.stride[3]];
-      }
-    });
-    if (thread < Slots) gate_sum[thread] = 0.f;
+    if (p.memory[0].initial.data != nullptr || p.memory[1].initial.data != nullptr) {
+      const int64_t index = pass.segment == 0 ? sequence.index : number;
+      for_each_element([&](float& element, int memory, int row, int m) {
+        const In<4>& in = p.memory[memory].initial;
+        if (in.data != nullptr) element = at<float>(in, index, head, row, 0)[m * in.stride[3]];
+      });
+    }
   }
 
-  const Rows<float> g = rows_of<float>(p.g, sequence.batch, start, head, col);
-  const ScannedMemory& with_s = p.memory[slab[0].memory];
-  const bool has_s = with_s.s.data != nullptr;
-  const Rows<T> s = rows_of<T>(with_s.s, sequence.batch, start, head * p.group, col);
-  Rows<T> x[Slabs];
+  // Where the thread's packs of a published state go.
+  constexpr int kPacks = Slots / 8;  // a row's, of 16 bytes
+  const int pack_row = kRows * warp + lane() / kPacks, pack_col = lane() % kPacks * 8;
+  const int64_t chunk_stride = static_cast<int64_t>(p.heads) * width * p.M;
+  T* states[Slabs];
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
-    x[i] = rows_of<T>(p.memory[slab[i].memory].x, sequence.batch, start, head * p.group, slab[i].col);
+    const int64_t chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
+    const int row = slab[i].memory * rows_before + slab[i].col + pack_row;
+    states[i] = static_cast<T*>(p.states) + chunk * chunk_stride +
+                (static_cast<int64_t>(head) * width + row) * p.M + col + pack_col;
   }
 
-  // The warpgroup's j-th stage is member j % group of its (j / group)-th chunk.
-  char* const ring = shared + kStateBytes<Slabs, Slots> + warpgroup * pass.stages * Stage::kBytes;
-  const int steps = (chunks - warpgroup + pass.warpgroups - 1) / pass.warpgroups * p.group;
-  const auto chunk_of = [&](int turn) { return p.reverse ? chunks - 1 - turn : turn; };
-  const auto load = [&](int step, const Stage& stage) {
-    if (step < steps) {
-      const int64_t token =
-          static_cast<int64_t>(chunk_of(warpgroup + step / p.group * pass.warpgroups)) * kChunk;
-      const int member = step % p.group;
-      const int rows = static_cast<int>(min(static_cast<int64_t>(kChunk), end - start - token));
-      load_async<kWarpgroup>(stage.g(), g.data + token * g.token, g.token, rows, cols, thread);
-      if (has_s) {
-        load_async<kWarpgroup>(stage.s(), s.data + token * s.token + member * s.head, s.token, rows, cols,
-                               thread);
-      }
-#pragma unroll
-      for (int i = 0; i < Slabs; ++i) {
-        load_async<kWarpgroup>(stage.x(i), x[i].data + token * x[i].token + member * x[i].head, x[i].token,
-                               rows, slab[i].cols, thread);
-      }
-    }
-    commit_copies();
-  };
-  for (int i = 0; i < pass.stages; ++i) load(i, Stage{ring + i * Stage::kBytes});
-
-  const int mine = 1 + warpgroup;  // barriers: within the warpgroup, and for its turn at the state
-  const int my_turn = 1 + pass.warpgroups + warpgroup;
-  const int next_turn = 1 + pass.warpgroups + (warpgroup + 1) % pass.warpgroups;
+  const int mine = 1 + warpgroup;    // the warpgroup's own barrier
+  constexpr int kOwn = kN / kWarps;  // of the columns, in eights, those whose gates are the warp's
+  const int own_col = 8 * kOwn * warp;
   Sums<kN> u[Slabs];
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) fill(u[i], 0.f);
+  __syncthreads();
 
-  int slot = 0;
-  for (int step = 0; step < steps; ++step) {
+  int slot = 0, member = 0;
+  unsigned parity = 0;
+  for (int turn = warpgroup; turn < chunks;) {
     const Stage stage{ring + slot * Stage::kBytes};
-    wait_stage<3>(pass.stages);
+    if (pass.stages == 2) {
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
     barrier_wait(mine, kWarpgroup);
 
-    // s~ = s * weight
-    float2 total[kN];
-    {
-      Sums<kN> weight;
-      uint32_t s_of[kN][2];  // rounded
-      const auto fetch = [&] {
+    // s~ = s * weight, and e^{L_C} in the place of the first token's gates, which only this warp has read.
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kOwn; ++n) {
+      const int eight = own_col + 8 * n, m = eight + lane_col();
+      uint32_t s_of[kBlocks][2];
+      load_s<T, Reverse>(s_of, stage, eight, has_s);
+      Sums<kBlocks> weight;
+      Sums<1> total;
+      weigh<Reverse>(weight, total, stage.g(), eight);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int row = kRows * warp + lane_row() + 8 * i, m = 8 * n + lane_col();
-            if (has_s) {
-              s_of[n][i] = *reinterpret_cast<const uint32_t*>(&stage.s().at(row, m));
-            } else {
-              const float2 gates = *reinterpret_cast<const float2*>(&stage.g().at(row, m));
-              s_of[n][i] = pair_of<T>(complement(gates.x), complement(gates.y));
-            }
-          }
-        }
-      };
-      weigh(weight, total, stage.g(), p.reverse, warp, mine, fetch);
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
+      for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int row = kRows * warp + lane_row() + 8 * i, m = 8 * n + lane_col();
-          const float2 old = unpaired<T>(s_of[n][i]);
-          *reinterpret_cast<uint32_t*>(&stage.s().at(row, m)) =
-              pair_of<T>(old.x * weight.at[n][2 * i], old.y * weight.at[n][2 * i + 1]);
+          const float2 value = unpaired<T>(s_of[block][i]);
+          const float(&by)[4] = weight.at[block];
+          *reinterpret_cast<uint32_t*>(&stage.s().at(block_row<Reverse>(block) + lane_row() + 8 * i, m)) =
+              pair_of<T>(value.x * by[2 * i], value.y * by[2 * i + 1]);
+        }
+      }
+      __syncwarp();
+      if (lane_row() == 0) {
+        const float(&sum)[4] = total.at[0];
+        *reinterpret_cast<float2*>(&stage.g().at(0, m)) = {exp2_fast(sum[0] * kLog2E),
+                                                           exp2_fast(sum[1] * kLog2E)};
+        if (alone && member == 0) {
+          carried.gates[warpgroup][m] += sum[0];
+          carried.gates[warpgroup][m + 1] += sum[1];
         }
       }
     }
@@ -327,18 +343,15 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       add_products<T>(u, a, stage.s(), k);
     }
 
-    const int turn = warpgroup + step / p.group * pass.warpgroups;
-    if (step % p.group == p.group - 1) {
+    if (++member == p.group) {
       float2 decay[kN];
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        decay[n] = {exp2_fast(total[n].x * kLog2E), exp2_fast(total[n].y * kLog2E)};
+        decay[n] = *reinterpret_cast<const float2*>(&stage.g().at(0, 8 * n + lane_col()));
       }
-      // Either barrier also tells that all four warps are done with x.
       if (turn > 0) {
-        barrier_wait(my_turn, 2 * kWarpgroup);
-      } else {
-        barrier_wait(mine, kWarpgroup);
+        wait(my_turn, parity);
+        parity ^= 1;
       }
       // S <- S e^{L_C} + U
       uint32_t before[Slabs][kN][2];
@@ -346,82 +359,74 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       for (int i = 0; i < Slabs; ++i) {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          const float4 old = at(i, n);
+          float4& here = state[(i * kN + n) * kWarpgroup];
+          const float4 old = here;
+          const float(&add)[4] = u[i].at[n];
+          here = make_float4(fmaf(old.x, decay[n].x, add[0]), fmaf(old.y, decay[n].y, add[1]),
+                             fmaf(old.z, decay[n].x, add[2]), fmaf(old.w, decay[n].y, add[3]));
           before[i][n][0] = pair_of<T>(old.x, old.y);
           before[i][n][1] = pair_of<T>(old.z, old.w);
-          const float(&add)[4] = u[i].at[n];
-          at(i, n) = make_float4(fmaf(old.x, decay[n].x, add[0]), fmaf(old.y, decay[n].y, add[1]),
-                                 fmaf(old.z, decay[n].x, add[2]), fmaf(old.w, decay[n].y, add[3]));
         }
         fill(u[i], 0.f);
       }
-      if (!publishes && warp == 0 && lane_row() == 0) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          gate_sum[8 * n + lane_col()] += total[n].x;
-          gate_sum[8 * n + lane_col() + 1] += total[n].y;
-        }
-      }
-      if (turn + 1 < chunks) barrier_arrive(next_turn, 2 * kWarpgroup);
+      if (turn + 1 < chunks) arrive(next_turn);
 
-      if (publishes) {
+      if (!alone) {
+        barrier_wait(mine, kWarpgroup);  // all four warps are done with x
         // Through the tile of x, so that neighbouring lanes write whole lines.
+        const int64_t chunk = chunk_of(turn) * chunk_stride;
 #pragma unroll
         for (int i = 0; i < Slabs; ++i) {
+          const auto tile = stage.states(i);
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-              *reinterpret_cast<uint32_t*>(
-                  &stage.x(i).at(kRows * warp + lane_row() + 8 * j, 8 * n + lane_col())) = before[i][n][j];
+              *reinterpret_cast<uint32_t*>(&tile.at(kRows * warp + lane_row() + 8 * j, 8 * n + lane_col())) =
+                  before[i][n][j];
             }
           }
-        }
-        __syncwarp();
-        constexpr int kPacks = Slots / 8;  // a row's, of 16 bytes
-        T* const to =
-            static_cast<T*>(p.states) + ((first_chunk + chunk_of(turn)) * p.heads + head) * width * p.M;
+          __syncwarp();
+          T* row = states[i] + chunk;
 #pragma unroll
-        for (int i = 0; i < Slabs; ++i) {
-#pragma unroll
-          for (int j = 0; j < kRows * kPacks / 32; ++j) {
-            const int row = kRows * warp + lane() / kPacks + j * (32 / kPacks), m = lane() % kPacks * 8;
-            if (row < slab[i].cols && m < cols) {
-              *reinterpret_cast<uint4*>(to + (slab[i].memory * rows_in_memory0 + slab[i].col + row) * p.M +
-                                        col + m) = *reinterpret_cast<const uint4*>(&stage.x(i).at(row, m));
+          for (int j = 0; j < kRows; j += 32 / kPacks) {
+            if (pack_row + j < slab[i].cols && pack_col < cols) {
+              *reinterpret_cast<uint4*>(row) =
+                  *reinterpret_cast<const uint4*>(&tile.at(pack_row + j, pack_col));
             }
+            row += 32 / kPacks * p.M;
           }
         }
       }
+      member = 0;
+      turn += pass.warpgroups;
     }
     barrier_wait(mine, kWarpgroup);
-    load(step + pass.stages, stage);
+    load_next(stage);
     slot = slot + 1 == pass.stages ? 0 : slot + 1;
   }
   wait_copies<0>();
 
+  if (alone) {
+    __syncthreads();
+    if (group == 0 && static_cast<int>(threadIdx.x) < cols) {
+      float sum = 0.f;
+      for (int i = 0; i < pass.warpgroups; ++i) sum += carried.gates[i][threadIdx.x];
+      pass.segment_decay[(number * p.heads + head) * p.M + col + threadIdx.x] = sum;
+    }
+  }
+
   // The warpgroup that had the last chunk has the last state.
   if (warpgroup != (chunks == 0 ? 0 : (chunks - 1) % pass.warpgroups)) return;
-  if (!publishes) {
-    for_each_element([&](float element, int memory, int row, int m) {
-      pass.segment_states[segment_state + (memory * rows_in_memory0 + row) * p.M + m] = element;
-    });
-    if (group == 0 && warp == 0 && lane_row() == 0) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        const int m = 8 * n + lane_col();
-        float* const to = pass.segment_decay + (number * p.heads + head) * p.M + col + m;
-        if (m < cols) to[0] = gate_sum[m], to[1] = gate_sum[m + 1];
-      }
-    }
-  } else if (nothing_follows) {
-    for_each_element([&](float element, int memory, int row, int m) {
-      const Out<4>& final = p.memory[memory].final;
-      if (final.data == nullptr) return;
-      static_cast<float*>(final.data)[sequence.index * final.stride[0] + head * final.stride[1] +
-                                      row * final.stride[2] + m * final.stride[3]] = element;
-    });
-  }
+  if (!alone && !nothing_follows) return;
+  const int64_t index = alone ? number : sequence.index;
+  for_each_element([&](float element, int memory, int row, int m) {
+    const Out<4>& out = p.memory[memory].final;
+    if (out.data == nullptr) return;
+    static_cast<float*>(
+        out.data)[index * out.stride[0] + head * out.stride[1] + row * out.stride[2] + m * out.stride[3]] =
+        element;
+  });
 }
 
 }  // namespace girih::kernels::gsa

@@ -10,12 +10,12 @@ constexpr int kChunk = 64;  // tokens; a warp has 16 of them
 constexpr int kRows = 16;
 
 // The left factor of a sum over the warp's 16 rows: element (i, j) is one where row i sums row j.
-enum class Sum { after, through };  // the rows j > i, or j <= i
+enum class Sum { after, through, all };  // the rows j > i, j <= i, or every row
 
 __device__ inline void ones(uint32_t (&a)[4], Sum sum) {
   const int i = lane_row(), j = lane_col();
   const uint32_t one = 0x3f80u;  // bf16
-  const auto has = [&](int row, int col) { return (sum == Sum::after) == (col > row); };
+  const auto has = [&](int row, int col) { return sum == Sum::all || (sum == Sum::after) == (col > row); };
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
     const int row = i + (x & 1) * 8, col = j + (x >> 1) * 8;
@@ -23,25 +23,45 @@ __device__ inline void ones(uint32_t (&a)[4], Sum sum) {
   }
 }
 
-// sums += ones * g[row..row+15, 0..8N-1], of an fp32 tile.
+// g[row..row+15, col..col+8N-1] of an fp32 tile as a right factor in two parts.
+template <int N>
+struct GateParts {
+  uint32_t hi[N][2], lo[N][2];
+};
+
 template <int N, class Tile>
-__device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Tile& g, int row) {
-  const int k = row + lane_col(), col = lane_row();
+__device__ inline void load(GateParts<N>& gates, const Tile& g, int row, int col = 0) {
+  const int k = row + lane_col(), c = col + lane_row();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = g.at(k + (i & 1) + (i >> 1) * 8, 8 * n + col);
-    uint32_t hi[2], lo[2];
+    for (int i = 0; i < 4; ++i) x[i] = g.at(k + (i & 1) + (i >> 1) * 8, 8 * n + c);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      hi[i] = pair_of<__nv_bfloat16>(x[2 * i], x[2 * i + 1]);
-      const float2 back = unpaired<__nv_bfloat16>(hi[i]);
-      lo[i] = pair_of<__nv_bfloat16>(x[2 * i] - back.x, x[2 * i + 1] - back.y);
+      gates.hi[n][i] = pair_of<__nv_bfloat16>(x[2 * i], x[2 * i + 1]);
+      const float2 back = unpaired<__nv_bfloat16>(gates.hi[n][i]);
+      gates.lo[n][i] = pair_of<__nv_bfloat16>(x[2 * i] - back.x, x[2 * i + 1] - back.y);
     }
-    mma<__nv_bfloat16>(sums.at[n], a, hi[0], hi[1]);
-    mma<__nv_bfloat16>(sums.at[n], a, lo[0], lo[1]);
   }
+}
+
+// sums += ones * gates
+template <int N>
+__device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const GateParts<N>& gates) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    mma<__nv_bfloat16>(sums.at[n], a, gates.hi[n][0], gates.hi[n][1]);
+    mma<__nv_bfloat16>(sums.at[n], a, gates.lo[n][0], gates.lo[n][1]);
+  }
+}
+
+// sums += ones * g[row..row+15, 0..8N-1], of an fp32 tile.
+template <int N, class Tile>
+__device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Tile& g, int row) {
+  GateParts<N> gates;
+  load(gates, g, row);
+  add_gates(sums, a, gates);
 }
 
 // 1 - e^g for g <= 0. Near zero the difference has no digits left: there a series, which at -1/16, where they

@@ -27,6 +27,30 @@ struct SharedTile {
   __device__ uint32_t address(int row, int col) const { return shared_address(data + row * kPitch + col); }
 };
 
+// The same without padding: rows of 64, 128 or 256 bytes fill lines of 128, and the 16-byte packs of a line
+// change places with the row. ldmatrix meets no conflicts here either, and a copy of whole rows writes whole
+// lines, for which padded rows take more than twice the time. `data` is a multiple of 128 bytes.
+template <typename T, int Rows, int Cols>
+struct SwizzledTile {
+  using Element = T;
+  static constexpr int kRows = Rows;
+  static constexpr int kCols = Cols;
+  static constexpr int kBytes = Rows * Cols * static_cast<int>(sizeof(T));
+  static constexpr unsigned kPack = 16 / sizeof(T);
+  static constexpr unsigned kPacks = Cols / kPack;                // a row's
+  static constexpr unsigned kLine = kPacks < 8 ? 8 / kPacks : 1;  // rows of a line
+  static_assert(kPacks == 4 || kPacks == 8 || kPacks == 16);
+
+  T* data;
+
+  __device__ static unsigned offset(unsigned row, unsigned col) {
+    const unsigned turn = row / kLine % (kPacks < 8 ? kPacks : 8);
+    return row * Cols + ((col / kPack) ^ turn) * kPack + col % kPack;
+  }
+  __device__ T& at(int row, int col) const { return data[offset(row, col)]; }
+  __device__ uint32_t address(int row, int col) const { return shared_address(data + offset(row, col)); }
+};
+
 // 16 bytes from global to shared memory, or 16 zero bytes.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
@@ -62,12 +86,79 @@ __device__ inline void load_async(const SharedTile<T, Rows, Cols>& tile, const T
   }
 }
 
+// A thread's share in copying one tile after another out of the rows of one matrix: what does not change from
+// tile to tile is worked out once.
+template <int Threads, class Tile>
+class TileCopier {
+  using T = typename Tile::Element;
+  static constexpr int kPack = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kPacks = Tile::kCols / kPack;  // a row's
+  static constexpr int kStep = Threads / kPacks;      // rows from one of the thread's packs to the next
+  static_assert(Threads % kPacks == 0 && Tile::kRows % kStep == 0);
+
+  const T* from_;
+  int64_t stride_;
+  int row_, col_;
+  bool valid_;
+
+ public:
+  // Columns 0..cols-1; what the matrix lacks of a tile is zero. `from`, `stride` and `cols` as in load_async.
+  __device__ TileCopier(const T* from, int64_t stride, int cols, int thread)
+      : stride_(stride), row_(thread / kPacks), col_(thread % kPacks * kPack), valid_(col_ < cols) {
+    from_ = from + row_ * stride + col_;
+  }
+
+  // Rows first..first+rows-1 of the matrix that starts `offset` elements further.
+  __device__ void start(const Tile& tile, int first, int rows, int64_t offset = 0) const {
+    const T* from = from_ + first * stride_ + offset;
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / kStep; ++i) {
+      // A copy of no bytes does not touch its source.
+      copy_async(tile.address(row_ + i * kStep, col_), from, valid_ && row_ + i * kStep < rows);
+      from += kStep * stride_;
+    }
+  }
+};
+
 // A barrier of `threads` threads (a multiple of 32) among the 16 of a block; 0 is __syncthreads().
 __device__ inline void barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ inline void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A barrier in shared memory: `threads` arrivals complete a phase. For a producer that does not wait for its
+// consumer.
+__device__ inline void init_barrier(uint64_t* barrier, int threads) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(threads)
+               : "memory");
+}
+// What the thread wrote before is seen by whoever waits for the phase.
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile(
+      "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier))
+      : "memory");
+}
+// Waits for the barrier's phase of this parity: 0 for its first, 1 for its second, ...
+__device__ inline void wait(uint64_t* barrier, unsigned parity) {
+  const uint32_t address = shared_address(barrier);
+  unsigned done = 0;
+  while (done == 0) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+#endif
+  }
 }
 
 }  // namespace girih::kernels
