@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
     gsa_columns_kernel(const __grid_constant__ GsaColumns p) {
   constexpr int N = M / 8;
   constexpr int kPacks = M / 8;  // of 8 columns
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   const GsaColumnTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5,

@@ -48,8 +48,8 @@ __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<
     const int row = i / (M / 4), col = i % (M / 4) * 4;
     Pack<4> pack = zeros<4>();
     if (row < piece.length && col < slots) pack = load<4>(gates + row * g.stride[1] + col);
-    *reinterpret_cast<uint2*>(&s.at(row, col)) = {pair_of<T>(-expm1f(pack.at[0]), -expm1f(pack.at[1])),
-                                                  pair_of<T>(-expm1f(pack.at[2]), -expm1f(pack.at[3]))};
+    *reinterpret_cast<uint2*>(&s.at(row, col)) = {pair_of<T>(complement(pack.at[0]), complement(pack.at[1])),
+                                                  pair_of<T>(complement(pack.at[2]), complement(pack.at[3]))};
   }
 }
 

@@ -27,7 +27,7 @@ struct GsaOutputTiles {
 template <typename T, int M>
 __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     gsa_output_kernel(const __grid_constant__ GsaOutput p) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   const GsaOutputTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5,

@@ -28,7 +28,7 @@ struct GsaRowTiles {
 template <typename T, int M>
 __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
     gsa_rows_kernel(const __grid_constant__ GsaRows p) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   const GsaRowTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5,

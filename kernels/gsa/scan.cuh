@@ -73,9 +73,9 @@ __device__ inline Slab slab_at(const ScanPass& pass, int slabs, int group, int i
 // What a chunk brings.
 template <typename T, int Slabs, int Slots>
 struct Stage {
-  using X = SwizzledTile<T, kChunk, kSlab>;
-  using S = SwizzledTile<T, kChunk, Slots>;
-  using G = SwizzledTile<float, kChunk, Slots>;
+  using X = SharedTile<T, kChunk, kSlab>;
+  using S = SharedTile<T, kChunk, Slots>;
+  using G = SharedTile<float, kChunk, Slots>;
   static constexpr int kBytes = Slabs * X::kBytes + S::kBytes + G::kBytes;
 
   char* data;

@@ -11,27 +11,11 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Rows x Cols elements. A row is 16 bytes longer than its contents: 8 rows below one another (what ldmatrix
-// reads at once) then start in 8 different groups of 4 banks for every width used here.
+// Rows x Cols elements. Rows of 64 to 512 bytes fill lines of 128, and the 16-byte packs of a line change
+// places with the row: ldmatrix meets no conflicts, and a copy of whole rows writes whole lines (rows padded
+// to avoid conflicts took more than twice the time to fill). `data` is a multiple of 128 bytes.
 template <typename T, int Rows, int Cols>
 struct SharedTile {
-  static constexpr int kRows = Rows;
-  static constexpr int kCols = Cols;
-  static constexpr int kPitch = Cols + 16 / static_cast<int>(sizeof(T));
-  static constexpr int kBytes = Rows * kPitch * static_cast<int>(sizeof(T));
-  static_assert(kBytes % 16 == 0);
-
-  T* data;
-
-  __device__ T& at(int row, int col) const { return data[row * kPitch + col]; }
-  __device__ uint32_t address(int row, int col) const { return shared_address(data + row * kPitch + col); }
-};
-
-// The same without padding: rows of 64, 128 or 256 bytes fill lines of 128, and the 16-byte packs of a line
-// change places with the row. ldmatrix meets no conflicts here either, and a copy of whole rows writes whole
-// lines, for which padded rows take more than twice the time. `data` is a multiple of 128 bytes.
-template <typename T, int Rows, int Cols>
-struct SwizzledTile {
   using Element = T;
   static constexpr int kRows = Rows;
   static constexpr int kCols = Cols;
@@ -39,7 +23,7 @@ struct SwizzledTile {
   static constexpr unsigned kPack = 16 / sizeof(T);
   static constexpr unsigned kPacks = Cols / kPack;                // a row's
   static constexpr unsigned kLine = kPacks < 8 ? 8 / kPacks : 1;  // rows of a line
-  static_assert(kPacks == 4 || kPacks == 8 || kPacks == 16);
+  static_assert(kPacks == 4 || kPacks == 8 || kPacks == 16 || kPacks == 32);
 
   T* data;
 
@@ -66,26 +50,6 @@ __device__ inline void wait_copies() {
 // Brings the 128 bytes around an address into the L2 cache.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from)); }
 
-// Starts to copy rows 0..rows-1, columns 0..cols-1 of a matrix with unit column stride into a tile; what the
-// matrix lacks of the tile is zero. `from` and `stride` (elements) are multiples of 16 bytes, cols too.
-// Thread `thread` of `Threads` does its share.
-template <int Threads, typename T, int Rows, int Cols>
-__device__ inline void load_async(const SharedTile<T, Rows, Cols>& tile, const T* from, int64_t stride,
-                                  int rows, int cols, int thread) {
-  constexpr int kPack = 16 / static_cast<int>(sizeof(T));
-  constexpr int kPacks = Cols / kPack;  // a row's
-  static_assert(Cols % kPack == 0);
-  constexpr int kAll = Rows * kPacks;
-#pragma unroll
-  for (int i = 0; i < (kAll + Threads - 1) / Threads; ++i) {
-    const int pack = thread + i * Threads;
-    if (kAll % Threads != 0 && pack >= kAll) break;
-    const int row = pack / kPacks, col = pack % kPacks * kPack;
-    const bool valid = row < rows && col < cols;
-    copy_async(tile.address(row, col), from + (valid ? row * stride + col : 0), valid);
-  }
-}
-
 // A thread's share in copying one tile after another out of the rows of one matrix: what does not change from
 // tile to tile is worked out once.
 template <int Threads, class Tile>
@@ -102,7 +66,8 @@ class TileCopier {
   bool valid_;
 
  public:
-  // Columns 0..cols-1; what the matrix lacks of a tile is zero. `from`, `stride` and `cols` as in load_async.
+  // Columns 0..cols-1 of a matrix with unit column stride; what it lacks of a tile is zero. `from` and
+  // `stride` (elements) are multiples of 16 bytes, cols too.
   __device__ TileCopier(const T* from, int64_t stride, int cols, int thread)
       : stride_(stride), row_(thread / kPacks), col_(thread % kPacks * kPack), valid_(col_ < cols) {
     from_ = from + row_ * stride + col_;
@@ -119,6 +84,13 @@ class TileCopier {
     }
   }
 };
+
+// Rows 0..rows-1, columns 0..cols-1 of a matrix, by thread `thread` of `Threads`.
+template <int Threads, class Tile>
+__device__ inline void load_async(const Tile& tile, const typename Tile::Element* from, int64_t stride,
+                                  int rows, int cols, int thread) {
+  TileCopier<Threads, Tile>(from, stride, cols, thread).start(tile, 0, rows);
+}
 
 // A barrier of `threads` threads (a multiple of 32) among the 16 of a block; 0 is __syncthreads().
 __device__ inline void barrier_wait(int id, int threads) {
