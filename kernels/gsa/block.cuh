@@ -10,6 +10,7 @@ namespace girih::kernels {
 
 constexpr int kSlab = 64;  // columns of D and V at a time
 constexpr int kGsaThreads = 128;
+constexpr int kGroup = 128;  // threads of four warps, in blocks that have several
 
 // Rows first..first+63 of a chunk's states.
 template <typename T>
@@ -41,6 +42,12 @@ __device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<
           *reinterpret_cast<const uint4*>(&stage.at(row, col));
     }
   }
+}
+
+// The memory of a warp's 16 rows of a tile.
+template <class Tile>
+__device__ inline float* rows_of(const Tile& tile, int warp) {
+  return reinterpret_cast<float*>(tile.data + kRows * warp * Tile::kCols);
 }
 
 // Gives out shared memory piece by piece.

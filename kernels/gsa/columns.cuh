@@ -14,19 +14,22 @@
 
 namespace girih::kernels {
 
+constexpr int kColumnThreads = 256;
+
 template <typename T, int M>
 struct GsaColumnTiles {
   SharedTile<float, kChunk, M> g;
-  SharedTile<T, kChunk, M> s, dz, p, gk, gv;
+  SharedTile<T, kChunk, M> s, end, dz, p, gk, gv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float *totals, *decay, *scratch, *end;
+  float *totals, *decay, *rest, *last, *ends;
 
-  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 5 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 6 * M * 4 + 4 * kRows * kRows * 4;
+  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 6 * SharedTile<T, kChunk, M>::kBytes +
+                                4 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 8 + 1) * M * 4 +
+                                8 * kColumnThreads * 4;
 
   __device__ explicit GsaColumnTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(scratch, 4 * kRows * kRows)(
-        end, M);
+    Layout(shared)(g)(s)(end)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(rest, 8 * M)(last, M)(
+        ends, 8 * kColumnThreads);
   }
 };
 
@@ -54,211 +57,213 @@ __device__ inline void store_rows_of(const Sums<8>& sums, const SharedTile<T, kC
 }
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 2 : 1)
+__global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
     gsa_columns_kernel(const __grid_constant__ GsaColumns p) {
   constexpr int N = M / 8;
-  constexpr int kPacks = M / 8;  // of 8 columns
+  constexpr int kPacks = M / 8;                 // a row's, of 8 columns
+  constexpr int kRowsAtOnce = kGroup / kPacks;  // of a state, by a group
   extern __shared__ __align__(128) unsigned char shared[];
   const GsaColumnTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
-  const int warp = threadIdx.x >> 5,
-            query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
+  const int warp = threadIdx.x / 32 % 4, thread = threadIdx.x % kGroup;
+  const bool values = threadIdx.x >= kGroup;  // the second group
+  const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   const int group = shape.query_heads / shape.heads, head = query_head / group;
   const bool first = query_head % group == 0;
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  // The two memories: k and q, v and do; 64 columns of D or V at a time.
-  const auto load_slab = [&](bool values, int col) {
+  load_async<kColumnThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length,
+                             shape.M, threadIdx.x);
+  load_weights<kColumnThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+  commit_copies();
+
+  // The group's x (k or v), what read it (q or do), y (dz or p) and gradient, 64 columns of D or V at a time.
+  const auto x_tile = values ? tile.v : tile.k, read_tile = values ? tile.dout : tile.q;
+  const auto y_tile = values ? tile.p : tile.dz, gradient = values ? tile.gv : tile.gk;
+  const int width = values ? shape.V : shape.D, first_row = values ? shape.D : 0;
+  const bool sole = width <= kSlab;
+  const auto load_slab = [&](int col) {
     const In<4>&x = values ? p.v : p.k, &read = values ? p.dout : p.q;
-    const int cols = (values ? shape.V : shape.D) - col;
-    load_async<kGsaThreads>(values ? tile.v : tile.k, chunk_rows<T>(x, piece, head) + col, x.stride[1],
-                            piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(values ? tile.dout : tile.q, chunk_rows<T>(read, piece, query_head) + col,
-                            read.stride[1], piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(values ? tile.gv : tile.gk,
-                            state_rows<T>(p.gradients, shape, chunk, head, (values ? shape.D : 0) + col),
-                            shape.M, first ? cols : 0, shape.M, threadIdx.x);
+    load_async<kGroup>(x_tile, chunk_rows<T>(x, piece, head) + col, x.stride[1], piece.length, width - col,
+                       thread);
+    load_async<kGroup>(read_tile, chunk_rows<T>(read, piece, query_head) + col, read.stride[1], piece.length,
+                       width - col, thread);
+    load_async<kGroup>(gradient, state_rows<T>(p.gradients, shape, chunk, head, first_row + col), shape.M,
+                       first ? width - col : 0, shape.M, thread);
+    commit_copies();
   };
-  load_async<kGsaThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length, shape.M,
-                          threadIdx.x);
-  load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
-  commit_copies();
-  load_slab(false, 0);
-  load_async<kGsaThreads>(tile.dz, chunk_rows<T>(p.dz, piece, query_head), p.dz.stride[1], piece.length,
-                          shape.M, threadIdx.x);
-  commit_copies();
-  load_slab(true, 0);
-  load_async<kGsaThreads>(tile.p, chunk_rows<T>(p.p, piece, query_head), p.p.stride[1], piece.length, shape.M,
-                          threadIdx.x);
-  commit_copies();
-  // Read late, without a copy of their own.
-  const float* w_rows = chunk_rows<float>(p.w, piece, query_head);
-  if (threadIdx.x < 2 * piece.length) {
-    prefetch(w_rows + (threadIdx.x / 2) * p.w.stride[1] + threadIdx.x % 2 * min(32, shape.M / 2));
+  {
+    const In<4>& y = values ? p.p : p.dz;
+    load_async<kGroup>(y_tile, chunk_rows<T>(y, piece, query_head), y.stride[1], piece.length, shape.M,
+                       thread);
   }
-  for (int row = threadIdx.x; first && row < shape.D + shape.V; row += kGsaThreads) {
-    prefetch(state_rows<T>(p.states, shape, chunk, head, row));
+  load_slab(0);
+  // Read late, and not by copies.
+  const float* w_rows = chunk_rows<float>(p.w, piece, query_head);
+  if (thread < piece.length) prefetch(w_rows + thread * p.w.stride[1] + (values ? shape.M / 2 : 0));
+  for (int row = thread; first && row < width; row += kGroup) {
+    prefetch(state_rows<T>(p.states, shape, chunk, head, first_row + row));
   }
 
-  wait_copies<2>();
+  wait_copies<1>();
   __syncthreads();
   RowWrites<T, M> writes;
-  writes.at = {{tile.g, tile.totals, tile.decay, warp}, tile.s, {tile.scratch + warp * kRows * kRows}};
-  writes.start();
+  writes.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.end, {rows_of(x_tile, warp)}, values};
+  writes.template start<kColumnThreads / 32>();
+  wait_copies<0>();
+  writes.at.group_barrier();
 
-  Sums<N> u;       // ds
-  float end[8];    // sum of G * H over the thread's rows, 8 columns
-  float2 rest[N];  // sum of s e^{L_C - L_j} (x_j G) over the lane's rows, 2 columns of 8
+  // a = X Read^T,   u = X G
+  Sums<N> u;     // the memory's part of ds
+  float end[8];  // sum of G * H over the thread's rows of the state, 8 columns
   fill(u, 0.f);
 #pragma unroll
   for (int i = 0; i < 8; ++i) end[i] = 0.f;
-#pragma unroll
-  for (int n = 0; n < N; ++n) rest[n] = {0.f, 0.f};
-
-#pragma unroll 1
-  for (int memory = 0; memory < 2; ++memory) {
-    const bool values = memory == 1;
-    const auto x_tile = values ? tile.v : tile.k, read_tile = values ? tile.dout : tile.q;
-    const auto gradient = values ? tile.gv : tile.gk;
-    const int width = values ? shape.V : shape.D;
-    const bool sole = width <= kSlab;
-    if (values) {
-      wait_copies<0>();
-    } else {
-      wait_copies<1>();
-    }
-    __syncthreads();
-    // a = X Read^T,   x = X G
+  {
     Scores a;
-    {
-      Sums<N> x;
-      zero(a);
-      fill(x, 0.f);
-      for (int col = 0;; col += kSlab) {
-        Operand<4> rows;
-        load(rows, x_tile, kRows * warp);
-        add_later_scores<T>(a, rows, read_tile, warp);
-        if (first) {
-          add_product<T>(x, rows, gradient);
-          const T* states = state_rows<T>(p.states, shape, chunk, head, (values ? shape.D : 0) + col);
-          const int pack = static_cast<int>(threadIdx.x) % kPacks * 8;
-#pragma unroll
-          for (int i = 0; i < kSlab * kPacks / kGsaThreads; ++i) {
-            const int row = threadIdx.x / kPacks + i * (kGsaThreads / kPacks);
-            if (row >= width - col || pack >= shape.M) continue;
-            const Pack<8> state = load<8>(states + static_cast<int64_t>(row) * shape.M + pack);
-            const Pack<8> from = load<8>(&gradient.at(row, pack));
-#pragma unroll
-            for (int j = 0; j < 8; ++j) end[j] += state.at[j] * from.at[j];
-          }
-        }
-        if (col + kSlab >= width) break;
-        __syncthreads();
-        load_slab(values, col + kSlab);
-        commit_copies();
-        wait_copies<0>();
-        __syncthreads();
+    zero(a);
+    for (int slab = 0;; slab += kSlab) {
+#pragma unroll 2
+      for (int col = 0; col < kSlab; col += 16) {
+        uint32_t x[4];
+        load_block(x, x_tile, kRows * warp, col);
+        add_scores<Side::later, T>(a, x, read_tile, col, warp);
+        add_product<T>(u, x, gradient, col);
       }
-      mask_later(a, warp);
-      if (first) writes.add_end(u, rest, x);
+      if (first) {
+        const int pack = thread % kPacks * 8;
+        const T* states = state_rows<T>(p.states, shape, chunk, head, first_row + slab) + pack;
+#pragma unroll
+        for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+          const int row = thread / kPacks + i * kRowsAtOnce;
+          if (row >= width - slab || pack >= shape.M) continue;
+          const Pack<8> state = load<8>(states + static_cast<int64_t>(row) * shape.M);
+          const Pack<8> from = load<8>(&gradient.at(row, pack));
+#pragma unroll
+          for (int j = 0; j < 8; ++j) end[j] += state.at[j] * from.at[j];
+        }
+      }
+      if (slab + kSlab >= width) break;
+      writes.at.group_barrier();
+      load_slab(slab + kSlab);
+      wait_copies<0>();
+      writes.at.group_barrier();
     }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) tile.ends[threadIdx.x * 8 + i] = end[i];
+    __syncwarp();
+    writes.add_end(u, tile.rest + (threadIdx.x / 32) * M);
 
-    // ds += [a_jt e^{L_t - L_j} y_t, t >= j],   dX = f G^T + W Read
+    // u += [a_jt e^{L_t - L_j} y_t, t >= j],   dX = f G^T + W Read
     Operand<2> w[2];
-    {
-      Scores W;
-      writes.write(u, W, a, values ? tile.p : tile.dz);
-      round_to<T>(w, W);
-    }
+    writes.write(u, w, a, y_tile);
     for (int col = 0; col < width; col += kSlab) {
       if (!sole) {
-        __syncthreads();
-        load_slab(values, col);
-        commit_copies();
+        writes.at.group_barrier();
+        load_slab(col);
         wait_copies<0>();
-        __syncthreads();
+        writes.at.group_barrier();
       }
       Sums<8> dx;
       fill(dx, 0.f);
-      if (first) add_product_transposed<T>(dx, writes.end, gradient);
-      add_later_scored<T>(dx, w, read_tile, warp);
+      add_scored<Side::later, T>(dx, w, read_tile, warp);
+#pragma unroll 2
+      for (int m = 0; m < M; m += 16) {
+        uint32_t weights[4];
+        load_block(weights, tile.end, kRows * warp, m);
+        add_product_transposed<T>(dx, weights, gradient, 0, m);
+      }
+      __syncwarp();
       store_rows_of<T>(dx, x_tile, warp, values ? p.dv : p.dk, piece, query_head, col, width);
     }
   }
-  writes.finish(u);
+
+  // The groups' parts of ds are added.
+  const SharedTile<float, kChunk, M> ds{reinterpret_cast<float*>(tile.dz.data)};  // and p
+  const SharedTile<float, kChunk, M> own{
+      reinterpret_cast<float*>(tile.gk.data)};  // and gv: dg beyond the sums
+  static_assert(SharedTile<float, kChunk, M>::kBytes == 2 * SharedTile<T, kChunk, M>::kBytes);
+  const auto each_pair = [&](const auto& f) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float2& pair =
+            *reinterpret_cast<float2*>(&ds.at(kRows * warp + lane_row() + 8 * i, 8 * n + lane_col()));
+        f(pair, float2{u.at[n][2 * i], u.at[n][2 * i + 1]});
+      }
+    }
+  };
+  __syncthreads();
+  if (!values) each_pair([](float2& sum, float2 part) { sum = part; });
+  __syncthreads();
+  if (values) each_pair([](float2& sum, float2 part) { sum = {sum.x + part.x, sum.y + part.y}; });
+  __syncthreads();
 
   // ds, and c = z dz + p dp - s ds in place of g.
   const float* g = chunk_rows<float>(p.g, piece, head);
-  const SharedTile<float, kChunk, M> own{reinterpret_cast<float*>(tile.dz.data)};  // and of p
-  static_assert(SharedTile<float, kChunk, M>::kBytes <= 2 * SharedTile<T, kChunk, M>::kBytes);
-  __syncthreads();
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kChunk * M / 4; i += kColumnThreads) {
+    const int row = i / (M / 4), col = i % (M / 4) * 4;
+    auto& c = *reinterpret_cast<Pack<4>*>(&tile.g.at(row, col));
+    auto& beyond = *reinterpret_cast<Pack<4>*>(&own.at(row, col));
+    beyond = zeros<4>();
+    if (row >= piece.length || col >= shape.M) {
+      c = zeros<4>();
+      continue;
+    }
+    Pack<4> x = load<4>(&ds.at(row, col));
+    if (writes.factored) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
+      for (int j = 0; j < 4; ++j) x.at[j] = __fdividef(x.at[j], c.at[j]);  // of e^{-X}
+    }
+    const Pack<4> s = load<4>(&tile.s.at(row, col));
+    c = load<4>(w_rows + row * p.w.stride[1] + col);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-      const float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]}, s = writes.at.weight(i, n);
-      float2 c = {0.f, 0.f}, through_s = {0.f, 0.f};
-      if (row < piece.length && col < shape.M) {
-        c = *reinterpret_cast<const float2*>(w_rows + row * p.w.stride[1] + col);
-        c.x -= s.x * ds.x, c.y -= s.y * ds.y;
-        if (p.s.data == nullptr) {  // s = 1 - e^g
-          const float2 gate = *reinterpret_cast<const float2*>(g + row * p.g.stride[1] + col);
-          through_s = {-exp2_fast(kLog2E * gate.x) * ds.x, -exp2_fast(kLog2E * gate.y) * ds.y};
-        }
-      }
-      *reinterpret_cast<float2*>(&tile.g.at(row, col)) = c;
-      *reinterpret_cast<float2*>(&own.at(row, col)) = through_s;
+    for (int j = 0; j < 4; ++j) c.at[j] -= s.at[j] * x.at[j];
+    if (p.s.data == nullptr) {  // s = 1 - e^g
+      const Pack<4> gate = load<4>(g + row * p.g.stride[1] + col);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) beyond.at[j] = -exp2_fast(kLog2E * gate.at[j]) * x.at[j];
+    } else if (p.ds.dtype == DType::f32) {
+      store<4>(chunk_rows<float>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
+    } else {
+      store<4>(chunk_rows<T>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
     }
   }
-  if (p.s.data != nullptr) {
-#pragma unroll
-    for (int m = 0; m < M; m += kSlab) {
-      Sums<8> part;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) part.at[n][i] = u.at[m / 8 + n][i];
-      }
-      if (m < shape.M) store_rows_of<T>(part, tile.q, warp, p.ds, piece, query_head, m, shape.M);
-    }
-  }
-
-  // E, column by column: sums in the order of threads and of rows.
-  float* parts = tile.scratch;  // [threads, 8] floats
-#pragma unroll
-  for (int i = 0; i < 8; ++i) parts[threadIdx.x * 8 + i] = end[i];
-  __syncthreads();
-  for (int m = threadIdx.x; m < M; m += kGsaThreads) {
+  // E
+  for (int m = threadIdx.x; m < M; m += kColumnThreads) {
     float sum = 0.f;
-    for (int row = 0; row < kGsaThreads / kPacks; ++row) sum += parts[(row * kPacks + m / 8) * 8 + m % 8];
-    tile.end[m] = sum * tile.decay[m];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float left = sum_over_col(rest[n].x), right = sum_over_col(rest[n].y);
-    if (lane_row() == 0) {
-      tile.totals[warp * M + 8 * n + lane_col()] = left;
-      tile.totals[warp * M + 8 * n + lane_col() + 1] = right;
+#pragma unroll 8
+    for (int row = 0; row < kColumnThreads / kPacks; ++row)
+      sum += tile.ends[(row * kPacks + m / 8) * 8 + m % 8];
+    if (writes.factored) {
+      sum *= tile.decay[m];
+    } else {
+      float log = 0.f;
+      for (int b = 0; b < 4; ++b) log += tile.totals[b * M + m];
+      sum *= exp2_fast(log);
     }
+    if (!first) sum = 0.f;
+    for (int i = 0; first && i < 8; ++i) sum += tile.rest[i * M + m];
+    tile.last[m] = sum;
   }
   __syncthreads();
 
   // dg: sums from the last row up, a thread a column and a share of the rows; the shares below are added
   // first.
-  constexpr int kShares = kGsaThreads / M, kShare = kChunk / kShares;
-  const int m = threadIdx.x % M, share = threadIdx.x / M;
-  float* dg = chunk_rows<float>(p.dg, piece, query_head);
-  float sum = tile.end[m];
-#pragma unroll
-  for (int b = 0; b < 4; ++b) sum += tile.totals[b * M + m];
-  for (int row = kChunk - 1; row >= (share + 1) * kShare; --row) sum += tile.g.at(row, m);
-  for (int row = (share + 1) * kShare - 1; row >= share * kShare; --row) {
+  constexpr int kShare = kChunk * M / kColumnThreads;
+  const int m = threadIdx.x % M, start = threadIdx.x / M * kShare;
+  float* dg = chunk_rows<float>(p.dg, piece, query_head) + m;
+  float sum = tile.last[m];
+#pragma unroll 8
+  for (int row = kChunk - 1; row >= start + kShare; --row) sum += tile.g.at(row, m);
+#pragma unroll 8
+  for (int row = start + kShare - 1; row >= start; --row) {
     sum += tile.g.at(row, m);
-    if (row < piece.length && m < shape.M) dg[row * p.dg.stride[1] + m] = sum + own.at(row, m);
+    if (row < piece.length && m < shape.M) dg[row * p.dg.stride[1]] = sum + own.at(row, m);
   }
 }
 
@@ -269,7 +274,7 @@ cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
     return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
-  gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
+  gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kColumnThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -12,6 +12,8 @@
 // the block of their own pair by pair: no exponent is above 0.
 #pragma once
 
+#include <type_traits>
+
 #include "gsa/gsa.h"
 #include "tile/gates.h"
 #include "tile/pack.h"
@@ -64,43 +66,51 @@ __device__ inline void zero(Scores& a) {
   fill(a.half[1], 0.f);
 }
 
-// a += x y^T, columns after the warp's rows left out by halves.
-template <typename T, int K, class Tile>
-__device__ inline void add_scores(Scores& a, const Operand<K>& x, const Tile& y, int warp) {
+// Which scores stay: those of earlier columns (and the row's own), or of later ones.
+enum class Side { earlier, later };
+
+template <Side side>
+__device__ inline bool has_half(int h, int warp) {
+  return side == Side::earlier ? h == 0 || warp >= 2 : h == 1 || warp < 2;
+}
+
+// a += x y^T, columns col..col+15 of both; halves without a score left out.
+template <Side side, typename T, class Tile>
+__device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile& y, int col, int warp) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (h == 0 || warp >= 2) add_product_transposed<T>(a.half[h], x, y, 32 * h);
+    if (has_half<side>(h, warp)) add_product_transposed<T>(a.half[h], x, y, 32 * h, col);
   }
 }
 
-// Zero where column > row.
-__device__ inline void mask_causal(Scores& a, int warp) {
-  const int row = 16 * warp + lane_row();
+// Rounded, and zero on the other side of the diagonal; halves that are all zero are not touched.
+template <Side side, typename T>
+__device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if (!has_half<side>(h, warp)) continue;
+    round_to<T>(to[h], a.half[h]);
+    if (h != warp >> 1) continue;
+    // Of the half's two blocks of 16 columns one is the diagonal's.
+    const bool second = warp & 1;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (32 * h + 8 * n + lane_col() + (i & 1) > row + (i >> 1) * 8) a.half[h].at[n][i] = 0.f;
-      }
+    for (int x = 0; x < 4; ++x) {
+      const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
+      const auto stays = [&](int c) { return side == Side::earlier ? c <= row : c >= row; };
+      const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
+      to[h].at[0][x] &= second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
+      to[h].at[1][x] &= second ? diagonal : (side == Side::earlier ? 0u : ~0u);
     }
   }
 }
 
-// sums += a y, masked or absent columns of a left out.
-template <typename T, int N, class Tile>
+// sums += a y
+template <Side side, typename T, int N, class Tile>
 __device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (h == 0 || warp >= 2) add_product<T>(sums, a[h], y, 32 * h);
+    if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h);
   }
-}
-
-template <typename T>
-__device__ inline void round_to(Operand<2> (&to)[2], const Scores& a) {
-  round_to<T>(to[0], a.half[0]);
-  round_to<T>(to[1], a.half[1]);
 }
 
 // The 16 columns of block `block` of the scores.
@@ -148,97 +158,122 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& fa
   }
 }
 
-// A warp's view of its chunk's gates in shared memory, sums of log2 e^g slot by slot.
+// Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
+// called with e^{X} of all rows and of columns col and the next. By all `Warps` warps, each with columns of
+// its own, after g has arrived; true if factors serve, else nothing is written. The results are seen after
+// the next barrier.
+template <typename T, int Warps, int M, class Weigh>
+__device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
+  constexpr int kTiles = M / 8 / Warps;  // of 8 columns, a warp's
+  constexpr int kBlocks = kChunk / kRows;
+  const int first = static_cast<int>(threadIdx.x) / 32 * kTiles * 8;
+  uint32_t triangle[4], square[4];
+  ones(triangle, Sum::after);
+  ones(square, Sum::all);
+  Sums<kBlocks> after[kTiles];  // from the last 16 rows to the first
+  Sums<1> total[kTiles];
+  bool small = true;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    fill(total[t], 0.f);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      GateParts<1> gates;
+      load(gates, g, kRows * (kBlocks - 1 - b), first + 8 * t);
+      Sums<1> sums = total[t];
+      add_gates(sums, triangle, gates);
+      add_gates(total[t], square, gates);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) after[t].at[b][i] = kLog2E * sums.at[0][i];
+    }
+    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -factored_limit<T>();
+  }
+  if (!__syncthreads_and(small)) return false;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const int col = first + 8 * t + lane_col();
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = kRows * (kBlocks - 1 - b) + lane_row() + 8 * i;
+        const float left = after[t].at[b][2 * i], right = after[t].at[b][2 * i + 1];
+        weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
+        *reinterpret_cast<float2*>(&g.at(row, col)) = {exp2_fast(-left), exp2_fast(-right)};
+      }
+    }
+    if (lane_row() == 0) {
+      *reinterpret_cast<float2*>(decay + col) = {exp2_fast(kLog2E * total[t].at[0][0]),
+                                                 exp2_fast(kLog2E * total[t].at[0][1])};
+    }
+  }
+  return true;
+}
+
+// A warp's view of its chunk's gates in shared memory.
 template <int M>
 struct Gates {
   static constexpr int N = M / 8;
-  SharedTile<float, kChunk, M>
-      g;          // where factors do not serve, after split(): the sums through each row of its 16
-  float* totals;  // [4, M]: sums of each 16 rows
-  float* decay;   // [M]: e^{L_C}
-  int warp;
+  // e^{-X} where factors serve; else, after split(), the sums of log2 e^g through each row of its 16.
+  SharedTile<float, kChunk, M> g;
+  float* decay;   // [M]: e^{L_C}, where factors serve
+  float* totals;  // [4, M]: sums of each 16 rows, elsewhere
+  int warp;       // of four
 
   __device__ int row() const { return kRows * warp; }
-  __device__ float2 total(int block, int n) const {
-    return *reinterpret_cast<const float2*>(totals + block * M + 8 * n + lane_col());
-  }
-  __device__ float2 block_decay(int block, int n) const {
-    const float2 sum = total(block, n);
-    return {exp2_fast(sum.x), exp2_fast(sum.y)};
+  // Row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next.
+  __device__ float2 factor(int i, int n) const {
+    return *reinterpret_cast<const float2*>(&g.at(row() + lane_row() + 8 * i, 8 * n + lane_col()));
   }
   __device__ float2 chunk_decay(int n) const {
     return *reinterpret_cast<const float2*>(decay + 8 * n + lane_col());
   }
-
-  // Sums within the warp's rows: after each, or through each.
-  __device__ void sum(Sums<N>& to, Sum which) const {
-    uint32_t triangle[4];
-    ones(triangle, which);
-    fill(to, 0.f);
-    add_gates(to, triangle, g, row());
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to.at[n][i] *= kLog2E;
-    }
-  }
-
-  // By the whole block, after g has arrived: X of the warp's rows, and whether factors serve (the same answer
-  // in all warps). Has a barrier inside; decay is seen after the next.
-  template <typename T>
-  __device__ bool start(Sums<N>& after) const {
-    sum(after, Sum::after);
-    if (lane_row() == 0) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int col = 8 * n + lane_col();
-        const float2 first = *reinterpret_cast<const float2*>(&g.at(row(), col));
-        *reinterpret_cast<float2*>(totals + warp * M + col) = {after.at[n][0] + kLog2E * first.x,
-                                                               after.at[n][1] + kLog2E * first.y};
-      }
-    }
-    __syncthreads();
-    bool small = true;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      float2 all = {0.f, 0.f}, later = {0.f, 0.f};
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float2 of = total(b, n);
-        all.x += of.x, all.y += of.y;
-        later.x += b > warp ? of.x : 0.f, later.y += b > warp ? of.y : 0.f;
-      }
-      small = small && fminf(all.x, all.y) > -factored_limit<T>();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) after.at[n][i] += i & 1 ? later.y : later.x;
-      if (n % 4 == warp && lane_row() == 0) {
-        *reinterpret_cast<float2*>(decay + 8 * n + lane_col()) = {exp2_fast(all.x), exp2_fast(all.y)};
-      }
-    }
-    return __all_sync(~0u, small);
-  }
-
-  // Where factors do not serve: the sums through each row take g's place in the warp's rows.
-  __device__ __noinline__ static void split(const Gates gates) {
-    Sums<N> through;
-    gates.sum(through, Sum::through);
-    __syncwarp();
+  // sums *= e^{-X}
+  __device__ void multiply(Sums<N>& sums) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<float2*>(&gates.g.at(gates.row() + lane_row() + 8 * i, 8 * n + lane_col())) = {
-            through.at[n][2 * i], through.at[n][2 * i + 1]};
+        const float2 r = factor(i, n);
+        sums.at[n][2 * i] *= r.x, sums.at[n][2 * i + 1] *= r.y;
+      }
+    }
+  }
+
+  // The rest is for chunks where factors do not serve.
+
+  // By four warps, each its rows; all warps of the block pass the barriers around it.
+  __device__ void split() const {
+    uint32_t triangle[4];
+    ones(triangle, Sum::through);
+    Sums<N> through;
+    fill(through, 0.f);
+    add_gates(through, triangle, g, row());
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int col = 8 * n + lane_col();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float2*>(&g.at(row() + lane_row() + 8 * i, col)) = {
+            kLog2E * through.at[n][2 * i], kLog2E * through.at[n][2 * i + 1]};
+      }
+      if (lane_row() == 7) {
+        *reinterpret_cast<float2*>(totals + warp * M + col) = {kLog2E * through.at[n][2],
+                                                               kLog2E * through.at[n][3]};
       }
     }
     __syncwarp();
   }
 
-  // After split(), of row j of the warp's 16.
+  __device__ float2 block_decay(int block, int n) const {
+    const float2 sum = *reinterpret_cast<const float2*>(totals + block * M + 8 * n + lane_col());
+    return {exp2_fast(sum.x), exp2_fast(sum.y)};
+  }
+  // Of row j of the warp's 16.
   __device__ float2 through(int j, int n) const {
     return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
   }
-  // e^{sum through each row}, and e^{sum after it}.
   __device__ void through(Sums<N>& to) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -249,6 +284,7 @@ struct Gates {
       }
     }
   }
+  // e^{sum through each row}, and e^{sum after it}, within the 16.
   __device__ void decay_through(Sums<N>& to) const {
     through(to);
 #pragma unroll
@@ -321,60 +357,55 @@ __device__ inline void set_block(Scores& a, const Sums<2>& from, int block) {
   }
 }
 
-// Row i of the warp's 16 against row j, slot by slot: x_i e^{l_i - l_j}, masked by min (row j later than i).
+// Row i of the warp's 16 against row j, slot by slot: e^{l_i - l_j}, 1 where j is the later row (masked
+// elsewhere).
 __device__ inline float decay_between(float later, float earlier) {
   return exp2_fast(fminf(later - earlier, 0.f));
 }
 
-// The reads of a warp's rows. All members are called by the whole block.
+// The reads of a warp's rows.
 template <typename T, int M>
 struct RowReads {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
 
-  // What the reads by blocks need, all in shared memory. s: the weights times e^{sum of g after the row}, in
-  // the chunk or within its 16. raw: room for the weights as they are, taken once the products with the state
-  // are done.
+  // What they need, all in shared memory.
   struct Shared {
     Gates<M> gates;
-    Tile s, raw;
+    Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
+    Tile raw;  // the weights as they are, where factors do not serve
     Scratch scratch;
   };
   Shared at;
   bool factored;
-  Sums<N> r;  // e^{-X}, where factors serve
 
-  // After g and s have arrived. Ends in a barrier.
+  // By all warps of the block, after g and s have arrived. Ends in a barrier.
+  template <int Warps>
   __device__ void start() {
-    factored = at.gates.template start<T>(r);
-    if (factored) {
-      Sums<N> after;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          after.at[n][i] = exp2_fast(r.at[n][i]);
-          r.at[n][i] = exp2_fast(-r.at[n][i]);
-        }
-      }
-      scale_rows<T>(at.s, at.gates.row(), after);
-    }
+    const Tile s = at.s;
+    factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
+      auto* pair = reinterpret_cast<uint32_t*>(&s.at(row, col));
+      const float2 old = unpaired<T>(*pair);
+      *pair = pair_of<T>(old.x * weight.x, old.y * weight.y);
+    });
     __syncthreads();
   }
 
-  // Where factors do not serve, once, before the first read. Ends in a barrier.
+  // Where factors do not serve, once, before the first read and when raw is free. By all warps; `works` are
+  // the four that do it. Ends in a barrier.
   template <int Threads>
-  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots) {
+  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots,
+                        bool works = true) {
     if (factored) return;
     __syncthreads();
     load_weights<Threads>(at.raw, weights, g, piece, head, slots);
     commit_copies();
-    split_by_blocks(at);
+    if (works) split_by_blocks(at);
     wait_copies<0>();
     __syncthreads();
   }
 
-  // y, so far x H, becomes the value read. a: causal scores.
+  // y, so far x H, becomes the value read. a: the scores.
   __device__ void value_read(Sums<N>& y, const Scores& a) const {
     if (!factored) {
       Sums<N> copy = y;
@@ -385,42 +416,38 @@ struct RowReads {
     }
     scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
     Operand<2> scores[2];
-    round_to<T>(scores, a);
-    add_scored<T>(y, scores, at.s, at.gates.warp);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y.at[n][i] *= r.at[n][i];
-    }
+    round_scores<Side::earlier, T>(scores, a, at.gates.warp);
+    add_scored<Side::earlier, T>(y, scores, at.s, at.gates.warp);
+    at.gates.multiply(y);
   }
 
-  // p becomes f; W, causal.
-  __device__ void key_read(Sums<N>& p, Scores& W) const {
+  // p becomes f; W, rounded.
+  __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
+    Scores W;
     if (!factored) {
       Sums<N> copy = p;
       Scores scores;
       key_read_by_blocks(at, copy, scores);
       p = copy;
       W = scores;
-      return;
-    }
-    zero(W);
+    } else {
+      zero(W);
+      at.gates.multiply(p);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p.at[n][i] *= r.at[n][i];
+      for (int k = 0; k < N / 2; ++k) {
+        Operand<1> x;
+        round_to<T>(x, p, 2 * k);
+        add_scores<Side::earlier, T>(W, x.at[0], at.s, 16 * k, at.gates.warp);
+      }
+      scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
     }
-    Operand<N / 2> x;
-    round_to<T>(x, p);
-    add_scores<T>(W, x, at.s, at.gates.warp);
-    scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
-    mask_causal(W, at.gates.warp);
+    round_scores<Side::earlier, T>(w, W, at.gates.warp);
   }
 
  private:
   // Rarely run, and large: calls of their own, lest they take registers from the rest.
   __device__ __noinline__ static void split_by_blocks(const Shared at) {
-    Gates<M>::split(at.gates);
+    at.gates.split();
     Sums<N> after;
     at.gates.decay_after(after);
     scale_rows<T>(at.s, at.gates.row(), after);
@@ -449,7 +476,9 @@ struct RowReads {
     }
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
-      const float2 score = at.scratch.column(j);
+      float2 score = at.scratch.column(j);
+      if (j > lane_row()) score.x = 0.f;
+      if (j > lane_row() + 8) score.y = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
@@ -502,7 +531,6 @@ struct RowReads {
       set_block(W, block, b);
       scale_columns(p, [&](int n) { return gates.block_decay(b, n); });
     }
-    mask_causal(W, gates.warp);
   }
 };
 

@@ -12,26 +12,38 @@ template <int N>
 __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, float2& divisor) {
   divisor = {1.f, 1.f};
   if (feature == Feature::softmax) {
-    scale *= kLog2E;
+    if (scale < 0.f) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x.at[n][i] = -x.at[n][i];
+      }
+    }
+    const float factor = fmaxf(kLog2E * fabsf(scale), 1e-30f);  // never 0: times -inf it is -inf
+    if (slots < 8 * N) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (8 * n + lane_col() + (i & 1) >= slots) x.at[n][i] = -INFINITY;
+        }
+      }
+    }
     float above = -INFINITY, below = -INFINITY;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& value = x.at[n][i];
-        value = 8 * n + lane_col() + (i & 1) < slots ? value * scale : -INFINITY;
-        (i < 2 ? above : below) = fmaxf(i < 2 ? above : below, value);
-      }
+      above = fmaxf(above, fmaxf(x.at[n][0], x.at[n][1]));
+      below = fmaxf(below, fmaxf(x.at[n][2], x.at[n][3]));
     }
-    above = max_over_row(above);
-    below = max_over_row(below);
+    above = factor * max_over_row(above);
+    below = factor * max_over_row(below);
     float2 sum = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& value = x.at[n][i];
-        value = exp2_fast(value - (i < 2 ? above : below));
+        value = exp2_fast(fmaf(value, factor, -(i < 2 ? above : below)));
         (i < 2 ? sum.x : sum.y) += value;
       }
     }
@@ -61,66 +73,77 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
 template <int N, class Write>
 __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, Feature feature, float scale, int slots,
                                      const Write& write) {
-  float2 shift = {0.f, 0.f}, delta = {0.f, 0.f};  // softmax: log2 of the divisor, sum of p dp
-  if (feature == Feature::softmax) {
-    float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f};
-    const auto exists = [&](int n, int i) { return 8 * n + lane_col() + (i & 1) < slots; };
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        z.at[n][i] *= scale;
-        if (exists(n, i)) (i < 2 ? top.x : top.y) = fmaxf(i < 2 ? top.x : top.y, z.at[n][i]);
-      }
-    }
-    top = {kLog2E * max_over_row(top.x), kLog2E * max_over_row(top.y)};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (!exists(n, i)) continue;
-        const float p = exp2_fast(kLog2E * z.at[n][i] - (i < 2 ? top.x : top.y));
-        (i < 2 ? sum.x : sum.y) += p;
-        (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
-      }
-    }
-    sum = {sum_over_row(sum.x), sum_over_row(sum.y)};
-    delta = {sum_over_row(delta.x) / sum.x, sum_over_row(delta.y) / sum.y};
-    shift = {top.x + __log2f(sum.x), top.y + __log2f(sum.y)};
-  } else {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) z.at[n][i] *= scale;
-    }
-  }
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    float w[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = z.at[n][i], given = dp.at[n][i];
-      float p = x, dz = given;
-      if (feature == Feature::softmax) {
-        p = 8 * n + lane_col() + (i & 1) < slots ? exp2_fast(kLog2E * x - (i < 2 ? shift.x : shift.y)) : 0.f;
-        dz = p * (given - (i < 2 ? delta.x : delta.y));
-      } else if (feature == Feature::silu) {
-        const float sigmoid = 1.f / (1.f + exp2_fast(-kLog2E * x));
-        p = x * sigmoid;
-        dz = given * sigmoid * (1.f + x * (1.f - sigmoid));
-      } else if (feature == Feature::relu) {
-        p = fmaxf(x, 0.f);
-        dz = x > 0.f ? given : 0.f;
-      } else if (feature == Feature::relu2) {
-        p = fmaxf(x, 0.f) * fmaxf(x, 0.f);
-        dz = 2.f * fmaxf(x, 0.f) * given;
+    for (int i = 0; i < 4; ++i) z.at[n][i] *= scale;
+  }
+  // z, dp of one element -> p, dL/dz
+  const auto each = [&](const auto& f) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = z.at[n][i], given = dp.at[n][i];
+        const float2 result = f(x, given, i);
+        w[i] = x * result.y + result.x * given;
+        z.at[n][i] = result.x;
+        dp.at[n][i] = scale * result.y;
       }
-      w[i] = x * dz + p * given;
-      z.at[n][i] = p;
-      dp.at[n][i] = scale * dz;
+      write(n, 0, w[0], w[1]);
+      write(n, 1, w[2], w[3]);
     }
-    write(n, 0, w[0], w[1]);
-    write(n, 1, w[2], w[3]);
+  };
+  switch (feature) {
+    case Feature::softmax: {
+      if (slots < 8 * N) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (8 * n + lane_col() + (i & 1) >= slots) z.at[n][i] = -1e30f;  // p = 0, and 0 z = 0
+          }
+        }
+      }
+      float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f}, delta = {0.f, 0.f};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        top.x = fmaxf(top.x, fmaxf(z.at[n][0], z.at[n][1]));
+        top.y = fmaxf(top.y, fmaxf(z.at[n][2], z.at[n][3]));
+      }
+      top = {kLog2E * max_over_row(top.x), kLog2E * max_over_row(top.y)};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? top.x : top.y)));
+          (i < 2 ? sum.x : sum.y) += p;
+          (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
+        }
+      }
+      sum = {sum_over_row(sum.x), sum_over_row(sum.y)};
+      delta = {sum_over_row(delta.x) / sum.x, sum_over_row(delta.y) / sum.y};
+      const float2 shift = {top.x + __log2f(sum.x), top.y + __log2f(sum.y)};
+      return each([&](float x, float given, int i) -> float2 {
+        const float p = exp2_fast(fmaf(kLog2E, x, -(i < 2 ? shift.x : shift.y)));
+        return {p, p * (given - (i < 2 ? delta.x : delta.y))};
+      });
+    }
+    case Feature::none:
+      return each([](float x, float given, int) -> float2 { return {x, given}; });
+    case Feature::silu:
+      return each([](float x, float given, int) -> float2 {
+        const float sigmoid = 1.f / (1.f + exp2_fast(-kLog2E * x));
+        return {x * sigmoid, given * sigmoid * (1.f + x * (1.f - sigmoid))};
+      });
+    case Feature::relu:
+      return each([](float x, float given, int) -> float2 { return {fmaxf(x, 0.f), x > 0.f ? given : 0.f}; });
+    case Feature::relu2:
+      return each([](float x, float given, int) -> float2 {
+        const float positive = fmaxf(x, 0.f);
+        return {positive * positive, 2.f * positive * given};
+      });
   }
 }
 

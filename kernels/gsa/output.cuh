@@ -14,13 +14,13 @@ struct GsaOutputTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v;
-  float *totals, *decay, *scratch;
+  float *totals, *decay;
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
-                                3 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + 4 * kRows * kRows * 4;
+                                3 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4;
 
   __device__ explicit GsaOutputTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M)(scratch, 4 * kRows * kRows);
+    Layout(shared)(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M);
   }
 };
 
@@ -68,9 +68,9 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   wait_copies<2>();
   __syncthreads();
   RowReads<T, M> reads;
-  reads.at = {
-      {tile.g, tile.totals, tile.decay, warp}, tile.s, tile.hk, {tile.scratch + warp * kRows * kRows}};
-  reads.start();
+  // Each warp's scratch is its rows of q, which it has read by then.
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hk, {rows_of(tile.q, warp)}};
+  reads.template start<4>();
 
   // a = Q K^T,  logits = Q Hk
   Scores a;
@@ -80,17 +80,19 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   wait_copies<1>();
   __syncthreads();
   for (int d = 0;; d += kSlab) {
-    Operand<4> q;
-    load(q, tile.q, kRows * warp);
-    add_scores<T>(a, q, tile.k, warp);
-    add_product<T>(logits, q, tile.hk);
+#pragma unroll 2
+    for (int col = 0; col < kSlab; col += 16) {
+      uint32_t q[4];
+      load_block(q, tile.q, kRows * warp, col);
+      add_scores<Side::earlier, T>(a, q, tile.k, col, warp);
+      add_product<T>(logits, q, tile.hk, col);
+    }
     if (d + kSlab >= shape.D) break;
     __syncthreads();
     load_keys(d + kSlab);
     wait_copies<0>();
     __syncthreads();
   }
-  mask_causal(a, warp);
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
   reads.template split<kGsaThreads>(p.s, p.g, piece, head, shape.M);
@@ -103,19 +105,15 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   // O = (p e^L) Hv + [p_i . e^{L_i - L_j} s_j, j <= i] V
   Operand<M / 8 / 2> f;
   Operand<2> w[2];
-  {
-    Scores W;
-    reads.key_read(logits, W);
-    round_to<T>(f, logits);
-    round_to<T>(w, W);
-  }
+  reads.key_read(logits, w);
+  round_to<T>(f, logits);
   wait_copies<0>();
   __syncthreads();
   for (int v = 0;; v += kSlab) {
     Sums<8> o;
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.hv);
-    add_scored<T>(o, w, tile.v, warp);
+    add_scored<Side::earlier, T>(o, w, tile.v, warp);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll

@@ -11,107 +11,67 @@
 
 namespace girih::kernels {
 
-// Scores of a warp's rows against the rows of the chunk from them on: the first half is all masked for the
-// last two warps.
-__device__ inline bool later_half(int h, int warp) { return h == 1 || warp < 2; }
-
-template <typename T, int K, class Tile>
-__device__ inline void add_later_scores(Scores& a, const Operand<K>& x, const Tile& y, int warp) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (later_half(h, warp)) add_product_transposed<T>(a.half[h], x, y, 32 * h);
-  }
-}
-
-// Zero where column < row.
-__device__ inline void mask_later(Scores& a, int warp) {
-  const int row = 16 * warp + lane_row();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (32 * h + 8 * n + lane_col() + (i & 1) < row + (i >> 1) * 8) a.half[h].at[n][i] = 0.f;
-      }
-    }
-  }
-}
-
-template <typename T, int N, class Tile>
-__device__ inline void add_later_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (later_half(h, warp)) add_product<T>(sums, a[h], y, 32 * h);
-  }
-}
-
-// The gradients that a warp's rows get. All members are called by the whole block.
+// The gradients that a warp's rows get, in a block of several groups of four warps: all have the same gates.
 template <typename T, int M>
 struct RowWrites {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
 
+  // What they need, all in shared memory.
   struct Shared {
     Gates<M> gates;
-    Tile s;  // the weights as they are
+    Tile s;    // the weights as they are
+    Tile end;  // s e^{L_C - L_j}
     Scratch scratch;
+    int group;  // its number, and its barrier's but for one
 
     __device__ float2 weight(int i, int n) const {
       return pair_at<T>(s, gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
     }
+    __device__ void group_barrier() const { barrier_wait(1 + group, 4 * 32); }
   };
   Shared at;
   bool factored;
-  Sums<N> r;           // e^{-X}, where factors serve
-  Operand<N / 2> end;  // s e^{L_C - L_j}
 
-  // After g and s have arrived.
+  // By all warps of the block, after g and s have arrived. Ends in a barrier.
+  template <int Warps>
   __device__ void start() {
-    factored = at.gates.template start<T>(r);
-    Sums<N> weights;
+    const Tile s = at.s, end = at.end;
+    factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
+      const float2 raw = pair_at<T>(s, row, col);
+      *reinterpret_cast<uint32_t*>(&end.at(row, col)) = pair_of<T>(raw.x * weight.x, raw.y * weight.y);
+    });
     if (!factored) {
-      Sums<N> copy;
-      split_by_blocks(at, copy);
-      weights = copy;
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 w = at.weight(i, n);
-          weights.at[n][2 * i] = w.x * exp2_fast(r.at[n][2 * i]);
-          weights.at[n][2 * i + 1] = w.y * exp2_fast(r.at[n][2 * i + 1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r.at[n][i] = exp2_fast(-r.at[n][i]);
-      }
+      if (at.group == 0) at.gates.split();
+      __syncthreads();
+      if (at.group == 0) end_by_blocks(at);
     }
-    round_to<T>(end, weights);
+    __syncthreads();
   }
 
-  // u, before finish(), gets x = X G; rest the sum of s_j e^{L_C - L_j} x_j over the lane's rows.
-  __device__ void add_end(Sums<N>& u, float2 (&rest)[N], const Sums<N>& x) const {
+  // x, so far X G, is written: what it gives to the sum over the warp's rows of s_j e^{L_C - L_j} x_j goes to
+  // rest [M]. Where factors serve, the gradient of s is u times e^X; elsewhere it is u, and x takes on its
+  // decays.
+  __device__ void add_end(Sums<N>& x, float* rest) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 s = unpaired<T>(end.at[n / 2][2 * (n % 2) + i]);
-        rest[n].x += s.x * x.at[n][2 * i], rest[n].y += s.y * x.at[n][2 * i + 1];
-      }
+      const int row = at.gates.row() + lane_row(), col = 8 * n + lane_col();
+      const float2 above = pair_at<T>(at.end, row, col), below = pair_at<T>(at.end, row + 8, col);
+      const float left = sum_over_col(above.x * x.at[n][0] + below.x * x.at[n][2]);
+      const float right = sum_over_col(above.y * x.at[n][1] + below.y * x.at[n][3]);
+      if (lane_row() == 0) *reinterpret_cast<float2*>(rest + col) = {left, right};
     }
-    Sums<N> decayed = x;
-    if (!factored) decay_end_by_blocks(at, decayed);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) u.at[n][i] += decayed.at[n][i];
-    }
+    if (factored) return;
+    Sums<N> copy = x;
+    decay_end_by_blocks(at, copy);
+    x = copy;
   }
 
-  // u, before finish(), gets the chunk's own part of value_write; W is that of key_write. y's tile is scaled
-  // on the way. a: scores against later rows. Has barriers; ends without one.
-  __device__ void write(Sums<N>& u, Scores& W, const Scores& a, const Tile& y) const {
+  // u gets the chunk's own part of value_write; w is key_write's W, rounded. y's tile is scaled on the way.
+  // a: the scores. Has barriers of the group; ends without one.
+  __device__ void write(Sums<N>& u, Operand<2> (&w)[2], const Scores& a, const Tile& y) const {
+    const int warp = at.gates.warp;
+    Scores W;
     if (!factored) {
       Sums<N> copy = u;
       Scores written;
@@ -119,32 +79,38 @@ struct RowWrites {
       write_by_blocks(at, y, copy, written, scores);
       u = copy;
       W = written;
+      round_scores<Side::later, T>(w, W, warp);
       return;
     }
-    const int warp = at.gates.warp;
-    scale_rows<T>(y, at.gates.row(), r);
-    __syncthreads();
-    zero(W);
-    add_later_scores<T>(W, end, y, warp);
-    mask_later(W, warp);
-    Operand<2> scores[2];
-    round_to<T>(scores, a);
-    add_later_scored<T>(u, scores, y, warp);
-  }
-
-  __device__ void finish(Sums<N>& u) const {
-    if (!factored) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) u.at[n][i] = __fdividef(u.at[n][i], r.at[n][i]);
+      for (int i = 0; i < 2; ++i) {
+        const float2 r = at.gates.factor(i, n);
+        auto* pair =
+            reinterpret_cast<uint32_t*>(&y.at(at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col()));
+        const float2 old = unpaired<T>(*pair);
+        *pair = pair_of<T>(old.x * r.x, old.y * r.y);
+      }
     }
+    Operand<2> scores[2];
+    round_scores<Side::later, T>(scores, a, warp);
+    at.group_barrier();
+    add_scored<Side::later, T>(u, scores, y, warp);
+    zero(W);
+#pragma unroll 2
+    for (int m = 0; m < M; m += 16) {
+      uint32_t weights[4];
+      load_block(weights, at.end, at.gates.row(), m);
+      add_scores<Side::later, T>(W, weights, y, m, warp);
+    }
+    round_scores<Side::later, T>(w, W, warp);
   }
 
  private:
   // Rarely run, and large: calls of their own, lest they take registers from the rest.
-  __device__ __noinline__ static void split_by_blocks(const Shared at, Sums<N>& weights) {
-    Gates<M>::split(at.gates);
+  __device__ __noinline__ static void end_by_blocks(const Shared at) {
+    Sums<N> weights;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -154,6 +120,14 @@ struct RowWrites {
       }
     }
     decay_end_by_blocks(at, weights);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<uint32_t*>(&at.end.at(at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col())) =
+            pair_of<T>(weights.at[n][2 * i], weights.at[n][2 * i + 1]);
+      }
+    }
   }
 
   // x *= e^{L_C - L_j}
@@ -184,7 +158,9 @@ struct RowWrites {
     gates.through(through);
 #pragma unroll 1
     for (int t = 0; t < kRows; ++t) {
-      const float2 score = at.scratch.column(t);
+      float2 score = at.scratch.column(t);
+      if (t < lane_row()) score.x = 0.f;
+      if (t < lane_row() + 8) score.y = 0.f;
       __syncwarp();
       float above = 0.f, below = 0.f;
 #pragma unroll
@@ -204,10 +180,10 @@ struct RowWrites {
     }
     at.scratch.get(block);
     set_block(W, block, warp);
-    __syncthreads();
+    at.group_barrier();
     gates.decay_through(through);
     scale_rows<T>(y, gates.row(), through);
-    __syncthreads();
+    at.group_barrier();
     // The later blocks: W from the nearest, u from the last.
     Sums<N> after, x;
     gates.decay_after(after);
@@ -228,7 +204,6 @@ struct RowWrites {
       set_block(W, block, b);
       scale_columns(x, [&](int n) { return gates.block_decay(b, n); });
     }
-    mask_later(W, warp);
     fill(x, 0.f);
 #pragma unroll 1
     for (int b = 3; b > warp; --b) {

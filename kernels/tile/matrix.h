@@ -125,15 +125,15 @@ __device__ inline void load_transposed(Operand<K>& a, const Tile& tile, int row)
   for (int k = 0; k < K; ++k) load_block_transposed(a.at[k], tile, row, 16 * k);
 }
 
-// Sums rounded to T, as a left factor.
-template <typename T, int N>
-__device__ inline void round_to(Operand<N / 2>& a, const Sums<N>& sums) {
+// Columns 8n..8n+16K-1 of sums rounded to T, as a left factor.
+template <typename T, int K, int N>
+__device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
 #pragma unroll
-  for (int k = 0; k < N / 2; ++k) {
-    a.at[k][0] = pair_of<T>(sums.at[2 * k][0], sums.at[2 * k][1]);
-    a.at[k][1] = pair_of<T>(sums.at[2 * k][2], sums.at[2 * k][3]);
-    a.at[k][2] = pair_of<T>(sums.at[2 * k + 1][0], sums.at[2 * k + 1][1]);
-    a.at[k][3] = pair_of<T>(sums.at[2 * k + 1][2], sums.at[2 * k + 1][3]);
+  for (int k = 0; k < K; ++k) {
+    a.at[k][0] = pair_of<T>(sums.at[n + 2 * k][0], sums.at[n + 2 * k][1]);
+    a.at[k][1] = pair_of<T>(sums.at[n + 2 * k][2], sums.at[n + 2 * k][3]);
+    a.at[k][2] = pair_of<T>(sums.at[n + 2 * k + 1][0], sums.at[n + 2 * k + 1][1]);
+    a.at[k][3] = pair_of<T>(sums.at[n + 2 * k + 1][2], sums.at[n + 2 * k + 1][3]);
   }
 }
 
