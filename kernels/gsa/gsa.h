@@ -108,4 +108,22 @@ struct GsaColumns {
 
 cudaError_t gsa_columns(const GsaColumns& problem, cudaStream_t stream);
 
+// One token; any sizes, strides and types but fp64. The state is written in place.
+struct GsaStep {
+  int64_t sequences;
+  int heads, query_heads;
+  int D, V, M;
+  Feature feature;
+  float scale;
+  In<3> q, k, v;   // [N, HQ, D], [N, H, D], [N, H, V]
+  In<3> s;         // [N, H, M]: weights, absent: 1 - e^g; with z the logits of ABC
+  In<3> g;         // [N, H, M], absent with z
+  Out<4> state_k;  // [N, H, D, M] fp32
+  Out<4> state_v;  // [N, H, M, V] fp32
+  Out<3> z;        // [N, H, M] fp32, ABC only
+  Out<3> o;        // [N, HQ, V]
+};
+
+cudaError_t gsa_step(const GsaStep& problem, cudaStream_t stream);
+
 }  // namespace girih::kernels

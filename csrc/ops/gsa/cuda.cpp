@@ -1,4 +1,5 @@
 // gsa by its kernels: 16-bit elements, up to 128 slots. The ATen form serves the rest.
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "../chunks.h"
@@ -255,11 +256,43 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
           std::nullopt};
 }
 
+Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                 const OptionalTensor& g, const Tensor& state_k, const Tensor& state_v,
+                 const OptionalTensor& state_z, std::optional<double> scale, std::string_view feature) {
+  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, feature);
+  GIRIH_CHECK(q.size(1) == 1, "gsa_step takes one token: q must have T = 1 and has shape ", q.sizes());
+  if (q.scalar_type() == at::kDouble) {
+    static const auto op = find("gsa_step").typed<decltype(step_cuda)>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, s, g, state_k, state_v, state_z,
+                         scale, feature);
+  }
+  at::assert_no_internal_overlap(state_k);
+  at::assert_no_internal_overlap(state_v);
+  const c10::cuda::CUDAGuard device(q.device());
+  const auto token = [](const OptionalTensor& x) { return given(x) ? x->select(1, 0) : Tensor(); };
+  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
+  kernels::GsaStep p;
+  p.sequences = q.size(0);
+  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
+  p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3)),
+  p.M = static_cast<int>(state_k.size(3));
+  p.feature = feature_of(feature);
+  p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
+  p.q = input<3>(token(q)), p.k = input<3>(token(k)), p.v = input<3>(token(v));
+  p.s = input<3>(token(s)), p.g = input<3>(token(g));
+  p.state_k = output<4>(state_k), p.state_v = output<4>(state_v);
+  if (given(state_z)) p.z = output<3>(*state_z);
+  p.o = output<3>(o.select(1, 0));
+  check_launch("gsa_step", kernels::gsa_step(p, c10::cuda::getCurrentCUDAStream()));
+  return o;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("gsa_forward", &forward_cuda);
   m.impl("gsa_backward", &backward_cuda);
+  m.impl("gsa_step", &step_cuda);
 }
 
 }  // namespace girih::gsa
