@@ -1,9 +1,8 @@
 """Random inputs of a shape on the GPU, and the call of the operator on them."""
 
 import torch
-from cases import Inputs, arguments
 from girih import ops
-from shapes import DTYPE, IN_FP32
+from shapes import DTYPE, IN_FP32, cases
 
 
 def fill(kind, sizes, device):
@@ -37,7 +36,7 @@ def draw(shape, device="cuda"):
     position = None
     if shape.is_step and "position" in start:
         position = torch.zeros(sizes["N"], dtype=torch.int64, device=device)
-    return arguments(Inputs(case, data, leaves, position, resumed=shape.is_step))
+    return cases.arguments(cases.Inputs(case, data, leaves, position, resumed=shape.is_step))
 
 
 def call(shape):

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-from cases import Case, cat_attention, delta_product, gla, gsa, lattice, short_conv, trellis
+import cases
+from cases import cat_attention, delta_product, gla, gsa, lattice, short_conv, trellis
 
 DTYPE = torch.bfloat16
 IN_FP32 = {"gate", "step", "filter"}  # kinds of arguments
@@ -19,7 +20,7 @@ IN_FP32 = {"gate", "step", "filter"}  # kinds of arguments
 
 @dataclass(frozen=True)
 class Shape:
-    case: Case
+    case: cases.Case
     sizes: dict
     peers: tuple[str, ...] = ()
 
