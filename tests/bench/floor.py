@@ -1,7 +1,5 @@
 """The least a shape can take: bytes that must move at the card's copy rate, or products at its peak."""
 
-from shapes import SHAPES  # noqa: F401  (puts the tests' folder on the path)
-
 
 def size(x):
     """Bytes of a tensor, or of all in a tuple."""
