@@ -1,5 +1,6 @@
 # make train [MIXER=gsa] [SIZE=small] [CORPUS=path]     train a byte-level language model
 # make compare [MIXERS=...] [TASKS=...] [STEPS=...]     train many at equal size, one table
+# make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
 # make test                                             every test that this machine can run
 # make format / make check-format
 #
@@ -23,7 +24,7 @@ endif
 run := PYTHONPATH=python $(PYTHON)
 option = $(if $(call given,$(1)),--$(2) '$($(1))')
 
-.PHONY: environment build train compare test format check-format
+.PHONY: environment build gpu train compare bench test format check-format
 
 build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -33,6 +34,12 @@ train: build
 
 compare: build
 	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
+
+gpu: environment
+	@$(PYTHON) tests/bench/device.py
+
+bench: gpu build
+	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,PEER,peer) $(call option,FOLDER,folder)
 
 test: build
 	@build/tests/cpp/girih_tests

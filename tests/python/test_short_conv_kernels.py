@@ -3,6 +3,7 @@
 import pytest
 import torch
 from girih import ops
+from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -16,35 +17,6 @@ LAYOUTS = {
     "tokens inside": (4, (0, 2, 1)),
     "batch inside": (3, (2, 1, 0)),
 }
-
-
-class Padded:
-    """Views into larger buffers full of NaN."""
-
-    def __init__(self, layout, device="cuda"):
-        self.padding, self.order = LAYOUTS[layout]
-        self.device, self.views = device, []
-
-    def __call__(self, values):
-        if values is None:
-            return None
-        order = [d for d in self.order if d < values.dim()]
-        sizes = [values.shape[d] + 2 * self.padding for d in order]
-        buffer = torch.full(sizes, torch.nan, dtype=values.dtype, device=self.device)
-        inner = buffer[tuple(slice(self.padding, self.padding + values.shape[d]) for d in order)]
-        view = inner.permute([order.index(d) for d in range(values.dim())])
-        view.copy_(values)
-        self.views.append((buffer, inner, view, values.to(self.device)))
-        return view
-
-    def assert_untouched(self, written=()):
-        for buffer, inner, view, values in self.views:
-            outside = torch.ones_like(buffer, dtype=torch.bool)
-            start = [self.padding] * buffer.dim()
-            outside[tuple(slice(s, s + n) for s, n in zip(start, inner.shape, strict=True))] = False
-            assert buffer[outside].isnan().all()
-            if not any(view is x for x in written):
-                assert torch.equal(view, values)
 
 
 def draw(B, T, channels, W, *, dtype, weight_dtype=torch.float32, bias=True, sequences=None, seed=0):
@@ -101,7 +73,7 @@ def assert_as_right_as_aten(found, inputs, **options):
 def test_every_length_and_width(T, W):
     dtype = DTYPES[(T + W) % 3]
     inputs = draw(2, T, 36, W, dtype=dtype, bias=W % 2 == 0, seed=T)
-    pad = Padded("packs")
+    pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), activation="silu" if T % 2 else None)
     assert_as_right_as_aten(found, inputs, activation="silu" if T % 2 else None)
     pad.assert_untouched()
@@ -112,7 +84,7 @@ def test_every_length_and_width(T, W):
 @pytest.mark.parametrize("channels", [1, 3, 4, 127, 128, 132])
 def test_every_layout_and_dtype(layout, dtype, channels):
     inputs = draw(3, 37, channels, 4, dtype=dtype)
-    pad = Padded(layout)
+    pad = Padded(*LAYOUTS[layout])
     assert_as_right_as_aten(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
@@ -146,7 +118,7 @@ def test_expanded_gradients():
 def test_packed_sequences(bounds, index, layout):
     inputs = draw(1, 70, 8, 4, dtype=torch.float32, sequences=len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds, dtype=index)
-    pad = Padded(layout)
+    pad = Padded(*LAYOUTS[layout])
     found = run(*map(pad, inputs), cu_seqlens=cu_seqlens.cuda())
     assert_as_right_as_aten(found, inputs, cu_seqlens=cu_seqlens)
     pad.assert_untouched()
@@ -157,7 +129,7 @@ def test_packed_sequences(bounds, index, layout):
 )
 def test_bounds_that_make_no_sense_reach_nothing_outside(bounds):
     inputs = draw(1, 40, 8, 4, dtype=torch.float32, sequences=3)
-    pad = Padded("packs")
+    pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), cu_seqlens=torch.tensor(bounds, device="cuda"))
     assert all(t.isfinite().all() for t in found)
     pad.assert_untouched()
@@ -179,7 +151,7 @@ def test_a_hundred_runs_have_the_same_bits(packed):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("W", [1, 2, 4])
 def test_a_step_is_a_forward_of_one_token(layout, dtype, W):
-    pad = Padded(layout)
+    pad = Padded(*LAYOUTS[layout])
     x, weight, bias, state = map(pad, draw(3, 1, 36, W, dtype=dtype)[:4])
     y, (final,) = ops.short_conv(x, weight, bias, activation="silu", state=ops.ShortConvState(state))
     found = ops.short_conv_step(x, weight, bias, activation="silu", state=ops.ShortConvState(state))
@@ -208,7 +180,8 @@ def test_float64_takes_the_aten_form():
         torch.testing.assert_close(got.cpu(), want, rtol=1e-12, atol=1e-12)
 
 
-def test_large_more_than_2_31_elements():
+@pytest.mark.large
+def test_more_than_2_31_elements():
     T, channels = 2**21 + 40, 1024
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free device memory")

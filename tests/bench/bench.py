@@ -1,0 +1,136 @@
+"""Operators beside the best public code, in one process: `make bench [OP=gsa] [SHAPE=name] [PEER=no]`.
+
+Measures forward, forward + backward, a decoding step, peak memory and the first call, at the shapes of
+shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is there and replaced when its
+shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
+`OP=model` measures training and decoding of whole models (train_speed.py).
+"""
+
+import argparse
+import gc
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+from device import require_gpu
+from results import FOLDER, keep, write
+from shapes import SHAPES
+
+
+def refuse(message):
+    print(f"bench: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def chosen(ops, names):
+    """The shapes of these operators (None: all), or those of these names."""
+    for op in ops or []:
+        if op not in SHAPES:
+            refuse(f"op {op}: unknown, there are {', '.join(SHAPES)}, model")
+    shapes = [shape for op in ops or SHAPES for shape in SHAPES[op]]
+    for name in names or []:
+        if name not in {shape.name for shape in shapes}:
+            refuse(f"shape {name}: unknown, there are {', '.join(shape.name for shape in shapes)}")
+    return [shape for shape in shapes if names is None or shape.name in names]
+
+
+def side(card, shape, call, keywords):
+    """One side's figures: {measure: ms}, and what forward + backward holds at its peak."""
+    from measure import Runs, peak_bytes
+
+    runs = Runs(call, keywords)
+    figures = {name: card.milliseconds(runs.measured(name)) for name in shape.measures}
+    if not shape.is_step:
+        figures["peak_bytes"] = peak_bytes(runs.forward_backward)
+    return figures
+
+
+def measure(card, shape, with_peers, touched):
+    """The entry of a shape. `touched`: packages whose functions this process has called; a peer's first call
+    is one only before that."""
+    import floor
+    import girih
+    import inputs
+    from measure import Runs, first_call, first_call_in_new_process
+    from peers import PEERS, version_of
+
+    keywords, call = inputs.draw(shape), inputs.call(shape)
+    ours = side(card, shape, call, keywords)
+    ours["first_call_s"] = first_call_in_new_process(shape.op, shape.name)
+    ours["version"] = girih.__version__
+    with torch.no_grad():
+        least = floor.milliseconds(shape, keywords, call(**keywords), card.rates)
+    peers = {}
+    for name in shape.peers if with_peers else ():
+        try:
+            peer, own = PEERS[name](shape, keywords)
+        except ImportError as error:
+            print(f"  {name}: its columns stay empty: {error} (dependency group `bench` of pyproject.toml)")
+            continue
+        version = version_of(name)
+        runs = Runs(peer, own)
+        try:
+            seconds = first_call(runs.forward if shape.is_step else runs.forward_backward)
+            figures = side(card, shape, peer, own)
+            peers[name] = figures | {"first_call_s": None if version in touched else seconds}
+        except Exception as error:  # what fails on its side is a result too
+            peers[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        peers[name]["version"] = version
+        touched.add(version)
+        del runs, peer, own
+        gc.collect()
+    return {
+        "shape": shape.record(),
+        "date": date.today().isoformat(),
+        "device": card.name,
+        "torch": torch.__version__,
+        "copy_TB_per_s": round(card.rates["bytes"] / 1e12, 3),
+        "product_TFLOP_per_s": round(card.rates["flops"] / 1e12, 1),
+        "floor": least,
+        "ours": ours,
+        "peers": peers,
+    }
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--op", help=f"names with commas (default: all operators): {', '.join(SHAPES)}, model"
+    )
+    parser.add_argument("--shape", help="names with commas (default: all)")
+    parser.add_argument("--peer", choices=["yes", "no"], default="yes", help="no: ours alone")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
+    options = parser.parse_args(argv)
+    require_gpu()
+    ops = options.op.split(",") if options.op else None
+    if ops == ["model"]:
+        import train_speed
+
+        return train_speed.main(["--folder", str(options.folder), "--peer", options.peer])
+    shapes = chosen(ops, options.shape.split(",") if options.shape else None)
+
+    from measure import Card
+    from report import draw, lines, read, table
+
+    card, touched = Card(), set()
+    print(
+        f"{card.name}: copy {card.rates['bytes'] / 1e12:.2f} TB/s, bf16 product "
+        f"{card.rates['flops'] / 1e12:.0f} TFLOP/s"
+    )
+    for shape in shapes:
+        entry = measure(card, shape, options.peer == "yes", touched)
+        print("\n".join(lines(shape, entry)), flush=True)
+        if not keep(options.folder, shape, entry):
+            print("  measured without the peer: the file keeps the entry that has one")
+        gc.collect()
+        torch.cuda.empty_cache()
+    results = read(options.folder)
+    write(options.folder / "table.md", table(results))
+    draw(results, options.folder / "figure.png")
+    print(f"{options.folder / 'table.md'}\n{options.folder / 'figure.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

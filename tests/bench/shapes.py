@@ -1,0 +1,118 @@
+"""The shapes that operators are measured at: one list for all of them, and what each is measured against.
+
+Letters are those of tests/python/cases.py. A shape of one token (T = 1) is a decoding step. Gates and step
+sizes are fp32 beside bf16 data, as the layers give them; a peer gets the same tensors.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+import cases
+from cases import cat_attention, delta_product, gla, gsa, lattice, short_conv, trellis
+
+DTYPE = torch.bfloat16
+IN_FP32 = {"gate", "step", "filter"}  # kinds of arguments
+
+
+@dataclass(frozen=True)
+class Shape:
+    case: cases.Case
+    sizes: dict
+    peers: tuple[str, ...] = ()
+
+    @property
+    def op(self):
+        return self.case.op
+
+    @property
+    def name(self):
+        dims = (str(self.sizes[letter]) for letter in "BTHDX" if letter in self.sizes)
+        return "x".join(dims) + f"-{self.case.label}"
+
+    @property
+    def is_step(self):
+        return self.sizes["T"] == 1
+
+    @property
+    def measures(self):
+        return ("step",) if self.is_step else ("forward", "forward_backward")
+
+    def record(self):
+        """What a result file says of the shape; a result of another record is another shape's."""
+        data = {name: f"{letters} {kind}" for name, (letters, kind) in self.case.data.items()}
+        return {"sizes": self.sizes, "data": data, "options": self.case.options, "dtype": str(DTYPE)}
+
+
+def at(dims, case, *peers, **sizes):
+    """dims: "B T H D"; V is D and there are as many queries as memories."""
+    B, T, H, D = map(int, dims.split())
+    n = case.rows_per_token
+    known = {"B": B, "T": T, "H": H, "D": D, "Q": H, "V": D, "N": B, "n": n, "R": T * n}
+    return Shape(case, known | sizes, peers)
+
+
+def slots(M):
+    return gsa(f"m{M}", "s", "g")
+
+
+GSA = [
+    at("4 4096 16 64", slots(64), "chunk_gsa", M=64),
+    at("4 4096 16 64", slots(128), "chunk_gsa", M=128),
+    at("1 8192 96 128", slots(64), "chunk_gsa", M=64),
+    at("2 16384 16 128", slots(64), "chunk_gsa", M=64),
+    at("8 2048 32 256", slots(64), "chunk_gsa", M=64),
+    at("8 1024 8 64", slots(64), "chunk_gsa", M=64),
+    at("1 65536 4 64", slots(64), "chunk_gsa", M=64),
+    at("128 1 16 64", slots(64), "fused_recurrent_gsa", M=64),
+]
+GLA = [
+    at("4 4096 16 64", gla("channel", "BTHD"), "chunk_gla"),
+    at("4 4096 16 128", gla("scalar", "BTH"), "chunk_simple_gla"),
+    at("128 1 16 64", gla("channel", "BTHD"), "fused_recurrent_gla"),
+]
+DELTA_PRODUCT = [
+    at("4 4096 16 64", delta_product("n1"), "chunk_delta_rule"),
+    at("4 4096 16 128", delta_product("n2", n=2), "chunk_gated_delta_product"),
+    at("4 4096 16 128", delta_product("n2-gated", n=2, g=True), "chunk_gated_delta_product"),
+    at("1 32768 8 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
+    at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
+]
+TRELLIS = [
+    at("4 4096 16 64", trellis("m64-c16", g=True, chunk=16), "chunk_ttt_linear twice", M=64),
+    at("128 1 16 64", trellis("m64-c16", g=True, chunk=16), M=64),
+]
+LATTICE = [
+    at("4 4096 16 64", lattice("m64-c16", chunk=16), "chunk_ttt_linear", M=64),
+    at("128 1 16 64", lattice("m64-c16", chunk=16), M=64),
+]
+CAT_ATTENTION = [
+    at("4 4096 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),
+    at("1 16384 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),
+]
+CONV = short_conv("w4-silu", activation="silu")
+SHORT_CONV = [
+    Shape(
+        CONV,
+        {"B": 4, "T": 4096, "X": 2048, "W": 4, "N": 4, "P": 3},
+        ("causal_conv1d", "fla causal_conv1d"),
+    ),
+    Shape(
+        CONV,
+        {"B": 128, "T": 1, "X": 2048, "W": 4, "N": 128, "P": 3},
+        ("causal_conv1d_update", "fla causal_conv1d_update"),
+    ),
+]
+
+SHAPES = {
+    "gsa": GSA,
+    "gla": GLA,
+    "delta_product": DELTA_PRODUCT,
+    "trellis": TRELLIS,
+    "lattice": LATTICE,
+    "cat_attention": CAT_ATTENTION,
+    "short_conv": SHORT_CONV,
+}

@@ -1,0 +1,149 @@
+"""What the benchmark does around its measurements: shapes, files of results, table and figure."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import bench
+import floor
+import inputs
+import measure
+import report
+import results
+import torch
+from peers import PEERS
+from shapes import SHAPES
+
+EVERY = [shape for op in SHAPES for shape in SHAPES[op]]
+
+
+def names(shapes):
+    return [f"{shape.op}-{shape.name}" for shape in shapes]
+
+
+def entry(shape, ours=1.0, peer=3.0, **more):
+    """A result whose every figure of ours and of the peers is the given one."""
+    keys = [*shape.measures, "first_call_s", *([] if shape.is_step else ["peak_bytes"])]
+    return {
+        "shape": json.loads(json.dumps(shape.record())),
+        "date": "2026-01-01",
+        "device": "a card",
+        "torch": "2.11.0",
+        "floor": dict.fromkeys(shape.measures, 0.5),
+        "ours": dict.fromkeys(keys, ours),
+        "peers": {name: dict.fromkeys(keys, peer) | {"version": "a peer 1.0"} for name in shape.peers},
+    } | more
+
+
+def test_shapes_have_names_of_their_own_and_known_peers():
+    assert len(set(names(EVERY))) == len(EVERY)
+    assert all(peer in PEERS for shape in EVERY for peer in shape.peers)
+
+
+@pytest.mark.parametrize("shape", EVERY, ids=names(EVERY))
+def test_every_shape_runs(shape):
+    """Small, on the CPU: the inputs fit the operator, every one gets a gradient, the floor is positive."""
+    few = {"B": 1, "N": 1, "H": 1, "Q": 1, "X": 8, "T": min(shape.sizes["T"], 32)}
+    few["R"] = few["T"] * shape.sizes.get("n", 1)
+    shape = replace(shape, sizes={letter: few.get(letter, n) for letter, n in shape.sizes.items()})
+    keywords = inputs.draw(shape, "cpu")
+    runs = measure.Runs(inputs.call(shape), keywords)
+    o = runs.forward()
+    assert o.isfinite().all()
+    least = floor.milliseconds(shape, keywords, o, {"bytes": 1e9, "flops": 1e9})
+    assert least.keys() == set(shape.measures) and min(least.values()) > 0
+    if not shape.is_step:
+        assert all(grad is not None for grad in runs.forward_backward())
+
+
+def test_the_floor_of_attention_is_its_products_and_of_gsa_its_bytes():
+    """At the H200's rates: 0.055 ms for q, k, v, s, o in bf16 and g in fp32, 0.1 ms for 16384 rows of CAT."""
+    rates = {"bytes": 4.28e12, "flops": 690e12}
+    for shape, least in ((SHAPES["gsa"][0], 0.0549), (SHAPES["cat_attention"][1], 0.1011)):
+        keywords = {
+            name: torch.empty(
+                [shape.sizes[letter] for letter in letters],
+                dtype=torch.float32 if kind == "gate" else torch.bfloat16,
+                device="meta",
+            )
+            for name, (letters, kind) in shape.case.data.items()
+        }
+        found = floor.milliseconds(shape, keywords, keywords["v"], rates)
+        assert found["forward"] == pytest.approx(least, abs=1e-4)
+
+
+def test_an_entry_replaces_its_shape_alone(tmp_path):
+    first, second = SHAPES["gsa"][:2]
+    assert results.keep(tmp_path, second, entry(second))
+    assert results.keep(tmp_path, first, entry(first))
+    assert results.keep(tmp_path, first, entry(first, ours=2.0))
+    found = results.entries(tmp_path, "gsa")
+    assert list(found) == [first.name, second.name]
+    assert found[first.name]["ours"]["forward"] == 2.0 and found[second.name]["ours"]["forward"] == 1.0
+
+
+def test_an_entry_without_peers_keeps_one_that_has_them(tmp_path):
+    shape = SHAPES["gsa"][0]
+    alone = entry(shape, ours=2.0, peers={})
+    assert results.keep(tmp_path, shape, alone)
+    assert results.keep(tmp_path, shape, entry(shape))
+    assert not results.keep(tmp_path, shape, alone)
+    assert results.entries(tmp_path, "gsa")[shape.name]["ours"]["forward"] == 1.0
+
+
+def test_an_entry_of_another_shape_does_not_count(tmp_path):
+    shape = SHAPES["gsa"][0]
+    other = replace(shape, sizes=shape.sizes | {"V": 8})
+    results.keep(tmp_path, shape, entry(shape) | {"shape": other.record()})
+    assert results.entries(tmp_path, "gsa") == {}
+
+
+def test_the_table_has_ratios_and_blanks_for_what_was_not_measured(tmp_path):
+    for shape in EVERY:
+        results.keep(tmp_path, shape, entry(shape, peers={} if shape.op == "gla" else entry(shape)["peers"]))
+    text = report.table(report.read(tmp_path))
+    for shape in EVERY:
+        measured = [] if shape.op == "gla" else shape.peers
+        for peer in measured or [""]:
+            row = next(
+                line
+                for line in text.splitlines()
+                if line.startswith(f"| `{shape.op}` {shape.name} | {peer} |")
+            )
+            assert row.count("3.00x") == (len(shape.measures) if measured else 0)
+    assert "a card, torch 2.11.0, a peer 1.0, 2026-01-01" in text
+
+
+def test_a_peer_that_failed_says_why():
+    shape = SHAPES["gsa"][0]
+    failed = entry(shape, peers={"chunk_gsa": {"error": "OutOfMemoryError: too large", "version": "1"}})
+    assert "OutOfMemoryError: too large" in "\n".join(report.lines(shape, failed))
+    assert "3.00x" not in report.table([(shape, failed)])
+
+
+def test_the_figure_is_drawn(tmp_path):
+    shapes = [SHAPES["gsa"][0], SHAPES["cat_attention"][0], SHAPES["gsa"][-1]]
+    report.draw([(shape, entry(shape)) for shape in shapes], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_names_are_refused():
+    for arguments in ((["gaussian"], None), (["gsa"], ["4x4"])):
+        with pytest.raises(SystemExit) as stop:
+            bench.chosen(*arguments)
+        assert stop.value.code == 2
+    assert bench.chosen(["gla"], None) == SHAPES["gla"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main([])
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

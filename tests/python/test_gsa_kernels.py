@@ -1,0 +1,527 @@
+"""The kernels of gsa and gla at their edges; all but the long and large cases are small."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import rounded_formula
+import torch
+import torch.nn.functional as F
+from girih import ops
+from padding import Padded
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DEVICE = "cuda"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 129]
+WIDTHS = [8, 20, 64, 72, 128, 256, 512]
+SLOTS = [1, 8, 20, 64, 65, 128, 200, 256]
+# Which inputs there are: s and g, g alone, s alone (ABC); no gate, one a head, one a key channel.
+KINDS = {"s_g": "gsa", "g": "gsa", "abc": "gsa", "plain": "gla", "head": "gla", "channel": "gla"}
+# Elements of padding, order of the dimensions in memory, how many of them are padded.
+LAYOUTS = {
+    "dense": (1, (0, 1, 2, 3), 1),
+    "aligned": (8, (0, 1, 2, 3)),
+    "odd": (1, (0, 1, 2, 3)),
+    "heads outside": (8, (0, 2, 1, 3)),
+    "tokens inside": (8, (0, 2, 3, 1)),
+    "batch inside": (3, (3, 2, 1, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors by name; those of the state by its fields, and one gradient for every output."""
+
+    op: str
+    data: dict
+    state: dict
+    grads: dict
+    options: dict = field(default_factory=dict)
+
+    def map(self, f):
+        parts = ({name: f(x) for name, x in part.items()} for part in (self.data, self.state, self.grads))
+        return Inputs(self.op, *parts, self.options)
+
+    def rows(self, part):
+        """Of these tokens."""
+        cut = {name: x[:, part] for name, x in self.data.items()}
+        return replace(self, data=cut, grads=self.grads | {"o": self.grads["o"][:, part]})
+
+
+def gates(pattern, shape, generator):
+    """Log gates: as a layer makes them, or down to -20, steady or from token to token and slot to slot."""
+    if pattern == "mild":
+        return F.logsigmoid(torch.randn(shape, generator=generator)) / 8
+    if pattern == "open":
+        return torch.zeros(shape)
+    if pattern == "closed":
+        return torch.full(shape, -20.0)
+    if pattern == "mixed":
+        choice = torch.tensor([0.0, -1e-4, -0.03, -0.5, -3.0, -20.0])
+        return choice[torch.randint(len(choice), shape, generator=generator)]
+    if pattern == "sudden":  # a rare -20 among weak ones: at another token in every slot
+        return torch.where(torch.rand(shape, generator=generator) < 0.02, -20.0, -0.01)
+    return -20 * torch.rand(shape, generator=generator)
+
+
+def draw(
+    kind="s_g",
+    *,
+    B=2,
+    T=70,
+    H=2,
+    G=1,
+    D=64,
+    V=64,
+    M=64,
+    dtype,
+    gate_dtype=torch.float32,
+    pattern="mild",
+    sequences=None,
+    seed=0,
+    **options,
+):
+    """On the CPU. G queries a memory; a state for each of B, or of `sequences` packed ones."""
+    generator = torch.Generator().manual_seed(seed)
+    N = B if sequences is None else sequences
+    steady = torch.promote_types(dtype, torch.float32)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    data = {"q": normal(B, T, H * G, D), "k": normal(B, T, H, D), "v": normal(B, T, H, V)}
+    if KINDS[kind] == "gla":
+        shape = {"plain": None, "head": (B, T, H), "channel": (B, T, H, D)}[kind]
+        if shape:
+            data["g"] = gates(pattern, shape, generator).to(gate_dtype)
+        state = {"s": normal(N, H, D, V, dtype=steady)}
+    else:
+        if kind == "s_g":
+            data["s"] = torch.rand(B, T, H, M, generator=generator).to(dtype)
+        if kind == "abc":
+            data["s"] = normal(B, T, H, M, dtype=gate_dtype)
+        else:
+            data["g"] = gates(pattern, (B, T, H, M), generator).to(gate_dtype)
+        state = {"k": normal(N, H, D, M, dtype=steady), "v": normal(N, H, M, V, dtype=steady)}
+        if kind == "abc":
+            state["z"] = normal(N, H, M, dtype=steady)
+    grads = {"o": normal(B, T, H * G, V)} | {n: normal(*x.shape, dtype=steady) for n, x in state.items()}
+    return Inputs(KINDS[kind], data, state, grads, options)
+
+
+def start_of(inputs):
+    """The operator's state of these fields, None without any."""
+    if not inputs.state:
+        return None
+    return (ops.GSAState if inputs.op == "gsa" else ops.GLAState)(**inputs.state)
+
+
+def run(inputs, source=ops, cu_seqlens=None):
+    """o, the final state's tensors, then the gradients of all inputs, by name. `source`: whose operator."""
+    inputs = inputs.map(lambda x: x.detach())
+    leaves = inputs.data | {f"state_{name}": x for name, x in inputs.state.items()}
+    for x in leaves.values():
+        x.requires_grad_()
+    call = getattr(source, inputs.op)
+    o, state = call(**inputs.data, **inputs.options, state=start_of(inputs), cu_seqlens=cu_seqlens)
+    outs = {"o": o} | {name: x for name, x in zip(state._fields, state, strict=True) if x is not None}
+    asked = [(outs[name], grad) for name, grad in inputs.grads.items() if outs[name].requires_grad]
+    found = torch.autograd.grad(
+        [out for out, _ in asked],
+        list(leaves.values()),
+        [grad for _, grad in asked],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    named = {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+    return {name: x.detach() for name, x in outs.items()} | named
+
+
+def assert_as_right(found, exact, rounded, terms):
+    """The error against float64, the largest and the root of its mean square, is at most twice that of the
+    formula in PyTorch at the same dtype, and one rounding of the result; fp32 sums of n terms err by about
+    sqrt(n) roundings in an order of their own."""
+    assert found.keys() == exact.keys() == rounded.keys()
+    for name, want in exact.items():
+        got = found[name]
+        assert got.dtype == rounded[name].dtype and got.shape == want.shape, name
+        if not want.numel():
+            continue
+        rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * terms**0.5)
+        for measure in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
+            error = measure(got.double() - want).item()
+            of_formula = measure(rounded[name].double() - want).item()
+            allowed = 2 * of_formula + rounding * measure(want).item()
+            assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
+
+
+def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None):
+    """`run` on these inputs, or what it gave on the same numbers in another layout."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
+    found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
+    exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
+    rounded = run(inputs, rounded_formula, cu_seqlens=cu_seqlens)
+    _, T, _, D = inputs.data["q"].shape
+    assert_as_right(found, exact, rounded, T + D)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T", LENGTHS)
+def test_every_length(T, dtype):
+    assert_as_right_as_the_formula(draw(T=T, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["g", "abc", "plain", "head", "channel"])
+@pytest.mark.parametrize("T", LENGTHS)
+def test_every_length_of_every_kind(T, kind):
+    assert_as_right_as_the_formula(draw(kind, T=T, dtype=DTYPES[T % 3]))
+
+
+@pytest.mark.parametrize("kind", ["s_g", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D, V", list(zip(WIDTHS, WIDTHS[2:] + WIDTHS[:2], strict=True)))
+def test_every_width(D, V, dtype, kind):
+    if kind == "channel" and D > 256:
+        pytest.skip("gla's widths end at 256")
+    assert_as_right_as_the_formula(
+        draw(kind, B=1, D=D, V=min(V, 256) if kind == "channel" else V, dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", SLOTS)
+def test_every_number_of_slots(M, dtype, kind):
+    assert_as_right_as_the_formula(draw(kind, B=1, M=M, V=128, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["s_g", "g", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", ["open", "closed", "mixed", "sudden", "uniform"])
+def test_gates_from_0_to_minus_20(pattern, dtype, kind):
+    assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 31, 32, 47, 63, 64, 100])
+def test_one_closed_gate(position):
+    """A gate of -20 for all slots at one token, at every place in a chunk's sub-blocks."""
+    inputs = draw(T=101, pattern="open", dtype=torch.bfloat16)
+    inputs.data["g"][:, position] = -20
+    assert_as_right_as_the_formula(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc"])
+@pytest.mark.parametrize("feature", ["none", "silu", "relu", "relu2"])
+def test_every_feature(feature, kind, dtype):
+    inputs = draw(kind, dtype=dtype, feature=feature, scale=0.01)
+    if feature == "relu":
+        # Logits far from 0, where the slope jumps: keys and memory positive, a query of either sign.
+        for x in (inputs.data["k"], inputs.state["k"]):
+            x.copy_(x.abs() + 0.5)
+        q = inputs.data["q"]
+        q.copy_((q.abs() + 0.5) * q[..., :1].sign())
+    assert_as_right_as_the_formula(inputs)
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("G", [2, 3])
+def test_grouped_queries(G, dtype, kind):
+    assert_as_right_as_the_formula(draw(kind, G=G, dtype=dtype, scale=0.3))
+
+
+@pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head"])
+def test_gates_of_any_dtype(kind, gate_dtype):
+    assert_as_right_as_the_formula(draw(kind, dtype=torch.bfloat16, gate_dtype=gate_dtype))
+
+
+@pytest.mark.parametrize("absent", ["state", "do", "dstate", "all but one"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_absent_parts(kind, absent):
+    inputs = draw(kind, dtype=torch.bfloat16)
+    last = next(reversed(inputs.grads))
+    kept = {"do": [*inputs.state], "dstate": ["o"], "all but one": [last]}.get(absent, inputs.grads)
+    inputs = replace(
+        inputs,
+        state={} if absent == "state" else inputs.state,
+        grads={name: grad for name, grad in inputs.grads.items() if name in kept},
+    )
+    assert_as_right_as_the_formula(inputs)
+
+
+def test_expanded_gradients():
+    inputs = draw(dtype=torch.float32)
+    ones = {name: torch.ones((), device=DEVICE).expand(x.shape) for name, x in inputs.grads.items()}
+    expanded = replace(inputs.map(lambda x: x.to(DEVICE)), grads=ones)
+    found = run(expanded)
+    dense = run(replace(expanded, grads={name: x.contiguous() for name, x in ones.items()}))
+    assert all(torch.equal(found[name], dense[name]) for name in dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_every_layout(kind, layout, dtype):
+    inputs = draw(kind, B=3, T=67, D=24, V=40, M=17, dtype=dtype)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_padding_at_full_tiles(kind):
+    inputs = draw(kind, T=128, dtype=torch.bfloat16)
+    pad = Padded(*LAYOUTS["dense"], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [0, 17, 33, 96, 150], [9, 70, 140]],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "head", "channel"])
+def test_packed_sequences(kind, bounds):
+    choice = len(bounds) % 3
+    inputs = draw(kind, B=1, T=150, dtype=DTYPES[choice], sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if choice else torch.int64)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
+    assert_as_right_as_the_formula(inputs, cu_seqlens, found)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
+)
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_bounds_that_make_no_sense_reach_nothing_outside(kind, bounds):
+    inputs = draw(kind, B=1, T=40, dtype=torch.bfloat16, sequences=3)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    assert not any(x.isnan().any() for x in found.values())
+    pad.assert_untouched()
+
+
+def test_masked_tokens_of_abc_do_nothing():
+    """Logits of -inf: everything else is as if those tokens were not there, and they get no gradient."""
+    inputs = draw("abc", T=100, dtype=torch.bfloat16)
+    masked = torch.zeros(100, dtype=torch.bool)
+    masked[[0, 1, 15, 16, 40, 63, 64, 65, 99]] = True
+    inputs.data["s"][:, masked] = -torch.inf
+    inputs.grads["o"][:, masked] = 0  # their outputs read the memory too
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    found, kept = run(inputs), inputs.rows(~masked)
+    for name in ("o", "dq", "dk", "dv", "ds"):
+        if name in ("dk", "dv", "ds"):
+            assert not found[name][:, masked].any()
+        found[name] = found[name][:, ~masked]
+    exact, rounded = run(kept.map(torch.Tensor.double)), run(kept, rounded_formula)
+    assert_as_right(found, exact, rounded, 164)
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_nothing_is_left_unwritten(kind):
+    """With every new tensor full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
+            found = run(draw(kind, T=T, D=M, V=M, M=M, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE)))
+            assert all(x.isfinite().all() for x in found.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kind, packed", [("s_g", False), ("s_g", True), ("abc", False), ("channel", True)])
+def test_a_hundred_runs_have_the_same_bits(kind, packed):
+    B, sequences = (1, 4) if packed else (2, None)
+    inputs = draw(kind, B=B, T=330, dtype=torch.bfloat16, sequences=sequences).map(lambda x: x.to(DEVICE))
+    cu_seqlens = torch.tensor([0, 3, 200, 201, 330], device=DEVICE) if packed else None
+    first = run(inputs, cu_seqlens=cu_seqlens)
+    for _ in range(100):
+        found = run(inputs, cu_seqlens=cu_seqlens)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+def in_pieces(inputs, length):
+    """As `run`, but piece after piece, each from the state that the one before returned."""
+    inputs = inputs.map(lambda x: x.detach().requires_grad_())
+    state, rows = start_of(inputs), []
+    for a in range(0, inputs.data["q"].shape[1], length):
+        part = {name: x[:, a : a + length] for name, x in inputs.data.items()}
+        o, state = getattr(ops, inputs.op)(**part, **inputs.options, state=state)
+        rows.append(o)
+    outs = {"o": torch.cat(rows, 1)} | {n: x for n, x in state._asdict().items() if x is not None}
+    leaves = inputs.data | {f"state_{name}": x for name, x in inputs.state.items()}
+    found = torch.autograd.grad(
+        [outs[name] for name in inputs.grads], list(leaves.values()), list(inputs.grads.values())
+    )
+    named = {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+    return {name: x.detach() for name, x in outs.items()} | named
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head"])
+@pytest.mark.parametrize("T", [4096, 32768])
+def test_long_sequences_of_few_heads(T, kind):
+    """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
+    inputs = draw(kind, B=1, H=4, T=T, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    exact, rounded = run(inputs.map(torch.Tensor.double)), run(inputs, rounded_formula)
+    assert_as_right(run(inputs), exact, rounded, T)
+    assert_as_right(in_pieces(inputs, 3000), exact, rounded, T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind, G", [("s_g", 1), ("g", 2), ("abc", 1), ("plain", 1), ("head", 2), ("channel", 1)]
+)
+@torch.no_grad()
+def test_steps_in_place_are_the_forward(kind, G, layout, dtype):
+    T, sizes = 9, {"B": 3, "G": G, "D": 24, "V": 40, "M": 17}
+    inputs = draw(kind, T=T, dtype=dtype, **sizes).map(lambda x: x.to(DEVICE))
+    start, source = Padded(*LAYOUTS[layout], device=DEVICE), Padded(*LAYOUTS[layout], device=DEVICE)
+    stepped, views = replace(inputs, state={n: start(x) for n, x in inputs.state.items()}), []
+    state = start_of(stepped)
+    data = {name: source(x) for name, x in inputs.data.items()}
+    for t in range(T):
+        token = {name: x[:, t : t + 1] for name, x in data.items()}
+        views.append(getattr(ops, f"{inputs.op}_step")(**token, state=state))
+    found = {"o": torch.cat(views, 1)} | stepped.state
+    start.assert_untouched(written=list(stepped.state.values()))
+    source.assert_untouched()
+
+    def forward(inputs, source=ops):
+        keywords = inputs.data | {"state": start_of(inputs)}
+        o, state = getattr(source, inputs.op)(**keywords)
+        return {"o": o} | {name: x for name, x in state._asdict().items() if x is not None}
+
+    exact, rounded = forward(inputs.map(torch.Tensor.double)), forward(inputs, rounded_formula)
+    assert_as_right(found, exact, rounded, T + 24)
+
+
+@pytest.mark.parametrize("M", SLOTS)
+@torch.no_grad()
+def test_a_step_of_every_size(M):
+    for D, V in zip(WIDTHS, reversed(WIDTHS), strict=True):
+        inputs = draw(T=1, D=D, V=V, M=M, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+        state = start_of(inputs.map(torch.clone))
+        o = ops.gsa_step(**inputs.data, state=state)
+        keywords = inputs.data | {"state": start_of(inputs)}
+        want_o, want = ops.gsa(
+            **inputs.map(torch.Tensor.double).data, state=start_of(inputs.map(torch.Tensor.double))
+        )
+        near_o, near = rounded_formula.gsa(**keywords)
+        assert_as_right(
+            {"o": o, "k": state.k, "v": state.v},
+            {"o": want_o, "k": want.k, "v": want.v},
+            {"o": near_o, "k": near.k, "v": near.v},
+            D + M,
+        )
+
+
+def captured(call):
+    """A CUDA graph of one call, after a first one outside of it, and what the call returned."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = call()
+    return graph, result
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_forward_and_backward_in_a_graph(kind, packed):
+    B, sequences = (1, 3) if packed else (2, None)
+    cu_seqlens = torch.tensor([0, 100, 100, 200], device="cuda") if packed else None
+    inputs, other = (
+        draw(kind, B=B, T=200, dtype=torch.bfloat16, sequences=sequences, seed=seed).map(torch.Tensor.cuda)
+        for seed in (0, 1)
+    )
+    graph, found = captured(lambda: run(inputs, cu_seqlens=cu_seqlens))
+    for part, of_other in (
+        (inputs.data, other.data),
+        (inputs.state, other.state),
+        (inputs.grads, other.grads),
+    ):
+        for name, x in part.items():
+            x.copy_(of_other[name])
+    graph.replay()
+    want = run(other, cu_seqlens=cu_seqlens)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@torch.no_grad()
+def test_steps_replayed_from_a_graph(kind):
+    inputs = draw(kind, T=9, dtype=torch.bfloat16).map(torch.Tensor.cuda)
+    step = getattr(ops, f"{inputs.op}_step")
+    eager, replayed = (start_of(inputs.map(torch.clone)) for _ in range(2))
+    token = {name: x[:, :1].clone() for name, x in inputs.data.items()}
+    graph, o = captured(lambda: step(**token, state=replayed))
+    for name, x in inputs.state.items():
+        getattr(replayed, name).copy_(x)
+    for t in range(9):
+        now = {name: x[:, t : t + 1] for name, x in inputs.data.items()}
+        for name, x in token.items():
+            x.copy_(now[name])
+        graph.replay()
+        assert torch.equal(o, step(**now, state=eager))
+    for name in inputs.state:
+        assert torch.equal(getattr(replayed, name), getattr(eager, name))
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_float64_takes_the_aten_form(kind):
+    inputs = draw(kind, dtype=torch.float64, gate_dtype=torch.float64)
+    found, want = run(inputs.map(lambda x: x.to(DEVICE))), run(inputs)
+    for name, x in want.items():
+        torch.testing.assert_close(found[name].cpu(), x, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+def test_rows_that_are_more_than_2_31_elements_apart(kind):
+    """Few elements with enormous strides: the same bits as side by side."""
+    inputs = draw(kind, B=1, T=66, H=1, D=32, V=32, M=32, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    apart = -(-(2**31 + 2**28) // 65)
+    far = torch.empty(65 * apart + 2**12, dtype=torch.bfloat16, device=DEVICE)
+    data, at = {}, 0
+    for name in ("q", "k", "v"):
+        x = inputs.data[name]
+        data[name] = far.as_strided(x.shape, (0, apart, 32, 1), at).copy_(x)
+        at += 64
+    found, want = run(replace(inputs, data=inputs.data | data)), run(inputs)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements():
+    """All outputs and gradients are that large too. Nothing but the last tokens is not zero."""
+    T, H, D, tail = 2**20 + 40, 32, 64, 100
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:
+        pytest.skip("needs 100 GiB of free device memory")
+    sizes = {"B": 1, "T": tail, "H": H, "D": D, "V": D, "M": 8}
+    end = draw("g", **sizes, dtype=torch.bfloat16, gate_dtype=torch.bfloat16).map(torch.Tensor.cuda)
+    end = replace(end, state={})
+
+    def long(x):
+        whole = torch.zeros(1, T, *x.shape[2:], dtype=x.dtype, device="cuda")
+        whole[:, -tail:] = x
+        return whole
+
+    data = {name: long(x) for name, x in end.data.items()}
+    grads = end.grads | {"o": long(end.grads["o"])}
+    found, want = run(replace(end, data=data, grads=grads)), run(end)
+    for name, x in want.items():
+        got = found[name] if name in ("k", "v") else found[name][:, -tail:]
+        torch.testing.assert_close(got, x, rtol=2e-2, atol=2e-2 * x.abs().max().item())
+        if name not in ("k", "v"):
+            assert not found[name][:, :-tail].any()

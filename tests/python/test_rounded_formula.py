@@ -1,0 +1,22 @@
+"""In float64 the rounded formula is the operator."""
+
+import pytest
+import rounded_formula
+from cases import CASES, arguments, cotangents, gradients, operator, outputs
+from comparison import assert_within
+
+SCANS = [case for case in CASES if case.op in ("gsa", "gla")]
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 0, 63, 1]], ids=["batch", "packed"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("case", SCANS, ids=str)
+def test_in_float64_it_is_the_operator(case, resumed, lengths):
+    inputs = case.draw(131, lengths=lengths, resumed=resumed).requiring_grad()
+    keywords = {"g": None, **arguments(inputs)} if case.op == "gla" else arguments(inputs)
+    keywords = {"state": None, "cu_seqlens": None} | keywords
+    found = outputs(case, getattr(rounded_formula, case.op)(**keywords))
+    want = operator(inputs)
+    assert_within(found, want, 1e-9)
+    grads = cotangents(want)
+    assert_within(gradients(found, inputs, grads), gradients(want, inputs, grads), 1e-7)
