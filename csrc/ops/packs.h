@@ -13,8 +13,8 @@ inline at::Tensor in_packs(const at::Tensor& x, int64_t multiple = 8) {
       width % multiple == 0 && x.stride(-1) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) fits = fits && x.stride(d) % pack == 0;
   if (fits) return x;
-  if (width % multiple == 0) return x.clone(at::MemoryFormat::Contiguous);
-  return at::constant_pad_nd(x, {0, multiple - width % multiple});
+  // Padding keeps a format of the input's, such as channels last.
+  return at::constant_pad_nd(x, {0, (multiple - width % multiple) % multiple}).contiguous();
 }
 
 // The first `width` columns, contiguous.

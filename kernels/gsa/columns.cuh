@@ -1,12 +1,20 @@
-// The gradients of key rows, one block a chunk and query head, warp w with rows 16 w to 16 w + 15. Gk, Gv:
-// what later chunks and the final state give to the state after this one.
+// The gradients of key rows, one block a chunk and query head: two groups of four warps, one a memory, in
+// each warp w with rows 16 w to 16 w + 15. Gk, Gv: what later chunks and the final state give to the state
+// after this one.
 //
 //     dk_j = Gk_j s_j         ds_j = Gk_j^T k_j + Gv_j v_j         dv_j = Gv_j^T s_j
 //     Gk_j = e^{L_C - L_j} Gk + sum_{t>=j} e^{L_t - L_j} scale q_t dz_t^T        Gv_j alike with p_t, do_t
 //     dg_t = sum over d, v of Gk_t * e^{g_t} Hk_{t-1} + Gv_t * e^{g_t} Hv_{t-1}
-//          = E + sum_{i>=t} (z dz + p dp - s ds)_i
-// in the chunk, where E = e^{L_C} sum (G * H) + sum_j s_j e^{L_C - L_j} (k_j Gk + v_j Gv), H the chunk's
-// first states. Of the query heads that share a memory only the first adds what G gives.
+//
+// What a row gives to its own token crosses no gate. Without it, with w = z dz + p dp of reads and s ds of
+// writes, in the chunk
+//
+//     dg_t = E_0 - sum_{j<t} (w - s ds)_j = E_1 + sum_{i>=t} (w - s ds)_i
+//
+// E_0 = sum of H * (the gradient of H) for the state H before the chunk, E_1 for the one after it. The first
+// half of the rows counts from the start, the second from the end: fewer sums that cancel. E_1 = e^{L_C} sum
+// (G * H) + sum_j s_j e^{L_C - L_j} (k_j Gk + v_j Gv), which asks for no state but H. Of the query heads that
+// share a memory only the first adds what G gives.
 #pragma once
 
 #include "gsa/block.cuh"
@@ -21,15 +29,15 @@ struct GsaColumnTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, end, dz, p, gk, gv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float *totals, *decay, *rest, *last, *ends;
+  float *totals, *decay, *rest, *edges, *own, *ends;
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 6 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 8 + 1) * M * 4 +
-                                8 * kColumnThreads * 4;
+                                4 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 8 + 2) * M * 4 +
+                                2 * kChunk * 4 + 16 * kColumnThreads * 4;
 
   __device__ explicit GsaColumnTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(end)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(rest, 8 * M)(last, M)(
-        ends, 8 * kColumnThreads);
+    Layout(shared)(g)(s)(end)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(rest, 8 * M)(
+        edges, 2 * M)(own, 2 * kChunk)(ends, 16 * kColumnThreads);
   }
 };
 
@@ -116,12 +124,29 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   writes.at.group_barrier();
 
   // a = X Read^T,   u = X G
-  Sums<N> u;     // the memory's part of ds
-  float end[8];  // sum of G * H over the thread's rows of the state, 8 columns
+  Sums<N> u;  // the memory's part of ds
+  // Sums over the thread's rows of the state, 8 columns: of G * H, and of H times its own gradient.
+  float end[8], begin[8];
   fill(u, 0.f);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) end[i] = 0.f;
+  for (int i = 0; i < 8; ++i) end[i] = begin[i] = 0.f;
   {
+    // At a sequence's start both the state, if there is one, and its gradient are there in fp32.
+    const auto add_start = [&](int slab) {
+      const In<4>&state = values ? p.initial_v : p.initial_k, &of_state = values ? p.start_v : p.start_k;
+      if (state.data == nullptr) return;
+      const auto at = [&](const In<4>& x, int row, int col) {
+        return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
+                                                 row * x.stride[2] + col * x.stride[3]];
+      };
+      for (int row = thread / kPacks; row < min(kSlab, width - slab); row += kRowsAtOnce) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const int col = thread % kPacks * 8 + j;
+          if (col < shape.M) begin[j] += at(state, slab + row, col) * at(of_state, slab + row, col);
+        }
+      }
+    };
     Scores a;
     zero(a);
     for (int slab = 0;; slab += kSlab) {
@@ -135,6 +160,9 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
       if (first) {
         const int pack = thread % kPacks * 8;
         const T* states = state_rows<T>(p.states, shape, chunk, head, first_row + slab) + pack;
+        const T* before =
+            state_rows<T>(p.gradients, shape, piece.index > 0 ? chunk - 1 : chunk, head, first_row + slab) +
+            pack;
 #pragma unroll
         for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
           const int row = thread / kPacks + i * kRowsAtOnce;
@@ -143,7 +171,13 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
           const Pack<8> from = load<8>(&gradient.at(row, pack));
 #pragma unroll
           for (int j = 0; j < 8; ++j) end[j] += state.at[j] * from.at[j];
+          if (piece.index > 0) {
+            const Pack<8> own = load<8>(before + static_cast<int64_t>(row) * shape.M);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) begin[j] += state.at[j] * own.at[j];
+          }
         }
+        if (piece.index == 0) add_start(slab);
       }
       if (slab + kSlab >= width) break;
       writes.at.group_barrier();
@@ -152,11 +186,15 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
       writes.at.group_barrier();
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) tile.ends[threadIdx.x * 8 + i] = end[i];
+    for (int i = 0; i < 8; ++i) {
+      tile.ends[threadIdx.x * 8 + i] = end[i];
+      tile.ends[(kColumnThreads + threadIdx.x) * 8 + i] = begin[i];
+    }
+    put_diagonal(tile.own + values * kChunk, a, warp);
     __syncwarp();
     writes.add_end(u, tile.rest + (threadIdx.x / 32) * M);
 
-    // u += [a_jt e^{L_t - L_j} y_t, t >= j],   dX = f G^T + W Read
+    // u += [a_jt e^{L_t - L_j} y_t, t > j],   dX = f G^T + W Read
     Operand<2> w[2];
     writes.write(u, w, a, y_tile);
     for (int col = 0; col < width; col += kSlab) {
@@ -181,9 +219,9 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   }
 
   // The groups' parts of ds are added.
-  const SharedTile<float, kChunk, M> ds{reinterpret_cast<float*>(tile.dz.data)};  // and p
-  const SharedTile<float, kChunk, M> own{
-      reinterpret_cast<float*>(tile.gk.data)};  // and gv: dg beyond the sums
+  const SharedTile<float, kChunk, M> ds{reinterpret_cast<float*>(tile.gk.data)};  // and gv
+  const SharedTile<float, kChunk, M> beyond{
+      reinterpret_cast<float*>(tile.q.data)};  // to dout: dg beyond the sums
   static_assert(SharedTile<float, kChunk, M>::kBytes == 2 * SharedTile<T, kChunk, M>::kBytes);
   const auto each_pair = [&](const auto& f) {
 #pragma unroll
@@ -202,43 +240,54 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   if (values) each_pair([](float2& sum, float2 part) { sum = {sum.x + part.x, sum.y + part.y}; });
   __syncthreads();
 
-  // ds, and c = z dz + p dp - s ds in place of g.
+  // ds, and c = w - s ds in place of g.
   const float* g = chunk_rows<float>(p.g, piece, head);
+  const T *dz_rows = chunk_rows<T>(p.dz, piece, query_head), *p_rows = chunk_rows<T>(p.p, piece, query_head);
 #pragma unroll 2
   for (int i = threadIdx.x; i < kChunk * M / 4; i += kColumnThreads) {
     const int row = i / (M / 4), col = i % (M / 4) * 4;
     auto& c = *reinterpret_cast<Pack<4>*>(&tile.g.at(row, col));
-    auto& beyond = *reinterpret_cast<Pack<4>*>(&own.at(row, col));
-    beyond = zeros<4>();
-    if (row >= piece.length || col >= shape.M) {
-      c = zeros<4>();
-      continue;
-    }
-    Pack<4> x = load<4>(&ds.at(row, col));
-    if (writes.factored) {
+    Pack<4> late = zeros<4>();
+    if (row < piece.length && col < shape.M) {
+      Pack<4> x = load<4>(&ds.at(row, col));
+      if (writes.factored) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x.at[j] = __fdividef(x.at[j], c.at[j]);  // of e^{-X}
-    }
-    const Pack<4> s = load<4>(&tile.s.at(row, col));
-    c = load<4>(w_rows + row * p.w.stride[1] + col);
+        for (int j = 0; j < 4; ++j) x.at[j] = __fdividef(x.at[j], c.at[j]);  // of e^{-X}
+      }
+      const Pack<4> s = load<4>(&tile.s.at(row, col));
+      c = load<4>(w_rows + row * p.w.stride[1] + col);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) c.at[j] -= s.at[j] * x.at[j];
-    if (p.s.data == nullptr) {  // s = 1 - e^g
-      const Pack<4> gate = load<4>(g + row * p.g.stride[1] + col);
+      for (int j = 0; j < 4; ++j) c.at[j] -= s.at[j] * x.at[j];
+      // What the row gave to its own token.
+      const Pack<4> dz = load<4>(dz_rows + row * p.dz.stride[1] + col);
+      const Pack<4> prob = load<4>(p_rows + row * p.p.stride[1] + col);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) beyond.at[j] = -exp2_fast(kLog2E * gate.at[j]) * x.at[j];
-    } else if (p.ds.dtype == DType::f32) {
-      store<4>(chunk_rows<float>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
+      for (int j = 0; j < 4; ++j) {
+        x.at[j] += tile.own[row] * dz.at[j] + tile.own[kChunk + row] * prob.at[j];
+      }
+      if (p.s.data == nullptr) {  // s = 1 - e^g
+        const Pack<4> gate = load<4>(g + row * p.g.stride[1] + col);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) late.at[j] = -exp2_fast(kLog2E * gate.at[j]) * x.at[j];
+      } else if (p.ds.dtype == DType::f32) {
+        store<4>(chunk_rows<float>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
+      } else {
+        store<4>(chunk_rows<T>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
+      }
     } else {
-      store<4>(chunk_rows<T>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
+      c = zeros<4>();
     }
+    store<4>(&beyond.at(row, col), late);
   }
-  // E
+  // E_0 and E_1
   for (int m = threadIdx.x; m < M; m += kColumnThreads) {
-    float sum = 0.f;
+    float start = 0.f, sum = 0.f;
 #pragma unroll 8
-    for (int row = 0; row < kColumnThreads / kPacks; ++row)
-      sum += tile.ends[(row * kPacks + m / 8) * 8 + m % 8];
+    for (int row = 0; row < kColumnThreads / kPacks; ++row) {
+      const int i = (row * kPacks + m / 8) * 8 + m % 8;
+      sum += tile.ends[i];
+      start += tile.ends[kColumnThreads * 8 + i];
+    }
     if (writes.factored) {
       sum *= tile.decay[m];
     } else {
@@ -246,24 +295,37 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
       for (int b = 0; b < 4; ++b) log += tile.totals[b * M + m];
       sum *= exp2_fast(log);
     }
-    if (!first) sum = 0.f;
-    for (int i = 0; first && i < 8; ++i) sum += tile.rest[i * M + m];
-    tile.last[m] = sum;
+    for (int i = 0; i < 8; ++i) sum += tile.rest[i * M + m];
+    tile.edges[m] = start;
+    tile.edges[M + m] = sum;
   }
   __syncthreads();
 
-  // dg: sums from the last row up, a thread a column and a share of the rows; the shares below are added
-  // first.
+  // A thread has a column and a share of the rows; what lies between them and the edge is added first.
   constexpr int kShare = kChunk * M / kColumnThreads;
-  const int m = threadIdx.x % M, start = threadIdx.x / M * kShare;
+  const int m = threadIdx.x % M, from = threadIdx.x / M * kShare;
   float* dg = chunk_rows<float>(p.dg, piece, query_head) + m;
-  float sum = tile.last[m];
+  const auto put = [&](int row, float sum) {
+    if (row < piece.length && m < shape.M) dg[row * p.dg.stride[1]] = sum + beyond.at(row, m);
+  };
+  if (from < kChunk / 2) {
+    float sum = tile.edges[m];
 #pragma unroll 8
-  for (int row = kChunk - 1; row >= start + kShare; --row) sum += tile.g.at(row, m);
+    for (int row = 0; row < from; ++row) sum -= tile.g.at(row, m);
 #pragma unroll 8
-  for (int row = start + kShare - 1; row >= start; --row) {
-    sum += tile.g.at(row, m);
-    if (row < piece.length && m < shape.M) dg[row * p.dg.stride[1]] = sum + own.at(row, m);
+    for (int row = from; row < from + kShare; ++row) {
+      put(row, sum);
+      sum -= tile.g.at(row, m);
+    }
+  } else {
+    float sum = tile.edges[M + m];
+#pragma unroll 8
+    for (int row = kChunk - 1; row >= from + kShare; --row) sum += tile.g.at(row, m);
+#pragma unroll 8
+    for (int row = from + kShare - 1; row >= from; --row) {
+      sum += tile.g.at(row, m);
+      put(row, sum);
+    }
   }
 }
 

@@ -83,8 +83,9 @@ __device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile&
   }
 }
 
-// Rounded, and zero on the other side of the diagonal; halves that are all zero are not touched.
-template <Side side, typename T>
+// Rounded, and zero on the other side of the diagonal and, without `Diagonal`, on it; halves that are all
+// zero are not touched.
+template <Side side, bool Diagonal, typename T>
 __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -96,7 +97,9 @@ __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int wa
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
-      const auto stays = [&](int c) { return side == Side::earlier ? c <= row : c >= row; };
+      const auto stays = [&](int c) {
+        return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
+      };
       const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
       to[h].at[0][x] &= second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
       to[h].at[1][x] &= second ? diagonal : (side == Side::earlier ? 0u : ~0u);
@@ -122,6 +125,20 @@ __device__ inline void block_of(Sums<2>& to, const Scores& a, int block) {
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) to.at[n][i] = a.half[b >> 1].at[2 * (b & 1) + n][i];
+    }
+  }
+}
+
+// The scores of rows with themselves, to [64].
+__device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
+  Sums<2> own;
+  block_of(own, a, warp);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane_row() + 8 * (i >> 1);
+      if (8 * n + lane_col() + (i & 1) == row) to[kRows * warp + row] = own.at[n][i];
     }
   }
 }
@@ -363,8 +380,9 @@ __device__ inline float decay_between(float later, float earlier) {
   return exp2_fast(fminf(later - earlier, 0.f));
 }
 
-// The reads of a warp's rows.
-template <typename T, int M>
+// The reads of a warp's rows. With `Keep` the weights as they are stay at hand, in `raw`, and value_read
+// leaves out what a row reads of its own token.
+template <typename T, int M, bool Keep = false>
 struct RowReads {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
@@ -373,7 +391,7 @@ struct RowReads {
   struct Shared {
     Gates<M> gates;
     Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
-    Tile raw;  // the weights as they are, where factors do not serve
+    Tile raw;  // the weights as they are: where factors do not serve, or with Keep
     Scratch scratch;
   };
   Shared at;
@@ -382,13 +400,19 @@ struct RowReads {
   // By all warps of the block, after g and s have arrived. Ends in a barrier.
   template <int Warps>
   __device__ void start() {
-    const Tile s = at.s;
+    const Tile s = at.s, raw = at.raw;
     factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
       auto* pair = reinterpret_cast<uint32_t*>(&s.at(row, col));
+      if constexpr (Keep) *reinterpret_cast<uint32_t*>(&raw.at(row, col)) = *pair;
       const float2 old = unpaired<T>(*pair);
       *pair = pair_of<T>(old.x * weight.x, old.y * weight.y);
     });
     __syncthreads();
+  }
+
+  // Of row lane_row() + 8 i, with Keep.
+  __device__ float2 weight(int i, int n) const {
+    return pair_at<T>(at.raw, at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
   }
 
   // Where factors do not serve, once, before the first read and when raw is free. By all warps; `works` are
@@ -405,6 +429,18 @@ struct RowReads {
     __syncthreads();
   }
 
+  // x *= e^{L_i}
+  __device__ void decay_from_start(Sums<N>& x) const {
+    if (!factored) {
+      Sums<N> copy = x;
+      decay_by_blocks(at, copy);
+      x = copy;
+      return;
+    }
+    at.gates.multiply(x);
+    scale_columns(x, [&](int n) { return at.gates.chunk_decay(n); });
+  }
+
   // y, so far x H, becomes the value read. a: the scores.
   __device__ void value_read(Sums<N>& y, const Scores& a) const {
     if (!factored) {
@@ -416,7 +452,7 @@ struct RowReads {
     }
     scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
     Operand<2> scores[2];
-    round_scores<Side::earlier, T>(scores, a, at.gates.warp);
+    round_scores<Side::earlier, !Keep, T>(scores, a, at.gates.warp);
     add_scored<Side::earlier, T>(y, scores, at.s, at.gates.warp);
     at.gates.multiply(y);
   }
@@ -441,7 +477,7 @@ struct RowReads {
       }
       scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
     }
-    round_scores<Side::earlier, T>(w, W, at.gates.warp);
+    round_scores<Side::earlier, true, T>(w, W, at.gates.warp);
   }
 
  private:
@@ -451,6 +487,20 @@ struct RowReads {
     Sums<N> after;
     at.gates.decay_after(after);
     scale_rows<T>(at.s, at.gates.row(), after);
+  }
+
+  __device__ __noinline__ static void decay_by_blocks(const Shared at, Sums<N>& x) {
+    Sums<N> through;
+    at.gates.decay_through(through);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.at[n][i] *= through.at[n][i];
+    }
+#pragma unroll 1
+    for (int b = 0; b < at.gates.warp; ++b) {
+      scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });
+    }
   }
 
   __device__ __noinline__ static void value_read_by_blocks(const Shared at, Sums<N>& y, const Scores& a) {
@@ -477,8 +527,8 @@ struct RowReads {
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
       float2 score = at.scratch.column(j);
-      if (j > lane_row()) score.x = 0.f;
-      if (j > lane_row() + 8) score.y = 0.f;
+      if (j + Keep > lane_row()) score.x = 0.f;
+      if (j + Keep > lane_row() + 8) score.y = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),

@@ -57,7 +57,7 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
       float& value = x.at[n][i];
       value *= scale;
       if (feature == Feature::silu) {
-        value = value / (1.f + exp2_fast(-kLog2E * value));
+        value = __fdividef(value, 1.f + exp2_fast(-kLog2E * value));
       } else if (feature == Feature::relu) {
         value = fmaxf(value, 0.f);
       } else if (feature == Feature::relu2) {
@@ -67,33 +67,45 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
   }
 }
 
-// The gradient of apply(). z becomes p (all of it), dp = dL/dp becomes scale * dL/dz; with z the scaled
-// logits, write(n, i, left, right) gets z dL/dz + p dL/dp of row lane_row() + 8 i, columns 8 n + lane_col()
-// and the next.
-template <int N, class Write>
-__device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, Feature feature, float scale, int slots,
+// The gradient of apply(). z and dp = dL/dp come without what rows read of their own tokens, which is score *
+// weight: own_z, own_dp are the scores of rows lane_row() and lane_row() + 8, weight(n, i) the weights of row
+// lane_row() + 8 i, columns 8 n + lane_col() and the next. z becomes p (all of it), dp becomes scale * dL/dz
+// of the logits as they were; write(n, i, left, right) gets z dL/dz + p dL/dp without own tokens, z scaled.
+template <int N, class Weight, class Write>
+__device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, float2 own_dp,
+                                     const Weight& weight, Feature feature, float scale, int slots,
                                      const Write& write) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) z.at[n][i] *= scale;
-  }
-  // z, dp of one element -> p, dL/dz
+  own_z.x *= scale, own_z.y *= scale;
+  // f(n, i, what a row reads of its own token: of z, of dp) of every element.
   const auto each = [&](const auto& f) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      float w[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = z.at[n][i], given = dp.at[n][i];
-        const float2 result = f(x, given, i);
-        w[i] = x * result.y + result.x * given;
-        z.at[n][i] = result.x;
-        dp.at[n][i] = scale * result.y;
+      for (int i = 0; i < 2; ++i) {
+        const float2 w = weight(n, i);
+        const float of_z = i ? own_z.y : own_z.x, of_dp = i ? own_dp.y : own_dp.x;
+        f(n, 2 * i, of_z * w.x, of_dp * w.x);
+        f(n, 2 * i + 1, of_z * w.y, of_dp * w.y);
       }
-      write(n, 0, w[0], w[1]);
-      write(n, 1, w[2], w[3]);
     }
+  };
+  each([&](int n, int i, float of_z, float of_dp) {
+    z.at[n][i] = fmaf(z.at[n][i], scale, of_z);
+    dp.at[n][i] += of_dp;
+  });
+  // derivative(z, dp, row) = (p, dL/dz)
+  const auto finish = [&](const auto& derivative) {
+    asm volatile("" ::: "memory");  // read the weights again: there are no registers to keep them
+    float left = 0.f;
+    each([&](int n, int i, float of_z, float of_dp) {
+      const float x = z.at[n][i], given = dp.at[n][i];
+      const float2 result = derivative(x, given, i >> 1);
+      const float w = (x - of_z) * result.y + result.x * (given - of_dp);
+      z.at[n][i] = result.x;
+      dp.at[n][i] = scale * result.y;
+      if (i % 2 == 1) write(n, i >> 1, left, w);
+      left = w;
+    });
   };
   switch (feature) {
     case Feature::softmax: {
@@ -125,22 +137,24 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, Feature feature, f
       sum = {sum_over_row(sum.x), sum_over_row(sum.y)};
       delta = {sum_over_row(delta.x) / sum.x, sum_over_row(delta.y) / sum.y};
       const float2 shift = {top.x + __log2f(sum.x), top.y + __log2f(sum.y)};
-      return each([&](float x, float given, int i) -> float2 {
-        const float p = exp2_fast(fmaf(kLog2E, x, -(i < 2 ? shift.x : shift.y)));
-        return {p, p * (given - (i < 2 ? delta.x : delta.y))};
+      return finish([&](float x, float given, int row) -> float2 {
+        const float p = exp2_fast(fmaf(kLog2E, x, -(row ? shift.y : shift.x)));
+        return {p, p * (given - (row ? delta.y : delta.x))};
       });
     }
     case Feature::none:
-      return each([](float x, float given, int) -> float2 { return {x, given}; });
+      return finish([](float x, float given, int) -> float2 { return {x, given}; });
     case Feature::silu:
-      return each([](float x, float given, int) -> float2 {
-        const float sigmoid = 1.f / (1.f + exp2_fast(-kLog2E * x));
+      return finish([](float x, float given, int) -> float2 {
+        const float sigmoid = __fdividef(1.f, 1.f + exp2_fast(-kLog2E * x));
         return {x * sigmoid, given * sigmoid * (1.f + x * (1.f - sigmoid))};
       });
     case Feature::relu:
-      return each([](float x, float given, int) -> float2 { return {fmaxf(x, 0.f), x > 0.f ? given : 0.f}; });
+      return finish([](float x, float given, int) -> float2 {
+        return {fmaxf(x, 0.f), x > 0.f ? given : 0.f};
+      });
     case Feature::relu2:
-      return each([](float x, float given, int) -> float2 {
+      return finish([](float x, float given, int) -> float2 {
         const float positive = fmaxf(x, 0.f);
         return {positive * positive, 2.f * positive * given};
       });

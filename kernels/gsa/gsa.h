@@ -52,9 +52,10 @@ struct ScannedMemory {
 };
 
 // Forward: states[c] is the state before chunk c, final the one after the last token.
-// Reverse: from the last token to the first with x = q (do), s = scale * dz (p): G_{t-1} = (G_t + x_t s_t^T)
-// e^{g_t}, states[c] is the gradient that reaches the state after chunk c from later tokens, `initial` the
-// final state's gradient, `final` the initial state's. All `group` query heads of a memory add to it.
+// Reverse: from the last token to the first, G_{t-1} = (G_t + x_t y_t^T) e^{g_t} with x = q, y = scale * dz
+// or x = do, y = p. s is y * e^{sum of g from its chunk's start through t}. states[c] is the gradient that
+// reaches the state after chunk c from later tokens, `initial` the final state's gradient, `final` the
+// initial state's. All `group` query heads of a memory add to it.
 struct GatedScan {
   Tokens tokens;
   int heads, group, M;
@@ -89,7 +90,10 @@ struct GsaRows {
   Out<4> dq;           // [B, T, HQ, D]
   Out<4> p;            // [B, T, HQ, M]
   Out<4> dz;           // [B, T, HQ, M]: scale * the gradient of the logits
-  Out<4> w;            // [B, T, HQ, M] fp32: logits * their gradient + p * p's
+  Out<4> p_scan;       // [B, T, HQ, M]: p and dz as the reverse scan takes them
+  Out<4> dz_scan;
+  // [B, T, HQ, M] fp32: logits * their gradient + p * p's, without what a row reads of its own token.
+  Out<4> w;
 };
 
 cudaError_t gsa_rows(const GsaRows& problem, cudaStream_t stream);
@@ -101,9 +105,12 @@ struct GsaColumns {
   In<4> q, k, v, s, g, dout, p, dz, w;
   const void* states;     // of the forward scan
   const void* gradients;  // of the reverse scan
-  Out<4> dk, dv;          // [B, T, HQ, D], [B, T, HQ, V], dtype or fp32
-  Out<4> ds;              // [B, T, HQ, M], dtype or fp32, absent with s
-  Out<4> dg;              // [B, T, HQ, M] fp32
+  // Before a sequence's first token: the state, optional, and its gradient, [N, H, D, M] and [N, H, V, M]
+  // fp32.
+  In<4> initial_k, initial_v, start_k, start_v;
+  Out<4> dk, dv;  // [B, T, HQ, D], [B, T, HQ, V], dtype or fp32
+  Out<4> ds;      // [B, T, HQ, M], dtype or fp32, absent with s
+  Out<4> dg;      // [B, T, HQ, M] fp32
 };
 
 cudaError_t gsa_columns(const GsaColumns& problem, cudaStream_t stream);

@@ -23,15 +23,15 @@ struct GsaRowTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, raw, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float *totals, *decay, *z, *dp;
+  float *totals, *decay, *own, *z, *dp;  // own [2, 64]: scores of rows with themselves
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 4 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 +
+                                4 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + 2 * kChunk * 4 +
                                 (kReuse ? 0 : 2 * kExchange * 4);
 
   __device__ explicit GsaRowTiles(unsigned char* shared) {
     Layout layout(shared);
-    layout(g)(s)(raw)(hk)(k)(q)(dout)(v)(hv)(totals, 4 * M)(decay, M);
+    layout(g)(s)(raw)(hk)(k)(q)(dout)(v)(hv)(totals, 4 * M)(decay, M)(own, 2 * kChunk);
     if constexpr (kReuse) {
       static_assert(kExchange * 4 == SharedTile<T, kChunk, M>::kBytes + SharedTile<T, kChunk, kSlab>::kBytes);
       z = reinterpret_cast<float*>(q.data);   // and dout
@@ -104,14 +104,14 @@ __global__ void __launch_bounds__(kRowThreads, M == 64 ? 2 : 1)
 
   wait_copies<1>();
   __syncthreads();
-  RowReads<T, M> reads;
+  RowReads<T, M, true> reads;
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.raw, {rows_of(x_tile, warp)}};
   reads.template start<kRowThreads / 32>();
   reads.template split<kRowThreads>(p.s, p.g, piece, head, shape.M, !values);
   wait_copies<0>();
   group_barrier();
 
-  // e^L X H + [sum_j x_i . y_j e^{L_i - L_j} s_j]
+  // e^L X H + [sum_{j<i} x_i . y_j e^{L_i - L_j} s_j]
   Sums<M / 8> own;  // z or dp
   {
     Scores a;
@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(kRowThreads, M == 64 ? 2 : 1)
       wait_copies<0>();
       group_barrier();
     }
+    put_diagonal(tile.own + values * kChunk, a, warp);
     reads.value_read(own, a);
   }
   const bool sole = shape.D <= kSlab;  // k and hk are still in their tiles
@@ -138,11 +139,16 @@ __global__ void __launch_bounds__(kRowThreads, M == 64 ? 2 : 1)
   give(values ? tile.dp : tile.z, warp, own);
   __syncthreads();
 
+  const auto own_score = [&](int which) -> float2 {
+    const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
+    return {of[0], of[8]};
+  };
+  const auto weight = [&](int n, int i) { return reads.weight(i, n); };
   if (values) {
     Sums<M / 8> z;
     take(tile.z, warp, z);
     float* rows = chunk_rows<float>(p.w, piece, query_head);
-    differentiate(z, own, shape.feature, shape.scale, shape.slots,
+    differentiate(z, own, own_score(0), own_score(1), weight, shape.feature, shape.scale, shape.slots,
                   [&](int n, int i, float left, float right) {
                     const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
                     if (row < piece.length && col < shape.M) {
@@ -152,13 +158,19 @@ __global__ void __launch_bounds__(kRowThreads, M == 64 ? 2 : 1)
     // The warp's part of z has been read by it alone: room for its rows on their way out.
     const SharedTile<T, kChunk, kSlab> stage{reinterpret_cast<T*>(tile.z + warp * kRows * M) -
                                              warp * kRows * kSlab};
+    const auto put = [&](const Sums<M / 8>& sums, const Out<4>& to) {
 #pragma unroll
-    for (int m = 0; m < M; m += kSlab) {
-      store_rows<T>(z, m / 8, stage, warp, chunk_rows<T>(p.p, piece, query_head) + m, p.p.stride[1],
-                    piece.length, shape.M - m);
-      store_rows<T>(own, m / 8, stage, warp, chunk_rows<T>(p.dz, piece, query_head) + m, p.dz.stride[1],
-                    piece.length, shape.M - m);
-    }
+      for (int m = 0; m < M; m += kSlab) {
+        store_rows<T>(sums, m / 8, stage, warp, chunk_rows<T>(to, piece, query_head) + m, to.stride[1],
+                      piece.length, shape.M - m);
+      }
+    };
+    put(z, p.p);
+    put(own, p.dz);
+    reads.decay_from_start(z);
+    reads.decay_from_start(own);
+    put(z, p.p_scan);
+    put(own, p.dz_scan);
     return;
   }
 
@@ -169,7 +181,8 @@ __global__ void __launch_bounds__(kRowThreads, M == 64 ? 2 : 1)
   {
     Sums<M / 8> dz;
     take(tile.dp, warp, dz);
-    differentiate(own, dz, shape.feature, shape.scale, shape.slots, [](int, int, float, float) {});
+    differentiate(own, dz, own_score(0), own_score(1), weight, shape.feature, shape.scale, shape.slots,
+                  [](int, int, float, float) {});
     __syncwarp();
     reads.at.scratch = {tile.dp + warp * kRows * M};
     reads.key_read(dz, w);

@@ -1,7 +1,7 @@
 // The scan's kernel. A chunk of C = 64 tokens, L its gates' running sums:
 //
 //     forward   S <- S Diag(e^{L_C}) + x^T (s * e^{L_C - L})      states[c] = S before chunk c
-//     reverse   S <- S Diag(e^{L_C}) + x^T (s * e^{L})            states[c] = S before it gets chunk c, the
+//     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before it gets chunk c, the
 //                                                                 last chunk first
 //
 // No exponent is above zero, so nothing overflows; what underflows is gone from the state anyway.
@@ -113,12 +113,12 @@ __device__ constexpr int block_row(int block) {
   return kRows * (Reverse ? block : kBlocks - 1 - block);
 }
 
-// Eight columns of a chunk. weight = e^{sum of the gates from a token to the edge of the chunk where the
-// state is wanted}, block after block; total = L_C.
+// Eight columns of a chunk. total = L_C; forward, weight = e^{sum of the gates after a token}, block after
+// block.
 template <bool Reverse, class Tile>
 __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& g, int col) {
   uint32_t triangle[4], square[4];
-  ones(triangle, Reverse ? Sum::through : Sum::after);
+  ones(triangle, Sum::after);
   ones(square, Sum::all);
   fill(total, 0.f);
 #pragma unroll
@@ -126,8 +126,9 @@ __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& 
     GateParts<1> gates;
     load(gates, g, block_row<Reverse>(block), col);
     Sums<1> sums = total;
-    add_gates(sums, triangle, gates);
     add_gates(total, square, gates);
+    if constexpr (Reverse) continue;
+    add_gates(sums, triangle, gates);
 #pragma unroll
     for (int i = 0; i < 4; ++i) weight.at[block][i] = exp2_fast(sums.at[0][i] * kLog2E);
   }
@@ -302,17 +303,18 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
     }
     barrier_wait(mine, kWarpgroup);
 
-    // s~ = s * weight, and e^{L_C} in the place of the first token's gates, which only this warp has read.
+    // Forward s~ = s * weight (in reverse s has its weights), and e^{L_C} in the place of the first token's
+    // gates, which only this warp has read.
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
       const int eight = own_col + 8 * n, m = eight + lane_col();
       uint32_t s_of[kBlocks][2];
-      load_s<T, Reverse>(s_of, stage, eight, has_s);
+      if constexpr (!Reverse) load_s<T, Reverse>(s_of, stage, eight, has_s);
       Sums<kBlocks> weight;
       Sums<1> total;
       weigh<Reverse>(weight, total, stage.g(), eight);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
+      for (int block = 0; block < (Reverse ? 0 : kBlocks); ++block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(s_of[block][i]);

@@ -1,10 +1,11 @@
 // The mirror of decay.cuh's reads, for the gradients of a chunk's key rows j:
 //
-//     key_write    (f, W) of s:  f_j = e^{L_C - L_j} * s_j,  W_jt = sum_m s_jm y_tm e^{L_tm - L_jm}     t >=
-//     j value_write  u_j = e^{L_C - L_j} * (x_j G) + sum_{t>=j} a_jt e^{L_t - L_j} * y_t [M]
+//     key_write    (f, W) of s:  f_j = e^{L_C - L_j} * s_j,  W_jt = sum_m s_jm y_tm e^{L_tm - L_jm},  t >= j
+//     value_write  u_j = e^{L_C - L_j} * (x_j G) + sum_{t>j} a_jt e^{L_t - L_j} * y_t,                    [M]
 //
-// G the gradient of the state after the chunk, y what later rows gave to the memory. Where factors serve,
-// e^{L_t - L_j} = e^{X_j} r_t; elsewhere 16-row blocks again, from the last, and pairs within a block.
+// G the gradient of the state after the chunk, y what later rows gave to the memory; what a row gave to its
+// own token is left out of u. Where factors serve, e^{L_t - L_j} = e^{X_j} r_t; elsewhere 16-row blocks
+// again, from the last, and pairs within a block.
 #pragma once
 
 #include "gsa/decay.cuh"
@@ -79,7 +80,7 @@ struct RowWrites {
       write_by_blocks(at, y, copy, written, scores);
       u = copy;
       W = written;
-      round_scores<Side::later, T>(w, W, warp);
+      round_scores<Side::later, true, T>(w, W, warp);
       return;
     }
 #pragma unroll
@@ -94,7 +95,7 @@ struct RowWrites {
       }
     }
     Operand<2> scores[2];
-    round_scores<Side::later, T>(scores, a, warp);
+    round_scores<Side::later, false, T>(scores, a, warp);
     at.group_barrier();
     add_scored<Side::later, T>(u, scores, y, warp);
     zero(W);
@@ -104,7 +105,7 @@ struct RowWrites {
       load_block(weights, at.end, at.gates.row(), m);
       add_scores<Side::later, T>(W, weights, y, m, warp);
     }
-    round_scores<Side::later, T>(w, W, warp);
+    round_scores<Side::later, true, T>(w, W, warp);
   }
 
  private:
@@ -159,8 +160,8 @@ struct RowWrites {
 #pragma unroll 1
     for (int t = 0; t < kRows; ++t) {
       float2 score = at.scratch.column(t);
-      if (t < lane_row()) score.x = 0.f;
-      if (t < lane_row() + 8) score.y = 0.f;
+      if (t <= lane_row()) score.x = 0.f;
+      if (t <= lane_row() + 8) score.y = 0.f;
       __syncwarp();
       float above = 0.f, below = 0.f;
 #pragma unroll

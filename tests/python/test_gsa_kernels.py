@@ -141,8 +141,10 @@ def run(inputs, source=ops, cu_seqlens=None):
 def assert_as_right(found, exact, rounded, terms):
     """The error against float64, the largest and the root of its mean square, is at most twice that of the
     formula in PyTorch at the same dtype, and one rounding of the result; fp32 sums of n terms err by about
-    sqrt(n) roundings in an order of their own."""
+    sqrt(n) roundings in an order of their own, and where all of the terms, of size 1, cancel, n roundings of 1
+    may be left."""
     assert found.keys() == exact.keys() == rounded.keys()
+    left = torch.finfo(torch.float32).eps * terms
     for name, want in exact.items():
         got = found[name]
         assert got.dtype == rounded[name].dtype and got.shape == want.shape, name
@@ -152,7 +154,7 @@ def assert_as_right(found, exact, rounded, terms):
         for measure in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
             error = measure(got.double() - want).item()
             of_formula = measure(rounded[name].double() - want).item()
-            allowed = 2 * of_formula + rounding * measure(want).item()
+            allowed = 2 * of_formula + rounding * measure(want).item() + left
             assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
 
 

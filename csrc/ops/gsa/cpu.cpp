@@ -1,4 +1,4 @@
-// Gated slot attention in chunk form (maths.md section 1).
+// Gated slot attention in chunk form.
 //   Hk_t = Hk_{t-1} Diag(e^{g_t}) + k_t s_t^T        [D, M]
 //   p_t  = feature(scale * Hk_t^T q_t)               [M]
 //   Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        [M, V]

@@ -199,12 +199,17 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   rows.g = input<4>(a->g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
+  auto p_scan = a->rows(HQ, shape.M, type), dz_scan = a->rows(HQ, shape.M, type);
   rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.w = output<4>(w);
+  rows.p_scan = output<4>(p_scan), rows.dz_scan = output<4>(dz_scan);
   check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
 
   const auto gradients = a->states();
-  const auto start = scan(*a, true, a->q, dz, dout, p, padded_state(grad_k, false, shape.D, shape.M),
-                          padded_state(grad_v, true, shape.V, shape.M), gradients);
+  const auto start =
+      scan(*a, true, a->q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
+           padded_state(grad_v, true, shape.V, shape.M), gradients);
+
+  p_scan = dz_scan = Tensor();
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = group == 1 ? type : at::kFloat;
@@ -218,6 +223,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.p = input<4>(p), columns.dz = input<4>(dz), columns.w = input<4>(w);
   columns.states = states.const_data_ptr();
   columns.gradients = gradients.const_data_ptr();
+  const auto initial_k = padded_state(state_k, false, shape.D, shape.M),
+             initial_v = padded_state(state_v, true, shape.V, shape.M);
+  columns.initial_k = input<4>(initial_k), columns.initial_v = input<4>(initial_v);
+  columns.start_k = input<4>(start.k), columns.start_v = input<4>(start.v);
   columns.dk = output<4>(dk), columns.dv = output<4>(dv), columns.ds = output<4>(ds),
   columns.dg = output<4>(dg);
   check_launch("gsa_columns", kernels::gsa_columns(columns, stream));

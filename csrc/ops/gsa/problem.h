@@ -1,4 +1,4 @@
-// What gsa accepts (maths.md section 1): sizes in the paper's letters.
+// What gsa accepts: sizes in the paper's letters.
 #pragma once
 
 #include "../check.h"
