@@ -174,6 +174,15 @@ def test_generation_pads_nothing_into_a_sequence(model):
     assert together[1, 4:].equal(model.generate(ids[1:, 4:], **options)[0])
 
 
+@pytest.mark.parametrize("piece", [2, 3, 5, 6])
+def test_a_prompt_may_be_read_in_pieces(model, piece):
+    """Wherever it is padded: a last piece may be one token, and that masked."""
+    ids = tokens(3, 6)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(ids, prefill_chunk_size=piece, **options).equal(model.generate(ids, **options))
+
+
 def test_saved_and_loaded_models_agree(model, tmp_path):
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()

@@ -88,10 +88,11 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Behind a past, one token is a written one and so valid: without a mask its step is in place."""
+        """A written token is valid: without a mask its step is in place. A prompt's token may be masked."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         ids, past = inputs.get("input_ids"), inputs.get("past_key_values")
-        if ids is not None and ids.shape[1] == 1 and past is not None and past.get_seq_length() > 0:
+        written = not kwargs.get("is_first_iteration") and past is not None and past.get_seq_length() > 0
+        if written and ids.shape[1] == 1:
             inputs["attention_mask"] = None
         return inputs
 
