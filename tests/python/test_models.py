@@ -350,6 +350,8 @@ def test_a_configuration_that_does_not_fit_is_refused(options, message):
             "attention_mask has 4 dimensions",
         ),
         (lambda model, ids: model(ids, attention_mask=torch.ones(1, 3)), "attention_mask covers 3 tokens"),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(2, 5)), "attention_mask has shape"),
+        (lambda model, ids: model(ids, cu_seqlens=torch.tensor([[0, 5]])), "cu_seqlens has shape"),
         (lambda model, ids: model(ids, past_key_values=object()), "past_key_values is a object"),
         (
             lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2),
@@ -371,6 +373,8 @@ def test_cat_refuses_what_it_cannot_place():
     ):
         with pytest.raises(ValueError, match="has 65 tokens; expected at most max_position_embeddings, 64"):
             model(**call)
+    with pytest.raises(ValueError, match="CAT keeps no cache of packed sequences"):
+        model(tokens(1, 5), cu_seqlens=torch.tensor([0, 2, 5]), use_cache=True)
     with pytest.raises(ValueError, match="inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 3, 32))
     with pytest.raises(ValueError, match="CatModel"):

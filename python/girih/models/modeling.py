@@ -12,6 +12,7 @@ from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import MIXERS, GirihConfig
 from girih.nn import Block, RMSNorm
+from girih.nn.masking import check_packing
 
 
 class GirihModel(GirihPreTrainedModel):
@@ -51,6 +52,7 @@ class GirihModel(GirihPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_packing(x, cu_seqlens)
         past_key_values = self.cache_for(use_cache, past_key_values)
         mask = own_mask(attention_mask, x.shape[1])
         every = [x]
