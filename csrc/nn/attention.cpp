@@ -27,6 +27,7 @@ Tensor AttentionImpl::visible(int64_t past, int64_t T, const Tensor& valid, cons
 }
 
 Output AttentionImpl::run(const Tensor& x, const Call& call) {
+  check_packing(x, call.cu_seqlens);
   TORCH_CHECK_VALUE(
       !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
       "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");

@@ -53,6 +53,9 @@ CatModelImpl::CatModelImpl(const Config& config)
 void CatModelImpl::reset_parameters() { torch::nn::init::normal_(header, 0.0, initializer_range_); }
 
 Output CatModelImpl::run(const Tensor& now, const Call& call) {
+  check_packing(now, call.cu_seqlens);
+  TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
+                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
   const Extended all(now, call.attention_mask, call.state);
   const auto T = all.x.size(1), C = chunk_;
   // Masked tokens count here: how many are valid is not known without a wait, nor are packed lengths.

@@ -44,6 +44,7 @@ CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, C
 void CompressAttendImpl::reset_parameters() { torch::nn::init::normal_(header); }
 
 Output CompressAttendImpl::run(const Tensor& now, const Call& call) {
+  check_packing(now, call.cu_seqlens);
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
                     "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
   const Extended all(now, call.attention_mask, call.state);

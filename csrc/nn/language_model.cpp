@@ -31,6 +31,7 @@ ModelImpl::ModelImpl(const Config& config)
 }
 
 Output ModelImpl::run(const Tensor& ids, const Call& call) {
+  check_packing(ids, call.cu_seqlens);
   auto x = embed_tokens(ids);
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {

@@ -45,8 +45,21 @@ bool LayerImpl::Call::steps(const Tensor& x) const {
          !at::GradMode::is_enabled();
 }
 
+void check_mask(const Tensor& x, const Tensor& attention_mask) {
+  const auto tokens = x.sizes().slice(0, 2);
+  TORCH_CHECK_VALUE(!attention_mask.defined() || attention_mask.sizes() == tokens,
+                    "attention_mask has shape ", attention_mask.sizes(), "; expected [B, T] = ", tokens);
+}
+
+void check_packing(const Tensor& x, const Tensor& cu_seqlens) {
+  TORCH_CHECK_VALUE(!cu_seqlens.defined() || (cu_seqlens.dim() == 1 && x.size(0) == 1),
+                    "cu_seqlens has shape ", cu_seqlens.sizes(), " and x has ", x.size(0),
+                    " rows; expected [N + 1] and one row, which packs N sequences");
+}
+
 Output RecurrentLayerImpl::run(const Tensor& x, const Call& call) {
   if (!call.attention_mask.defined()) return mix(x, call);
+  check_mask(x, call.attention_mask);
   const auto valid = call.attention_mask.to(at::kBool);
   const auto count = valid.sum(1, /*keepdim=*/true);
   const auto place = at::where(valid, valid.cumsum(1) - 1, count + valid.logical_not().cumsum(1) - 1);
@@ -58,6 +71,7 @@ Output RecurrentLayerImpl::run(const Tensor& x, const Call& call) {
 }
 
 Extended::Extended(const Tensor& now, const Tensor& attention_mask, const State& past) : x(now) {
+  check_mask(now, attention_mask);
   if (attention_mask.defined()) valid = attention_mask.to(at::kBool);
   if (past.empty()) return;
   const auto &past_x = past.tensors[0], &past_valid = past.tensors[1];

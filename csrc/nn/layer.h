@@ -25,6 +25,10 @@ double first_step_bias(int64_t chunk);
 // [..., heads * width] -> [..., heads, width]
 inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, {heads, -1}); }
 
+// Refuses a mask that is not x's [B, T], and cu_seqlens that do not pack sequences into the one row of x.
+void check_mask(const Tensor& x, const Tensor& attention_mask);
+void check_packing(const Tensor& x, const Tensor& cu_seqlens);
+
 // x [B, T, ...] and its mask behind those that an earlier call kept as {x, mask}; a mask on one side only is
 // completed by ones on the other.
 struct Extended {

@@ -108,7 +108,7 @@ c10::SymInt Check::sequences(const OptionalTensor& cu_seqlens, const c10::SymInt
 
 Check::Sizes Check::qkv(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens,
                         const Letters& letters, int64_t n) const {
-  const auto of_q = c10::str("[B, T, H, ", letters.key, "]"),
+  const auto of_q = c10::str("[B, T, HQ, ", letters.key, "]"),
              of_k = c10::str("[B, ", letters.rows, ", H, ", letters.key, "]"),
              of_v = c10::str("[B, ", letters.rows, ", H, ", letters.value, "]");
   rank("q", q, 4, of_q);

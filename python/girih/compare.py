@@ -22,7 +22,7 @@ from girih.comparison.table import draw, write_table
 from girih.data import Corpus, read_corpus
 from girih.models import MIXERS
 from girih.training.command import Parser, Refusal, answer, disk_full, refuse_unknown
-from girih.training.folder import make, publish, usable
+from girih.training.folder import make, publish, read_json, usable
 from girih.training.processes import Interrupt, Interrupted, together
 from girih.training.recipe import SIZES, Recipe
 
@@ -69,8 +69,8 @@ def finished(plan: Plan, task: str, mixer: str) -> tuple[dict | None, str]:
     """The cell that its file holds, if any, and the settings in which it differs from the plan's."""
     if not plan.file(task, mixer).exists():
         return None, ""
-    cell = json.loads(plan.file(task, mixer).read_text())
-    has, wanted = cell["settings"], plan.settings[task]
+    cell = read_json(plan.file(task, mixer))
+    has, wanted = cell.get("settings", {}), plan.settings[task]
     other = [name for name in sorted({*has, *wanted}) if has.get(name) != wanted.get(name)]
     return cell, " and ".join(name.removesuffix("_sha256") for name in other)
 

@@ -4,9 +4,9 @@ Letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``D`` key width, ``V`` value wi
 sequences (``B``, or what ``cu_seqlens`` says). Gates are logs, at most 0. ``q`` may have a multiple of the
 other tensors' heads. States are fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence.
 ``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``; ``[B, 2]`` says
-where in each row its one sequence begins and ends. Tokens outside belong to no sequence. ``X_step`` reads one
-token (``T == 1``), writes the state's tensors in place and returns ``o`` alone. A wrong argument
-raises ``ValueError`` and names the argument.
+where in each row its one sequence begins and ends. Tokens outside belong to no sequence: they do nothing and
+their ``o`` is 0. ``X_step`` reads one token (``T == 1``), writes the state's tensors in place and returns
+``o`` alone. A wrong argument raises ``ValueError`` and names the argument.
 """
 
 from typing import NamedTuple

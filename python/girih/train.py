@@ -23,7 +23,7 @@ from transformers.integrations import TensorBoardCallback
 from girih.data import Corpus, Windows, read_corpus
 from girih.models import MIXERS
 from girih.training.command import Parser, Refusal, agreed, answer, refuse_unknown
-from girih.training.folder import Whole, check_space, newest_whole, prepare
+from girih.training.folder import Whole, check_space, newest_whole, prepare, read_json
 from girih.training.processes import Interrupt, Interrupted, gpus_for, run_on, together
 from girih.training.recipe import SIZES, Recipe, model_of_size
 from girih.training.report import finish
@@ -115,9 +115,10 @@ def main(argv: list[str] | None = None) -> int:
         agreed(lambda: prepare(run.folder, run.arguments))
         result = run.folder / "result.json"
         if result.exists():
+            finished = read_json(result)
             if main_process:
                 print(f"this run is finished; remove {run.folder} to train it again")
-                print(json.dumps(json.loads(result.read_text())))
+                print(json.dumps(finished))
             return 0
         gpus = torch.cuda.device_count()
         if gpus > 1 and "RANK" not in os.environ:

@@ -349,7 +349,7 @@ def delta_product(label, *, g=False, vector=False, sizes=None, **options):
 
 
 def trellis(label, *, g=False, sizes=None, **options):
-    # Without a normalising phi the recurrence is stable on unit keys and values only (maths.md, section 3).
+    # Without a normalising phi the recurrence is stable on unit keys and values only.
     kind = "unit" if options.get("phi") in ("identity", "silu") else "normal"
     data = {"q": ("BTQD", "normal"), "k": ("BTHD", kind), "v": ("BTHV", kind), "a": ("BTHM", "normal")}
     data |= {"gamma": ("BTH", "step")} | ({"g": ("BTH", "gate")} if g else {})

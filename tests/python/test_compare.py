@@ -76,6 +76,13 @@ def test_cells_of_another_corpus_are_left_out_of_the_table_and_named(run, words,
     assert [c.strip() for c in line.split("|")[2:5]] == ["", "", ""] and f"{recall['parameters']:,}" in line
 
 
+def test_a_damaged_cell_is_refused_in_one_line(run, tmp_path, capsys):
+    (tmp_path / CELLS[0]).write_text('{"task": "te')
+    assert run() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"girih.compare: file {tmp_path / CELLS[0]}: it is damaged")
+
+
 def test_a_folder_that_cannot_be_one_is_refused_in_one_line(run, words, capsys):
     assert run("--folder", str(words)) == 2
     assert capsys.readouterr().err == f"girih.compare: folder {words}: File exists\n"

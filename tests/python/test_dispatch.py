@@ -46,6 +46,14 @@ def test_opcheck_packed(case, device):
     torch.library.opcheck(*registered_call(operator, inputs.requiring_grad()))
 
 
+@pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
+def test_opcheck_with_bounds(case, device):
+    inputs = case.draw(5, dtype=torch.float32, device=device).requiring_grad()
+    bounds = torch.tensor([[0, 3], [2, 5]], dtype=torch.int32, device=device)
+    call = registered_call(lambda inputs: operator(inputs, cu_seqlens=bounds), inputs)
+    torch.library.opcheck(*call)
+
+
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_opcheck_step(case, device):
     inputs = case.draw(1, resumed=True, dtype=torch.float32, device=device)

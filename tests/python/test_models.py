@@ -174,6 +174,15 @@ def test_generation_pads_nothing_into_a_sequence(model):
     assert together[1, 4:].equal(model.generate(ids[1:, 4:], **options)[0])
 
 
+@pytest.mark.parametrize("piece", [2, 3, 5, 6])
+def test_a_prompt_may_be_read_in_pieces(model, piece):
+    """Wherever it is padded: a last piece may be one token, and that masked."""
+    ids = tokens(3, 6)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(ids, prefill_chunk_size=piece, **options).equal(model.generate(ids, **options))
+
+
 def test_saved_and_loaded_models_agree(model, tmp_path):
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
@@ -341,6 +350,8 @@ def test_a_configuration_that_does_not_fit_is_refused(options, message):
             "attention_mask has 4 dimensions",
         ),
         (lambda model, ids: model(ids, attention_mask=torch.ones(1, 3)), "attention_mask covers 3 tokens"),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(2, 5)), "attention_mask has shape"),
+        (lambda model, ids: model(ids, cu_seqlens=torch.tensor([[0, 5]])), "cu_seqlens has shape"),
         (lambda model, ids: model(ids, past_key_values=object()), "past_key_values is a object"),
         (
             lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2),
@@ -362,6 +373,8 @@ def test_cat_refuses_what_it_cannot_place():
     ):
         with pytest.raises(ValueError, match="has 65 tokens; expected at most max_position_embeddings, 64"):
             model(**call)
+    with pytest.raises(ValueError, match="CAT keeps no cache of packed sequences"):
+        model(tokens(1, 5), cu_seqlens=torch.tensor([0, 2, 5]), use_cache=True)
     with pytest.raises(ValueError, match="inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 3, 32))
     with pytest.raises(ValueError, match="CatModel"):

@@ -273,6 +273,19 @@ def test_mask_and_packing_exclude_each_other(layer):
         layer(x, attention_mask=torch.ones(1, 4), cu_seqlens=torch.tensor([0, 4]))
 
 
+@pytest.mark.parametrize("shape", [(2, 5), (2, 3), (1, 4), (3, 4), (2, 1, 4, 4)], ids=str)
+def test_a_mask_of_another_shape_is_refused(layer, shape):
+    x = torch.randn(2, 4, HIDDEN, dtype=torch.double)
+    with pytest.raises(ValueError, match=r"attention_mask has shape .*; expected \[B, T\] = \[2, 4\]"):
+        layer(x, torch.ones(shape))
+
+
+def test_packed_sequences_stand_in_one_row(layer):
+    x = torch.randn(2, 4, HIDDEN, dtype=torch.double)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        layer(x, cu_seqlens=torch.tensor([0, 4]))
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_autocast_stays_close_to_fp32(name):
     torch.manual_seed(0)

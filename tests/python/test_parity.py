@@ -101,6 +101,22 @@ def test_a_state_is_left_alone_without_use_cache(pair):
     assert first.equal(second)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"attention_mask": torch.ones(2, 4)}, {"cu_seqlens": torch.tensor([[0, 5]]), "use_cache": False}],
+    ids=["mask", "packing"],
+)
+def test_wrong_masks_and_packing_are_refused_in_the_same_words(pair, wrong):
+    python, cpp = pair
+    ids = torch.randint(SIZES["vocab_size"], (1, 4))
+    said = []
+    for call in (python, cpp.forward):
+        with pytest.raises(ValueError) as refused:
+            call(ids, **wrong)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
 def test_gradients_are_equal(pair):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (2, 11))

@@ -183,6 +183,15 @@ def test_a_folder_with_something_else_in_it_is_not_touched(corpus, tmp_path, cap
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("name", ["arguments.json", "result.json"])
+@pytest.mark.parametrize("content", [b'{"mixer": "g', b"\xff\xfe", b"[]"])
+def test_a_damaged_file_is_refused_in_one_line(name, content, finished, corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    (folder / name).write_bytes(content)
+    assert f"file {folder / name}: it is damaged" in refused(arguments(corpus, folder), capsys)
+
+
 def test_a_folder_that_cannot_be_one_is_refused_in_one_line(corpus, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("mine")

@@ -300,10 +300,10 @@ struct TrellisOptions {
   double norm_eps = 1e-6;
 };
 
-// Two memories of M slots that learn, token by token, to map keys and values onto one target (Trellis, eq.
-// 8-14).
-//   A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T     once with x = k, once with x = v; A' starts the
-//   chunk o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
+// Two memories of M slots that learn to map keys and values onto one target (Trellis, eq. 8-14). A' is A at
+// the start of the chunk.
+//   A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
+//   o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 class TrellisImpl : public RecurrentLayerImpl {
  public:
   TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions options = {});

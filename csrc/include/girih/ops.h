@@ -13,8 +13,8 @@
 // token (T = 1), writes the tensors of its options' state in place and returns the output alone;
 // XState::start makes the state it needs for a first token. cu_seqlens [N + 1] (int32 or int64, on the
 // device) packs N sequences into B = 1; [B, 2] says where in each row its one sequence begins and ends.
-// Tokens outside belong to no sequence. A wrong argument throws c10::ValueError, which names the argument,
-// what it is and what it should be.
+// Tokens outside belong to no sequence: they do nothing and their output is 0. A wrong argument throws
+// c10::ValueError, which names the argument, what it is and what it should be.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -141,8 +141,8 @@ struct TrellisOptions {
 
 // Trellis (eq. 8-14): two memories A learn to map keys and values onto the targets a. A' is A when the chunk
 // began.
-//   u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T     for x = k
-//   and x = v o_t = Av_t^T f(Ak_t q_t)
+//   u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
+//   for Ak with x = k and for Av with x = v;         o_t = Av_t^T f(Ak_t q_t)
 // q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], a [B, T, H, M], gamma and g [B, T, H] -> o [B, T, HQ, V].
 std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                                         const Tensor& gamma, const Tensor& g, const TrellisOptions& options);

@@ -1,4 +1,4 @@
-// CAT's attention (maths.md section 5). Row 0 of every chunk of C rows is its header. A row of chunk c
+// CAT's attention. Row 0 of every chunk of C rows is its header. A row of chunk c
 // attends to the headers of the chunks before c and to the rows of its own chunk up to itself, its own header
 // among them:
 //   a_j = scale q . k_j        o = sum_j e^{a_j - lse} v_j        lse = log sum_j e^{a_j}

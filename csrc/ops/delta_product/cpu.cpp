@@ -1,4 +1,4 @@
-// DeltaProduct in chunk form (maths.md section 2).
+// DeltaProduct (Siems et al. 2025) in chunk form.
 //   S <- e^{g_t} S                                    once a token, before its first step
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t                           after the last step

@@ -1,4 +1,4 @@
-// What delta_product accepts (maths.md section 2): sizes in the paper's letters.
+// What delta_product accepts: sizes in the paper's letters.
 #pragma once
 
 #include "../check.h"

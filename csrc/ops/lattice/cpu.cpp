@@ -1,8 +1,8 @@
-// Lattice in chunk form (maths.md section 4). Columns s_i of a memory S [D, M] take steps in their tangent
-// spaces; with (h, c) from the objective, e = S k - v or S^T v - k:
+// Lattice (Karami and Mirrokni, eq. 10, 11 and 15) in chunk form. Columns s_i of a memory S [D, M] take steps
+// in their tangent spaces; with (h, c) from the objective, e = S k - v or S^T v - k:
 //   decode      h = e,  c = k          encode  h = v, c = e          similarity  h = -v, c = k
-//   d_{t,i} = -gamma_t c_{t,i} (h_t - s_i (s_i.h_t))      X_t = e^{g_t} X_{t-1} + d_t      o_t = unit(X_t)
-//   q_t
+//   d_{t,i} = -gamma_t c_{t,i} (h_t - s_i (s_i.h_t))
+//   X_t = e^{g_t} X_{t-1} + d_t          o_t = unit(X_t) q_t
 // A chunk reads S at its start, X_0 = S, and leaves unit(X) of its last token.
 #include "../decay.h"
 #include "../defining.h"

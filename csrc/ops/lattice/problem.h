@@ -1,4 +1,4 @@
-// What lattice accepts (maths.md section 4): sizes in the paper's letters.
+// What lattice accepts: sizes in the paper's letters.
 #pragma once
 
 #include "../check.h"

@@ -1,4 +1,4 @@
-// Short convolution, depthwise and causal (maths.md section 6):
+// Short convolution, depthwise and causal:
 //   z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = act(z_t)
 // The W - 1 inputs before a sequence's first token are its state; its last W - 1 inputs are the next one.
 // Backward forms z again:

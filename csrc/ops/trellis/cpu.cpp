@@ -1,4 +1,5 @@
-// Trellis in chunk form (maths.md section 3). A memory A [M, X] compresses vectors x_t onto targets a_t:
+// Trellis (Karami et al., eq. 8 to 12) in chunk form. A memory A [M, X] compresses vectors x_t onto targets
+// a_t:
 //   z_t = A' x_t        u_t = J_phi(z_t)^T (phi(z_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
 // with A' the memory at the start of the chunk. One memory holds keys and one values:
 //   r_t = f(A1_t q_t)      o_t = A2_t^T r_t

@@ -1,4 +1,4 @@
-// The maps of Trellis (maths.md section 3): phi(z) and u = J_phi(z)^T (phi(z) - a), over the last dimension
+// The maps of Trellis: phi(z) and u = J_phi(z)^T (phi(z) - a), over the last dimension
 // M.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What trellis accepts (maths.md section 3): sizes in the paper's letters.
+// What trellis accepts: sizes in the paper's letters.
 #pragma once
 
 #include "../check.h"

@@ -12,6 +12,7 @@ from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, RMSNorm
 from girih.nn.chunks import chunk_table
+from girih.nn.masking import check_mask, check_packing
 from girih.nn.state import History, extended
 
 
@@ -104,9 +105,15 @@ class CatModel(GirihPreTrainedModel):
             raise ValueError(
                 "inputs_embeds: CAT's compressor and decoder embed the tokens apart; give input_ids"
             )
+        check_packing(input_ids, cu_seqlens)
         past_key_values = self.cache_for(use_cache, past_key_values)
+        if cu_seqlens is not None and past_key_values is not None:
+            raise ValueError(
+                "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
+            )
         past = None if past_key_values is None else past_key_values.layers[0]
         mask = own_mask(attention_mask, input_ids.shape[1])
+        check_mask(input_ids, mask, cu_seqlens)
         ids, valid, new = extended(input_ids, mask, None if past is None else past.state)
         C, T = self.config.chunk, ids.shape[1]
         # Masked tokens count here: how many are valid is not known without a wait, nor are packed lengths.

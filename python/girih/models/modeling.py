@@ -12,6 +12,7 @@ from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import MIXERS, GirihConfig
 from girih.nn import Block, RMSNorm
+from girih.nn.masking import check_packing
 
 
 class GirihModel(GirihPreTrainedModel):
@@ -51,6 +52,7 @@ class GirihModel(GirihPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_packing(x, cu_seqlens)
         past_key_values = self.cache_for(use_cache, past_key_values)
         mask = own_mask(attention_mask, x.shape[1])
         every = [x]
@@ -88,10 +90,11 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Behind a past, one token is a written one and so valid: without a mask its step is in place."""
+        """A written token is valid: without a mask its step is in place. A prompt's token may be masked."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         ids, past = inputs.get("input_ids"), inputs.get("past_key_values")
-        if ids is not None and ids.shape[1] == 1 and past is not None and past.get_seq_length() > 0:
+        written = not kwargs.get("is_first_iteration") and past is not None and past.get_seq_length() > 0
+        if written and ids.shape[1] == 1:
             inputs["attention_mask"] = None
         return inputs
 

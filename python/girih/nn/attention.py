@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.masking import refuse_mask_with_packing
+from girih.nn.masking import check_mask, check_packing
 
 
 def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
@@ -86,7 +86,8 @@ class Attention(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        check_mask(x, attention_mask, cu_seqlens)
+        check_packing(x, cu_seqlens)
         if cu_seqlens is not None and (use_cache or state is not None):
             raise ValueError(
                 "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from girih import ops
 from girih.nn.attention import rotary
 from girih.nn.chunks import chunk_table
-from girih.nn.masking import refuse_mask_with_packing
+from girih.nn.masking import check_mask, check_packing
 from girih.nn.state import History, extended
 
 
@@ -119,7 +119,8 @@ class CompressAttend(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, History | None]:
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        check_mask(x, attention_mask, cu_seqlens)
+        check_packing(x, cu_seqlens)
         if cu_seqlens is not None and (use_cache or state is not None):
             raise ValueError(
                 "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"

@@ -24,7 +24,7 @@ class RecurrentLayer(nn.Module):
     ) -> tuple[Tensor, Any]:
         if attention_mask is None:
             return self.mix(x, state, use_cache, cu_seqlens)
-        refuse_mask_with_packing(attention_mask, cu_seqlens)
+        check_mask(x, attention_mask, cu_seqlens)
         valid = attention_mask.bool()
         count = valid.sum(1, keepdim=True)
         place = torch.where(valid, valid.cumsum(1) - 1, count + valid.logical_not().cumsum(1) - 1)
@@ -39,6 +39,22 @@ class RecurrentLayer(nn.Module):
         raise NotImplementedError
 
 
-def refuse_mask_with_packing(attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    if attention_mask is not None and cu_seqlens is not None:
+def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Refuses a mask beside packed sequences, and one that is not x's `[B, T]`."""
+    if attention_mask is None:
+        return
+    if cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens: give one; packed sequences have no padding to mask")
+    if attention_mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; expected [B, T] = {list(x.shape[:2])}"
+        )
+
+
+def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Refuses what does not pack sequences into the one row of x `[1, T, ...]`."""
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and x has {x.shape[0]} rows; "
+            "expected [N + 1] and one row, which packs N sequences"
+        )

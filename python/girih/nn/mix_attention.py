@@ -23,8 +23,7 @@ def mix_weight(
     """The weight m at a training step (TPTT, section 4).
 
     constant: `final`. gradual: from `first` to `final` in a line over `steps` steps. cyclic: the next of
-        `levels`
-    every `steps` steps, round and round.
+    `levels` every `steps` steps, round and round.
 
     >>> [mix_weight("gradual", step, first=0.0, steps=10) for step in (0, 5, 20)]
     [0.0, 0.25, 0.5]

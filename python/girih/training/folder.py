@@ -27,6 +27,17 @@ def publish(path: Path, text: str) -> None:
     os.replace(draft_of(path), path)
 
 
+def read_json(file: Path) -> dict:
+    """What `publish` wrote into a file. Refuses one that someone or a failing disk has damaged."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise Refusal(f"file {file}: it is damaged; remove it or its whole folder")
+    return content
+
+
 @contextlib.contextmanager
 def usable(folder: Path) -> Iterator[None]:
     """Refuses a folder that cannot be made, read or written. A full disk is another matter and passes."""
@@ -50,7 +61,7 @@ def prepare(folder: Path, arguments: dict) -> None:
     file = folder / "arguments.json"
     with usable(folder):
         if file.exists():
-            if json.loads(file.read_text()) == arguments:
+            if read_json(file) == arguments:
                 if not (folder / "result.json").exists():
                     make(folder)
                 return
