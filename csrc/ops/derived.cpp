@@ -44,7 +44,11 @@ void backward(const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = pop_arguments(handle, stack);
   const size_t given = op.outputs() + op.inputs() + op.saved.size();
 
-  const UnderAutograd under;
+  at::AutoGradMode on(true);
+  const auto tls = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::ForceDispatchKeyGuard above(
+      tls.included_,
+      (tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView) | c10::autocast_dispatch_keyset);
   at::NoTF32Guard exact;
   const OnThisThread guarded;
 

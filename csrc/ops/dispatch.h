@@ -28,20 +28,6 @@ inline std::vector<c10::IValue> pop_arguments(const c10::OperatorHandle& op, Sta
   return torch::jit::pop(*stack, op.schema().arguments().size());
 }
 
-// ATen records gradients again, within a call that came past autograd. Autocast stays out.
-class UnderAutograd {
- public:
-  UnderAutograd() : UnderAutograd(c10::impl::tls_local_dispatch_key_set()) {}
-
- private:
-  explicit UnderAutograd(const c10::impl::LocalDispatchKeySet& tls)
-      : above_(tls.included_, (tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView) |
-                                  c10::autocast_dispatch_keyset) {}
-
-  at::AutoGradMode on_{true};
-  c10::impl::ForceDispatchKeyGuard above_;
-};
-
 // ATen in float32 means float32: no tf32 products, whatever the program's setting.
 template <auto function>
 struct InFullPrecision;

@@ -57,7 +57,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
   const auto read =
       scan_key_decay(chunks, apply(feature, logits.o), weights, chunks.split(v, type), decay, Hv);
   return {chunks.join(read.o, q.scalar_type()), logits.state, read.state, z,
-          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, cu_seqlens, save)), q.options())};
+          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, g, cu_seqlens, save)), q.options())};
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("gsa_forward", &forward); }

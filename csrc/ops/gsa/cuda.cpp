@@ -1,12 +1,9 @@
 // gsa by its kernels: 16-bit elements, up to 128 slots. The ATen form serves the rest.
 #include <ATen/MemoryOverlap.h>
-#include <torch/csrc/autograd/autograd.h>
 
-#include "../chunks.h"
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "../packs.h"
-#include "abc.h"
 #include "aten.h"
 #include "gsa/gsa.h"
 #include "problem.h"
@@ -17,9 +14,12 @@ namespace {
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-bool has_kernel(const Tensor& q, const Tensor& v, int64_t M) {
-  return (q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16) && M <= kernels::kGsaMaxSlots &&
-         q.size(3) <= kernels::kGsaMaxWidth && v.size(3) <= kernels::kGsaMaxWidth;
+// ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than the
+// kernels' 16-bit products keep.
+bool has_kernel(const Tensor& q, const Tensor& v, const OptionalTensor& g) {
+  return given(g) && (q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16) &&
+         g->size(3) <= kernels::kGsaMaxSlots && q.size(3) <= kernels::kGsaMaxWidth &&
+         v.size(3) <= kernels::kGsaMaxWidth;
 }
 
 kernels::Feature feature_of(std::string_view name) {
@@ -28,19 +28,6 @@ kernels::Feature feature_of(std::string_view name) {
   if (name == "relu") return kernels::Feature::relu;
   if (name == "relu2") return kernels::Feature::relu2;
   return kernels::Feature::softmax;
-}
-
-// ABC's slot weights and gates, [B, T, H, M] fp32.
-Abc abc_of(const Tensor& q, const Tensor& logits, const Tensor& z0, const OptionalTensor& cu_seqlens) {
-  const Chunks chunks(q, q.size(0), q.size(1), kernels::kGsaChunk, cu_seqlens);
-  const auto abc = normalise(chunks, chunks.split(logits, at::kFloat), z0);
-  return {chunks.join(abc.s, at::kFloat), chunks.join(abc.g, at::kFloat), abc.z};
-}
-
-Tensor first_z(const Tensor& q, const Tensor& logits, const OptionalTensor& state_z, int64_t N) {
-  return given(state_z)
-             ? *state_z
-             : at::full({N, logits.size(2), logits.size(3)}, -INFINITY, q.options().dtype(at::kFloat));
 }
 
 // One call's tensors as the kernels read them: rows in packs of 16 bytes, s in q's dtype, g in fp32.
@@ -126,34 +113,25 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, std::string_view feature, bool save) {
-  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
-  if (!has_kernel(q, v, (given(g) ? g : s)->size(3))) {
+  Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  if (!has_kernel(q, v, g)) {
     at::NoTF32Guard exact;
     return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
   }
   const c10::cuda::CUDAGuard device(q.device());
-  OptionalTensor z;
-  std::optional<Arguments> a;
-  if (given(g)) {
-    a.emplace(q, k, v, s, *g, cu_seqlens, scale, feature);
-  } else {
-    const auto abc = abc_of(q, *s, first_z(q, *s, state_z, problem.N.expect_int()), cu_seqlens);
-    a.emplace(q, k, v, abc.s, abc.g, cu_seqlens, scale, feature);
-    z = abc.z;
-  }
-  const auto& shape = a->shape;
-  const auto states = a->states();
-  const auto last = scan(*a, false, a->k, a->s, a->v, a->s, padded_state(state_k, false, shape.D, shape.M),
+  const Arguments a(q, k, v, s, *g, cu_seqlens, scale, feature);
+  const auto& shape = a.shape;
+  const auto states = a.states();
+  const auto last = scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
                          padded_state(state_v, true, shape.V, shape.M), states);
-  const auto o = a->rows(shape.query_heads, shape.V, q.scalar_type());
+  const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GsaOutput p;
   p.shape = shape;
-  p.q = input<4>(a->q), p.k = input<4>(a->k), p.v = input<4>(a->v), p.s = input<4>(a->s),
-  p.g = input<4>(a->g);
+  p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v), p.s = input<4>(a.s), p.g = input<4>(a.g);
   p.states = states.const_data_ptr();
   p.o = output<4>(o);
   check_launch("gsa_output", kernels::gsa_output(p, c10::cuda::getCurrentCUDAStream()));
-  return {without_packs(o, a->V), cut(last.k, a->D, a->M), cut(last.v.mT(), a->M, a->V), z,
+  return {without_packs(o, a.V), cut(last.k, a.D, a.M), cut(last.v.mT(), a.M, a.V), std::nullopt,
           save ? states : at::empty({0}, q.options())};
 }
 
@@ -163,8 +141,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const OptionalTensor& state_k, const OptionalTensor& state_v,
                         const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, const Tensor& states,
                         std::optional<double> scale, std::string_view feature) {
-  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
-  if (!has_kernel(q, v, (given(g) ? g : s)->size(3))) {
+  Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  if (!has_kernel(q, v, g)) {
     // What every device without a kernel runs: autograd of the ATen form.
     static const auto op = find("gsa_backward").typed<decltype(backward_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_k, grad_v, grad_z, q, k, v,
@@ -173,49 +151,36 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(q.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
 
-  // ABC: s and g come from the logits by ATen, and so do the logits' gradients from theirs.
-  Tensor logits, z0;
-  Abc abc;
-  std::optional<Arguments> a;
-  if (given(g)) {
-    a.emplace(q, k, v, s, *g, cu_seqlens, scale, feature);
-  } else {
-    const UnderAutograd under;
-    logits = s->detach().requires_grad_(true);
-    z0 = first_z(q, *s, state_z, problem.N.expect_int()).detach().requires_grad_(true);
-    abc = abc_of(q, logits, z0, cu_seqlens);
-    a.emplace(q, k, v, abc.s.detach(), abc.g.detach(), cu_seqlens, scale, feature);
-  }
-  const auto& shape = a->shape;
-  const auto HQ = shape.query_heads, H = shape.heads, group = a->group();
+  const Arguments a(q, k, v, s, *g, cu_seqlens, scale, feature);
+  const auto& shape = a.shape;
+  const auto HQ = shape.query_heads, H = shape.heads, group = a.group();
   const auto type = q.scalar_type();
-  const auto dout = given(grad_o) ? in_packs(*grad_o) : a->rows(HQ, shape.V, type).zero_();
+  const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, type).zero_();
 
-  const auto dq = a->rows(HQ, shape.D, type), p = a->rows(HQ, shape.M, type), dz = a->rows(HQ, shape.M, type),
-             w = a->rows(HQ, shape.M, at::kFloat);
+  const auto dq = a.rows(HQ, shape.D, type), p = a.rows(HQ, shape.M, type), dz = a.rows(HQ, shape.M, type),
+             w = a.rows(HQ, shape.M, at::kFloat);
   kernels::GsaRows rows;
   rows.shape = shape;
-  rows.q = input<4>(a->q), rows.k = input<4>(a->k), rows.v = input<4>(a->v), rows.s = input<4>(a->s);
-  rows.g = input<4>(a->g);
+  rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.s = input<4>(a.s);
+  rows.g = input<4>(a.g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
-  auto p_scan = a->rows(HQ, shape.M, type), dz_scan = a->rows(HQ, shape.M, type);
+  auto p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
   rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.w = output<4>(w);
   rows.p_scan = output<4>(p_scan), rows.dz_scan = output<4>(dz_scan);
   check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
 
-  const auto gradients = a->states();
-  const auto start =
-      scan(*a, true, a->q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
-           padded_state(grad_v, true, shape.V, shape.M), gradients);
+  const auto gradients = a.states();
+  const auto start = scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
+                          padded_state(grad_v, true, shape.V, shape.M), gradients);
 
   p_scan = dz_scan = Tensor();
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = group == 1 ? type : at::kFloat;
-  const auto dk = a->rows(HQ, shape.D, part), dv = a->rows(HQ, shape.V, part),
-             dg = a->rows(HQ, shape.M, at::kFloat);
-  const auto ds = a->s.defined() ? a->rows(HQ, shape.M, given(g) ? part : at::kFloat) : Tensor();
+  const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
+             dg = a.rows(HQ, shape.M, at::kFloat);
+  const auto ds = a.s.defined() ? a.rows(HQ, shape.M, part) : Tensor();
   kernels::GsaColumns columns;
   columns.shape = shape;
   columns.q = rows.q, columns.k = rows.k, columns.v = rows.v, columns.s = rows.s, columns.g = rows.g;
@@ -238,37 +203,21 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
     return given(state) ? OptionalTensor(gradient) : std::nullopt;
   };
-  OptionalTensor dlogits, dgates, dz0;
-  if (given(g)) {
-    if (given(s)) dlogits = gathered(ds, a->M, *s);
-    dgates = gathered(dg, a->M, *g);
-  } else {
-    const UnderAutograd under;
-    torch::autograd::variable_list outputs{abc.s, abc.g};
-    torch::autograd::variable_list grads{gathered(ds, a->M, abc.s), gathered(dg, a->M, abc.g)};
-    if (given(grad_z)) outputs.push_back(abc.z), grads.push_back(*grad_z);
-    const auto found = torch::autograd::grad(outputs, {logits, z0}, grads, false, false, true);
-    const auto or_zero = [](const Tensor& found, const Tensor& like) {
-      return found.defined() ? found.detach() : at::zeros_like(like);
-    };
-    dlogits = or_zero(found[0], logits).contiguous();
-    if (given(state_z)) dz0 = or_zero(found[1], z0).contiguous();
-  }
-  return {without_packs(dq, a->D),
-          gathered(dk, a->D, k),
-          gathered(dv, a->V, v),
-          dlogits,
-          dgates,
-          given_state(state_k, cut(start.k, a->D, a->M)),
-          given_state(state_v, cut(start.v.mT(), a->M, a->V)),
-          dz0,
+  return {without_packs(dq, a.D),
+          gathered(dk, a.D, k),
+          gathered(dv, a.V, v),
+          given(s) ? OptionalTensor(gathered(ds, a.M, *s)) : std::nullopt,
+          gathered(dg, a.M, *g),
+          given_state(state_k, cut(start.k, a.D, a.M)),
+          given_state(state_v, cut(start.v.mT(), a.M, a.V)),
+          std::nullopt,
           std::nullopt};
 }
 
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                  const OptionalTensor& g, const Tensor& state_k, const Tensor& state_v,
                  const OptionalTensor& state_z, std::optional<double> scale, std::string_view feature) {
-  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, feature);
+  Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, feature);
   GIRIH_CHECK(q.size(1) == 1, "gsa_step takes one token: q must have T = 1 and has shape ", q.sizes());
   if (q.scalar_type() == at::kDouble) {
     static const auto op = find("gsa_step").typed<decltype(step_cuda)>();

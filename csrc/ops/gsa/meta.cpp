@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
   if (!given(g)) z = at::empty_symint({p.N, p.H, p.M}, options);
   return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.M}, options), at::empty_symint({p.N, p.H, p.M, p.V}, options), z,
-          at::empty_symint(p.saved(q, cu_seqlens, save), q.options())};
+          at::empty_symint(p.saved(q, g, cu_seqlens, save), q.options())};
 }
 
 }  // namespace
