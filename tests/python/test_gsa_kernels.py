@@ -141,7 +141,7 @@ def run(inputs, source=ops, cu_seqlens=None):
 def assert_as_right(found, exact, rounded, terms):
     """The error against float64, the largest and the root of its mean square, is at most twice that of the
     formula in PyTorch at the same dtype, and one rounding of the result; fp32 sums of n terms err by about
-    sqrt(n) roundings in an order of their own, and where all of the terms, of size 1, cancel, n roundings of 1
+    sqrt(n) roundings in an order of their own, and where the terms, of size 1, all cancel, n roundings of 1
     may be left."""
     assert found.keys() == exact.keys() == rounded.keys()
     left = torch.finfo(torch.float32).eps * terms
