@@ -4,13 +4,15 @@ Products take and give the inputs' dtype (PyTorch adds up in fp32); gates, decay
 (fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.
 """
 
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from girih.ops import GLAState, GSAState
 
-CHUNK = 64
+CHUNKS = 64, 48  # tokens; one chunking's largest error is chance, its mean is not
 
 FEATURES = {
     "softmax": lambda x: x.softmax(-1),
@@ -87,9 +89,16 @@ def per_sequence(operator, q, *data, state, cu_seqlens, **options):
     return torch.cat(rows, 1), type(states[0])(*parts)
 
 
-def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None, cu_seqlens=None):
+def in_chunks(chunk):
+    """gsa and gla in chunks of so many tokens."""
+    return SimpleNamespace(gsa=partial(gsa, chunk=chunk), gla=partial(gla, chunk=chunk))
+
+
+def gsa(
+    q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None, cu_seqlens=None, chunk=CHUNKS[0]
+):
     if cu_seqlens is not None:
-        options = {"scale": scale, "feature": feature}
+        options = {"scale": scale, "feature": feature, "chunk": chunk}
         return per_sequence(gsa, q, k, v, s, g, state=state, cu_seqlens=cu_seqlens, **options)
     B, T, H, D = k.shape
     V, M = v.shape[-1], (g if s is None else s).shape[-1]
@@ -108,8 +117,8 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None, c
         w = -g.expm1() if s is None else s.to(zeros.dtype)
     groups = q.shape[2] // H
     rows = [q.new_zeros(B, 0, q.shape[2], V)]
-    for a in range(0, T, CHUNK):
-        part = slice(a, a + CHUNK)
+    for a in range(0, T, chunk):
+        part = slice(a, a + chunk)
         decay = Decay(g[:, part])
         # a query head's group reads the same memory: the chunk's rows of all of them, state from the first
         reads = []
@@ -123,9 +132,9 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None, c
     return torch.cat(rows, 1), GSAState(Hk, Hv, z)
 
 
-def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None):
+def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None, chunk=CHUNKS[0]):
     if cu_seqlens is not None:
-        return per_sequence(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale)
+        return per_sequence(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale, chunk=chunk)
     B, T, H, D = k.shape
     V = v.shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -135,8 +144,8 @@ def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None):
     g = g[..., None].expand(B, T, H, D) if g.dim() == 3 else g
     groups = q.shape[2] // H
     rows = [q.new_zeros(B, 0, q.shape[2], V)]
-    for a in range(0, T, CHUNK):
-        part = slice(a, a + CHUNK)
+    for a in range(0, T, chunk):
+        part = slice(a, a + chunk)
         decay = Decay(g[:, part])
         reads = []
         for j in range(groups):

@@ -138,22 +138,27 @@ def run(inputs, source=ops, cu_seqlens=None):
     return {name: x.detach() for name, x in outs.items()} | named
 
 
+def by_formula(run, inputs, **options):
+    """`run` by the formula in PyTorch, in chunks of each length."""
+    return [run(inputs, rounded_formula.in_chunks(chunk), **options) for chunk in rounded_formula.CHUNKS]
+
+
 def assert_as_right(found, exact, rounded, terms):
     """The error against float64, the largest and the root of its mean square, is at most twice that of the
-    formula in PyTorch at the same dtype, and one rounding of the result; fp32 sums of n terms err by about
-    sqrt(n) roundings in an order of their own, and where the terms, of size 1, all cancel, n roundings of 1
-    may be left."""
-    assert found.keys() == exact.keys() == rounded.keys()
+    formula in PyTorch at the same dtype (`rounded`, in each chunk length), and one rounding of the result;
+    fp32 sums of n terms err by about sqrt(n) roundings in an order of their own, and where the terms, of size
+    1, all cancel, n roundings of 1 may be left."""
+    assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
     left = torch.finfo(torch.float32).eps * terms
     for name, want in exact.items():
         got = found[name]
-        assert got.dtype == rounded[name].dtype and got.shape == want.shape, name
+        assert got.dtype == rounded[0][name].dtype and got.shape == want.shape, name
         if not want.numel():
             continue
         rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * terms**0.5)
         for measure in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
             error = measure(got.double() - want).item()
-            of_formula = measure(rounded[name].double() - want).item()
+            of_formula = max(measure(near[name].double() - want).item() for near in rounded)
             allowed = 2 * of_formula + rounding * measure(want).item() + left
             assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
 
@@ -164,7 +169,7 @@ def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None):
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
     exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
-    rounded = run(inputs, rounded_formula, cu_seqlens=cu_seqlens)
+    rounded = by_formula(run, inputs, cu_seqlens=cu_seqlens)
     _, T, _, D = inputs.data["q"].shape
     assert_as_right(found, exact, rounded, T + D)
 
@@ -323,7 +328,7 @@ def test_masked_tokens_of_abc_do_nothing():
         if name in ("dk", "dv", "ds"):
             assert not found[name][:, masked].any()
         found[name] = found[name][:, ~masked]
-    exact, rounded = run(kept.map(torch.Tensor.double)), run(kept, rounded_formula)
+    exact, rounded = run(kept.map(torch.Tensor.double)), by_formula(run, kept)
     assert_as_right(found, exact, rounded, 164)
 
 
@@ -372,7 +377,7 @@ def in_pieces(inputs, length):
 def test_long_sequences_of_few_heads(T, kind):
     """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
     inputs = draw(kind, B=1, H=4, T=T, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
-    exact, rounded = run(inputs.map(torch.Tensor.double)), run(inputs, rounded_formula)
+    exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T)
     assert_as_right(in_pieces(inputs, 3000), exact, rounded, T)
 
@@ -402,7 +407,7 @@ def test_steps_in_place_are_the_forward(kind, G, layout, dtype):
         o, state = getattr(source, inputs.op)(**keywords)
         return {"o": o} | {name: x for name, x in state._asdict().items() if x is not None}
 
-    exact, rounded = forward(inputs.map(torch.Tensor.double)), forward(inputs, rounded_formula)
+    exact, rounded = forward(inputs.map(torch.Tensor.double)), by_formula(forward, inputs)
     assert_as_right(found, exact, rounded, T + 24)
 
 
@@ -421,7 +426,7 @@ def test_a_step_of_every_size(M):
         assert_as_right(
             {"o": o, "k": state.k, "v": state.v},
             {"o": want_o, "k": want.k, "v": want.v},
-            {"o": near_o, "k": near.k, "v": near.v},
+            [{"o": near_o, "k": near.k, "v": near.v}],
             D + M,
         )
 
