@@ -9,12 +9,10 @@
 // What a row gives to its own token crosses no gate. Without it, with w = z dz + p dp of reads and s ds of
 // writes, in the chunk
 //
-//     dg_t = E_0 - sum_{j<t} (w - s ds)_j = E_1 + sum_{i>=t} (w - s ds)_i
+//     dg_t = sum H * (gradient of H) - sum_{j<t} (w - s ds)_j
 //
-// E_0 = sum of H * (the gradient of H) for the state H before the chunk, E_1 for the one after it. The first
-// half of the rows counts from the start, the second from the end: fewer sums that cancel. E_1 = e^{L_C} sum
-// (G * H) + sum_j s_j e^{L_C - L_j} (k_j Gk + v_j Gv), which asks for no state but H. Of the query heads that
-// share a memory only the first adds what G gives.
+// H the states before the chunk: their gradient is what the reverse scan wrote for the chunk before. Of the
+// query heads that share a memory only the first adds what G gives.
 #pragma once
 
 #include "gsa/block.cuh"
@@ -29,15 +27,15 @@ struct GsaColumnTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, end, dz, p, gk, gv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float *totals, *decay, *rest, *edges, *own, *ends;
+  float *totals, *decay, *edge, *own;
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 6 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 8 + 2) * M * 4 +
-                                2 * kChunk * 4 + 16 * kColumnThreads * 4;
+                                4 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 8) * M * 4 +
+                                2 * kChunk * 4;
 
   __device__ explicit GsaColumnTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(end)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(rest, 8 * M)(
-        edges, 2 * M)(own, 2 * kChunk)(ends, 16 * kColumnThreads);
+    Layout(shared)(g)(s)(end)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(edge, 8 * M)(own,
+                                                                                                  2 * kChunk);
   }
 };
 
@@ -124,12 +122,11 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   writes.at.group_barrier();
 
   // a = X Read^T,   u = X G
-  Sums<N> u;  // the memory's part of ds
-  // Sums over the thread's rows of the state, 8 columns: of G * H, and of H times its own gradient.
-  float end[8], begin[8];
+  Sums<N> u;      // the memory's part of ds
+  float edge[8];  // sum of H * its gradient over the thread's rows of the state, 8 columns
   fill(u, 0.f);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) end[i] = begin[i] = 0.f;
+  for (int i = 0; i < 8; ++i) edge[i] = 0.f;
   {
     // At a sequence's start both the state, if there is one, and its gradient are there in fp32.
     const auto add_start = [&](int slab) {
@@ -143,7 +140,7 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const int col = thread % kPacks * 8 + j;
-          if (col < shape.M) begin[j] += at(state, slab + row, col) * at(of_state, slab + row, col);
+          if (col < shape.M) edge[j] += at(state, slab + row, col) * at(of_state, slab + row, col);
         }
       }
     };
@@ -157,27 +154,20 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
         add_scores<Side::later, T>(a, x, read_tile, col, warp);
         add_product<T>(u, x, gradient, col);
       }
-      if (first) {
+      if (first && piece.index == 0) add_start(slab);
+      if (first && piece.index > 0) {
         const int pack = thread % kPacks * 8;
         const T* states = state_rows<T>(p.states, shape, chunk, head, first_row + slab) + pack;
-        const T* before =
-            state_rows<T>(p.gradients, shape, piece.index > 0 ? chunk - 1 : chunk, head, first_row + slab) +
-            pack;
+        const T* gradients = state_rows<T>(p.gradients, shape, chunk - 1, head, first_row + slab) + pack;
 #pragma unroll
         for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
           const int row = thread / kPacks + i * kRowsAtOnce;
           if (row >= width - slab || pack >= shape.M) continue;
           const Pack<8> state = load<8>(states + static_cast<int64_t>(row) * shape.M);
-          const Pack<8> from = load<8>(&gradient.at(row, pack));
+          const Pack<8> of_state = load<8>(gradients + static_cast<int64_t>(row) * shape.M);
 #pragma unroll
-          for (int j = 0; j < 8; ++j) end[j] += state.at[j] * from.at[j];
-          if (piece.index > 0) {
-            const Pack<8> own = load<8>(before + static_cast<int64_t>(row) * shape.M);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) begin[j] += state.at[j] * own.at[j];
-          }
+          for (int j = 0; j < 8; ++j) edge[j] += state.at[j] * of_state.at[j];
         }
-        if (piece.index == 0) add_start(slab);
       }
       if (slab + kSlab >= width) break;
       writes.at.group_barrier();
@@ -185,14 +175,16 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
       wait_copies<0>();
       writes.at.group_barrier();
     }
+    // Lanes with the same columns add up; a warp has a row of its own.
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      tile.ends[threadIdx.x * 8 + i] = end[i];
-      tile.ends[(kColumnThreads + threadIdx.x) * 8 + i] = begin[i];
+#pragma unroll
+      for (int other = kPacks; other < 32; other *= 2) edge[i] += __shfl_xor_sync(~0u, edge[i], other);
+      if (lane() < kPacks) tile.edge[threadIdx.x / 32 * M + lane() * 8 + i] = edge[i];
     }
     put_diagonal(tile.own + values * kChunk, a, warp);
     __syncwarp();
-    writes.add_end(u, tile.rest + (threadIdx.x / 32) * M);
+    writes.decay_end(u);
 
     // u += [a_jt e^{L_t - L_j} y_t, t > j],   dX = f G^T + W Read
     Operand<2> w[2];
@@ -279,53 +271,21 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
     }
     store<4>(&beyond.at(row, col), late);
   }
-  // E_0 and E_1
-  for (int m = threadIdx.x; m < M; m += kColumnThreads) {
-    float start = 0.f, sum = 0.f;
-#pragma unroll 8
-    for (int row = 0; row < kColumnThreads / kPacks; ++row) {
-      const int i = (row * kPacks + m / 8) * 8 + m % 8;
-      sum += tile.ends[i];
-      start += tile.ends[kColumnThreads * 8 + i];
-    }
-    if (writes.factored) {
-      sum *= tile.decay[m];
-    } else {
-      float log = 0.f;
-      for (int b = 0; b < 4; ++b) log += tile.totals[b * M + m];
-      sum *= exp2_fast(log);
-    }
-    for (int i = 0; i < 8; ++i) sum += tile.rest[i * M + m];
-    tile.edges[m] = start;
-    tile.edges[M + m] = sum;
-  }
   __syncthreads();
 
-  // A thread has a column and a share of the rows; what lies between them and the edge is added first.
+  // dg: a thread has a column and a share of the rows; what stands before them is added first.
   constexpr int kShare = kChunk * M / kColumnThreads;
   const int m = threadIdx.x % M, from = threadIdx.x / M * kShare;
   float* dg = chunk_rows<float>(p.dg, piece, query_head) + m;
-  const auto put = [&](int row, float sum) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kColumnThreads / 32; ++i) sum += tile.edge[i * M + m];
+#pragma unroll 8
+  for (int row = 0; row < from; ++row) sum -= tile.g.at(row, m);
+#pragma unroll 8
+  for (int row = from; row < from + kShare; ++row) {
     if (row < piece.length && m < shape.M) dg[row * p.dg.stride[1]] = sum + beyond.at(row, m);
-  };
-  if (from < kChunk / 2) {
-    float sum = tile.edges[m];
-#pragma unroll 8
-    for (int row = 0; row < from; ++row) sum -= tile.g.at(row, m);
-#pragma unroll 8
-    for (int row = from; row < from + kShare; ++row) {
-      put(row, sum);
-      sum -= tile.g.at(row, m);
-    }
-  } else {
-    float sum = tile.edges[M + m];
-#pragma unroll 8
-    for (int row = kChunk - 1; row >= from + kShare; --row) sum += tile.g.at(row, m);
-#pragma unroll 8
-    for (int row = from + kShare - 1; row >= from; --row) {
-      sum += tile.g.at(row, m);
-      put(row, sum);
-    }
+    sum -= tile.g.at(row, m);
   }
 }
 

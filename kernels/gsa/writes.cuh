@@ -50,18 +50,9 @@ struct RowWrites {
     __syncthreads();
   }
 
-  // x, so far X G, is written: what it gives to the sum over the warp's rows of s_j e^{L_C - L_j} x_j goes to
-  // rest [M]. Where factors serve, the gradient of s is u times e^X; elsewhere it is u, and x takes on its
-  // decays.
-  __device__ void add_end(Sums<N>& x, float* rest) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const int row = at.gates.row() + lane_row(), col = 8 * n + lane_col();
-      const float2 above = pair_at<T>(at.end, row, col), below = pair_at<T>(at.end, row + 8, col);
-      const float left = sum_over_col(above.x * x.at[n][0] + below.x * x.at[n][2]);
-      const float right = sum_over_col(above.y * x.at[n][1] + below.y * x.at[n][3]);
-      if (lane_row() == 0) *reinterpret_cast<float2*>(rest + col) = {left, right};
-    }
+  // x, so far X G, becomes part of u. Where factors serve, the gradient of s is u times e^X; elsewhere it is
+  // u.
+  __device__ void decay_end(Sums<N>& x) const {
     if (factored) return;
     Sums<N> copy = x;
     decay_end_by_blocks(at, copy);
