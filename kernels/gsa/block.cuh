@@ -20,6 +20,14 @@ __device__ inline const T* state_rows(const void* states, const GsaShape& shape,
          ((chunk * shape.heads + head) * (shape.D + shape.V) + first) * static_cast<int64_t>(shape.M);
 }
 
+// All of the block: starts to load g.
+template <int Threads, int M>
+__device__ inline void load_gates(const SharedTile<float, kChunk, M>& g, const In<4>& from,
+                                  const Piece& piece, int head, int slots) {
+  load_async<Threads>(g, chunk_rows<float>(from, piece, head), from.stride[1], piece.length, slots,
+                      threadIdx.x);
+}
+
 // A warp's 16 rows, 64 columns of them from 8 n on, through its own rows of a tile, to global memory.
 template <typename T, int N>
 __device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<T, kChunk, kSlab>& stage,
@@ -68,5 +76,16 @@ struct Layout {
     return *this;
   }
 };
+
+// A block for every chunk and query head.
+template <auto Kernel, class Problem>
+cudaError_t launch_blocks(const Problem& p, int threads, int bytes, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
+  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
 
 }  // namespace girih::kernels

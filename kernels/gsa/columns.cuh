@@ -15,7 +15,7 @@
 // query heads that share a memory only the first adds what G gives.
 #pragma once
 
-#include "gsa/block.cuh"
+#include "gsa/gradients.cuh"
 #include "gsa/writes.cuh"
 
 namespace girih::kernels {
@@ -39,35 +39,10 @@ struct GsaColumnTiles {
   }
 };
 
-// A warp's 16 rows of 64 columns to T or fp32, whichever the array holds.
-template <typename T>
-__device__ inline void store_rows_of(const Sums<8>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
-                                     const Out<4>& to, const Piece& piece, int head, int col, int cols) {
-  if (to.dtype != DType::f32) {
-    store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, head) + col, to.stride[1], piece.length,
-                  cols - col);
-    return;
-  }
-  float* rows = chunk_rows<float>(to, piece, head) + col;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
-      if (row < piece.length && c < cols - col) {
-        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i],
-                                                                     sums.at[n][2 * i + 1]};
-      }
-    }
-  }
-}
-
 template <typename T, int M>
 __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
     gsa_columns_kernel(const __grid_constant__ GsaColumns p) {
   constexpr int N = M / 8;
-  constexpr int kPacks = M / 8;                 // a row's, of 8 columns
-  constexpr int kRowsAtOnce = kGroup / kPacks;  // of a state, by a group
   extern __shared__ __align__(128) unsigned char shared[];
   const GsaColumnTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
@@ -80,8 +55,7 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_async<kColumnThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length,
-                             shape.M, threadIdx.x);
+  load_gates<kColumnThreads>(tile.g, p.g, piece, head, shape.M);
   load_weights<kColumnThreads>(tile.s, p.s, p.g, piece, head, shape.M);
   commit_copies();
 
@@ -122,28 +96,10 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   writes.at.group_barrier();
 
   // a = X Read^T,   u = X G
-  Sums<N> u;      // the memory's part of ds
-  float edge[8];  // sum of H * its gradient over the thread's rows of the state, 8 columns
+  Sums<N> u;  // the memory's part of ds
+  EdgeSum<M> edge;
   fill(u, 0.f);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) edge[i] = 0.f;
   {
-    // At a sequence's start both the state, if there is one, and its gradient are there in fp32.
-    const auto add_start = [&](int slab) {
-      const In<4>&state = values ? p.initial_v : p.initial_k, &of_state = values ? p.start_v : p.start_k;
-      if (state.data == nullptr) return;
-      const auto at = [&](const In<4>& x, int row, int col) {
-        return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
-                                                 row * x.stride[2] + col * x.stride[3]];
-      };
-      for (int row = thread / kPacks; row < min(kSlab, width - slab); row += kRowsAtOnce) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const int col = thread % kPacks * 8 + j;
-          if (col < shape.M) edge[j] += at(state, slab + row, col) * at(of_state, slab + row, col);
-        }
-      }
-    };
     Scores a;
     zero(a);
     for (int slab = 0;; slab += kSlab) {
@@ -154,20 +110,13 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
         add_scores<Side::later, T>(a, x, read_tile, col, warp);
         add_product<T>(u, x, gradient, col);
       }
-      if (first && piece.index == 0) add_start(slab);
+      const int rows = min(kSlab, width - slab);
       if (first && piece.index > 0) {
-        const int pack = thread % kPacks * 8;
-        const T* states = state_rows<T>(p.states, shape, chunk, head, first_row + slab) + pack;
-        const T* gradients = state_rows<T>(p.gradients, shape, chunk - 1, head, first_row + slab) + pack;
-#pragma unroll
-        for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
-          const int row = thread / kPacks + i * kRowsAtOnce;
-          if (row >= width - slab || pack >= shape.M) continue;
-          const Pack<8> state = load<8>(states + static_cast<int64_t>(row) * shape.M);
-          const Pack<8> of_state = load<8>(gradients + static_cast<int64_t>(row) * shape.M);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) edge[j] += state.at[j] * of_state.at[j];
-        }
+        edge.add(state_rows<T>(p.states, shape, chunk, head, first_row + slab),
+                 state_rows<T>(p.gradients, shape, chunk - 1, head, first_row + slab), rows, shape.M, thread);
+      } else if (first) {
+        edge.add_start(values ? p.initial_v : p.initial_k, values ? p.start_v : p.start_k, piece, head, slab,
+                       rows, shape.M, thread);
       }
       if (slab + kSlab >= width) break;
       writes.at.group_barrier();
@@ -175,13 +124,7 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
       wait_copies<0>();
       writes.at.group_barrier();
     }
-    // Lanes with the same columns add up; a warp has a row of its own.
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-#pragma unroll
-      for (int other = kPacks; other < 32; other *= 2) edge[i] += __shfl_xor_sync(~0u, edge[i], other);
-      if (lane() < kPacks) tile.edge[threadIdx.x / 32 * M + lane() * 8 + i] = edge[i];
-    }
+    edge.put(tile.edge + threadIdx.x / 32 * M);
     put_diagonal(tile.own + values * kChunk, a, warp);
     __syncwarp();
     writes.decay_end(u);
@@ -273,31 +216,13 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
   }
   __syncthreads();
 
-  // dg: a thread has a column and a share of the rows; what stands before them is added first.
-  constexpr int kShare = kChunk * M / kColumnThreads;
-  const int m = threadIdx.x % M, from = threadIdx.x / M * kShare;
-  float* dg = chunk_rows<float>(p.dg, piece, query_head) + m;
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kColumnThreads / 32; ++i) sum += tile.edge[i * M + m];
-#pragma unroll 8
-  for (int row = 0; row < from; ++row) sum -= tile.g.at(row, m);
-#pragma unroll 8
-  for (int row = from; row < from + kShare; ++row) {
-    if (row < piece.length && m < shape.M) dg[row * p.dg.stride[1]] = sum + beyond.at(row, m);
-    sum -= tile.g.at(row, m);
-  }
+  put_gate_gradients<kColumnThreads, kColumnThreads / 32>(tile.g, tile.edge, p.dg, piece, query_head, shape.M,
+                                                          [&](int row, int m) { return beyond.at(row, m); });
 }
 
 template <typename T, int M>
 cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
-  constexpr int bytes = GsaColumnTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_columns_kernel<T, M>>(bytes); error != cudaSuccess)
-    return error;
-  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kColumnThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks<gsa_columns_kernel<T, M>>(p, kColumnThreads, GsaColumnTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   if (piece.length == 0) return;
 
   const auto load_gate = [&] {
-    load_async<kGsaThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length, shape.M,
-                            threadIdx.x);
+    load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
     load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
     commit_copies();
   };
@@ -131,13 +130,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
 
 template <typename T, int M>
 cudaError_t launch_gsa_output(const GsaOutput& p, cudaStream_t stream) {
-  constexpr int bytes = GsaOutputTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_output_kernel<T, M>>(bytes); error != cudaSuccess)
-    return error;
-  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  gsa_output_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks<gsa_output_kernel<T, M>>(p, kGsaThreads, GsaOutputTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

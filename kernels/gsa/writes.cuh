@@ -13,7 +13,8 @@
 namespace girih::kernels {
 
 // The gradients that a warp's rows get, in a block of several groups of four warps: all have the same gates.
-template <typename T, int M>
+// With `Scaled` y counts y_scale times.
+template <typename T, int M, bool Scaled = false>
 struct RowWrites {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
@@ -29,6 +30,8 @@ struct RowWrites {
     __device__ float2 weight(int i, int n) const {
       return pair_at<T>(s, gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
     }
+    float y_scale = 1.f;
+
     __device__ void group_barrier() const { barrier_wait(1 + group, 4 * 32); }
   };
   Shared at;
@@ -78,7 +81,8 @@ struct RowWrites {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 r = at.gates.factor(i, n);
+        float2 r = at.gates.factor(i, n);
+        if constexpr (Scaled) r.x *= at.y_scale, r.y *= at.y_scale;
         auto* pair =
             reinterpret_cast<uint32_t*>(&y.at(at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col()));
         const float2 old = unpaired<T>(*pair);
@@ -157,7 +161,9 @@ struct RowWrites {
       float above = 0.f, below = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 value = pair_at<T>(y, gates.row() + t, 8 * n + lane_col()), l = gates.through(t, n);
+        float2 value = pair_at<T>(y, gates.row() + t, 8 * n + lane_col());
+        const float2 l = gates.through(t, n);
+        if constexpr (Scaled) value.x *= at.y_scale, value.y *= at.y_scale;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 w = at.weight(i >> 1, n);
@@ -174,6 +180,7 @@ struct RowWrites {
     set_block(W, block, warp);
     at.group_barrier();
     gates.decay_through(through);
+    if constexpr (Scaled) scale_columns(through, [&](int) { return float2{at.y_scale, at.y_scale}; });
     scale_rows<T>(y, gates.row(), through);
     at.group_barrier();
     // The later blocks: W from the nearest, u from the last.

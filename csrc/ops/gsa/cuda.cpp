@@ -2,10 +2,8 @@
 #include <ATen/MemoryOverlap.h>
 
 #include "../dispatch.h"
-#include "../kernel_arguments.h"
-#include "../packs.h"
+#include "../gated_kernels.h"
 #include "aten.h"
-#include "gsa/gsa.h"
 #include "problem.h"
 
 namespace girih::gsa {
@@ -30,85 +28,6 @@ kernels::Feature feature_of(std::string_view name) {
   return kernels::Feature::softmax;
 }
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, s in q's dtype, g in fp32.
-struct Arguments {
-  Tensor q, k, v, s, g, cu_seqlens;
-  kernels::GsaShape shape;
-  int64_t D, V, M;
-
-  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_, const Tensor& g_,
-            const OptionalTensor& cu, const std::optional<double>& scale, std::string_view feature)
-      : q(in_packs(q_)),
-        k(in_packs(k_)),
-        v(in_packs(v_)),
-        g(in_packs(g_.to(at::kFloat), 8)),
-        D(q_.size(3)),
-        V(v_.size(3)),
-        M(g_.size(3)) {
-    if (given(s_)) s = in_packs(s_->to(q.scalar_type()));
-    if (given(cu)) cu_seqlens = cu->contiguous();
-    shape = {kernel_tokens(q, cu_seqlens), static_cast<int>(k.size(2)),
-             static_cast<int>(q.size(2)),  static_cast<int>(q.size(3)),
-             static_cast<int>(v.size(3)),  static_cast<int>(g.size(3)),
-             static_cast<int>(M),          kernel_dtype(q),
-             feature_of(feature),          static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
-  }
-
-  int group() const { return shape.query_heads / shape.heads; }
-  int64_t sequences() const { return shape.tokens.sequences; }
-
-  // [B, T, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
-  Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
-    const auto options = q.options().dtype(type);
-    return cu_seqlens.defined() ? at::zeros({q.size(0), q.size(1), heads, width}, options)
-                                : at::empty({q.size(0), q.size(1), heads, width}, options);
-  }
-  Tensor states() const {
-    return at::empty(
-        {kernels::piece_count(shape.tokens, kernels::kGsaChunk), shape.heads, shape.D + shape.V, shape.M},
-        q.options());
-  }
-};
-
-// A state as the scan takes it, [N, H, width, M] in packs; transposed: given as [N, H, M, width].
-Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t width, int64_t M) {
-  if (!given(state)) return Tensor();
-  const auto rows = transposed ? state->mT() : *state;
-  if (rows.size(2) == width && rows.size(3) == M) return rows;
-  return at::constant_pad_nd(rows, {0, M - rows.size(3), 0, width - rows.size(2)});
-}
-
-// Runs a scan; `first` and the returned states are [N, H, width, M].
-struct Finals {
-  Tensor k, v;
-};
-Finals scan(const Arguments& a, bool reverse, const Tensor& x0, const Tensor& s0, const Tensor& x1,
-            const Tensor& s1, const Tensor& first_k, const Tensor& first_v, const Tensor& states) {
-  const auto& shape = a.shape;
-  const auto options = a.q.options().dtype(at::kFloat);
-  const Finals last{at::empty({a.sequences(), shape.heads, shape.D, shape.M}, options),
-                    at::empty({a.sequences(), shape.heads, shape.V, shape.M}, options)};
-  kernels::GatedScan p;
-  p.tokens = shape.tokens;
-  p.heads = shape.heads;
-  p.group = reverse ? a.group() : 1;
-  p.M = shape.M;
-  p.dtype = shape.dtype;
-  p.reverse = reverse;
-  p.g = input<4>(a.g);
-  p.memory[0] = {input<4>(x0), input<4>(s0), input<4>(first_k), output<4>(last.k), shape.D};
-  p.memory[1] = {input<4>(x1), input<4>(s1), input<4>(first_v), output<4>(last.v), shape.V};
-  p.states = states.mutable_data_ptr();
-  const auto workspace = at::empty({kernels::gated_scan_workspace(p)}, options.dtype(at::kByte));
-  p.workspace = workspace.mutable_data_ptr();
-  check_launch("gated_scan", kernels::gated_scan(p, c10::cuda::getCurrentCUDAStream()));
-  return last;
-}
-
-Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
-  return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
-}
-
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
@@ -119,11 +38,11 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
     return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
   }
   const c10::cuda::CUDAGuard device(q.device());
-  const Arguments a(q, k, v, s, *g, cu_seqlens, scale, feature);
+  const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
-  const auto last = scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
-                         padded_state(state_v, true, shape.V, shape.M), states);
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GsaOutput p;
   p.shape = shape;
@@ -151,9 +70,9 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(q.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
 
-  const Arguments a(q, k, v, s, *g, cu_seqlens, scale, feature);
+  const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
-  const auto HQ = shape.query_heads, H = shape.heads, group = a.group();
+  const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, type).zero_();
 
@@ -171,13 +90,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
 
   const auto gradients = a.states();
-  const auto start = scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
-                          padded_state(grad_v, true, shape.V, shape.M), gradients);
+  const auto start =
+      gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
+                 padded_state(grad_v, true, shape.V, shape.M), gradients);
 
   p_scan = dz_scan = Tensor();
 
   // Several query heads of one memory: each gives its part in fp32.
-  const auto part = group == 1 ? type : at::kFloat;
+  const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);
   const auto ds = a.s.defined() ? a.rows(HQ, shape.M, part) : Tensor();
@@ -196,18 +116,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.dg = output<4>(dg);
   check_launch("gsa_columns", kernels::gsa_columns(columns, stream));
 
-  const auto gathered = [&](const Tensor& parts, int64_t width, const Tensor& like) {
-    auto all = group == 1 ? parts : parts.unflatten(2, {H, group}).sum(3);
-    return without_packs(all, width).to(like.scalar_type()).contiguous();
-  };
   const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
     return given(state) ? OptionalTensor(gradient) : std::nullopt;
   };
   return {without_packs(dq, a.D),
-          gathered(dk, a.D, k),
-          gathered(dv, a.V, v),
-          given(s) ? OptionalTensor(gathered(ds, a.M, *s)) : std::nullopt,
-          gathered(dg, a.M, *g),
+          a.gathered(dk, a.D, k),
+          a.gathered(dv, a.V, v),
+          given(s) ? OptionalTensor(a.gathered(ds, a.M, *s)) : std::nullopt,
+          a.gathered(dg, a.M, *g),
           given_state(state_k, cut(start.k, a.D, a.M)),
           given_state(state_v, cut(start.v.mT(), a.M, a.V)),
           std::nullopt,

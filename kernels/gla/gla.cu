@@ -1,0 +1,23 @@
+#include "gla/gla.h"
+#include "gla/launch.h"
+#include "gsa/instance.h"
+
+namespace girih::kernels {
+
+cudaError_t gla_output(const GlaOutput& p, cudaStream_t stream) {
+  return by_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gla_output<decltype(element), slots()>(p, stream);
+  });
+}
+cudaError_t gla_rows(const GlaRows& p, cudaStream_t stream) {
+  return by_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gla_rows<decltype(element), slots()>(p, stream);
+  });
+}
+cudaError_t gla_columns(const GlaColumns& p, cudaStream_t stream) {
+  return by_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gla_columns<decltype(element), slots()>(p, stream);
+  });
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,129 @@
+// The gradients of query rows, one block a chunk and query head, warp w with rows 16 w to 16 w + 15:
+//
+//     dq_t = scale * S_t do_t
+//
+// a value read of (do, v).
+#pragma once
+
+#include "gla/output.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int M>
+struct GlaRowTiles {
+  SharedTile<float, kChunk, M> g;
+  SharedTile<T, kChunk, M> k, raw, s;  // s: 64 rows of the state
+  SharedTile<T, kChunk, kSlab> v, dout;
+  float *totals, *decay, *own;
+
+  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
+                                2 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + kChunk * 4;
+
+  __device__ explicit GlaRowTiles(unsigned char* shared) {
+    Layout(shared)(g)(k)(raw)(s)(v)(dout)(totals, 4 * M)(decay, M)(own, kChunk);
+  }
+};
+
+template <typename T, int M>
+__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+    gla_rows_kernel(const __grid_constant__ GlaRows p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const GlaRowTiles<T, M> tile(shared);
+  const GsaShape& shape = p.shape;
+  const int warp = threadIdx.x >> 5;
+  const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
+  const int head = query_head / (shape.query_heads / shape.heads);
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
+  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
+  if (piece.length == 0) return;
+
+  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
+  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
+                          threadIdx.x);
+  commit_copies();
+  const auto load_slab = [&](int v) {
+    const int cols = shape.V - v;
+    load_async<kGsaThreads>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
+                            piece.length, cols, threadIdx.x);
+    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                            threadIdx.x);
+    load_async<kGsaThreads>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
+                            threadIdx.x);
+    commit_copies();
+  };
+  load_slab(0);
+
+  wait_copies<1>();
+  __syncthreads();
+  RowReads<T, M, true> reads;
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.dout, warp)}};
+  reads.template start<4>();
+  reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  wait_copies<0>();
+  __syncthreads();
+
+  // e^L dO S^T + [sum_{j<i} do_i . v_j e^{L_i - L_j} k_j]
+  Scores a;
+  Sums<M / 8> dq;
+  zero(a);
+  fill(dq, 0.f);
+  for (int v = 0;; v += kSlab) {
+#pragma unroll 2
+    for (int col = 0; col < kSlab; col += 16) {
+      uint32_t x[4];
+      load_block(x, tile.dout, kRows * warp, col);
+      add_scores<Side::earlier, T>(a, x, tile.v, col, warp);
+      add_product<T>(dq, x, tile.s, col);
+    }
+    if (v + kSlab >= shape.V) break;
+    __syncthreads();
+    load_slab(v + kSlab);
+    wait_copies<0>();
+    __syncthreads();
+  }
+  put_diagonal(tile.own, a, warp);
+  reads.value_read(dq, a);
+  __syncwarp();
+
+  // w = q dq without own tokens, then the rest of dq.
+  const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
+  float* w_rows = chunk_rows<float>(p.w, piece, query_head);
+  Sums<M / 8> q;
+#pragma unroll
+  for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
+      float2 of_q = {0.f, 0.f};
+      if (row < piece.length && col < shape.M) {
+        of_q = unpaired<T>(*reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] + col));
+      }
+      of_q.x *= shape.scale, of_q.y *= shape.scale;
+      q.at[n][2 * i] = of_q.x, q.at[n][2 * i + 1] = of_q.y;
+      float& left = dq.at[n][2 * i];
+      float& right = dq.at[n][2 * i + 1];
+      if (row < piece.length && col < shape.M) {
+        *reinterpret_cast<float2*>(w_rows + row * p.w.stride[1] + col) = {of_q.x * left, of_q.y * right};
+      }
+      const float2 k = reads.weight(i, n);
+      const float own = tile.own[row];
+      left = shape.scale * fmaf(own, k.x, left), right = shape.scale * fmaf(own, k.y, right);
+    }
+  }
+  reads.decay_from_start(q);
+  __syncthreads();  // v and do have been read: rows on their way out go through them
+#pragma unroll
+  for (int m = 0; m < M; m += kSlab) {
+    store_rows<T>(dq, m / 8, tile.v, warp, chunk_rows<T>(p.dq, piece, query_head) + m, p.dq.stride[1],
+                  piece.length, shape.M - m);
+    store_rows<T>(q, m / 8, tile.dout, warp, chunk_rows<T>(p.q_scan, piece, query_head) + m,
+                  p.q_scan.stride[1], piece.length, shape.M - m);
+  }
+}
+
+template <typename T, int M>
+cudaError_t launch_gla_rows(const GlaRows& p, cudaStream_t stream) {
+  return launch_blocks<gla_rows_kernel<T, M>>(p, kGsaThreads, GlaRowTiles<T, M>::kBytes, stream);
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,104 @@
+// What the kernels of key rows share: rows on their way out, and the gradients of the gates.
+#pragma once
+
+#include "gsa/block.cuh"
+
+namespace girih::kernels {
+
+// A warp's 16 rows, 64 columns of them from 8 n0 on, to T or fp32, whichever the array holds.
+template <typename T, int N>
+__device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
+                                     const Out<4>& to, const Piece& piece, int head, int col, int cols,
+                                     int n0 = 0) {
+  if (to.dtype != DType::f32) {
+    store_rows<T>(sums, n0, stage, warp, chunk_rows<T>(to, piece, head) + col, to.stride[1], piece.length,
+                  cols - col);
+    return;
+  }
+  float* rows = chunk_rows<float>(to, piece, head) + col;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
+      if (row < piece.length && c < cols - col) {
+        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n0 + n][2 * i],
+                                                                     sums.at[n0 + n][2 * i + 1]};
+      }
+    }
+  }
+}
+
+// The sum of states * their gradients over the rows, for each of M columns: by 128 threads, each with 8
+// neighbouring columns of every so-many-th row.
+template <int M>
+struct EdgeSum {
+  static constexpr int kPacks = M / 8;
+  static constexpr int kRowsAtOnce = kGroup / kPacks;
+  float sum[8] = {};
+
+  // Up to 64 rows of both, M elements apart.
+  template <typename T>
+  __device__ void add(const T* states, const T* gradients, int rows, int slots, int thread) {
+    const int pack = thread % kPacks * 8;
+#pragma unroll
+    for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+      const int row = thread / kPacks + i * kRowsAtOnce;
+      if (row >= rows || pack >= slots) continue;
+      const int64_t at = static_cast<int64_t>(row) * slots + pack;
+      const Pack<8> state = load<8>(states + at), gradient = load<8>(gradients + at);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum[j] += state.at[j] * gradient.at[j];
+    }
+  }
+
+  // At a sequence's start, where both are there in fp32; no state is zero.
+  __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head,
+                            int first_row, int rows, int slots, int thread) {
+    if (state.data == nullptr) return;
+    const auto at = [&](const In<4>& x, int row, int col) {
+      return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
+                                               row * x.stride[2] + col * x.stride[3]];
+    };
+    for (int row = thread / kPacks; row < rows; row += kRowsAtOnce) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int col = thread % kPacks * 8 + j;
+        if (col < slots) sum[j] += at(state, first_row + row, col) * at(gradient, first_row + row, col);
+      }
+    }
+  }
+
+  // Lanes with the same columns add up; to [M], the warp's own.
+  __device__ void put(float* to) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int other = kPacks; other < 32; other *= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], other);
+      if (lane() < kPacks) to[lane() * 8 + j] = sum[j];
+    }
+  }
+};
+
+// dg_t = edge - sum_{j<t} c_j + beyond(t, m), edge the sum over the `Edges` warps' [M]: a thread has a column
+// and a share of the rows, and adds first what stands before them. By all threads, after a barrier.
+template <int Threads, int Edges, int M, class Beyond>
+__device__ inline void put_gate_gradients(const SharedTile<float, kChunk, M>& c, const float* edge,
+                                          const Out<4>& to, const Piece& piece, int head, int slots,
+                                          const Beyond& beyond) {
+  constexpr int kShare = kChunk * M / Threads;
+  const int m = threadIdx.x % M, from = static_cast<int>(threadIdx.x) / M * kShare;
+  float* dg = chunk_rows<float>(to, piece, head) + m;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < Edges; ++i) sum += edge[i * M + m];
+#pragma unroll 8
+  for (int row = 0; row < from; ++row) sum -= c.at(row, m);
+#pragma unroll 8
+  for (int row = from; row < from + kShare; ++row) {
+    if (row < piece.length && m < slots) dg[row * to.stride[1]] = sum + beyond(row, m);
+    sum -= c.at(row, m);
+  }
+}
+
+}  // namespace girih::kernels
