@@ -28,7 +28,7 @@ __device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int warp, floa
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 x = pair_at<T>(tile, kRows * warp + lane_row() + 8 * i, 8 * n + lane_col());
+      const float2 x = lane_pair<T>(tile, kRows * warp + 8 * i, 8 * n);
       sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
     }
   }

@@ -37,7 +37,7 @@ __device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<
   for (int n = 0; n < 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint32_t*>(&stage.at(kRows * warp + lane_row() + 8 * i, 8 * n + lane_col())) =
+      *reinterpret_cast<uint32_t*>(&lane_at(stage, kRows * warp + 8 * i, 8 * n)) =
           pair_of<T>(sums.at[n0 + n][2 * i], sums.at[n0 + n][2 * i + 1]);
     }
   }

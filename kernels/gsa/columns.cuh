@@ -163,8 +163,7 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float2& pair =
-            *reinterpret_cast<float2*>(&ds.at(kRows * warp + lane_row() + 8 * i, 8 * n + lane_col()));
+        float2& pair = *reinterpret_cast<float2*>(&lane_at(ds, kRows * warp + 8 * i, 8 * n));
         f(pair, float2{u.at[n][2 * i], u.at[n][2 * i + 1]});
       }
     }

@@ -148,6 +148,15 @@ template <typename T, class Tile>
 __device__ inline float2 pair_at(const Tile& tile, int row, int col) {
   return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
 }
+// At (row + lane_row(), col + lane_col()).
+template <typename T, class Tile>
+__device__ inline float2 lane_pair(const Tile& tile, int row, int col) {
+  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
+}
+template <typename T, class Tile>
+__device__ inline void put_lane_pair(const Tile& tile, int row, int col, float left, float right) {
+  *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
+}
 
 // sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
 template <int N, class Factors>
@@ -167,18 +176,17 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& fa
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first + lane_row() + 8 * i, col = 8 * n + lane_col();
-      const float2 x = pair_at<T>(tile, row, col);
-      *reinterpret_cast<uint32_t*>(&tile.at(row, col)) =
-          pair_of<T>(x.x * factors.at[n][2 * i], x.y * factors.at[n][2 * i + 1]);
+      const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+      put_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i],
+                       x.y * factors.at[n][2 * i + 1]);
     }
   }
 }
 
 // Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
-// called with e^{X} of all rows and of columns col and the next. By all `Warps` warps, each with columns of
-// its own, after g has arrived; true if factors serve, else nothing is written. The results are seen after
-// the next barrier.
+// called with e^{X} of (row + lane_row(), col + lane_col()) and the next column, until all have been. By all
+// `Warps` warps, each with columns of its own, after g has arrived; true if factors serve, else nothing is
+// written. The results are seen after the next barrier.
 template <typename T, int Warps, int M, class Weigh>
 __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
   constexpr int kTiles = M / 8 / Warps;  // of 8 columns, a warp's
@@ -208,20 +216,20 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
   if (!__syncthreads_and(small)) return false;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const int col = first + 8 * t + lane_col();
+    const int col = first + 8 * t;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = kRows * (kBlocks - 1 - b) + lane_row() + 8 * i;
+        const int row = kRows * (kBlocks - 1 - b) + 8 * i;
         const float left = after[t].at[b][2 * i], right = after[t].at[b][2 * i + 1];
         weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
-        *reinterpret_cast<float2*>(&g.at(row, col)) = {exp2_fast(-left), exp2_fast(-right)};
+        *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
       }
     }
     if (lane_row() == 0) {
-      *reinterpret_cast<float2*>(decay + col) = {exp2_fast(kLog2E * total[t].at[0][0]),
-                                                 exp2_fast(kLog2E * total[t].at[0][1])};
+      *reinterpret_cast<float2*>(decay + col + lane_col()) = {exp2_fast(kLog2E * total[t].at[0][0]),
+                                                              exp2_fast(kLog2E * total[t].at[0][1])};
     }
   }
   return true;
@@ -240,7 +248,7 @@ struct Gates {
   __device__ int row() const { return kRows * warp; }
   // Row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next.
   __device__ float2 factor(int i, int n) const {
-    return *reinterpret_cast<const float2*>(&g.at(row() + lane_row() + 8 * i, 8 * n + lane_col()));
+    return *reinterpret_cast<const float2*>(&lane_at(g, row() + 8 * i, 8 * n));
   }
   __device__ float2 chunk_decay(int n) const {
     return *reinterpret_cast<const float2*>(decay + 8 * n + lane_col());
@@ -402,18 +410,15 @@ struct RowReads {
   __device__ void start() {
     const Tile s = at.s, raw = at.raw;
     factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-      auto* pair = reinterpret_cast<uint32_t*>(&s.at(row, col));
-      if constexpr (Keep) *reinterpret_cast<uint32_t*>(&raw.at(row, col)) = *pair;
-      const float2 old = unpaired<T>(*pair);
-      *pair = pair_of<T>(old.x * weight.x, old.y * weight.y);
+      const float2 old = lane_pair<T>(s, row, col);
+      if constexpr (Keep) put_lane_pair<T>(raw, row, col, old.x, old.y);
+      put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
     });
     __syncthreads();
   }
 
   // Of row lane_row() + 8 i, with Keep.
-  __device__ float2 weight(int i, int n) const {
-    return pair_at<T>(at.raw, at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
-  }
+  __device__ float2 weight(int i, int n) const { return lane_pair<T>(at.raw, at.gates.row() + 8 * i, 8 * n); }
 
   // Where factors do not serve, once, before the first read and when raw is free. By all warps; `works` are
   // the four that do it. Ends in a barrier.

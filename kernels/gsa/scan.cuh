@@ -140,14 +140,14 @@ __device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int
   const auto for_each_pair = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
-      s[i / 2][i % 2] = f(block_row<Reverse>(i / 2) + lane_row() + i % 2 * 8, col + lane_col());
+      s[i / 2][i % 2] = f(block_row<Reverse>(i / 2) + i % 2 * 8);
     }
   };
   if (has_s) {
-    for_each_pair([&](int row, int m) { return *reinterpret_cast<const uint32_t*>(&stage.s().at(row, m)); });
+    for_each_pair([&](int row) { return *reinterpret_cast<const uint32_t*>(&lane_at(stage.s(), row, col)); });
   } else {
-    for_each_pair([&](int row, int m) {
-      const float2 gates = *reinterpret_cast<const float2*>(&stage.g().at(row, m));
+    for_each_pair([&](int row) {
+      const float2 gates = *reinterpret_cast<const float2*>(&lane_at(stage.g(), row, col));
       return pair_of<T>(complement(gates.x), complement(gates.y));
     });
   }
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(s_of[block][i]);
           const float(&by)[4] = weight.at[block];
-          *reinterpret_cast<uint32_t*>(&stage.s().at(block_row<Reverse>(block) + lane_row() + 8 * i, m)) =
+          *reinterpret_cast<uint32_t*>(&lane_at(stage.s(), block_row<Reverse>(block) + 8 * i, eight)) =
               pair_of<T>(value.x * by[2 * i], value.y * by[2 * i + 1]);
         }
       }
@@ -384,8 +384,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
           for (int n = 0; n < kN; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-              *reinterpret_cast<uint32_t*>(&tile.at(kRows * warp + lane_row() + 8 * j, 8 * n + lane_col())) =
-                  before[i][n][j];
+              *reinterpret_cast<uint32_t*>(&lane_at(tile, kRows * warp + 8 * j, 8 * n)) = before[i][n][j];
             }
           }
           __syncwarp();

@@ -27,9 +27,7 @@ struct RowWrites {
     Scratch scratch;
     int group;  // its number, and its barrier's but for one
 
-    __device__ float2 weight(int i, int n) const {
-      return pair_at<T>(s, gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
-    }
+    __device__ float2 weight(int i, int n) const { return lane_pair<T>(s, gates.row() + 8 * i, 8 * n); }
     float y_scale = 1.f;
 
     __device__ void group_barrier() const { barrier_wait(1 + group, 4 * 32); }
@@ -42,8 +40,8 @@ struct RowWrites {
   __device__ void start() {
     const Tile s = at.s, end = at.end;
     factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-      const float2 raw = pair_at<T>(s, row, col);
-      *reinterpret_cast<uint32_t*>(&end.at(row, col)) = pair_of<T>(raw.x * weight.x, raw.y * weight.y);
+      const float2 raw = lane_pair<T>(s, row, col);
+      put_lane_pair<T>(end, row, col, raw.x * weight.x, raw.y * weight.y);
     });
     if (!factored) {
       if (at.group == 0) at.gates.split();
@@ -83,8 +81,7 @@ struct RowWrites {
       for (int i = 0; i < 2; ++i) {
         float2 r = at.gates.factor(i, n);
         if constexpr (Scaled) r.x *= at.y_scale, r.y *= at.y_scale;
-        auto* pair =
-            reinterpret_cast<uint32_t*>(&y.at(at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col()));
+        auto* pair = reinterpret_cast<uint32_t*>(&lane_at(y, at.gates.row() + 8 * i, 8 * n));
         const float2 old = unpaired<T>(*pair);
         *pair = pair_of<T>(old.x * r.x, old.y * r.y);
       }
@@ -120,7 +117,7 @@ struct RowWrites {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<uint32_t*>(&at.end.at(at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col())) =
+        *reinterpret_cast<uint32_t*>(&lane_at(at.end, at.gates.row() + 8 * i, 8 * n)) =
             pair_of<T>(weights.at[n][2 * i], weights.at[n][2 * i + 1]);
       }
     }

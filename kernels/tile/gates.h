@@ -31,12 +31,12 @@ struct GateParts {
 
 template <int N, class Tile>
 __device__ inline void load(GateParts<N>& gates, const Tile& g, int row, int col = 0) {
-  const int k = row + lane_col(), c = col + lane_row();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = g.at(k + (i & 1) + (i >> 1) * 8, 8 * n + c);
+    for (int i = 0; i < 4; ++i)
+      x[i] = g.at(row + (i >> 1) * 8, col + 8 * n, lane_col() + (i & 1), lane_row());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       gates.hi[n][i] = pair_of<__nv_bfloat16>(x[2 * i], x[2 * i + 1]);
