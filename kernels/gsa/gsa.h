@@ -8,11 +8,10 @@
 // Chunks of 64 tokens. Neither memory needs the other, nor a read, to go on, so the work is two kernels:
 //   scan      both memories from chunk to chunk, in order; writes the state before every chunk
 //   output    every chunk by itself: logits, feature, read
-// and backward four, of which the first is forward's again where its states were not kept:
+// and backward three, with the states that forward kept:
 //   rows      every chunk: p, dp, the logits' gradient, dq             (what a query row needs)
 //   scan      the memories' gradients from chunk to chunk, from the end
 //   columns   every chunk: dk, dv, ds, dg                              (what a key row needs)
-// gla is the second memory alone, p in q's and s in k's place.
 #pragma once
 
 #include <cuda_runtime_api.h>
