@@ -336,6 +336,7 @@ cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
     return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kColumnThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }

@@ -114,6 +114,9 @@ struct GsaColumns {
 
 cudaError_t gsa_columns(const GsaColumns& problem, cudaStream_t stream);
 
+// Whether the current device has the shared memory for these kernels at M slots.
+cudaError_t gsa_fits(int M, bool& fits);
+
 // One token; any sizes, strides and types but fp64. The state is written in place.
 struct GsaStep {
   int64_t sequences;

@@ -214,6 +214,7 @@ cudaError_t launch_gsa_rows(const GsaRows& p, cudaStream_t stream) {
     return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   gsa_rows_kernel<T, M><<<static_cast<unsigned>(blocks), kRowThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
