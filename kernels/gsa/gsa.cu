@@ -1,12 +1,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <type_traits>
 
-#include "gsa/columns.cuh"
-#include "gsa/output.cuh"
-#include "gsa/rows.cuh"
+#include "gsa/launch.h"
 
 namespace girih::kernels {
 namespace {
@@ -43,18 +40,6 @@ cudaError_t gsa_columns(const GsaColumns& p, cudaStream_t stream) {
   return by_instance(p.shape, [&](auto element, auto slots) {
     return launch_gsa_columns<decltype(element), slots()>(p, stream);
   });
-}
-
-cudaError_t gsa_fits(int M, bool& fits) {
-  const auto bytes_of = [](auto slots) {
-    using T = __half;  // as large as bf16
-    return std::max({GsaOutputTiles<T, slots()>::kBytes, GsaRowTiles<T, slots()>::kBytes,
-                     GsaColumnTiles<T, slots()>::kBytes});
-  };
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  fits = (M <= 64 ? bytes_of(Constant<64>()) : bytes_of(Constant<128>())) <= limit;
-  return cudaSuccess;
 }
 
 }  // namespace girih::kernels
