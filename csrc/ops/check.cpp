@@ -72,6 +72,8 @@ void Check::at_least_one(std::string_view letters, const c10::SymInt& size) cons
 
 void Check::grouped(const c10::SymInt& query_heads, const c10::SymInt& heads) const {
   at_least_one("k's H", heads);
+  GIRIH_CHECK(query_heads >= 1, op_, ": ", first_name_, " has ", query_heads,
+              " heads but should have at least 1");
   GIRIH_CHECK(equal(query_heads % heads, 0), op_, ": ", first_name_, " has ", query_heads,
               " heads but should have a multiple of k's ", heads);
 }

@@ -86,8 +86,13 @@ void backward(const c10::OperatorHandle& handle, Stack* stack) {
       stack->emplace_back();
       continue;
     }
-    stack->emplace_back(result->defined() ? result->detach().contiguous()
-                                          : at::zeros(leaf->sizes(), leaf->options()));
+    auto gradient =
+        result->defined() ? result->detach().contiguous() : at::zeros(leaf->sizes(), leaf->options());
+    // What passes through unchanged would be the caller's own gradient.
+    for (const auto& grad : grads) {
+      if (gradient.is_alias_of(grad)) gradient = gradient.clone();
+    }
+    stack->emplace_back(std::move(gradient));
     ++leaf, ++result;
   }
 }

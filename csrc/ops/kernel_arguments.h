@@ -27,6 +27,11 @@ inline kernels::DType kernel_dtype(const Tensor& tensor) {
   }
 }
 
+// 0 for a dimension of one element, whose stride may be anything.
+inline int64_t stride_of(const Tensor& tensor, int64_t d) {
+  return tensor.size(d) == 1 ? 0 : tensor.stride(d);
+}
+
 // An undefined tensor is an absent array.
 template <int Rank>
 kernels::In<Rank> input(const Tensor& tensor) {
@@ -34,7 +39,7 @@ kernels::In<Rank> input(const Tensor& tensor) {
   if (!tensor.defined()) return array;
   array.data = tensor.const_data_ptr();
   array.dtype = kernel_dtype(tensor);
-  for (int d = 0; d < Rank; ++d) array.stride[d] = tensor.stride(d);
+  for (int d = 0; d < Rank; ++d) array.stride[d] = stride_of(tensor, d);
   return array;
 }
 
@@ -49,7 +54,7 @@ kernels::Out<Rank> output(const Tensor& tensor) {
   if (!tensor.defined()) return array;
   array.data = tensor.mutable_data_ptr();
   array.dtype = kernel_dtype(tensor);
-  for (int d = 0; d < Rank; ++d) array.stride[d] = tensor.stride(d);
+  for (int d = 0; d < Rank; ++d) array.stride[d] = stride_of(tensor, d);
   return array;
 }
 
@@ -66,6 +71,8 @@ inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) 
 }
 
 inline void check_launch(std::string_view kernel, cudaError_t error) {
+  if (error != cudaSuccess)
+    (void)cudaGetLastError();  // it is reported here, and not again by the next launch
   TORCH_CHECK(error == cudaSuccess, "girih: ", kernel, " could not be launched: ", cudaGetErrorString(error));
 }
 

@@ -4,7 +4,7 @@
 //     key_read     (f, W) of p:  f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm}     j <= i
 //
 // H the chunk's first state, a_ij = x_i . y_j the scores, L_i the sum of g through row i, slot by slot. A
-// block of four warps owns a chunk, a warp 16 of its rows.
+// block owns a chunk, a warp 16 of its rows.
 //
 // Where the gates of the whole chunk sum to little, e^{L_i - L_j} = r_i e^{X_j} with X_j = sum of g after j
 // and r_i = e^{-X_i}: s~ = s e^X serves all rows, one exponential a token and slot. Elsewhere r overflows;

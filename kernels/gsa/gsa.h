@@ -8,11 +8,10 @@
 // Chunks of 64 tokens. Neither memory needs the other, nor a read, to go on, so the work is two kernels:
 //   scan      both memories from chunk to chunk, in order; writes the state before every chunk
 //   output    every chunk by itself: logits, feature, read
-// and backward four, of which the first is forward's again where its states were not kept:
+// and backward three, with the states that forward kept:
 //   rows      every chunk: p, dp, the logits' gradient, dq             (what a query row needs)
 //   scan      the memories' gradients from chunk to chunk, from the end
 //   columns   every chunk: dk, dv, ds, dg                              (what a key row needs)
-// gla is the second memory alone, p in q's and s in k's place.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -114,6 +113,9 @@ struct GsaColumns {
 };
 
 cudaError_t gsa_columns(const GsaColumns& problem, cudaStream_t stream);
+
+// Whether the current device has the shared memory for these kernels at M slots.
+cudaError_t gsa_fits(int M, bool& fits);
 
 // One token; any sizes, strides and types but fp64. The state is written in place.
 struct GsaStep {

@@ -35,8 +35,11 @@ __device__ inline void load(GateParts<N>& gates, const Tile& g, int row, int col
   for (int n = 0; n < N; ++n) {
     float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = g.at(row + (i >> 1) * 8, col + 8 * n, lane_col() + (i & 1), lane_row());
+    for (int i = 0; i < 4; ++i) {
+      // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
+      const float gate = g.at(row + (i >> 1) * 8, col + 8 * n, lane_col() + (i & 1), lane_row());
+      x[i] = gate < -100.f ? -100.f : gate;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       gates.hi[n][i] = pair_of<__nv_bfloat16>(x[2 * i], x[2 * i + 1]);

@@ -106,6 +106,7 @@ def test_options_out_of_range(name, change, words, device):
 @pytest.mark.parametrize("case", [c for c in CASES if "q" in c.data], ids=str)
 def test_query_heads_that_are_no_multiple(case, device):
     refuse(case, draw(case, H=2, Q=3), "q", "3", "multiple", "2", device=device)
+    refuse(case, draw(case, H=2, Q=0), "q", "0", "at least 1", device=device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, cotangents, gradients, operator, precision
+from cases import CASES, ONE_EACH, RECURRENT, cotangents, gradients, operator, precision
 from comparison import assert_within
 
 
@@ -25,6 +25,17 @@ def test_inputs_are_never_written(case, device):
     gradients(outs, inputs, grads)
     assert_within(inputs.floats, kept, 0.0)
     assert_within(grads, kept_grads, 0.0)
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_gradients_of_no_token_are_new_tensors(case, device):
+    """What passes through unchanged, from the final state to the first one, is a copy."""
+    dtype, _, _ = precision(case, device)
+    inputs = case.draw(0, resumed=True, dtype=dtype, device=device).requiring_grad()
+    outs = operator(inputs)
+    grads = cotangents(outs)
+    given = {x.data_ptr() for x in grads.values() if x.numel()}
+    assert not any(x.data_ptr() in given for x in gradients(outs, inputs, grads).values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

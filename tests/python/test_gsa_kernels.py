@@ -219,6 +219,24 @@ def test_one_closed_gate(position):
     assert_as_right_as_the_formula(inputs)
 
 
+@pytest.mark.parametrize("gate", [-1e9, -torch.inf])
+def test_a_gate_far_below_is_as_one_that_closes(gate):
+    """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
+    inputs = draw(T=100, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs.data["g"][:, [5, 40, 70]] = -100.0
+    want = run(inputs)
+    inputs.data["g"][:, [5, 40, 70]] = gate
+    found = run(inputs)
+    for name in found:
+        torch.testing.assert_close(found[name], want[name], rtol=1e-2, atol=1e-2)
+
+
+def test_no_sequences_in_a_row_of_tokens():
+    inputs = draw(B=1, T=128, dtype=torch.bfloat16, sequences=0).map(lambda x: x.to(DEVICE))
+    found = run(inputs, cu_seqlens=torch.tensor([0, 128], device=DEVICE)[:1])
+    assert not any(x.any() for name, x in found.items() if x.numel())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc"])
 @pytest.mark.parametrize("feature", ["none", "silu", "relu", "relu2"])

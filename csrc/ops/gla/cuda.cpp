@@ -11,9 +11,14 @@ namespace {
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor>;
 
-bool has_kernel(const Tensor& q, const Tensor& v) {
-  return (q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16) &&
-         q.size(3) <= kernels::kGsaMaxSlots && v.size(3) <= kernels::kGsaMaxWidth;
+bool has_kernel(const Tensor& q, const Tensor& v, const c10::SymInt& sequences) {
+  if ((q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) ||
+      q.size(3) > kernels::kGsaMaxSlots || v.size(3) > kernels::kGsaMaxWidth || sequences == 0) {
+    return false;
+  }
+  bool fits = false;  // gla's ask for less than gsa's
+  check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(q.size(3)), fits));
+  return fits;
 }
 
 // A gate for every channel.
@@ -30,12 +35,12 @@ GatedArguments arguments(const Tensor& q, const Tensor& k, const Tensor& v, cons
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                      const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, bool save) {
-  Problem::check(q, k, v, g, state_s, cu_seqlens);
-  if (!has_kernel(q, v)) {
+  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(q, v, problem.N)) {
     at::NoTF32Guard exact;
     return forward(q, k, v, g, state_s, cu_seqlens, scale, save);
   }
-  const c10::cuda::CUDAGuard device(q.device());
   const auto a = arguments(q, k, v, g, cu_seqlens, scale);
   const auto& shape = a.shape;
   const auto states = a.states();
@@ -55,14 +60,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const Tensor& k, const Tensor& v, const OptionalTensor& g,
                         const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, const Tensor& states,
                         std::optional<double> scale) {
-  Problem::check(q, k, v, g, state_s, cu_seqlens);
-  if (!has_kernel(q, v)) {
+  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(q, v, problem.N)) {
     // What every device without a kernel runs: autograd of the ATen form.
     static const auto op = find("gla_backward").typed<decltype(backward_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_s, q, k, v, g, state_s,
                          cu_seqlens, states, scale);
   }
-  const c10::cuda::CUDAGuard device(q.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto a = arguments(q, k, v, g, cu_seqlens, scale);
   const auto& shape = a.shape;

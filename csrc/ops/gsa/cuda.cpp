@@ -14,10 +14,15 @@ using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, Opt
 
 // ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than the
 // kernels' 16-bit products keep.
-bool has_kernel(const Tensor& q, const Tensor& v, const OptionalTensor& g) {
-  return given(g) && (q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16) &&
-         g->size(3) <= kernels::kGsaMaxSlots && q.size(3) <= kernels::kGsaMaxWidth &&
-         v.size(3) <= kernels::kGsaMaxWidth;
+bool has_kernel(const Tensor& q, const Tensor& v, const OptionalTensor& g, const c10::SymInt& sequences) {
+  if (!given(g) || (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) ||
+      g->size(3) > kernels::kGsaMaxSlots || q.size(3) > kernels::kGsaMaxWidth ||
+      v.size(3) > kernels::kGsaMaxWidth || sequences == 0) {
+    return false;
+  }
+  bool fits = false;
+  check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(g->size(3)), fits));
+  return fits;
 }
 
 kernels::Feature feature_of(std::string_view name) {
@@ -32,12 +37,12 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, std::string_view feature, bool save) {
-  Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
-  if (!has_kernel(q, v, g)) {
+  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(q, v, g, problem.N)) {
     at::NoTF32Guard exact;
     return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
   }
-  const c10::cuda::CUDAGuard device(q.device());
   const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
@@ -60,21 +65,26 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const OptionalTensor& state_k, const OptionalTensor& state_v,
                         const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, const Tensor& states,
                         std::optional<double> scale, std::string_view feature) {
-  Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
-  if (!has_kernel(q, v, g)) {
-    // What every device without a kernel runs: autograd of the ATen form.
+  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(q, v, g, problem.N)) {
+    // gsa has no backward of its own on the CPU: this is what serves every device without one, autograd of
+    // the ATen form.
     static const auto op = find("gsa_backward").typed<decltype(backward_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_k, grad_v, grad_z, q, k, v,
                          s, g, state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
-  const c10::cuda::CUDAGuard device(q.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
 
   const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
+  const auto kept = problem.saved(q, g, cu_seqlens, true);
+  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
+              "gsa_backward: states is what gsa_forward kept with save=True, of shape ",
+              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
   const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
-  const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, type).zero_();
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
 
   const auto dq = a.rows(HQ, shape.D, type), p = a.rows(HQ, shape.M, type), dz = a.rows(HQ, shape.M, type),
              w = a.rows(HQ, shape.M, at::kFloat);
@@ -142,6 +152,8 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   }
   at::assert_no_internal_overlap(state_k);
   at::assert_no_internal_overlap(state_v);
+  at::assert_no_overlap(state_k, state_v);
+  if (given(state_z)) at::assert_no_internal_overlap(*state_z);
   const c10::cuda::CUDAGuard device(q.device());
   const auto token = [](const OptionalTensor& x) { return given(x) ? x->select(1, 0) : Tensor(); };
   const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());

@@ -1,0 +1,24 @@
+// Away from the launches: whoever sees the kernels and launches them compiles them.
+#include <algorithm>
+#include <type_traits>
+
+#include "gsa/columns.cuh"
+#include "gsa/output.cuh"
+#include "gsa/rows.cuh"
+
+namespace girih::kernels {
+
+cudaError_t gsa_fits(int M, bool& fits) {
+  const auto bytes_of = [](auto slots) {
+    using T = __half;  // as large as bf16
+    return std::max({GsaOutputTiles<T, slots()>::kBytes, GsaRowTiles<T, slots()>::kBytes,
+                     GsaColumnTiles<T, slots()>::kBytes});
+  };
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  fits = (M <= 64 ? bytes_of(std::integral_constant<int, 64>())
+                  : bytes_of(std::integral_constant<int, 128>())) <= limit;
+  return cudaSuccess;
+}
+
+}  // namespace girih::kernels
