@@ -331,14 +331,7 @@ __global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
 
 template <typename T, int M>
 cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
-  constexpr int bytes = GsaColumnTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_columns_kernel<T, M>>(bytes); error != cudaSuccess)
-    return error;
-  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gsa_columns_kernel<T, M><<<static_cast<unsigned>(blocks), kColumnThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks<gsa_columns_kernel<T, M>>(p, kColumnThreads, GsaColumnTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

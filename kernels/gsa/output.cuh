@@ -131,14 +131,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
 
 template <typename T, int M>
 cudaError_t launch_gsa_output(const GsaOutput& p, cudaStream_t stream) {
-  constexpr int bytes = GsaOutputTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_output_kernel<T, M>>(bytes); error != cudaSuccess)
-    return error;
-  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gsa_output_kernel<T, M><<<static_cast<unsigned>(blocks), kGsaThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks<gsa_output_kernel<T, M>>(p, kGsaThreads, GsaOutputTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -209,14 +209,7 @@ __global__ void __launch_bounds__(kRowThreads, M == 64 ? 2 : 1)
 
 template <typename T, int M>
 cudaError_t launch_gsa_rows(const GsaRows& p, cudaStream_t stream) {
-  constexpr int bytes = GsaRowTiles<T, M>::kBytes;
-  if (const cudaError_t error = allow_shared<gsa_rows_kernel<T, M>>(bytes); error != cudaSuccess)
-    return error;
-  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gsa_rows_kernel<T, M><<<static_cast<unsigned>(blocks), kRowThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks<gsa_rows_kernel<T, M>>(p, kRowThreads, GsaRowTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -70,7 +70,7 @@ struct Arguments {
   }
   Tensor states() const {
     return at::empty(
-        {kernels::piece_count(shape.tokens, kernels::kGsaChunk), shape.heads, shape.D + shape.V, shape.M},
+        {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
         q.options());
   }
 };
