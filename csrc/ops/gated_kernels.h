@@ -48,7 +48,7 @@ struct GatedArguments {
   }
   Tensor states() const {
     return at::empty(
-        {kernels::piece_count(shape.tokens, kernels::kGsaChunk), shape.heads, shape.D + shape.V, shape.M},
+        {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
         q.options());
   }
   // What the query heads of one memory gave, added, without padding.

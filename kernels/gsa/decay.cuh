@@ -497,11 +497,7 @@ struct RowReads {
   __device__ __noinline__ static void decay_by_blocks(const Shared at, Sums<N>& x) {
     Sums<N> through;
     at.gates.decay_through(through);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[n][i] *= through.at[n][i];
-    }
+    multiply(x, through);
 #pragma unroll 1
     for (int b = 0; b < at.gates.warp; ++b) {
       scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });

@@ -23,7 +23,6 @@
 
 namespace girih::kernels {
 
-constexpr int kGsaChunk = 64;
 constexpr int kGsaMaxSlots = 128;  // M
 constexpr int kGsaMaxWidth = 512;  // D and V
 

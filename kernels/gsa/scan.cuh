@@ -134,13 +134,13 @@ __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& 
   }
 }
 
-// The same columns of s, in rounded pairs; from the gates where there is no s.
-template <typename T, bool Reverse, class Stage>
+// The same columns of s forward, in rounded pairs; from the gates where there is no s.
+template <typename T, class Stage>
 __device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int col, bool has_s) {
   const auto for_each_pair = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
-      s[i / 2][i % 2] = f(block_row<Reverse>(i / 2) + i % 2 * 8);
+      s[i / 2][i % 2] = f(block_row<false>(i / 2) + i % 2 * 8);
     }
   };
   if (has_s) {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
     for (int n = 0; n < kOwn; ++n) {
       const int eight = own_col + 8 * n, m = eight + lane_col();
       uint32_t s_of[kBlocks][2];
-      if constexpr (!Reverse) load_s<T, Reverse>(s_of, stage, eight, has_s);
+      if constexpr (!Reverse) load_s<T>(s_of, stage, eight, has_s);
       Sums<kBlocks> weight;
       Sums<1> total;
       weigh<Reverse>(weight, total, stage.g(), eight);

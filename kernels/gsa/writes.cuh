@@ -127,11 +127,7 @@ struct RowWrites {
   __device__ __noinline__ static void decay_end_by_blocks(const Shared at, Sums<N>& x) {
     Sums<N> after;
     at.gates.decay_after(after);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[n][i] *= after.at[n][i];
-    }
+    multiply(x, after);
 #pragma unroll 1
     for (int b = at.gates.warp + 1; b < 4; ++b) {
       scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });

@@ -6,8 +6,7 @@
 
 namespace girih::kernels {
 
-constexpr int kChunk = 64;  // tokens; a warp has 16 of them
-constexpr int kRows = 16;
+constexpr int kRows = 16;  // of a chunk, a warp's
 
 // The left factor of a sum over the warp's 16 rows: element (i, j) is one where row i sums row j.
 enum class Sum { after, through, all };  // the rows j > i, j <= i, or every row

@@ -117,20 +117,6 @@ __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile,
   load_matrices_transposed(a, tile.address(col, row, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
 }
 
-// Rows row..row+15, columns 0..16K-1 of a tile.
-template <int K, class Tile>
-__device__ inline void load(Operand<K>& a, const Tile& tile, int row) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) load_block(a.at[k], tile, row, 16 * k);
-}
-
-// Columns row..row+15 of a tile's rows 0..16K-1, transposed.
-template <int K, class Tile>
-__device__ inline void load_transposed(Operand<K>& a, const Tile& tile, int row) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) load_block_transposed(a.at[k], tile, row, 16 * k);
-}
-
 // Columns 8n..8n+16K-1 of sums rounded to T, as a left factor.
 template <typename T, int K, int N>
 __device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
@@ -140,6 +126,16 @@ __device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
     a.at[k][1] = pair_of<T>(sums.at[n + 2 * k][2], sums.at[n + 2 * k][3]);
     a.at[k][2] = pair_of<T>(sums.at[n + 2 * k + 1][0], sums.at[n + 2 * k + 1][1]);
     a.at[k][3] = pair_of<T>(sums.at[n + 2 * k + 1][2], sums.at[n + 2 * k + 1][3]);
+  }
+}
+
+// sums *= factors, element by element.
+template <int N>
+__device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] *= factors.at[n][i];
   }
 }
 

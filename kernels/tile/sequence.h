@@ -74,6 +74,8 @@ __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t
   return {low, 0, start, boundary(all, low + 1), true};
 }
 
+constexpr int kChunk = 64;  // tokens
+
 // Sequences cut into pieces of `size` tokens, each with a number that sizes alone bound: sequence n of a
 // packed row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some
 // stay without tokens.

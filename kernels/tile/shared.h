@@ -110,9 +110,6 @@ __device__ inline void load_async(const Tile& tile, const typename Tile::Element
 __device__ inline void barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ inline void barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
 
 // A barrier in shared memory: `threads` arrivals complete a phase. For a producer that does not wait for its
 // consumer.

@@ -7,6 +7,7 @@ import torch
 from cases import CASES, ONE_EACH, RECURRENT, cotangents, gradients, operator, step
 from comparison import assert_within
 from conftest import needs_cuda
+from graphs import capture
 from test_dispatch import registered_call
 
 pytestmark = needs_cuda
@@ -14,19 +15,6 @@ pytestmark = needs_cuda
 
 def clone(tensors):
     return {name: x.detach().clone() for name, x in tensors.items()}
-
-
-def capture(call):
-    """A graph of one call, after a first one outside of it, and what the call returned."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        result = call()
-    return graph, result
 
 
 @pytest.fixture

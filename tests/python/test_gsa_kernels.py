@@ -7,6 +7,7 @@ import rounded_formula
 import torch
 import torch.nn.functional as F
 from girih import ops
+from graphs import capture
 from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -449,19 +450,6 @@ def test_a_step_of_every_size(M):
         )
 
 
-def captured(call):
-    """A CUDA graph of one call, after a first one outside of it, and what the call returned."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        result = call()
-    return graph, result
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
 def test_forward_and_backward_in_a_graph(kind, packed):
@@ -471,7 +459,7 @@ def test_forward_and_backward_in_a_graph(kind, packed):
         draw(kind, B=B, T=200, dtype=torch.bfloat16, sequences=sequences, seed=seed).map(torch.Tensor.cuda)
         for seed in (0, 1)
     )
-    graph, found = captured(lambda: run(inputs, cu_seqlens=cu_seqlens))
+    graph, found = capture(lambda: run(inputs, cu_seqlens=cu_seqlens))
     for part, of_other in (
         (inputs.data, other.data),
         (inputs.state, other.state),
@@ -491,7 +479,7 @@ def test_steps_replayed_from_a_graph(kind):
     step = getattr(ops, f"{inputs.op}_step")
     eager, replayed = (start_of(inputs.map(torch.clone)) for _ in range(2))
     token = {name: x[:, :1].clone() for name, x in inputs.data.items()}
-    graph, o = captured(lambda: step(**token, state=replayed))
+    graph, o = capture(lambda: step(**token, state=replayed))
     for name, x in inputs.state.items():
         getattr(replayed, name).copy_(x)
     for t in range(9):
