@@ -71,12 +71,24 @@ inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
   return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
 }
 
-// Runs a scan; `first` and the returned states are [N, H, width, M].
+// RowGradients of the kernels.
+struct RowsLeft {
+  Tensor factored, w;
+
+  explicit RowsLeft(const GatedArguments& a)
+      : factored(at::empty({kernels::piece_count(a.shape.tokens, kernels::kChunk), a.shape.heads},
+                           a.q.options().dtype(at::kBool))),
+        w(a.rows(a.shape.query_heads, a.shape.M, at::kFloat)) {}
+
+  kernels::RowGradients arrays() const { return {factored.mutable_data_ptr<bool>(), output<4>(w)}; }
+};
+
+// Runs a scan, `reverse` over what rows left; `first` and the returned states are [N, H, width, M].
 struct FinalStates {
   Tensor k, v;
 };
-inline FinalStates gated_scan(const GatedArguments& a, bool reverse, const Tensor& x0, const Tensor& s0,
-                              const Tensor& x1, const Tensor& s1, const Tensor& first_k,
+inline FinalStates gated_scan(const GatedArguments& a, const RowsLeft* reverse, const Tensor& x0,
+                              const Tensor& s0, const Tensor& x1, const Tensor& s1, const Tensor& first_k,
                               const Tensor& first_v, const Tensor& states) {
   const auto& shape = a.shape;
   const auto options = a.q.options().dtype(at::kFloat);
@@ -89,7 +101,8 @@ inline FinalStates gated_scan(const GatedArguments& a, bool reverse, const Tenso
   p.group = reverse ? a.group() : 1;
   p.M = shape.M;
   p.dtype = shape.dtype;
-  p.reverse = reverse;
+  p.reverse = reverse != nullptr;
+  if (reverse) p.factored = reverse->factored.const_data_ptr<bool>();
   p.g = input<4>(a.g);
   if (shape.D > 0) p.memory[0] = {input<4>(x0), input<4>(s0), input<4>(first_k), output<4>(last.k), shape.D};
   p.memory[1] = {input<4>(x1), input<4>(s1), input<4>(first_v), output<4>(last.v), shape.V};

@@ -45,7 +45,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   const auto& shape = a.shape;
   const auto states = a.states();
   const auto last =
-      gated_scan(a, false, {}, {}, a.v, a.k, {}, padded_state(state_s, true, shape.V, shape.M), states);
+      gated_scan(a, nullptr, {}, {}, a.v, a.k, {}, padded_state(state_s, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GlaOutput p;
   p.shape = shape;
@@ -75,34 +75,35 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, type).zero_();
 
-  const auto dq = a.rows(HQ, shape.M, type), w = a.rows(HQ, shape.M, at::kFloat);
-  auto q_scan = a.rows(HQ, shape.M, type);
+  const auto dq = a.rows(HQ, shape.M, type), q_scan = a.rows(HQ, shape.M, type);
+  const RowsLeft left(a);
   kernels::GlaRows rows;
   rows.shape = shape;
   rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.g = input<4>(a.g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
-  rows.dq = output<4>(dq), rows.q_scan = output<4>(q_scan), rows.w = output<4>(w);
+  rows.dq = output<4>(dq), rows.q_scan = output<4>(q_scan), rows.left = left.arrays();
   check_launch("gla_rows", kernels::gla_rows(rows, stream));
 
   const auto gradients = a.states();
   const auto start =
-      gated_scan(a, true, {}, {}, dout, q_scan, {}, padded_state(grad_s, true, shape.V, shape.M), gradients);
-  q_scan = Tensor();
+      gated_scan(a, &left, {}, {}, dout, q_scan, {}, padded_state(grad_s, true, shape.V, shape.M), gradients);
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.M, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);
   const auto initial = padded_state(state_s, true, shape.V, shape.M);
-  kernels::GlaColumns columns;
+  kernels::GatedColumns columns;
   columns.shape = shape;
-  columns.q = rows.q, columns.k = rows.k, columns.v = rows.v, columns.g = rows.g, columns.dout = rows.dout;
-  columns.w = input<4>(w);
+  columns.s = rows.k, columns.g = rows.g, columns.w = input<4>(left.w);
+  columns.memory[1] = {
+      rows.v,        rows.dout, rows.q, input<4>(q_scan), input<4>(initial), input<4>(start.v),
+      output<4>(dv), shape.V};
+  columns.y_scale = shape.scale;
   columns.states = states.const_data_ptr();
   columns.gradients = gradients.const_data_ptr();
-  columns.initial = input<4>(initial), columns.start = input<4>(start.v);
-  columns.dk = output<4>(dk), columns.dv = output<4>(dv), columns.dg = output<4>(dg);
+  columns.ds = output<4>(dk), columns.dg = output<4>(dg);
   check_launch("gla_columns", kernels::gla_columns(columns, stream));
 
   OptionalTensor gates;

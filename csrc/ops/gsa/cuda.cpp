@@ -46,7 +46,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
-  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+  const auto last = gated_scan(a, nullptr, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
                                padded_state(state_v, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GsaOutput p;
@@ -87,43 +87,43 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
 
   const auto dq = a.rows(HQ, shape.D, type), p = a.rows(HQ, shape.M, type), dz = a.rows(HQ, shape.M, type),
-             w = a.rows(HQ, shape.M, at::kFloat);
+             p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
+  const RowsLeft left(a);
   kernels::GsaRows rows;
   rows.shape = shape;
   rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.s = input<4>(a.s);
   rows.g = input<4>(a.g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
-  auto p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
-  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.w = output<4>(w);
+  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.left = left.arrays();
   rows.p_scan = output<4>(p_scan), rows.dz_scan = output<4>(dz_scan);
   check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
 
   const auto gradients = a.states();
   const auto start =
-      gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
+      gated_scan(a, &left, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
                  padded_state(grad_v, true, shape.V, shape.M), gradients);
-
-  p_scan = dz_scan = Tensor();
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);
   const auto ds = a.s.defined() ? a.rows(HQ, shape.M, part) : Tensor();
-  kernels::GsaColumns columns;
-  columns.shape = shape;
-  columns.q = rows.q, columns.k = rows.k, columns.v = rows.v, columns.s = rows.s, columns.g = rows.g;
-  columns.dout = rows.dout;
-  columns.p = input<4>(p), columns.dz = input<4>(dz), columns.w = input<4>(w);
-  columns.states = states.const_data_ptr();
-  columns.gradients = gradients.const_data_ptr();
   const auto initial_k = padded_state(state_k, false, shape.D, shape.M),
              initial_v = padded_state(state_v, true, shape.V, shape.M);
-  columns.initial_k = input<4>(initial_k), columns.initial_v = input<4>(initial_v);
-  columns.start_k = input<4>(start.k), columns.start_v = input<4>(start.v);
-  columns.dk = output<4>(dk), columns.dv = output<4>(dv), columns.ds = output<4>(ds),
-  columns.dg = output<4>(dg);
+  kernels::GatedColumns columns;
+  columns.shape = shape;
+  columns.s = rows.s, columns.g = rows.g, columns.w = input<4>(left.w);
+  columns.memory[0] = {
+      rows.k,        rows.q, input<4>(dz), input<4>(dz_scan), input<4>(initial_k), input<4>(start.k),
+      output<4>(dk), shape.D};
+  columns.memory[1] = {
+      rows.v,        rows.dout, input<4>(p), input<4>(p_scan), input<4>(initial_v), input<4>(start.v),
+      output<4>(dv), shape.V};
+  columns.y_scale = 1;
+  columns.states = states.const_data_ptr();
+  columns.gradients = gradients.const_data_ptr();
+  columns.ds = output<4>(ds), columns.dg = output<4>(dg);
   check_launch("gsa_columns", kernels::gsa_columns(columns, stream));
 
   const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
