@@ -59,18 +59,18 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
           Pack<4> weighted = s[j];
 #pragma unroll
           for (int r = j; r < 4; ++r) {
-            if (r > j) multiply(weighted, decays.single[r]);
+            if (r > j) multiply(weighted, decays.row[r]);
             add_dot(own[r].at[j], reads[r], weighted);
           }
         }
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          multiply(reads[r], decays.through[r]);
-          multiply(s[r], decays.after[r]);
+          decays.decay_from_start(reads[r], r);
+          decays.decay_to_end(s[r], r);
           put(p_tile, 4 * b + r, 4 * a, reads[r]);
           put(s_tile, 4 * b + r, 4 * a, s[r]);
         }
-        put(totals, b, 4 * a, decays.through[3]);
+        put(totals, b, 4 * a, decays.total);
       }
       __syncthreads();
       // From the nearest block to the first.

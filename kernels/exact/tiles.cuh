@@ -154,26 +154,28 @@ __device__ inline void own_rows(Pack<4> (&rows)[4], const float* tile, int col) 
   for (int r = 0; r < 4; ++r) rows[r] = four(tile, 4 * block_of_rows() + r, col);
 }
 
-// Four columns of the thread's four rows through the gates between them: e^g of single rows, of the rows
-// through each, of those after each in the block of four.
+// Four columns of the thread's four rows through the gates between them: e^g of every row, and of their sum.
 struct RowDecays {
-  Pack<4> single[4], through[4], after[4];
+  Pack<4> row[4], total;
 
   __device__ explicit RowDecays(const Pack<4> (&g)[4]) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float sum = 0.f;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        sum += g[r].at[c];
-        single[r].at[c] = expf(g[r].at[c]);
-        through[r].at[c] = r == 0 ? single[0].at[c] : expf(sum);
-      }
-      after[3].at[c] = 1.f;
-      after[2].at[c] = single[3].at[c];
-      after[1].at[c] = expf(g[2].at[c] + g[3].at[c]);
-      after[0].at[c] = expf(g[1].at[c] + g[2].at[c] + g[3].at[c]);
+      for (int r = 0; r < 4; ++r) row[r].at[c] = expf(g[r].at[c]);
+      // Not their product: blocks of equal gates would add up its rounding.
+      total.at[c] = expf(g[0].at[c] + g[1].at[c] + g[2].at[c] + g[3].at[c]);
     }
+  }
+  // x of row r as it is after the block's last row.
+  __device__ void decay_to_end(Pack<4>& x, int r) const {
+#pragma unroll
+    for (int later = r + 1; later < 4; ++later) multiply(x, row[later]);
+  }
+  // What row r reads of the state before the block.
+  __device__ void decay_from_start(Pack<4>& x, int r) const {
+#pragma unroll
+    for (int earlier = 0; earlier <= r; ++earlier) multiply(x, row[earlier]);
   }
 };
 

@@ -28,15 +28,10 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
   if (chunk.piece.length == 0) return;
   const int a = lane_of_row(), b = block_of_rows();
 
-  Pack<4> decay[4], after[4];
-  {
-    Pack<4> g[4];
-    chunk.load_gates(g, shape.g, heads.memory, col, shape.M);
-    const RowDecays decays(g);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) decay[r] = decays.single[r], after[r] = decays.after[r];
-    put(totals, b, 4 * a, decays.through[3]);
-  }
+  Pack<4> g[4];
+  chunk.load_gates(g, shape.g, heads.memory, col, shape.M);
+  const RowDecays decays(g);
+  put(totals, b, 4 * a, decays.total);
 
   Pack<4> out[4];
   clear(out);
@@ -89,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         Pack<4> weighted = s[r];
-        multiply(weighted, after[r]);
+        decays.decay_to_end(weighted, r);
         put(y_tile, 4 * b + r, 4 * a, weighted);
 #pragma unroll
         for (int c = 0; c < 4; ++c) x_tile[(4 * b + r) * kPitch + a + 16 * c] = scores[r].at[c];
@@ -115,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
       for (int r = 0; r < 4; ++r) {
 #pragma unroll
         for (int j = 0; j <= r; ++j) {
-          multiply(y[r], decay[j]);
+          multiply(y[r], decays.row[j]);
           add_scaled(y[r], score[r].at[j], s[j]);
         }
 #pragma unroll
