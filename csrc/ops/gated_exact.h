@@ -54,10 +54,11 @@ class ExactReads {
 };
 
 // The gradient of the gates, [B, T, H, M] fp32. w: the reads times their gradients, s and ds the writes. The
-// states and their gradients of both scans; `first` what the sequences start from, `start` its gradient.
+// states and their gradients are the two scans', `last` what the sequences end in, `start` what reaches their
+// first states.
 inline Tensor exact_gate_gradient(const GatedArguments& a, const Tensor& w, const Tensor& s, const Tensor& ds,
                                   bool s_of_g, const Tensor& states, const Tensor& gradients,
-                                  const FinalStates& first, const FinalStates& start) {
+                                  const FinalStates& last, const FinalStates& start) {
   const auto dg = a.rows(a.shape.heads, a.shape.M, at::kFloat);
   kernels::ExactGateGradient p;
   p.tokens = a.shape.tokens;
@@ -66,7 +67,7 @@ inline Tensor exact_gate_gradient(const GatedArguments& a, const Tensor& w, cons
   if (s_of_g) p.g = input<4>(a.g);
   p.states = states.const_data_ptr<float>(), p.gradients = gradients.const_data_ptr<float>();
   p.width[0] = a.shape.D, p.width[1] = a.shape.V;
-  p.initial[0] = input<4>(first.k), p.initial[1] = input<4>(first.v);
+  p.final[0] = input<4>(last.k), p.final[1] = input<4>(last.v);
   p.start[0] = input<4>(start.k), p.start[1] = input<4>(start.v);
   p.dg = output<4>(dg);
   check_launch("exact_gate_gradient", kernels::exact_gate_gradient(p, c10::cuda::getCurrentCUDAStream()));

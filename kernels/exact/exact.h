@@ -81,8 +81,7 @@ struct ExactFeature {
 
 cudaError_t exact_feature(const ExactFeature& problem, cudaStream_t stream);
 
-// dg_t = sum of H * G over the states before the chunk and their gradients - sum_{j<t} (w - s ds)_j, w added
-// over the query heads; where s is 1 - e^g, also what comes through s.
+// The gradient of the gates from what both scans published; where s is 1 - e^g, with what comes through s.
 struct ExactGateGradient {
   Tokens tokens;
   int heads, query_heads, M;
@@ -92,9 +91,9 @@ struct ExactGateGradient {
   In<4> g;                          // [B, T, heads, M] fp32: s is 1 - e^g; absent: s is not made of g
   const float *states, *gradients;  // of the scans
   int width[2];                     // a memory's rows
-  In<4> initial[2], start[2];       // before a sequence's first token: the state (optional) and its gradient,
-                                    // [N, heads, width, M] fp32
-  Out<4> dg;                        // [B, T, heads, M] fp32
+  // Of sequences, [N, heads, width, M] fp32: the last state, and the gradient of the first.
+  In<4> final[2], start[2];
+  Out<4> dg;  // [B, T, heads, M] fp32
 };
 
 cudaError_t exact_gate_gradient(const ExactGateGradient& problem, cudaStream_t stream);

@@ -58,9 +58,9 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
   const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(shape.query_heads, shape.V, type).zero_();
 
   // The states again: kept, they would be fp32 and the largest tensor of all.
-  const FinalStates first{{}, padded_state(state_s, true, shape.V, shape.M)};
   const auto states = a.states();
-  gated_scan(a, false, {}, {}, a.v, a.k, {}, first.v, states);
+  const auto last =
+      gated_scan(a, false, {}, {}, a.v, a.k, {}, padded_state(state_s, true, shape.V, shape.M), states);
 
   const auto p = a.q.to(at::kFloat) * shape.scale;
   const auto dp = ExactReads(a, states, false).value({{dout, a.v, a.k, 0}});
@@ -75,7 +75,7 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
   OptionalTensor gates;
   if (given(g)) {
     const auto dg =
-        exact_gate_gradient(a, p * dp, a.k.to(at::kFloat), dk, false, states, gradients, first, start);
+        exact_gate_gradient(a, p * dp, a.k.to(at::kFloat), dk, false, states, gradients, last, start);
     gates = (g->dim() == 4 ? without_packs(dg, a.M) : dg.sum(-1)).to(g->scalar_type());
   }
   return {without_packs((dp * shape.scale).to(type), a.M),

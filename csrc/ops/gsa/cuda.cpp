@@ -123,10 +123,9 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
   const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, q.scalar_type()).zero_();
 
   // The states again: kept, they would be fp32 and the largest tensor of all.
-  const FinalStates first{padded_state(state_k, false, shape.D, shape.M),
-                          padded_state(state_v, true, shape.V, shape.M)};
   const auto states = a.states();
-  gated_scan(a, false, a.k, a.s, a.v, a.s, first.k, first.v, states);
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
 
   // What a query row needs,
   const ExactReads reads(a, states, false);
@@ -142,7 +141,7 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
   const ExactReads writes(a, gradients, true);
   const auto dk = writes.key(a.s, dz, a.q, 0), dv = writes.key(a.s, p, dout, shape.D);
   const auto ds = writes.value({{a.k, a.q, dz, 0}, {a.v, dout, p, shape.D}});
-  const auto dg = exact_gate_gradient(a, w, a.s, ds, !given(s), states, gradients, first, start);
+  const auto dg = exact_gate_gradient(a, w, a.s, ds, !given(s), states, gradients, last, start);
 
   OptionalTensor given_s, given_g, given_z;
   if (given(g)) {
