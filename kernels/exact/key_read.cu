@@ -1,11 +1,11 @@
 // A block has one chunk, one reading head and 64 columns of the result.
 //
-// W_ij = sum_m p_im s_jm e^{L_im - L_jm} goes by blocks of four rows:
+// W_ij = sum_m p_im s_jm e^{L_im - L_jm} goes by blocks of four rows. Of earlier blocks
 //
-//     earlier blocks   (p_i e^{gates of i's block through i}) . (s_j e^{gates of j's block after j} *
-//     between) the own block    one row after the other, a product of its gates at a time
+//     W_ij = (p_i e^{gates of i's block through i}) . (s_j e^{gates of j's block after j} * between)
 //
-// with `between` the decay of the blocks between the two. No exponent is above 0.
+// with `between` the decay of the blocks between the two; in its own block one row after the other, a gate's
+// decay at a time. No exponent is above 0.
 #include "exact/tiles.cuh"
 
 namespace girih::kernels {
