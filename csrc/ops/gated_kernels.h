@@ -7,14 +7,18 @@
 
 namespace girih {
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, s in q's dtype, g in fp32.
+// Which kernels: those of the tensor cores, for 16-bit elements, or those of the plain fp32 cores.
+enum class Kernels { tensor, exact };
+
+// One call's tensors as the kernels read them: rows in packs of 16 bytes, g in fp32, s and the states between
+// chunks in q's dtype or, for the exact kernels, in fp32.
 struct GatedArguments {
   Tensor q, k, v, s, g, cu_seqlens;
   kernels::GsaShape shape;
   int64_t D, V, M;  // without padding
 
   // One memory: gla, whose D is g's width and M here.
-  GatedArguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_,
+  GatedArguments(Kernels by, const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_,
                  const Tensor& g_, const OptionalTensor& cu, const std::optional<double>& scale,
                  kernels::Feature feature, bool one_memory = false)
       : q(in_packs(q_)),
@@ -24,7 +28,8 @@ struct GatedArguments {
         D(q_.size(3)),
         V(v_.size(3)),
         M(g_.size(3)) {
-    if (given(s_)) s = in_packs(s_->to(q.scalar_type()));
+    const auto type = by == Kernels::exact ? at::kFloat : q.scalar_type();
+    if (given(s_)) s = in_packs(s_->to(type));
     if (given(cu)) cu_seqlens = cu->contiguous();
     shape = {kernel_tokens(q, cu_seqlens),
              static_cast<int>(k.size(2)),
@@ -33,7 +38,7 @@ struct GatedArguments {
              static_cast<int>(v.size(3)),
              static_cast<int>(g.size(3)),
              static_cast<int>(M),
-             kernel_dtype(q),
+             by == Kernels::exact ? kernels::DType::f32 : kernel_dtype(q),
              feature,
              static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
   }
@@ -49,7 +54,7 @@ struct GatedArguments {
   Tensor states() const {
     return at::empty(
         {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
-        q.options());
+        shape.dtype == kernels::DType::f32 ? q.options().dtype(at::kFloat) : q.options());
   }
   // What the query heads of one memory gave, added, without padding.
   Tensor gathered(const Tensor& parts, int64_t width, const Tensor& like) const {

@@ -57,7 +57,7 @@ struct ScannedMemory {
 struct GatedScan {
   Tokens tokens;
   int heads, group, M;
-  DType dtype;
+  DType dtype;  // of x, s and the states; f32: each x and s has its own, and in reverse s is y as it is
   bool reverse;
   In<4> g;                         // [B, T, heads, M] fp32
   const bool* factored = nullptr;  // reverse: how s is scaled, see RowGradients
