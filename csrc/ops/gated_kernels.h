@@ -85,16 +85,17 @@ struct RowsLeft {
                            a.q.options().dtype(at::kBool))),
         w(a.rows(a.shape.query_heads, a.shape.M, at::kFloat)) {}
 
+  const bool* how() const { return factored.const_data_ptr<bool>(); }
   kernels::RowGradients arrays() const { return {factored.mutable_data_ptr<bool>(), output<4>(w)}; }
 };
 
-// Runs a scan, `reverse` over what rows left; `first` and the returned states are [N, H, width, M].
+// Runs a scan; `first` and the returned states are [N, H, width, M].
 struct FinalStates {
   Tensor k, v;
 };
-inline FinalStates gated_scan(const GatedArguments& a, const RowsLeft* reverse, const Tensor& x0,
-                              const Tensor& s0, const Tensor& x1, const Tensor& s1, const Tensor& first_k,
-                              const Tensor& first_v, const Tensor& states) {
+inline FinalStates gated_scan(const GatedArguments& a, bool reverse, const Tensor& x0, const Tensor& s0,
+                              const Tensor& x1, const Tensor& s1, const Tensor& first_k,
+                              const Tensor& first_v, const Tensor& states, const bool* factored = nullptr) {
   const auto& shape = a.shape;
   const auto options = a.q.options().dtype(at::kFloat);
   const auto N = shape.tokens.sequences;
@@ -106,8 +107,8 @@ inline FinalStates gated_scan(const GatedArguments& a, const RowsLeft* reverse, 
   p.group = reverse ? a.group() : 1;
   p.M = shape.M;
   p.dtype = shape.dtype;
-  p.reverse = reverse != nullptr;
-  if (reverse) p.factored = reverse->factored.const_data_ptr<bool>();
+  p.reverse = reverse;
+  p.factored = factored;
   p.g = input<4>(a.g);
   if (shape.D > 0) p.memory[0] = {input<4>(x0), input<4>(s0), input<4>(first_k), output<4>(last.k), shape.D};
   p.memory[1] = {input<4>(x1), input<4>(s1), input<4>(first_v), output<4>(last.v), shape.V};

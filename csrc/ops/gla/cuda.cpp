@@ -102,7 +102,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   const auto& shape = a.shape;
   const auto states = a.states();
   const auto last =
-      gated_scan(a, nullptr, {}, {}, a.v, a.k, {}, padded_state(state_s, true, shape.V, shape.M), states);
+      gated_scan(a, false, {}, {}, a.v, a.k, {}, padded_state(state_s, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GlaOutput p;
   p.shape = shape;
@@ -147,8 +147,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   check_launch("gla_rows", kernels::gla_rows(rows, stream));
 
   const auto gradients = a.states();
-  const auto start =
-      gated_scan(a, &left, {}, {}, dout, q_scan, {}, padded_state(grad_s, true, shape.V, shape.M), gradients);
+  const auto start = gated_scan(a, true, {}, {}, dout, q_scan, {},
+                                padded_state(grad_s, true, shape.V, shape.M), gradients, left.how());
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = a.group() == 1 ? type : at::kFloat;

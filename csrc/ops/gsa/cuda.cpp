@@ -182,7 +182,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
-  const auto last = gated_scan(a, nullptr, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
                                padded_state(state_v, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GsaOutput p;
@@ -242,8 +242,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 
   const auto gradients = a.states();
   const auto start =
-      gated_scan(a, &left, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
-                 padded_state(grad_v, true, shape.V, shape.M), gradients);
+      gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
+                 padded_state(grad_v, true, shape.V, shape.M), gradients, left.how());
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = a.group() == 1 ? type : at::kFloat;
