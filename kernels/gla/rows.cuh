@@ -86,10 +86,22 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   put_diagonal(tile.own, a, warp);
   __syncwarp();
   reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  // On their way during the read; rows and columns that do not exist are not stored.
+  uint32_t q_pairs[M / 8][2];
+  const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
+#pragma unroll
+  for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(kRows * warp + lane_row() + 8 * i, piece.length - 1);
+      q_pairs[n][i] = *reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] +
+                                                         min(8 * n + lane_col(), shape.M - 2));
+    }
+  }
   reads.value_read(dq, a);
 
   // w = q dq without own tokens, then the rest of dq; q as the scan takes it.
-  const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
+  const SharedTile<T, kChunk, M> keys{reads.factored ? tile.k.data : tile.s.data};
   float* w_rows = chunk_rows<float>(p.left.w, piece, query_head);
   Sums<M / 8> q;
 #pragma unroll
@@ -98,10 +110,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     for (int i = 0; i < 2; ++i) {
       const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
       const bool exists = row < piece.length && col < shape.M;
-      float2 of_q = {0.f, 0.f};
-      if (exists) {
-        of_q = unpaired<T>(*reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] + col));
-      }
+      float2 of_q = unpaired<T>(q_pairs[n][i]);
       of_q.x *= shape.scale, of_q.y *= shape.scale;
       float& left = dq.at[n][2 * i];
       float& right = dq.at[n][2 * i + 1];
@@ -112,7 +121,8 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
       const float2 w = {__fdividef(seen.x * left, r.x), __fdividef(seen.y * right, r.y)};
       if (exists) *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
       q.at[n][2 * i] = of_q.x, q.at[n][2 * i + 1] = of_q.y;
-      const float2 k = unpaired<T>(weight_pair<T>(p.k, {}, piece, head, shape.M, row, col));
+      float2 k = lane_pair<T>(keys, kRows * warp + 8 * i, 8 * n);
+      k = {k.x * r.x, k.y * r.y};
       const float own = tile.own[row];
       left = shape.scale * fmaf(own, k.x, left), right = shape.scale * fmaf(own, k.y, right);
     }

@@ -81,29 +81,37 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
 #pragma unroll
   for (int i = 0; i < Memories; ++i) load(tile.y(i), memory(i).y_scan, query_head, 0, shape.M);
   load_slab(0, 0);
-  // The edge, while the copies are on their way: what it reads the block of the chunk before has just read.
+  // What the edge needs, while the copies are on their way: the block of the chunk before has just read it.
   EdgeSum<kThreads, M> edge;
+  typename EdgeSum<kThreads, M>::Rows edge_rows[Memories];
+  const auto load_edge = [&](int i, int slab) {
+    return edge.load(state_rows<T>(p.states, shape, chunk, head, first_row(i) + slab),
+                     state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab),
+                     min(kSlab, memory(i).width - slab), shape.M, threadIdx.x);
+  };
+  const bool has_edge = first && piece.index > 0;
+  if (has_edge) {
 #pragma unroll
-  for (int i = 0; i < Memories; ++i) {
-    const ColumnMemory& m = memory(i);
-    for (int slab = 0; first && slab < m.width; slab += kSlab) {
-      const int rows = min(kSlab, m.width - slab);
-      if (piece.index > 0) {
-        edge.add(state_rows<T>(p.states, shape, chunk, head, first_row(i) + slab),
-                 state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab), rows, shape.M,
-                 threadIdx.x);
-      } else {
-        edge.add_start(m.initial, m.start, piece, head, slab, rows, shape.M, threadIdx.x);
-      }
-    }
+    for (int i = 0; i < Memories; ++i) edge_rows[i] = load_edge(i, 0);
   }
-  edge.put(tile.edge + threadIdx.x / 32 * M);
+
   wait_copies<1>();
   __syncthreads();
   RowWrites<T, M> writes;
   writes.at = {{tile.g, tile.decay, tile.totals, warp},         tile.s, tile.end,
                {rows_of(tile.x, warp) + group * kRows * kRows}, group,  p.y_scale};
   writes.template start<4 * kGroups>();
+#pragma unroll
+  for (int i = 0; i < Memories; ++i) {
+    const ColumnMemory& m = memory(i);
+    if (has_edge) {
+      edge.template add<T>(edge_rows[i]);
+      for (int slab = kSlab; slab < m.width; slab += kSlab) edge.template add<T>(load_edge(i, slab));
+    } else if (first) {
+      edge.add_start(m.initial, m.start, piece, head, m.width, shape.M, threadIdx.x);
+    }
+  }
+  edge.put(tile.edge + threadIdx.x / 32 * M);
   if (!writes.factored) {
     wait_copies<0>();
     __syncthreads();

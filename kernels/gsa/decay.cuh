@@ -36,17 +36,13 @@ __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int
          piece.start * array.stride[1] + head * array.stride[2];
 }
 
-// A pair of a row's weights, from where they come: of a padded row or column, anything.
+// 1 - e^g of two neighbours; of a row or column that does not exist, anything.
 template <typename T>
-__device__ inline uint32_t weight_pair(const In<4>& from, const In<4>& g, const Piece& piece, int head,
-                                       int slots, int row, int col) {
-  row = min(row, piece.length - 1), col = min(col, slots - 2);
-  if (from.data != nullptr) {
-    return *reinterpret_cast<const uint32_t*>(chunk_rows<T>(from, piece, head) + row * from.stride[1] + col);
-  }
-  const float2 gate =
-      *reinterpret_cast<const float2*>(chunk_rows<float>(g, piece, head) + row * g.stride[1] + col);
-  return pair_of<T>(complement(gate.x), complement(gate.y));
+__device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
+                                           int col) {
+  const float* gates = chunk_rows<float>(g, piece, head) + min(row, piece.length - 1) * g.stride[1];
+  const float2 pair = *reinterpret_cast<const float2*>(gates + min(col, slots - 2));
+  return pair_of<T>(complement(pair.x), complement(pair.y));
 }
 
 // All of the block: starts to load s, or writes 1 - e^g for it.
@@ -436,11 +432,10 @@ struct RowReads {
     wait_copies<0>();
     __syncthreads();
   }
-  // Again, where raw was used for something else since.
+  // The weights alone, once more or where factors serve.
   template <int Threads>
-  __device__ void restore(const In<4>& weights, const In<4>& g, const Piece& piece, int head,
-                          int slots) const {
-    if (factored) return;
+  __device__ void load_raw(const In<4>& weights, const In<4>& g, const Piece& piece, int head,
+                           int slots) const {
     __syncthreads();
     load_weights<Threads>(at.raw, weights, g, piece, head, slots);
     commit_copies();

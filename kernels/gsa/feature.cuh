@@ -96,6 +96,7 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
   });
   // derivative(z, dp, row) = (p, dL/dz)
   const auto finish = [&](const auto& derivative) {
+    asm volatile("" ::: "memory");  // read the weights again: there are no registers to keep them
     each([&](int n, int i, float2 of_z, float2 of_dp) {
       float &left = z.at[n][2 * i], &right = z.at[n][2 * i + 1];
       float &of_left = dp.at[n][2 * i], &of_right = dp.at[n][2 * i + 1];

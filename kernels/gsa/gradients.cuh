@@ -37,24 +37,33 @@ struct EdgeSum {
   static constexpr int kRowsAtOnce = Threads / kPacks;
   float sum[8] = {};
 
-  // Up to 64 rows of both, M elements apart. Every load is made, of a row that exists: they are all under way
-  // before the first is waited for.
-  template <typename T>
-  __device__ void add(const T* states, const T* gradients, int rows, int slots, int thread) {
-    const int pack = min(thread % kPacks * 8, slots - 8);
+  // Up to 64 rows of both, M elements apart: every load is of a row that exists, so that all are under way
+  // before the first is waited for. What they bring is added later.
+  struct Rows {
     uint4 state[kSlab / kRowsAtOnce], gradient[kSlab / kRowsAtOnce];
+    int first, count;
+  };
+  template <typename T>
+  __device__ static Rows load(const T* states, const T* gradients, int rows, int slots, int thread) {
+    Rows loaded;
+    loaded.first = thread / kPacks, loaded.count = rows;
+    const int pack = min(thread % kPacks * 8, slots - 8);
 #pragma unroll
     for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
-      const int64_t at =
-          static_cast<int64_t>(min(thread / kPacks + i * kRowsAtOnce, rows - 1)) * slots + pack;
-      state[i] = *reinterpret_cast<const uint4*>(states + at);
-      gradient[i] = *reinterpret_cast<const uint4*>(gradients + at);
+      const int64_t at = static_cast<int64_t>(min(loaded.first + i * kRowsAtOnce, rows - 1)) * slots + pack;
+      loaded.state[i] = *reinterpret_cast<const uint4*>(states + at);
+      loaded.gradient[i] = *reinterpret_cast<const uint4*>(gradients + at);
     }
+    return loaded;
+  }
+  template <typename T>
+  __device__ void add(const Rows& rows) {
 #pragma unroll
     for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
-      const bool counts = thread / kPacks + i * kRowsAtOnce < rows;
-      const uint32_t s[4] = {state[i].x, state[i].y, state[i].z, state[i].w},
-                     g[4] = {gradient[i].x, gradient[i].y, gradient[i].z, gradient[i].w};
+      const bool counts = rows.first + i * kRowsAtOnce < rows.count;
+      const uint4 &of_state = rows.state[i], &of_gradient = rows.gradient[i];
+      const uint32_t s[4] = {of_state.x, of_state.y, of_state.z, of_state.w},
+                     g[4] = {of_gradient.x, of_gradient.y, of_gradient.z, of_gradient.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 a = unpaired<T>(counts ? s[j] : 0u), b = unpaired<T>(g[j]);
@@ -65,8 +74,8 @@ struct EdgeSum {
   }
 
   // At a sequence's start, where both are there in fp32; no state is zero.
-  __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head,
-                            int first_row, int rows, int slots, int thread) {
+  __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head, int rows,
+                            int slots, int thread) {
     if (state.data == nullptr) return;
     const auto at = [&](const In<4>& x, int row, int col) {
       return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
@@ -76,7 +85,7 @@ struct EdgeSum {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int col = thread % kPacks * 8 + j;
-        if (col < slots) sum[j] += at(state, first_row + row, col) * at(gradient, first_row + row, col);
+        if (col < slots) sum[j] += at(state, row, col) * at(gradient, row, col);
       }
     }
   }

@@ -110,9 +110,28 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     }
   };
 
+  // The weights of the warp's rows as they are, for what a row reads of its own token: in its rows of q, or
+  // where these are needed in hv's place, after all of it has been read.
+  const auto load_own_weights = [&] {
+    const SharedTile<T, kRows, M> to{tile.q.data + kRows * warp * kSlab};
+    if (p.s.data != nullptr) {
+      load_async<32>(to, chunk_rows<T>(p.s, piece, head) + kRows * warp * p.s.stride[1], p.s.stride[1],
+                     piece.length - kRows * warp, shape.M, lane());
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = kRows * warp + lane_row() + 8 * i;
+        *reinterpret_cast<uint32_t*>(&lane_at(to, 8 * i, 8 * n)) =
+            complement_pair<T>(p.g, piece, head, shape.M, row, 8 * n + lane_col());
+      }
+    }
+  };
+
   // z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike
   Sums<M / 8> z, dp;
-  uint32_t weights[M / 8][2];  // of the warp's rows as they are, for what a row reads of its own token
   {
     Scores a;
     multiply(z, a, tile.q, tile.k, tile.hk, shape.D, [&](int d) {
@@ -124,13 +143,20 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     if (!reads.factored) wait_copies<0>();
     reads.template split<kGsaThreads>(p.s, p.g, piece, head, shape.M);
     reads.value_read(z, a);
+    if constexpr (!Tiles::kOneByOne) {
+      if (reads.factored) load_own_weights();
+    }
     if (Tiles::kOneByOne || !reads.factored) {
       __syncthreads();
       if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
       if (!reads.factored) load_memory_v(0);
-      commit_copies();
     }
-    wait_copies<0>();
+    commit_copies();
+    if (Tiles::kOneByOne || !reads.factored) {
+      wait_copies<0>();
+    } else {
+      wait_copies<1>();  // the weights may come later
+    }
     __syncthreads();
     multiply(dp, a, tile.dout, tile.v, tile.hv, shape.V, [&](int v) {
       load(tile.dout, p.dout, query_head, v, shape.V);
@@ -138,14 +164,8 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     });
     put_diagonal(tile.own + kChunk, a, warp);
     __syncwarp();
-    reads.template restore<kGsaThreads>(p.s, p.g, piece, head, shape.M);
-#pragma unroll
-    for (int n = 0; n < M / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weights[n][i] = weight_pair<T>(p.s, p.g, piece, head, shape.M, kRows * warp + lane_row() + 8 * i,
-                                       8 * n + lane_col());
-      }
+    if (Tiles::kOneByOne || !reads.factored) {
+      reads.template load_raw<kGsaThreads>(p.s, p.g, piece, head, shape.M);
     }
     reads.value_read(dp, a);
   }
@@ -160,16 +180,16 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
     return {of[0], of[8]};
   };
+  wait_copies<0>();
+  __syncwarp();
+  const bool of_q = !Tiles::kOneByOne && reads.factored;
+  const SharedTile<T, kChunk, M> weights{of_q ? tile.q.data : tile.hv.data};
   float* w_rows = chunk_rows<float>(p.left.w, piece, query_head);
   const float unscaled = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
   differentiate(
       z, dp, own_score(0), own_score(1),
-      [&](int n, int i) {
-        uint32_t pair = weights[n][i];
-        asm volatile("" : "+r"(pair));  // worked out again: there are no registers to keep what it gave
-        return unpaired<T>(pair);
-      },
-      shape.feature, shape.scale, shape.slots,
+      [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
+      shape.scale, shape.slots,
       [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
         // p and dz as others will see them: rounded with their factor.
         const float2 r = reads.factor(i, n);
