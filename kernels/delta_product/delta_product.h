@@ -46,8 +46,10 @@ struct DeltaShape {
   float scale;
 };
 
-// What prepare leaves of a chunk and head: the blocks of X on and below the diagonal, 16 x 16 each, and
-// vectors of 64 floats.
+// What prepare leaves of a chunk and head: the blocks of X on and below the diagonal, 16 x 16 each, rounded;
+// vectors of 64 floats; a float that says whether the next matter; and what rounding took from X. It matters
+// where steps that are nearly reflections repeat their keys: then X does not fade away from its diagonal, and
+// what its elements lose is the same in chunk after chunk.
 constexpr int kDeltaBlocks = 10;
 constexpr int kDeltaInverseBytes = kDeltaBlocks * 512;
 enum DeltaVector : int {
@@ -58,7 +60,9 @@ enum DeltaVector : int {
   kDeltaUnit,   // rho_i
   kDeltaVectors
 };
-constexpr int kDeltaPreparedBytes = kDeltaInverseBytes + kDeltaVectors * kDeltaRows * 4;
+constexpr int kDeltaFlag = kDeltaInverseBytes + kDeltaVectors * kDeltaRows * 4;
+constexpr int kDeltaLost = kDeltaFlag + 128;
+constexpr int kDeltaPreparedBytes = kDeltaLost + kDeltaInverseBytes;
 
 struct DeltaPrepare {
   DeltaShape shape;

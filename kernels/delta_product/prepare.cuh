@@ -284,6 +284,18 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
     }
   }
 
+  // Whether X fades: the mean square of the blocks two and more from the diagonal.
+  float square = 0.f;
+#pragma unroll
+  for (int i = 2; i < kBlocksDown; ++i) {
+#pragma unroll
+    for (int j = 0; j + 2 <= i; ++j) {
+      for_each_element(x[block_at(i, j)],
+                       [&](int, int, float value) { square = fmaf(value, value, square); });
+    }
+  }
+  const bool keeps = sum_over_col(sum_over_row(square)) > 0.5f * 3 * kBlockRows * kBlockRows;
+
   // Out: a block as its four 8 x 8 matrices, in the order of a left factor, so that ldmatrix reads it as any.
   unsigned char* const out = static_cast<unsigned char*>(p.prepared) + job * kDeltaPreparedBytes;
 #pragma unroll
@@ -291,8 +303,17 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
     Operand<1> block;
     round_to<T>(block, x[i]);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(out + i * 512 + j * 128)[l] = block.at[0][j];
+    for (int j = 0; j < 4; ++j) {
+      reinterpret_cast<uint32_t*>(out + i * 512 + j * 128)[l] = block.at[0][j];
+      if (keeps) {
+        const float2 back = unpaired<T>(block.at[0][j]);
+        const float* const exact = x[i].at[j / 2] + j % 2 * 2;
+        reinterpret_cast<uint32_t*>(out + kDeltaLost + i * 512 + j * 128)[l] =
+            pair_of<T>(exact[0] - back.x, exact[1] - back.y);
+      }
+    }
   }
+  if (l == 0) *reinterpret_cast<float*>(out + kDeltaFlag) = keeps;
   float* const vectors = reinterpret_cast<float*>(out + kDeltaInverseBytes);
   const float log_end = decay[kDeltaRows - 1];
 #pragma unroll

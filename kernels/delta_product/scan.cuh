@@ -45,7 +45,7 @@ struct ScanSizes {
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
   static constexpr int kSlotBytes = kChain * (kStateBytes + kUpdateBytes);
   static constexpr int kQueryBytes = kTileRows * D * 2;
-  static constexpr int kStageBytes = kDeltaRows * (D + kCols) * 2 + kDeltaPreparedBytes;
+  static constexpr int kStageBytes = kDeltaRows * (D + kCols) * 2 + kDeltaLost;
   static constexpr int kFixedBytes = 128 + kRing * kSlotBytes + kReaders * kQueries * kQueryBytes;
 };
 
@@ -63,6 +63,7 @@ struct Stage {
   __device__ uint32_t inverse(int i, int j) const {
     return shared_address(prepared() + block_of(i, j) * 512 + lane() * 16);
   }
+  __device__ bool keeps() const { return *reinterpret_cast<const float*>(prepared() + kDeltaFlag) != 0.f; }
   // The lane's two of eight elements from `at` on.
   __device__ float2 pair(int vector, int at) const {
     return *reinterpret_cast<const float2*>(prepared() + kDeltaInverseBytes +
@@ -178,8 +179,8 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, unsig
     v.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
     const uint32_t to = shared_address(stage.prepared() + thread * 16);
 #pragma unroll
-    for (int i = 0; i < kDeltaPreparedBytes; i += kThreads * 16) {
-      if (i + thread * 16 < kDeltaPreparedBytes) copy_async(to + i, prepared + i, true);
+    for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
+      if (i + thread * 16 < kDeltaLost) copy_async(to + i, prepared + i, true);
     }
     prepared += static_cast<int64_t>(p.shape.heads) * kDeltaPreparedBytes;
     arrive_after_copies(&barriers.full[turn.at]);
@@ -271,6 +272,21 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
         load_matrices(x, stage.inverse(i, j));
         mma<T>(u.at[2 * i], z.at[j], x[0], x[2]);
         mma<T>(u.at[2 * i + 1], z.at[j], x[1], x[3]);
+      }
+    }
+    if (stage.keeps()) {
+      const auto* lost = static_cast<const unsigned char*>(p.prepared) + kDeltaLost +
+                         ((part.chunk + c) * p.shape.heads + part.head) * kDeltaPreparedBytes + lane() * 4;
+#pragma unroll
+      for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+        for (int i = j; i < kTilesDown; ++i) {
+          const auto x = [&](int matrix) {
+            return *reinterpret_cast<const uint32_t*>(lost + block_of(i, j) * 512 + matrix * 128);
+          };
+          mma<T>(u.at[2 * i], z.at[j], x(0), x(2));
+          mma<T>(u.at[2 * i + 1], z.at[j], x(1), x(3));
+        }
       }
     }
     Operand<kTilesDown> update;

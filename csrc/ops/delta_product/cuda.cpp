@@ -12,7 +12,7 @@
 namespace girih::delta_product {
 namespace {
 
-static_assert(kernels::kDeltaPreparedBytes == 6400 && kernels::kDeltaRows == 64 &&
+static_assert(kernels::kDeltaPreparedBytes == 11648 && kernels::kDeltaRows == 64 &&
                   kernels::kDeltaMaxWidth == 256 && kernels::kDeltaMaxSteps == 16,
               "problem.h knows these");
 

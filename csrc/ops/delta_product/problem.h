@@ -63,7 +63,7 @@ struct Problem {
     const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
     const auto C = 64 / n;
     const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / C + N : B * ((T + C - 1) / C);
-    return {{chunks, H, padded(V), padded(D)}, {chunks, H, 6400}};
+    return {{chunks, H, padded(V), padded(D)}, {chunks, H, 11648}};
   }
 };
 
