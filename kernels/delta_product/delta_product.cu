@@ -37,6 +37,11 @@ cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
     return launch_scan<decltype(element), width()>(pass, stream);
   });
 }
+cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
+  return by_instance(pass.scan.shape, [&](auto element, auto width) {
+    return launch_reverse<decltype(element), width()>(pass, stream);
+  });
+}
 
 // Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
 // how a sequence is cut, so results do not depend on the card.
@@ -54,6 +59,44 @@ int64_t segment_tokens(const DeltaShape& shape) {
   return segments < 3 ? 0 : divide_up(chunks, segments) * delta_chunk(shape.n);
 }
 
+int64_t workspace(const DeltaShape& shape) {
+  const int64_t segment = segment_tokens(shape);
+  if (segment == 0) return 0;
+  return piece_count(shape.tokens, segment) * shape.heads * (shape.V + shape.D) * shape.D *
+         static_cast<int64_t>(sizeof(float));
+}
+
+// A scan in either direction.
+template <class Pass, class Problem>
+cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
+  const DeltaShape& shape = problem.shape;
+  Pass pass{};
+  pass.scan = problem;
+  pass.walk = {segment_tokens(shape), false, reverse};
+  if (pass.walk.segment == 0) return run(pass, stream);
+
+  // Every segment from zero, and its transition,
+  float* const states = static_cast<float*>(problem.workspace);
+  const int64_t D = shape.D, cols = shape.V + D;
+  const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
+  Pass alone = pass;
+  alone.walk.alone = true;
+  alone.scan.initial = {};
+  alone.scan.final.data = states;
+  std::copy(stride, stride + 4, alone.scan.final.stride);
+  if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
+
+  // what each starts from,
+  const TransitionJoin join{shape.tokens, pass.walk.segment, shape.heads, shape.D,
+                            shape.V,      reverse,           states,      problem.initial};
+  if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
+
+  // and every segment again.
+  pass.scan.initial.data = states;
+  std::copy(stride, stride + 4, pass.scan.initial.stride);
+  return run(pass, stream);
+}
+
 }  // namespace
 }  // namespace delta_product
 
@@ -63,41 +106,27 @@ cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-int64_t delta_scan_workspace(const DeltaScan& problem) {
-  const DeltaShape& shape = problem.shape;
-  const int64_t segment = delta_product::segment_tokens(shape);
-  if (segment == 0) return 0;
-  return piece_count(shape.tokens, segment) * shape.heads * (shape.V + shape.D) * shape.D *
-         static_cast<int64_t>(sizeof(float));
+int64_t delta_scan_workspace(const DeltaScan& problem) { return delta_product::workspace(problem.shape); }
+int64_t delta_reverse_workspace(const DeltaReverse& problem) {
+  return delta_product::workspace(problem.shape);
 }
 
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream) {
-  const DeltaShape& shape = problem.shape;
-  delta_product::ScanPass pass{};
-  pass.scan = problem;
-  pass.segment = delta_product::segment_tokens(shape);
-  if (pass.segment == 0) return delta_product::run(pass, stream);
+  return delta_product::walk<delta_product::ScanPass>(problem, false, stream);
+}
+cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream) {
+  return delta_product::walk<delta_product::ReversePass>(problem, true, stream);
+}
 
-  // Every segment from zero, and its transition,
-  float* const states = static_cast<float*>(problem.workspace);
-  const int64_t D = shape.D, cols = shape.V + D;
-  const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
-  delta_product::ScanPass alone = pass;
-  alone.alone = true;
-  alone.scan.initial = {};
-  alone.scan.final.data = states;
-  std::copy(stride, stride + 4, alone.scan.final.stride);
-  if (const cudaError_t error = delta_product::run(alone, stream); error != cudaSuccess) return error;
-
-  // what each starts from,
-  const TransitionJoin join{shape.tokens, pass.segment, shape.heads, shape.D,
-                            shape.V,      false,        states,      problem.initial};
-  if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
-
-  // and every segment again.
-  pass.scan.initial.data = states;
-  std::copy(stride, stride + 4, pass.scan.initial.stride);
-  return delta_product::run(pass, stream);
+cudaError_t delta_values(const DeltaValues& p, cudaStream_t stream) {
+  if (p.shape.dtype == DType::bf16) return delta_product::launch_values<__nv_bfloat16>(p, stream);
+  if (p.shape.dtype == DType::f16) return delta_product::launch_values<__half>(p, stream);
+  return cudaErrorInvalidValue;
+}
+cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {
+  return delta_product::by_instance(p.shape, [&](auto element, auto width) {
+    return delta_product::launch_gradients<decltype(element), width()>(p, stream);
+  });
 }
 
 }  // namespace girih::kernels

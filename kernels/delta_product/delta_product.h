@@ -14,8 +14,15 @@
 //     - L_j}
 //
 // in two kernels:
-//   prepare   every chunk by itself: X and the factors of its rows
-//   scan      from chunk to chunk, in order: U, S and the output
+//   prepare    every chunk by itself: X and the factors of its rows
+//   scan       from chunk to chunk, in order: U, S and the output
+// and backward three, with what forward kept. dS the gradient of the state after the chunk, r_t = scale rho_t
+// e^{L_t}:
+//   values     every chunk by itself: sum_t P_tj do_t, what U's gradient is without dS
+//   reverse    from chunk to chunk, from the end:
+//                  dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU, the gradient of Z
+//                  dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i beta_i rho_i e^{L_i} G_i^T
+//   gradients  every chunk by itself: dq, dk, dv, dbeta, dg
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -88,6 +95,52 @@ struct DeltaScan {
 
 int64_t delta_scan_workspace(const DeltaScan& problem);
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
+
+struct DeltaValues {
+  DeltaShape shape;
+  In<4> q, k, dout;      // [B, T, HQ, D], [B, T n, H, D], [B, T, HQ, V]
+  const void* prepared;  // of forward
+  Out<4> du;             // [B, T n, H, V], dtype
+  float* factors;        // [pieces, HQ, 2, 64]: of a chunk's tokens scale rho_t, and r_t
+};
+
+cudaError_t delta_values(const DeltaValues& problem, cudaStream_t stream);
+
+struct DeltaReverse {
+  DeltaShape shape;
+  In<4> q, k, dout, du;
+  bool gated;
+  const void* prepared;
+  const float* factors;
+  In<4> initial;    // [N, H, D, V] fp32: the final state's gradient, optional: zero
+  Out<4> final;     // [N, H, D, V] fp32: the initial state's
+  Out<4> dz;        // [B, T n, H, V], dtype: G
+  void* gradients;  // dtype [pieces, H, V, D]: dS of every chunk, transposed
+  void* workspace;  // delta_reverse_workspace() bytes, may be null when that is 0
+};
+
+int64_t delta_reverse_workspace(const DeltaReverse& problem);
+cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream);
+
+// Of a memory head that serves several query heads, dk and dg are the sum of what each of them gives here:
+// arrays of their own, in fp32.
+struct DeltaGradients {
+  DeltaShape shape;
+  In<4> q, k, v, dout, dz;
+  bool gated;
+  const void* prepared;
+  const float* factors;
+  const void* states;     // of the scan
+  const void* gradients;  // of the reverse
+  In<4> initial, end;     // [N, H, D, V] fp32, optional: the initial state, and the final one's gradient
+  Out<4> dq;              // [B, T, HQ, D]
+  Out<4> dk;              // [B, T n, HQ, D], dtype or fp32
+  Out<4> dv;              // [B, T n, H, V]
+  Out<3> dbeta;           // [B, T n, H] fp32
+  Out<3> dg;              // [B, T, HQ] fp32, absent without gates
+};
+
+cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
 
 // One token; any sizes, strides and types but fp64. The state is written in place.
 struct DeltaStep {

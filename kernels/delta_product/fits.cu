@@ -1,8 +1,12 @@
 // Away from the launches: whoever sees the kernels and launches them compiles them.
 #include <algorithm>
+#include <type_traits>
 
+#include "delta_product/gradients.cuh"
 #include "delta_product/prepare.cuh"
+#include "delta_product/reverse.cuh"
 #include "delta_product/scan.cuh"
+#include "delta_product/values.cuh"
 
 namespace girih::kernels {
 
@@ -11,8 +15,13 @@ cudaError_t delta_fits(int D, bool& fits) {
   using T = __half;  // as large as bf16
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int scan = D <= 64 ? scan_least<64>() : D <= 128 ? scan_least<128>() : scan_least<256>();
-  fits = std::max(scan, kPrepareWarps * PrepareSpace<T>::kBytes) <= limit;
+  const auto bytes_of = [](auto width) {
+    return std::max({scan_least<T, width()>(), reverse_least<T, width()>(), GradientTiles<T, width()>::kBytes,
+                     kPrepareWarps * PrepareSpace<T>::kBytes, ValueTiles<T>::kBytes});
+  };
+  fits = (D <= 64    ? bytes_of(std::integral_constant<int, 64>())
+          : D <= 128 ? bytes_of(std::integral_constant<int, 128>())
+                     : bytes_of(std::integral_constant<int, 256>())) <= limit;
   return cudaSuccess;
 }
 

@@ -12,24 +12,11 @@
 // P = Q K^T, so P stays in its registers. Two loaders fill the stages that all read.
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
-#include "delta_product/delta_product.h"
-#include "delta_product/pass.h"
-#include "tile/grid.h"
-#include "tile/launch.h"
-#include "tile/matrix.h"
-#include "tile/shared.h"
+#include "delta_product/chain.cuh"
 
 namespace girih::kernels::delta_product {
 
 constexpr int kReaders = 4;  // warps
-constexpr int kLoaders = 2;
-constexpr int kTileRows = 16;  // of a warp's products
-constexpr int kTilesDown = kDeltaRows / kTileRows;
-
-__host__ __device__ constexpr int block_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
 // What depends on the tile of D alone.
 template <int D>
@@ -45,144 +32,29 @@ struct ScanSizes {
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
   static constexpr int kSlotBytes = kChain * (kStateBytes + kUpdateBytes);
   static constexpr int kQueryBytes = kTileRows * D * 2;
-  static constexpr int kStageBytes = kDeltaRows * (D + kCols) * 2 + kDeltaLost;
   static constexpr int kFixedBytes = 128 + kRing * kSlotBytes + kReaders * kQueries * kQueryBytes;
 };
 
-// What a chunk brings.
-template <typename T, int D>
-struct Stage {
-  using K = SharedTile<T, kDeltaRows, D>;
-  using V = SharedTile<T, kDeltaRows, ScanSizes<D>::kCols>;
-
-  unsigned char* data;
-
-  __device__ K k() const { return {reinterpret_cast<T*>(data)}; }
-  __device__ V v() const { return {reinterpret_cast<T*>(data + K::kBytes)}; }
-  __device__ unsigned char* prepared() const { return data + K::kBytes + V::kBytes; }
-  __device__ uint32_t inverse(int i, int j) const {
-    return shared_address(prepared() + block_of(i, j) * 512 + lane() * 16);
-  }
-  __device__ bool keeps() const { return *reinterpret_cast<const float*>(prepared() + kDeltaFlag) != 0.f; }
-  // The lane's two of eight elements from `at` on.
-  __device__ float2 pair(int vector, int at) const {
-    return *reinterpret_cast<const float2*>(prepared() + kDeltaInverseBytes +
-                                            (vector * kDeltaRows + at + lane_col()) * 4);
-  }
-  __device__ float element(int vector, int at) const {
-    return reinterpret_cast<const float*>(prepared() + kDeltaInverseBytes)[vector * kDeltaRows + at];
-  }
-};
-
-// Left factors that one warp leaves for others, each as its four 8 x 8 matrices.
-template <int K>
-__device__ inline void leave(unsigned char* slot, const Operand<K>& a) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) reinterpret_cast<uint32_t*>(slot + k * 512 + i * 128)[lane()] = a.at[k][i];
-  }
-}
-
-struct Barriers {
+struct ScanBarriers {
   uint64_t full[5], empty[5];          // stages
   uint64_t published[2], consumed[2];  // slots of the ring
 };
-static_assert(sizeof(Barriers) <= 128, "");
-
-// A place in a ring of `size`, and the parity of its turn.
-struct Turn {
-  int at = 0;
-  unsigned parity = 0;
-
-  __device__ void next(int size) {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
-// Which tokens of which state a block has.
-struct Part {
-  Piece piece;
-  int64_t number;  // the state's, initial and final
-  int64_t chunk;   // the number of its first chunk
-  int head, col;   // first column
-  int chunks;
-  bool transition, last;
-};
-
-template <int D>
-__device__ inline bool part_of(const ScanPass& pass, Part& part) {
-  const DeltaShape& shape = pass.scan.shape;
-  constexpr int kCols = ScanSizes<D>::kCols;
-  const int values = (shape.V + kCols - 1) / kCols,
-            groups = values + (pass.alone ? (shape.D + kCols - 1) / kCols : 0);
-  unsigned job = blockIdx.x;
-  const int group = static_cast<int>(job % groups);
-  job /= groups;
-  part.head = static_cast<int>(job % shape.heads);
-  const int64_t number = job / shape.heads;
-  part.transition = group >= values;
-  part.col = (part.transition ? group - values : group) * kCols;
-  const int tokens = delta_chunk(shape.n);
-  if (pass.segment == 0) {
-    const Sequence sequence = sequence_at(shape.tokens, number);
-    part.piece = {sequence, 0, sequence.start, 0};
-    part.chunks = static_cast<int>((sequence.end - sequence.start + tokens - 1) / tokens);
-    part.last = true;
-    part.number = sequence.index;
-  } else {
-    part.piece = piece_at(shape.tokens, number, pass.segment);
-    if (part.piece.length == 0 && part.piece.index != 0) return false;
-    part.chunks = (part.piece.length + tokens - 1) / tokens;
-    part.last = part.piece.start + part.piece.length == part.piece.sequence.end;
-    part.number = number;
-  }
-  part.chunk = first_piece(shape.tokens, part.piece.sequence, tokens) +
-               (part.piece.start - part.piece.sequence.start) / tokens;
-  return !(pass.alone && part.last);
-}
-
-// Tokens of the part's chunk c.
-__device__ inline int tokens_in(const Part& part, int tokens, int c) {
-  const int64_t left = part.piece.sequence.end - part.piece.start - static_cast<int64_t>(c) * tokens;
-  return left < tokens ? static_cast<int>(left) : tokens;
-}
-
-// The first element of a head's columns from `col` on.
-template <typename T, template <int> class Array>
-__device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int64_t head, int64_t col) {
-  using Data = std::conditional_t<std::is_same<Array<4>, In<4>>::value, const T, T>;
-  return static_cast<Data*>(array.data) + batch * array.stride[0] + row * array.stride[1] +
-         head * array.stride[2] + col;
-}
+static_assert(sizeof(ScanBarriers) <= 128, "");
 
 template <typename T, int D>
 __device__ inline void load_stages(const ScanPass& pass, const Part& part, unsigned char* stages,
-                                   Barriers& barriers, int thread) {
-  using Stage = Stage<T, D>;
-  constexpr int kThreads = 32 * kLoaders;
+                                   ScanBarriers& barriers, int thread) {
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n);
   const int64_t batch = part.piece.sequence.batch, first = part.piece.start * n;
-  const TileCopier<kThreads, typename Stage::K> k(at<T>(p.k, batch, first, part.head, 0), p.k.stride[1],
-                                                  p.shape.D, thread);
-  const TileCopier<kThreads, typename Stage::V> v(at<T>(p.v, batch, first, part.head, part.col),
-                                                  p.v.stride[1], p.shape.V - part.col, thread);
-  const auto* prepared = static_cast<const unsigned char*>(p.prepared) +
-                         (part.chunk * p.shape.heads + part.head) * kDeltaPreparedBytes + thread * 16;
+  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, first, part.head, 0), p.k.stride[1], p.shape.D,
+                                            at<T>(p.v, batch, first, part.head, part.col), p.v.stride[1],
+                                            p.shape.V - part.col, thread);
   Turn turn;
   for (int c = 0; c < part.chunks; ++c) {
     if (c >= pass.stages) wait(&barriers.empty[turn.at], turn.parity ^ 1);
-    const Stage stage{stages + turn.at * ScanSizes<D>::kStageBytes};
-    const int rows = tokens_in(part, tokens, c) * n;
-    k.start(stage.k(), c * tokens * n, rows);
-    v.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
-    const uint32_t to = shared_address(stage.prepared() + thread * 16);
-#pragma unroll
-    for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
-      if (i + thread * 16 < kDeltaLost) copy_async(to + i, prepared + i, true);
-    }
-    prepared += static_cast<int64_t>(p.shape.heads) * kDeltaPreparedBytes;
+    loader.start({stages + turn.at * Stage<T, D>::kBytes}, c * tokens * n, tokens_in(part, tokens, c) * n,
+                 !part.transition, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     arrive_after_copies(&barriers.full[turn.at]);
     turn.next(pass.stages);
   }
@@ -193,41 +65,24 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, unsig
 // The chain's warp `warp`.
 template <typename T, int D>
 __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigned char* stages,
-                                 unsigned char* ring, Barriers& barriers, int warp) {
+                                 unsigned char* ring, ScanBarriers& barriers, int warp) {
   using Sizes = ScanSizes<D>;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
 
-  // The lane's elements of S^T: f(element, row of S, column of S).
-  Sums<D / 8> s;
-  const int cols = part.transition ? p.shape.D : p.shape.V;
-  const auto for_each_element = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int d = 8 * i + lane_col() + j % 2, v = first_col + lane_row() + j / 2 * 8;
-        if (d < p.shape.D && v < cols) f(s.at[i][j], d, v);
-      }
-    }
-  };
-  fill(s, 0.f);
-  if (part.transition) {
-    for_each_element([](float& x, int d, int v) { x = d == v ? 1.f : 0.f; });
-  } else if (p.initial.data != nullptr && !pass.alone) {
-    const float* from = at<float>(p.initial, part.number, part.head, 0, 0);
-    for_each_element(
-        [&](float& x, int d, int v) { x = from[d * p.initial.stride[2] + v * p.initial.stride[3]]; });
-  }
+  Sums<D / 8> s;  // S^T
+  start_state(s, p.shape, pass.walk, part, first_col, p.initial);
 
   Turn turn, slot;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const Stage<T, D> stage{stages + turn.at * Sizes::kStageBytes};
+    const Stage<T, D> stage{stages + turn.at * Stage<T, D>::kBytes};
+    const Prepared prepared = stage.prepared();
+    const Vectors vectors = prepared.vectors();
     unsigned char* const own =
         ring + slot.at * Sizes::kSlotBytes + warp * (Sizes::kStateBytes + Sizes::kUpdateBytes);
     wait(&barriers.full[turn.at], turn.parity);
-    if (!pass.alone && c >= Sizes::kRing) wait(&barriers.consumed[slot.at], slot.parity ^ 1);
+    if (!pass.walk.alone && c >= Sizes::kRing) wait(&barriers.consumed[slot.at], slot.parity ^ 1);
 
     // Y^T = S^T K^T
     Sums<8> y;
@@ -236,7 +91,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     for (int k = 0; k < D / 16; ++k) {
       Operand<1> state;
       round_to<T>(state, s, 2 * k);
-      if (!pass.alone) leave(own + k * 512, state);
+      if (!pass.walk.alone) leave(own + k * 512, state);
       add_product_transposed<T>(y, state.at[0], stage.k(), 0, 16 * k);
     }
 
@@ -249,8 +104,8 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
-        const float2 beta = stage.pair(kDeltaBeta, 16 * j + 8 * half),
-                     read = stage.pair(kDeltaRead, 16 * j + 8 * half);
+        const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
+                     read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(v[2 * half + i]);
@@ -269,28 +124,26 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
 #pragma unroll
       for (int i = j; i < kTilesDown; ++i) {
         uint32_t x[4];
-        load_matrices(x, stage.inverse(i, j));
+        prepared.load(x, i, j);
         mma<T>(u.at[2 * i], z.at[j], x[0], x[2]);
         mma<T>(u.at[2 * i + 1], z.at[j], x[1], x[3]);
       }
     }
-    if (stage.keeps()) {
-      const auto* lost = static_cast<const unsigned char*>(p.prepared) + kDeltaLost +
-                         ((part.chunk + c) * p.shape.heads + part.head) * kDeltaPreparedBytes + lane() * 4;
+    if (prepared.keeps()) {
+      const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
 #pragma unroll
       for (int j = 0; j < kTilesDown; ++j) {
 #pragma unroll
         for (int i = j; i < kTilesDown; ++i) {
-          const auto x = [&](int matrix) {
-            return *reinterpret_cast<const uint32_t*>(lost + block_of(i, j) * 512 + matrix * 128);
-          };
-          mma<T>(u.at[2 * i], z.at[j], x(0), x(2));
-          mma<T>(u.at[2 * i + 1], z.at[j], x(1), x(3));
+          uint32_t x[4];
+          load_lost(x, all, i, j);
+          mma<T>(u.at[2 * i], z.at[j], x[0], x[2]);
+          mma<T>(u.at[2 * i + 1], z.at[j], x[1], x[3]);
         }
       }
     }
     Operand<kTilesDown> update;
-    if (!pass.alone) {
+    if (!pass.walk.alone) {
       round_to<T>(update, u);
       leave(own + Sizes::kStateBytes, update);
       __syncwarp();
@@ -300,12 +153,12 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     // S^T <- e^{L_C} S^T + (w * U)^T K
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 write = stage.pair(kDeltaWrite, 8 * i);
+      const float2 write = vectors.pair(kDeltaWrite, 8 * i);
       u.at[i][0] *= write.x, u.at[i][1] *= write.y, u.at[i][2] *= write.x, u.at[i][3] *= write.y;
     }
     round_to<T>(update, u);
     if (p.gated) {
-      const float decay = exp2_fast(stage.element(kDeltaLog, kDeltaRows - 1));
+      const float decay = exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
 #pragma unroll
       for (int i = 0; i < D / 8; ++i) {
 #pragma unroll
@@ -319,18 +172,13 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     slot.next(Sizes::kRing);
   }
 
-  if (!part.last && !pass.alone) return;
-  const int64_t number = pass.alone ? part.number : part.piece.sequence.index;
-  float* to = at<float>(p.final, number, part.head, 0, 0);
-  const int64_t shift = part.transition ? p.shape.V : 0;
-  for_each_element(
-      [&](float x, int d, int v) { to[d * p.final.stride[2] + (shift + v) * p.final.stride[3]] = x; });
+  end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
 
 // Reader `reader`: 16 tokens of every chunk, and where there are fewer than 64 a part of the columns.
 template <typename T, int D>
 __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsigned char* stages,
-                                  unsigned char* ring, unsigned char* queries, Barriers& barriers,
+                                  unsigned char* ring, unsigned char* queries, ScanBarriers& barriers,
                                   int reader) {
   using Sizes = ScanSizes<D>;
   using Query = SharedTile<T, kTileRows, D>;
@@ -366,7 +214,8 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
   int buffer = 0;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const Stage<T, D> stage{stages + turn.at * Sizes::kStageBytes};
+    const Stage<T, D> stage{stages + turn.at * Stage<T, D>::kBytes};
+    const Vectors vectors = stage.prepared().vectors();
     const unsigned char* const left = ring + slot.at * Sizes::kSlotBytes;
     const int rows = tokens_in(part, tokens, c) - first_token;
     wait(&barriers.full[turn.at], turn.parity);
@@ -412,13 +261,13 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
         factor.y *= rsqrtf(sum_over_row(square.y) + 1e-6f);
       }
       const int token = first_token + lane_row();  // and 8 further
-      const float2 decay = {stage.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
-                            stage.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
+      const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
+                            vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
       const int2 seen = {(token + 1) * n, (token + 9) * n};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (j < 2 * key_tiles) {
-          const float2 before = stage.pair(kDeltaLog, 8 * j), unit = stage.pair(kDeltaUnit, 8 * j);
+          const float2 before = vectors.pair(kDeltaLog, 8 * j), unit = vectors.pair(kDeltaUnit, 8 * j);
           const int row = 8 * j + lane_col();
           const auto weigh = [&](float& x, int row, int seen, float factor, float unit, float log) {
             x = row < seen ? x * (factor * unit * exp2_fast(log)) : 0.f;
@@ -436,21 +285,10 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
       if (member == 0) {
         wait(&barriers.published[slot.at], slot.parity);
         if (p.states != nullptr) {
-          // 16 bytes a lane: rows of the 8 x 8 matrices of S^T.
           T* const states =
               static_cast<T*>(p.states) +
               (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
-#pragma unroll 1
-          for (int i = reader; i < Sizes::kCols / 8 * (D / 32); i += kReaders) {
-            const int eight = i / (D / 32), v = 8 * eight + (lane() & 7),
-                      d = i % (D / 32) * 32 + (lane() >> 3) * 8;
-            const uint4 pack =
-                *reinterpret_cast<const uint4*>(left + eight / 2 * kWarpBytes + d / 16 * 512 +
-                                                (eight % 2 + d / 8 % 2 * 2) * 128 + (lane() & 7) * 16);
-            if (part.col + v < p.shape.V && d < p.shape.D) {
-              *reinterpret_cast<uint4*>(states + static_cast<int64_t>(v) * p.shape.D + d) = pack;
-            }
-          }
+          publish_state<T, D>(states, left, kWarpBytes, p.shape, p.shape.V - part.col, reader, kReaders);
         }
       }
 
@@ -532,15 +370,15 @@ __global__ void __launch_bounds__(ScanSizes<D>::kThreads, 1) scan(const __grid_c
   using Sizes = ScanSizes<D>;
   extern __shared__ __align__(128) unsigned char shared[];
   Part part;
-  if (!part_of<D>(pass, part)) return;
-  auto& barriers = *reinterpret_cast<Barriers*>(shared);
+  if (!part_of<Sizes::kCols>(pass.scan.shape, pass.walk, part)) return;
+  auto& barriers = *reinterpret_cast<ScanBarriers*>(shared);
   unsigned char* const ring = shared + 128;
   unsigned char* const queries = ring + Sizes::kRing * Sizes::kSlotBytes;
   unsigned char* const stages = shared + Sizes::kFixedBytes;
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], Sizes::kChain + (pass.alone ? 0 : kReaders));
+      init_barrier(&barriers.empty[i], Sizes::kChain + (pass.walk.alone ? 0 : kReaders));
     }
     for (int i = 0; i < Sizes::kRing; ++i) {
       init_barrier(&barriers.published[i], Sizes::kChain);
@@ -552,16 +390,16 @@ __global__ void __launch_bounds__(ScanSizes<D>::kThreads, 1) scan(const __grid_c
   if (warp < Sizes::kChain) {
     run_chain<T, D>(pass, part, stages, ring, barriers, warp);
   } else if (warp < Sizes::kChain + kReaders) {
-    if (!pass.alone) run_reader<T, D>(pass, part, stages, ring, queries, barriers, warp - Sizes::kChain);
+    if (!pass.walk.alone) run_reader<T, D>(pass, part, stages, ring, queries, barriers, warp - Sizes::kChain);
   } else {
     load_stages<T, D>(pass, part, stages, barriers, threadIdx.x - 32 * (Sizes::kChain + kReaders));
   }
 }
 
 // Bytes of shared memory without which a block does not run.
-template <int D>
+template <typename T, int D>
 constexpr int scan_least() {
-  return ScanSizes<D>::kFixedBytes + 2 * ScanSizes<D>::kStageBytes;
+  return ScanSizes<D>::kFixedBytes + 2 * Stage<T, D>::kBytes;
 }
 
 template <typename T, int D>
@@ -571,14 +409,11 @@ cudaError_t launch_scan(const ScanPass& given, cudaStream_t stream) {
   const DeltaShape& shape = pass.scan.shape;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  pass.stages = std::min((limit - Sizes::kFixedBytes) / Sizes::kStageBytes, Sizes::kMaxStages);
+  pass.stages = std::min((limit - Sizes::kFixedBytes) / Stage<T, D>::kBytes, Sizes::kMaxStages);
   if (pass.stages < 2) return cudaErrorInvalidConfiguration;
-  const int bytes = Sizes::kFixedBytes + pass.stages * Sizes::kStageBytes;
+  const int bytes = Sizes::kFixedBytes + pass.stages * Stage<T, D>::kBytes;
   if (const cudaError_t error = allow_shared<scan<T, D>>(bytes); error != cudaSuccess) return error;
-  const int64_t pieces = pass.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, pass.segment);
-  const int64_t groups =
-      divide_up(shape.V, Sizes::kCols) + (pass.alone ? divide_up(shape.D, Sizes::kCols) : 0);
-  const int64_t blocks = pieces * shape.heads * groups;
+  const int64_t blocks = blocks_of(shape, pass.walk, Sizes::kCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   scan<T, D><<<static_cast<unsigned>(blocks), Sizes::kThreads, bytes, stream>>>(pass);

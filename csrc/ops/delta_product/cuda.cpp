@@ -123,6 +123,99 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
           save ? prepared : at::empty({0}, prepared.options())};
 }
 
+Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_s,
+                        const OptionalTensor& grad_position, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& beta, const OptionalTensor& g,
+                        const OptionalTensor& state_s, const OptionalTensor& state_position,
+                        const OptionalTensor& cu_seqlens, const Tensor& states, const Tensor& prepared,
+                        int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                        Between between_chunks) {
+  const auto problem =
+      Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(problem, q, beta, n, between_chunks)) {
+    // What every device without a kernel runs: autograd of the ATen form.
+    static const auto op = find("delta_product_backward").typed<decltype(backward_cuda)>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_s, grad_position, q, k, v,
+                         beta, g, state_s, state_position, cu_seqlens, states, prepared, n, scale, l2norm_qk,
+                         chunk, between_chunks);
+  }
+  const auto kept = problem.saved(q, beta, cu_seqlens, n, between_chunks, true);
+  GIRIH_CHECK(states.sym_sizes().equals(kept.states) && states.scalar_type() == q.scalar_type() &&
+                  prepared.sym_sizes().equals(kept.prepared),
+              "delta_product_backward: states and prepared are what delta_product_forward kept with "
+              "save=True, of shapes ",
+              c10::SymIntArrayRef(kept.states), " and ", c10::SymIntArrayRef(kept.prepared),
+              "; they have shapes ", states.sym_sizes(), " and ", prepared.sym_sizes());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
+  const auto& shape = a.shape;
+  const auto T = q.size(1), rows = T * n, H = k.size(2), HQ = q.size(2);
+  const auto type = q.scalar_type();
+  const auto in_fp32 = q.options().dtype(at::kFloat);
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HQ, shape.V, type).zero_();
+
+  auto du = a.rows(rows, H, shape.V, type);
+  const auto factors = at::empty({a.chunks(), HQ, 2, kernels::kDeltaRows}, in_fp32);
+  kernels::DeltaValues values;
+  values.shape = shape;
+  values.q = input<4>(a.q), values.k = input<4>(a.k), values.dout = input<4>(dout);
+  values.prepared = prepared.const_data_ptr();
+  values.du = output<4>(du);
+  values.factors = factors.mutable_data_ptr<float>();
+  check_launch("delta_values", kernels::delta_values(values, stream));
+
+  const auto dz = a.rows(rows, H, shape.V, type), gradients = a.states(), first = a.last_state(),
+             last = a.padded(grad_s);
+  kernels::DeltaReverse reverse;
+  reverse.shape = shape;
+  reverse.q = values.q, reverse.k = values.k, reverse.dout = values.dout, reverse.du = input<4>(du);
+  reverse.gated = a.g.defined();
+  reverse.prepared = values.prepared;
+  reverse.factors = values.factors;
+  reverse.initial = input<4>(last);
+  reverse.final = output<4>(first);
+  reverse.dz = output<4>(dz);
+  reverse.gradients = gradients.mutable_data_ptr();
+  {
+    const auto workspace = at::empty({kernels::delta_reverse_workspace(reverse)}, in_fp32.dtype(at::kByte));
+    reverse.workspace = workspace.mutable_data_ptr();
+    check_launch("delta_reverse", kernels::delta_reverse(reverse, stream));
+  }
+  du = Tensor();
+
+  // Several query heads of one memory: each gives its part in fp32.
+  const bool alone = H == HQ;
+  const auto dq = a.rows(T, HQ, shape.D, type), dk = a.rows(rows, HQ, shape.D, alone ? type : at::kFloat),
+             dv = a.rows(rows, H, shape.V, type), dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
+  const auto dg = a.g.defined() ? a.rows(T, HQ, 1, at::kFloat).squeeze(-1) : Tensor();
+  kernels::DeltaGradients p;
+  p.shape = shape;
+  p.q = values.q, p.k = values.k, p.v = input<4>(a.v), p.dout = values.dout, p.dz = input<4>(dz);
+  p.gated = reverse.gated;
+  p.prepared = values.prepared;
+  p.factors = values.factors;
+  p.states = states.const_data_ptr();
+  p.gradients = gradients.const_data_ptr();
+  const auto initial = a.padded(state_s);
+  p.initial = input<4>(initial), p.end = reverse.initial;
+  p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
+  p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
+  check_launch("delta_gradients", kernels::delta_gradients(p, stream));
+
+  const auto gathered = [&](const Tensor& parts) {
+    return alone ? parts : parts.unflatten(2, {H, HQ / H}).sum(3);
+  };
+  return {without_packs(dq, a.D),
+          without_packs(gathered(dk), a.D).to(k.scalar_type()),
+          without_packs(dv, a.V),
+          dbeta.to(beta.scalar_type()),
+          given(g) ? OptionalTensor(gathered(dg).to(g->scalar_type())) : std::nullopt,
+          given(state_s) ? OptionalTensor(a.cut(first)) : std::nullopt,
+          std::nullopt,
+          std::nullopt};
+}
+
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                  const OptionalTensor& g, const Tensor& state_s, const OptionalTensor& state_position,
                  int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
@@ -158,6 +251,7 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("delta_product_forward", &forward_cuda);
+  m.impl("delta_product_backward", &backward_cuda);
   m.impl("delta_product_step", &step_cuda);
 }
 
