@@ -55,8 +55,8 @@ struct DeltaShape {
 
 // What prepare leaves of a chunk and head: the blocks of X on and below the diagonal, 16 x 16 each, rounded;
 // vectors of 64 floats; a float that says whether the next matter; and what rounding took from X. It matters
-// where steps that are nearly reflections repeat their keys: then X does not fade away from its diagonal, and
-// what its elements lose is the same in chunk after chunk.
+// where strong steps repeat their keys: then products with X cancel all but little of their sums, or, of
+// steps that are nearly reflections, do not fade, and what X's elements lose is the same in row after row.
 constexpr int kDeltaBlocks = 10;
 constexpr int kDeltaInverseBytes = kDeltaBlocks * 512;
 enum DeltaVector : int {

@@ -116,16 +116,36 @@ __device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row) {
   return {sum_over_row(sum.x), sum_over_row(sum.y)};
 }
 
-// x -= tile's rows times (x . row) times `by`: what is left is orthogonal to rows of squared length 1 / by.
+// x -= tile's rows times (x . row) times by^2: what is left is orthogonal to rows of length 1 / by.
 template <typename T, int N, class Tile>
 __device__ inline void take_along(Sums<N>& x, const Tile& tile, int row, float2 by) {
   const float2 along = dot_rows<T>(x, tile, row);
-  const float2 of = {along.x * by.x, along.y * by.y};
+  const float2 of = {along.x * by.x * by.x, along.y * by.y * by.y};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float2 first = pair_at<T>(tile, row, 8 * n), second = pair_at<T>(tile, row + 8, 8 * n);
     x.at[n][0] -= first.x * of.x, x.at[n][1] -= first.y * of.x;
     x.at[n][2] -= second.x * of.y, x.at[n][3] -= second.y * of.y;
+  }
+}
+
+// 1 / the length of a tile's rows, the lane's two; of a row of zeros 1000.
+template <typename T, int N, class Tile>
+__device__ inline float2 inverse_lengths(const Tile& tile, int row) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float2 x = pair_at<T>(tile, row, 8 * n), y = pair_at<T>(tile, row + 8, 8 * n);
+    sum.x = fmaf(x.x, x.x, fmaf(x.y, x.y, sum.x)), sum.y = fmaf(y.x, y.x, fmaf(y.y, y.y, sum.y));
+  }
+  return {rsqrtf(sum_over_row(sum.x) + 1e-6f), rsqrtf(sum_over_row(sum.y) + 1e-6f)};
+}
+
+template <int N>
+__device__ inline void scale_rows(Sums<N>& x, float2 by) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    x.at[n][0] *= by.x, x.at[n][1] *= by.x, x.at[n][2] *= by.y, x.at[n][3] *= by.y;
   }
 }
 
@@ -221,17 +241,22 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
-  const float2 beta = of_rows(kDeltaBeta), read = of_rows(kDeltaRead), write = of_rows(kDeltaWrite),
-               log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
-  const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
-  // D_ij
+  const float2 beta = of_rows(kDeltaBeta), log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
+  const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
+  const float2 from_start = {exp2_fast(log.x), exp2_fast(log.y)},
+               to_end = {exp2_fast(log_end - log.x), exp2_fast(log_end - log.y)};
+  const float2 a = {unit.x * from_start.x, unit.y * from_start.y};
+  // rho_j is put to dk_j at the end, in fp32: 1000 times a sum may be too large for 16 bits.
+  const float2 own = shape.unit ? inverse_lengths<T, D / 8>(tile.k, row) : make_float2(1.f, 1.f);
+  // e^{L_i - L_j} for j < i, else 0
   const auto decay = [&](int i, int row_of_lane, int j) {
-    const float2 log_j = vectors.pair(kDeltaLog, 8 * i), unit_j = vectors.pair(kDeltaUnit, 8 * i);
+    const float2 log_j = vectors.pair(kDeltaLog, 8 * i);
     const float difference = (row_of_lane == 0 ? log.x : log.y) - (j == 0 ? log_j.x : log_j.y);
-    const bool below = 8 * i + lane_col() + j < mine + 8 * row_of_lane;
-    return below
-               ? (row_of_lane == 0 ? unit.x : unit.y) * (j == 0 ? unit_j.x : unit_j.y) * exp2_fast(difference)
-               : 0.f;
+    return 8 * i + lane_col() + j < mine + 8 * row_of_lane ? exp2_fast(difference) : 0.f;
+  };
+  const auto unit_of = [&](int i, int j) {
+    const float2 unit_j = vectors.pair(kDeltaUnit, 8 * i);
+    return j == 0 ? unit_j.x : unit_j.y;
   };
 
   // -M, rounded
@@ -248,7 +273,9 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) m.at[i][j] *= -decay(i, j / 2, j % 2);
+      for (int j = 0; j < 4; ++j) {
+        m.at[i][j] *= -(j < 2 ? unit.x : unit.y) * unit_of(i, j % 2) * decay(i, j / 2, j % 2);
+      }
     }
     round_to<T>(minus_m, m);
   }
@@ -332,29 +359,30 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
       dbeta.y = fmaf(below.x, e.at[i][2], fmaf(below.y, e.at[i][3], dbeta.y));
     }
 
-    // G U^T,   dK += (w * U) dS^T - (read * G) S^T
+    // G U^T,   dK += (w * U) dS^T - (read * G) S^T without rho
 #pragma unroll 1
     for (int col = 0; col < kGradientSlab; col += 16) {
       uint32_t g[4], of_u[4];
       load_block(g, tile.g, row, col);
       add_product_transposed<T>(products, g, tile.u, 0, col);
       load_block(of_u, tile.u, row, col);
-      multiply_rows<T>(of_u, write.x, write.y);
+      multiply_rows<T>(of_u, to_end.x, to_end.y);
       add_product<T>(dk, of_u, tile.ds, col);
-      multiply_rows<T>(g, -read.x, -read.y);
+      multiply_rows<T>(g, -beta.x * from_start.x, -beta.y * from_start.y);
       add_product<T>(dk, g, tile.s, col);
     }
   });
 
-  // N, weighted by D, to where U was
+  // N, weighted, to where U was
   Operand<kTilesDown> weights;
   if (here.first) {
-    const float2 state_read = {-read.x * sum_over_row(read_of_g.x), -read.y * sum_over_row(read_of_g.y)};
+    const float2 state_read = {-beta.x * a.x * sum_over_row(read_of_g.x),
+                               -beta.y * a.y * sum_over_row(read_of_g.y)};
     float2 dl = {0.f, 0.f};
     if (p.gated) {
       // -read G . S^T k - w k . dS U, the sum of the latter's parts, and N M
       const float2 of_state = dot_rows<T>(dk, tile.k, row);
-      const float2 end = {of_state.x - state_read.x, of_state.y - state_read.y};
+      const float2 end = {own.x * of_state.x - state_read.x, own.y * of_state.y - state_read.y};
       Sums<8> nm;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -383,14 +411,18 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
       if (mine < here.rows) to[(first_row + mine) * p.dbeta.stride[1]] = dbeta.x;
       if (mine + 8 < here.rows) to[(first_row + mine + 8) * p.dbeta.stride[1]] = dbeta.y;
     }
+    // Either way the other row's rho.
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) products.at[i][j] *= -(j < 2 ? beta.x : beta.y) * decay(i, j / 2, j % 2);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        put_pair<T>(tile.u, row + 8 * j, 8 * i, products.at[i][2 * j], products.at[i][2 * j + 1]);
+        const float by = j == 0 ? unit.x : unit.y;
+        put_pair<T>(tile.u, row + 8 * j, 8 * i, by * products.at[i][2 * j], by * products.at[i][2 * j + 1]);
       }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) products.at[i][j] *= unit_of(i, j % 2);
     }
     round_to<T>(weights, products);
   }
@@ -419,7 +451,10 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
       add_product<T>(dk, of_n, tile.k, kTileRows * i);
     }
   }
-  if (shape.unit) take_along<T>(dk, tile.k, row, {unit.x * unit.x, unit.y * unit.y});
+  if (shape.unit) {
+    scale_rows(dk, own);
+    take_along<T>(dk, tile.k, row, own);
+  }
   if (p.dk.dtype == DType::f32) {
     store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, 0), p.dk.stride[1], row,
                          here.rows, shape.D);
@@ -471,32 +506,30 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
 
   Operand<kTilesDown> weights;
   if (any) {
-    const float* const factor = tile.factors;
-    const float* const read = tile.factors + kDeltaRows;
+    const float2 factor = {tile.factors[token], tile.factors[token + 8]};
     const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
                           vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
+    // For dk with the token's factor, for dq with the row's.
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 log = vectors.pair(kDeltaLog, 8 * i), unit = vectors.pair(kDeltaUnit, 8 * i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int t = token + j / 2 * 8, r = 8 * i + lane_col() + j % 2;
-        const float by = factor[t] * (j % 2 == 0 ? unit.x : unit.y) *
-                         exp2_fast((j < 2 ? decay.x : decay.y) - (j % 2 == 0 ? log.x : log.y));
+        const float by = exp2_fast((j < 2 ? decay.x : decay.y) - (j % 2 == 0 ? log.x : log.y));
         float& x = dp.at[i][j];
         x = r < (t + 1) * n ? x * by : 0.f;
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        put_pair<T>(tile.z, first_token + 8 * j, 8 * i, dp.at[i][2 * j], dp.at[i][2 * j + 1]);
+        const float by = j == 0 ? factor.x : factor.y;
+        put_pair<T>(tile.z, first_token + 8 * j, 8 * i, by * dp.at[i][2 * j], by * dp.at[i][2 * j + 1]);
       }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dp.at[i][j] *= j % 2 == 0 ? unit.x : unit.y;
     }
     round_to<T>(weights, dp);
-#pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) dq.at[i][j] *= read[token + j / 2 * 8];
-    }
+    scale_rows(dq, {exp2_fast(decay.x), exp2_fast(decay.y)});
     if (p.gated) {
       // P dP, and r q . S do
       Sums<8> scores;
@@ -513,13 +546,14 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
         for (int j = 0; j < 4; ++j) {
           const int r = 8 * i + lane_col() + j % 2;
           float& x = scores.at[i][j];
-          x = r / n == token + j / 2 * 8 ? 0.f : x * dp.at[i][j];
+          x = r / n == token + j / 2 * 8 ? 0.f : x * dp.at[i][j] * (j < 2 ? factor.x : factor.y);
         }
       }
       const float2 rows = add_up(scores, tile.sums->query_cols[warp]);
       const float2 state = dot_rows<T>(dq, tile.q, first_token);
       if (lane_col() == 0) {
-        tile.sums->token[token] = rows.x + state.x, tile.sums->token[token + 8] = rows.y + state.y;
+        tile.sums->token[token] = fmaf(factor.x, state.x, rows.x);
+        tile.sums->token[token + 8] = fmaf(factor.y, state.y, rows.y);
       }
     }
   } else if (p.gated) {
@@ -532,15 +566,11 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) add_product<T>(dq, weights.at[j], tile.k, kTileRows * j);
   if (shape.unit) {
-    float2 square = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-      const float2 x = pair_at<T>(tile.q, first_token, 8 * i), y = pair_at<T>(tile.q, first_token + 8, 8 * i);
-      square.x = fmaf(x.x, x.x, fmaf(x.y, x.y, square.x)),
-      square.y = fmaf(y.x, y.x, fmaf(y.y, y.y, square.y));
-    }
-    take_along<T>(dq, tile.q, first_token,
-                  {1.f / (sum_over_row(square.x) + 1e-6f), 1.f / (sum_over_row(square.y) + 1e-6f)});
+    const float2 own = inverse_lengths<T, D / 8>(tile.q, first_token);
+    scale_rows(dq, {shape.scale * own.x, shape.scale * own.y});
+    take_along<T>(dq, tile.q, first_token, own);
+  } else {
+    scale_rows(dq, {shape.scale, shape.scale});
   }
   store_rows<T, T>(dq, at<T>(p.dq, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
                    p.dq.stride[1], first_token, here.piece.length, shape.D);

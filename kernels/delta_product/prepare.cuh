@@ -193,7 +193,9 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
     for_each_element(a[block_at(i, i)], [&](int row, int col, float square) {
       if (row == col) {
         const int at = kBlockRows * i + row;
-        space.vector(kDeltaUnit)[at] = at >= rows ? 0.f : shape.unit ? rsqrtf(square + 1e-6f) : 1.f;
+        // Of a key that is zero, rho only scales the gradient: 1 instead of 1000 overflows nowhere.
+        const bool scaled = shape.unit && square > 0.f;
+        space.vector(kDeltaUnit)[at] = at >= rows ? 0.f : scaled ? rsqrtf(square + 1e-6f) : 1.f;
       }
     });
   }
@@ -213,6 +215,22 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
       });
     }
   }
+
+  // Whether most rows nearly repeat an earlier key with a strong step.
+  float repeats = 0.f;
+#pragma unroll
+  for (int i = 0; i < kBlocksDown; ++i) {
+    float2 most = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j <= i; ++j) {
+      for_each_element(a[block_at(i, j)], [&](int row, int, float value) {
+        float& of_row = row == lane_row() ? most.x : most.y;
+        of_row = fmaxf(of_row, fabsf(value));
+      });
+    }
+    repeats += (max_over_row(most.x) > 0.9f) + (max_over_row(most.y) > 0.9f);
+  }
+  const bool keeps = 2.f * sum_over_col(repeats) > rows;
 
   // The diagonal blocks of X: x_i = [i is the column] - sum_{j<i} a_ij x_j. Lanes 0-15 have the columns of
   // blocks 0 and 2, lanes 16-31 those of 1 and 3.
@@ -283,18 +301,6 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
       right[block_at(i, j)] = turned(split(found));
     }
   }
-
-  // Whether X fades: the mean square of the blocks two and more from the diagonal.
-  float square = 0.f;
-#pragma unroll
-  for (int i = 2; i < kBlocksDown; ++i) {
-#pragma unroll
-    for (int j = 0; j + 2 <= i; ++j) {
-      for_each_element(x[block_at(i, j)],
-                       [&](int, int, float value) { square = fmaf(value, value, square); });
-    }
-  }
-  const bool keeps = sum_over_col(sum_over_row(square)) > 0.5f * 3 * kBlockRows * kBlockRows;
 
   // Out: a block as its four 8 x 8 matrices, in the order of a left factor, so that ldmatrix reads it as any.
   unsigned char* const out = static_cast<unsigned char*>(p.prepared) + job * kDeltaPreparedBytes;

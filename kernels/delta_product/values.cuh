@@ -105,7 +105,9 @@ __global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ 
     }
     square = {sum_over_row(square.x), sum_over_row(square.y)};
     if (lane_col() == 0) {
-      const auto factor = [&](float x) { return shape.scale * (shape.unit ? rsqrtf(x + 1e-6f) : 1.f); };
+      const auto factor = [&](float x) {
+        return shape.scale * (shape.unit && x > 0.f ? rsqrtf(x + 1e-6f) : 1.f);
+      };
       tile.factor[kTileRows * warp + lane_row()] = factor(square.x);
       tile.factor[kTileRows * warp + lane_row() + 8] = factor(square.y);
     }
