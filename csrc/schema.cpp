@@ -27,6 +27,7 @@ const std::vector<Operator>& operators() {
        .packing = "cu_seqlens",
        .options = {"int n", "float? scale=None", "bool l2norm_qk=False", "int? chunk=None",
                    "str? between_chunks=None"},
+       .saved = {"Tensor states", "Tensor prepared"},
        .low = {"q", "k", "v"}},
       {.name = "trellis",
        .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor a", "Tensor gamma", "Tensor? g"},

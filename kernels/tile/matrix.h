@@ -87,6 +87,13 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t addr
                : "memory");
 }
 
+// An 8 x 8 matrix of pairs, transposed.
+__device__ inline uint32_t transpose_pairs(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // d += a b, a 16 x 16, b 16 x 8.
 template <typename T>
 __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

@@ -1,4 +1,4 @@
-"""gsa and gla in chunks, in plain PyTorch at the inputs' dtype: what a kernel's accuracy is measured by.
+"""gsa, gla and delta_product in chunks, in plain PyTorch at the inputs' dtype: the measure of a kernel's accuracy.
 
 Products take and give the inputs' dtype (PyTorch adds up in fp32); gates, decays, softmax and states are fp32
 (fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from girih.ops import GLAState, GSAState
+from girih.ops import DeltaProductState, GLAState, GSAState
 
 CHUNKS = 64, 48  # tokens; one chunking's largest error is chance, its mean is not
 
@@ -73,25 +73,30 @@ def abc_gates(s, z):
     return (s - running).exp(), before - running, running[:, -1]
 
 
-def per_sequence(operator, q, *data, state, cu_seqlens, **options):
-    """`operator` on every sequence of a packed batch; tokens of no sequence give 0."""
+def per_sequence(operator, q, *data, state, cu_seqlens, rows=None, **options):
+    """`operator` on every sequence of a packed batch; tokens of no sequence give 0. rows: of each of `data` a
+    token, 1 if not given."""
     bounds = cu_seqlens.tolist()
-    rows, states, last = [], [], 0
+    of_data, outs, states, last = rows or [1] * len(data), [], [], 0
     for i, (lo, hi) in enumerate(pairwise(bounds)):
-        alone = [None if x is None else x[:, lo:hi] for x in data]
+        alone = [None if x is None else x[:, lo * n : hi * n] for x, n in zip(data, of_data, strict=True)]
         own = None if state is None else type(state)(*(None if x is None else x[i : i + 1] for x in state))
         o, after = operator(q[:, lo:hi], *alone, state=own, **options)
-        rows += [o.new_zeros(1, lo - last, *o.shape[2:]), o]
+        outs += [o.new_zeros(1, lo - last, *o.shape[2:]), o]
         states.append(after)
         last = hi
-    rows.append(rows[0].new_zeros(1, q.shape[1] - last, *rows[0].shape[2:]))
+    outs.append(outs[0].new_zeros(1, q.shape[1] - last, *outs[0].shape[2:]))
     parts = (None if part[0] is None else torch.cat(part) for part in zip(*states, strict=True))
-    return torch.cat(rows, 1), type(states[0])(*parts)
+    return torch.cat(outs, 1), type(states[0])(*parts)
 
 
 def in_chunks(chunk):
-    """gsa and gla in chunks of so many tokens."""
-    return SimpleNamespace(gsa=partial(gsa, chunk=chunk), gla=partial(gla, chunk=chunk))
+    """gsa and gla in chunks of so many tokens, delta_product of so many rows."""
+    return SimpleNamespace(
+        gsa=partial(gsa, chunk=chunk),
+        gla=partial(gla, chunk=chunk),
+        delta_product=partial(delta_product, chunk=chunk),
+    )
 
 
 def gsa(
@@ -154,3 +159,78 @@ def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None, chunk=CHUNK
         S = after
         rows.append(torch.stack(reads, 3).flatten(2, 3).to(q.dtype))
     return torch.cat(rows, 1), GLAState(S)
+
+
+def unit(x):
+    x = wide(x)
+    return x * (x.square().sum(-1, True) + 1e-6).rsqrt()
+
+
+def delta_product(
+    q,
+    k,
+    v,
+    beta,
+    g=None,
+    *,
+    n=1,
+    scale=None,
+    l2norm_qk=False,
+    state=None,
+    cu_seqlens=None,
+    chunk=CHUNKS[0],
+):
+    """beta is a scalar a step."""
+    if cu_seqlens is not None:
+        options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "chunk": chunk}
+        of_data = {"state": state, "cu_seqlens": cu_seqlens, "rows": [n, n, n, 1]}
+        return per_sequence(delta_product, q, k, v, beta, g, **of_data, **options)
+    dtype = q.dtype
+    (B, T), (H, D), V = q.shape[:2], k.shape[2:], v.shape[-1]
+    scale = D**-0.5 if scale is None else scale
+    zeros = wide(q.new_zeros(()))
+    S = state.s if state else zeros.expand(B, H, D, V)
+    g = zeros.expand(B, T, H) if g is None else g.to(zeros.dtype)
+    beta = beta.to(zeros.dtype)[..., None]
+    if l2norm_qk:
+        q, k = unit(q).to(dtype), unit(k).to(dtype)
+    groups, C = q.shape[2] // H, max(chunk // n, 1)
+    rows = [q.new_zeros(B, 0, q.shape[2], V)]
+    for a in range(0, T, C):
+        tokens, steps = slice(a, a + C), slice(a * n, (a + C) * n)
+        K, W, beta_here = k[:, steps], wide(v[:, steps]), beta[:, steps]
+        per_row = torch.arange(K.shape[1], device=q.device) // n  # a row's token
+        L = g[:, tokens].cumsum(1)
+        # sums of g over tokens i < t <= j, of gates alone: differences of L have lost their digits
+        later = torch.arange(L.shape[1], device=q.device) > per_row[:, None]
+        to_token = torch.where(later[..., None], g[:, None, tokens], 0.0).cumsum(2)  # [B, row, token, H]
+        to_row = to_token[:, :, per_row].transpose(1, 2)  # [B, r, r', H]: from row r' to row r
+        order = torch.ones(len(per_row), len(per_row), dtype=torch.bool, device=q.device)
+        # T = I + tril(beta K K^T e^{L_r - L_r'}, -1)
+        scores = wide(torch.einsum("brhd,bihd->brih", K, K)) * beta_here[:, :, None, :, 0]
+        strict = order.tril(-1)[..., None]
+        A = scores * to_row.masked_fill(~strict, -torch.inf).exp()
+        eye = torch.eye(len(per_row), dtype=zeros.dtype, device=q.device)
+        inverse = torch.linalg.solve_triangular(
+            eye + A.permute(0, 3, 1, 2), eye, upper=False, unitriangular=True
+        )
+        # U = T^-1 (beta V - beta e^L K S)
+        low_S = S.to(dtype)
+        read = wide(torch.einsum("brhd,bhdv->brhv", K, low_S)) * L[:, per_row, :, None].exp()
+        Z = (beta_here * (W - read)).to(dtype)
+        U = torch.einsum("bhri,bihv->brhv", inverse.to(dtype), Z)
+        # O = scale (e^L Q S + (Q K^T e^{L_t - L_r}) U)
+        seen = torch.arange(L.shape[1], device=q.device)[:, None] >= per_row
+        decay = to_token.transpose(1, 2).masked_fill(~seen[..., None], -torch.inf).exp()  # [B, t, r, H]
+        reads = []
+        for j in range(groups):
+            own_q = q[:, tokens, j::groups]
+            far = wide(torch.einsum("bthd,bhdv->bthv", own_q, low_S)) * L[..., None].exp()
+            weights = (wide(torch.einsum("bthd,brhd->btrh", own_q, K)) * decay).to(dtype)
+            reads.append(scale * (far + wide(torch.einsum("btrh,brhv->bthv", weights, U))))
+        rows.append(torch.stack(reads, 3).flatten(2, 3).to(dtype))
+        # S <- e^{L_C} S + (K e^{L_C - L})^T U
+        to_end = to_token[:, :, -1].exp()[..., None]
+        kept = torch.einsum("brhd,brhv->bhdv", K, (wide(U) * to_end).to(dtype))
+        S = S * L[:, -1].exp()[..., None, None] + wide(kept)
+    return torch.cat(rows, 1), DeltaProductState(S, None)

@@ -6,6 +6,7 @@
 #include "../chunks.h"
 #include "../decay.h"
 #include "../dispatch.h"
+#include "aten.h"
 #include "problem.h"
 
 namespace girih::delta_product {
@@ -35,14 +36,20 @@ Tensor read_rows(const Tensor& x, int64_t n) {
 // [B, count, H, ...] -> a [B * H, ...] for each chunk
 std::vector<Tensor> by_chunk(const Tensor& x) { return x.transpose(0, 1).flatten(1, 2).unbind(0); }
 
-std::tuple<Tensor, Tensor, OptionalTensor> forward(
-    const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_, const OptionalTensor& g_,
-    const OptionalTensor& state_s, const OptionalTensor& state_position, const OptionalTensor& cu_seqlens,
-    int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-    std::optional<std::string_view> between_chunks, bool) {
-  Problem::check(q_, k_, v_, beta_, g_, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+}  // namespace
+
+Results forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_,
+                const OptionalTensor& g_, const OptionalTensor& state_s, const OptionalTensor& state_position,
+                const OptionalTensor& cu_seqlens, int64_t n, std::optional<double> scale, bool l2norm_qk,
+                std::optional<int64_t> chunk, std::optional<std::string_view> between_chunks, bool save) {
+  const auto p =
+      Problem::check(q_, k_, v_, beta_, g_, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
   const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), H = k_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
+  const auto kept = p.saved(q_, beta_, cu_seqlens, n, between_chunks, save);
+  const auto states = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options()),
+             prepared =
+                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared), q_.options().dtype(at::kByte));
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
@@ -62,7 +69,7 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(
     complete = chunks.complete();
     position = chunks.next_position();
   }
-  if (count == 0) return {at::zeros({B, T, HQ, V}, q_.options()), S0.clone(), position};
+  if (count == 0) return {at::zeros({B, T, HQ, V}, q_.options()), S0.clone(), position, states, prepared};
 
   auto q = chunks.split(q_, type), k = chunks.split(k_, type, n);
   if (l2norm_qk) {
@@ -112,11 +119,17 @@ std::tuple<Tensor, Tensor, OptionalTensor> forward(
       q.flatten(3, 4).matmul(k_t).view({B, count, H, HQ / H, C, R}) * read_rows(decay, n).unsqueeze(-3);
   const auto o = q_in.flatten(3, 4).matmul(chunks.starts(scan, 0)) +
                  scores.flatten(3, 4).matmul(at::stack(U, 0).view({count, B, H, R, V}).transpose(0, 1));
-  return {chunks.join(o.view({B, count, HQ, C, V}), q_.scalar_type()), scan.finals[0], position};
+  return {chunks.join(o.view({B, count, HQ, C, V}), q_.scalar_type()), scan.finals[0], position, states,
+          prepared};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("delta_product_forward", forward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) {
+  m.impl("delta_product_forward", TORCH_FN(InFullPrecision<&forward>::call));
+}
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("delta_product_forward", TORCH_FN(InFullPrecision<&forward>::call));
+}
+#endif
 
 }  // namespace girih::delta_product

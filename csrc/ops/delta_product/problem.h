@@ -44,6 +44,27 @@ struct Problem {
     if (given(state_position)) check.position(*state_position, p.N);
     return p;
   }
+
+  // Whether the kernels take a call of these sizes and options.
+  bool has_kernel(const Tensor& q, const Tensor& beta, int64_t n,
+                  const std::optional<std::string_view>& between_chunks) const {
+    const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
+    return half && beta.dim() == 3 && !between_chunks && n <= 16 && D <= 256 && V <= 256;
+  }
+
+  // What forward keeps for backward: the kernels' state before every chunk of 64 / n tokens, transposed, in
+  // packs of 8, and what they prepare of every chunk, in bytes. Where there are no kernels nothing is kept.
+  struct Saved {
+    std::vector<c10::SymInt> states, prepared;
+  };
+  Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& cu_seqlens, int64_t n,
+              const std::optional<std::string_view>& between_chunks, bool save) const {
+    if (!save || !has_kernel(q, beta, n, between_chunks)) return {{0}, {0}};
+    const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
+    const auto C = 64 / n;
+    const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / C + N : B * ((T + C - 1) / C);
+    return {{chunks, H, padded(V), padded(D)}, {chunks, H, 11648}};
+  }
 };
 
 }  // namespace girih::delta_product

@@ -1,0 +1,16 @@
+// delta_product for any device, dtype and size.
+#pragma once
+
+#include "../check.h"
+
+namespace girih::delta_product {
+
+// o, the final state (s, position), what is kept for backward
+using Results = std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor>;
+
+Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                const OptionalTensor& g, const OptionalTensor& state_s, const OptionalTensor& state_position,
+                const OptionalTensor& cu_seqlens, int64_t n, std::optional<double> scale, bool l2norm_qk,
+                std::optional<int64_t> chunk, std::optional<std::string_view> between_chunks, bool save);
+
+}  // namespace girih::delta_product

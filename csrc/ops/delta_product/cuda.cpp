@@ -1,0 +1,258 @@
+// delta_product by its kernels: 16-bit elements, one beta a step, widths of up to 256, nothing between
+// chunks. The ATen form serves the rest.
+#include <ATen/MemoryOverlap.h>
+
+#include "../dispatch.h"
+#include "../kernel_arguments.h"
+#include "../packs.h"
+#include "aten.h"
+#include "delta_product/delta_product.h"
+#include "problem.h"
+
+namespace girih::delta_product {
+namespace {
+
+static_assert(kernels::kDeltaPreparedBytes == 11648 && kernels::kDeltaRows == 64 &&
+                  kernels::kDeltaMaxWidth == 256 && kernels::kDeltaMaxSteps == 16,
+              "problem.h knows these");
+
+using Between = std::optional<std::string_view>;
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                             OptionalTensor, OptionalTensor, OptionalTensor>;
+
+bool has_kernel(const Problem& problem, const Tensor& q, const Tensor& beta, int64_t n,
+                const Between& between_chunks) {
+  if (!problem.has_kernel(q, beta, n, between_chunks) || problem.N == 0) return false;
+  bool fits = false;
+  check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), fits));
+  return fits;
+}
+
+// One call's tensors as the kernels read them: rows in packs of 16 bytes.
+struct Arguments {
+  Tensor q, k, v, beta, g, cu_seqlens;
+  kernels::DeltaShape shape;
+  int64_t D, V;  // without padding
+
+  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_,
+            const OptionalTensor& g_, const OptionalTensor& cu, int64_t n, const std::optional<double>& scale,
+            bool l2norm_qk)
+      : q(in_packs(q_)),
+        k(in_packs(k_)),
+        v(in_packs(v_)),
+        beta(beta_),
+        g(g_.value_or(Tensor())),
+        D(q_.size(3)),
+        V(v_.size(3)) {
+    if (given(cu)) cu_seqlens = cu->contiguous();
+    shape = {kernel_tokens(q, cu_seqlens),
+             static_cast<int>(k.size(2)),
+             static_cast<int>(q.size(2)),
+             static_cast<int>(q.size(3)),
+             static_cast<int>(v.size(3)),
+             static_cast<int>(n),
+             l2norm_qk,
+             kernel_dtype(q),
+             static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
+  }
+
+  int64_t chunks() const { return kernels::piece_count(shape.tokens, kernels::delta_chunk(shape.n)); }
+
+  // [B, rows, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
+  Tensor rows(int64_t rows, int64_t heads, int64_t width, at::ScalarType type) const {
+    const auto options = q.options().dtype(type);
+    return cu_seqlens.defined() ? at::zeros({q.size(0), rows, heads, width}, options)
+                                : at::empty({q.size(0), rows, heads, width}, options);
+  }
+  Tensor states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
+
+  // A state [N, H, D, V] with padding, and back.
+  Tensor padded(const OptionalTensor& state) const {
+    if (!given(state)) return Tensor();
+    return D == shape.D && V == shape.V ? *state
+                                        : at::constant_pad_nd(*state, {0, shape.V - V, 0, shape.D - D});
+  }
+  Tensor last_state() const {
+    return at::empty({shape.tokens.sequences, shape.heads, shape.D, shape.V}, q.options().dtype(at::kFloat));
+  }
+  Tensor cut(const Tensor& state) const { return state.narrow(2, 0, D).narrow(3, 0, V).contiguous(); }
+};
+
+Tensor prepare(const Arguments& a) {
+  const auto prepared =
+      at::empty({a.chunks(), a.shape.heads, kernels::kDeltaPreparedBytes}, a.q.options().dtype(at::kByte));
+  kernels::DeltaPrepare p;
+  p.shape = a.shape;
+  p.k = input<4>(a.k);
+  p.beta = input<3>(a.beta), p.g = input<3>(a.g);
+  p.prepared = prepared.mutable_data_ptr();
+  check_launch("delta_prepare", kernels::delta_prepare(p, c10::cuda::getCurrentCUDAStream()));
+  return prepared;
+}
+
+Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                     const OptionalTensor& g, const OptionalTensor& state_s,
+                     const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
+                     std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                     Between between_chunks, bool save) {
+  const auto problem =
+      Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(problem, q, beta, n, between_chunks)) {
+    at::NoTF32Guard exact;
+    return forward(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
+                   between_chunks, save);
+  }
+  const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
+  const auto prepared = prepare(a), initial = a.padded(state_s), last = a.last_state(),
+             states = save ? a.states() : at::empty({0}, q.options()),
+             o = a.rows(q.size(1), a.shape.query_heads, a.shape.V, q.scalar_type());
+  kernels::DeltaScan p;
+  p.shape = a.shape;
+  p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v);
+  p.gated = a.g.defined();
+  p.prepared = prepared.const_data_ptr();
+  p.initial = input<4>(initial);
+  p.final = output<4>(last);
+  p.o = output<4>(o);
+  p.states = save ? states.mutable_data_ptr() : nullptr;
+  const auto workspace = at::empty({kernels::delta_scan_workspace(p)}, q.options().dtype(at::kByte));
+  p.workspace = workspace.mutable_data_ptr();
+  check_launch("delta_scan", kernels::delta_scan(p, c10::cuda::getCurrentCUDAStream()));
+  return {without_packs(o, a.V), a.cut(last), std::nullopt, states,
+          save ? prepared : at::empty({0}, prepared.options())};
+}
+
+Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_s,
+                        const OptionalTensor& grad_position, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& beta, const OptionalTensor& g,
+                        const OptionalTensor& state_s, const OptionalTensor& state_position,
+                        const OptionalTensor& cu_seqlens, const Tensor& states, const Tensor& prepared,
+                        int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                        Between between_chunks) {
+  const auto problem =
+      Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (!has_kernel(problem, q, beta, n, between_chunks)) {
+    // What every device without a kernel runs: autograd of the ATen form.
+    static const auto op = find("delta_product_backward").typed<decltype(backward_cuda)>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_s, grad_position, q, k, v,
+                         beta, g, state_s, state_position, cu_seqlens, states, prepared, n, scale, l2norm_qk,
+                         chunk, between_chunks);
+  }
+  const auto kept = problem.saved(q, beta, cu_seqlens, n, between_chunks, true);
+  GIRIH_CHECK(states.sym_sizes().equals(kept.states) && states.scalar_type() == q.scalar_type() &&
+                  prepared.sym_sizes().equals(kept.prepared),
+              "delta_product_backward: states and prepared are what delta_product_forward kept with "
+              "save=True, of shapes ",
+              c10::SymIntArrayRef(kept.states), " and ", c10::SymIntArrayRef(kept.prepared),
+              "; they have shapes ", states.sym_sizes(), " and ", prepared.sym_sizes());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
+  const auto& shape = a.shape;
+  const auto T = q.size(1), rows = T * n, H = k.size(2), HQ = q.size(2);
+  const auto type = q.scalar_type();
+  const auto in_fp32 = q.options().dtype(at::kFloat);
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HQ, shape.V, type).zero_();
+
+  auto du = a.rows(rows, H, shape.V, type);
+  const auto factors = at::empty({a.chunks(), HQ, 2, kernels::kDeltaRows}, in_fp32);
+  kernels::DeltaValues values;
+  values.shape = shape;
+  values.q = input<4>(a.q), values.k = input<4>(a.k), values.dout = input<4>(dout);
+  values.prepared = prepared.const_data_ptr();
+  values.du = output<4>(du);
+  values.factors = factors.mutable_data_ptr<float>();
+  check_launch("delta_values", kernels::delta_values(values, stream));
+
+  const auto dz = a.rows(rows, H, shape.V, type), gradients = a.states(), first = a.last_state(),
+             last = a.padded(grad_s);
+  kernels::DeltaReverse reverse;
+  reverse.shape = shape;
+  reverse.q = values.q, reverse.k = values.k, reverse.dout = values.dout, reverse.du = input<4>(du);
+  reverse.gated = a.g.defined();
+  reverse.prepared = values.prepared;
+  reverse.factors = values.factors;
+  reverse.initial = input<4>(last);
+  reverse.final = output<4>(first);
+  reverse.dz = output<4>(dz);
+  reverse.gradients = gradients.mutable_data_ptr();
+  {
+    const auto workspace = at::empty({kernels::delta_reverse_workspace(reverse)}, in_fp32.dtype(at::kByte));
+    reverse.workspace = workspace.mutable_data_ptr();
+    check_launch("delta_reverse", kernels::delta_reverse(reverse, stream));
+  }
+  du = Tensor();
+
+  // Several query heads of one memory: each gives its part in fp32.
+  const bool alone = H == HQ;
+  const auto dq = a.rows(T, HQ, shape.D, type), dk = a.rows(rows, HQ, shape.D, alone ? type : at::kFloat),
+             dv = a.rows(rows, H, shape.V, type), dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
+  const auto dg = a.g.defined() ? a.rows(T, HQ, 1, at::kFloat).squeeze(-1) : Tensor();
+  kernels::DeltaGradients p;
+  p.shape = shape;
+  p.q = values.q, p.k = values.k, p.v = input<4>(a.v), p.dout = values.dout, p.dz = input<4>(dz);
+  p.gated = reverse.gated;
+  p.prepared = values.prepared;
+  p.factors = values.factors;
+  p.states = states.const_data_ptr();
+  p.gradients = gradients.const_data_ptr();
+  const auto initial = a.padded(state_s);
+  p.initial = input<4>(initial), p.end = reverse.initial;
+  p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
+  p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
+  check_launch("delta_gradients", kernels::delta_gradients(p, stream));
+
+  const auto gathered = [&](const Tensor& parts) {
+    return alone ? parts : parts.unflatten(2, {H, HQ / H}).sum(3);
+  };
+  return {without_packs(dq, a.D),
+          without_packs(gathered(dk), a.D).to(k.scalar_type()),
+          without_packs(dv, a.V),
+          dbeta.to(beta.scalar_type()),
+          given(g) ? OptionalTensor(gathered(dg).to(g->scalar_type())) : std::nullopt,
+          given(state_s) ? OptionalTensor(a.cut(first)) : std::nullopt,
+          std::nullopt,
+          std::nullopt};
+}
+
+Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                 const OptionalTensor& g, const Tensor& state_s, const OptionalTensor& state_position,
+                 int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                 Between between_chunks) {
+  Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, chunk, between_chunks);
+  GIRIH_CHECK(q.size(1) == 1, "delta_product_step takes one token: q must have T = 1 and has shape ",
+              q.sizes());
+  if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth) {
+    static const auto op = find("delta_product_step").typed<decltype(step_cuda)>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, beta, g, state_s,
+                         state_position, n, scale, l2norm_qk, chunk, between_chunks);
+  }
+  at::assert_no_internal_overlap(state_s);
+  const c10::cuda::CUDAGuard device(q.device());
+  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
+  kernels::DeltaStep p;
+  p.sequences = q.size(0);
+  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
+  p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3)), p.n = static_cast<int>(n);
+  p.unit = l2norm_qk;
+  p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
+  p.q = input<3>(q.select(1, 0));
+  p.k = input<4>(k), p.v = input<4>(v);
+  p.beta = input<4>(beta.dim() == 4 ? beta : beta.unsqueeze(-1));
+  if (given(g)) p.g = input<2>(g->select(1, 0));
+  p.state = output<4>(state_s);
+  p.o = output<3>(o.select(1, 0));
+  check_launch("delta_step", kernels::delta_step(p, c10::cuda::getCurrentCUDAStream()));
+  return o;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("delta_product_forward", &forward_cuda);
+  m.impl("delta_product_backward", &backward_cuda);
+  m.impl("delta_product_step", &step_cuda);
+}
+
+}  // namespace girih::delta_product

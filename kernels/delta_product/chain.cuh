@@ -1,0 +1,246 @@
+// What the scans of both directions share: how a block's part of a state, its stages and its rings lie.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "delta_product/delta_product.h"
+#include "delta_product/pass.h"
+#include "tile/grid.h"
+#include "tile/launch.h"
+#include "tile/matrix.h"
+#include "tile/shared.h"
+
+namespace girih::kernels::delta_product {
+
+constexpr int kLoaders = 2;    // warps
+constexpr int kTileRows = 16;  // of a warp's products
+constexpr int kTilesDown = kDeltaRows / kTileRows;
+
+__host__ __device__ constexpr int block_of(int i, int j) { return i * (i + 1) / 2 + j; }
+
+// The factors of a chunk's rows.
+struct Vectors {
+  const float* data;
+
+  __device__ float element(int vector, int at) const { return data[vector * kDeltaRows + at]; }
+  // The lane's two of eight elements from `at` on.
+  __device__ float2 pair(int vector, int at) const {
+    return *reinterpret_cast<const float2*>(data + vector * kDeltaRows + at + lane_col());
+  }
+};
+
+// What was prepared of a chunk and head, in shared memory up to kDeltaLost.
+struct Prepared {
+  const unsigned char* data;
+
+  // The block (i, j) of X: as a left factor, or the four matrices transposed.
+  __device__ void load(uint32_t (&x)[4], int i, int j) const { load_matrices(x, block(i, j)); }
+  __device__ void load_transposed(uint32_t (&x)[4], int i, int j) const {
+    load_matrices_transposed(x, block(i, j));
+  }
+  __device__ bool keeps() const { return *reinterpret_cast<const float*>(data + kDeltaFlag) != 0.f; }
+  __device__ Vectors vectors() const { return {reinterpret_cast<const float*>(data + kDeltaInverseBytes)}; }
+
+ private:
+  __device__ uint32_t block(int i, int j) const {
+    return shared_address(data + block_of(i, j) * 512 + lane() * 16);
+  }
+};
+
+// Where it lies in global memory.
+__device__ inline const unsigned char* prepared_at(const void* prepared, const DeltaShape& shape,
+                                                   int64_t chunk, int head) {
+  return static_cast<const unsigned char*>(prepared) + (chunk * shape.heads + head) * kDeltaPreparedBytes;
+}
+
+// What rounding took from the block (i, j) of X.
+__device__ inline void load_lost(uint32_t (&x)[4], const unsigned char* prepared, int i, int j) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    x[m] = reinterpret_cast<const uint32_t*>(prepared + kDeltaLost + block_of(i, j) * 512 + m * 128)[lane()];
+  }
+}
+
+// A chunk's keys and, of a block's columns, what stands beside them: v, or the gradient that starts a row.
+template <typename T, int D>
+struct Stage {
+  static constexpr int kCols = scan_columns(D);
+  using K = SharedTile<T, kDeltaRows, D>;
+  using V = SharedTile<T, kDeltaRows, kCols>;
+  static constexpr int kBytes = K::kBytes + V::kBytes + kDeltaLost;
+
+  unsigned char* data;
+
+  __device__ K k() const { return {reinterpret_cast<T*>(data)}; }
+  __device__ V v() const { return {reinterpret_cast<T*>(data + K::kBytes)}; }
+  __device__ Prepared prepared() const { return {data + K::kBytes + V::kBytes}; }
+
+  // Fills a stage; a thread's share.
+  class Loader {
+    static constexpr int kThreads = 32 * kLoaders;
+    TileCopier<kThreads, K> k_;
+    TileCopier<kThreads, V> v_;
+    int thread_;
+
+   public:
+    __device__ Loader(const T* k, int64_t k_stride, int D_, const T* v, int64_t v_stride, int cols,
+                      int thread)
+        : k_(k, k_stride, D_, thread), v_(v, v_stride, cols, thread), thread_(thread) {}
+
+    __device__ void start(const Stage& stage, int first, int rows, bool values,
+                          const unsigned char* prepared) const {
+      k_.start(stage.k(), first, rows);
+      v_.start(stage.v(), first, values ? rows : 0);
+      const uint32_t to = shared_address(stage.data + K::kBytes + V::kBytes);
+#pragma unroll
+      for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
+        const int at = i + thread_ * 16;
+        if (at < kDeltaLost) copy_async(to + at, prepared + at, true);
+      }
+    }
+  };
+};
+
+// Left factors that one warp leaves for others, each as its four 8 x 8 matrices.
+template <int K>
+__device__ inline void leave(unsigned char* slot, const Operand<K>& a) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<uint32_t*>(slot + k * 512 + i * 128)[lane()] = a.at[k][i];
+  }
+}
+
+// A place in a ring of `size`, and the parity of its turn.
+struct Turn {
+  int at = 0;
+  unsigned parity = 0;
+
+  __device__ void next(int size) {
+    if (++at == size) at = 0, parity ^= 1;
+  }
+};
+
+// Which tokens of which state a block has.
+struct Part {
+  Piece piece;
+  int64_t number;  // of the state, initial and final
+  int64_t chunk;   // the number of its first chunk
+  int head, col;   // first column
+  int chunks;
+  bool transition, last;  // last: nothing follows
+};
+
+template <int Cols>
+__device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, Part& part) {
+  const int values = (shape.V + Cols - 1) / Cols,
+            groups = values + (walk.alone ? (shape.D + Cols - 1) / Cols : 0);
+  unsigned job = blockIdx.x;
+  const int group = static_cast<int>(job % groups);
+  job /= groups;
+  part.head = static_cast<int>(job % shape.heads);
+  const int64_t number = job / shape.heads;
+  part.transition = group >= values;
+  part.col = (part.transition ? group - values : group) * Cols;
+  const int tokens = delta_chunk(shape.n);
+  if (walk.segment == 0) {
+    const Sequence sequence = sequence_at(shape.tokens, number);
+    part.piece = {sequence, 0, sequence.start, 0};
+    part.chunks = static_cast<int>((sequence.end - sequence.start + tokens - 1) / tokens);
+    part.last = true;
+    part.number = sequence.index;
+  } else {
+    part.piece = piece_at(shape.tokens, number, walk.segment);
+    if (part.piece.length == 0 && part.piece.index != 0) return false;
+    part.chunks = (part.piece.length + tokens - 1) / tokens;
+    part.last = walk.reverse ? part.piece.index == 0
+                             : part.piece.start + part.piece.length == part.piece.sequence.end;
+    part.number = number;
+  }
+  part.chunk = first_piece(shape.tokens, part.piece.sequence, tokens) +
+               (part.piece.start - part.piece.sequence.start) / tokens;
+  return !(walk.alone && part.last);
+}
+
+// A warp's 16 columns of a state, transposed. f(element, row of the state, column) for those of the lane's
+// elements that exist.
+template <int N, class F>
+__device__ inline void for_each_of_state(Sums<N>& s, const DeltaShape& shape, const Part& part, int first_col,
+                                         const F& f) {
+  const int cols = part.transition ? shape.D : shape.V;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int d = 8 * i + lane_col() + j % 2, v = first_col + lane_row() + j / 2 * 8;
+      if (d < shape.D && v < cols) f(s.at[i][j], d, v);
+    }
+  }
+}
+
+template <int N>
+__device__ inline void start_state(Sums<N>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
+                                   int first_col, const In<4>& initial) {
+  fill(s, 0.f);
+  if (part.transition) {
+    for_each_of_state(s, shape, part, first_col, [](float& x, int d, int v) { x = d == v ? 1.f : 0.f; });
+  } else if (initial.data != nullptr && !walk.alone) {
+    const float* from = static_cast<const float*>(initial.data) + part.number * initial.stride[0] +
+                        part.head * initial.stride[1];
+    for_each_of_state(s, shape, part, first_col, [&](float& x, int d, int v) {
+      x = from[d * initial.stride[2] + v * initial.stride[3]];
+    });
+  }
+}
+
+template <int N>
+__device__ inline void end_state(Sums<N>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
+                                 int first_col, const Out<4>& final) {
+  if (!part.last && !walk.alone) return;
+  const int64_t number = walk.alone ? part.number : part.piece.sequence.index;
+  float* to = static_cast<float*>(final.data) + number * final.stride[0] + part.head * final.stride[1];
+  const int64_t shift = part.transition ? shape.V : 0;
+  for_each_of_state(s, shape, part, first_col, [&](float x, int d, int v) {
+    to[d * final.stride[2] + (shift + v) * final.stride[3]] = x;
+  });
+}
+
+// Blocks of a walk.
+inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int cols) {
+  const int64_t pieces = walk.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, walk.segment);
+  return pieces * shape.heads * (divide_up(shape.V, cols) + (walk.alone ? divide_up(shape.D, cols) : 0));
+}
+
+// State rows of a slot of the ring to global memory, [V, D], 16 bytes a lane: worker `worker` of `workers`
+// warps. `states` is the block's first row; warps of the chain left their parts `apart` bytes from each
+// other.
+template <typename T, int D>
+__device__ inline void publish_state(T* states, const unsigned char* slot, int apart, const DeltaShape& shape,
+                                     int cols, int worker, int workers) {
+#pragma unroll 1
+  for (int i = worker; i < scan_columns(D) / 8 * (D / 32); i += workers) {
+    const int eight = i / (D / 32), v = 8 * eight + (lane() & 7), d = i % (D / 32) * 32 + (lane() >> 3) * 8;
+    const uint4 pack = *reinterpret_cast<const uint4*>(slot + eight / 2 * apart + d / 16 * 512 +
+                                                       (eight % 2 + d / 8 % 2 * 2) * 128 + (lane() & 7) * 16);
+    if (v < cols && d < shape.D) {
+      *reinterpret_cast<uint4*>(states + static_cast<int64_t>(v) * shape.D + d) = pack;
+    }
+  }
+}
+
+// Tokens of the part's chunk c.
+__device__ inline int tokens_in(const Part& part, int tokens, int c) {
+  const int64_t left = part.piece.sequence.end - part.piece.start - static_cast<int64_t>(c) * tokens;
+  return left < tokens ? static_cast<int>(left) : tokens;
+}
+
+// The first element of a head's columns from `col` on.
+template <typename T, template <int> class Array>
+__device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int64_t head, int64_t col) {
+  using Data = std::conditional_t<std::is_same<Array<4>, In<4>>::value, const T, T>;
+  return static_cast<Data*>(array.data) + batch * array.stride[0] + row * array.stride[1] +
+         head * array.stride[2] + col;
+}
+
+}  // namespace girih::kernels::delta_product

@@ -1,0 +1,132 @@
+// The instance that serves a shape, and how a scan is cut into segments where there are too few heads.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "delta_product/delta_product.h"
+#include "delta_product/join.h"
+#include "delta_product/pass.h"
+#include "tile/grid.h"
+#include "tile/launch.h"
+
+namespace girih::kernels {
+namespace delta_product {
+namespace {
+
+template <int Value>
+using Constant = std::integral_constant<int, Value>;
+
+// launch(an element, a tile of D): the smallest tile that holds D.
+template <class Launch>
+cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
+  const auto with_width = [&](auto element) {
+    if (shape.D <= 64) return launch(element, Constant<64>());
+    if (shape.D <= 128) return launch(element, Constant<128>());
+    if (shape.D <= kDeltaMaxWidth) return launch(element, Constant<256>());
+    return cudaErrorInvalidValue;
+  };
+  if (shape.dtype == DType::bf16) return with_width(__nv_bfloat16());
+  if (shape.dtype == DType::f16) return with_width(__half());
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
+  return by_instance(pass.scan.shape, [&](auto element, auto width) {
+    return launch_scan<decltype(element), width()>(pass, stream);
+  });
+}
+cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
+  return by_instance(pass.scan.shape, [&](auto element, auto width) {
+    return launch_reverse<decltype(element), width()>(pass, stream);
+  });
+}
+
+// Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
+// how a sequence is cut, so results do not depend on the card.
+constexpr int64_t kFullCard = 132;
+
+// Tokens of a segment, 0 where sequences are not cut. Cut, every segment but the last is scanned twice, the
+// first time with D columns more: that pays from 3 segments of 16 chunks on.
+int64_t segment_tokens(const DeltaShape& shape) {
+  const Tokens& all = shape.tokens;
+  const int64_t blocks = all.sequences * shape.heads * divide_up(shape.V, scan_columns(shape.D));
+  if (blocks == 0) return 0;
+  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // a sequence's, about
+  const int64_t chunks = divide_up(tokens, delta_chunk(shape.n));
+  const int64_t segments = std::min(kFullCard / blocks, chunks / 16);
+  return segments < 3 ? 0 : divide_up(chunks, segments) * delta_chunk(shape.n);
+}
+
+int64_t workspace(const DeltaShape& shape) {
+  const int64_t segment = segment_tokens(shape);
+  if (segment == 0) return 0;
+  return piece_count(shape.tokens, segment) * shape.heads * (shape.V + shape.D) * shape.D *
+         static_cast<int64_t>(sizeof(float));
+}
+
+// A scan in either direction.
+template <class Pass, class Problem>
+cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
+  const DeltaShape& shape = problem.shape;
+  Pass pass{};
+  pass.scan = problem;
+  pass.walk = {segment_tokens(shape), false, reverse};
+  if (pass.walk.segment == 0) return run(pass, stream);
+
+  // Every segment from zero, and its transition,
+  float* const states = static_cast<float*>(problem.workspace);
+  const int64_t D = shape.D, cols = shape.V + D;
+  const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
+  Pass alone = pass;
+  alone.walk.alone = true;
+  alone.scan.initial = {};
+  alone.scan.final.data = states;
+  std::copy(stride, stride + 4, alone.scan.final.stride);
+  if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
+
+  // what each starts from,
+  const TransitionJoin join{shape.tokens, pass.walk.segment, shape.heads, shape.D,
+                            shape.V,      reverse,           states,      problem.initial};
+  if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
+
+  // and every segment again.
+  pass.scan.initial.data = states;
+  std::copy(stride, stride + 4, pass.scan.initial.stride);
+  return run(pass, stream);
+}
+
+}  // namespace
+}  // namespace delta_product
+
+cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
+  if (p.shape.dtype == DType::bf16) return delta_product::launch_prepare<__nv_bfloat16>(p, stream);
+  if (p.shape.dtype == DType::f16) return delta_product::launch_prepare<__half>(p, stream);
+  return cudaErrorInvalidValue;
+}
+
+int64_t delta_scan_workspace(const DeltaScan& problem) { return delta_product::workspace(problem.shape); }
+int64_t delta_reverse_workspace(const DeltaReverse& problem) {
+  return delta_product::workspace(problem.shape);
+}
+
+cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream) {
+  return delta_product::walk<delta_product::ScanPass>(problem, false, stream);
+}
+cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream) {
+  return delta_product::walk<delta_product::ReversePass>(problem, true, stream);
+}
+
+cudaError_t delta_values(const DeltaValues& p, cudaStream_t stream) {
+  if (p.shape.dtype == DType::bf16) return delta_product::launch_values<__nv_bfloat16>(p, stream);
+  if (p.shape.dtype == DType::f16) return delta_product::launch_values<__half>(p, stream);
+  return cudaErrorInvalidValue;
+}
+cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {
+  return delta_product::by_instance(p.shape, [&](auto element, auto width) {
+    return delta_product::launch_gradients<decltype(element), width()>(p, stream);
+  });
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,165 @@
+// DeltaProduct.
+//
+//     S <- e^{g_t} S                                          once a token, before its first step      [D, V]
+//     for j < n:  S <- S + beta_{t,j} k_{t,j} (v_{t,j} - S^T k_{t,j})^T
+//     o_t = scale * S_t^T q_t                                 after the last step                      [V]
+//
+// A chunk has C = 64 / n tokens and so up to 64 rows, a row a step. L_i sums the gates from the chunk's start
+// through row i's token; rho_i is 1 / |k_i| where q and k are to be of unit length, else 1. Then
+//
+//     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j  (j < i)                X = (I + A)^-1
+//     U = X Z        Z_i = beta_i v_i - beta_i rho_i e^{L_i} S^T k_i            S the state before the chunk
+//     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j                        S <- e^{L_C} S + sum_j k_j
+//     w_j U_j^T P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)  w_j = rho_j e^{L_C
+//     - L_j}
+//
+// in two kernels:
+//   prepare    every chunk by itself: X and the factors of its rows
+//   scan       from chunk to chunk, in order: U, S and the output
+// and backward three, with what forward kept. dS the gradient of the state after the chunk, r_t = scale rho_t
+// e^{L_t}:
+//   values     every chunk by itself: sum_t P_tj do_t, what U's gradient is without dS
+//   reverse    from chunk to chunk, from the end:
+//                  dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU, the gradient of Z
+//                  dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i beta_i rho_i e^{L_i} G_i^T
+//   gradients  every chunk by itself: dq, dk, dv, dbeta, dg
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+#include "tile/sequence.h"
+
+namespace girih::kernels {
+
+constexpr int kDeltaRows = 64;       // of a chunk, at most
+constexpr int kDeltaMaxWidth = 256;  // D and V
+constexpr int kDeltaMaxSteps = 16;   // n
+
+// Tokens of a chunk.
+__host__ __device__ constexpr int delta_chunk(int n) { return kDeltaRows / n; }
+
+// Rows of every 16-bit array start at 16 bytes; D and V are multiples of 8, padded with zeros.
+struct DeltaShape {
+  Tokens tokens;
+  int heads;        // H, the memory's
+  int query_heads;  // HQ, a multiple of H
+  int D, V;
+  int n;
+  bool unit;    // q and k are divided by their length
+  DType dtype;  // of q, k, v, o: fp16 or bf16
+  float scale;
+};
+
+// What prepare leaves of a chunk and head: the blocks of X on and below the diagonal, 16 x 16 each, rounded;
+// vectors of 64 floats; a float that says whether the next matter; and what rounding took from X. It matters
+// where strong steps repeat their keys: then products with X cancel all but little of their sums, or, of
+// steps that are nearly reflections, do not fade, and what X's elements lose is the same in row after row.
+constexpr int kDeltaBlocks = 10;
+constexpr int kDeltaInverseBytes = kDeltaBlocks * 512;
+enum DeltaVector : int {
+  kDeltaBeta,   // beta_i
+  kDeltaRead,   // beta_i rho_i e^{L_i}
+  kDeltaWrite,  // rho_i e^{L_C - L_i}
+  kDeltaLog,    // L_i, base 2
+  kDeltaUnit,   // rho_i
+  kDeltaVectors
+};
+constexpr int kDeltaFlag = kDeltaInverseBytes + kDeltaVectors * kDeltaRows * 4;
+constexpr int kDeltaLost = kDeltaFlag + 128;
+constexpr int kDeltaPreparedBytes = kDeltaLost + kDeltaInverseBytes;
+
+struct DeltaPrepare {
+  DeltaShape shape;
+  In<4> k;         // [B, T n, H, D]
+  In<3> beta;      // [B, T n, H], any dtype
+  In<3> g;         // [B, T, H], any dtype; absent: no gates
+  void* prepared;  // [piece_count(tokens, delta_chunk(n)), H, kDeltaPreparedBytes]
+};
+
+cudaError_t delta_prepare(const DeltaPrepare& problem, cudaStream_t stream);
+
+struct DeltaScan {
+  DeltaShape shape;
+  In<4> q, k, v;         // [B, T, HQ, D], [B, T n, H, D], [B, T n, H, V]
+  bool gated;            // there is a g
+  const void* prepared;  // of the same k, beta, g
+  In<4> initial;         // [N, H, D, V] fp32, optional: zero
+  Out<4> final;          // [N, H, D, V] fp32
+  Out<4> o;              // [B, T, HQ, V]
+  void* states;          // dtype [pieces, H, V, D]: the state before every chunk, transposed; null: not kept
+  void* workspace;       // delta_scan_workspace() bytes, may be null when that is 0
+};
+
+int64_t delta_scan_workspace(const DeltaScan& problem);
+cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
+
+struct DeltaValues {
+  DeltaShape shape;
+  In<4> q, k, dout;      // [B, T, HQ, D], [B, T n, H, D], [B, T, HQ, V]
+  const void* prepared;  // of forward
+  Out<4> du;             // [B, T n, H, V], dtype
+  float* factors;        // [pieces, HQ, 2, 64]: of a chunk's tokens scale rho_t, and r_t
+};
+
+cudaError_t delta_values(const DeltaValues& problem, cudaStream_t stream);
+
+struct DeltaReverse {
+  DeltaShape shape;
+  In<4> q, k, dout, du;
+  bool gated;
+  const void* prepared;
+  const float* factors;
+  In<4> initial;    // [N, H, D, V] fp32: the final state's gradient, optional: zero
+  Out<4> final;     // [N, H, D, V] fp32: the initial state's
+  Out<4> dz;        // [B, T n, H, V], dtype: G
+  void* gradients;  // dtype [pieces, H, V, D]: dS of every chunk, transposed
+  void* workspace;  // delta_reverse_workspace() bytes, may be null when that is 0
+};
+
+int64_t delta_reverse_workspace(const DeltaReverse& problem);
+cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream);
+
+// Of a memory head that serves several query heads, dk and dg are the sum of what each of them gives here:
+// arrays of their own, in fp32.
+struct DeltaGradients {
+  DeltaShape shape;
+  In<4> q, k, v, dout, dz;
+  bool gated;
+  const void* prepared;
+  const float* factors;
+  const void* states;     // of the scan
+  const void* gradients;  // of the reverse
+  In<4> initial, end;     // [N, H, D, V] fp32, optional: the initial state, and the final one's gradient
+  Out<4> dq;              // [B, T, HQ, D]
+  Out<4> dk;              // [B, T n, HQ, D], dtype or fp32
+  Out<4> dv;              // [B, T n, H, V]
+  Out<3> dbeta;           // [B, T n, H] fp32
+  Out<3> dg;              // [B, T, HQ] fp32, absent without gates
+};
+
+cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
+
+// One token; any sizes, strides and types but fp64. The state is written in place.
+struct DeltaStep {
+  int64_t sequences;
+  int heads, query_heads;
+  int D, V, n;
+  bool unit;
+  float scale;
+  In<3> q;       // [N, HQ, D]
+  In<4> k, v;    // [N, n, H, D], [N, n, H, V]
+  In<4> beta;    // [N, n, H, D], with D = V: beta k and beta v are element by element; or [N, n, H], stride 0
+  In<2> g;       // [N, H], optional
+  Out<4> state;  // [N, H, D, V] fp32
+  Out<3> o;      // [N, HQ, V]
+};
+
+cudaError_t delta_step(const DeltaStep& problem, cudaStream_t stream);
+
+// Whether the current device has the shared memory for these kernels at this width.
+cudaError_t delta_fits(int D, bool& fits);
+
+}  // namespace girih::kernels

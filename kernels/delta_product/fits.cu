@@ -1,0 +1,28 @@
+// Away from the launches: whoever sees the kernels and launches them compiles them.
+#include <algorithm>
+#include <type_traits>
+
+#include "delta_product/gradients.cuh"
+#include "delta_product/prepare.cuh"
+#include "delta_product/reverse.cuh"
+#include "delta_product/scan.cuh"
+#include "delta_product/values.cuh"
+
+namespace girih::kernels {
+
+cudaError_t delta_fits(int D, bool& fits) {
+  using namespace delta_product;
+  using T = __half;  // as large as bf16
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  const auto bytes_of = [](auto width) {
+    return std::max({scan_least<T, width()>(), reverse_least<T, width()>(), GradientTiles<T, width()>::kBytes,
+                     kPrepareWarps * PrepareSpace<T>::kBytes, ValueTiles<T>::kBytes});
+  };
+  fits = (D <= 64    ? bytes_of(std::integral_constant<int, 64>())
+          : D <= 128 ? bytes_of(std::integral_constant<int, 128>())
+                     : bytes_of(std::integral_constant<int, 256>())) <= limit;
+  return cudaSuccess;
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,48 @@
+// Launches, and the sizes that their host needs to know.
+#pragma once
+
+#include "delta_product/delta_product.h"
+
+namespace girih::kernels::delta_product {
+
+// One launch over a scan: of whole sequences, or of segments.
+struct Walk {
+  // Tokens, a multiple of the chunk's; 0: whole sequences. The initial states are then the segments', not the
+  // sequences'.
+  int64_t segment;
+  // Every segment by itself, without anything beside: columns 0..V-1 from a state of zero, and D more, from
+  // the unit matrix and without values, which become the segment's transition. The final states [pieces, H,
+  // D, V + D] are the segments'; segments that nothing follows are left out.
+  bool alone;
+  bool reverse;  // from the last token to the first
+};
+
+struct ScanPass {
+  DeltaScan scan;
+  Walk walk;
+  int stages;
+};
+
+struct ReversePass {
+  DeltaReverse scan;
+  Walk walk;
+  int stages;
+};
+
+// Columns of V that a block has at this width. D = 256 leaves registers for two warps of the chain only, and
+// at D = 64 the chain is short and blocks are few.
+__host__ __device__ constexpr int scan_columns(int D) { return D > 64 && D <= 128 ? 64 : 32; }
+
+template <typename T>
+cudaError_t launch_prepare(const DeltaPrepare& problem, cudaStream_t stream);
+// By tile of D; each element type is compiled in a file of its own.
+template <typename T, int D>
+cudaError_t launch_scan(const ScanPass& pass, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_values(const DeltaValues& problem, cudaStream_t stream);
+template <typename T, int D>
+cudaError_t launch_reverse(const ReversePass& pass, cudaStream_t stream);
+template <typename T, int D>
+cudaError_t launch_gradients(const DeltaGradients& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels::delta_product

@@ -1,0 +1,142 @@
+"""Calls of an operator with all their gradients, held to the accuracy of the same formula in PyTorch."""
+
+from dataclasses import dataclass, field, replace
+
+import rounded_formula
+import torch
+import torch.nn.functional as F
+from girih import ops
+
+DEVICE = "cuda"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 129]
+# Elements of padding, order of the dimensions in memory, how many of them are padded.
+LAYOUTS = {
+    "dense": (1, (0, 1, 2, 3), 1),
+    "aligned": (8, (0, 1, 2, 3)),
+    "odd": (1, (0, 1, 2, 3)),
+    "heads outside": (8, (0, 2, 1, 3)),
+    "tokens inside": (8, (0, 2, 3, 1)),
+    "batch inside": (3, (3, 2, 1, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors by name; those of the state by its fields, and one gradient for every output."""
+
+    op: str
+    data: dict
+    state: dict
+    grads: dict
+    options: dict = field(default_factory=dict)
+
+    def map(self, f):
+        parts = ({name: f(x) for name, x in part.items()} for part in (self.data, self.state, self.grads))
+        return Inputs(self.op, *parts, self.options)
+
+    def rows(self, part):
+        """Of these tokens."""
+        cut = {name: x[:, part] for name, x in self.data.items()}
+        return replace(self, data=cut, grads=self.grads | {"o": self.grads["o"][:, part]})
+
+
+def gates(pattern, shape, generator):
+    """Log gates: as a layer makes them, or down to -20, steady or from token to token and slot to slot."""
+    if pattern == "mild":
+        return F.logsigmoid(torch.randn(shape, generator=generator)) / 8
+    if pattern == "open":
+        return torch.zeros(shape)
+    if pattern == "closed":
+        return torch.full(shape, -20.0)
+    if pattern == "mixed":
+        choice = torch.tensor([0.0, -1e-4, -0.03, -0.5, -3.0, -20.0])
+        return choice[torch.randint(len(choice), shape, generator=generator)]
+    if pattern == "sudden":  # a rare -20 among weak ones: at another token in every slot
+        return torch.where(torch.rand(shape, generator=generator) < 0.02, -20.0, -0.01)
+    return -20 * torch.rand(shape, generator=generator)
+
+
+def start_of(inputs):
+    """The operator's state of these fields, None without any."""
+    if not inputs.state:
+        return None
+    if inputs.op == "delta_product":
+        return ops.DeltaProductState(inputs.state["s"], None)
+    return (ops.GSAState if inputs.op == "gsa" else ops.GLAState)(**inputs.state)
+
+
+def run(inputs, source=ops, cu_seqlens=None):
+    """o, the final state's tensors, then the gradients of all inputs, by name. `source`: whose operator."""
+    inputs = inputs.map(lambda x: x.detach())
+    leaves = inputs.data | {f"state_{name}": x for name, x in inputs.state.items()}
+    for x in leaves.values():
+        x.requires_grad_()
+    call = getattr(source, inputs.op)
+    o, state = call(**inputs.data, **inputs.options, state=start_of(inputs), cu_seqlens=cu_seqlens)
+    outs = {"o": o} | {name: x for name, x in zip(state._fields, state, strict=True) if x is not None}
+    asked = [(outs[name], grad) for name, grad in inputs.grads.items() if outs[name].requires_grad]
+    found = torch.autograd.grad(
+        [out for out, _ in asked],
+        list(leaves.values()),
+        [grad for _, grad in asked],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    named = {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+    return {name: x.detach() for name, x in outs.items()} | named
+
+
+def by_formula(run, inputs, **options):
+    """`run` by the formula in PyTorch, in chunks of each length."""
+    return [run(inputs, rounded_formula.in_chunks(chunk), **options) for chunk in rounded_formula.CHUNKS]
+
+
+def assert_as_right(found, exact, rounded, terms):
+    """The error against float64, the largest and the root of its mean square, is at most twice that of the
+    formula in PyTorch at the same dtype (`rounded`, in each chunk length), and one rounding of the result;
+    fp32 sums of n terms err by about sqrt(n) roundings in an order of their own, and where the terms, of size
+    1, all cancel, n roundings of 1 may be left."""
+    assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
+    left = torch.finfo(torch.float32).eps * terms
+    for name, want in exact.items():
+        got = found[name]
+        assert got.dtype == rounded[0][name].dtype and got.shape == want.shape, name
+        if not want.numel():
+            continue
+        rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * terms**0.5)
+        for measure in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
+            error = measure(got.double() - want).item()
+            of_formula = max(measure(near[name].double() - want).item() for near in rounded)
+            allowed = 2 * of_formula + rounding * measure(want).item() + left
+            assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
+
+
+def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None):
+    """`run` on these inputs, or what it gave on the same numbers in another layout."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
+    found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
+    exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
+    rounded = by_formula(run, inputs, cu_seqlens=cu_seqlens)
+    _, T, _, D = inputs.data["q"].shape
+    assert_as_right(found, exact, rounded, T + D)
+
+
+def in_pieces(inputs, length):
+    """As `run`, but piece after piece, each from the state that the one before returned."""
+    inputs = inputs.map(lambda x: x.detach().requires_grad_())
+    state, outs_of = start_of(inputs), []
+    T, n = inputs.data["q"].shape[1], inputs.options.get("n", 1)
+    for a in range(0, T, length):
+        rows = {name: n if x.shape[1] == T * n else 1 for name, x in inputs.data.items()}
+        part = {name: x[:, a * rows[name] : (a + length) * rows[name]] for name, x in inputs.data.items()}
+        o, state = getattr(ops, inputs.op)(**part, **inputs.options, state=state)
+        outs_of.append(o)
+    outs = {"o": torch.cat(outs_of, 1)} | {m: x for m, x in state._asdict().items() if x is not None}
+    leaves = inputs.data | {f"state_{name}": x for name, x in inputs.state.items()}
+    found = torch.autograd.grad(
+        [outs[name] for name in inputs.grads], list(leaves.values()), list(inputs.grads.values())
+    )
+    named = {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+    return {name: x.detach() for name, x in outs.items()} | named

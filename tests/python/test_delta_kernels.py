@@ -1,0 +1,416 @@
+"""The kernels of delta_product at their edges; all but the long and large cases are small."""
+
+from dataclasses import replace
+
+import pytest
+import rounded_formula
+import torch
+import torch.nn.functional as F
+from girih import ops
+from graphs import capture
+from kernel_accuracy import (
+    DEVICE,
+    DTYPES,
+    LAYOUTS,
+    LENGTHS,
+    Inputs,
+    assert_as_right,
+    assert_as_right_as_the_formula,
+    by_formula,
+    gates,
+    in_pieces,
+    run,
+    start_of,
+)
+from padding import Padded
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+WIDTHS = [8, 20, 64, 72, 128, 136, 256]
+STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; the last has no kernel
+
+
+def keys(kind, shape, generator):
+    """Of unit length: at random, nearly parallel, one alone, none."""
+    normal = torch.randn(shape, generator=generator)
+    if kind == "parallel":
+        normal = torch.randn(shape[-1], generator=generator) + 0.1 * normal
+    if kind == "one":
+        normal = torch.randn(shape[-1], generator=generator).expand(shape)
+    return torch.zeros(shape) if kind == "zero" else F.normalize(normal, dim=-1)
+
+
+def draw(
+    *,
+    B=2,
+    T=70,
+    H=2,
+    G=1,
+    D=64,
+    V=64,
+    n=1,
+    dtype,
+    gate_dtype=torch.float32,
+    pattern="mild",
+    key="random",
+    beta=None,
+    l2norm_qk=False,
+    sequences=None,
+    seed=0,
+    **options,
+):
+    """On the CPU. G queries a memory; a state for each of B, or of `sequences` packed ones. pattern: of the
+    gates, None for none. beta: of every step, between 0 and 2 where it is None."""
+    generator = torch.Generator().manual_seed(seed)
+    N = B if sequences is None else sequences
+    steady = torch.promote_types(dtype, torch.float32)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    k = keys(key, (B, T * n, H, D), generator)
+    if l2norm_qk:
+        k = k * torch.rand(B, T * n, H, 1, generator=generator) * 10
+    of_steps = (
+        2 * torch.rand(B, T * n, H, generator=generator) if beta is None else torch.full(k.shape[:3], beta)
+    )
+    data = {
+        "q": normal(B, T, H * G, D),
+        "k": k.to(dtype),
+        "v": normal(B, T * n, H, V),
+        "beta": of_steps.to(gate_dtype),
+    }
+    if pattern:
+        data["g"] = gates(pattern, (B, T, H), generator).to(gate_dtype)
+    state = {"s": normal(N, H, D, V, dtype=steady)}
+    grads = {"o": normal(B, T, H * G, V), "s": normal(N, H, D, V, dtype=steady)}
+    return Inputs("delta_product", data, state, grads, options | {"n": n, "l2norm_qk": l2norm_qk})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T", LENGTHS)
+def test_every_length(T, dtype):
+    assert_as_right_as_the_formula(draw(T=T, dtype=dtype))
+
+
+@pytest.mark.parametrize("n", STEPS)
+@pytest.mark.parametrize("T", [1, 3, 4, 5, 12, 13, 31, 33, 50])
+def test_every_number_of_steps(T, n):
+    assert_as_right_as_the_formula(draw(T=T, n=n, dtype=DTYPES[1 + T % 2]))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D, V", list(zip(WIDTHS, WIDTHS[2:] + WIDTHS[:2], strict=True)))
+def test_every_width(D, V, dtype, n):
+    assert_as_right_as_the_formula(draw(B=1, D=D, V=V, n=n, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_gates_from_0_to_minus_20(n, pattern, dtype):
+    assert_as_right_as_the_formula(draw(T=130, n=n, pattern=pattern, dtype=dtype))
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 31, 32, 47, 63, 64, 100])
+def test_one_closed_gate(position):
+    inputs = draw(T=101, pattern="open", dtype=torch.bfloat16)
+    inputs.data["g"][:, position] = -20
+    assert_as_right_as_the_formula(inputs)
+
+
+@pytest.mark.parametrize("gate", [-1e9, -torch.inf])
+def test_a_gate_far_below_is_as_one_that_closes(gate):
+    """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
+    inputs = draw(T=100, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs.data["g"][:, [5, 40, 70]] = -100.0
+    want = run(inputs)
+    inputs.data["g"][:, [5, 40, 70]] = gate
+    found = run(inputs)
+    for name in found:
+        torch.testing.assert_close(found[name], want[name], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", [None, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("key", ["random", "parallel", "one", "zero"])
+def test_every_kind_of_keys(key, beta, dtype):
+    """Nearly parallel ones make large inverses; with beta = 2 every step is a reflection."""
+    assert_as_right_as_the_formula(draw(T=130, key=key, beta=beta, pattern=None, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("key", ["random", "one", "zero"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_keys_and_queries_of_any_length(n, key, dtype):
+    inputs = draw(n=n, T=100, key=key, l2norm_qk=True, dtype=dtype)
+    inputs.data["q"][:, 3] = 0
+    inputs.data["k"][:, 5] = 0
+    assert_as_right_as_the_formula(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("G, n", [(2, 1), (3, 2), (2, 4)])
+def test_grouped_queries(G, n, dtype):
+    assert_as_right_as_the_formula(draw(G=G, n=n, dtype=dtype, scale=0.3))
+
+
+@pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
+def test_gates_and_steps_of_any_dtype(gate_dtype):
+    assert_as_right_as_the_formula(draw(n=2, dtype=torch.bfloat16, gate_dtype=gate_dtype))
+
+
+@pytest.mark.parametrize("absent", ["state", "do", "dstate"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_absent_parts(n, absent):
+    inputs = draw(n=n, dtype=torch.bfloat16)
+    kept = {"do": ["s"], "dstate": ["o"]}.get(absent, inputs.grads)
+    inputs = replace(
+        inputs,
+        state={} if absent == "state" else inputs.state,
+        grads={name: grad for name, grad in inputs.grads.items() if name in kept},
+    )
+    assert_as_right_as_the_formula(inputs)
+
+
+def test_expanded_gradients():
+    inputs = draw(dtype=torch.bfloat16)
+    ones = {
+        name: torch.ones((), device=DEVICE, dtype=x.dtype).expand(x.shape) for name, x in inputs.grads.items()
+    }
+    expanded = replace(inputs.map(lambda x: x.to(DEVICE)), grads=ones)
+    found = run(expanded)
+    dense = run(replace(expanded, grads={name: x.contiguous() for name, x in ones.items()}))
+    assert all(torch.equal(found[name], dense[name]) for name in dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_layout(n, layout, dtype):
+    inputs = draw(B=3, T=67, D=24, V=40, n=n, dtype=dtype)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_padding_at_full_tiles(n):
+    inputs = draw(T=128, n=n, dtype=torch.bfloat16)
+    pad = Padded(*LAYOUTS["dense"], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [0, 17, 33, 96, 150], [9, 70, 140]],
+    ids=str,
+)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_packed_sequences(n, bounds):
+    choice = len(bounds) % 3
+    inputs = draw(B=1, T=150, n=n, dtype=DTYPES[choice], sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if choice else torch.int64)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
+    assert_as_right_as_the_formula(inputs, cu_seqlens, found)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_rows_with_bounds_are_their_sequences(n):
+    """cu_seqlens [B, 2]: every row's one sequence, as if it stood alone; other tokens get nothing."""
+    bounds = [(0, 100), (30, 100), (0, 61), (50, 50)]
+    inputs = draw(B=4, T=100, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    for b, (lo, hi) in enumerate(bounds):
+        rows = {name: n if x.shape[1] == 100 * n else 1 for name, x in inputs.data.items()}
+
+        def alone(x, count, b=b, lo=lo, hi=hi):
+            return x[b : b + 1, lo * count : hi * count]
+
+        own = Inputs(
+            inputs.op,
+            {name: alone(x, rows[name]) for name, x in inputs.data.items()},
+            {name: x[b : b + 1] for name, x in inputs.state.items()},
+            {"o": alone(inputs.grads["o"], 1), "s": inputs.grads["s"][b : b + 1]},
+            inputs.options,
+        )
+        for name, x in run(own).items():
+            data = name.removeprefix("d")
+            count = rows.get(data, 1) if name != "o" else 1
+            if name in ("s", "dstate_s"):
+                assert torch.equal(found[name][b : b + 1], x)
+            else:
+                assert torch.equal(alone(found[name], count), x)
+                outside = found[name][b].clone()
+                outside[lo * count : hi * count] = 0
+                assert not outside.any()
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_bounds_that_make_no_sense_reach_nothing_outside(n, bounds):
+    inputs = draw(B=1, T=40, n=n, dtype=torch.bfloat16, sequences=3)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    assert not any(x.isnan().any() for x in found.values())
+    pad.assert_untouched()
+
+
+def test_no_sequences_in_a_row_of_tokens():
+    inputs = draw(B=1, T=128, dtype=torch.bfloat16, sequences=0).map(lambda x: x.to(DEVICE))
+    found = run(inputs, cu_seqlens=torch.tensor([0, 128], device=DEVICE)[:1])
+    assert not any(x.any() for name, x in found.items() if x.numel())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_left_unwritten(n):
+    """With every new tensor full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for T, D in ((0, 8), (1, 8), (65, 20), (130, 64)):
+            found = run(draw(T=T, D=D, V=D, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE)))
+            assert all(x.isfinite().all() for x in found.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("n, packed", [(1, False), (2, False), (2, True)])
+def test_a_hundred_runs_have_the_same_bits(n, packed):
+    B, sequences = (1, 4) if packed else (2, None)
+    inputs = draw(B=B, T=330, n=n, dtype=torch.bfloat16, sequences=sequences).map(lambda x: x.to(DEVICE))
+    cu_seqlens = torch.tensor([0, 3, 200, 201, 330], device=DEVICE) if packed else None
+    first = run(inputs, cu_seqlens=cu_seqlens)
+    for _ in range(100):
+        found = run(inputs, cu_seqlens=cu_seqlens)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("n, D", [(1, 64), (2, 128)])
+@pytest.mark.parametrize("T", [4096, 32768])
+def test_long_sequences_of_few_heads(T, n, D):
+    """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
+    inputs = draw(B=1, H=4, T=T, D=D, V=D, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
+    assert_as_right(run(inputs), exact, rounded, T * n)
+    assert_as_right(in_pieces(inputs, 3000), exact, rounded, T * n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("G, n, l2norm_qk", [(1, 1, False), (2, 2, True)])
+@torch.no_grad()
+def test_steps_in_place_are_the_forward(G, n, l2norm_qk, layout, dtype):
+    T, sizes = 9, {"B": 3, "G": G, "D": 24, "V": 40, "n": n, "l2norm_qk": l2norm_qk}
+    inputs = draw(T=T, dtype=dtype, **sizes).map(lambda x: x.to(DEVICE))
+    start, source = Padded(*LAYOUTS[layout], device=DEVICE), Padded(*LAYOUTS[layout], device=DEVICE)
+    stepped, views = replace(inputs, state={name: start(x) for name, x in inputs.state.items()}), []
+    state = start_of(stepped)
+    data = {name: source(x) for name, x in inputs.data.items()}
+    for t in range(T):
+        views.append(ops.delta_product_step(**token(data, t, n), **inputs.options, state=state))
+    found = {"o": torch.cat(views, 1)} | stepped.state
+    start.assert_untouched(written=list(stepped.state.values()))
+    source.assert_untouched()
+
+    def forward(inputs, source=ops):
+        o, state = source.delta_product(**inputs.data, **inputs.options, state=start_of(inputs))
+        return {"o": o, "s": state.s}
+
+    exact, rounded = forward(inputs.map(torch.Tensor.double)), by_formula(forward, inputs)
+    assert_as_right(found, exact, rounded, T * n + 24)
+
+
+def token(data, t, n):
+    rows = {"q": 1, "k": n, "v": n, "beta": n, "g": 1}
+    return {name: x[:, t * rows[name] : (t + 1) * rows[name]] for name, x in data.items()}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@torch.no_grad()
+def test_a_step_of_every_size(n):
+    for D in [*WIDTHS, 1, 3]:
+        for V in (1, 30, 64, 256):
+            inputs = draw(T=1, D=D, V=V, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+            state = start_of(inputs.map(torch.clone))
+            o = ops.delta_product_step(**inputs.data, **inputs.options, state=state)
+            double = inputs.map(torch.Tensor.double)
+            want_o, want = ops.delta_product(**double.data, **inputs.options, state=start_of(double))
+            near_o, near = rounded_formula.delta_product(
+                **inputs.data, **inputs.options, state=start_of(inputs)
+            )
+            assert_as_right(
+                {"o": o, "s": state.s}, {"o": want_o, "s": want.s}, [{"o": near_o, "s": near.s}], D + n
+            )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_forward_and_backward_in_a_graph(n, packed):
+    B, sequences = (1, 3) if packed else (2, None)
+    cu_seqlens = torch.tensor([0, 100, 100, 200], device="cuda") if packed else None
+    inputs, other = (
+        draw(B=B, T=200, n=n, dtype=torch.bfloat16, sequences=sequences, seed=seed).map(torch.Tensor.cuda)
+        for seed in (0, 1)
+    )
+    graph, found = capture(lambda: run(inputs, cu_seqlens=cu_seqlens))
+    for part, of_other in (
+        (inputs.data, other.data),
+        (inputs.state, other.state),
+        (inputs.grads, other.grads),
+    ):
+        for name, x in part.items():
+            x.copy_(of_other[name])
+    graph.replay()
+    want = run(other, cu_seqlens=cu_seqlens)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@torch.no_grad()
+def test_steps_replayed_from_a_graph(n):
+    inputs = draw(T=9, n=n, dtype=torch.bfloat16).map(torch.Tensor.cuda)
+    eager, replayed = (start_of(inputs.map(torch.clone)) for _ in range(2))
+    first = {name: x.clone() for name, x in token(inputs.data, 0, n).items()}
+    graph, o = capture(lambda: ops.delta_product_step(**first, **inputs.options, state=replayed))
+    replayed.s.copy_(inputs.state["s"])
+    for t in range(9):
+        now = token(inputs.data, t, n)
+        for name, x in first.items():
+            x.copy_(now[name])
+        graph.replay()
+        assert torch.equal(o, ops.delta_product_step(**now, **inputs.options, state=eager))
+    assert torch.equal(replayed.s, eager.s)
+
+
+@pytest.mark.parametrize("kind", ["float64", "vector", "between chunks"])
+def test_the_aten_form_serves_the_rest(kind):
+    """float64, a beta for every channel, and a nonlinearity between chunks, as on the CPU."""
+    inputs = draw(dtype=torch.float64, gate_dtype=torch.float64)
+    if kind == "vector":
+        beta = torch.rand(inputs.data["k"].shape, generator=torch.Generator().manual_seed(0))
+        inputs.data["beta"] = beta.double()
+    if kind == "between chunks":
+        inputs = replace(inputs, state={}, options=inputs.options | {"chunk": 16, "between_chunks": "tanh"})
+    found, want = run(inputs.map(lambda x: x.to(DEVICE))), run(inputs)
+    for name, x in want.items():
+        torch.testing.assert_close(found[name].cpu(), x, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_that_are_more_than_2_31_elements_apart():
+    """Few elements with enormous strides: the same bits as side by side."""
+    inputs = draw(B=1, T=66, H=1, D=32, V=32, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    apart = -(-(2**31 + 2**28) // 65)
+    far = torch.empty(65 * apart + 2**12, dtype=torch.bfloat16, device=DEVICE)
+    data, at = {}, 0
+    for name in ("q", "k", "v"):
+        x = inputs.data[name]
+        data[name] = far.as_strided(x.shape, (0, apart, 32, 1), at).copy_(x)
+        at += 64
+    found, want = run(replace(inputs, data=inputs.data | data)), run(inputs)
+    assert all(torch.equal(found[name], want[name]) for name in want)
