@@ -142,7 +142,10 @@ struct DeltaGradients {
 
 cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
 
-// One token; any sizes, strides and types but fp64. The state is written in place.
+// Of a token's steps, and of the query heads that one memory serves, in delta_step: what shared memory holds.
+constexpr int kDeltaStepMost = 8;
+
+// One token; any strides and types but fp64, D up to 256. The state is written in place.
 struct DeltaStep {
   int64_t sequences;
   int heads, query_heads;

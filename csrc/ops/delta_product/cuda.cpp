@@ -223,7 +223,8 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, chunk, between_chunks);
   GIRIH_CHECK(q.size(1) == 1, "delta_product_step takes one token: q must have T = 1 and has shape ",
               q.sizes());
-  if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth) {
+  if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth ||
+      n > kernels::kDeltaStepMost || q.size(2) > kernels::kDeltaStepMost * k.size(2)) {
     static const auto op = find("delta_product_step").typed<decltype(step_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, beta, g, state_s,
                          state_position, n, scale, l2norm_qk, chunk, between_chunks);
