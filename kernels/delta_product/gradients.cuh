@@ -1,6 +1,5 @@
-// The gradients, a block a chunk and query head. S and dS: the state before the chunk, and the gradient of
-// the one after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j} and r, w, read as in the
-// scans,
+// The gradients, a block a chunk and query head. S: the state before the chunk, dS: the gradient of the one
+// after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j} and r, w, read as in the scans,
 //
 //     E_i  = v_i - a_i S^T k_i - sum_{j<i} D_ij (k_i . k_j) U_j       what step i finds amiss: U = beta E
 //     dv_i = beta_i G_i                                               dbeta_i = G_i . E_i
@@ -12,9 +11,9 @@
 // and, of unit vectors, what of dq and dk lies along q and k is taken away. A gate's gradient is the sum over
 // the tokens from its own on of
 //
-//     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum_{i of t} [sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P
-//     dP)_si
-//            - read_i G_i . S^T k_i - w_i k_i . dS U_i]               M_ij = D_ij k_i . k_j
+//     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum of, for its rows i,
+//                sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P dP)_si - read_i G_i . S^T k_i - w_i k_i . dS U_i
+//     M_ij = D_ij k_i . k_j
 //
 // without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
 //
@@ -52,27 +51,46 @@ template <typename T, int D>
 struct GradientTiles {
   using Rows = SharedTile<T, kDeltaRows, D>;                // of k, q; or columns of a state
   using Square = SharedTile<T, kDeltaRows, kGradientSlab>;  // columns of v, do, G, Z, U; M
-  static constexpr int kBytes = 4 * Rows::kBytes + 6 * Square::kBytes + kDeltaLost + 2 * kDeltaRows * 4 +
-                                static_cast<int>(sizeof(GradientSums<D>));
+  static constexpr int kFixedBytes = 2 * Rows::kBytes + 3 * Square::kBytes + kDeltaLost + 2 * kDeltaRows * 4 +
+                                     (static_cast<int>(sizeof(GradientSums<D>)) + 127) / 128 * 128;
+  static constexpr int kSlabBytes = 2 * Rows::kBytes + 3 * Square::kBytes;
 
-  Rows k, q, s, ds;
-  // Later v and u: N, z and g: dP, weighted.
-  Square v, g, dout, z, u, m;
+  // What 64 columns of V bring; one slab may be under way while another is worked on.
+  struct Slab {
+    Rows s, ds;
+    Square v, g, dout;
+  };
+
+  Rows k, q;
+  Square z, u, m;  // later z: dP, u: N, weighted
+  int buffers;     // slabs
   unsigned char* prepared;
   float* factors;
   GradientSums<D>* sums;
+  unsigned char* slabs;
 
-  __device__ explicit GradientTiles(unsigned char* next) {
+  __device__ GradientTiles(unsigned char* next, int buffers) : buffers(buffers) {
     const auto take = [&](int bytes) {
       unsigned char* const here = next;
       next += bytes;
       return here;
     };
-    for (Rows* tile : {&k, &q, &s, &ds}) tile->data = reinterpret_cast<T*>(take(Rows::kBytes));
-    for (Square* tile : {&v, &g, &dout, &z, &u, &m}) tile->data = reinterpret_cast<T*>(take(Square::kBytes));
+    for (Rows* tile : {&k, &q}) tile->data = reinterpret_cast<T*>(take(Rows::kBytes));
+    for (Square* tile : {&z, &u, &m}) tile->data = reinterpret_cast<T*>(take(Square::kBytes));
     prepared = take(kDeltaLost);
     factors = reinterpret_cast<float*>(take(2 * kDeltaRows * 4));
-    sums = reinterpret_cast<GradientSums<D>*>(take(sizeof(GradientSums<D>)));
+    sums = reinterpret_cast<GradientSums<D>*>(take((sizeof(GradientSums<D>) + 127) / 128 * 128));
+    slabs = next;
+  }
+
+  // Of the columns from v on. In the first one's v and g later stand N and dP, weighted otherwise.
+  __device__ Slab slab(int v) const {
+    unsigned char* const at = slabs + v / kGradientSlab % buffers * kSlabBytes;
+    return {{reinterpret_cast<T*>(at)},
+            {reinterpret_cast<T*>(at + Rows::kBytes)},
+            {reinterpret_cast<T*>(at + 2 * Rows::kBytes)},
+            {reinterpret_cast<T*>(at + 2 * Rows::kBytes + Square::kBytes)},
+            {reinterpret_cast<T*>(at + 2 * Rows::kBytes + 2 * Square::kBytes)}};
   }
 };
 
@@ -219,44 +237,59 @@ struct Place {
   }
 };
 
-// f(slab's first column) between a barrier before and one after its tiles are there, for all slabs of V.
-// OneSlab: V <= 64; then what is summed over slabs needs no registers before them.
+// All of the block: starts to load the slab from column v on.
+template <typename T, int D>
+__device__ inline void load_slab(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
+                                 int v) {
+  constexpr int kThreads = GradientSizes<D>::kThreads;
+  const DeltaShape& shape = p.shape;
+  if (v < shape.V) {
+    const auto to = tile.slab(v);
+    const int64_t batch = here.piece.sequence.batch, row = here.piece.start * shape.n;
+    const int cols = shape.V - v;
+    const auto load = [&](const auto& square, const In<4>& from, int64_t first, int head, int rows) {
+      load_async<kThreads>(square, at<T>(from, batch, first, head, v), from.stride[1], rows, cols,
+                           threadIdx.x);
+    };
+    load(to.v, p.v, row, here.head, here.rows);
+    load(to.g, p.dz, row, here.head, here.rows);
+    load(to.dout, p.dout, here.piece.start, here.query_head, here.piece.length);
+    const int64_t state = ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+    load_async<kThreads>(to.s, static_cast<const T*>(p.states) + state, shape.D, cols, shape.D, threadIdx.x);
+    load_async<kThreads>(to.ds, static_cast<const T*>(p.gradients) + state, shape.D, cols, shape.D,
+                         threadIdx.x);
+  }
+  commit_copies();
+}
+
+// f(the slab's tiles, its first column) between a barrier before and one after, for all slabs of V, the first
+// of which is under way. OneSlab: V <= 64; then what is summed over slabs needs no registers before them.
 template <bool OneSlab, typename T, int D, class F>
 __device__ inline void for_each_slab(const DeltaGradients& p, const Here& here,
                                      const GradientTiles<T, D>& tile, const F& f) {
-  const DeltaShape& shape = p.shape;
-  const int64_t batch = here.piece.sequence.batch, row = here.piece.start * shape.n;
   const auto slab = [&](int v) {
-    const int cols = shape.V - v;
-    const auto load = [&](const auto& to, const In<4>& from, int64_t first, int head, int rows) {
-      load_async<GradientSizes<D>::kThreads>(to, at<T>(from, batch, first, head, v), from.stride[1], rows,
-                                             cols, threadIdx.x);
-    };
-    load(tile.v, p.v, row, here.head, here.rows);
-    load(tile.g, p.dz, row, here.head, here.rows);
-    load(tile.dout, p.dout, here.piece.start, here.query_head, here.piece.length);
-    const int64_t state = ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
-    load_async<GradientSizes<D>::kThreads>(tile.s, static_cast<const T*>(p.states) + state, shape.D, cols,
-                                           shape.D, threadIdx.x);
-    load_async<GradientSizes<D>::kThreads>(tile.ds, static_cast<const T*>(p.gradients) + state, shape.D, cols,
-                                           shape.D, threadIdx.x);
-    commit_copies();
-    wait_copies<0>();
+    if (!OneSlab && tile.buffers == 2) {
+      load_slab(p, here, tile, v + kGradientSlab);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
     __syncthreads();
-    f(v);
+    f(tile.slab(OneSlab ? 0 : v), v);
     __syncthreads();
+    if (!OneSlab && tile.buffers == 1) load_slab(p, here, tile, v + kGradientSlab);
   };
   if constexpr (OneSlab) {
     slab(0);
   } else {
-    for (int v = 0; v < shape.V; v += kGradientSlab) slab(v);
+    for (int v = 0; v < p.shape.V; v += kGradientSlab) slab(v);
   }
 }
 
 // <S, dS> of a slab, this thread's part: of the rounded states, but of a sequence's first and last in fp32.
 template <typename T, int D>
-__device__ inline float edge_of(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                int v) {
+__device__ inline float edge_of(const DeltaGradients& p, const Here& here,
+                                const typename GradientTiles<T, D>::Slab& slab, int v) {
   const auto given = [&](const In<4>& state, int d, int col) {
     return static_cast<const float*>(
         state.data)[here.piece.sequence.index * state.stride[0] + here.head * state.stride[1] +
@@ -272,7 +305,7 @@ __device__ inline float edge_of(const DeltaGradients& p, const Here& here, const
       const auto pair_of_tile = [&](const auto& from) {
         return unpaired<T>(*reinterpret_cast<const uint32_t*>(&from.at(row, d)));
       };
-      float2 s = pair_of_tile(tile.s), ds = pair_of_tile(tile.ds);
+      float2 s = pair_of_tile(slab.s), ds = pair_of_tile(slab.ds);
       if (first) s = {given(p.initial, d, v + row), given(p.initial, d + 1, v + row)};
       if (last) ds = {given(p.end, d, v + row), given(p.end, d + 1, v + row)};
       sum = fmaf(s.x, ds.x, fmaf(s.y, ds.y, sum));
@@ -334,8 +367,8 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
   fill(products, 0.f);
   float2 dbeta = {0.f, 0.f}, read_of_g = {0.f, 0.f};  // G . E, G . S^T k
   float edge = 0.f;
-  for_each_slab<OneSlab>(p, here, tile, [&](int v) {
-    if (p.gated && here.first) edge += edge_of(p, here, tile, v);
+  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
+    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
 
     // E_i + sum_j M_ij U_j, and Z = beta times it
     Sums<kN> e;
@@ -344,7 +377,7 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
     for (int col = 0; col < D; col += 16) {
       uint32_t k[4];
       load_block(k, tile.k, row, col);
-      add_product_transposed<T>(e, k, tile.s, col_s, col);
+      add_product_transposed<T>(e, k, slab.s, col_s, col);
     }
     const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
     T* const dv = at<T>(p.dv, batch, first_row, here.head, v);
@@ -353,8 +386,8 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
       const int eight = col_s + 8 * i;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float2 value = pair_at<T>(tile.v, row + 8 * j, eight),
-                     g = pair_at<T>(tile.g, row + 8 * j, eight);
+        const float2 value = pair_at<T>(slab.v, row + 8 * j, eight),
+                     g = pair_at<T>(slab.g, row + 8 * j, eight);
         float &left = e.at[i][2 * j], &right = e.at[i][2 * j + 1];
         float& sum = j == 0 ? read_of_g.x : read_of_g.y;
         sum = fmaf(g.x, left, fmaf(g.y, right, sum));
@@ -409,7 +442,7 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const int eight = col_s + 8 * i;
-      const float2 g = pair_at<T>(tile.g, row, eight), below = pair_at<T>(tile.g, row + 8, eight);
+      const float2 g = pair_at<T>(slab.g, row, eight), below = pair_at<T>(slab.g, row + 8, eight);
       dbeta.x = fmaf(g.x, e.at[i][0], fmaf(g.y, e.at[i][1], dbeta.x));
       dbeta.y = fmaf(below.x, e.at[i][2], fmaf(below.y, e.at[i][3], dbeta.y));
     }
@@ -421,13 +454,13 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
 #pragma unroll 1
     for (int col = 0; col < kGradientSlab; col += 16) {
       uint32_t g[4], u[4];
-      load_block(g, tile.g, row, col);
+      load_block(g, slab.g, row, col);
       add_product_transposed<T>(products, g, tile.u, col_s, col);
       load_block(u, tile.u, row, col);
       multiply_rows<T>(u, to_end.x, to_end.y);
-      add_product<T>(dk, u, tile.ds, col, col_d);
+      add_product<T>(dk, u, slab.ds, col, col_d);
       multiply_rows<T>(g, minus_read.x, minus_read.y);
-      add_product<T>(dk, g, tile.s, col, col_d);
+      add_product<T>(dk, g, slab.s, col, col_d);
     }
   });
 
@@ -470,7 +503,7 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
         const float left = products.at[i][2 * j], right = products.at[i][2 * j + 1];
         const float by = j == 0 ? unit.x : unit.y;
         put_pair<T>(tile.u, row + 8 * j, col_s + 8 * i, by * left, by * right);
-        put_pair<T>(tile.v, row + 8 * j, col_s + 8 * i, unit_of(i, 0) * left, unit_of(i, 1) * right);
+        put_pair<T>(tile.slab(0).v, row + 8 * j, col_s + 8 * i, unit_of(i, 0) * left, unit_of(i, 1) * right);
       }
     }
   }
@@ -491,7 +524,7 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
 #pragma unroll 1
     for (int j = 0; j <= band; ++j) {
       uint32_t of_n[4];
-      load_block(of_n, tile.v, row, kTileRows * j);
+      load_block(of_n, tile.slab(0).v, row, kTileRows * j);
       add_product<T>(dk, of_n, tile.k, kTileRows * j, col_d);
     }
 #pragma unroll 1
@@ -530,15 +563,15 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
   fill(dq, 0.f);
   fill(dp, 0.f);
   float edge = 0.f;
-  for_each_slab<OneSlab>(p, here, tile, [&](int v) {
-    if (p.gated && here.first) edge += edge_of(p, here, tile, v);
+  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
+    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
     // dQ += dO S^T
     if (any) {
 #pragma unroll 1
       for (int col = 0; col < kGradientSlab; col += 16) {
         uint32_t x[4];
-        load_block(x, tile.dout, row, col);
-        add_product<T>(dq, x, tile.s, col, col_d);
+        load_block(x, slab.dout, row, col);
+        add_product<T>(dq, x, slab.s, col, col_d);
       }
     }
     __syncthreads();
@@ -547,7 +580,7 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
 #pragma unroll 1
       for (int col = 0; col < kGradientSlab; col += 16) {
         uint32_t x[4];
-        load_block(x, tile.dout, row, col);
+        load_block(x, slab.dout, row, col);
         add_product_transposed<T>(dp, x, tile.u, col_s, col);
       }
     }
@@ -580,7 +613,7 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
         const float by = j == 0 ? factor.x : factor.y;
         put_pair<T>(tile.z, row + 8 * j, eight, by * left, by * right);
         left *= unit.x, right *= unit.y;
-        put_pair<T>(tile.g, row + 8 * j, eight, left, right);
+        put_pair<T>(tile.slab(0).g, row + 8 * j, eight, left, right);
       }
     }
     scale_rows(dq, {exp2_fast(decay.x), exp2_fast(decay.y)});
@@ -618,7 +651,7 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
 #pragma unroll 1
     for (int j = 0; j < kBands; ++j) {
       uint32_t of_p[4];
-      load_block(of_p, tile.g, row, kTileRows * j);
+      load_block(of_p, tile.slab(0).g, row, kTileRows * j);
       add_product<T>(dq, of_p, tile.k, kTileRows * j, col_d);
     }
   }
@@ -688,9 +721,9 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
 
 template <typename T, int D, bool OneSlab>
 __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::kBlocks)
-    gradients(const __grid_constant__ DeltaGradients p) {
+    gradients(const __grid_constant__ DeltaGradients p, int buffers) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const GradientTiles<T, D> tile(shared);
+  const GradientTiles<T, D> tile(shared, buffers);
   const DeltaShape& shape = p.shape;
   const int n = shape.n, tokens = delta_chunk(n), group = shape.query_heads / shape.heads;
   Here here;
@@ -718,7 +751,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
   }
   commit_copies();
-  wait_copies<0>();
+  load_slab(p, here, tile, 0);
+  wait_copies<1>();
   __syncthreads();
 
   using Sizes = GradientSizes<D>;
@@ -744,16 +778,29 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   }
 }
 
+// Bytes of shared memory without which a block does not run.
+template <typename T, int D>
+constexpr int gradients_least() {
+  return GradientTiles<T, D>::kFixedBytes + GradientTiles<T, D>::kSlabBytes;
+}
+
 template <typename T, int D, bool OneSlab>
 cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
-  constexpr int kBytes = GradientTiles<T, D>::kBytes;
-  if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(kBytes); error != cudaSuccess) {
+  using Tiles = GradientTiles<T, D>;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  // A second slab under way where a multiprocessor has one block anyway and the shared memory for it.
+  const int buffers =
+      GradientSizes<D>::kBlocks == 1 && Tiles::kFixedBytes + 2 * Tiles::kSlabBytes <= limit ? 2 : 1;
+  const int bytes = Tiles::kFixedBytes + buffers * Tiles::kSlabBytes;
+  if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(bytes); error != cudaSuccess) {
     return error;
   }
   const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gradients<T, D, OneSlab><<<static_cast<unsigned>(blocks), GradientSizes<D>::kThreads, kBytes, stream>>>(p);
+  gradients<T, D, OneSlab>
+      <<<static_cast<unsigned>(blocks), GradientSizes<D>::kThreads, bytes, stream>>>(p, buffers);
   return cudaGetLastError();
 }
 
