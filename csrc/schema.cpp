@@ -19,6 +19,7 @@ const std::vector<Operator>& operators() {
        .state = {"Tensor s"},
        .packing = "cu_seqlens",
        .options = {"float? scale=None"},
+       .saved = {"Tensor states"},
        .low = {"q", "k", "v"}},
       {.name = "delta_product",
        .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor beta", "Tensor? g"},

@@ -20,26 +20,35 @@ __device__ inline const T* state_rows(const void* states, const GsaShape& shape,
          ((chunk * shape.heads + head) * (shape.D + shape.V) + first) * static_cast<int64_t>(shape.M);
 }
 
-// A warp's 16 rows, 64 columns of them from 8 n on, through its own rows of a tile, to global memory.
-template <typename T, int N>
+// All of the block: starts to load g.
+template <int Threads, int M>
+__device__ inline void load_gates(const SharedTile<float, kChunk, M>& g, const In<4>& from,
+                                  const Piece& piece, int head, int slots) {
+  load_async<Threads>(g, chunk_rows<float>(from, piece, head), from.stride[1], piece.length, slots,
+                      threadIdx.x);
+}
+
+// A warp's 16 rows, 8 Eights columns of them from 8 n0 on, through its own rows of a tile, there from
+// column `at` on, to global memory.
+template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<T, kChunk, kSlab>& stage,
-                                  int warp, T* to, int64_t stride, int rows, int cols) {
+                                  int warp, T* to, int64_t stride, int rows, int cols, int at = 0) {
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < Eights; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint32_t*>(&stage.at(kRows * warp + lane_row() + 8 * i, 8 * n + lane_col())) =
+      *reinterpret_cast<uint32_t*>(&lane_at(stage, kRows * warp + 8 * i, at + 8 * n)) =
           pair_of<T>(sums.at[n0 + n][2 * i], sums.at[n0 + n][2 * i + 1]);
     }
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = kRows * warp + 4 * i + (lane() >> 3), col = (lane() & 7) * 8;
+  for (int i = 0; i < kRows; i += 32 / Eights) {
+    const int row = kRows * warp + i + lane() / Eights, col = lane() % Eights * 8;
     if (row < rows && col < cols) {
       *reinterpret_cast<uint4*>(to + row * stride + col) =
-          *reinterpret_cast<const uint4*>(&stage.at(row, col));
+          *reinterpret_cast<const uint4*>(&stage.at(row, at + col));
     }
   }
 }

@@ -36,6 +36,15 @@ __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int
          piece.start * array.stride[1] + head * array.stride[2];
 }
 
+// 1 - e^g of two neighbours; of a row or column that does not exist, anything.
+template <typename T>
+__device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
+                                           int col) {
+  const float* gates = chunk_rows<float>(g, piece, head) + min(row, piece.length - 1) * g.stride[1];
+  const float2 pair = *reinterpret_cast<const float2*>(gates + min(col, slots - 2));
+  return pair_of<T>(complement(pair.x), complement(pair.y));
+}
+
 // All of the block: starts to load s, or writes 1 - e^g for it.
 template <int Threads, typename T, int M>
 __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<4>& from, const In<4>& g,
@@ -107,12 +116,13 @@ __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int wa
   }
 }
 
-// sums += a y
+// sums += a y, columns col.. of y
 template <Side side, typename T, int N, class Tile>
-__device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp) {
+__device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp,
+                                  int col = 0) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h);
+    if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h, col);
   }
 }
 
@@ -148,16 +158,14 @@ template <typename T, class Tile>
 __device__ inline float2 pair_at(const Tile& tile, int row, int col) {
   return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
 }
-
-// sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
-template <int N, class Factors>
-__device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float2 factor = factors(n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i & 1 ? factor.y : factor.x;
-  }
+// At (row + lane_row(), col + lane_col()).
+template <typename T, class Tile>
+__device__ inline float2 lane_pair(const Tile& tile, int row, int col) {
+  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
+}
+template <typename T, class Tile>
+__device__ inline void put_lane_pair(const Tile& tile, int row, int col, float left, float right) {
+  *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
 }
 
 // tile *= factors, 16 rows from `first` on.
@@ -167,18 +175,17 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& fa
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first + lane_row() + 8 * i, col = 8 * n + lane_col();
-      const float2 x = pair_at<T>(tile, row, col);
-      *reinterpret_cast<uint32_t*>(&tile.at(row, col)) =
-          pair_of<T>(x.x * factors.at[n][2 * i], x.y * factors.at[n][2 * i + 1]);
+      const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+      put_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i],
+                       x.y * factors.at[n][2 * i + 1]);
     }
   }
 }
 
 // Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
-// called with e^{X} of all rows and of columns col and the next. By all `Warps` warps, each with columns of
-// its own, after g has arrived; true if factors serve, else nothing is written. The results are seen after
-// the next barrier.
+// called with e^{X} of (row + lane_row(), col + lane_col()) and the next column, until all have been. By all
+// `Warps` warps, each with columns of its own, after g has arrived; true if factors serve, else nothing is
+// written. The results are seen after the next barrier.
 template <typename T, int Warps, int M, class Weigh>
 __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
   constexpr int kTiles = M / 8 / Warps;  // of 8 columns, a warp's
@@ -208,20 +215,20 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
   if (!__syncthreads_and(small)) return false;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const int col = first + 8 * t + lane_col();
+    const int col = first + 8 * t;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = kRows * (kBlocks - 1 - b) + lane_row() + 8 * i;
+        const int row = kRows * (kBlocks - 1 - b) + 8 * i;
         const float left = after[t].at[b][2 * i], right = after[t].at[b][2 * i + 1];
         weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
-        *reinterpret_cast<float2*>(&g.at(row, col)) = {exp2_fast(-left), exp2_fast(-right)};
+        *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
       }
     }
     if (lane_row() == 0) {
-      *reinterpret_cast<float2*>(decay + col) = {exp2_fast(kLog2E * total[t].at[0][0]),
-                                                 exp2_fast(kLog2E * total[t].at[0][1])};
+      *reinterpret_cast<float2*>(decay + col + lane_col()) = {exp2_fast(kLog2E * total[t].at[0][0]),
+                                                              exp2_fast(kLog2E * total[t].at[0][1])};
     }
   }
   return true;
@@ -240,7 +247,7 @@ struct Gates {
   __device__ int row() const { return kRows * warp; }
   // Row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next.
   __device__ float2 factor(int i, int n) const {
-    return *reinterpret_cast<const float2*>(&g.at(row() + lane_row() + 8 * i, 8 * n + lane_col()));
+    return *reinterpret_cast<const float2*>(&lane_at(g, row() + 8 * i, 8 * n));
   }
   __device__ float2 chunk_decay(int n) const {
     return *reinterpret_cast<const float2*>(decay + 8 * n + lane_col());
@@ -380,9 +387,8 @@ __device__ inline float decay_between(float later, float earlier) {
   return exp2_fast(fminf(later - earlier, 0.f));
 }
 
-// The reads of a warp's rows. With `Keep` the weights as they are stay at hand, in `raw`, and value_read
-// leaves out what a row reads of its own token.
-template <typename T, int M, bool Keep = false>
+// The reads of a warp's rows. A `Strict` value_read leaves out what a row reads of its own token.
+template <typename T, int M, bool Strict = false>
 struct RowReads {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
@@ -391,7 +397,7 @@ struct RowReads {
   struct Shared {
     Gates<M> gates;
     Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
-    Tile raw;  // the weights as they are: where factors do not serve, or with Keep
+    Tile raw;  // the weights as they are, where factors do not serve
     Scratch scratch;
   };
   Shared at;
@@ -400,45 +406,48 @@ struct RowReads {
   // By all warps of the block, after g and s have arrived. Ends in a barrier.
   template <int Warps>
   __device__ void start() {
-    const Tile s = at.s, raw = at.raw;
+    const Tile s = at.s;
     factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-      auto* pair = reinterpret_cast<uint32_t*>(&s.at(row, col));
-      if constexpr (Keep) *reinterpret_cast<uint32_t*>(&raw.at(row, col)) = *pair;
-      const float2 old = unpaired<T>(*pair);
-      *pair = pair_of<T>(old.x * weight.x, old.y * weight.y);
+      const float2 old = lane_pair<T>(s, row, col);
+      put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
     });
     __syncthreads();
   }
 
-  // Of row lane_row() + 8 i, with Keep.
-  __device__ float2 weight(int i, int n) const {
-    return pair_at<T>(at.raw, at.gates.row() + lane_row() + 8 * i, 8 * n + lane_col());
+  // Of row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next; 1 where factors do not
+  // serve.
+  __device__ float2 factor(int i, int n) const {
+    const float2 r = at.gates.factor(i, n);
+    return {factored ? r.x : 1.f, factored ? r.y : 1.f};
   }
 
-  // Where factors do not serve, once, before the first read and when raw is free. By all warps; `works` are
-  // the four that do it. Ends in a barrier.
+  // Where factors do not serve, before the first read and when raw is free. By all warps; ends in a barrier.
   template <int Threads>
-  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots,
-                        bool works = true) {
+  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots) {
     if (factored) return;
     __syncthreads();
     load_weights<Threads>(at.raw, weights, g, piece, head, slots);
     commit_copies();
-    if (works) split_by_blocks(at);
+    split_by_blocks(at);
+    wait_copies<0>();
+    __syncthreads();
+  }
+  // The weights alone, once more or where factors serve.
+  template <int Threads>
+  __device__ void load_raw(const In<4>& weights, const In<4>& g, const Piece& piece, int head,
+                           int slots) const {
+    __syncthreads();
+    load_weights<Threads>(at.raw, weights, g, piece, head, slots);
+    commit_copies();
     wait_copies<0>();
     __syncthreads();
   }
 
-  // x *= e^{L_i}
+  // x *= e^{L_i}, where factors do not serve.
   __device__ void decay_from_start(Sums<N>& x) const {
-    if (!factored) {
-      Sums<N> copy = x;
-      decay_by_blocks(at, copy);
-      x = copy;
-      return;
-    }
-    at.gates.multiply(x);
-    scale_columns(x, [&](int n) { return at.gates.chunk_decay(n); });
+    Sums<N> copy = x;  // what goes by reference is kept in memory
+    decay_by_blocks(at, copy);
+    x = copy;
   }
 
   // y, so far x H, becomes the value read. a: the scores.
@@ -452,12 +461,13 @@ struct RowReads {
     }
     scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
     Operand<2> scores[2];
-    round_scores<Side::earlier, !Keep, T>(scores, a, at.gates.warp);
+    round_scores<Side::earlier, !Strict, T>(scores, a, at.gates.warp);
     add_scored<Side::earlier, T>(y, scores, at.s, at.gates.warp);
     at.gates.multiply(y);
   }
 
-  // p becomes f; W, rounded.
+  // p becomes f; W, rounded. Where factors serve p may come with them: `Multiplied` says so.
+  template <bool Multiplied = false>
   __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
     Scores W;
     if (!factored) {
@@ -468,7 +478,7 @@ struct RowReads {
       W = scores;
     } else {
       zero(W);
-      at.gates.multiply(p);
+      if constexpr (!Multiplied) at.gates.multiply(p);
 #pragma unroll
       for (int k = 0; k < N / 2; ++k) {
         Operand<1> x;
@@ -523,8 +533,8 @@ struct RowReads {
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
       float2 score = at.scratch.column(j);
-      if (j + Keep > lane_row()) score.x = 0.f;
-      if (j + Keep > lane_row() + 8) score.y = 0.f;
+      if (j + Strict > lane_row()) score.x = 0.f;
+      if (j + Strict > lane_row() + 8) score.y = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),

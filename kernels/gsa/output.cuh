@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   if (piece.length == 0) return;
 
   const auto load_gate = [&] {
-    load_async<kGsaThreads>(tile.g, chunk_rows<float>(p.g, piece, head), p.g.stride[1], piece.length, shape.M,
-                            threadIdx.x);
+    load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
     load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
     commit_copies();
   };

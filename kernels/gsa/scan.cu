@@ -1,6 +1,7 @@
 // gated_scan: how a scan is cut into blocks, and into segments where there are too few of them.
 #include <algorithm>
 
+#include "exact/exact.h"
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
 #include "tile/launch.h"
@@ -102,6 +103,7 @@ cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
 }  // namespace gsa
 
 int64_t gated_scan_workspace(const GatedScan& problem) {
+  if (problem.dtype == DType::f32) return exact_scan_workspace(problem);
   gsa::ScanPass pass = gsa::whole(problem);
   pass.segment = gsa::segment_tokens(pass);
   if (pass.segment == 0) return 0;
@@ -110,6 +112,7 @@ int64_t gated_scan_workspace(const GatedScan& problem) {
 }
 
 cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
+  if (problem.dtype == DType::f32) return exact_scan(problem, stream);
   gsa::ScanPass pass = gsa::whole(problem);
   pass.segment = gsa::segment_tokens(pass);
   if (pass.segment == 0) return gsa::run(pass, stream);
@@ -143,7 +146,8 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
                          states,
                          decay,
                          {problem.memory[0].width, problem.memory[1].width},
-                         {problem.memory[0].initial, problem.memory[1].initial}};
+                         {problem.memory[0].initial, problem.memory[1].initial},
+                         {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // and every segment again.

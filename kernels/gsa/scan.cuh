@@ -2,7 +2,7 @@
 //
 //     forward   S <- S Diag(e^{L_C}) + x^T (s * e^{L_C - L})      states[c] = S before chunk c
 //     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before it gets chunk c, the
-//                                                                 last chunk first
+//               or (S + x^T s) Diag(e^{L_C}), s = y * e^{L - L_C} last chunk first
 //
 // No exponent is above zero, so nothing overflows; what underflows is gone from the state anyway.
 //
@@ -140,14 +140,14 @@ __device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int
   const auto for_each_pair = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; ++i) {
-      s[i / 2][i % 2] = f(block_row<false>(i / 2) + lane_row() + i % 2 * 8, col + lane_col());
+      s[i / 2][i % 2] = f(block_row<false>(i / 2) + i % 2 * 8);
     }
   };
   if (has_s) {
-    for_each_pair([&](int row, int m) { return *reinterpret_cast<const uint32_t*>(&stage.s().at(row, m)); });
+    for_each_pair([&](int row) { return *reinterpret_cast<const uint32_t*>(&lane_at(stage.s(), row, col)); });
   } else {
-    for_each_pair([&](int row, int m) {
-      const float2 gates = *reinterpret_cast<const float2*>(&stage.g().at(row, m));
+    for_each_pair([&](int row) {
+      const float2 gates = *reinterpret_cast<const float2*>(&lane_at(stage.g(), row, col));
       return pair_of<T>(complement(gates.x), complement(gates.y));
     });
   }
@@ -275,12 +275,12 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   constexpr int kPacks = Slots / 8;  // a row's, of 16 bytes
   const int pack_row = kRows * warp + lane() / kPacks, pack_col = lane() % kPacks * 8;
   const int64_t chunk_stride = static_cast<int64_t>(p.heads) * width * p.M;
+  const int64_t first_chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
   T* states[Slabs];
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
-    const int64_t chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
     const int row = slab[i].memory * rows_before + slab[i].col + pack_row;
-    states[i] = static_cast<T*>(p.states) + chunk * chunk_stride +
+    states[i] = static_cast<T*>(p.states) + first_chunk * chunk_stride +
                 (static_cast<int64_t>(head) * width + row) * p.M + col + pack_col;
   }
 
@@ -296,6 +296,8 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   unsigned parity = 0;
   for (int turn = warpgroup; turn < chunks;) {
     const Stage stage{ring + slot * Stage::kBytes};
+    bool after_it = false;  // U takes part in the chunk's decay
+    if constexpr (Reverse) after_it = p.factored[(first_chunk + chunk_of(turn)) * p.heads + head];
     if (pass.stages == 2) {
       wait_copies<1>();
     } else {
@@ -319,7 +321,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(s_of[block][i]);
           const float(&by)[4] = weight.at[block];
-          *reinterpret_cast<uint32_t*>(&stage.s().at(block_row<Reverse>(block) + lane_row() + 8 * i, m)) =
+          *reinterpret_cast<uint32_t*>(&lane_at(stage.s(), block_row<Reverse>(block) + 8 * i, eight)) =
               pair_of<T>(value.x * by[2 * i], value.y * by[2 * i + 1]);
         }
       }
@@ -350,6 +352,12 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         decay[n] = *reinterpret_cast<const float2*>(&stage.g().at(0, 8 * n + lane_col()));
+      }
+      if constexpr (Reverse) {
+#pragma unroll
+        for (int i = 0; i < Slabs; ++i) {
+          if (after_it) scale_columns(u[i], [&](int n) { return decay[n]; });
+        }
       }
       if (turn > 0) {
         wait(my_turn, parity);
@@ -384,8 +392,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
           for (int n = 0; n < kN; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-              *reinterpret_cast<uint32_t*>(&tile.at(kRows * warp + lane_row() + 8 * j, 8 * n + lane_col())) =
-                  before[i][n][j];
+              *reinterpret_cast<uint32_t*>(&lane_at(tile, kRows * warp + 8 * j, 8 * n)) = before[i][n][j];
             }
           }
           __syncwarp();

@@ -30,14 +30,13 @@ struct GateParts {
 
 template <int N, class Tile>
 __device__ inline void load(GateParts<N>& gates, const Tile& g, int row, int col = 0) {
-  const int k = row + lane_col(), c = col + lane_row();
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
-      const float gate = g.at(k + (i & 1) + (i >> 1) * 8, 8 * n + c);
+      const float gate = g.at(row + (i >> 1) * 8, col + 8 * n, lane_col() + (i & 1), lane_row());
       x[i] = gate < -100.f ? -100.f : gate;
     }
 #pragma unroll

@@ -20,6 +20,12 @@ __device__ inline int lane() { return threadIdx.x & 31; }
 __device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }  // and 8 below it
 __device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }   // and the one right of it
 
+// The lane's element of an 8 x 8 block: (row + lane_row(), col + lane_col()).
+template <class Tile>
+__device__ inline typename Tile::Element& lane_at(const Tile& tile, int row, int col) {
+  return tile.at(row, col, lane_row(), lane_col());
+}
+
 // at[n][2 * i + j]: row lane_row() + 8 i, column 8 n + lane_col() + j.
 template <int N>
 struct Sums {
@@ -102,13 +108,13 @@ __device__ inline void mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32
 // The 16 x 16 of a tile at (row, col) as a left factor.
 template <class Tile>
 __device__ inline void load_block(uint32_t (&a)[4], const Tile& tile, int row, int col) {
-  load_matrices(a, tile.address(row + (lane() & 15), col + (lane() >> 4) * 8));
+  load_matrices(a, tile.address(row, col, lane() & 15, (lane() >> 4) * 8));
 }
 // The same of the tile's transpose: rows of the factor are columns of the tile.
 template <class Tile>
 __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {
   const int l = lane();
-  load_matrices_transposed(a, tile.address(col + (l & 7) + (l >> 4) * 8, row + ((l >> 3) & 1) * 8));
+  load_matrices_transposed(a, tile.address(col, row, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
 }
 
 // Columns 8n..8n+16K-1 of sums rounded to T, as a left factor.
@@ -133,6 +139,17 @@ __device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
   }
 }
 
+// sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
+template <int N, class Factors>
+__device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float2 factor = factors(n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i & 1 ? factor.y : factor.x;
+  }
+}
+
 // sums[:, 0..8N-1] += a b, b = tile[row..row+15, col..col+8N-1]
 template <typename T, int N, class Tile>
 __device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
@@ -141,7 +158,7 @@ __device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const 
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t b[4];
-    load_matrices_transposed(b, tile.address(row + (l & 15), col + 8 * n + (l >> 4) * 8));
+    load_matrices_transposed(b, tile.address(row, col + 8 * n, l & 15, (l >> 4) * 8));
     mma<T>(sums.at[n], a, b[0], b[1]);
     mma<T>(sums.at[n + 1], a, b[2], b[3]);
   }
@@ -155,7 +172,7 @@ __device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t b[4];
-    load_matrices_transposed(b, tile.address(row + (l & 15), col + 8 * n + (l >> 4) * 8));
+    load_matrices_transposed(b, tile.address(row, col + 8 * n, l & 15, (l >> 4) * 8));
 #pragma unroll
     for (int i = 0; i < A; ++i) {
       mma<T>(sums[i].at[n], a[i], b[0], b[1]);
@@ -172,7 +189,7 @@ __device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t b[4];
-    load_matrices(b, tile.address(row + 8 * n + (l & 7) + (l >> 4) * 8, col + ((l >> 3) & 1) * 8));
+    load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
     mma<T>(sums.at[n], a, b[0], b[1]);
     mma<T>(sums.at[n + 1], a, b[2], b[3]);
   }

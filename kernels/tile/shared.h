@@ -27,12 +27,26 @@ struct SharedTile {
 
   T* data;
 
-  __device__ static unsigned offset(unsigned row, unsigned col) {
+  __host__ __device__ static unsigned offset(unsigned row, unsigned col) {
     const unsigned turn = row / kLine % (kPacks < 8 ? kPacks : 8);
     return row * Cols + ((col / kPack) ^ turn) * kPack + col % kPack;
   }
+  // Of (row + lane_row, col + lane_col), row and col the same for all lanes and multiples of 8 rows and of
+  // whole packs past lane_col's. The lanes' part is one number however many rows and columns are visited: col
+  // changes its bits, row is added. Worked out from the sums, addresses were a quarter of a kernel's
+  // instructions.
+  __host__ __device__ static unsigned offset(unsigned row, unsigned col, unsigned lane_row,
+                                             unsigned lane_col) {
+    return (offset(lane_row, lane_col) ^ col) + row * Cols;
+  }
   __device__ T& at(int row, int col) const { return data[offset(row, col)]; }
+  __device__ T& at(int row, int col, int lane_row, int lane_col) const {
+    return data[offset(row, col, lane_row, lane_col)];
+  }
   __device__ uint32_t address(int row, int col) const { return shared_address(data + offset(row, col)); }
+  __device__ uint32_t address(int row, int col, int lane_row, int lane_col) const {
+    return shared_address(data + offset(row, col, lane_row, lane_col));
+  }
 };
 
 // 16 bytes from global to shared memory, or 16 zero bytes.

@@ -3,15 +3,14 @@
 //   o_t = scale * S_t^T q_t
 #include "../dispatch.h"
 #include "../gated_scan.h"
+#include "aten.h"
 #include "problem.h"
 
 namespace girih::gla {
-namespace {
-
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                                   const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                                   std::optional<double> scale, bool) {
-  Problem::check(q, k, v, g, state_s, cu_seqlens);
+Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, std::optional<double> scale,
+                bool save) {
+  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens);
   const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
   const auto type = accumulate_type(q);
   const Chunks chunks(q, B, T, exact_chunk(T), cu_seqlens);
@@ -22,11 +21,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   const auto g_ = given(g) ? chunks.split(*g, type) : Tensor();
   const auto read = given(g) && g->dim() == 4 ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
                                               : scan_head_decay(chunks, q_, k_, v_, g_, S0);
-  return {chunks.join(read.o, q.scalar_type()), read.state};
+  return {chunks.join(read.o, q.scalar_type()), read.state,
+          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, cu_seqlens, save)), q.options())};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("gla_forward", forward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("gla_forward", &forward); }
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("gla_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
+#endif
 
 }  // namespace girih::gla

@@ -1,11 +1,10 @@
-// gsa by its kernels: 16-bit elements, up to 128 slots. The ATen form serves the rest.
+// gsa by its kernels: those of the tensor cores for 16-bit elements with gates and up to 128 slots, the exact
+// ones for the rest. float64 has none: the ATen form serves it.
 #include <ATen/MemoryOverlap.h>
 
 #include "../dispatch.h"
-#include "../kernel_arguments.h"
-#include "../packs.h"
+#include "../gated_exact.h"
 #include "aten.h"
-#include "gsa/gsa.h"
 #include "problem.h"
 
 namespace girih::gsa {
@@ -14,17 +13,18 @@ namespace {
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-// ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than the
-// kernels' 16-bit products keep.
-bool has_kernel(const Tensor& q, const Tensor& v, const OptionalTensor& g, const c10::SymInt& sequences) {
-  if (!given(g) || (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) ||
-      g->size(3) > kernels::kGsaMaxSlots || q.size(3) > kernels::kGsaMaxWidth ||
-      v.size(3) > kernels::kGsaMaxWidth || sequences == 0) {
-    return false;
+// ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than 16-bit
+// products keep.
+std::optional<Kernels> kernels_for(const Tensor& q, const Tensor& v, const OptionalTensor& g,
+                                   const c10::SymInt& sequences) {
+  if (q.scalar_type() == at::kDouble || sequences == 0) return std::nullopt;
+  if (!given(g) || q.scalar_type() == at::kFloat || g->size(3) > kernels::kGsaMaxSlots ||
+      q.size(3) > kernels::kGsaMaxWidth || v.size(3) > kernels::kGsaMaxWidth) {
+    return Kernels::exact;
   }
   bool fits = false;
   check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(g->size(3)), fits));
-  return fits;
+  return fits ? Kernels::tensor : Kernels::exact;
 }
 
 kernels::Feature feature_of(std::string_view name) {
@@ -35,83 +35,135 @@ kernels::Feature feature_of(std::string_view name) {
   return kernels::Feature::softmax;
 }
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, s in q's dtype, g in fp32.
-struct Arguments {
-  Tensor q, k, v, s, g, cu_seqlens;
-  kernels::GsaShape shape;
-  int64_t D, V, M;
-
-  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_, const Tensor& g_,
-            const OptionalTensor& cu, const std::optional<double>& scale, std::string_view feature)
-      : q(in_packs(q_)),
-        k(in_packs(k_)),
-        v(in_packs(v_)),
-        g(in_packs(g_.to(at::kFloat), 8)),
-        D(q_.size(3)),
-        V(v_.size(3)),
-        M(g_.size(3)) {
-    if (given(s_)) s = in_packs(s_->to(q.scalar_type()));
-    if (given(cu)) cu_seqlens = cu->contiguous();
-    shape = {kernel_tokens(q, cu_seqlens), static_cast<int>(k.size(2)),
-             static_cast<int>(q.size(2)),  static_cast<int>(q.size(3)),
-             static_cast<int>(v.size(3)),  static_cast<int>(g.size(3)),
-             static_cast<int>(M),          kernel_dtype(q),
-             feature_of(feature),          static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
-  }
-
-  int group() const { return shape.query_heads / shape.heads; }
-  int64_t sequences() const { return shape.tokens.sequences; }
-
-  // [B, T, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
-  Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
-    const auto options = q.options().dtype(type);
-    return cu_seqlens.defined() ? at::zeros({q.size(0), q.size(1), heads, width}, options)
-                                : at::empty({q.size(0), q.size(1), heads, width}, options);
-  }
-  Tensor states() const {
-    return at::empty(
-        {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
-        q.options());
-  }
+// The slots' weights and gates: ABC's (g is None) from its logits.
+struct Slots {
+  Tensor s, g;
+  OptionalTensor z;
 };
 
-// A state as the scan takes it, [N, H, width, M] in packs; transposed: given as [N, H, M, width].
-Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t width, int64_t M) {
-  if (!given(state)) return Tensor();
-  const auto rows = transposed ? state->mT() : *state;
-  if (rows.size(2) == width && rows.size(3) == M) return rows;
-  return at::constant_pad_nd(rows, {0, M - rows.size(3), 0, width - rows.size(2)});
-}
-
-// Runs a scan; `first` and the returned states are [N, H, width, M].
-struct Finals {
-  Tensor k, v;
-};
-Finals scan(const Arguments& a, bool reverse, const Tensor& x0, const Tensor& s0, const Tensor& x1,
-            const Tensor& s1, const Tensor& first_k, const Tensor& first_v, const Tensor& states) {
-  const auto& shape = a.shape;
-  const auto options = a.q.options().dtype(at::kFloat);
-  const Finals last{at::empty({a.sequences(), shape.heads, shape.D, shape.M}, options),
-                    at::empty({a.sequences(), shape.heads, shape.V, shape.M}, options)};
-  kernels::GatedScan p;
-  p.tokens = shape.tokens;
-  p.heads = shape.heads;
-  p.group = reverse ? a.group() : 1;
-  p.M = shape.M;
-  p.dtype = shape.dtype;
-  p.reverse = reverse;
-  p.g = input<4>(a.g);
-  p.memory[0] = {input<4>(x0), input<4>(s0), input<4>(first_k), output<4>(last.k), shape.D};
-  p.memory[1] = {input<4>(x1), input<4>(s1), input<4>(first_v), output<4>(last.v), shape.V};
-  p.states = states.mutable_data_ptr();
-  const auto workspace = at::empty({kernels::gated_scan_workspace(p)}, options.dtype(at::kByte));
+Slots slots_of(const Tensor& q, const OptionalTensor& s, const OptionalTensor& g,
+               const OptionalTensor& state_z, const OptionalTensor& cu_seqlens) {
+  if (given(g)) return {given(s) ? *s : g->to(at::kFloat).expm1().neg_(), *g, std::nullopt};
+  const auto logits = s->to(at::kFloat);
+  const auto cu = given(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
+  const auto rows = [&] { return given(cu_seqlens) ? at::zeros_like(logits) : at::empty_like(logits); };
+  kernels::AbcGates p;
+  p.tokens = kernel_tokens(q, cu);
+  p.heads = static_cast<int>(s->size(2)), p.M = static_cast<int>(s->size(3));
+  const Slots slots{rows(), rows(), at::empty({p.tokens.sequences, p.heads, p.M}, logits.options())};
+  p.logits = input<4>(logits), p.initial = input<3>(state_z);
+  p.s = output<4>(slots.s), p.g = output<4>(slots.g), p.final = output<3>(*slots.z);
+  const auto workspace =
+      at::empty({kernels::abc_workspace(p.tokens, p.heads, p.M)}, logits.options().dtype(at::kByte));
   p.workspace = workspace.mutable_data_ptr();
-  check_launch("gated_scan", kernels::gated_scan(p, c10::cuda::getCurrentCUDAStream()));
-  return last;
+  check_launch("abc_gates", kernels::abc_gates(p, c10::cuda::getCurrentCUDAStream()));
+  return slots;
 }
 
-Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
-  return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
+// The gradients of ABC's logits and of its first z.
+std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Slots& slots, const Tensor& ds,
+                                               const Tensor& dg, const OptionalTensor& grad_z,
+                                               const OptionalTensor& state_z) {
+  kernels::AbcGradient p;
+  p.tokens = a.shape.tokens;
+  p.heads = a.shape.heads, p.M = static_cast<int>(a.M);
+  const auto dlogits = a.rows(p.heads, p.M, at::kFloat);
+  const auto start =
+      given(state_z) ? OptionalTensor(at::empty(state_z->sizes(), state_z->options())) : std::nullopt;
+  p.s = input<4>(slots.s), p.g = input<4>(slots.g), p.ds = input<4>(ds), p.dg = input<4>(dg);
+  p.final = input<3>(grad_z), p.initial = input<3>(state_z);
+  p.dlogits = output<4>(dlogits);
+  if (start) p.dinitial = output<3>(*start);
+  const auto workspace =
+      at::empty({kernels::abc_workspace(p.tokens, p.heads, p.M)}, dlogits.options().dtype(at::kByte));
+  p.workspace = workspace.mutable_data_ptr();
+  check_launch("abc_gradient", kernels::abc_gradient(p, c10::cuda::getCurrentCUDAStream()));
+  return {dlogits, start};
+}
+
+// z [B, T, HQ, M] becomes p; dp, if defined, the logits' gradient, and w their share in that of the gates.
+void exact_feature(const GatedArguments& a, const Tensor& z, const Tensor& dp, const Tensor& w) {
+  kernels::ExactFeature p{};
+  p.rows = z.size(0) * z.size(1) * z.size(2);
+  p.M = a.shape.M, p.slots = a.shape.slots;
+  p.feature = a.shape.feature;
+  p.scale = a.shape.scale;
+  p.z = z.mutable_data_ptr<float>();
+  if (dp.defined()) p.dp = dp.mutable_data_ptr<float>(), p.w = w.mutable_data_ptr<float>();
+  check_launch("exact_feature", kernels::exact_feature(p, c10::cuda::getCurrentCUDAStream()));
+}
+
+Results forward_exact(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                      std::optional<double> scale, std::string_view feature, const Tensor& saved) {
+  const auto slots = slots_of(q, s, g, state_z, cu_seqlens);
+  const GatedArguments a(Kernels::exact, q, k, v, slots.s, slots.g, cu_seqlens, scale, feature_of(feature));
+  const auto& shape = a.shape;
+  const auto states = a.states();
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
+  const ExactReads reads(a, states, false);
+  const auto p = reads.value({{a.q, a.k, a.s, 0}});
+  exact_feature(a, p, {}, {});
+  return {without_packs(reads.key(p, a.s, a.v, shape.D), a.V), cut(last.k, a.D, a.M),
+          cut(last.v.mT(), a.M, a.V), slots.z, saved};
+}
+
+Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& grad_k,
+                         const OptionalTensor& grad_v, const OptionalTensor& grad_z, const Tensor& q,
+                         const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
+                         const OptionalTensor& state_k, const OptionalTensor& state_v,
+                         const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                         std::optional<double> scale, std::string_view feature) {
+  const auto slots = slots_of(q, s, g, state_z, cu_seqlens);
+  const GatedArguments a(Kernels::exact, q, k, v, slots.s, slots.g, cu_seqlens, scale, feature_of(feature));
+  const auto& shape = a.shape;
+  const auto HQ = shape.query_heads;
+  const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, q.scalar_type()).zero_();
+
+  // The states again: kept, they would be fp32 and the largest tensor of all.
+  const auto states = a.states();
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
+
+  // What a query row needs,
+  const ExactReads reads(a, states, false);
+  const auto p = reads.value({{a.q, a.k, a.s, 0}}), dz = reads.value({{dout, a.v, a.s, shape.D}}),
+             w = a.rows(HQ, shape.M, at::kFloat);
+  exact_feature(a, p, dz, w);
+  const auto dq = reads.key(dz, a.s, a.k, 0);
+
+  // and what a key row needs.
+  const auto gradients = a.states();
+  const auto start = gated_scan(a, true, a.q, dz, dout, p, padded_state(grad_k, false, shape.D, shape.M),
+                                padded_state(grad_v, true, shape.V, shape.M), gradients);
+  const ExactReads writes(a, gradients, true);
+  const auto dk = writes.key(a.s, dz, a.q, 0), dv = writes.key(a.s, p, dout, shape.D);
+  const auto ds = writes.value({{a.k, a.q, dz, 0}, {a.v, dout, p, shape.D}});
+  const auto dg = exact_gate_gradient(a, w, a.s, ds, !given(s), states, gradients, last, start);
+
+  OptionalTensor given_s, given_g, given_z;
+  if (given(g)) {
+    if (given(s)) given_s = without_packs(ds, a.M).to(s->scalar_type());
+    given_g = without_packs(dg, a.M).to(g->scalar_type());
+  } else {
+    const auto [dlogits, dz0] = abc_gradient(a, slots, ds, dg, grad_z, state_z);
+    given_s = dlogits.to(s->scalar_type());
+    given_z = dz0;
+  }
+  const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
+    return given(state) ? OptionalTensor(gradient) : std::nullopt;
+  };
+  return {without_packs(dq, a.D),
+          without_packs(dk, a.D),
+          without_packs(dv, a.V),
+          given_s,
+          given_g,
+          given_state(state_k, cut(start.k, a.D, a.M)),
+          given_state(state_v, cut(start.v.mT(), a.M, a.V)),
+          given_z,
+          std::nullopt};
 }
 
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
@@ -120,15 +172,18 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      std::optional<double> scale, std::string_view feature, bool save) {
   const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!has_kernel(q, v, g, problem.N)) {
-    at::NoTF32Guard exact;
-    return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
+  const auto by = kernels_for(q, v, g, problem.N);
+  if (!by) return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
+  if (by == Kernels::exact) {
+    const auto saved =
+        at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
+    return forward_exact(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, saved);
   }
-  const Arguments a(q, k, v, s, *g, cu_seqlens, scale, feature);
+  const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
-  const auto last = scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
-                         padded_state(state_v, true, shape.V, shape.M), states);
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GsaOutput p;
   p.shape = shape;
@@ -148,76 +203,78 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         std::optional<double> scale, std::string_view feature) {
   const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!has_kernel(q, v, g, problem.N)) {
+  const auto by = kernels_for(q, v, g, problem.N);
+  if (!by) {
     // gsa has no backward of its own on the CPU: this is what serves every device without one, autograd of
     // the ATen form.
     static const auto op = find("gsa_backward").typed<decltype(backward_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_k, grad_v, grad_z, q, k, v,
                          s, g, state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
+  if (by == Kernels::exact) {
+    return backward_exact(grad_o, grad_k, grad_v, grad_z, q, k, v, s, g, state_k, state_v, state_z,
+                          cu_seqlens, scale, feature);
+  }
   const auto stream = c10::cuda::getCurrentCUDAStream();
 
-  const Arguments a(q, k, v, s, *g, cu_seqlens, scale, feature);
+  const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto kept = problem.saved(q, g, cu_seqlens, true);
   GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
               "gsa_backward: states is what gsa_forward kept with save=True, of shape ",
               c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
-  const auto HQ = shape.query_heads, H = shape.heads, group = a.group();
+  const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
 
   const auto dq = a.rows(HQ, shape.D, type), p = a.rows(HQ, shape.M, type), dz = a.rows(HQ, shape.M, type),
-             w = a.rows(HQ, shape.M, at::kFloat);
+             p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
+  const RowsLeft left(a);
   kernels::GsaRows rows;
   rows.shape = shape;
   rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.s = input<4>(a.s);
   rows.g = input<4>(a.g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
-  auto p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
-  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.w = output<4>(w);
+  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.left = left.arrays();
   rows.p_scan = output<4>(p_scan), rows.dz_scan = output<4>(dz_scan);
   check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
 
   const auto gradients = a.states();
-  const auto start = scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
-                          padded_state(grad_v, true, shape.V, shape.M), gradients);
-
-  p_scan = dz_scan = Tensor();
+  const auto start =
+      gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
+                 padded_state(grad_v, true, shape.V, shape.M), gradients, left.how());
 
   // Several query heads of one memory: each gives its part in fp32.
-  const auto part = group == 1 ? type : at::kFloat;
+  const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);
   const auto ds = a.s.defined() ? a.rows(HQ, shape.M, part) : Tensor();
-  kernels::GsaColumns columns;
-  columns.shape = shape;
-  columns.q = rows.q, columns.k = rows.k, columns.v = rows.v, columns.s = rows.s, columns.g = rows.g;
-  columns.dout = rows.dout;
-  columns.p = input<4>(p), columns.dz = input<4>(dz), columns.w = input<4>(w);
-  columns.states = states.const_data_ptr();
-  columns.gradients = gradients.const_data_ptr();
   const auto initial_k = padded_state(state_k, false, shape.D, shape.M),
              initial_v = padded_state(state_v, true, shape.V, shape.M);
-  columns.initial_k = input<4>(initial_k), columns.initial_v = input<4>(initial_v);
-  columns.start_k = input<4>(start.k), columns.start_v = input<4>(start.v);
-  columns.dk = output<4>(dk), columns.dv = output<4>(dv), columns.ds = output<4>(ds),
-  columns.dg = output<4>(dg);
+  kernels::GatedColumns columns;
+  columns.shape = shape;
+  columns.s = rows.s, columns.g = rows.g, columns.w = input<4>(left.w);
+  columns.memory[0] = {
+      rows.k,        rows.q, input<4>(dz), input<4>(dz_scan), input<4>(initial_k), input<4>(start.k),
+      output<4>(dk), shape.D};
+  columns.memory[1] = {
+      rows.v,        rows.dout, input<4>(p), input<4>(p_scan), input<4>(initial_v), input<4>(start.v),
+      output<4>(dv), shape.V};
+  columns.y_scale = 1;
+  columns.states = states.const_data_ptr();
+  columns.gradients = gradients.const_data_ptr();
+  columns.ds = output<4>(ds), columns.dg = output<4>(dg);
   check_launch("gsa_columns", kernels::gsa_columns(columns, stream));
 
-  const auto gathered = [&](const Tensor& parts, int64_t width, const Tensor& like) {
-    auto all = group == 1 ? parts : parts.unflatten(2, {H, group}).sum(3);
-    return without_packs(all, width).to(like.scalar_type()).contiguous();
-  };
   const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
     return given(state) ? OptionalTensor(gradient) : std::nullopt;
   };
   return {without_packs(dq, a.D),
-          gathered(dk, a.D, k),
-          gathered(dv, a.V, v),
-          given(s) ? OptionalTensor(gathered(ds, a.M, *s)) : std::nullopt,
-          gathered(dg, a.M, *g),
+          a.gathered(dk, a.D, k),
+          a.gathered(dv, a.V, v),
+          given(s) ? OptionalTensor(a.gathered(ds, a.M, *s)) : std::nullopt,
+          a.gathered(dg, a.M, *g),
           given_state(state_k, cut(start.k, a.D, a.M)),
           given_state(state_v, cut(start.v.mT(), a.M, a.V)),
           std::nullopt,

@@ -1,0 +1,122 @@
+// What the kernels of gsa and gla have in common on torch's side.
+#pragma once
+
+#include "gsa/gsa.h"
+#include "kernel_arguments.h"
+#include "packs.h"
+
+namespace girih {
+
+// Which kernels: those of the tensor cores, for 16-bit elements, or those of the plain fp32 cores.
+enum class Kernels { tensor, exact };
+
+// One call's tensors as the kernels read them: rows in packs of 16 bytes, g in fp32, s and the states between
+// chunks in q's dtype or, for the exact kernels, in fp32.
+struct GatedArguments {
+  Tensor q, k, v, s, g, cu_seqlens;
+  kernels::GsaShape shape;
+  int64_t D, V, M;  // without padding
+
+  // One memory: gla, whose D is g's width and M here.
+  GatedArguments(Kernels by, const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_,
+                 const Tensor& g_, const OptionalTensor& cu, const std::optional<double>& scale,
+                 kernels::Feature feature, bool one_memory = false)
+      : q(in_packs(q_)),
+        k(in_packs(k_)),
+        v(in_packs(v_)),
+        g(in_packs(g_.to(at::kFloat), 8)),
+        D(q_.size(3)),
+        V(v_.size(3)),
+        M(g_.size(3)) {
+    const auto type = by == Kernels::exact ? at::kFloat : q.scalar_type();
+    if (given(s_)) s = in_packs(s_->to(type));
+    if (given(cu)) cu_seqlens = cu->contiguous();
+    shape = {kernel_tokens(q, cu_seqlens),
+             static_cast<int>(k.size(2)),
+             static_cast<int>(q.size(2)),
+             one_memory ? 0 : static_cast<int>(q.size(3)),
+             static_cast<int>(v.size(3)),
+             static_cast<int>(g.size(3)),
+             static_cast<int>(M),
+             by == Kernels::exact ? kernels::DType::f32 : kernel_dtype(q),
+             feature,
+             static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
+  }
+
+  int group() const { return shape.query_heads / shape.heads; }
+
+  // [B, T, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
+  Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
+    const auto options = q.options().dtype(type);
+    return cu_seqlens.defined() ? at::zeros({q.size(0), q.size(1), heads, width}, options)
+                                : at::empty({q.size(0), q.size(1), heads, width}, options);
+  }
+  Tensor states() const {
+    return at::empty(
+        {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
+        shape.dtype == kernels::DType::f32 ? q.options().dtype(at::kFloat) : q.options());
+  }
+  // What the query heads of one memory gave, added, without padding.
+  Tensor gathered(const Tensor& parts, int64_t width, const Tensor& like) const {
+    const auto all = group() == 1 ? parts : parts.unflatten(2, {shape.heads, group()}).sum(3);
+    return without_packs(all, width).to(like.scalar_type()).contiguous();
+  }
+};
+
+// A state as the scan takes it, [N, H, width, M] in packs; transposed: given as [N, H, M, width].
+inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t width, int64_t M) {
+  if (!given(state)) return Tensor();
+  const auto rows = transposed ? state->mT() : *state;
+  if (rows.size(2) == width && rows.size(3) == M) return rows;
+  return at::constant_pad_nd(rows, {0, M - rows.size(3), 0, width - rows.size(2)});
+}
+
+// A state [N, H, rows, cols] without padding.
+inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
+  return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
+}
+
+// RowGradients of the kernels.
+struct RowsLeft {
+  Tensor factored, w;
+
+  explicit RowsLeft(const GatedArguments& a)
+      : factored(at::empty({kernels::piece_count(a.shape.tokens, kernels::kChunk), a.shape.heads},
+                           a.q.options().dtype(at::kBool))),
+        w(a.rows(a.shape.query_heads, a.shape.M, at::kFloat)) {}
+
+  const bool* how() const { return factored.const_data_ptr<bool>(); }
+  kernels::RowGradients arrays() const { return {factored.mutable_data_ptr<bool>(), output<4>(w)}; }
+};
+
+// Runs a scan; `first` and the returned states are [N, H, width, M].
+struct FinalStates {
+  Tensor k, v;
+};
+inline FinalStates gated_scan(const GatedArguments& a, bool reverse, const Tensor& x0, const Tensor& s0,
+                              const Tensor& x1, const Tensor& s1, const Tensor& first_k,
+                              const Tensor& first_v, const Tensor& states, const bool* factored = nullptr) {
+  const auto& shape = a.shape;
+  const auto options = a.q.options().dtype(at::kFloat);
+  const auto N = shape.tokens.sequences;
+  const FinalStates last{at::empty({N, shape.heads, shape.D, shape.M}, options),
+                         at::empty({N, shape.heads, shape.V, shape.M}, options)};
+  kernels::GatedScan p;
+  p.tokens = shape.tokens;
+  p.heads = shape.heads;
+  p.group = reverse ? a.group() : 1;
+  p.M = shape.M;
+  p.dtype = shape.dtype;
+  p.reverse = reverse;
+  p.factored = factored;
+  p.g = input<4>(a.g);
+  if (shape.D > 0) p.memory[0] = {input<4>(x0), input<4>(s0), input<4>(first_k), output<4>(last.k), shape.D};
+  p.memory[1] = {input<4>(x1), input<4>(s1), input<4>(first_v), output<4>(last.v), shape.V};
+  p.states = states.mutable_data_ptr();
+  const auto workspace = at::empty({kernels::gated_scan_workspace(p)}, options.dtype(at::kByte));
+  p.workspace = workspace.mutable_data_ptr();
+  check_launch("gated_scan", kernels::gated_scan(p, c10::cuda::getCurrentCUDAStream()));
+  return last;
+}
+
+}  // namespace girih

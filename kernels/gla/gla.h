@@ -1,0 +1,39 @@
+// Gated linear attention.
+//
+//     S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          [D, V]
+//     o_t = scale * S_t^T q_t                          [V]
+//
+// It is the second memory of gsa alone, with q in p's and k in s's place: its scan is gsa's with that one
+// memory, and these are the kernels of single chunks. In the words of GsaShape M is D here, and D is 0.
+#pragma once
+
+#include "gsa/gsa.h"
+
+namespace girih::kernels {
+
+struct GlaOutput {
+  GsaShape shape;
+  In<4> q, k, v;       // [B, T, HQ, M], [B, T, H, M], [B, T, H, V]
+  In<4> g;             // [B, T, H, M] fp32
+  const void* states;  // of the scan of v
+  Out<4> o;            // [B, T, HQ, V]
+};
+
+cudaError_t gla_output(const GlaOutput& problem, cudaStream_t stream);
+
+struct GlaRows {
+  GsaShape shape;
+  In<4> q, k, v, g;
+  const void* states;
+  In<4> dout;         // [B, T, HQ, V]
+  Out<4> dq;          // [B, T, HQ, M]
+  RowGradients left;  // of y = scale * q
+  Out<4> q_scan;      // y_scan, [B, T, HQ, M]
+};
+
+cudaError_t gla_rows(const GlaRows& problem, cudaStream_t stream);
+
+// s is k; the memory is (v, do, q).
+cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels

@@ -1,0 +1,108 @@
+// o = scale * S^T q, one block a chunk and query head, warp w with rows 16 w to 16 w + 15.
+#pragma once
+
+#include "gla/launch.h"
+#include "gsa/block.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int M>
+struct GlaOutputTiles {
+  SharedTile<float, kChunk, M> g;
+  SharedTile<T, kChunk, M> q, k, raw, s;  // s: 64 rows of the state
+  SharedTile<T, kChunk, kSlab> v;
+  float *totals, *decay;
+
+  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 4 * SharedTile<T, kChunk, M>::kBytes +
+                                SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4;
+
+  __device__ explicit GlaOutputTiles(unsigned char* shared) {
+    Layout(shared)(g)(q)(k)(raw)(s)(v)(totals, 4 * M)(decay, M);
+  }
+};
+
+// Rows of a tile as a warp's sums, times `factor`.
+template <typename T, int N, class Tile>
+__device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int warp, float factor) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 x = lane_pair<T>(tile, kRows * warp + 8 * i, 8 * n);
+      sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
+    }
+  }
+}
+
+template <typename T, int M>
+__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+    gla_output_kernel(const __grid_constant__ GlaOutput p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const GlaOutputTiles<T, M> tile(shared);
+  const GsaShape& shape = p.shape;
+  const int warp = threadIdx.x >> 5;
+  const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
+  const int head = query_head / (shape.query_heads / shape.heads);
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
+  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
+  if (piece.length == 0) return;
+
+  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
+  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
+                          threadIdx.x);
+  commit_copies();
+  const auto load_values = [&](int v) {
+    const int cols = shape.V - v;
+    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                            threadIdx.x);
+    load_async<kGsaThreads>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
+                            threadIdx.x);
+    commit_copies();
+  };
+  load_async<kGsaThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head), p.q.stride[1], piece.length, shape.M,
+                          threadIdx.x);
+  load_values(0);
+
+  wait_copies<1>();
+  __syncthreads();
+  RowReads<T, M> reads;
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.q, warp)}};
+  reads.template start<4>();
+  reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  wait_copies<0>();
+  __syncthreads();
+
+  // O = (q e^L) S + [q_i . e^{L_i - L_j} k_j, j <= i] V
+  Operand<M / 8 / 2> f;
+  Operand<2> w[2];
+  {
+    Sums<M / 8> q;
+    take_rows<T>(q, tile.q, warp, shape.scale);
+    __syncwarp();
+    reads.key_read(q, w);
+    round_to<T>(f, q);
+  }
+  // The warp's rows of q are its room for rows on their way out.
+  const SharedTile<T, kChunk, kSlab> stage{reinterpret_cast<T*>(rows_of(tile.q, warp)) -
+                                           warp * kRows * kSlab};
+  for (int v = 0;; v += kSlab) {
+    Sums<8> o;
+    fill(o, 0.f);
+    add_product_transposed<T>(o, f, tile.s);
+    add_scored<Side::earlier, T>(o, w, tile.v, warp);
+    store_rows<T>(o, 0, stage, warp, chunk_rows<T>(p.o, piece, query_head) + v, p.o.stride[1], piece.length,
+                  shape.V - v);
+    if (v + kSlab >= shape.V) break;
+    __syncthreads();
+    load_values(v + kSlab);
+    wait_copies<0>();
+    __syncthreads();
+  }
+}
+
+template <typename T, int M>
+cudaError_t launch_gla_output(const GlaOutput& p, cudaStream_t stream) {
+  return launch_blocks<gla_output_kernel<T, M>>(p, kGsaThreads, GlaOutputTiles<T, M>::kBytes, stream);
+}
+
+}  // namespace girih::kernels

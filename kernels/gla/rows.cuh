@@ -1,0 +1,146 @@
+// The gradients of query rows, one block a chunk and query head, warp w with rows 16 w to 16 w + 15:
+//
+//     dq_t = scale * S_t do_t
+//
+// a value read of (do, v).
+#pragma once
+
+#include "gla/output.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int M>
+struct GlaRowTiles {
+  SharedTile<float, kChunk, M> g;
+  SharedTile<T, kChunk, M> k, s;  // s: 64 rows of the state
+  SharedTile<T, kChunk, kSlab> v, dout;
+  float *totals, *decay, *own;
+
+  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 2 * SharedTile<T, kChunk, M>::kBytes +
+                                2 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + kChunk * 4;
+
+  __device__ explicit GlaRowTiles(unsigned char* shared) {
+    Layout(shared)(g)(k)(s)(v)(dout)(totals, 4 * M)(decay, M)(own, kChunk);
+  }
+};
+
+template <typename T, int M>
+__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+    gla_rows_kernel(const __grid_constant__ GlaRows p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const GlaRowTiles<T, M> tile(shared);
+  const GsaShape& shape = p.shape;
+  const int warp = threadIdx.x >> 5;
+  const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
+  const int group = shape.query_heads / shape.heads, head = query_head / group;
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
+  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
+  if (piece.length == 0) return;
+
+  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
+  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
+                          threadIdx.x);
+  commit_copies();
+  const auto load_slab = [&](int v) {
+    const int cols = shape.V - v;
+    load_async<kGsaThreads>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
+                            piece.length, cols, threadIdx.x);
+    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                            threadIdx.x);
+    load_async<kGsaThreads>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
+                            threadIdx.x);
+    commit_copies();
+  };
+  load_slab(0);
+
+  wait_copies<1>();
+  __syncthreads();
+  RowReads<T, M, true> reads;
+  // The keys as they are take the place of the state.
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.s, {rows_of(tile.dout, warp)}};
+  reads.template start<4>();
+  if (threadIdx.x == 0 && query_head % group == 0)
+    p.left.factored[chunk * shape.heads + head] = reads.factored;
+  wait_copies<0>();
+  __syncthreads();
+
+  // e^L dO S^T + [sum_{j<i} do_i . v_j e^{L_i - L_j} k_j]
+  Scores a;
+  Sums<M / 8> dq;
+  zero(a);
+  fill(dq, 0.f);
+  for (int v = 0;; v += kSlab) {
+#pragma unroll 2
+    for (int col = 0; col < kSlab; col += 16) {
+      uint32_t x[4];
+      load_block(x, tile.dout, kRows * warp, col);
+      add_scores<Side::earlier, T>(a, x, tile.v, col, warp);
+      add_product<T>(dq, x, tile.s, col);
+    }
+    if (v + kSlab >= shape.V) break;
+    __syncthreads();
+    load_slab(v + kSlab);
+    wait_copies<0>();
+    __syncthreads();
+  }
+  put_diagonal(tile.own, a, warp);
+  __syncwarp();
+  reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  // On their way during the read; rows and columns that do not exist are not stored.
+  uint32_t q_pairs[M / 8][2];
+  const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
+#pragma unroll
+  for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(kRows * warp + lane_row() + 8 * i, piece.length - 1);
+      q_pairs[n][i] = *reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] +
+                                                         min(8 * n + lane_col(), shape.M - 2));
+    }
+  }
+  reads.value_read(dq, a);
+
+  // w = q dq without own tokens, then the rest of dq; q as the scan takes it.
+  const SharedTile<T, kChunk, M> keys{reads.factored ? tile.k.data : tile.s.data};
+  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head);
+  Sums<M / 8> q;
+#pragma unroll
+  for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
+      const bool exists = row < piece.length && col < shape.M;
+      float2 of_q = unpaired<T>(q_pairs[n][i]);
+      of_q.x *= shape.scale, of_q.y *= shape.scale;
+      float& left = dq.at[n][2 * i];
+      float& right = dq.at[n][2 * i + 1];
+      // As others will see it: rounded with its factor.
+      const float2 r = reads.factor(i, n);
+      of_q.x *= r.x, of_q.y *= r.y;
+      const float2 seen = unpaired<T>(pair_of<T>(of_q.x, of_q.y));
+      const float2 w = {__fdividef(seen.x * left, r.x), __fdividef(seen.y * right, r.y)};
+      if (exists) *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
+      q.at[n][2 * i] = of_q.x, q.at[n][2 * i + 1] = of_q.y;
+      float2 k = lane_pair<T>(keys, kRows * warp + 8 * i, 8 * n);
+      k = {k.x * r.x, k.y * r.y};
+      const float own = tile.own[row];
+      left = shape.scale * fmaf(own, k.x, left), right = shape.scale * fmaf(own, k.y, right);
+    }
+  }
+  if (!reads.factored) reads.decay_from_start(q);
+  __syncthreads();  // v and do have been read: rows on their way out go through them
+#pragma unroll
+  for (int m = 0; m < M; m += kSlab) {
+    store_rows<T>(dq, m / 8, tile.v, warp, chunk_rows<T>(p.dq, piece, query_head) + m, p.dq.stride[1],
+                  piece.length, shape.M - m);
+    store_rows<T>(q, m / 8, tile.dout, warp, chunk_rows<T>(p.q_scan, piece, query_head) + m,
+                  p.q_scan.stride[1], piece.length, shape.M - m);
+  }
+}
+
+template <typename T, int M>
+cudaError_t launch_gla_rows(const GlaRows& p, cudaStream_t stream) {
+  return launch_blocks<gla_rows_kernel<T, M>>(p, kGsaThreads, GlaRowTiles<T, M>::kBytes, stream);
+}
+
+}  // namespace girih::kernels

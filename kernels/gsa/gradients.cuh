@@ -1,0 +1,127 @@
+// What the kernels of key rows share: rows on their way out, and the gradients of the gates.
+#pragma once
+
+#include "gsa/block.cuh"
+
+namespace girih::kernels {
+
+// As store_rows, to T or fp32, whichever the array holds: columns col.. of `cols`.
+template <typename T, int Eights = 8, int N>
+__device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
+                                     const Out<4>& to, const Piece& piece, int head, int col, int cols,
+                                     int at = 0) {
+  if (to.dtype != DType::f32) {
+    store_rows<T, Eights>(sums, 0, stage, warp, chunk_rows<T>(to, piece, head) + col, to.stride[1],
+                          piece.length, cols - col, at);
+    return;
+  }
+  float* rows = chunk_rows<float>(to, piece, head) + col;
+#pragma unroll
+  for (int n = 0; n < Eights; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
+      if (row < piece.length && c < cols - col) {
+        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i],
+                                                                     sums.at[n][2 * i + 1]};
+      }
+    }
+  }
+}
+
+// The sum of states * their gradients over the rows, for each of M columns: a thread has 8 neighbouring
+// columns of every so-many-th row.
+template <int Threads, int M>
+struct EdgeSum {
+  static constexpr int kPacks = M / 8;
+  static constexpr int kRowsAtOnce = Threads / kPacks;
+  float sum[8] = {};
+
+  // Up to 64 rows of both, M elements apart: every load is of a row that exists, so that all are under way
+  // before the first is waited for. What they bring is added later.
+  struct Rows {
+    uint4 state[kSlab / kRowsAtOnce], gradient[kSlab / kRowsAtOnce];
+    int first, count;
+  };
+  template <typename T>
+  __device__ static Rows load(const T* states, const T* gradients, int rows, int slots, int thread) {
+    Rows loaded;
+    loaded.first = thread / kPacks, loaded.count = rows;
+    const int pack = min(thread % kPacks * 8, slots - 8);
+#pragma unroll
+    for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+      const int64_t at = static_cast<int64_t>(min(loaded.first + i * kRowsAtOnce, rows - 1)) * slots + pack;
+      loaded.state[i] = *reinterpret_cast<const uint4*>(states + at);
+      loaded.gradient[i] = *reinterpret_cast<const uint4*>(gradients + at);
+    }
+    return loaded;
+  }
+  template <typename T>
+  __device__ void add(const Rows& rows) {
+#pragma unroll
+    for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+      const bool counts = rows.first + i * kRowsAtOnce < rows.count;
+      const uint4 &of_state = rows.state[i], &of_gradient = rows.gradient[i];
+      const uint32_t s[4] = {of_state.x, of_state.y, of_state.z, of_state.w},
+                     g[4] = {of_gradient.x, of_gradient.y, of_gradient.z, of_gradient.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 a = unpaired<T>(counts ? s[j] : 0u), b = unpaired<T>(g[j]);
+        sum[2 * j] = fmaf(a.x, b.x, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(a.y, b.y, sum[2 * j + 1]);
+      }
+    }
+  }
+
+  // At a sequence's start, where both are there in fp32; no state is zero.
+  __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head, int rows,
+                            int slots, int thread) {
+    if (state.data == nullptr) return;
+    const auto at = [&](const In<4>& x, int row, int col) {
+      return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
+                                               row * x.stride[2] + col * x.stride[3]];
+    };
+    for (int row = thread / kPacks; row < rows; row += kRowsAtOnce) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int col = thread % kPacks * 8 + j;
+        if (col < slots) sum[j] += at(state, row, col) * at(gradient, row, col);
+      }
+    }
+  }
+
+  // Lanes with the same columns add up; to [M], the warp's own.
+  __device__ void put(float* to) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int other = kPacks; other < 32; other *= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], other);
+      if (lane() < kPacks) to[lane() * 8 + j] = sum[j];
+    }
+  }
+};
+
+// dg_t = edge - sum_{j<t} c_j + beyond(t, m), edge the sum over the `Edges` warps' [M]: a thread has a column
+// and a share of the rows, and adds first what stands before them. By all threads, after a barrier.
+template <int Threads, int Edges, int M, class Beyond>
+__device__ inline void put_gate_gradients(const SharedTile<float, kChunk, M>& c, const float* edge,
+                                          const Out<4>& to, const Piece& piece, int head, int slots,
+                                          const Beyond& beyond) {
+  constexpr int kShare = kChunk * M / Threads;
+  const int m = threadIdx.x % M, from = static_cast<int>(threadIdx.x) / M * kShare;
+  float* dg = chunk_rows<float>(to, piece, head) + from * to.stride[1] + m;
+  const int rows = m < slots ? piece.length - from : 0;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < Edges; ++i) sum += edge[i * M + m];
+#pragma unroll 16
+  for (int row = 0; row < from; ++row) sum -= c.at(row, m);
+#pragma unroll 16
+  for (int row = 0; row < kShare; ++row) {
+    if (row < rows) *dg = sum + beyond(from + row, m);
+    sum -= c.at(from + row, m);
+    dg += to.stride[1];
+  }
+}
+
+}  // namespace girih::kernels
