@@ -10,7 +10,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 def rounds_inside(case, device):
     """Whether a kernel's products are half too: test_gsa_kernels.py measures what that costs."""
-    return device == "cuda" and case.op == "gsa" and "g" in case.data
+    return device == "cuda" and (case.op == "gla" or (case.op == "gsa" and "g" in case.data))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
