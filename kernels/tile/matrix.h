@@ -220,13 +220,6 @@ __device__ inline float max_over_row(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-// The sum over the eight lanes that share columns.
-__device__ inline float sum_over_col(float x) {
-  x += __shfl_xor_sync(~0u, x, 4);
-  x += __shfl_xor_sync(~0u, x, 8);
-  return x + __shfl_xor_sync(~0u, x, 16);
-}
-
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
