@@ -7,14 +7,18 @@
 
 namespace girih {
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, s in q's dtype, g in fp32.
+// Which kernels: those of the tensor cores, for 16-bit elements, or those of the plain fp32 cores.
+enum class Kernels { tensor, exact };
+
+// One call's tensors as the kernels read them: rows in packs of 16 bytes, g in fp32, s and the states between
+// chunks in q's dtype or, for the exact kernels, in fp32.
 struct GatedArguments {
   Tensor q, k, v, s, g, cu_seqlens;
   kernels::GsaShape shape;
   int64_t D, V, M;  // without padding
 
   // One memory: gla, whose D is g's width and M here.
-  GatedArguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_,
+  GatedArguments(Kernels by, const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_,
                  const Tensor& g_, const OptionalTensor& cu, const std::optional<double>& scale,
                  kernels::Feature feature, bool one_memory = false)
       : q(in_packs(q_)),
@@ -24,7 +28,8 @@ struct GatedArguments {
         D(q_.size(3)),
         V(v_.size(3)),
         M(g_.size(3)) {
-    if (given(s_)) s = in_packs(s_->to(q.scalar_type()));
+    const auto type = by == Kernels::exact ? at::kFloat : q.scalar_type();
+    if (given(s_)) s = in_packs(s_->to(type));
     if (given(cu)) cu_seqlens = cu->contiguous();
     shape = {kernel_tokens(q, cu_seqlens),
              static_cast<int>(k.size(2)),
@@ -33,7 +38,7 @@ struct GatedArguments {
              static_cast<int>(v.size(3)),
              static_cast<int>(g.size(3)),
              static_cast<int>(M),
-             kernel_dtype(q),
+             by == Kernels::exact ? kernels::DType::f32 : kernel_dtype(q),
              feature,
              static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
   }
@@ -49,7 +54,7 @@ struct GatedArguments {
   Tensor states() const {
     return at::empty(
         {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
-        q.options());
+        shape.dtype == kernels::DType::f32 ? q.options().dtype(at::kFloat) : q.options());
   }
   // What the query heads of one memory gave, added, without padding.
   Tensor gathered(const Tensor& parts, int64_t width, const Tensor& like) const {
@@ -71,13 +76,26 @@ inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
   return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
 }
 
+// RowGradients of the kernels.
+struct RowsLeft {
+  Tensor factored, w;
+
+  explicit RowsLeft(const GatedArguments& a)
+      : factored(at::empty({kernels::piece_count(a.shape.tokens, kernels::kChunk), a.shape.heads},
+                           a.q.options().dtype(at::kBool))),
+        w(a.rows(a.shape.query_heads, a.shape.M, at::kFloat)) {}
+
+  const bool* how() const { return factored.const_data_ptr<bool>(); }
+  kernels::RowGradients arrays() const { return {factored.mutable_data_ptr<bool>(), output<4>(w)}; }
+};
+
 // Runs a scan; `first` and the returned states are [N, H, width, M].
 struct FinalStates {
   Tensor k, v;
 };
 inline FinalStates gated_scan(const GatedArguments& a, bool reverse, const Tensor& x0, const Tensor& s0,
                               const Tensor& x1, const Tensor& s1, const Tensor& first_k,
-                              const Tensor& first_v, const Tensor& states) {
+                              const Tensor& first_v, const Tensor& states, const bool* factored = nullptr) {
   const auto& shape = a.shape;
   const auto options = a.q.options().dtype(at::kFloat);
   const auto N = shape.tokens.sequences;
@@ -90,6 +108,7 @@ inline FinalStates gated_scan(const GatedArguments& a, bool reverse, const Tenso
   p.M = shape.M;
   p.dtype = shape.dtype;
   p.reverse = reverse;
+  p.factored = factored;
   p.g = input<4>(a.g);
   if (shape.D > 0) p.memory[0] = {input<4>(x0), input<4>(s0), input<4>(first_k), output<4>(last.k), shape.D};
   p.memory[1] = {input<4>(x1), input<4>(s1), input<4>(first_v), output<4>(last.v), shape.V};

@@ -1,6 +1,7 @@
 #include "gla/gla.h"
 #include "gla/launch.h"
 #include "gsa/instance.h"
+#include "gsa/launch.h"
 
 namespace girih::kernels {
 
@@ -14,9 +15,9 @@ cudaError_t gla_rows(const GlaRows& p, cudaStream_t stream) {
     return launch_gla_rows<decltype(element), slots()>(p, stream);
   });
 }
-cudaError_t gla_columns(const GlaColumns& p, cudaStream_t stream) {
+cudaError_t gla_columns(const GatedColumns& p, cudaStream_t stream) {
   return by_instance(p.shape, [&](auto element, auto slots) {
-    return launch_gla_columns<decltype(element), slots()>(p, stream);
+    return launch_gated_columns<decltype(element), slots(), 1>(p, stream);
   });
 }
 

@@ -21,32 +21,19 @@ struct GlaOutput {
 
 cudaError_t gla_output(const GlaOutput& problem, cudaStream_t stream);
 
-// What the gradient needs of every query row, and dq.
 struct GlaRows {
   GsaShape shape;
   In<4> q, k, v, g;
   const void* states;
-  In<4> dout;     // [B, T, HQ, V]
-  Out<4> dq;      // [B, T, HQ, M]
-  Out<4> q_scan;  // [B, T, HQ, M]: scale * q as the reverse scan takes it
-  Out<4> w;       // [B, T, HQ, M] fp32: q * its gradient, without what a row reads of its own token
+  In<4> dout;         // [B, T, HQ, V]
+  Out<4> dq;          // [B, T, HQ, M]
+  RowGradients left;  // of y = scale * q
+  Out<4> q_scan;      // y_scan, [B, T, HQ, M]
 };
 
 cudaError_t gla_rows(const GlaRows& problem, cudaStream_t stream);
 
-// The other gradients, from the reverse scan of (do, q). As in GsaColumns the query heads of one memory each
-// give their part.
-struct GlaColumns {
-  GsaShape shape;
-  In<4> q, k, v, g, dout, w;
-  const void* states;     // of the forward scan
-  const void* gradients;  // of the reverse scan
-  In<4> initial,
-      start;      // before a sequence's first token: the state, optional, and its gradient, [N, H, V, M] fp32
-  Out<4> dk, dv;  // [B, T, HQ, M], [B, T, HQ, V], dtype or fp32
-  Out<4> dg;      // [B, T, HQ, M] fp32
-};
-
-cudaError_t gla_columns(const GlaColumns& problem, cudaStream_t stream);
+// s is k; the memory is (v, do, q).
+cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

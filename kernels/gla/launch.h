@@ -9,7 +9,5 @@ template <typename T, int M>
 cudaError_t launch_gla_output(const GlaOutput& problem, cudaStream_t stream);
 template <typename T, int M>
 cudaError_t launch_gla_rows(const GlaRows& problem, cudaStream_t stream);
-template <typename T, int M>
-cudaError_t launch_gla_columns(const GlaColumns& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

@@ -5,50 +5,52 @@
 // a value read of (do, v).
 #pragma once
 
-#include "gla/output.cuh"
+#include "gla/gla.h"
+#include "gla/launch.h"
+#include "gsa/block.cuh"
 
 namespace girih::kernels {
 
 template <typename T, int M>
 struct GlaRowTiles {
   SharedTile<float, kChunk, M> g;
-  SharedTile<T, kChunk, M> k, raw, s;  // s: 64 rows of the state
+  SharedTile<T, kChunk, M> k, s;  // s: 64 rows of the state
   SharedTile<T, kChunk, kSlab> v, dout;
   float *totals, *decay, *own;
 
-  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
+  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 2 * SharedTile<T, kChunk, M>::kBytes +
                                 2 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + kChunk * 4;
 
   __device__ explicit GlaRowTiles(unsigned char* shared) {
-    Layout(shared)(g)(k)(raw)(s)(v)(dout)(totals, 4 * M)(decay, M)(own, kChunk);
+    Layout(shared)(g)(k)(s)(v)(dout)(totals, 4 * M)(decay, M)(own, kChunk);
   }
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     gla_rows_kernel(const __grid_constant__ GlaRows p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const GlaRowTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;
   const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  const int head = query_head / (shape.query_heads / shape.heads);
+  const int group = shape.query_heads / shape.heads, head = query_head / group;
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
-  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
-                          threadIdx.x);
+  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
+  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
+                     threadIdx.x);
   commit_copies();
   const auto load_slab = [&](int v) {
     const int cols = shape.V - v;
-    load_async<kGsaThreads>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
-                            piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
-                            threadIdx.x);
+    load_async<kGroup>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
+                       piece.length, cols, threadIdx.x);
+    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                       threadIdx.x);
+    load_async<kGroup>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
+                       threadIdx.x);
     commit_copies();
   };
   load_slab(0);
@@ -56,9 +58,11 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   wait_copies<1>();
   __syncthreads();
   RowReads<T, M, true> reads;
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.dout, warp)}};
+  // The keys as they are take the place of the state.
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.s, {rows_of(tile.dout, warp)}};
   reads.template start<4>();
-  reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  if (threadIdx.x == 0 && query_head % group == 0)
+    p.left.factored[chunk * shape.heads + head] = reads.factored;
   wait_copies<0>();
   __syncthreads();
 
@@ -82,35 +86,50 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     __syncthreads();
   }
   put_diagonal(tile.own, a, warp);
-  reads.value_read(dq, a);
   __syncwarp();
-
-  // w = q dq without own tokens, then the rest of dq.
+  reads.template split<kGroup>(p.k, {}, piece, head, shape.M);
+  // On their way during the read; rows and columns that do not exist are not stored.
+  uint32_t q_pairs[M / 8][2];
   const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
-  float* w_rows = chunk_rows<float>(p.w, piece, query_head);
+#pragma unroll
+  for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(kRows * warp + lane_row() + 8 * i, piece.length - 1);
+      q_pairs[n][i] = *reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] +
+                                                         min(8 * n + lane_col(), shape.M - 2));
+    }
+  }
+  reads.value_read(dq, a);
+
+  // w = q dq without own tokens, then the rest of dq; q as the scan takes it.
+  const SharedTile<T, kChunk, M> keys{reads.factored ? tile.k.data : tile.s.data};
+  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head);
   Sums<M / 8> q;
 #pragma unroll
   for (int n = 0; n < M / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-      float2 of_q = {0.f, 0.f};
-      if (row < piece.length && col < shape.M) {
-        of_q = unpaired<T>(*reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] + col));
-      }
+      const bool exists = row < piece.length && col < shape.M;
+      float2 of_q = unpaired<T>(q_pairs[n][i]);
       of_q.x *= shape.scale, of_q.y *= shape.scale;
-      q.at[n][2 * i] = of_q.x, q.at[n][2 * i + 1] = of_q.y;
       float& left = dq.at[n][2 * i];
       float& right = dq.at[n][2 * i + 1];
-      if (row < piece.length && col < shape.M) {
-        *reinterpret_cast<float2*>(w_rows + row * p.w.stride[1] + col) = {of_q.x * left, of_q.y * right};
-      }
-      const float2 k = reads.weight(i, n);
+      // As others will see it: rounded with its factor.
+      const float2 r = reads.factor(i, n);
+      of_q.x *= r.x, of_q.y *= r.y;
+      const float2 seen = unpaired<T>(pair_of<T>(of_q.x, of_q.y));
+      const float2 w = {__fdividef(seen.x * left, r.x), __fdividef(seen.y * right, r.y)};
+      if (exists) *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
+      q.at[n][2 * i] = of_q.x, q.at[n][2 * i + 1] = of_q.y;
+      float2 k = lane_pair<T>(keys, kRows * warp + 8 * i, 8 * n);
+      k = {k.x * r.x, k.y * r.y};
       const float own = tile.own[row];
       left = shape.scale * fmaf(own, k.x, left), right = shape.scale * fmaf(own, k.y, right);
     }
   }
-  reads.decay_from_start(q);
+  if (!reads.factored) reads.decay_from_start(q);
   __syncthreads();  // v and do have been read: rows on their way out go through them
 #pragma unroll
   for (int m = 0; m < M; m += kSlab) {
@@ -123,7 +142,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
 
 template <typename T, int M>
 cudaError_t launch_gla_rows(const GlaRows& p, cudaStream_t stream) {
-  return launch_blocks<gla_rows_kernel<T, M>>(p, kGsaThreads, GlaRowTiles<T, M>::kBytes, stream);
+  return launch_blocks<gla_rows_kernel<T, M>>(p, kGroup, GlaRowTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

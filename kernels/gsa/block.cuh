@@ -1,5 +1,4 @@
-// What the blocks of gsa and gla share: 128 threads, one chunk and head each; columns of D and V 64 at a
-// time.
+// What the blocks of gsa and gla share: one chunk and head each; columns of D and V 64 at a time.
 #pragma once
 
 #include "gsa/decay.cuh"
@@ -8,9 +7,8 @@
 
 namespace girih::kernels {
 
-constexpr int kSlab = 64;  // columns of D and V at a time
-constexpr int kGsaThreads = 128;
-constexpr int kGroup = 128;  // threads of four warps, in blocks that have several
+constexpr int kSlab = 64;    // columns of D and V at a time
+constexpr int kGroup = 128;  // threads of four warps: a block's, or one of its groups
 
 // Rows first..first+63 of a chunk's states.
 template <typename T>
@@ -28,26 +26,27 @@ __device__ inline void load_gates(const SharedTile<float, kChunk, M>& g, const I
                       threadIdx.x);
 }
 
-// A warp's 16 rows, 64 columns of them from 8 n on, through its own rows of a tile, to global memory.
-template <typename T, int N>
+// A warp's 16 rows, 8 Eights columns of them from 8 n0 on, through its own rows of a tile, there from
+// column `at` on, to global memory.
+template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<T, kChunk, kSlab>& stage,
-                                  int warp, T* to, int64_t stride, int rows, int cols) {
+                                  int warp, T* to, int64_t stride, int rows, int cols, int at = 0) {
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < Eights; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint32_t*>(&lane_at(stage, kRows * warp + 8 * i, 8 * n)) =
+      *reinterpret_cast<uint32_t*>(&lane_at(stage, kRows * warp + 8 * i, at + 8 * n)) =
           pair_of<T>(sums.at[n0 + n][2 * i], sums.at[n0 + n][2 * i + 1]);
     }
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = kRows * warp + 4 * i + (lane() >> 3), col = (lane() & 7) * 8;
+  for (int i = 0; i < kRows; i += 32 / Eights) {
+    const int row = kRows * warp + i + lane() / Eights, col = lane() % Eights * 8;
     if (row < rows && col < cols) {
       *reinterpret_cast<uint4*>(to + row * stride + col) =
-          *reinterpret_cast<const uint4*>(&stage.at(row, col));
+          *reinterpret_cast<const uint4*>(&stage.at(row, at + col));
     }
   }
 }

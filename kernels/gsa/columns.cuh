@@ -1,15 +1,17 @@
-// The gradients of key rows, one block a chunk and query head: two groups of four warps, one a memory, in
-// each warp w with rows 16 w to 16 w + 15. Gk, Gv: what later chunks and the final state give to the state
-// after this one.
+// The gradients of key rows, one block a chunk and query head, warp w of every four with rows 16 w to 16 w +
+// 15. G: what later chunks and the final state give to the state after this one. For each memory, one after
+// the other (gsa's keys and values; gla has the second alone, with k and q in s's and p's place):
 //
-//     dk_j = Gk_j s_j         ds_j = Gk_j^T k_j + Gv_j v_j         dv_j = Gv_j^T s_j
-//     Gk_j = e^{L_C - L_j} Gk + sum_{t>=j} e^{L_t - L_j} scale q_t dz_t^T        Gv_j alike with p_t, do_t
-//     dg_t = sum over d, v of Gk_t * e^{g_t} Hk_{t-1} + Gv_t * e^{g_t} Hv_{t-1}
+//     dx_j = G_j s_j         ds_j = sum of G_j^T x_j over the memories
+//     G_j = e^{L_C - L_j} G + sum_{t>=j} e^{L_t - L_j} read_t y_t^T
+//     dg_t = sum over the memories' rows of G_t * e^{g_t} H_{t-1}
 //
-// What a row gives to its own token crosses no gate. Without it, with w = z dz + p dp of reads and s ds of
-// writes, in the chunk
+// with x, read, y: k, q, scale dz, or v, do, p. What a row gives to its own token crosses no gate. Without
+// it, with w = z dz + p dp of reads and s ds of writes, in the chunk
 //
 //     dg_t = sum H * (gradient of H) - sum_{j<t} (w - s ds)_j
+//
+// (s as it is in G's part of ds, as the tensor cores saw it in the rows' part, so that pairs of rows cancel)
 //
 // H the states before the chunk: their gradient is what the reverse scan wrote for the chunk before. Of the
 // query heads that share a memory only the first adds what G gives.
@@ -20,208 +22,296 @@
 
 namespace girih::kernels {
 
-constexpr int kColumnThreads = 256;
+// A group of four warps for every 64 of M.
+template <typename T, int M, int Memories>
+struct GatedColumnTiles {
+  static constexpr int kGroups = M / 64;
 
-template <typename T, int M>
-struct GsaColumnTiles {
+  using Slots = SharedTile<T, kChunk, M>;
+
   SharedTile<float, kChunk, M> g;
-  SharedTile<T, kChunk, M> s, end, dz, p, gk, gv;
-  SharedTile<T, kChunk, kSlab> q, k, v, dout;
+  Slots s, end, first_y, gradient;
+  SharedTile<T, kChunk, kSlab> x, read;
   float *totals, *decay, *edge, *own;
 
-  static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 6 * SharedTile<T, kChunk, M>::kBytes +
-                                4 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 8) * M * 4 +
-                                2 * kChunk * 4;
+  static constexpr int kBytes =
+      SharedTile<float, kChunk, M>::kBytes + (3 + Memories) * SharedTile<T, kChunk, M>::kBytes +
+      2 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 4 * kGroups) * M * 4 + Memories * kChunk * 4;
 
-  __device__ explicit GsaColumnTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(end)(dz)(p)(gk)(gv)(q)(k)(v)(dout)(totals, 4 * M)(decay, M)(edge, 8 * M)(own,
-                                                                                                  2 * kChunk);
+  __device__ explicit GatedColumnTiles(unsigned char* shared) {
+    Layout layout(shared);
+    layout(g)(s)(end)(first_y);
+    layout.next += (Memories - 1) * Slots::kBytes;
+    layout(gradient)(x)(read)(totals, 4 * M)(decay, M)(edge, 4 * kGroups * M)(own, Memories * kChunk);
   }
+  __device__ Slots y(int i) const { return {first_y.data + i * kChunk * M}; }
 };
 
-template <typename T, int M>
-__global__ void __launch_bounds__(kColumnThreads, M == 64 ? 2 : 1)
-    gsa_columns_kernel(const __grid_constant__ GsaColumns p) {
-  constexpr int N = M / 8;
+template <typename T, int M, int Memories>
+__global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
+    gated_columns_kernel(const __grid_constant__ GatedColumns p) {
+  using Tiles = GatedColumnTiles<T, M, Memories>;
+  constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
   extern __shared__ __align__(128) unsigned char shared[];
-  const GsaColumnTiles<T, M> tile(shared);
+  const Tiles tile(shared);
   const GsaShape& shape = p.shape;
-  const int warp = threadIdx.x / 32 % 4, thread = threadIdx.x % kGroup;
-  const bool values = threadIdx.x >= kGroup;  // the second group
+  const int warp = threadIdx.x / 32 % 4, group = threadIdx.x / kGroup;
   const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  const int group = shape.query_heads / shape.heads, head = query_head / group;
-  const bool first = query_head % group == 0;
+  const int queries = shape.query_heads / shape.heads, head = query_head / queries;
+  const bool first = query_head % queries == 0;
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_gates<kColumnThreads>(tile.g, p.g, piece, head, shape.M);
-  load_weights<kColumnThreads>(tile.s, p.s, p.g, piece, head, shape.M);
-  commit_copies();
-
-  // The group's x (k or v), what read it (q or do), y (dz or p) and gradient, 64 columns of D or V at a time.
-  const auto x_tile = values ? tile.v : tile.k, read_tile = values ? tile.dout : tile.q;
-  const auto y_tile = values ? tile.p : tile.dz, gradient = values ? tile.gv : tile.gk;
-  const int width = values ? shape.V : shape.D, first_row = values ? shape.D : 0;
-  const bool sole = width <= kSlab;
-  const auto load_slab = [&](int col) {
-    const In<4>&x = values ? p.v : p.k, &read = values ? p.dout : p.q;
-    load_async<kGroup>(x_tile, chunk_rows<T>(x, piece, head) + col, x.stride[1], piece.length, width - col,
-                       thread);
-    load_async<kGroup>(read_tile, chunk_rows<T>(read, piece, query_head) + col, read.stride[1], piece.length,
-                       width - col, thread);
-    load_async<kGroup>(gradient, state_rows<T>(p.gradients, shape, chunk, head, first_row + col), shape.M,
-                       first ? width - col : 0, shape.M, thread);
+  const auto memory = [&](int i) -> const ColumnMemory& { return p.memory[i + 2 - Memories]; };
+  const auto first_row = [&](int i) { return i + 2 - Memories == 0 ? 0 : shape.D; };
+  const auto load = [&](const auto& to, const In<4>& from, int of, int col, int width) {
+    load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
+                         threadIdx.x);
+  };
+  const auto load_slab = [&](int i, int col, bool with_x = true) {
+    const ColumnMemory& m = memory(i);
+    if (with_x) load(tile.x, m.x, head, col, m.width);
+    load(tile.read, m.read, query_head, col, m.width);
+    load_async<kThreads>(tile.gradient, state_rows<T>(p.gradients, shape, chunk, head, first_row(i) + col),
+                         shape.M, first ? m.width - col : 0, shape.M, threadIdx.x);
     commit_copies();
   };
-  {
-    const In<4>& y = values ? p.p : p.dz;
-    load_async<kGroup>(y_tile, chunk_rows<T>(y, piece, query_head), y.stride[1], piece.length, shape.M,
-                       thread);
-  }
-  load_slab(0);
-  // Read late, and not by copies.
-  const float* w_rows = chunk_rows<float>(p.w, piece, query_head);
-  if (thread < piece.length) prefetch(w_rows + thread * p.w.stride[1] + (values ? shape.M / 2 : 0));
-  for (int row = thread; first && row < width; row += kGroup) {
-    prefetch(state_rows<T>(p.states, shape, chunk, head, first_row + row));
+  load_gates<kThreads>(tile.g, p.g, piece, head, shape.M);
+  load_weights<kThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+  commit_copies();
+#pragma unroll
+  for (int i = 0; i < Memories; ++i) load(tile.y(i), memory(i).y_scan, query_head, 0, shape.M);
+  load_slab(0, 0);
+  // What the edge needs, while the copies are on their way: the block of the chunk before has just read it.
+  EdgeSum<kThreads, M> edge;
+  typename EdgeSum<kThreads, M>::Rows edge_rows[Memories];
+  const auto load_edge = [&](int i, int slab) {
+    return edge.load(state_rows<T>(p.states, shape, chunk, head, first_row(i) + slab),
+                     state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab),
+                     min(kSlab, memory(i).width - slab), shape.M, threadIdx.x);
+  };
+  const bool has_edge = first && piece.index > 0;
+  if (has_edge) {
+#pragma unroll
+    for (int i = 0; i < Memories; ++i) edge_rows[i] = load_edge(i, 0);
   }
 
   wait_copies<1>();
   __syncthreads();
   RowWrites<T, M> writes;
-  writes.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.end, {rows_of(x_tile, warp)}, values};
-  writes.template start<kColumnThreads / 32>();
+  writes.at = {{tile.g, tile.decay, tile.totals, warp},         tile.s, tile.end,
+               {rows_of(tile.x, warp) + group * kRows * kRows}, group,  p.y_scale};
+  writes.template start<4 * kGroups>();
+#pragma unroll
+  for (int i = 0; i < Memories; ++i) {
+    const ColumnMemory& m = memory(i);
+    if (has_edge) {
+      edge.template add<T>(edge_rows[i]);
+      for (int slab = kSlab; slab < m.width; slab += kSlab) edge.template add<T>(load_edge(i, slab));
+    } else if (first) {
+      edge.add_start(m.initial, m.start, piece, head, m.width, shape.M, threadIdx.x);
+    }
+  }
+  edge.put(tile.edge + threadIdx.x / 32 * M);
+  if (!writes.factored) {
+    wait_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Memories; ++i) load(tile.y(i), memory(i).y, query_head, 0, shape.M);
+    commit_copies();
+  }
   wait_copies<0>();
-  writes.at.group_barrier();
+  __syncthreads();
 
-  // a = X Read^T,   u = X G
-  Sums<N> u;  // the memory's part of ds
-  EdgeSum<M> edge;
+  // u: ds, the group's 64 columns; where factors serve without e^X. What the chunk's own rows give comes
+  // last.
+  Sums<8> u;
+  Operand<2> first_scores[2];
   fill(u, 0.f);
-  {
+  const float* w_rows = chunk_rows<float>(p.w, piece, query_head);
+  const auto take = [&](int i, auto serve) {
+    constexpr bool factored = decltype(serve)::value;
+    if (i + 1 == Memories) {  // not earlier: the L2 cache would not keep it
+      for (int j = threadIdx.x; j < piece.length * (M / 32); j += kThreads) {
+        const int col = j % (M / 32) * 32;
+        if (col < shape.M) prefetch(w_rows + j / (M / 32) * p.w.stride[1] + col);
+      }
+    }
+    const int width = memory(i).width;
+    // a = X Read^T,   part = X G
     Scores a;
+    Sums<8> part;
     zero(a);
+    fill(part, 0.f);
+    Sums<8>& sums = factored ? u : part;
     for (int slab = 0;; slab += kSlab) {
 #pragma unroll 2
       for (int col = 0; col < kSlab; col += 16) {
         uint32_t x[4];
-        load_block(x, x_tile, kRows * warp, col);
-        add_scores<Side::later, T>(a, x, read_tile, col, warp);
-        add_product<T>(u, x, gradient, col);
-      }
-      const int rows = min(kSlab, width - slab);
-      if (first && piece.index > 0) {
-        edge.add(state_rows<T>(p.states, shape, chunk, head, first_row + slab),
-                 state_rows<T>(p.gradients, shape, chunk - 1, head, first_row + slab), rows, shape.M, thread);
-      } else if (first) {
-        edge.add_start(values ? p.initial_v : p.initial_k, values ? p.start_v : p.start_k, piece, head, slab,
-                       rows, shape.M, thread);
+        load_block(x, tile.x, kRows * warp, col);
+        add_scores<Side::later, T>(a, x, tile.read, col, warp);
+        add_product<T>(sums, x, tile.gradient, col, writes.first_column());
       }
       if (slab + kSlab >= width) break;
-      writes.at.group_barrier();
-      load_slab(slab + kSlab);
+      __syncthreads();
+      load_slab(i, slab + kSlab);
       wait_copies<0>();
-      writes.at.group_barrier();
+      __syncthreads();
     }
-    edge.put(tile.edge + threadIdx.x / 32 * M);
-    put_diagonal(tile.own + values * kChunk, a, warp);
+    if (group == 0) put_diagonal(tile.own + i * kChunk, a, warp);
     __syncwarp();
-    writes.decay_end(u);
 
-    // u += [a_jt e^{L_t - L_j} y_t, t > j],   dX = f G^T + W Read
+    // sums += [a_jt e^{L_t - L_j} y_t, t > j],   dX = f G^T + W Read
     Operand<2> w[2];
-    writes.write(u, w, a, y_tile);
-    for (int col = 0; col < width; col += kSlab) {
-      if (!sole) {
-        writes.at.group_barrier();
-        load_slab(col);
-        wait_copies<0>();
-        writes.at.group_barrier();
+    if constexpr (factored) {
+      Operand<2> scores[2];
+      round_scores<Side::later, false, T>(scores, a, warp);
+      if (i + 1 < Memories) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) first_scores[h] = scores[h];
+      } else {
+        writes.keep_rounding(u);
+        if (i > 0) writes.value_write(u, first_scores, tile.y(0));
+        writes.value_write(u, scores, tile.y(i));
       }
-      Sums<8> dx;
+      writes.key_write(w, tile.y(i));
+    } else {
+      __syncthreads();  // the scratch is rows of x
+      writes.write_by_blocks(part, w, a, tile.y(i));
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) u.at[n][j] += part.at[n][j];
+      }
+    }
+    constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
+    const int of_group = 8 * kEights * group;
+    const int last = (width - 1) / kSlab * kSlab;  // still in the tiles
+    for (int col = last; col >= 0; col -= kSlab) {
+      if (kGroups > 1 || col < last)
+        __syncthreads();  // rows on their way out go through x: both groups read it
+      if (col < last) {
+        load_slab(i, col, false);
+        wait_copies<0>();
+        __syncthreads();
+      }
+      Sums<kEights> dx;
       fill(dx, 0.f);
-      add_scored<Side::later, T>(dx, w, read_tile, warp);
+      add_scored<Side::later, T>(dx, w, tile.read, warp, of_group);
 #pragma unroll 2
       for (int m = 0; m < M; m += 16) {
         uint32_t weights[4];
         load_block(weights, tile.end, kRows * warp, m);
-        add_product_transposed<T>(dx, weights, gradient, 0, m);
+        add_product_transposed<T>(dx, weights, tile.gradient, of_group, m);
       }
-      __syncwarp();
-      store_rows_of<T>(dx, x_tile, warp, values ? p.dv : p.dk, piece, query_head, col, width);
+      store_rows_of<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,
+                                of_group);
     }
+    if (i + 1 < Memories) {
+      __syncthreads();
+      load_slab(i + 1, 0);
+      wait_copies<0>();
+      __syncthreads();
+    }
+  };
+  if (writes.factored) {
+#pragma unroll 1
+    for (int i = 0; i < Memories; ++i) take(i, std::true_type());
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < Memories; ++i) take(i, std::false_type());
   }
 
-  // The groups' parts of ds are added.
-  const SharedTile<float, kChunk, M> ds{reinterpret_cast<float*>(tile.gk.data)};  // and gv
-  const SharedTile<float, kChunk, M> beyond{
-      reinterpret_cast<float*>(tile.q.data)};  // to dout: dg beyond the sums
-  static_assert(SharedTile<float, kChunk, M>::kBytes == 2 * SharedTile<T, kChunk, M>::kBytes);
+  // f(n, i, row, column) of the thread's pairs of u.
   const auto each_pair = [&](const auto& f) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+    for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float2& pair = *reinterpret_cast<float2*>(&lane_at(ds, kRows * warp + 8 * i, 8 * n));
-        f(pair, float2{u.at[n][2 * i], u.at[n][2 * i + 1]});
+        f(n, i, kRows * warp + lane_row() + 8 * i, writes.first_column() + 8 * n + lane_col());
       }
     }
   };
-  __syncthreads();
-  if (!values) each_pair([](float2& sum, float2 part) { sum = part; });
-  __syncthreads();
-  if (values) each_pair([](float2& sum, float2 part) { sum = {sum.x + part.x, sum.y + part.y}; });
-  __syncthreads();
+  // Rows and columns that do not exist are left out later.
+  float2 w[8][2];
+  each_pair([&](int n, int i, int row, int col) {
+    w[n][i] = *reinterpret_cast<const float2*>(w_rows + min(row, piece.length - 1) * p.w.stride[1] +
+                                               min(col, shape.M - 2));
+  });
+  if (kGroups > 1) __syncthreads();  // rows on their way out go through read too
 
   // ds, and c = w - s ds in place of g.
-  const float* g = chunk_rows<float>(p.g, piece, head);
-  const T *dz_rows = chunk_rows<T>(p.dz, piece, query_head), *p_rows = chunk_rows<T>(p.p, piece, query_head);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kChunk * M / 4; i += kColumnThreads) {
-    const int row = i / (M / 4), col = i % (M / 4) * 4;
-    auto& c = *reinterpret_cast<Pack<4>*>(&tile.g.at(row, col));
-    Pack<4> late = zeros<4>();
-    if (row < piece.length && col < shape.M) {
-      Pack<4> x = load<4>(&ds.at(row, col));
-      if (writes.factored) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x.at[j] = __fdividef(x.at[j], c.at[j]);  // of e^{-X}
+  const auto finish = [&](auto serve) {
+    constexpr bool factored = decltype(serve)::value;
+    each_pair([&](int n, int i, int row, int col) {
+      const int tile_row = kRows * warp + 8 * i, tile_col = writes.first_column() + 8 * n;
+      auto& c = *reinterpret_cast<float2*>(&lane_at(tile.g, tile_row, tile_col));
+      const bool exists = row < piece.length && col < shape.M;
+      float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]};
+      const float2 s = lane_pair<T>(factored ? tile.end : tile.s, tile_row, tile_col);
+      const float2 r = factored ? c : float2{1.f, 1.f};
+      c = {w[n][i].x - s.x * ds.x, w[n][i].y - s.y * ds.y};
+      if (factored) {
+        const float2 lost = lane_pair<T>(tile.s, tile_row, tile_col);
+        c.x -= lost.x, c.y -= lost.y;
       }
-      const Pack<4> s = load<4>(&tile.s.at(row, col));
-      c = load<4>(w_rows + row * p.w.stride[1] + col);
+      if (!exists) c = {0.f, 0.f};
+        // What the row gave to its own token.
 #pragma unroll
-      for (int j = 0; j < 4; ++j) c.at[j] -= s.at[j] * x.at[j];
-      // What the row gave to its own token.
-      const Pack<4> dz = load<4>(dz_rows + row * p.dz.stride[1] + col);
-      const Pack<4> prob = load<4>(p_rows + row * p.p.stride[1] + col);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        x.at[j] += tile.own[row] * dz.at[j] + tile.own[kChunk + row] * prob.at[j];
+      for (int j = 0; j < Memories; ++j) {
+        float2 y = {0.f, 0.f};
+        float own = tile.own[j * kChunk + row];
+        if (factored) {
+          y = lane_pair<T>(tile.y(j), tile_row, tile_col);
+        } else if (exists) {
+          y = unpaired<T>(*reinterpret_cast<const uint32_t*>(chunk_rows<T>(memory(j).y, piece, query_head) +
+                                                             row * memory(j).y.stride[1] + col));
+          own *= p.y_scale;
+        }
+        ds.x += own * y.x, ds.y += own * y.y;
       }
-      if (p.s.data == nullptr) {  // s = 1 - e^g
-        const Pack<4> gate = load<4>(g + row * p.g.stride[1] + col);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) late.at[j] = -exp2_fast(kLog2E * gate.at[j]) * x.at[j];
-      } else if (p.ds.dtype == DType::f32) {
-        store<4>(chunk_rows<float>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
-      } else {
-        store<4>(chunk_rows<T>(p.ds, piece, query_head) + row * p.ds.stride[1] + col, x);
-      }
-    } else {
-      c = zeros<4>();
-    }
-    store<4>(&beyond.at(row, col), late);
+      if (factored) ds = {__fdividef(ds.x, r.x), __fdividef(ds.y, r.y)};
+      u.at[n][2 * i] = ds.x, u.at[n][2 * i + 1] = ds.y;
+    });
+  };
+  if (writes.factored) {
+    finish(std::true_type());
+  } else {
+    finish(std::false_type());
+  }
+  const SharedTile<float, kChunk, M> beyond{reinterpret_cast<float*>(tile.gradient.data)};
+  static_assert(SharedTile<float, kChunk, M>::kBytes <=
+                SharedTile<T, kChunk, M>::kBytes + 2 * SharedTile<T, kChunk, kSlab>::kBytes);
+  if (p.s.data == nullptr) {  // s = 1 - e^g: the rest of dg
+    __syncthreads();
+    const float* g = chunk_rows<float>(p.g, piece, head);
+    each_pair([&](int n, int i, int row, int col) {
+      if (row >= piece.length || col >= shape.M) return;
+      const float2 gate = *reinterpret_cast<const float2*>(g + row * p.g.stride[1] + col);
+      beyond.at(row, col) = -exp2_fast(kLog2E * gate.x) * u.at[n][2 * i];
+      beyond.at(row, col + 1) = -exp2_fast(kLog2E * gate.y) * u.at[n][2 * i + 1];
+    });
+  }
+  if (p.s.data != nullptr) {
+    store_rows_of<T>(u, group == 0 ? tile.x : tile.read, warp, p.ds, piece, query_head, writes.first_column(),
+                     shape.M);
   }
   __syncthreads();
-
-  put_gate_gradients<kColumnThreads, kColumnThreads / 32>(tile.g, tile.edge, p.dg, piece, query_head, shape.M,
-                                                          [&](int row, int m) { return beyond.at(row, m); });
+  const auto put = [&](const auto& rest) {
+    put_gate_gradients<kThreads, 4 * kGroups>(tile.g, tile.edge, p.dg, piece, query_head, shape.M, rest);
+  };
+  if (p.s.data != nullptr) {
+    put([](int, int) { return 0.f; });
+  } else {
+    put([&](int row, int m) { return beyond.at(row, m); });
+  }
 }
 
-template <typename T, int M>
-cudaError_t launch_gsa_columns(const GsaColumns& p, cudaStream_t stream) {
-  return launch_blocks<gsa_columns_kernel<T, M>>(p, kColumnThreads, GsaColumnTiles<T, M>::kBytes, stream);
+template <typename T, int M, int Memories>
+cudaError_t launch_gated_columns(const GatedColumns& p, cudaStream_t stream) {
+  return launch_blocks<gated_columns_kernel<T, M, Memories>>(
+      p, kGroup * (M / 64), GatedColumnTiles<T, M, Memories>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -2,7 +2,7 @@
 
 namespace girih::kernels {
 
-template cudaError_t launch_gsa_columns<__half, 64>(const GsaColumns&, cudaStream_t);
-template cudaError_t launch_gsa_columns<__half, 128>(const GsaColumns&, cudaStream_t);
+template cudaError_t launch_gated_columns<__half, 64, 2>(const GatedColumns&, cudaStream_t);
+template cudaError_t launch_gated_columns<__half, 128, 2>(const GatedColumns&, cudaStream_t);
 
 }  // namespace girih::kernels

@@ -21,11 +21,11 @@
 namespace girih::kernels {
 
 // The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
-// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above,
-// and s~ must keep its digits.
+// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above: s~
+// must keep its digits, and a quarter of its range is left to p, dz and q.
 template <typename T>
 __device__ constexpr float factored_limit() {
-  return sizeof(T) == 2 && std::is_same_v<T, __half> ? 2.f : 80.f;
+  return std::is_same_v<T, __half> ? 2.f : 80.f;
 }
 
 // The rows of one chunk and memory head in a [B, T, heads, width] array.
@@ -34,6 +34,15 @@ __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int
   using Pointer = std::conditional_t<std::is_same_v<Array<4>, In<4>>, const T*, T*>;
   return static_cast<Pointer>(array.data) + piece.sequence.batch * array.stride[0] +
          piece.start * array.stride[1] + head * array.stride[2];
+}
+
+// 1 - e^g of two neighbours; of a row or column that does not exist, that of one that does.
+template <typename T>
+__device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
+                                           int col) {
+  const float* gates = chunk_rows<float>(g, piece, head) + min(row, piece.length - 1) * g.stride[1];
+  const float2 pair = *reinterpret_cast<const float2*>(gates + min(col, slots - 2));
+  return pair_of<T>(complement(pair.x), complement(pair.y));
 }
 
 // All of the block: starts to load s, or writes 1 - e^g for it.
@@ -107,12 +116,13 @@ __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int wa
   }
 }
 
-// sums += a y
+// sums += a y, columns col.. of y
 template <Side side, typename T, int N, class Tile>
-__device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp) {
+__device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp,
+                                  int col = 0) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h);
+    if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h, col);
   }
 }
 
@@ -156,17 +166,6 @@ __device__ inline float2 lane_pair(const Tile& tile, int row, int col) {
 template <typename T, class Tile>
 __device__ inline void put_lane_pair(const Tile& tile, int row, int col, float left, float right) {
   *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
-}
-
-// sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
-template <int N, class Factors>
-__device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float2 factor = factors(n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i & 1 ? factor.y : factor.x;
-  }
 }
 
 // tile *= factors, 16 rows from `first` on.
@@ -388,9 +387,8 @@ __device__ inline float decay_between(float later, float earlier) {
   return exp2_fast(fminf(later - earlier, 0.f));
 }
 
-// The reads of a warp's rows. With `Keep` the weights as they are stay at hand, in `raw`, and value_read
-// leaves out what a row reads of its own token.
-template <typename T, int M, bool Keep = false>
+// The reads of a warp's rows. A `Strict` value_read leaves out what a row reads of its own token.
+template <typename T, int M, bool Strict = false>
 struct RowReads {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
@@ -399,7 +397,7 @@ struct RowReads {
   struct Shared {
     Gates<M> gates;
     Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
-    Tile raw;  // the weights as they are: where factors do not serve, or with Keep
+    Tile raw;  // the weights as they are, where factors do not serve
     Scratch scratch;
   };
   Shared at;
@@ -408,42 +406,48 @@ struct RowReads {
   // By all warps of the block, after g and s have arrived. Ends in a barrier.
   template <int Warps>
   __device__ void start() {
-    const Tile s = at.s, raw = at.raw;
+    const Tile s = at.s;
     factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
       const float2 old = lane_pair<T>(s, row, col);
-      if constexpr (Keep) put_lane_pair<T>(raw, row, col, old.x, old.y);
       put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
     });
     __syncthreads();
   }
 
-  // Of row lane_row() + 8 i, with Keep.
-  __device__ float2 weight(int i, int n) const { return lane_pair<T>(at.raw, at.gates.row() + 8 * i, 8 * n); }
+  // Of row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next; 1 where factors do not
+  // serve.
+  __device__ float2 factor(int i, int n) const {
+    const float2 r = at.gates.factor(i, n);
+    return {factored ? r.x : 1.f, factored ? r.y : 1.f};
+  }
 
-  // Where factors do not serve, once, before the first read and when raw is free. By all warps; `works` are
-  // the four that do it. Ends in a barrier.
+  // Where factors do not serve, before the first read and when raw is free. By all warps; ends in a barrier.
   template <int Threads>
-  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots,
-                        bool works = true) {
+  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots) {
     if (factored) return;
     __syncthreads();
     load_weights<Threads>(at.raw, weights, g, piece, head, slots);
     commit_copies();
-    if (works) split_by_blocks(at);
+    split_by_blocks(at);
+    wait_copies<0>();
+    __syncthreads();
+  }
+  // The weights alone, once more or where factors serve.
+  template <int Threads>
+  __device__ void load_raw(const In<4>& weights, const In<4>& g, const Piece& piece, int head,
+                           int slots) const {
+    __syncthreads();
+    load_weights<Threads>(at.raw, weights, g, piece, head, slots);
+    commit_copies();
     wait_copies<0>();
     __syncthreads();
   }
 
-  // x *= e^{L_i}
+  // x *= e^{L_i}, where factors do not serve.
   __device__ void decay_from_start(Sums<N>& x) const {
-    if (!factored) {
-      Sums<N> copy = x;
-      decay_by_blocks(at, copy);
-      x = copy;
-      return;
-    }
-    at.gates.multiply(x);
-    scale_columns(x, [&](int n) { return at.gates.chunk_decay(n); });
+    Sums<N> copy = x;  // what goes by reference is kept in memory
+    decay_by_blocks(at, copy);
+    x = copy;
   }
 
   // y, so far x H, becomes the value read. a: the scores.
@@ -457,12 +461,13 @@ struct RowReads {
     }
     scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
     Operand<2> scores[2];
-    round_scores<Side::earlier, !Keep, T>(scores, a, at.gates.warp);
+    round_scores<Side::earlier, !Strict, T>(scores, a, at.gates.warp);
     add_scored<Side::earlier, T>(y, scores, at.s, at.gates.warp);
     at.gates.multiply(y);
   }
 
-  // p becomes f; W, rounded.
+  // p becomes f; W, rounded. Where factors serve p may come with them: `Multiplied` says so.
+  template <bool Multiplied = false>
   __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
     Scores W;
     if (!factored) {
@@ -473,7 +478,7 @@ struct RowReads {
       W = scores;
     } else {
       zero(W);
-      at.gates.multiply(p);
+      if constexpr (!Multiplied) at.gates.multiply(p);
 #pragma unroll
       for (int k = 0; k < N / 2; ++k) {
         Operand<1> x;
@@ -528,8 +533,8 @@ struct RowReads {
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
       float2 score = at.scratch.column(j);
-      if (j + Keep > lane_row()) score.x = 0.f;
-      if (j + Keep > lane_row() + 8) score.y = 0.f;
+      if (j + Strict > lane_row()) score.x = 0.f;
+      if (j + Strict > lane_row() + 8) score.y = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),

@@ -69,14 +69,15 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
 
 // The gradient of apply(). z and dp = dL/dp come without what rows read of their own tokens, which is score *
 // weight: own_z, own_dp are the scores of rows lane_row() and lane_row() + 8, weight(n, i) the weights of row
-// lane_row() + 8 i, columns 8 n + lane_col() and the next. z becomes p (all of it), dp becomes scale * dL/dz
-// of the logits as they were; write(n, i, left, right) gets z dL/dz + p dL/dp without own tokens, z scaled.
-template <int N, class Weight, class Write>
+// lane_row() + 8 i, columns 8 n + lane_col() and the next; scale is not yet in z and own_z. Calls
+// put(n, i, z, dp, p, dz) for every such pair: z scaled and dp without own tokens, dz = scale * dL/dz. What
+// it makes of p and dz takes the place of z and dp.
+template <int N, class Weight, class Put>
 __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, float2 own_dp,
                                      const Weight& weight, Feature feature, float scale, int slots,
-                                     const Write& write) {
+                                     const Put& put) {
   own_z.x *= scale, own_z.y *= scale;
-  // f(n, i, what a row reads of its own token: of z, of dp) of every element.
+  // f(n, i, what a row reads of its own token: of z, of dp) of every pair.
   const auto each = [&](const auto& f) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -84,27 +85,26 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
       for (int i = 0; i < 2; ++i) {
         const float2 w = weight(n, i);
         const float of_z = i ? own_z.y : own_z.x, of_dp = i ? own_dp.y : own_dp.x;
-        f(n, 2 * i, of_z * w.x, of_dp * w.x);
-        f(n, 2 * i + 1, of_z * w.y, of_dp * w.y);
+        f(n, i, float2{of_z * w.x, of_z * w.y}, float2{of_dp * w.x, of_dp * w.y});
       }
     }
   };
-  each([&](int n, int i, float of_z, float of_dp) {
-    z.at[n][i] = fmaf(z.at[n][i], scale, of_z);
-    dp.at[n][i] += of_dp;
+  each([&](int n, int i, float2 of_z, float2 of_dp) {
+    z.at[n][2 * i] = fmaf(z.at[n][2 * i], scale, of_z.x);
+    z.at[n][2 * i + 1] = fmaf(z.at[n][2 * i + 1], scale, of_z.y);
+    dp.at[n][2 * i] += of_dp.x, dp.at[n][2 * i + 1] += of_dp.y;
   });
   // derivative(z, dp, row) = (p, dL/dz)
   const auto finish = [&](const auto& derivative) {
     asm volatile("" ::: "memory");  // read the weights again: there are no registers to keep them
-    float left = 0.f;
-    each([&](int n, int i, float of_z, float of_dp) {
-      const float x = z.at[n][i], given = dp.at[n][i];
-      const float2 result = derivative(x, given, i >> 1);
-      const float w = (x - of_z) * result.y + result.x * (given - of_dp);
-      z.at[n][i] = result.x;
-      dp.at[n][i] = scale * result.y;
-      if (i % 2 == 1) write(n, i >> 1, left, w);
-      left = w;
+    each([&](int n, int i, float2 of_z, float2 of_dp) {
+      float &left = z.at[n][2 * i], &right = z.at[n][2 * i + 1];
+      float &of_left = dp.at[n][2 * i], &of_right = dp.at[n][2 * i + 1];
+      const float2 one = derivative(left, of_left, i), two = derivative(right, of_right, i);
+      float2 p = {one.x, two.x}, dz = {scale * one.y, scale * two.y};
+      put(n, i, float2{left - of_z.x, right - of_z.y}, float2{of_left - of_dp.x, of_right - of_dp.y}, p, dz);
+      left = p.x, right = p.y;
+      of_left = dz.x, of_right = dz.y;
     });
   };
   switch (feature) {

@@ -5,56 +5,77 @@
 
 namespace girih::kernels {
 
-// A warp's 16 rows, 64 columns of them from 8 n0 on, to T or fp32, whichever the array holds.
-template <typename T, int N>
+// As store_rows, to T or fp32, whichever the array holds: columns col.. of `cols`.
+template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
                                      const Out<4>& to, const Piece& piece, int head, int col, int cols,
-                                     int n0 = 0) {
+                                     int at = 0) {
   if (to.dtype != DType::f32) {
-    store_rows<T>(sums, n0, stage, warp, chunk_rows<T>(to, piece, head) + col, to.stride[1], piece.length,
-                  cols - col);
+    store_rows<T, Eights>(sums, 0, stage, warp, chunk_rows<T>(to, piece, head) + col, to.stride[1],
+                          piece.length, cols - col, at);
     return;
   }
   float* rows = chunk_rows<float>(to, piece, head) + col;
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < Eights; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
       if (row < piece.length && c < cols - col) {
-        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n0 + n][2 * i],
-                                                                     sums.at[n0 + n][2 * i + 1]};
+        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i],
+                                                                     sums.at[n][2 * i + 1]};
       }
     }
   }
 }
 
-// The sum of states * their gradients over the rows, for each of M columns: by 128 threads, each with 8
-// neighbouring columns of every so-many-th row.
-template <int M>
+// The sum of states * their gradients over the rows, for each of M columns: a thread has 8 neighbouring
+// columns of every so-many-th row.
+template <int Threads, int M>
 struct EdgeSum {
   static constexpr int kPacks = M / 8;
-  static constexpr int kRowsAtOnce = kGroup / kPacks;
+  static constexpr int kRowsAtOnce = Threads / kPacks;
   float sum[8] = {};
 
-  // Up to 64 rows of both, M elements apart.
+  // Up to 64 rows of both, M elements apart: every load is of a row that exists, so that all are under way
+  // before the first is waited for. What they bring is added later.
+  struct Rows {
+    uint4 state[kSlab / kRowsAtOnce], gradient[kSlab / kRowsAtOnce];
+    int first, count;
+  };
   template <typename T>
-  __device__ void add(const T* states, const T* gradients, int rows, int slots, int thread) {
-    const int pack = thread % kPacks * 8;
+  __device__ static Rows load(const T* states, const T* gradients, int rows, int slots, int thread) {
+    Rows loaded;
+    loaded.first = thread / kPacks, loaded.count = rows;
+    const int pack = min(thread % kPacks * 8, slots - 8);
 #pragma unroll
     for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
-      const int row = thread / kPacks + i * kRowsAtOnce;
-      if (row >= rows || pack >= slots) continue;
-      const int64_t at = static_cast<int64_t>(row) * slots + pack;
-      const Pack<8> state = load<8>(states + at), gradient = load<8>(gradients + at);
+      const int64_t at = static_cast<int64_t>(min(loaded.first + i * kRowsAtOnce, rows - 1)) * slots + pack;
+      loaded.state[i] = *reinterpret_cast<const uint4*>(states + at);
+      loaded.gradient[i] = *reinterpret_cast<const uint4*>(gradients + at);
+    }
+    return loaded;
+  }
+  template <typename T>
+  __device__ void add(const Rows& rows) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum[j] += state.at[j] * gradient.at[j];
+    for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+      const bool counts = rows.first + i * kRowsAtOnce < rows.count;
+      const uint4 &of_state = rows.state[i], &of_gradient = rows.gradient[i];
+      const uint32_t s[4] = {of_state.x, of_state.y, of_state.z, of_state.w},
+                     g[4] = {of_gradient.x, of_gradient.y, of_gradient.z, of_gradient.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 a = unpaired<T>(counts ? s[j] : 0u), b = unpaired<T>(g[j]);
+        sum[2 * j] = fmaf(a.x, b.x, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(a.y, b.y, sum[2 * j + 1]);
+      }
     }
   }
 
   // At a sequence's start, where both are there in fp32; no state is zero.
-  __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head,
-                            int first_row, int rows, int slots, int thread) {
+  __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head, int rows,
+                            int slots, int thread) {
     if (state.data == nullptr) return;
     const auto at = [&](const In<4>& x, int row, int col) {
       return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
@@ -64,7 +85,7 @@ struct EdgeSum {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int col = thread % kPacks * 8 + j;
-        if (col < slots) sum[j] += at(state, first_row + row, col) * at(gradient, first_row + row, col);
+        if (col < slots) sum[j] += at(state, row, col) * at(gradient, row, col);
       }
     }
   }
@@ -88,16 +109,18 @@ __device__ inline void put_gate_gradients(const SharedTile<float, kChunk, M>& c,
                                           const Beyond& beyond) {
   constexpr int kShare = kChunk * M / Threads;
   const int m = threadIdx.x % M, from = static_cast<int>(threadIdx.x) / M * kShare;
-  float* dg = chunk_rows<float>(to, piece, head) + m;
+  float* dg = chunk_rows<float>(to, piece, head) + from * to.stride[1] + m;
+  const int rows = m < slots ? piece.length - from : 0;
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < Edges; ++i) sum += edge[i * M + m];
-#pragma unroll 8
+#pragma unroll 16
   for (int row = 0; row < from; ++row) sum -= c.at(row, m);
-#pragma unroll 8
-  for (int row = from; row < from + kShare; ++row) {
-    if (row < piece.length && m < slots) dg[row * to.stride[1]] = sum + beyond(row, m);
-    sum -= c.at(row, m);
+#pragma unroll 16
+  for (int row = 0; row < kShare; ++row) {
+    if (row < rows) *dg = sum + beyond(from + row, m);
+    sum -= c.at(from + row, m);
+    dg += to.stride[1];
   }
 }
 

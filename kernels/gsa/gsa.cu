@@ -14,9 +14,9 @@ cudaError_t gsa_rows(const GsaRows& p, cudaStream_t stream) {
     return launch_gsa_rows<decltype(element), slots()>(p, stream);
   });
 }
-cudaError_t gsa_columns(const GsaColumns& p, cudaStream_t stream) {
+cudaError_t gsa_columns(const GatedColumns& p, cudaStream_t stream) {
   return by_instance(p.shape, [&](auto element, auto slots) {
-    return launch_gsa_columns<decltype(element), slots()>(p, stream);
+    return launch_gated_columns<decltype(element), slots(), 2>(p, stream);
   });
 }
 

@@ -51,15 +51,16 @@ struct ScannedMemory {
 
 // Forward: states[c] is the state before chunk c, final the one after the last token.
 // Reverse: from the last token to the first, G_{t-1} = (G_t + x_t y_t^T) e^{g_t} with x = q, y = scale * dz
-// or x = do, y = p. s is y * e^{sum of g from its chunk's start through t}. states[c] is the gradient that
-// reaches the state after chunk c from later tokens, `initial` the final state's gradient, `final` the
-// initial state's. All `group` query heads of a memory add to it.
+// or x = do, y = p. s is y_scan of RowGradients. states[c] is the gradient that reaches the state
+// after chunk c from later tokens, `initial` the final state's gradient, `final` the initial state's. All
+// `group` query heads of a memory add to it.
 struct GatedScan {
   Tokens tokens;
   int heads, group, M;
-  DType dtype;
+  DType dtype;  // of x, s and the states; f32: each x and s has its own, and in reverse s is y as it is
   bool reverse;
-  In<4> g;  // [B, T, heads, M] fp32
+  In<4> g;                         // [B, T, heads, M] fp32
+  const bool* factored = nullptr;  // reverse: how s is scaled, see RowGradients
   ScannedMemory memory[2];
   void* states;     // dtype [piece_count(tokens, 64), heads, memory[0].width + memory[1].width, M]
   void* workspace;  // gated_scan_workspace() bytes, may be null when that is 0
@@ -79,39 +80,52 @@ struct GsaOutput {
 
 cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
 
-// What the gradient needs of every query row, and dq.
+// What a chunk's query rows leave for the reverse scan and the columns, besides y, what they give to a
+// memory. y_scan is y as the scan takes it: where the gates of the chunk allow it (factored) y e^{-X_t}, X_t
+// the sum of g after the row, which the columns take too: rounded once, so that what pairs of rows add to dg
+// cancels; elsewhere y e^{sum of g through the row}, and the columns take y itself.
+struct RowGradients {
+  bool* factored;  // [piece_count(tokens, 64), heads]
+  Out<4> w;        // [B, T, HQ, M] fp32: what a row read * its gradient, but for its own token
+};
+
 struct GsaRows {
   GsaShape shape;
   In<4> q, k, v, s, g;
   const void* states;  // of the scan of (k, v)
   In<4> dout;          // [B, T, HQ, V]
   Out<4> dq;           // [B, T, HQ, D]
-  Out<4> p;            // [B, T, HQ, M]
-  Out<4> dz;           // [B, T, HQ, M]: scale * the gradient of the logits
-  Out<4> p_scan;       // [B, T, HQ, M]: p and dz as the reverse scan takes them
-  Out<4> dz_scan;
-  // [B, T, HQ, M] fp32: logits * their gradient + p * p's, without what a row reads of its own token.
-  Out<4> w;
+  RowGradients left;
+  Out<4> p, dz;            // [B, T, HQ, M], scale in dz: y, not written where factored
+  Out<4> p_scan, dz_scan;  // y_scan
 };
 
 cudaError_t gsa_rows(const GsaRows& problem, cudaStream_t stream);
 
-// The other gradients, from the reverse scan of (q, dz) and (do, p). Those of a memory head that serves
-// several query heads are the sum of what each of them gives here: an array of their own, in fp32.
-struct GsaColumns {
-  GsaShape shape;
-  In<4> q, k, v, s, g, dout, p, dz, w;
-  const void* states;     // of the forward scan
-  const void* gradients;  // of the reverse scan
-  // Before a sequence's first token: the state, optional, and its gradient, [N, H, D, M] and [N, H, V, M]
-  // fp32.
-  In<4> initial_k, initial_v, start_k, start_v;
-  Out<4> dk, dv;  // [B, T, HQ, D], [B, T, HQ, V], dtype or fp32
-  Out<4> ds;      // [B, T, HQ, M], dtype or fp32, absent with s
-  Out<4> dg;      // [B, T, HQ, M] fp32
+// A memory of x, [width, M], that rows gave to: read_t y_t^T.
+struct ColumnMemory {
+  In<4> x, read;    // [B, T, H, width], [B, T, HQ, width]
+  In<4> y, y_scan;  // [B, T, HQ, M]
+  // Before a sequence's first token: the state, optional, and its gradient, [N, H, width, M] fp32.
+  In<4> initial, start;
+  Out<4> dx;  // [B, T, HQ, width], dtype or fp32
+  int width;
 };
 
-cudaError_t gsa_columns(const GsaColumns& problem, cudaStream_t stream);
+// The other gradients, from the reverse scan. Those of a memory head that serves several query heads are the
+// sum of what each of them gives here: an array of their own, in fp32.
+struct GatedColumns {
+  GsaShape shape;
+  In<4> s, g, w;
+  ColumnMemory memory[2];  // gla has the second
+  float y_scale;           // y counts so often; it is in y_scan
+  const void* states;      // of the forward scan
+  const void* gradients;   // of the reverse scan
+  Out<4> ds;               // [B, T, HQ, M], dtype or fp32, absent with s
+  Out<4> dg;               // [B, T, HQ, M] fp32
+};
+
+cudaError_t gsa_columns(const GatedColumns& problem, cudaStream_t stream);
 
 // Whether the current device has the shared memory for these kernels at M slots.
 cudaError_t gsa_fits(int M, bool& fits);

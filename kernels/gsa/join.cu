@@ -1,7 +1,6 @@
 // A thread owns one element of the state and walks its sequence's segments.
 #include "gsa/join.h"
 #include "tile/grid.h"
-#include "tile/matrix.h"
 
 namespace girih::kernels {
 namespace gsa {
@@ -24,32 +23,35 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
     const int64_t segments = divide_up(sequence.end - sequence.start, p.segment);
 
     const int memory = row < p.width[0] ? 0 : 1;
-    const In<4>& initial = p.initial[memory];
-    float state = 0.f;
-    if (initial.data != nullptr) {
-      state = static_cast<const float*>(
-          initial.data)[sequence.index * initial.stride[0] + head * initial.stride[1] +
-                        (row - memory * p.width[0]) * initial.stride[2] + m * initial.stride[3]];
-    }
+    const In<4> initial = memory == 0 ? p.initial[0] : p.initial[1];
+    const Out<4> final = memory == 0 ? p.final[0] : p.final[1];
+    const auto offset = [&](const int64_t(&stride)[4]) {
+      return sequence.index * stride[0] + head * stride[1] + (row - memory * p.width[0]) * stride[2] +
+             m * stride[3];
+    };
+    float state =
+        initial.data == nullptr ? 0.f : static_cast<const float*>(initial.data)[offset(initial.stride)];
     // An empty sequence has one segment, and that one hands on what it starts from.
-    const int64_t count = segments > 0 ? segments : 1;
+    const int64_t count = segments > 0 || p.tokens.tokens == 0 ? segments : 1;
+    const int64_t ends = final.data == nullptr ? count - 1 : segments;  // segments whose S_end is read
     for (int64_t n = 0; n < count; n += kAhead) {
       float end[kAhead], decay[kAhead];
       int64_t number[kAhead];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         number[j] = first + (p.reverse ? count - 1 - (n + j) : n + j);
-        const bool followed = n + j + 1 < count;
-        end[j] = followed ? p.states[((number[j] * p.heads + head) * width + row) * p.M + m] : 0.f;
-        decay[j] = followed ? p.decay[(number[j] * p.heads + head) * p.M + m] : 0.f;
+        const bool has_end = n + j < ends;
+        end[j] = has_end ? p.states[((number[j] * p.heads + head) * width + row) * p.M + m] : 0.f;
+        decay[j] = has_end ? p.decay[(number[j] * p.heads + head) * p.M + m] : 0.f;
       }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         if (n + j >= count) break;
         p.states[((number[j] * p.heads + head) * width + row) * p.M + m] = state;
-        state = fmaf(exp2_fast(decay[j] * kLog2E), state, end[j]);
+        if (n + j < ends) state = fmaf(expf(decay[j]), state, end[j]);
       }
     }
+    if (final.data != nullptr) static_cast<float*>(final.data)[offset(final.stride)] = state;
   }
 }
 
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
 
 cudaError_t join_segments(const SegmentJoin& p, cudaStream_t stream) {
   const int64_t elements = p.tokens.sequences * p.heads * (p.width[0] + p.width[1]) * p.M;
-  if (elements == 0 || piece_count(p.tokens, p.segment) == 0) return cudaSuccess;
+  if (elements == 0) return cudaSuccess;
   gsa::join<<<blocks_for(divide_up(elements, gsa::kThreads)), gsa::kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }

@@ -21,9 +21,12 @@ struct SegmentJoin {
   int heads, M;
   bool reverse;        // segments follow one another from last to first
   float* states;       // [segments, heads, width[0] + width[1], M]: S_end, overwritten by S_in. Contiguous.
-  const float* decay;  // [segments, heads, M]: L. Neither is read of the segment that nothing follows.
+  const float* decay;  // [segments, heads, M]: L
   int width[2];        // a memory's rows
   In<4> initial[2];    // [N, heads, width, M] fp32: what the first segment starts from; absent: zero
+  // The same of what the last segment ends in; absent: S_end and L of the segment that nothing follows are
+  // not read.
+  Out<4> final[2];
 };
 
 cudaError_t join_segments(const SegmentJoin& problem, cudaStream_t stream);

@@ -1,6 +1,7 @@
 // gated_scan: how a scan is cut into blocks, and into segments where there are too few of them.
 #include <algorithm>
 
+#include "exact/exact.h"
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
 #include "tile/launch.h"
@@ -10,7 +11,7 @@ namespace gsa {
 namespace {
 
 // Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
-// how a sequence is cut, so results do not depend on the card.
+// how a sequence is cut.
 constexpr int64_t kFullCard = 132;
 
 bool same(const In<4>& a, const In<4>& b) {
@@ -25,7 +26,8 @@ ScanPass whole(const GatedScan& problem) {
 }
 
 // One block's part of the state is 2 slabs x 32 columns or 1 slab x 64 columns. The first reads the same
-// gates for twice the rows, but needs two slabs that go with the same s.
+// gates for twice the rows, but needs two slabs that go with the same s. A memory of one slab alone takes it
+// too: half of it is empty, but there are twice the blocks.
 bool two_slabs(const ScanPass& pass) {
   const int first = pass.scan.memory[0].width, second = pass.scan.memory[1].width;
   return std::max(first, second) > kSlab || (pass.shared_s && second > 0) || pass.scan.M <= 32;
@@ -102,6 +104,7 @@ cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
 }  // namespace gsa
 
 int64_t gated_scan_workspace(const GatedScan& problem) {
+  if (problem.dtype == DType::f32) return exact_scan_workspace(problem);
   gsa::ScanPass pass = gsa::whole(problem);
   pass.segment = gsa::segment_tokens(pass);
   if (pass.segment == 0) return 0;
@@ -110,6 +113,7 @@ int64_t gated_scan_workspace(const GatedScan& problem) {
 }
 
 cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
+  if (problem.dtype == DType::f32) return exact_scan(problem, stream);
   gsa::ScanPass pass = gsa::whole(problem);
   pass.segment = gsa::segment_tokens(pass);
   if (pass.segment == 0) return gsa::run(pass, stream);
@@ -143,7 +147,8 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
                          states,
                          decay,
                          {problem.memory[0].width, problem.memory[1].width},
-                         {problem.memory[0].initial, problem.memory[1].initial}};
+                         {problem.memory[0].initial, problem.memory[1].initial},
+                         {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // and every segment again.

@@ -2,9 +2,10 @@
 //
 //     forward   S <- S Diag(e^{L_C}) + x^T (s * e^{L_C - L})      states[c] = S before chunk c
 //     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before it gets chunk c, the
-//                                                                 last chunk first
+//               or (S + x^T s) Diag(e^{L_C}), s = y * e^{L - L_C} last chunk first
 //
-// No exponent is above zero, so nothing overflows; what underflows is gone from the state anyway.
+// No exponent is above zero but in y * e^{L - L_C}, which factored_limit() bounds, so nothing overflows; what
+// underflows is gone from the state anyway.
 //
 // A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a
 // segment of one. U = x^T s~ (s~ the weighted s) does not need S, so the block's warpgroups take chunks in
@@ -275,12 +276,12 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   constexpr int kPacks = Slots / 8;  // a row's, of 16 bytes
   const int pack_row = kRows * warp + lane() / kPacks, pack_col = lane() % kPacks * 8;
   const int64_t chunk_stride = static_cast<int64_t>(p.heads) * width * p.M;
+  const int64_t first_chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
   T* states[Slabs];
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
-    const int64_t chunk = first_piece(p.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
     const int row = slab[i].memory * rows_before + slab[i].col + pack_row;
-    states[i] = static_cast<T*>(p.states) + chunk * chunk_stride +
+    states[i] = static_cast<T*>(p.states) + first_chunk * chunk_stride +
                 (static_cast<int64_t>(head) * width + row) * p.M + col + pack_col;
   }
 
@@ -296,6 +297,8 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   unsigned parity = 0;
   for (int turn = warpgroup; turn < chunks;) {
     const Stage stage{ring + slot * Stage::kBytes};
+    bool after_it = false;  // U takes part in the chunk's decay
+    if constexpr (Reverse) after_it = p.factored[(first_chunk + chunk_of(turn)) * p.heads + head];
     if (pass.stages == 2) {
       wait_copies<1>();
     } else {
@@ -350,6 +353,12 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         decay[n] = *reinterpret_cast<const float2*>(&stage.g().at(0, 8 * n + lane_col()));
+      }
+      if constexpr (Reverse) {
+#pragma unroll
+        for (int i = 0; i < Slabs; ++i) {
+          if (after_it) scale_columns(u[i], [&](int n) { return decay[n]; });
+        }
       }
       if (turn > 0) {
         wait(my_turn, parity);

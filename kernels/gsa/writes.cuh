@@ -12,36 +12,40 @@
 
 namespace girih::kernels {
 
-// The gradients that a warp's rows get, in a block of several groups of four warps: all have the same gates.
-// With `Scaled` y counts y_scale times.
-template <typename T, int M, bool Scaled = false>
+// The gradients that a warp's rows get. Blocks have a group of four warps for every 64 of the M columns: all
+// of them see all rows and gates, each has its columns of u.
+template <typename T, int M>
 struct RowWrites {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
+  using Own = Sums<8>;  // the group's columns
 
   // What they need, all in shared memory.
   struct Shared {
     Gates<M> gates;
-    Tile s;    // the weights as they are
-    Tile end;  // s e^{L_C - L_j}
+    Tile s;    // the weights as they are; where factors serve, what rounding took from s e^X
+    Tile end;  // s e^{L_C - L_j}, where factors serve s e^X
     Scratch scratch;
-    int group;  // its number, and its barrier's but for one
+    int group;
+    float y_scale;  // y counts so often, where factors do not serve
 
     __device__ float2 weight(int i, int n) const { return lane_pair<T>(s, gates.row() + 8 * i, 8 * n); }
-    float y_scale = 1.f;
-
-    __device__ void group_barrier() const { barrier_wait(1 + group, 4 * 32); }
   };
   Shared at;
   bool factored;
+
+  __device__ int first_column() const { return 64 * at.group; }
 
   // By all warps of the block, after g and s have arrived. Ends in a barrier.
   template <int Warps>
   __device__ void start() {
     const Tile s = at.s, end = at.end;
     factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-      const float2 raw = lane_pair<T>(s, row, col);
-      put_lane_pair<T>(end, row, col, raw.x * weight.x, raw.y * weight.y);
+      const float2 raw = lane_pair<T>(s, row, col), exact = {raw.x * weight.x, raw.y * weight.y};
+      const uint32_t rounded = pair_of<T>(exact.x, exact.y);
+      const float2 back = unpaired<T>(rounded);
+      *reinterpret_cast<uint32_t*>(&lane_at(end, row, col)) = rounded;
+      put_lane_pair<T>(s, row, col, exact.x - back.x, exact.y - back.y);
     });
     if (!factored) {
       if (at.group == 0) at.gates.split();
@@ -51,53 +55,57 @@ struct RowWrites {
     __syncthreads();
   }
 
-  // x, so far X G, becomes part of u. Where factors serve, the gradient of s is u times e^X; elsewhere it is
-  // u.
-  __device__ void decay_end(Sums<N>& x) const {
-    if (factored) return;
-    Sums<N> copy = x;
-    decay_end_by_blocks(at, copy);
-    x = copy;
-  }
-
-  // u gets the chunk's own part of value_write; w is key_write's W, rounded. y's tile is scaled on the way.
-  // a: the scores. Has barriers of the group; ends without one.
-  __device__ void write(Sums<N>& u, Operand<2> (&w)[2], const Scores& a, const Tile& y) const {
-    const int warp = at.gates.warp;
+  // Where factors serve, y with its factor r: W of key_write, rounded,
+  __device__ void key_write(Operand<2> (&w)[2], const Tile& y) const {
     Scores W;
-    if (!factored) {
-      Sums<N> copy = u;
-      Scores written;
-      const Scores scores = a;
-      write_by_blocks(at, y, copy, written, scores);
-      u = copy;
-      W = written;
-      round_scores<Side::later, true, T>(w, W, warp);
-      return;
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float2 r = at.gates.factor(i, n);
-        if constexpr (Scaled) r.x *= at.y_scale, r.y *= at.y_scale;
-        auto* pair = reinterpret_cast<uint32_t*>(&lane_at(y, at.gates.row() + 8 * i, 8 * n));
-        const float2 old = unpaired<T>(*pair);
-        *pair = pair_of<T>(old.x * r.x, old.y * r.y);
-      }
-    }
-    Operand<2> scores[2];
-    round_scores<Side::later, false, T>(scores, a, warp);
-    at.group_barrier();
-    add_scored<Side::later, T>(u, scores, y, warp);
     zero(W);
 #pragma unroll 2
     for (int m = 0; m < M; m += 16) {
       uint32_t weights[4];
       load_block(weights, at.end, at.gates.row(), m);
-      add_scores<Side::later, T>(W, weights, y, m, warp);
+      add_scores<Side::later, T>(W, weights, y, m, at.gates.warp);
     }
-    round_scores<Side::later, true, T>(w, W, warp);
+    round_scores<Side::later, true, T>(w, W, at.gates.warp);
+  }
+  // what is lost of x G, u so far, when s e^X is rounded, in place of s: dg is to have it,
+  __device__ void keep_rounding(const Own& u) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = at.gates.row() + 8 * i, col = first_column() + 8 * n;
+        const float2 s = lane_pair<T>(at.s, row, col);
+        put_lane_pair<T>(at.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
+      }
+    }
+  }
+  // and u, without e^X, gets the chunk's own part of value_write.
+  __device__ void value_write(Own& u, const Operand<2> (&scores)[2], const Tile& y) const {
+    add_scored<Side::later, T>(u, scores, y, at.gates.warp, first_column());
+  }
+
+  // Elsewhere: u, so far x G, becomes the whole of value_write. y is scaled on the way. Has barriers of the
+  // block.
+  __device__ void write_by_blocks(Own& u, Operand<2> (&w)[2], const Scores& a, const Tile& y) const {
+    Sums<N> all;
+    fill(all, 0.f);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all.at[n][i] = n / 8 == at.group ? u.at[n % 8][i] : 0.f;
+    }
+    Scores W;
+    const Scores scores = a;
+    decay_end_by_blocks(at, all);
+    write_pairs(at, y, all, W, scores);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n / 8 == at.group) u.at[n % 8][i] = all.at[n][i];
+      }
+    }
+    round_scores<Side::later, true, T>(w, W, at.gates.warp);
   }
 
  private:
@@ -134,8 +142,8 @@ struct RowWrites {
     }
   }
 
-  __device__ __noinline__ static void write_by_blocks(const Shared at, const Tile y, Sums<N>& u, Scores& W,
-                                                      const Scores& a) {
+  __device__ __noinline__ static void write_pairs(const Shared at, const Tile y, Sums<N>& u, Scores& W,
+                                                  const Scores& a) {
     const Gates<M>& gates = at.gates;
     const int warp = gates.warp;
     zero(W);
@@ -156,7 +164,7 @@ struct RowWrites {
       for (int n = 0; n < N; ++n) {
         float2 value = pair_at<T>(y, gates.row() + t, 8 * n + lane_col());
         const float2 l = gates.through(t, n);
-        if constexpr (Scaled) value.x *= at.y_scale, value.y *= at.y_scale;
+        value.x *= at.y_scale, value.y *= at.y_scale;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 w = at.weight(i >> 1, n);
@@ -171,11 +179,11 @@ struct RowWrites {
     }
     at.scratch.get(block);
     set_block(W, block, warp);
-    at.group_barrier();
+    __syncthreads();
     gates.decay_through(through);
-    if constexpr (Scaled) scale_columns(through, [&](int) { return float2{at.y_scale, at.y_scale}; });
-    scale_rows<T>(y, gates.row(), through);
-    at.group_barrier();
+    scale_columns(through, [&](int) { return float2{at.y_scale, at.y_scale}; });
+    if (at.group == 0) scale_rows<T>(y, gates.row(), through);
+    __syncthreads();
     // The later blocks: W from the nearest, u from the last.
     Sums<N> after, x;
     gates.decay_after(after);

@@ -146,6 +146,17 @@ __device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
   }
 }
 
+// sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
+template <int N, class Factors>
+__device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float2 factor = factors(n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i & 1 ? factor.y : factor.x;
+  }
+}
+
 // sums[:, 0..8N-1] += a b, b = tile[row..row+15, col..col+8N-1]
 template <typename T, int N, class Tile>
 __device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,

@@ -472,7 +472,7 @@ RECURRENT = [case for case in CASES if case.has_state]
 
 
 # Operators whose CUDA kernels stop at fp32.
-FP32_ON_CUDA = {"short_conv"}
+FP32_ON_CUDA = {"gla", "gsa", "short_conv"}
 
 
 def precision(case, device):

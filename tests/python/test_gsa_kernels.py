@@ -25,6 +25,8 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+# With gates and few slots: the exact kernels', the tensor cores'. ABC is always the former's.
+BOTH = [torch.float32, torch.bfloat16]
 WIDTHS = [8, 20, 64, 72, 128, 256, 512]
 SLOTS = [1, 8, 20, 64, 65, 128, 200, 256]
 # Which inputs there are: s and g, g alone, s alone (ABC); no gate, one a head, one a key channel.
@@ -113,24 +115,37 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
 
-@pytest.mark.parametrize("position", [0, 1, 15, 16, 31, 32, 47, 63, 64, 100])
-def test_one_closed_gate(position):
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [120, 136])  # of the tensor-core kernels, and too many for them
+def test_several_tiles_of_everything(slots, dtype, kind):
+    """Wide rows, many slots and grouped queries at once, in chunks that end early."""
+    D = slots if kind == "channel" else 200
+    inputs = draw(kind, B=1, T=150, G=2, D=D, V=136, M=slots, dtype=dtype, pattern="mixed", sequences=3)
+    assert_as_right_as_the_formula(inputs, torch.tensor([0, 70, 71, 150]))
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 15, 16, 31, 32, 47, 63, 64, 100])
+def test_one_closed_gate(position, dtype):
     """A gate of -20 for all slots at one token, at every place in a chunk's sub-blocks."""
-    inputs = draw(T=101, pattern="open", dtype=torch.bfloat16)
+    inputs = draw(T=101, pattern="open", dtype=dtype)
     inputs.data["g"][:, position] = -20
     assert_as_right_as_the_formula(inputs)
 
 
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
-def test_a_gate_far_below_is_as_one_that_closes(gate):
+def test_a_gate_far_below_is_as_one_that_closes(gate, dtype):
     """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
-    inputs = draw(T=100, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs = draw(T=100, dtype=dtype).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
     inputs.data["g"][:, [5, 40, 70]] = gate
     found = run(inputs)
     for name in found:
-        torch.testing.assert_close(found[name], want[name], rtol=1e-2, atol=1e-2)
+        close = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(found[name], want[name], rtol=close, atol=close)
 
 
 def test_no_sequences_in_a_row_of_tokens():
@@ -142,8 +157,9 @@ def test_no_sequences_in_a_row_of_tokens():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc"])
 @pytest.mark.parametrize("feature", ["none", "silu", "relu", "relu2"])
-def test_every_feature(feature, kind, dtype):
-    inputs = draw(kind, dtype=dtype, feature=feature, scale=0.01)
+@pytest.mark.parametrize("M", [20, 64, 120, 200])
+def test_every_feature(M, feature, kind, dtype):
+    inputs = draw(kind, M=M, dtype=dtype, feature=feature, scale=0.01)
     if feature == "relu":
         # Logits far from 0, where the slope jumps: keys and memory positive, a query of either sign.
         for x in (inputs.data["k"], inputs.state["k"]):
@@ -166,10 +182,11 @@ def test_gates_of_any_dtype(kind, gate_dtype):
     assert_as_right_as_the_formula(draw(kind, dtype=torch.bfloat16, gate_dtype=gate_dtype))
 
 
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("absent", ["state", "do", "dstate", "all but one"])
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
-def test_absent_parts(kind, absent):
-    inputs = draw(kind, dtype=torch.bfloat16)
+def test_absent_parts(kind, absent, dtype):
+    inputs = draw(kind, dtype=dtype)
     last = next(reversed(inputs.grads))
     kept = {"do": [*inputs.state], "dstate": ["o"], "all but one": [last]}.get(absent, inputs.grads)
     inputs = replace(
@@ -180,8 +197,9 @@ def test_absent_parts(kind, absent):
     assert_as_right_as_the_formula(inputs)
 
 
-def test_expanded_gradients():
-    inputs = draw(dtype=torch.float32)
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+def test_expanded_gradients(dtype):
+    inputs = draw(dtype=dtype)
     ones = {name: torch.ones((), device=DEVICE).expand(x.shape) for name, x in inputs.grads.items()}
     expanded = replace(inputs.map(lambda x: x.to(DEVICE)), grads=ones)
     found = run(expanded)
@@ -199,9 +217,10 @@ def test_every_layout(kind, layout, dtype):
     pad.assert_untouched()
 
 
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
-def test_padding_at_full_tiles(kind):
-    inputs = draw(kind, T=128, dtype=torch.bfloat16)
+def test_padding_at_full_tiles(kind, dtype):
+    inputs = draw(kind, T=128, dtype=dtype)
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
     assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
@@ -223,12 +242,31 @@ def test_packed_sequences(kind, bounds):
     pad.assert_untouched()
 
 
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "plain", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bounds_of_rows(dtype, kind):
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    inputs = draw(kind, B=3, T=150, dtype=dtype, pattern="mixed").map(lambda x: x.to(DEVICE))
+    bounds = [(0, 150), (20, 97), (60, 60)]
+    of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
+    found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    for row, (low, high) in enumerate(bounds):
+        alone = run(inputs.map(lambda x, row=row: x[row : row + 1]).rows(slice(low, high)))
+        for name, x in alone.items():
+            mine = found[name][row : row + 1]
+            if name in of_tokens:
+                assert not mine[:, :low].any() and not mine[:, high:].any(), name
+                mine = mine[:, low:high]
+            assert mine.equal(x), name
+
+
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
-def test_bounds_that_make_no_sense_reach_nothing_outside(kind, bounds):
-    inputs = draw(kind, B=1, T=40, dtype=torch.bfloat16, sequences=3)
+def test_bounds_that_make_no_sense_reach_nothing_outside(kind, dtype, bounds):
+    inputs = draw(kind, B=1, T=40, dtype=dtype, sequences=3)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
     assert not any(x.isnan().any() for x in found.values())
@@ -252,22 +290,24 @@ def test_masked_tokens_of_abc_do_nothing():
     assert_as_right(found, exact, rounded, 164)
 
 
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
-def test_nothing_is_left_unwritten(kind):
+def test_nothing_is_left_unwritten(kind, dtype):
     """With every new tensor full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
-            found = run(draw(kind, T=T, D=M, V=M, M=M, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE)))
+            found = run(draw(kind, T=T, D=M, V=M, M=M, dtype=dtype).map(lambda x: x.to(DEVICE)))
             assert all(x.isfinite().all() for x in found.values())
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("kind, packed", [("s_g", False), ("s_g", True), ("abc", False), ("channel", True)])
-def test_a_hundred_runs_have_the_same_bits(kind, packed):
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+def test_a_hundred_runs_have_the_same_bits(kind, packed, dtype):
     B, sequences = (1, 4) if packed else (2, None)
-    inputs = draw(kind, B=B, T=330, dtype=torch.bfloat16, sequences=sequences).map(lambda x: x.to(DEVICE))
+    inputs = draw(kind, B=B, T=330, dtype=dtype, sequences=sequences).map(lambda x: x.to(DEVICE))
     cu_seqlens = torch.tensor([0, 3, 200, 201, 330], device=DEVICE) if packed else None
     first = run(inputs, cu_seqlens=cu_seqlens)
     for _ in range(100):
@@ -276,10 +316,11 @@ def test_a_hundred_runs_have_the_same_bits(kind, packed):
 
 
 @pytest.mark.parametrize("kind", ["s_g", "abc", "head"])
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("T", [4096, 32768])
-def test_long_sequences_of_few_heads(T, kind):
+def test_long_sequences_of_few_heads(T, dtype, kind):
     """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
-    inputs = draw(kind, B=1, H=4, T=T, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs = draw(kind, B=1, H=4, T=T, dtype=dtype).map(lambda x: x.to(DEVICE))
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T)
     assert_as_right(in_pieces(inputs, 3000), exact, rounded, T)
@@ -335,12 +376,13 @@ def test_a_step_of_every_size(M):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
-def test_forward_and_backward_in_a_graph(kind, packed):
+def test_forward_and_backward_in_a_graph(kind, dtype, packed):
     B, sequences = (1, 3) if packed else (2, None)
     cu_seqlens = torch.tensor([0, 100, 100, 200], device="cuda") if packed else None
     inputs, other = (
-        draw(kind, B=B, T=200, dtype=torch.bfloat16, sequences=sequences, seed=seed).map(torch.Tensor.cuda)
+        draw(kind, B=B, T=200, dtype=dtype, sequences=sequences, seed=seed).map(torch.Tensor.cuda)
         for seed in (0, 1)
     )
     graph, found = capture(lambda: run(inputs, cu_seqlens=cu_seqlens))
@@ -384,12 +426,13 @@ def test_float64_takes_the_aten_form(kind):
         torch.testing.assert_close(found[name].cpu(), x, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
-def test_rows_that_are_more_than_2_31_elements_apart(kind):
+def test_rows_that_are_more_than_2_31_elements_apart(kind, dtype):
     """Few elements with enormous strides: the same bits as side by side."""
-    inputs = draw(kind, B=1, T=66, H=1, D=32, V=32, M=32, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs = draw(kind, B=1, T=66, H=1, D=32, V=32, M=32, dtype=dtype).map(lambda x: x.to(DEVICE))
     apart = -(-(2**31 + 2**28) // 65)
-    far = torch.empty(65 * apart + 2**12, dtype=torch.bfloat16, device=DEVICE)
+    far = torch.empty(65 * apart + 2**12, dtype=dtype, device=DEVICE)
     data, at = {}, 0
     for name in ("q", "k", "v"):
         x = inputs.data[name]

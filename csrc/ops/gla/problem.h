@@ -25,8 +25,8 @@ struct Problem {
     return p;
   }
 
-  // What forward keeps for backward: the kernels' state before every chunk. They exist for 16-bit elements
-  // and keys of up to 128 channels, in packs of 8 columns; everywhere else nothing is kept.
+  // What forward keeps for backward: the tensor cores' state before every chunk, in packs of 8 columns. Their
+  // kernels exist for 16-bit elements and keys of up to 128 channels; everywhere else nothing is kept.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& cu_seqlens, bool save) const {
     const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
     if (!save || !half || D > 128 || V > 512) return {0};

@@ -1,8 +1,9 @@
-// gsa by its kernels: 16-bit elements, up to 128 slots. The ATen form serves the rest.
+// gsa by its kernels: those of the tensor cores for 16-bit elements with gates and up to 128 slots, the exact
+// ones for the rest. float64 has none: the ATen form serves it.
 #include <ATen/MemoryOverlap.h>
 
 #include "../dispatch.h"
-#include "../gated_kernels.h"
+#include "../gated_exact.h"
 #include "aten.h"
 #include "problem.h"
 
@@ -12,17 +13,18 @@ namespace {
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-// ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than the
-// kernels' 16-bit products keep.
-bool has_kernel(const Tensor& q, const Tensor& v, const OptionalTensor& g, const c10::SymInt& sequences) {
-  if (!given(g) || (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16) ||
-      g->size(3) > kernels::kGsaMaxSlots || q.size(3) > kernels::kGsaMaxWidth ||
-      v.size(3) > kernels::kGsaMaxWidth || sequences == 0) {
-    return false;
+// ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than 16-bit
+// products keep.
+std::optional<Kernels> kernels_for(const Tensor& q, const Tensor& v, const OptionalTensor& g,
+                                   const c10::SymInt& sequences) {
+  if (q.scalar_type() == at::kDouble || sequences == 0) return std::nullopt;
+  if (!given(g) || q.scalar_type() == at::kFloat || g->size(3) > kernels::kGsaMaxSlots ||
+      q.size(3) > kernels::kGsaMaxWidth || v.size(3) > kernels::kGsaMaxWidth) {
+    return Kernels::exact;
   }
   bool fits = false;
   check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(g->size(3)), fits));
-  return fits;
+  return fits ? Kernels::tensor : Kernels::exact;
 }
 
 kernels::Feature feature_of(std::string_view name) {
@@ -33,17 +35,151 @@ kernels::Feature feature_of(std::string_view name) {
   return kernels::Feature::softmax;
 }
 
+// The slots' weights and gates: ABC's (g is None) from its logits.
+struct Slots {
+  Tensor s, g;
+  OptionalTensor z;
+};
+
+Slots slots_of(const Tensor& q, const OptionalTensor& s, const OptionalTensor& g,
+               const OptionalTensor& state_z, const OptionalTensor& cu_seqlens) {
+  if (given(g)) return {given(s) ? *s : g->to(at::kFloat).expm1().neg_(), *g, std::nullopt};
+  const auto logits = s->to(at::kFloat);
+  const auto cu = given(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
+  const auto rows = [&] { return given(cu_seqlens) ? at::zeros_like(logits) : at::empty_like(logits); };
+  kernels::AbcGates p;
+  p.tokens = kernel_tokens(q, cu);
+  p.heads = static_cast<int>(s->size(2)), p.M = static_cast<int>(s->size(3));
+  const Slots slots{rows(), rows(), at::empty({p.tokens.sequences, p.heads, p.M}, logits.options())};
+  p.logits = input<4>(logits), p.initial = input<3>(state_z);
+  p.s = output<4>(slots.s), p.g = output<4>(slots.g), p.final = output<3>(*slots.z);
+  const auto workspace =
+      at::empty({kernels::abc_workspace(p.tokens, p.heads, p.M)}, logits.options().dtype(at::kByte));
+  p.workspace = workspace.mutable_data_ptr();
+  check_launch("abc_gates", kernels::abc_gates(p, c10::cuda::getCurrentCUDAStream()));
+  return slots;
+}
+
+// The gradients of ABC's logits and of its first z.
+std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Slots& slots, const Tensor& ds,
+                                               const Tensor& dg, const OptionalTensor& grad_z,
+                                               const OptionalTensor& state_z) {
+  kernels::AbcGradient p;
+  p.tokens = a.shape.tokens;
+  p.heads = a.shape.heads, p.M = static_cast<int>(a.M);
+  const auto dlogits = a.rows(p.heads, p.M, at::kFloat);
+  const auto start =
+      given(state_z) ? OptionalTensor(at::empty(state_z->sizes(), state_z->options())) : std::nullopt;
+  p.s = input<4>(slots.s), p.g = input<4>(slots.g), p.ds = input<4>(ds), p.dg = input<4>(dg);
+  p.final = input<3>(grad_z), p.initial = input<3>(state_z);
+  p.dlogits = output<4>(dlogits);
+  if (start) p.dinitial = output<3>(*start);
+  const auto workspace =
+      at::empty({kernels::abc_workspace(p.tokens, p.heads, p.M)}, dlogits.options().dtype(at::kByte));
+  p.workspace = workspace.mutable_data_ptr();
+  check_launch("abc_gradient", kernels::abc_gradient(p, c10::cuda::getCurrentCUDAStream()));
+  return {dlogits, start};
+}
+
+// z [B, T, HQ, M] becomes p; dp, if defined, the logits' gradient, and w their share in that of the gates.
+void exact_feature(const GatedArguments& a, const Tensor& z, const Tensor& dp, const Tensor& w) {
+  kernels::ExactFeature p{};
+  p.rows = z.size(0) * z.size(1) * z.size(2);
+  p.M = a.shape.M, p.slots = a.shape.slots;
+  p.feature = a.shape.feature;
+  p.scale = a.shape.scale;
+  p.z = z.mutable_data_ptr<float>();
+  if (dp.defined()) p.dp = dp.mutable_data_ptr<float>(), p.w = w.mutable_data_ptr<float>();
+  check_launch("exact_feature", kernels::exact_feature(p, c10::cuda::getCurrentCUDAStream()));
+}
+
+Results forward_exact(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                      std::optional<double> scale, std::string_view feature, const Tensor& saved) {
+  const auto slots = slots_of(q, s, g, state_z, cu_seqlens);
+  const GatedArguments a(Kernels::exact, q, k, v, slots.s, slots.g, cu_seqlens, scale, feature_of(feature));
+  const auto& shape = a.shape;
+  const auto states = a.states();
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
+  const ExactReads reads(a, states, false);
+  const auto p = reads.value({{a.q, a.k, a.s, 0}});
+  exact_feature(a, p, {}, {});
+  return {without_packs(reads.key(p, a.s, a.v, shape.D), a.V), cut(last.k, a.D, a.M),
+          cut(last.v.mT(), a.M, a.V), slots.z, saved};
+}
+
+Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& grad_k,
+                         const OptionalTensor& grad_v, const OptionalTensor& grad_z, const Tensor& q,
+                         const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
+                         const OptionalTensor& state_k, const OptionalTensor& state_v,
+                         const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                         std::optional<double> scale, std::string_view feature) {
+  const auto slots = slots_of(q, s, g, state_z, cu_seqlens);
+  const GatedArguments a(Kernels::exact, q, k, v, slots.s, slots.g, cu_seqlens, scale, feature_of(feature));
+  const auto& shape = a.shape;
+  const auto HQ = shape.query_heads;
+  const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, q.scalar_type()).zero_();
+
+  // The states again: kept, they would be fp32 and the largest tensor of all.
+  const auto states = a.states();
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
+                               padded_state(state_v, true, shape.V, shape.M), states);
+
+  // What a query row needs,
+  const ExactReads reads(a, states, false);
+  const auto p = reads.value({{a.q, a.k, a.s, 0}}), dz = reads.value({{dout, a.v, a.s, shape.D}}),
+             w = a.rows(HQ, shape.M, at::kFloat);
+  exact_feature(a, p, dz, w);
+  const auto dq = reads.key(dz, a.s, a.k, 0);
+
+  // and what a key row needs.
+  const auto gradients = a.states();
+  const auto start = gated_scan(a, true, a.q, dz, dout, p, padded_state(grad_k, false, shape.D, shape.M),
+                                padded_state(grad_v, true, shape.V, shape.M), gradients);
+  const ExactReads writes(a, gradients, true);
+  const auto dk = writes.key(a.s, dz, a.q, 0), dv = writes.key(a.s, p, dout, shape.D);
+  const auto ds = writes.value({{a.k, a.q, dz, 0}, {a.v, dout, p, shape.D}});
+  const auto dg = exact_gate_gradient(a, w, a.s, ds, !given(s), states, gradients, last, start);
+
+  OptionalTensor given_s, given_g, given_z;
+  if (given(g)) {
+    if (given(s)) given_s = without_packs(ds, a.M).to(s->scalar_type());
+    given_g = without_packs(dg, a.M).to(g->scalar_type());
+  } else {
+    const auto [dlogits, dz0] = abc_gradient(a, slots, ds, dg, grad_z, state_z);
+    given_s = dlogits.to(s->scalar_type());
+    given_z = dz0;
+  }
+  const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
+    return given(state) ? OptionalTensor(gradient) : std::nullopt;
+  };
+  return {without_packs(dq, a.D),
+          without_packs(dk, a.D),
+          without_packs(dv, a.V),
+          given_s,
+          given_g,
+          given_state(state_k, cut(start.k, a.D, a.M)),
+          given_state(state_v, cut(start.v.mT(), a.M, a.V)),
+          given_z,
+          std::nullopt};
+}
+
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, std::string_view feature, bool save) {
   const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!has_kernel(q, v, g, problem.N)) {
-    at::NoTF32Guard exact;
-    return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
+  const auto by = kernels_for(q, v, g, problem.N);
+  if (!by) return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
+  if (by == Kernels::exact) {
+    const auto saved =
+        at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
+    return forward_exact(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, saved);
   }
-  const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
+  const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
   const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
@@ -67,16 +203,21 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         std::optional<double> scale, std::string_view feature) {
   const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!has_kernel(q, v, g, problem.N)) {
+  const auto by = kernels_for(q, v, g, problem.N);
+  if (!by) {
     // gsa has no backward of its own on the CPU: this is what serves every device without one, autograd of
     // the ATen form.
     static const auto op = find("gsa_backward").typed<decltype(backward_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_k, grad_v, grad_z, q, k, v,
                          s, g, state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
+  if (by == Kernels::exact) {
+    return backward_exact(grad_o, grad_k, grad_v, grad_z, q, k, v, s, g, state_k, state_v, state_z,
+                          cu_seqlens, scale, feature);
+  }
   const auto stream = c10::cuda::getCurrentCUDAStream();
 
-  const GatedArguments a(q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
+  const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
   const auto kept = problem.saved(q, g, cu_seqlens, true);
   GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
@@ -87,43 +228,43 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
 
   const auto dq = a.rows(HQ, shape.D, type), p = a.rows(HQ, shape.M, type), dz = a.rows(HQ, shape.M, type),
-             w = a.rows(HQ, shape.M, at::kFloat);
+             p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
+  const RowsLeft left(a);
   kernels::GsaRows rows;
   rows.shape = shape;
   rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.s = input<4>(a.s);
   rows.g = input<4>(a.g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
-  auto p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
-  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.w = output<4>(w);
+  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.left = left.arrays();
   rows.p_scan = output<4>(p_scan), rows.dz_scan = output<4>(dz_scan);
   check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
 
   const auto gradients = a.states();
   const auto start =
       gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
-                 padded_state(grad_v, true, shape.V, shape.M), gradients);
-
-  p_scan = dz_scan = Tensor();
+                 padded_state(grad_v, true, shape.V, shape.M), gradients, left.how());
 
   // Several query heads of one memory: each gives its part in fp32.
   const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);
   const auto ds = a.s.defined() ? a.rows(HQ, shape.M, part) : Tensor();
-  kernels::GsaColumns columns;
-  columns.shape = shape;
-  columns.q = rows.q, columns.k = rows.k, columns.v = rows.v, columns.s = rows.s, columns.g = rows.g;
-  columns.dout = rows.dout;
-  columns.p = input<4>(p), columns.dz = input<4>(dz), columns.w = input<4>(w);
-  columns.states = states.const_data_ptr();
-  columns.gradients = gradients.const_data_ptr();
   const auto initial_k = padded_state(state_k, false, shape.D, shape.M),
              initial_v = padded_state(state_v, true, shape.V, shape.M);
-  columns.initial_k = input<4>(initial_k), columns.initial_v = input<4>(initial_v);
-  columns.start_k = input<4>(start.k), columns.start_v = input<4>(start.v);
-  columns.dk = output<4>(dk), columns.dv = output<4>(dv), columns.ds = output<4>(ds),
-  columns.dg = output<4>(dg);
+  kernels::GatedColumns columns;
+  columns.shape = shape;
+  columns.s = rows.s, columns.g = rows.g, columns.w = input<4>(left.w);
+  columns.memory[0] = {
+      rows.k,        rows.q, input<4>(dz), input<4>(dz_scan), input<4>(initial_k), input<4>(start.k),
+      output<4>(dk), shape.D};
+  columns.memory[1] = {
+      rows.v,        rows.dout, input<4>(p), input<4>(p_scan), input<4>(initial_v), input<4>(start.v),
+      output<4>(dv), shape.V};
+  columns.y_scale = 1;
+  columns.states = states.const_data_ptr();
+  columns.gradients = gradients.const_data_ptr();
+  columns.ds = output<4>(ds), columns.dg = output<4>(dg);
   check_launch("gsa_columns", kernels::gsa_columns(columns, stream));
 
   const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
@@ -153,7 +294,11 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   at::assert_no_internal_overlap(state_k);
   at::assert_no_internal_overlap(state_v);
   at::assert_no_overlap(state_k, state_v);
-  if (given(state_z)) at::assert_no_internal_overlap(*state_z);
+  if (given(state_z)) {
+    at::assert_no_internal_overlap(*state_z);
+    at::assert_no_overlap(*state_z, state_k);
+    at::assert_no_overlap(*state_z, state_v);
+  }
   const c10::cuda::CUDAGuard device(q.device());
   const auto token = [](const OptionalTensor& x) { return given(x) ? x->select(1, 0) : Tensor(); };
   const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());

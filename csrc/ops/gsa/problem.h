@@ -39,8 +39,8 @@ struct Problem {
     return p;
   }
 
-  // What forward keeps for backward: the kernels' state before every chunk. They exist with g, for 16-bit
-  // elements and up to 128 slots, in packs of 8 columns; everywhere else nothing is kept.
+  // What forward keeps for backward: the tensor cores' state before every chunk, in packs of 8 columns. Their
+  // kernels exist with g, for 16-bit elements and up to 128 slots; everywhere else nothing is kept.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
     const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;

@@ -1,0 +1,251 @@
+// Both recurrences are parallel in time by chunks: every chunk's part from nothing, a walk over the chunks
+// that leaves in every part's place what stands before it, and the chunk again from there. A thread has one
+// slot of one chunk, or of one sequence.
+#include "exact/exact.h"
+#include "tile/grid.h"
+
+namespace girih::kernels {
+namespace exact {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kAhead = 8;         // elements read at once: a walk waits for memory, not for arithmetic
+constexpr float kEmpty = -1e29f;  // and below: a mask
+
+// z = top + log(sum) without that sum's rounding to a logarithm after every token; sum = 0: empty.
+struct Normaliser {
+  float top, sum;
+
+  __device__ void add(float other, float count) {
+    if (count == 0.f) return;
+    if (sum == 0.f) {
+      top = other, sum = count;
+    } else if (other <= top) {
+      sum = fmaf(count, expf(other - top), sum);
+    } else {
+      sum = fmaf(sum, expf(top - other), count);
+      top = other;
+    }
+  }
+  __device__ float z() const { return sum == 0.f ? -INFINITY : top + logf(sum); }
+};
+
+// What a chunk does to the gradient that comes from later tokens: keep Z + add.
+struct Passage {
+  float keep, add;
+};
+
+struct Slot {
+  int head, m;
+};
+
+// The slot of a thread's job; `from` the job without it.
+__device__ inline Slot slot_of(int64_t job, int heads, int M, int64_t& from) {
+  from = job / M;
+  const Slot slot{static_cast<int>(from % heads), static_cast<int>(job % M)};
+  from /= heads;
+  return slot;
+}
+
+__device__ inline const float* row_of(const In<4>& x, const Piece& piece, const Slot& slot) {
+  return static_cast<const float*>(x.data) + piece.sequence.batch * x.stride[0] + piece.start * x.stride[1] +
+         slot.head * x.stride[2] + slot.m * x.stride[3];
+}
+__device__ inline float* row_of(const Out<4>& x, const Piece& piece, const Slot& slot) {
+  return static_cast<float*>(x.data) + piece.sequence.batch * x.stride[0] + piece.start * x.stride[1] +
+         slot.head * x.stride[2] + slot.m * x.stride[3];
+}
+template <class Array>
+__device__ inline int64_t offset(const Array& x, int64_t n, const Slot& slot) {
+  return n * x.stride[0] + slot.head * x.stride[1] + slot.m * x.stride[2];
+}
+
+// f(token, logit) of a chunk's tokens in the order of time.
+template <class F>
+__device__ inline void each_logit(const AbcGates& p, const Piece& piece, const Slot& slot, const F& f) {
+  const float* const logits = row_of(p.logits, piece, slot);
+  for (int first = 0; first < piece.length; first += kAhead) {
+    float logit[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      logit[i] = first + i < piece.length ? logits[(first + i) * p.logits.stride[1]] : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < piece.length) f(first + i, logit[i]);
+    }
+  }
+}
+
+template <bool Write>
+__global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ AbcGates p) {
+  const int64_t jobs = piece_count(p.tokens, kChunk) * p.heads * p.M;
+  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+    int64_t number;
+    const Slot slot = slot_of(job, p.heads, p.M, number);
+    const Piece piece = piece_at(p.tokens, number, kChunk);
+    Normaliser* const part = static_cast<Normaliser*>(p.workspace) + job;
+    if constexpr (Write) {
+      Normaliser before = *part;
+      float *const s = row_of(p.s, piece, slot), *const g = row_of(p.g, piece, slot);
+      each_logit(p, piece, slot, [&](int row, float logit) {
+        float weight = 0.f, gate = 0.f;
+        if (logit > kEmpty) {
+          if (before.sum == 0.f) {
+            weight = 1.f;
+          } else {
+            // d = a_t - z_{t-1}:   s = sigmoid(d),   g = -log(1 + e^d)
+            const float d = (logit - before.top) - logf(before.sum), e = expf(-fabsf(d));
+            weight = (d > 0.f ? 1.f : e) / (1.f + e);
+            gate = -(fmaxf(d, 0.f) + log1pf(e));
+          }
+          before.add(logit, 1.f);
+        }
+        s[row * p.s.stride[1]] = weight;
+        g[row * p.g.stride[1]] = gate;
+      });
+    } else {
+      Normaliser all{0.f, 0.f};
+      each_logit(p, piece, slot, [&](int, float logit) { all.add(logit, logit > kEmpty ? 1.f : 0.f); });
+      *part = all;
+    }
+  }
+}
+
+// Calls f(part) for the parts of a sequence's chunks, from the first to the last or Reverse.
+template <bool Reverse, class Part, class F>
+__device__ inline void each_part(void* parts, const Tokens& tokens, const Sequence& sequence, int heads,
+                                 int M, const Slot& slot, const F& f) {
+  const int64_t count = divide_up(sequence.end - sequence.start, kChunk);
+  const int64_t first = first_piece(tokens, sequence, kChunk);
+  const auto at = [&](int64_t i) {
+    const int64_t number = first + (Reverse ? count - 1 - i : i);
+    return static_cast<Part*>(parts) + (number * heads + slot.head) * M + slot.m;
+  };
+  for (int64_t i = 0; i < count; i += kAhead) {
+    Part part[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (i + j < count) part[j] = *at(i + j);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (i + j < count) *at(i + j) = f(part[j]);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ AbcGates p) {
+  const int64_t jobs = p.tokens.sequences * p.heads * p.M;
+  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+    int64_t index;
+    const Slot slot = slot_of(job, p.heads, p.M, index);
+    const Sequence sequence = sequence_at(p.tokens, index);
+    Normaliser state{0.f, 0.f};
+    if (p.initial.data != nullptr) {
+      const float z = static_cast<const float*>(p.initial.data)[offset(p.initial, index, slot)];
+      state.add(z, z > kEmpty ? 1.f : 0.f);
+    }
+    each_part<false, Normaliser>(p.workspace, p.tokens, sequence, p.heads, p.M, slot, [&](Normaliser part) {
+      const Normaliser before = state;
+      state.add(part.top, part.sum);
+      return before;
+    });
+    static_cast<float*>(p.final.data)[offset(p.final, index, slot)] = state.z();
+  }
+}
+
+template <bool Write>
+__global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant__ AbcGradient p) {
+  const int64_t jobs = piece_count(p.tokens, kChunk) * p.heads * p.M;
+  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+    int64_t number;
+    const Slot slot = slot_of(job, p.heads, p.M, number);
+    const Piece piece = piece_at(p.tokens, number, kChunk);
+    Passage* const part = static_cast<Passage*>(p.workspace) + job;
+    const float *const s = row_of(p.s, piece, slot), *const g = row_of(p.g, piece, slot),
+                       *const ds = row_of(p.ds, piece, slot), *const dg = row_of(p.dg, piece, slot);
+    float* const dlogits = Write ? row_of(p.dlogits, piece, slot) : nullptr;
+    float keep = 1.f, Z = Write ? part->add : 0.f;
+    for (int last = piece.length - 1; last >= 0; last -= kAhead) {
+      float weight[kAhead], gate[kAhead], dweight[kAhead], dgate[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = last - i < 0 ? 0 : last - i;
+        weight[i] = s[row * p.s.stride[1]], gate[i] = g[row * p.g.stride[1]];
+        dweight[i] = ds[row * p.ds.stride[1]], dgate[i] = dg[row * p.dg.stride[1]];
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (last - i < 0) break;
+        // The first token of an empty memory: z_t is its logit, whatever came before.
+        const bool opens = weight[i] == 1.f && gate[i] == 0.f;
+        const float decay = opens ? 0.f : expf(gate[i]);
+        const float own = opens ? 0.f : weight[i] * (decay * dweight[i] - dgate[i]);
+        if (Write) dlogits[(last - i) * p.dlogits.stride[1]] = fmaf(weight[i], Z, own);
+        Z = fmaf(decay, Z, -own);
+        keep *= decay;
+      }
+    }
+    if (!Write) *part = {keep, Z};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant__ AbcGradient p) {
+  const int64_t jobs = p.tokens.sequences * p.heads * p.M;
+  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+    int64_t index;
+    const Slot slot = slot_of(job, p.heads, p.M, index);
+    const auto at = [&](const In<3>& x) { return static_cast<const float*>(x.data)[offset(x, index, slot)]; };
+    float Z = p.final.data == nullptr ? 0.f : at(p.final);
+    each_part<true, Passage>(p.workspace, p.tokens, sequence_at(p.tokens, index), p.heads, p.M, slot,
+                             [&](Passage part) {
+                               const Passage later{0.f, Z};
+                               Z = fmaf(part.keep, Z, part.add);
+                               return later;
+                             });
+    if (p.initial.data != nullptr) {
+      static_cast<float*>(p.dinitial.data)[offset(p.dinitial, index, slot)] =
+          at(p.initial) > kEmpty ? Z : 0.f;
+    }
+  }
+}
+
+template <auto Kernel, class Problem>
+cudaError_t launch_jobs(const Problem& p, int64_t jobs, cudaStream_t stream) {
+  if (jobs == 0) return cudaSuccess;
+  Kernel<<<blocks_for(divide_up(jobs, kThreads)), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// Every chunk's part, the walk over the chunks, every chunk.
+template <auto Part, auto Join, auto Write, class Problem>
+cudaError_t launch_all(const Problem& p, cudaStream_t stream) {
+  const int64_t chunks = piece_count(p.tokens, kChunk) * p.heads * p.M;
+  const int64_t sequences = p.tokens.sequences * p.heads * p.M;
+  if (const cudaError_t error = launch_jobs<Part>(p, chunks, stream); error != cudaSuccess) return error;
+  if (const cudaError_t error = launch_jobs<Join>(p, sequences, stream); error != cudaSuccess) return error;
+  return launch_jobs<Write>(p, chunks, stream);
+}
+
+}  // namespace
+}  // namespace exact
+
+int64_t abc_workspace(const Tokens& tokens, int heads, int M) {
+  return piece_count(tokens, kChunk) * heads * M * static_cast<int64_t>(sizeof(exact::Normaliser));
+}
+
+cudaError_t abc_gates(const AbcGates& p, cudaStream_t stream) {
+  return exact::launch_all<exact::chunk_gates<false>, exact::join_gates, exact::chunk_gates<true>>(p, stream);
+}
+
+cudaError_t abc_gradient(const AbcGradient& p, cudaStream_t stream) {
+  return exact::launch_all<exact::chunk_gradient<false>, exact::join_gradient, exact::chunk_gradient<true>>(
+      p, stream);
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,149 @@
+// A block has one chunk, one head and 64 slots: four threads a slot, each with every fourth row of the states
+// and 16 tokens.
+//
+// A gate scales what was written before its token for whoever reads from it on. With c = w - s ds and the
+// sums over d and v of the states times their gradients at the chunk's ends,
+//
+//     dg_t = (H G before the chunk) - sum_{j<t} c_j = (H G after it) + sum_{j>=t} c_j
+//
+// Both cancel, each in its own places: behind closed gates little is left of the sums, after the last read or
+// before the first write nothing. The side whose terms are smaller in sum is taken; so what is zero is zero.
+#include <type_traits>
+
+#include "exact/tiles.cuh"
+
+namespace girih::kernels {
+namespace exact {
+namespace {
+
+constexpr int kShares = kThreads / kTile;
+constexpr int kShare = kTile / kShares;  // tokens
+
+// A sum, and the sum of its terms' sizes.
+struct Sum {
+  float value = 0.f, size = 0.f;
+
+  __device__ void add(float term) {
+    value += term;
+    size += fabsf(term);
+  }
+  __device__ void add(const Sum& other) {
+    value += other.value;
+    size += other.size;
+  }
+  __device__ void subtract(const Sum& other) {
+    value -= other.value;
+    size += other.size;
+  }
+};
+
+// A slot's column of a matrix.
+struct Column {
+  const float* data;
+  int64_t stride;
+};
+
+__device__ inline Column column_of(const In<4>& x, int64_t n, int head, int m) {
+  return {static_cast<const float*>(x.data) + n * x.stride[0] + head * x.stride[1] + m * x.stride[3],
+          x.stride[2]};
+}
+
+__global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant__ ExactGateGradient p) {
+  __shared__ float2 parts[3][kShares][kTile];
+  const unsigned tiles = (p.M + kTile - 1) / kTile;
+  const int head = static_cast<int>(blockIdx.x / tiles % p.heads);
+  const int64_t number = blockIdx.x / tiles / p.heads;
+  const Piece piece = piece_at(p.tokens, number, kChunk);
+  if (piece.length == 0) return;
+  const int slot = threadIdx.x % kTile, share = static_cast<int>(threadIdx.x) / kTile;
+  const int m = static_cast<int>(blockIdx.x % tiles) * kTile + slot;
+  const bool exists = m < p.M;
+
+  Sum before, after;
+  const bool first_chunk = piece.index == 0, last_chunk = piece.start + piece.length == piece.sequence.end;
+  const int64_t rows = p.width[0] + p.width[1];
+  for (int memory = 0, first_row = 0; exists && memory < 2; first_row = p.width[memory++]) {
+    if (p.width[memory] == 0) continue;
+    const auto published = [&](const float* states, int64_t chunk) -> Column {
+      return {states + ((chunk * p.heads + head) * rows + first_row) * p.M + m, p.M};
+    };
+    const auto add = [&](Sum& sum, const Column& state, const Column& gradient) {
+#pragma unroll 8
+      for (int row = share; row < p.width[memory]; row += kShares) {
+        sum.add(state.data[row * state.stride] * gradient.data[row * gradient.stride]);
+      }
+    };
+    add(before, published(p.states, number),
+        first_chunk ? column_of(p.start[memory], piece.sequence.index, head, m)
+                    : published(p.gradients, number - 1));
+    add(after,
+        last_chunk ? column_of(p.final[memory], piece.sequence.index, head, m)
+                   : published(p.states, number + 1),
+        published(p.gradients, number));
+  }
+
+  const int first = share * kShare, group = p.query_heads / p.heads;
+  const auto element = [&](const auto& x, int row, int of) -> auto& {
+    using Array = std::decay_t<decltype(x)>;
+    using Pointer = std::conditional_t<std::is_same_v<Array, In<4>>, const float*, float*>;
+    return static_cast<Pointer>(x.data)[piece.sequence.batch * x.stride[0] +
+                                        (piece.start + row) * x.stride[1] + of * x.stride[2] + m];
+  };
+  Sum c[kShare], mine;
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    if (!exists || first + i >= piece.length) continue;
+    for (int member = 0; member < group; ++member) c[i].add(element(p.w, first + i, head * group + member));
+    c[i].add(-element(p.s, first + i, head) * element(p.ds, first + i, head));
+  }
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) mine.add(c[i]);
+
+  const auto put = [&](int what, const Sum& sum) { parts[what][share][slot] = {sum.value, sum.size}; };
+  const auto part = [&](int what, int of) -> Sum {
+    return {parts[what][of][slot].x, parts[what][of][slot].y};
+  };
+  put(0, before), put(1, after), put(2, mine);
+  __syncthreads();
+  if (!exists) return;
+
+  // From the end, to what every token of the thread sums on that side; then from the start.
+  Sum later;
+#pragma unroll
+  for (int other = 0; other < kShares; ++other) later.add(part(1, other));
+  for (int other = kShares - 1; other > share; --other) later.add(part(2, other));
+  Sum from_end[kShare];
+#pragma unroll
+  for (int i = kShare - 1; i >= 0; --i) {
+    later.add(c[i]);
+    from_end[i] = later;
+  }
+  Sum earlier;
+#pragma unroll
+  for (int other = 0; other < kShares; ++other) earlier.add(part(0, other));
+  for (int other = 0; other < share; ++other) earlier.subtract(part(2, other));
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    if (first + i < piece.length) {
+      float dg = earlier.size <= from_end[i].size ? earlier.value : from_end[i].value;
+      if (p.g.data != nullptr) {
+        dg -= expf(element(p.g, first + i, head)) * element(p.ds, first + i, head);
+      }
+      element(p.dg, first + i, head) = dg;
+    }
+    earlier.subtract(c[i]);
+  }
+}
+
+}  // namespace
+}  // namespace exact
+
+cudaError_t exact_gate_gradient(const ExactGateGradient& p, cudaStream_t stream) {
+  const int64_t blocks = piece_count(p.tokens, kChunk) * p.heads * divide_up(p.M, exact::kTile);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  exact::gate_gradient<<<static_cast<unsigned>(blocks), exact::kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,144 @@
+// gated_scan in fp32. What a chunk adds to the state does not need the state, so all chunks' parts are made
+// at once, each from zero, in the place where the state before it will stand; then one walk over the chunks
+// adds them up, the one that joins segments elsewhere.
+#include "exact/tiles.cuh"
+#include "gsa/join.h"
+
+namespace girih::kernels {
+namespace exact {
+namespace {
+
+struct Updates {
+  GatedScan scan;
+  float* decay;  // [pieces, heads, M]: the sum of a chunk's gates
+};
+
+constexpr int kFloats = 2 * kTileFloats + kTotalsFloats;
+
+inline __host__ __device__ int slabs_of(int width) { return (width + kTile - 1) / kTile; }
+
+// forward   U = x^T (s * e^{L_C - L})      reverse   U = x^T (s * e^{L})
+// A block has 64 rows and 64 columns of it.
+template <bool Reverse>
+__global__ void __launch_bounds__(kThreads, 2) updates(const __grid_constant__ Updates problem) {
+  extern __shared__ __align__(16) float shared[];
+  float *const x_tile = shared, *const s_tile = x_tile + kTileFloats, *const totals = s_tile + kTileFloats;
+  const GatedScan& p = problem.scan;
+  const unsigned tiles = (p.M + kTile - 1) / kTile, first_slabs = slabs_of(p.memory[0].width),
+                 slabs = first_slabs + slabs_of(p.memory[1].width);
+  unsigned job = blockIdx.x;
+  const int col = static_cast<int>(job % tiles) * kTile;
+  job /= tiles;
+  const unsigned slab = job % slabs;
+  job /= slabs;
+  const int head = static_cast<int>(job % p.heads);
+  const int64_t number = job / p.heads;
+  // Without tokens it adds nothing: written too, for bounds that overlap make a walk read what nobody owns.
+  const Chunk<false> chunk{piece_at(p.tokens, number, kChunk)};
+  const int which = slab >= first_slabs, first = static_cast<int>(slab - which * first_slabs) * kTile;
+  const ScannedMemory& memory = p.memory[which];
+  const int a = lane_of_row(), b = block_of_rows();
+
+  // What lies between a token and where the state is wanted.
+  Pack<4> weight[4];
+  {
+    Pack<4> g[4], total = zeros<4>();
+    chunk.load_gates(g, p.g, head, col, p.M);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) add_scaled(total, 1.f, g[r]);
+    put(totals, b, 4 * a, total);
+    __syncthreads();
+    Pack<4> sum = zeros<4>();
+    if (Reverse) {
+      for (int block = b - 1; block >= 0; --block) add_scaled(sum, 1.f, four(totals, block, 4 * a));
+    } else {
+      for (int block = b + 1; block < kBlocks; ++block) add_scaled(sum, 1.f, four(totals, block, 4 * a));
+    }
+    if (slab == 0 && b == (Reverse ? kBlocks - 1 : 0) && col + 4 * a < p.M) {
+      add_scaled(total, 1.f, sum);
+      store<4>(problem.decay + (number * p.heads + head) * p.M + col + 4 * a, total);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = Reverse ? i : 3 - i;
+      if (Reverse) add_scaled(sum, 1.f, g[r]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) weight[r].at[c] = expf(sum.at[c]);
+      if (!Reverse) add_scaled(sum, 1.f, g[r]);
+    }
+  }
+
+  Pack<4> u[4];
+  clear(u);
+#pragma unroll 1
+  for (int member = 0; member < (chunk.piece.length > 0 ? p.group : 0); ++member) {
+    Pack<4> s[4];
+    chunk.load_own(s, memory.s, head * p.group + member, col, p.M);
+    __syncthreads();
+    chunk.load_tile(x_tile, memory.x, head * p.group + member, first, memory.width);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      multiply(s[r], weight[r]);
+      put(s_tile, 4 * b + r, 4 * a, s[r]);
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int t = 0; t < kTile; ++t) {
+      const Pack<4> x = four(x_tile, t, 4 * b), weighted = four(s_tile, t, 4 * a);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) add_scaled(u[r], x.at[r], weighted);
+    }
+  }
+
+  const int rows = p.memory[0].width + p.memory[1].width;
+  float* to =
+      static_cast<float*>(p.states) +
+      ((number * p.heads + head) * rows + which * p.memory[0].width + first) * static_cast<int64_t>(p.M) +
+      col + 4 * a;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int row = 4 * b + r;
+    if (first + row < memory.width && col + 4 * a < p.M) store<4>(to + static_cast<int64_t>(row) * p.M, u[r]);
+  }
+}
+
+template <bool Reverse>
+cudaError_t launch_updates(const Updates& problem, cudaStream_t stream) {
+  const GatedScan& p = problem.scan;
+  constexpr int kBytes = kFloats * static_cast<int>(sizeof(float));
+  if (const cudaError_t error = allow_shared<updates<Reverse>>(kBytes); error != cudaSuccess) return error;
+  const int64_t blocks = piece_count(p.tokens, kChunk) * p.heads *
+                         (slabs_of(p.memory[0].width) + slabs_of(p.memory[1].width)) * divide_up(p.M, kTile);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  updates<Reverse><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(problem);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace exact
+
+int64_t exact_scan_workspace(const GatedScan& p) {
+  return piece_count(p.tokens, kChunk) * p.heads * p.M * static_cast<int64_t>(sizeof(float));
+}
+
+cudaError_t exact_scan(const GatedScan& p, cudaStream_t stream) {
+  float* const decay = static_cast<float*>(p.workspace);
+  const exact::Updates updates{p, decay};
+  const cudaError_t error = p.reverse ? exact::launch_updates<true>(updates, stream)
+                                      : exact::launch_updates<false>(updates, stream);
+  if (error != cudaSuccess) return error;
+  const SegmentJoin join{p.tokens,
+                         kChunk,
+                         p.heads,
+                         p.M,
+                         p.reverse,
+                         static_cast<float*>(p.states),
+                         decay,
+                         {p.memory[0].width, p.memory[1].width},
+                         {p.memory[0].initial, p.memory[1].initial},
+                         {p.memory[0].final, p.memory[1].final}};
+  return join_segments(join, stream);
+}
+
+}  // namespace girih::kernels

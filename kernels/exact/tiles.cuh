@@ -1,0 +1,209 @@
+// What a block of 256 threads does with one chunk of 64 tokens: tiles of 64 x 64 in shared memory, products
+// of which every thread has 4 x 4, and a chunk's rows in either order of time.
+//
+// Thread 16 b + a has rows 4b to 4b + 3 of whatever the block makes: half a warp owns four rows. Of the
+// columns it has 4a to 4a + 3, or a, a + 16, a + 32, a + 48 where the right factor's rows are columns of the
+// result: then neighbouring lanes read neighbouring rows of a tile, whose pitch puts them on different banks.
+#pragma once
+
+#include "exact/exact.h"
+#include "tile/grid.h"
+#include "tile/launch.h"
+#include "tile/pack.h"
+
+namespace girih::kernels::exact {
+
+constexpr int kThreads = 256;
+constexpr int kTile = 64;
+constexpr int kPitch = kTile + 4;  // floats from row to row of a tile
+constexpr int kTileFloats = kTile * kPitch;
+constexpr int kBlocks = kTile / 4;  // of four rows
+constexpr int kTotalsFloats = kBlocks * kPitch;
+
+__device__ inline int block_of_rows() { return static_cast<int>(threadIdx.x) / 16; }  // b
+__device__ inline int lane_of_row() { return static_cast<int>(threadIdx.x) % 16; }    // a
+
+__device__ inline Pack<4> four(const float* tile, int row, int col) {
+  return load<4>(tile + row * kPitch + col);
+}
+__device__ inline void put(float* tile, int row, int col, const Pack<4>& pack) {
+  store<4>(tile + row * kPitch + col, pack);
+}
+
+// Calls f with an element of the type.
+template <class F>
+__device__ inline void by_type(DType type, const F& f) {
+  switch (type) {
+    case DType::f16:
+      f(__half());
+      return;
+    case DType::bf16:
+      f(__nv_bfloat16());
+      return;
+    default:
+      f(float());
+  }
+}
+
+// The rows of a chunk in the order of time or, Reverse, from its last token to its first. Rows past its
+// length do not exist: zero.
+template <bool Reverse>
+struct Chunk {
+  Piece piece;
+
+  __device__ int64_t token(int row) const {
+    return Reverse ? piece.start + piece.length - 1 - row : piece.start + row;
+  }
+
+  // rows(i), for i = 0..3: four columns from `col` on of one head; none from `cols` on.
+  template <class Rows>
+  __device__ void load_rows(Pack<4> (&to)[4], const In<4>& from, int head, int col, int cols,
+                            const Rows& rows) const {
+    by_type(from.dtype, [&](auto element) {
+      const auto* data = static_cast<const decltype(element)*>(from.data) +
+                         piece.sequence.batch * from.stride[0] + head * from.stride[2] + col;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = rows(i);
+        to[i] = row < piece.length && col < cols ? load<4>(data + token(row) * from.stride[1]) : zeros<4>();
+      }
+    });
+  }
+  // Of the thread's rows the columns col + 4a to col + 4a + 3.
+  __device__ void load_own(Pack<4> (&to)[4], const In<4>& from, int head, int col, int cols) const {
+    load_rows(to, from, head, col + 4 * lane_of_row(), cols, [](int i) { return 4 * block_of_rows() + i; });
+  }
+  // Columns col..col+63 to a tile.
+  __device__ void load_tile(float* tile, const In<4>& from, int head, int col, int cols) const {
+    Pack<4> rows[4];
+    const auto row = [](int i) { return block_of_rows() + 16 * i; };
+    load_rows(rows, from, head, col + 4 * lane_of_row(), cols, row);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) put(tile, row(i), 4 * lane_of_row(), rows[i]);
+  }
+  // The thread's rows, columns col + 4a on.
+  __device__ void store_own(const Out<4>& to, int head, int col, int cols, const Pack<4> (&rows)[4]) const {
+    by_type(to.dtype, [&](auto element) {
+      col += 4 * lane_of_row();
+      auto* data = static_cast<decltype(element)*>(to.data) + piece.sequence.batch * to.stride[0] +
+                   head * to.stride[2] + col;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 4 * block_of_rows() + i;
+        if (row < piece.length && col < cols) store<4>(data + token(row) * to.stride[1], rows[i]);
+      }
+    });
+  }
+
+  // The gates between a row and the one before it, of the thread's own rows and columns. In reversed time
+  // those are the earlier row's: a token's write is not decayed by its own gate but by all that follow, and
+  // nothing decays the chunk's last token before the state after it.
+  __device__ void load_gates(Pack<4> (&g)[4], const In<4>& from, int head, int col, int cols) const {
+    load_rows(g, from, head, col + 4 * lane_of_row(), cols, [&](int i) {
+      const int row = 4 * block_of_rows() + i;
+      if constexpr (!Reverse) return row;
+      return row > 0 && row < piece.length ? row - 1 : kTile;
+    });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
+        if (g[i].at[c] < -100.f) g[i].at[c] = -100.f;
+      }
+    }
+  }
+};
+
+// 64 x 64 of an fp32 matrix to a tile, zero outside of rows x cols.
+__device__ inline void load_matrix(float* tile, const float* from, int64_t stride, int rows, int cols) {
+  Pack<4> pack[4];
+  const int col = 4 * lane_of_row();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = block_of_rows() + 16 * i;
+    pack[i] = row < rows && col < cols ? load<4>(from + row * stride + col) : zeros<4>();
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) put(tile, block_of_rows() + 16 * i, col, pack[i]);
+}
+
+__device__ inline void clear(Pack<4> (&sums)[4]) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) sums[r] = zeros<4>();
+}
+
+// x[0] y[0] + ... added to a sum.
+__device__ inline void add_dot(float& sum, const Pack<4>& x, const Pack<4>& y) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum = fmaf(x.at[i], y.at[i], sum);
+}
+// sum += x * y
+__device__ inline void add_scaled(Pack<4>& sum, float x, const Pack<4>& y) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum.at[i] = fmaf(x, y.at[i], sum.at[i]);
+}
+__device__ inline void multiply(Pack<4>& x, const Pack<4>& y) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.at[i] *= y.at[i];
+}
+
+// The thread's four rows of a tile, columns col..col+3.
+__device__ inline void own_rows(Pack<4> (&rows)[4], const float* tile, int col) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) rows[r] = four(tile, 4 * block_of_rows() + r, col);
+}
+
+// Four columns of the thread's four rows through the gates between them: e^g of every row, and of their sum.
+struct RowDecays {
+  Pack<4> row[4], total;
+
+  __device__ explicit RowDecays(const Pack<4> (&g)[4]) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) row[r].at[c] = expf(g[r].at[c]);
+      // Not their product: blocks of equal gates would add up its rounding.
+      total.at[c] = expf(g[0].at[c] + g[1].at[c] + g[2].at[c] + g[3].at[c]);
+    }
+  }
+  // x of row r as it is after the block's last row.
+  __device__ void decay_to_end(Pack<4>& x, int r) const {
+#pragma unroll
+    for (int later = r + 1; later < 4; ++later) multiply(x, row[later]);
+  }
+  // What row r reads of the state before the block.
+  __device__ void decay_from_start(Pack<4>& x, int r) const {
+#pragma unroll
+    for (int earlier = 0; earlier <= r; ++earlier) multiply(x, row[earlier]);
+  }
+};
+
+// Which head reads, whose memory it is and who writes.
+template <bool Reverse>
+struct Heads {
+  int reader, memory, first_writer, writers;
+
+  __device__ Heads(const ExactShape& shape, int reader_) : reader(reader_) {
+    const int group = shape.query_heads / shape.heads;
+    memory = Reverse ? reader : reader / group;
+    first_writer = Reverse ? reader * group : memory;
+    writers = Reverse ? group : 1;
+  }
+};
+
+inline int readers(const ExactShape& shape) { return shape.reverse ? shape.heads : shape.query_heads; }
+
+// `tiles` blocks for every chunk and reader.
+template <auto Kernel, class Problem>
+cudaError_t launch(const Problem& p, int64_t tiles, int floats, cudaStream_t stream) {
+  const int bytes = floats * static_cast<int>(sizeof(float));
+  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
+  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * readers(p.shape) * tiles;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  Kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels::exact
