@@ -11,7 +11,7 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
   conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
   beta_proj = register_module("beta_proj", linear(hidden_size, n * kv_heads));
-  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, kv_heads));
+  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, kv_heads, 0.01));
   g_proj = register_module("g_proj", linear(hidden_size, width));
   norm = register_module("norm", GatedRMSNorm(head_dim_, options.norm_eps));
   o_proj = register_module("o_proj", linear(width, hidden_size));

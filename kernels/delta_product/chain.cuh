@@ -1,4 +1,5 @@
-// What the scans of both directions share: how a block's part of a state, its stages and its rings lie.
+// What the kernels share: how what was prepared lies, and of the scans of both directions a block's part of a
+// state, its stages and its rings.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,7 @@ constexpr int kLoaders = 2;    // warps
 constexpr int kTileRows = 16;  // of a warp's products
 constexpr int kTilesDown = kDeltaRows / kTileRows;
 
+// Of the block (i, j) of X, j <= i, among the ten.
 __host__ __device__ constexpr int block_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
 // The factors of a chunk's rows.

@@ -7,17 +7,17 @@
 // A chunk has C = 64 / n tokens and so up to 64 rows, a row a step. L_i sums the gates from the chunk's start
 // through row i's token; rho_i is 1 / |k_i| where q and k are to be of unit length, else 1. Then
 //
-//     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j  (j < i)                X = (I + A)^-1
-//     U = X Z        Z_i = beta_i v_i - beta_i rho_i e^{L_i} S^T k_i            S the state before the chunk
-//     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j                        S <- e^{L_C} S + sum_j k_j
-//     w_j U_j^T P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)  w_j = rho_j e^{L_C
-//     - L_j}
+//     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j  (j < i)        X = (I + A)^-1
+//     Z_i = beta_i v_i - beta_i rho_i e^{L_i} S^T k_i                   U = X Z
+//     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
+//     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j                S the state before the chunk
+//     S <- e^{L_C} S + sum_j k_j w_j U_j^T                              w_j = rho_j e^{L_C - L_j}
 //
 // in two kernels:
 //   prepare    every chunk by itself: X and the factors of its rows
 //   scan       from chunk to chunk, in order: U, S and the output
-// and backward three, with what forward kept. dS the gradient of the state after the chunk, r_t = scale rho_t
-// e^{L_t}:
+// and backward three, with what forward kept. dS: the gradient of the state after the chunk,
+// r_t = scale rho_t e^{L_t}:
 //   values     every chunk by itself: sum_t P_tj do_t, what U's gradient is without dS
 //   reverse    from chunk to chunk, from the end:
 //                  dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU, the gradient of Z
@@ -142,7 +142,10 @@ struct DeltaGradients {
 
 cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
 
-// One token; any sizes, strides and types but fp64. The state is written in place.
+// Of a token's steps, and of the query heads that one memory serves, in delta_step: what shared memory holds.
+constexpr int kDeltaStepMost = 8;
+
+// One token; any strides and types but fp64, D up to 256. The state is written in place.
 struct DeltaStep {
   int64_t sequences;
   int heads, query_heads;

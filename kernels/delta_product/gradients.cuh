@@ -1,6 +1,5 @@
-// The gradients, a block a chunk and query head. S and dS: the state before the chunk, and the gradient of
-// the one after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j} and r, w, read as in the
-// scans,
+// The gradients, a block a chunk and query head. S: the state before the chunk, dS: the gradient of the one
+// after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j} and r, w, read as in the scans,
 //
 //     E_i  = v_i - a_i S^T k_i - sum_{j<i} D_ij (k_i . k_j) U_j       what step i finds amiss: U = beta E
 //     dv_i = beta_i G_i                                               dbeta_i = G_i . E_i
@@ -12,54 +11,86 @@
 // and, of unit vectors, what of dq and dk lies along q and k is taken away. A gate's gradient is the sum over
 // the tokens from its own on of
 //
-//     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum_{i of t} [sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P
-//     dP)_si
-//            - read_i G_i . S^T k_i - w_i k_i . dS U_i]               M_ij = D_ij k_i . k_j
+//     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum of, for its rows i,
+//                sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P dP)_si - read_i G_i . S^T k_i - w_i k_i . dS U_i
+//     M_ij = D_ij k_i . k_j
 //
 // without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
 //
-// The first four warps have 16 rows each of what belongs to k, v and beta; the other four 16 tokens each of
-// what belongs to q, where the chunk has as many. Columns of V go 64 at a time.
+// Half of the warps have what belongs to k, v and beta, the others what belongs to q: 16 rows or tokens each,
+// and of the columns all (D <= 64) or half. Columns of V go 64 at a time.
 #pragma once
 
 #include "delta_product/chain.cuh"
 
 namespace girih::kernels::delta_product {
 
-constexpr int kGradientThreads = 256;
-constexpr int kGroupThreads = 128;
 constexpr int kGradientSlab = 64;  // columns of V at a time
+constexpr int kBands = 4;          // of 16 rows
+
+// At D = 64 two blocks of 8 warps fit; beyond, one block, and only columns in halves leave registers for 16.
+template <int D>
+struct GradientSizes {
+  static constexpr int kSplit = D == 64 ? 1 : 2;
+  static constexpr int kGroup = 32 * kBands * kSplit;  // threads for keys, and as many for queries
+  static constexpr int kThreads = 2 * kGroup;
+  static constexpr int kBlocks = D == 64 ? 2 : 1;  // of a multiprocessor
+};
+
+// What warps add up for each other, a part from each half of the columns or from each warp.
+template <int D>
+struct GradientSums {
+  static constexpr int kSplit = GradientSizes<D>::kSplit;
+  float beta[kSplit][kDeltaRows], row[kSplit][kDeltaRows], token[kSplit][kDeltaRows];
+  float key_cols[kBands][kDeltaRows], query_cols[kBands][kDeltaRows];
+  float along[2][kSplit][kDeltaRows];  // of keys and of queries
+  float edge[GradientSizes<D>::kThreads / 32], end[kBands * kSplit];
+};
 
 template <typename T, int D>
 struct GradientTiles {
   using Rows = SharedTile<T, kDeltaRows, D>;                // of k, q; or columns of a state
-  using Square = SharedTile<T, kDeltaRows, kGradientSlab>;  // columns of v, do, G, Z, U
-  // Sums of the gates' gradients: by token; by row; by column, a part from every warp.
-  struct Sums_ {
-    float token[kDeltaRows], row[kDeltaRows];
-    float key_cols[4][kDeltaRows], query_cols[4][kDeltaRows];
-    float edge[kGradientThreads / 32], end[4];
-  };
-  static constexpr int kBytes = 4 * Rows::kBytes + 5 * Square::kBytes + kDeltaLost + 2 * kDeltaRows * 4 +
-                                static_cast<int>(sizeof(Sums_));
+  using Square = SharedTile<T, kDeltaRows, kGradientSlab>;  // columns of v, do, G, Z, U; M
+  static constexpr int kFixedBytes = 2 * Rows::kBytes + 3 * Square::kBytes + kDeltaLost + 2 * kDeltaRows * 4 +
+                                     (static_cast<int>(sizeof(GradientSums<D>)) + 127) / 128 * 128;
+  static constexpr int kSlabBytes = 2 * Rows::kBytes + 3 * Square::kBytes;
 
-  Rows k, q, s, ds;
-  Square v, g, dout, z, u;  // later z: dP, u: N, both weighted
+  // What 64 columns of V bring; one slab may be under way while another is worked on.
+  struct Slab {
+    Rows s, ds;
+    Square v, g, dout;
+  };
+
+  Rows k, q;
+  Square z, u, m;  // later z: dP, u: N, weighted
+  int buffers;     // slabs
   unsigned char* prepared;
   float* factors;
-  Sums_* sums;
+  GradientSums<D>* sums;
+  unsigned char* slabs;
 
-  __device__ explicit GradientTiles(unsigned char* next) {
+  __device__ GradientTiles(unsigned char* next, int buffers) : buffers(buffers) {
     const auto take = [&](int bytes) {
       unsigned char* const here = next;
       next += bytes;
       return here;
     };
-    for (Rows* tile : {&k, &q, &s, &ds}) tile->data = reinterpret_cast<T*>(take(Rows::kBytes));
-    for (Square* tile : {&v, &g, &dout, &z, &u}) tile->data = reinterpret_cast<T*>(take(Square::kBytes));
+    for (Rows* tile : {&k, &q}) tile->data = reinterpret_cast<T*>(take(Rows::kBytes));
+    for (Square* tile : {&z, &u, &m}) tile->data = reinterpret_cast<T*>(take(Square::kBytes));
     prepared = take(kDeltaLost);
     factors = reinterpret_cast<float*>(take(2 * kDeltaRows * 4));
-    sums = reinterpret_cast<Sums_*>(take(sizeof(Sums_)));
+    sums = reinterpret_cast<GradientSums<D>*>(take((sizeof(GradientSums<D>) + 127) / 128 * 128));
+    slabs = next;
+  }
+
+  // Of the columns from v on. In the first one's v and g later stand N and dP, weighted otherwise.
+  __device__ Slab slab(int v) const {
+    unsigned char* const at = slabs + v / kGradientSlab % buffers * kSlabBytes;
+    return {{reinterpret_cast<T*>(at)},
+            {reinterpret_cast<T*>(at + Rows::kBytes)},
+            {reinterpret_cast<T*>(at + 2 * Rows::kBytes)},
+            {reinterpret_cast<T*>(at + 2 * Rows::kBytes + Square::kBytes)},
+            {reinterpret_cast<T*>(at + 2 * Rows::kBytes + 2 * Square::kBytes)}};
   }
 };
 
@@ -103,39 +134,40 @@ __device__ inline void store_rows(const Sums<N>& sums, To* to, int64_t stride, i
   }
 }
 
-// x . of a tile's rows, for the lane's two rows; all four lanes of a row get it.
+// x . a tile's rows from column `col` on, for the lane's two rows; all four lanes of a row get it.
 template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row) {
+__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float2 first = pair_at<T>(tile, row, 8 * n), second = pair_at<T>(tile, row + 8, 8 * n);
+    const float2 first = pair_at<T>(tile, row, col + 8 * n), second = pair_at<T>(tile, row + 8, col + 8 * n);
     sum.x = fmaf(first.x, x.at[n][0], fmaf(first.y, x.at[n][1], sum.x));
     sum.y = fmaf(second.x, x.at[n][2], fmaf(second.y, x.at[n][3], sum.y));
   }
   return {sum_over_row(sum.x), sum_over_row(sum.y)};
 }
 
-// x -= tile's rows times (x . row) times by^2: what is left is orthogonal to rows of length 1 / by.
+// x -= (row . x) row / |row|^2: what is left is orthogonal to the rows of a tile. `along`: row . x.
 template <typename T, int N, class Tile>
-__device__ inline void take_along(Sums<N>& x, const Tile& tile, int row, float2 by) {
-  const float2 along = dot_rows<T>(x, tile, row);
-  const float2 of = {along.x * by.x * by.x, along.y * by.y * by.y};
+__device__ inline void take_along(Sums<N>& x, const Tile& tile, int row, int col, float2 along,
+                                  float2 inverse_length) {
+  const float2 of = {along.x * inverse_length.x * inverse_length.x,
+                     along.y * inverse_length.y * inverse_length.y};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float2 first = pair_at<T>(tile, row, 8 * n), second = pair_at<T>(tile, row + 8, 8 * n);
+    const float2 first = pair_at<T>(tile, row, col + 8 * n), second = pair_at<T>(tile, row + 8, col + 8 * n);
     x.at[n][0] -= first.x * of.x, x.at[n][1] -= first.y * of.x;
     x.at[n][2] -= second.x * of.y, x.at[n][3] -= second.y * of.y;
   }
 }
 
 // 1 / the length of a tile's rows, the lane's two; of a row of zeros 1000.
-template <typename T, int N, class Tile>
+template <typename T, class Tile>
 __device__ inline float2 inverse_lengths(const Tile& tile, int row) {
   float2 sum = {0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float2 x = pair_at<T>(tile, row, 8 * n), y = pair_at<T>(tile, row + 8, 8 * n);
+#pragma unroll 4
+  for (int col = 0; col < Tile::kCols; col += 8) {
+    const float2 x = pair_at<T>(tile, row, col), y = pair_at<T>(tile, row + 8, col);
     sum.x = fmaf(x.x, x.x, fmaf(x.y, x.y, sum.x)), sum.y = fmaf(y.x, y.x, fmaf(y.y, y.y, sum.y));
   }
   return {rsqrtf(sum_over_row(sum.x) + 1e-6f), rsqrtf(sum_over_row(sum.y) + 1e-6f)};
@@ -159,10 +191,11 @@ struct Here {
 };
 
 // Row and column sums of a warp's 16 rows of products; cols: the warp's part of the sums of columns.
-__device__ inline float2 add_up(const Sums<8>& x, float* cols) {
+template <int N>
+__device__ inline float2 add_up(const Sums<N>& x, float* cols) {
   float2 rows = {0.f, 0.f};
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < N; ++n) {
     rows.x += x.at[n][0] + x.at[n][1], rows.y += x.at[n][2] + x.at[n][3];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -173,38 +206,90 @@ __device__ inline float2 add_up(const Sums<8>& x, float* cols) {
   return {sum_over_row(rows.x), sum_over_row(rows.y)};
 }
 
-// f(slab's first column) between a barrier before and one after its tiles are there, for all slabs of V.
-template <typename T, int D, class F>
+// The lane's two rows, to where others find them.
+__device__ inline void put_rows(float* to, int row, float2 x) {
+  if (lane_col() == 0) to[row + lane_row()] = x.x, to[row + lane_row() + 8] = x.y;
+}
+
+// A warp's place in its group (0: keys, 1: queries): 16 rows and half of the columns.
+template <int D, int Group>
+struct Place {
+  static constexpr int kSplit = GradientSizes<D>::kSplit;
+  int band, half;
+
+  __device__ int row() const { return kTileRows * band; }
+  __device__ int mine() const { return row() + lane_row(); }  // and 8 further
+  // The first of the warp's columns of so many.
+  __device__ int col(int cols) const { return half * (cols / kSplit); }
+  __device__ void wait_for_group() const { barrier_wait(1 + Group, GradientSizes<D>::kGroup); }
+
+  // Both halves' parts, by all warps of the group.
+  __device__ float2 whole(float2 part, GradientSums<D>& sums) const {
+    if (kSplit == 1) return part;
+    put_rows(sums.along[Group][half], row(), part);
+    wait_for_group();
+    float2 all = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kSplit; ++i) {
+      all.x += sums.along[Group][i][mine()], all.y += sums.along[Group][i][mine() + 8];
+    }
+    return all;
+  }
+};
+
+// All of the block: starts to load the slab from column v on.
+template <typename T, int D>
+__device__ inline void load_slab(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
+                                 int v) {
+  constexpr int kThreads = GradientSizes<D>::kThreads;
+  const DeltaShape& shape = p.shape;
+  if (v < shape.V) {
+    const auto to = tile.slab(v);
+    const int64_t batch = here.piece.sequence.batch, row = here.piece.start * shape.n;
+    const int cols = shape.V - v;
+    const auto load = [&](const auto& square, const In<4>& from, int64_t first, int head, int rows) {
+      load_async<kThreads>(square, at<T>(from, batch, first, head, v), from.stride[1], rows, cols,
+                           threadIdx.x);
+    };
+    load(to.v, p.v, row, here.head, here.rows);
+    load(to.g, p.dz, row, here.head, here.rows);
+    load(to.dout, p.dout, here.piece.start, here.query_head, here.piece.length);
+    const int64_t state = ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+    load_async<kThreads>(to.s, static_cast<const T*>(p.states) + state, shape.D, cols, shape.D, threadIdx.x);
+    load_async<kThreads>(to.ds, static_cast<const T*>(p.gradients) + state, shape.D, cols, shape.D,
+                         threadIdx.x);
+  }
+  commit_copies();
+}
+
+// f(the slab's tiles, its first column) between a barrier before and one after, for all slabs of V, the first
+// of which is under way. OneSlab: V <= 64; then what is summed over slabs needs no registers before them.
+template <bool OneSlab, typename T, int D, class F>
 __device__ inline void for_each_slab(const DeltaGradients& p, const Here& here,
                                      const GradientTiles<T, D>& tile, const F& f) {
-  const DeltaShape& shape = p.shape;
-  const int64_t batch = here.piece.sequence.batch, row = here.piece.start * shape.n;
-  for (int v = 0; v < shape.V; v += kGradientSlab) {
-    const int cols = shape.V - v;
-    const auto load = [&](const auto& to, const In<4>& from, int64_t first, int head, int rows) {
-      load_async<kGradientThreads>(to, at<T>(from, batch, first, head, v), from.stride[1], rows, cols,
-                                   threadIdx.x);
-    };
-    load(tile.v, p.v, row, here.head, here.rows);
-    load(tile.g, p.dz, row, here.head, here.rows);
-    load(tile.dout, p.dout, here.piece.start, here.query_head, here.piece.length);
-    const int64_t state = ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
-    load_async<kGradientThreads>(tile.s, static_cast<const T*>(p.states) + state, shape.D, cols, shape.D,
-                                 threadIdx.x);
-    load_async<kGradientThreads>(tile.ds, static_cast<const T*>(p.gradients) + state, shape.D, cols, shape.D,
-                                 threadIdx.x);
-    commit_copies();
-    wait_copies<0>();
+  const auto slab = [&](int v) {
+    if (!OneSlab && tile.buffers == 2) {
+      load_slab(p, here, tile, v + kGradientSlab);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
     __syncthreads();
-    f(v);
+    f(tile.slab(OneSlab ? 0 : v), v);
     __syncthreads();
+    if (!OneSlab && tile.buffers == 1) load_slab(p, here, tile, v + kGradientSlab);
+  };
+  if constexpr (OneSlab) {
+    slab(0);
+  } else {
+    for (int v = 0; v < p.shape.V; v += kGradientSlab) slab(v);
   }
 }
 
 // <S, dS> of a slab, this thread's part: of the rounded states, but of a sequence's first and last in fp32.
 template <typename T, int D>
-__device__ inline float edge_of(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                int v) {
+__device__ inline float edge_of(const DeltaGradients& p, const Here& here,
+                                const typename GradientTiles<T, D>::Slab& slab, int v) {
   const auto given = [&](const In<4>& state, int d, int col) {
     return static_cast<const float*>(
         state.data)[here.piece.sequence.index * state.stride[0] + here.head * state.stride[1] +
@@ -216,11 +301,11 @@ __device__ inline float edge_of(const DeltaGradients& p, const Here& here, const
   float sum = 0.f;
   if (row < rows) {
     for (int d = static_cast<int>(threadIdx.x) / kGradientSlab * 2; d < p.shape.D;
-         d += kGradientThreads / kGradientSlab * 2) {
+         d += GradientSizes<D>::kThreads / kGradientSlab * 2) {
       const auto pair_of_tile = [&](const auto& from) {
         return unpaired<T>(*reinterpret_cast<const uint32_t*>(&from.at(row, d)));
       };
-      float2 s = pair_of_tile(tile.s), ds = pair_of_tile(tile.ds);
+      float2 s = pair_of_tile(slab.s), ds = pair_of_tile(slab.ds);
       if (first) s = {given(p.initial, d, v + row), given(p.initial, d + 1, v + row)};
       if (last) ds = {given(p.end, d, v + row), given(p.end, d + 1, v + row)};
       sum = fmaf(s.x, ds.x, fmaf(s.y, ds.y, sum));
@@ -230,205 +315,201 @@ __device__ inline float edge_of(const DeltaGradients& p, const Here& here, const
 }
 
 // The warps of keys.
-template <typename T, int D>
+template <bool OneSlab, typename T, int D>
 __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                int warp) {
+                                const Place<D, 0>& place) {
+  constexpr int kSplit = Place<D, 0>::kSplit, kN = 8 / kSplit;  // eights of a square's columns
   const DeltaShape& shape = p.shape;
   const Prepared prepared{tile.prepared};
   const Vectors vectors = prepared.vectors();
-  const int n = shape.n, row = kTileRows * warp, mine = row + lane_row();
+  const int n = shape.n, row = place.row(), mine = place.mine(), band = place.band;
+  const int col_d = place.col(D), col_s = place.col(kGradientSlab);
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
   const float2 beta = of_rows(kDeltaBeta), log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
-  const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
-  const float2 from_start = {exp2_fast(log.x), exp2_fast(log.y)},
-               to_end = {exp2_fast(log_end - log.x), exp2_fast(log_end - log.y)};
-  const float2 a = {unit.x * from_start.x, unit.y * from_start.y};
-  // rho_j is put to dk_j at the end, in fp32: 1000 times a sum may be too large for 16 bits.
-  const float2 own = shape.unit ? inverse_lengths<T, D / 8>(tile.k, row) : make_float2(1.f, 1.f);
   // e^{L_i - L_j} for j < i, else 0
   const auto decay = [&](int i, int row_of_lane, int j) {
-    const float2 log_j = vectors.pair(kDeltaLog, 8 * i);
+    const float2 log_j = vectors.pair(kDeltaLog, col_s + 8 * i);
     const float difference = (row_of_lane == 0 ? log.x : log.y) - (j == 0 ? log_j.x : log_j.y);
-    return 8 * i + lane_col() + j < mine + 8 * row_of_lane ? exp2_fast(difference) : 0.f;
+    return col_s + 8 * i + lane_col() + j < mine + 8 * row_of_lane ? exp2_fast(difference) : 0.f;
   };
   const auto unit_of = [&](int i, int j) {
-    const float2 unit_j = vectors.pair(kDeltaUnit, 8 * i);
+    const float2 unit_j = vectors.pair(kDeltaUnit, col_s + 8 * i);
     return j == 0 ? unit_j.x : unit_j.y;
   };
 
   // -M, rounded
-  Operand<kTilesDown> minus_m;
   if (here.first) {
-    Sums<8> m;
+    Sums<kN> m;
     fill(m, 0.f);
 #pragma unroll 1
     for (int col = 0; col < D; col += 16) {
       uint32_t k[4];
       load_block(k, tile.k, row, col);
-      add_product_transposed<T>(m, k, tile.k, 0, col);
+      add_product_transposed<T>(m, k, tile.k, col_s, col);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kN; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         m.at[i][j] *= -(j < 2 ? unit.x : unit.y) * unit_of(i, j % 2) * decay(i, j / 2, j % 2);
       }
+      put_pair<T>(tile.m, row, col_s + 8 * i, m.at[i][0], m.at[i][1]);
+      put_pair<T>(tile.m, row + 8, col_s + 8 * i, m.at[i][2], m.at[i][3]);
     }
-    round_to<T>(minus_m, m);
   }
 
-  Sums<D / 8> dk;
-  Sums<8> products;  // G U^T
+  Sums<D / 8 / kSplit> dk;
+  Sums<kN> products;  // G U^T
   fill(dk, 0.f);
   fill(products, 0.f);
   float2 dbeta = {0.f, 0.f}, read_of_g = {0.f, 0.f};  // G . E, G . S^T k
   float edge = 0.f;
-  for_each_slab(p, here, tile, [&](int v) {
-    if (p.gated && here.first) edge += edge_of(p, here, tile, v);
+  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
+    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
 
     // E_i + sum_j M_ij U_j, and Z = beta times it
-    Sums<8> e;
+    Sums<kN> e;
     fill(e, 0.f);
 #pragma unroll 1
     for (int col = 0; col < D; col += 16) {
       uint32_t k[4];
       load_block(k, tile.k, row, col);
-      add_product_transposed<T>(e, k, tile.s, 0, col);
+      add_product_transposed<T>(e, k, slab.s, col_s, col);
     }
+    const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
     T* const dv = at<T>(p.dv, batch, first_row, here.head, v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kN; ++i) {
+      const int eight = col_s + 8 * i;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float2 value = pair_at<T>(tile.v, row + 8 * j, 8 * i),
-                     g = pair_at<T>(tile.g, row + 8 * j, 8 * i);
+        const float2 value = pair_at<T>(slab.v, row + 8 * j, eight),
+                     g = pair_at<T>(slab.g, row + 8 * j, eight);
         float &left = e.at[i][2 * j], &right = e.at[i][2 * j + 1];
         float& sum = j == 0 ? read_of_g.x : read_of_g.y;
         sum = fmaf(g.x, left, fmaf(g.y, right, sum));
         const float by = j == 0 ? a.x : a.y, step = j == 0 ? beta.x : beta.y;
         left = fmaf(-by, left, value.x), right = fmaf(-by, right, value.y);
-        put_pair<T>(tile.z, row + 8 * j, 8 * i, step * left, step * right);
-        const int r = mine + 8 * j, col = 8 * i + lane_col();
+        put_pair<T>(tile.z, row + 8 * j, eight, step * left, step * right);
+        const int r = mine + 8 * j, col = eight + lane_col();
         if (here.first && r < here.rows && v + col < shape.V) {
           *reinterpret_cast<uint32_t*>(dv + r * p.dv.stride[1] + col) = pair_of<T>(step * g.x, step * g.y);
         }
       }
     }
-    barrier_wait(1, kGroupThreads);
+    place.wait_for_group();
 
     // U = X Z
-    Sums<8> u;
-    fill(u, 0.f);
+    {
+      Sums<kN> u;
+      fill(u, 0.f);
 #pragma unroll 1
-    for (int j = 0; j <= warp; ++j) {
-      uint32_t x[4];
-      prepared.load(x, warp, j);
-      add_product<T>(u, x, tile.z, kTileRows * j);
-    }
-    if (prepared.keeps()) {
-      const auto* all = prepared_at(p.prepared, shape, here.chunk, here.head);
-#pragma unroll 1
-      for (int j = 0; j <= warp; ++j) {
+      for (int j = 0; j <= band; ++j) {
         uint32_t x[4];
-        load_lost(x, all, warp, j);
-        add_product<T>(u, x, tile.z, kTileRows * j);
+        prepared.load(x, band, j);
+        add_product<T>(u, x, tile.z, kTileRows * j, col_s);
       }
-    }
+      if (prepared.keeps()) {
+        const auto* all = prepared_at(p.prepared, shape, here.chunk, here.head);
+#pragma unroll 1
+        for (int j = 0; j <= band; ++j) {
+          uint32_t x[4];
+          load_lost(x, all, band, j);
+          add_product<T>(u, x, tile.z, kTileRows * j, col_s);
+        }
+      }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kN; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        put_pair<T>(tile.u, row + 8 * j, 8 * i, u.at[i][2 * j], u.at[i][2 * j + 1]);
+        for (int j = 0; j < 2; ++j) {
+          put_pair<T>(tile.u, row + 8 * j, col_s + 8 * i, u.at[i][2 * j], u.at[i][2 * j + 1]);
+        }
       }
     }
     __syncthreads();
     if (!here.first) return;
 
       // dbeta = G . E
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      if (j <= warp) add_product<T>(e, minus_m.at[j], tile.u, kTileRows * j);
+#pragma unroll 1
+    for (int j = 0; j <= band; ++j) {
+      uint32_t minus_m[4];
+      load_block(minus_m, tile.m, row, kTileRows * j);
+      add_product<T>(e, minus_m, tile.u, kTileRows * j, col_s);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 g = pair_at<T>(tile.g, row, 8 * i), below = pair_at<T>(tile.g, row + 8, 8 * i);
+    for (int i = 0; i < kN; ++i) {
+      const int eight = col_s + 8 * i;
+      const float2 g = pair_at<T>(slab.g, row, eight), below = pair_at<T>(slab.g, row + 8, eight);
       dbeta.x = fmaf(g.x, e.at[i][0], fmaf(g.y, e.at[i][1], dbeta.x));
       dbeta.y = fmaf(below.x, e.at[i][2], fmaf(below.y, e.at[i][3], dbeta.y));
     }
 
     // G U^T,   dK += (w * U) dS^T - (read * G) S^T without rho
+    const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
+    const float2 to_end = {exp2_fast(log_end - log.x), exp2_fast(log_end - log.y)},
+                 minus_read = {-beta.x * exp2_fast(log.x), -beta.y * exp2_fast(log.y)};
 #pragma unroll 1
     for (int col = 0; col < kGradientSlab; col += 16) {
-      uint32_t g[4], of_u[4];
-      load_block(g, tile.g, row, col);
-      add_product_transposed<T>(products, g, tile.u, 0, col);
-      load_block(of_u, tile.u, row, col);
-      multiply_rows<T>(of_u, to_end.x, to_end.y);
-      add_product<T>(dk, of_u, tile.ds, col);
-      multiply_rows<T>(g, -beta.x * from_start.x, -beta.y * from_start.y);
-      add_product<T>(dk, g, tile.s, col);
+      uint32_t g[4], u[4];
+      load_block(g, slab.g, row, col);
+      add_product_transposed<T>(products, g, tile.u, col_s, col);
+      load_block(u, tile.u, row, col);
+      multiply_rows<T>(u, to_end.x, to_end.y);
+      add_product<T>(dk, u, slab.ds, col, col_d);
+      multiply_rows<T>(g, minus_read.x, minus_read.y);
+      add_product<T>(dk, g, slab.s, col, col_d);
     }
   });
 
-  // N, weighted, to where U was
-  Operand<kTilesDown> weights;
+  // rho_j is put to dk_j at the end, in fp32: 1000 times a sum may be too large for 16 bits.
+  const float2 own = shape.unit ? inverse_lengths<T>(tile.k, row) : make_float2(1.f, 1.f);
+  GradientSums<D>& sums = *tile.sums;
   if (here.first) {
-    const float2 state_read = {-beta.x * a.x * sum_over_row(read_of_g.x),
-                               -beta.y * a.y * sum_over_row(read_of_g.y)};
-    float2 dl = {0.f, 0.f};
+    const float2 read = {beta.x * unit.x * exp2_fast(log.x), beta.y * unit.y * exp2_fast(log.y)};
+    const float2 state_read = {-read.x * sum_over_row(read_of_g.x), -read.y * sum_over_row(read_of_g.y)};
     if (p.gated) {
       // -read G . S^T k - w k . dS U, the sum of the latter's parts, and N M
-      const float2 of_state = dot_rows<T>(dk, tile.k, row);
+      const float2 of_state = dot_rows<T>(dk, tile.k, row, col_d);
       const float2 end = {own.x * of_state.x - state_read.x, own.y * of_state.y - state_read.y};
-      Sums<8> nm;
+      Sums<kN> nm;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kN; ++i) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float2 m = unpaired<T>(minus_m.at[i / 2][i % 2 * 2 + j]);
-          const int r = mine + 8 * j, c = 8 * i + lane_col();
+          const float2 m = pair_at<T>(tile.m, row + 8 * j, col_s + 8 * i);
+          const int r = mine + 8 * j, c = col_s + 8 * i + lane_col();
           const float by = j == 0 ? beta.x : beta.y;
           nm.at[i][2 * j] = r / n == c / n ? 0.f : by * products.at[i][2 * j] * m.x;
           nm.at[i][2 * j + 1] = r / n == (c + 1) / n ? 0.f : by * products.at[i][2 * j + 1] * m.y;
         }
       }
-      const float2 rows = add_up(nm, tile.sums->key_cols[warp]);
-      dl = {state_read.x - end.x + rows.x, state_read.y - end.y + rows.y};
-      float all = lane_col() == 0 ? end.x + end.y : 0.f;
-      all = sum_over_row(sum_over_col(all));
-      if (lane() == 0) tile.sums->end[warp] = all;
+      const float2 rows = add_up(nm, sums.key_cols[band] + col_s);
+      put_rows(sums.row[place.half], row, {state_read.x - end.x + rows.x, state_read.y - end.y + rows.y});
+      const float all = sum_over_col(end.x + end.y);
+      if (lane() == 0) sums.end[place.half * kBands + band] = all;
     }
-    if (lane_col() == 0) {
-      tile.sums->row[mine] = dl.x, tile.sums->row[mine + 8] = dl.y;
-    }
-    dbeta = {sum_over_row(dbeta.x), sum_over_row(dbeta.y)};
-    if (lane_col() == 0) {
-      float* const to =
-          static_cast<float*>(p.dbeta.data) + batch * p.dbeta.stride[0] + here.head * p.dbeta.stride[2];
-      if (mine < here.rows) to[(first_row + mine) * p.dbeta.stride[1]] = dbeta.x;
-      if (mine + 8 < here.rows) to[(first_row + mine + 8) * p.dbeta.stride[1]] = dbeta.y;
-    }
-    // Either way the other row's rho.
+    put_rows(sums.beta[place.half], row, {sum_over_row(dbeta.x), sum_over_row(dbeta.y)});
+
+    // N, weighted, with the rho of one row or the other: the one that is not the own row's.
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kN; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) products.at[i][j] *= -(j < 2 ? beta.x : beta.y) * decay(i, j / 2, j % 2);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
+        const float left = products.at[i][2 * j], right = products.at[i][2 * j + 1];
         const float by = j == 0 ? unit.x : unit.y;
-        put_pair<T>(tile.u, row + 8 * j, 8 * i, by * products.at[i][2 * j], by * products.at[i][2 * j + 1]);
+        put_pair<T>(tile.u, row + 8 * j, col_s + 8 * i, by * left, by * right);
+        put_pair<T>(tile.slab(0).v, row + 8 * j, col_s + 8 * i, unit_of(i, 0) * left, unit_of(i, 1) * right);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) products.at[i][j] *= unit_of(i, j % 2);
     }
-    round_to<T>(weights, products);
   }
   if (p.gated) {
     edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) tile.sums->edge[warp] = edge;
+    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
   }
   __syncthreads();
 
@@ -437,55 +518,60 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
   for (int b = 0; b < here.bands; ++b) {
     uint32_t of_p[4];
     load_block_transposed(of_p, tile.z, row, kTileRows * b);
-    add_product<T>(dk, of_p, tile.q, kTileRows * b);
+    add_product<T>(dk, of_p, tile.q, kTileRows * b, col_d);
   }
   if (here.first) {
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      if (j <= warp) add_product<T>(dk, weights.at[j], tile.k, kTileRows * j);
+#pragma unroll 1
+    for (int j = 0; j <= band; ++j) {
+      uint32_t of_n[4];
+      load_block(of_n, tile.slab(0).v, row, kTileRows * j);
+      add_product<T>(dk, of_n, tile.k, kTileRows * j, col_d);
     }
 #pragma unroll 1
-    for (int i = warp; i < kTilesDown; ++i) {
+    for (int i = band; i < kBands; ++i) {
       uint32_t of_n[4];
       load_block_transposed(of_n, tile.u, row, kTileRows * i);
-      add_product<T>(dk, of_n, tile.k, kTileRows * i);
+      add_product<T>(dk, of_n, tile.k, kTileRows * i, col_d);
     }
   }
   if (shape.unit) {
     scale_rows(dk, own);
-    take_along<T>(dk, tile.k, row, own);
+    const float2 along = place.whole(dot_rows<T>(dk, tile.k, row, col_d), sums);
+    take_along<T>(dk, tile.k, row, col_d, along, own);
   }
   if (p.dk.dtype == DType::f32) {
-    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, 0), p.dk.stride[1], row,
-                         here.rows, shape.D);
+    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
+                         here.rows, shape.D - col_d);
   } else {
-    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, 0), p.dk.stride[1], row, here.rows,
-                     shape.D);
+    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
+                     here.rows, shape.D - col_d);
   }
 }
 
 // The warps of queries.
-template <typename T, int D>
+template <bool OneSlab, typename T, int D>
 __device__ inline void run_queries(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                   int warp) {
+                                   const Place<D, 1>& place) {
+  constexpr int kSplit = Place<D, 1>::kSplit, kN = 8 / kSplit;
   const DeltaShape& shape = p.shape;
   const Vectors vectors = Prepared{tile.prepared}.vectors();
-  const int n = shape.n, first_token = kTileRows * warp, token = first_token + lane_row();
-  const bool any = warp < here.bands;
-  Sums<D / 8> dq;
-  Sums<8> dp;
+  const int n = shape.n, row = place.row(), token = place.mine();
+  const int col_d = place.col(D), col_s = place.col(kGradientSlab);
+  const bool any = place.band < here.bands;
+  Sums<D / 8 / kSplit> dq;
+  Sums<kN> dp;
   fill(dq, 0.f);
   fill(dp, 0.f);
   float edge = 0.f;
-  for_each_slab(p, here, tile, [&](int v) {
-    if (p.gated && here.first) edge += edge_of(p, here, tile, v);
+  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
+    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
     // dQ += dO S^T
     if (any) {
 #pragma unroll 1
       for (int col = 0; col < kGradientSlab; col += 16) {
         uint32_t x[4];
-        load_block(x, tile.dout, first_token, col);
-        add_product<T>(dq, x, tile.s, col);
+        load_block(x, slab.dout, row, col);
+        add_product<T>(dq, x, slab.s, col, col_d);
       }
     }
     __syncthreads();
@@ -494,112 +580,120 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
 #pragma unroll 1
       for (int col = 0; col < kGradientSlab; col += 16) {
         uint32_t x[4];
-        load_block(x, tile.dout, first_token, col);
-        add_product_transposed<T>(dp, x, tile.u, 0, col);
+        load_block(x, slab.dout, row, col);
+        add_product_transposed<T>(dp, x, tile.u, col_s, col);
       }
     }
   });
+  GradientSums<D>& sums = *tile.sums;
   if (p.gated) {
     edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) tile.sums->edge[4 + warp] = edge;
+    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
   }
 
-  Operand<kTilesDown> weights;
   if (any) {
     const float2 factor = {tile.factors[token], tile.factors[token + 8]};
     const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
                           vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
     // For dk with the token's factor, for dq with the row's.
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 log = vectors.pair(kDeltaLog, 8 * i), unit = vectors.pair(kDeltaUnit, 8 * i);
+    for (int i = 0; i < kN; ++i) {
+      const int eight = col_s + 8 * i;
+      const float2 log = vectors.pair(kDeltaLog, eight), unit = vectors.pair(kDeltaUnit, eight);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int t = token + j / 2 * 8, r = 8 * i + lane_col() + j % 2;
+        const int t = token + j / 2 * 8, r = eight + lane_col() + j % 2;
         const float by = exp2_fast((j < 2 ? decay.x : decay.y) - (j % 2 == 0 ? log.x : log.y));
         float& x = dp.at[i][j];
         x = r < (t + 1) * n ? x * by : 0.f;
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
+        float &left = dp.at[i][2 * j], &right = dp.at[i][2 * j + 1];
         const float by = j == 0 ? factor.x : factor.y;
-        put_pair<T>(tile.z, first_token + 8 * j, 8 * i, by * dp.at[i][2 * j], by * dp.at[i][2 * j + 1]);
+        put_pair<T>(tile.z, row + 8 * j, eight, by * left, by * right);
+        left *= unit.x, right *= unit.y;
+        put_pair<T>(tile.slab(0).g, row + 8 * j, eight, left, right);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) dp.at[i][j] *= j % 2 == 0 ? unit.x : unit.y;
     }
-    round_to<T>(weights, dp);
     scale_rows(dq, {exp2_fast(decay.x), exp2_fast(decay.y)});
     if (p.gated) {
       // P dP, and r q . S do
-      Sums<8> scores;
+      Sums<kN> scores;
       fill(scores, 0.f);
 #pragma unroll 1
       for (int col = 0; col < D; col += 16) {
         uint32_t q[4];
-        load_block(q, tile.q, first_token, col);
-        add_product_transposed<T>(scores, q, tile.k, 0, col);
+        load_block(q, tile.q, row, col);
+        add_product_transposed<T>(scores, q, tile.k, col_s, col);
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kN; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int r = 8 * i + lane_col() + j % 2;
+          const int r = col_s + 8 * i + lane_col() + j % 2;
           float& x = scores.at[i][j];
           x = r / n == token + j / 2 * 8 ? 0.f : x * dp.at[i][j] * (j < 2 ? factor.x : factor.y);
         }
       }
-      const float2 rows = add_up(scores, tile.sums->query_cols[warp]);
-      const float2 state = dot_rows<T>(dq, tile.q, first_token);
-      if (lane_col() == 0) {
-        tile.sums->token[token] = fmaf(factor.x, state.x, rows.x);
-        tile.sums->token[token + 8] = fmaf(factor.y, state.y, rows.y);
-      }
+      const float2 rows = add_up(scores, sums.query_cols[place.band] + col_s);
+      const float2 state = dot_rows<T>(dq, tile.q, row, col_d);
+      put_rows(sums.token[place.half], row,
+               {fmaf(factor.x, state.x, rows.x), fmaf(factor.y, state.y, rows.y)});
     }
   } else if (p.gated) {
-    for (int i = lane(); i < kDeltaRows; i += 32) tile.sums->query_cols[warp][i] = 0.f;
+    for (int i = lane(); i < 8 * kN; i += 32) sums.query_cols[place.band][col_s + i] = 0.f;
   }
   __syncthreads();
-  if (!any) return;
 
-    // dQ += dP K
-#pragma unroll
-  for (int j = 0; j < kTilesDown; ++j) add_product<T>(dq, weights.at[j], tile.k, kTileRows * j);
+  // dQ += dP K
+  if (any) {
+#pragma unroll 1
+    for (int j = 0; j < kBands; ++j) {
+      uint32_t of_p[4];
+      load_block(of_p, tile.slab(0).g, row, kTileRows * j);
+      add_product<T>(dq, of_p, tile.k, kTileRows * j, col_d);
+    }
+  }
   if (shape.unit) {
-    const float2 own = inverse_lengths<T, D / 8>(tile.q, first_token);
+    const float2 own = inverse_lengths<T>(tile.q, row);
     scale_rows(dq, {shape.scale * own.x, shape.scale * own.y});
-    take_along<T>(dq, tile.q, first_token, own);
+    const float2 along = place.whole(dot_rows<T>(dq, tile.q, row, col_d), sums);
+    take_along<T>(dq, tile.q, row, col_d, along, own);
   } else {
     scale_rows(dq, {shape.scale, shape.scale});
   }
-  store_rows<T, T>(dq, at<T>(p.dq, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
-                   p.dq.stride[1], first_token, here.piece.length, shape.D);
+  if (any) {
+    store_rows<T, T>(dq, at<T>(p.dq, here.piece.sequence.batch, here.piece.start, here.query_head, col_d),
+                     p.dq.stride[1], row, here.piece.length, shape.D - col_d);
+  }
 }
 
 // dg_t = sum_{s>=t} dL_s + <state after, dS>, by one warp; a lane has two tokens.
-template <class Sums_>
-__device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& here, const Sums_& sums,
-                                          float whole) {
-  const int n = p.shape.n, tokens = delta_chunk(n);
+template <int D>
+__device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& here,
+                                          const GradientSums<D>& sums, float whole) {
+  constexpr int kSplit = GradientSizes<D>::kSplit;
+  const int n = p.shape.n;
   float edge = 0.f;
   if (here.first) {
-    for (int w = 0; w < kGradientThreads / 32; ++w) edge += sums.edge[w];
+    for (int w = 0; w < GradientSizes<D>::kThreads / 32; ++w) edge += sums.edge[w];
     edge *= whole;
-    for (int w = 0; w < 4; ++w) edge += sums.end[w];
+    for (int w = 0; w < kBands * kSplit; ++w) edge += sums.end[w];
   }
   float dl[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int token = 2 * lane() + half;
     float sum = 0.f;
-    if (token < here.piece.length && token < tokens) {
-      sum = sums.token[token];
+    if (token < here.piece.length) {
+      for (int i = 0; i < kSplit; ++i) sum += sums.token[i][token];
       for (int r = token * n; r < (token + 1) * n; ++r) {
         if (here.first) {
-          sum += sums.row[r];
-          for (int w = 0; w < 4; ++w) sum -= sums.key_cols[w][r];
+          for (int i = 0; i < kSplit; ++i) sum += sums.row[i][r];
+          for (int w = 0; w < kBands; ++w) sum -= sums.key_cols[w][r];
         }
-        for (int w = 0; w < 4; ++w) sum -= sums.query_cols[w][r];
+        for (int w = 0; w < kBands; ++w) sum -= sums.query_cols[w][r];
       }
     }
     dl[half] = sum;
@@ -625,10 +719,11 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
   }
 }
 
-template <typename T, int D>
-__global__ void __launch_bounds__(kGradientThreads, 1) gradients(const __grid_constant__ DeltaGradients p) {
+template <typename T, int D, bool OneSlab>
+__global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::kBlocks)
+    gradients(const __grid_constant__ DeltaGradients p, int buffers) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const GradientTiles<T, D> tile(shared);
+  const GradientTiles<T, D> tile(shared, buffers);
   const DeltaShape& shape = p.shape;
   const int n = shape.n, tokens = delta_chunk(n), group = shape.query_heads / shape.heads;
   Here here;
@@ -643,12 +738,12 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradients(const __grid_co
   here.last = here.piece.start + here.piece.length == here.piece.sequence.end;
   const int64_t batch = here.piece.sequence.batch;
 
-  load_async<kGradientThreads>(tile.k, at<T>(p.k, batch, here.piece.start * n, here.head, 0), p.k.stride[1],
-                               here.rows, shape.D, threadIdx.x);
-  load_async<kGradientThreads>(tile.q, at<T>(p.q, batch, here.piece.start, here.query_head, 0), p.q.stride[1],
-                               here.piece.length, shape.D, threadIdx.x);
+  load_async<GradientSizes<D>::kThreads>(tile.k, at<T>(p.k, batch, here.piece.start * n, here.head, 0),
+                                         p.k.stride[1], here.rows, shape.D, threadIdx.x);
+  load_async<GradientSizes<D>::kThreads>(tile.q, at<T>(p.q, batch, here.piece.start, here.query_head, 0),
+                                         p.q.stride[1], here.piece.length, shape.D, threadIdx.x);
   const unsigned char* prepared = prepared_at(p.prepared, shape, here.chunk, here.head);
-  for (int i = threadIdx.x * 16; i < kDeltaLost; i += kGradientThreads * 16) {
+  for (int i = threadIdx.x * 16; i < kDeltaLost; i += GradientSizes<D>::kThreads * 16) {
     copy_async(shared_address(tile.prepared + i), prepared + i, true);
   }
   if (threadIdx.x < 2 * kDeltaRows / 4) {
@@ -656,30 +751,65 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradients(const __grid_co
     copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
   }
   commit_copies();
-  wait_copies<0>();
+  load_slab(p, here, tile, 0);
+  wait_copies<1>();
   __syncthreads();
 
-  const int warp = threadIdx.x / 32;
-  if (warp < 4) {
-    run_keys(p, here, tile, warp);
+  using Sizes = GradientSizes<D>;
+  const int warp = threadIdx.x / 32, of_group = warp % (kBands * Sizes::kSplit);
+  const int band = of_group % kBands, half = of_group / kBands;
+  if (warp == of_group) {
+    run_keys<OneSlab>(p, here, tile, Place<D, 0>{band, half});
   } else {
-    run_queries(p, here, tile, warp - 4);
+    run_queries<OneSlab>(p, here, tile, Place<D, 1>{band, half});
+  }
+
+  // What warps added up stands since their last barrier for all.
+  if (here.first && static_cast<int>(threadIdx.x) < here.rows) {
+    float sum = 0.f;
+    for (int i = 0; i < Sizes::kSplit; ++i) sum += tile.sums->beta[i][threadIdx.x];
+    static_cast<float*>(
+        p.dbeta.data)[batch * p.dbeta.stride[0] + (here.piece.start * n + threadIdx.x) * p.dbeta.stride[1] +
+                      here.head * p.dbeta.stride[2]] = sum;
   }
   if (p.gated && warp == 0) {
     const float log = Prepared{tile.prepared}.vectors().element(kDeltaLog, kDeltaRows - 1);
-    put_gate_gradients(p, here, *tile.sums, exp2_fast(log));
+    put_gate_gradients<D>(p, here, *tile.sums, exp2_fast(log));
   }
+}
+
+// Bytes of shared memory without which a block does not run.
+template <typename T, int D>
+constexpr int gradients_least() {
+  return GradientTiles<T, D>::kFixedBytes + GradientTiles<T, D>::kSlabBytes;
+}
+
+template <typename T, int D, bool OneSlab>
+cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
+  using Tiles = GradientTiles<T, D>;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  // A second slab under way where a multiprocessor has one block anyway and the shared memory for it.
+  const int buffers =
+      GradientSizes<D>::kBlocks == 1 && Tiles::kFixedBytes + 2 * Tiles::kSlabBytes <= limit ? 2 : 1;
+  const int bytes = Tiles::kFixedBytes + buffers * Tiles::kSlabBytes;
+  if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(bytes); error != cudaSuccess) {
+    return error;
+  }
+  const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.query_heads;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  gradients<T, D, OneSlab>
+      <<<static_cast<unsigned>(blocks), GradientSizes<D>::kThreads, bytes, stream>>>(p, buffers);
+  return cudaGetLastError();
 }
 
 template <typename T, int D>
 cudaError_t launch_gradients(const DeltaGradients& p, cudaStream_t stream) {
-  constexpr int kBytes = GradientTiles<T, D>::kBytes;
-  if (const cudaError_t error = allow_shared<gradients<T, D>>(kBytes); error != cudaSuccess) return error;
-  const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gradients<T, D><<<static_cast<unsigned>(blocks), kGradientThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  if constexpr (D == 64) {
+    if (p.shape.V <= kGradientSlab) return launch_gradients_of<T, D, true>(p, stream);
+  }
+  return launch_gradients_of<T, D, false>(p, stream);
 }
 
 }  // namespace girih::kernels::delta_product

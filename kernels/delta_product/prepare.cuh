@@ -10,23 +10,13 @@
 // products keep little, and one part alone loses it.
 #pragma once
 
-#include "delta_product/delta_product.h"
-#include "delta_product/pass.h"
-#include "tile/grid.h"
-#include "tile/launch.h"
-#include "tile/matrix.h"
+#include "delta_product/chain.cuh"
 #include "tile/pack.h"
-#include "tile/shared.h"
 
 namespace girih::kernels::delta_product {
 
 constexpr int kPrepareWarps = 4;
-constexpr int kBlockRows = 16;
-constexpr int kBlocksDown = kDeltaRows / kBlockRows;
 constexpr int kSlab = 64;  // columns of k at a time
-
-// Of block (i, j), j <= i, among the ten.
-__host__ __device__ constexpr int block_at(int i, int j) { return i * (i + 1) / 2 + j; }
 
 using Block = Sums<2>;
 
@@ -73,9 +63,9 @@ template <typename T>
 struct PrepareSpace {
   using Keys = SharedTile<T, kDeltaRows, kSlab>;
   // Blocks are this far apart, so that the two that a load reads lie in other banks.
-  static constexpr int kScratch = kBlockRows * kBlockRows + kBlockRows;
+  static constexpr int kScratch = kTileRows * kTileRows + kTileRows;
   static constexpr int kBytes = 2 * Keys::kBytes + kDeltaVectors * kDeltaRows * 4;
-  static_assert(kBlocksDown * kScratch * 4 <= Keys::kBytes, "the scratch takes the place of keys");
+  static_assert(kTilesDown * kScratch * 4 <= Keys::kBytes, "the scratch takes the place of keys");
 
   unsigned char* data;
 
@@ -170,15 +160,15 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
     const auto keys = space.keys(slab);
 #pragma unroll 2
     for (int col = 0; col < kSlab; col += 16) {
-      uint32_t k[kBlocksDown][4];
+      uint32_t k[kTilesDown][4];
 #pragma unroll
-      for (int i = 0; i < kBlocksDown; ++i) load_block(k[i], keys, kBlockRows * i, col);
+      for (int i = 0; i < kTilesDown; ++i) load_block(k[i], keys, kTileRows * i, col);
 #pragma unroll
-      for (int i = 0; i < kBlocksDown; ++i) {
+      for (int i = 0; i < kTilesDown; ++i) {
 #pragma unroll
         for (int j = 0; j <= i; ++j) {
-          mma<T>(a[block_at(i, j)].at[0], k[i], k[j][0], k[j][2]);
-          mma<T>(a[block_at(i, j)].at[1], k[i], k[j][1], k[j][3]);
+          mma<T>(a[block_of(i, j)].at[0], k[i], k[j][0], k[j][2]);
+          mma<T>(a[block_of(i, j)].at[1], k[i], k[j][1], k[j][3]);
         }
       }
     }
@@ -189,10 +179,10 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
 
   // rho_i from the diagonal of K K^T; a row that is not there has none.
 #pragma unroll
-  for (int i = 0; i < kBlocksDown; ++i) {
-    for_each_element(a[block_at(i, i)], [&](int row, int col, float square) {
+  for (int i = 0; i < kTilesDown; ++i) {
+    for_each_element(a[block_of(i, i)], [&](int row, int col, float square) {
       if (row == col) {
-        const int at = kBlockRows * i + row;
+        const int at = kTileRows * i + row;
         // Of a key that is zero, rho only scales the gradient: 1 instead of 1000 overflows nowhere.
         const bool scaled = shape.unit && square > 0.f;
         space.vector(kDeltaUnit)[at] = at >= rows ? 0.f : scaled ? rsqrtf(square + 1e-6f) : 1.f;
@@ -205,51 +195,51 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
   const float *const beta = space.vector(kDeltaBeta), *const decay = space.vector(kDeltaLog),
                      *const unit = space.vector(kDeltaUnit);
 #pragma unroll
-  for (int i = 0; i < kBlocksDown; ++i) {
+  for (int i = 0; i < kTilesDown; ++i) {
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
-      for_each_element(a[block_at(i, j)], [&](int row, int col, float& x) {
-        const int r = kBlockRows * i + row, c = kBlockRows * j + col;
+      for_each_element(a[block_of(i, j)], [&](int row, int col, float& x) {
+        const int r = kTileRows * i + row, c = kTileRows * j + col;
         const float factor = beta[r] * unit[r] * unit[c] * exp2_fast(decay[r] - decay[c]);
         x = c < r ? x * factor : 0.f;
       });
     }
   }
 
-  // Whether most rows nearly repeat an earlier key with a strong step.
+  // Whether rows nearly repeat earlier keys with strong steps: the mean of their largest |A_ij|, 1 at most
+  // each. With random keys of 64 channels it is about a quarter of beta.
   float repeats = 0.f;
 #pragma unroll
-  for (int i = 0; i < kBlocksDown; ++i) {
+  for (int i = 0; i < kTilesDown; ++i) {
     float2 most = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
-      for_each_element(a[block_at(i, j)], [&](int row, int, float value) {
+      for_each_element(a[block_of(i, j)], [&](int row, int, float value) {
         float& of_row = row == lane_row() ? most.x : most.y;
         of_row = fmaxf(of_row, fabsf(value));
       });
     }
-    repeats += (max_over_row(most.x) > 0.9f) + (max_over_row(most.y) > 0.9f);
+    repeats += fminf(max_over_row(most.x), 1.f) + fminf(max_over_row(most.y), 1.f);
   }
-  const bool keeps = 2.f * sum_over_col(repeats) > rows;
+  const bool keeps = sum_over_col(repeats) > 0.6f * rows;
 
   // The diagonal blocks of X: x_i = [i is the column] - sum_{j<i} a_ij x_j. Lanes 0-15 have the columns of
   // blocks 0 and 2, lanes 16-31 those of 1 and 3.
   Block x[kDeltaBlocks];
 #pragma unroll
-  for (int i = 0; i < kBlocksDown; ++i) {
-    for_each_element(a[block_at(i, i)], [&](int row, int col, float value) {
-      space.scratch(i)[row * kBlockRows + col] = value;
-    });
+  for (int i = 0; i < kTilesDown; ++i) {
+    for_each_element(a[block_of(i, i)],
+                     [&](int row, int col, float value) { space.scratch(i)[row * kTileRows + col] = value; });
   }
   __syncwarp();
   {
     const int column = l % 16;
-    float own[2][kBlockRows];
+    float own[2][kTileRows];
 #pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) {
+    for (int i = 0; i < kTileRows; ++i) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const float* row = space.scratch(l / 16 + 2 * b) + i * kBlockRows;
+        const float* row = space.scratch(l / 16 + 2 * b) + i * kTileRows;
         float even = column == i ? 1.f : 0.f, odd = 0.f;
 #pragma unroll
         for (int j = 0; j < i; j += 4) {
@@ -266,39 +256,39 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
-      for (int i = 0; i < kBlockRows; ++i) {
-        space.scratch(l / 16 + 2 * b)[i * kBlockRows + column] = own[b][i];
+      for (int i = 0; i < kTileRows; ++i) {
+        space.scratch(l / 16 + 2 * b)[i * kTileRows + column] = own[b][i];
       }
     }
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < kBlocksDown; ++i) {
-    for_each_element(x[block_at(i, i)], [&](int row, int col, float& value) {
-      value = space.scratch(i)[row * kBlockRows + col];
+  for (int i = 0; i < kTilesDown; ++i) {
+    for_each_element(x[block_of(i, i)], [&](int row, int col, float& value) {
+      value = space.scratch(i)[row * kTileRows + col];
     });
   }
 
   // The others.
-  Split left[kBlocksDown], right[kDeltaBlocks];
+  Split left[kTilesDown], right[kDeltaBlocks];
 #pragma unroll
-  for (int i = 0; i < kBlocksDown; ++i) {
-    left[i] = split(x[block_at(i, i)], -1.f);
-    right[block_at(i, i)] = turned(split(x[block_at(i, i)]));
+  for (int i = 0; i < kTilesDown; ++i) {
+    left[i] = split(x[block_of(i, i)], -1.f);
+    right[block_of(i, i)] = turned(split(x[block_of(i, i)]));
   }
 #pragma unroll
-  for (int distance = 1; distance < kBlocksDown; ++distance) {
+  for (int distance = 1; distance < kTilesDown; ++distance) {
 #pragma unroll
-    for (int j = 0; j + distance < kBlocksDown; ++j) {
+    for (int j = 0; j + distance < kTilesDown; ++j) {
       const int i = j + distance;
       Block sum;
       fill(sum, 0.f);
 #pragma unroll
-      for (int m = j; m < i; ++m) add_split_product(sum, split(a[block_at(i, m)]), right[block_at(m, j)]);
-      Block& found = x[block_at(i, j)];
+      for (int m = j; m < i; ++m) add_split_product(sum, split(a[block_of(i, m)]), right[block_of(m, j)]);
+      Block& found = x[block_of(i, j)];
       fill(found, 0.f);
       add_split_product(found, left[i], turned(split(sum)));
-      right[block_at(i, j)] = turned(split(found));
+      right[block_of(i, j)] = turned(split(found));
     }
   }
 

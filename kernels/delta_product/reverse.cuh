@@ -283,7 +283,8 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   Part part;
   if (!part_of<Sizes::kCols>(pass.scan.shape, pass.walk, part)) return;
-  unsigned char* const stages = shared + Sizes::kFixedBytes;
+  unsigned char* const stages = shared + (pass.walk.alone ? 256 : Sizes::kFixedBytes);
+  const int writers = pass.walk.alone ? 0 : kWriters;
   const ReverseSpace<T, D> space{*reinterpret_cast<ReverseBarriers*>(shared), shared + 256, stages,
                                  stages + pass.stages * Stage<T, D>::kBytes};
   if (threadIdx.x == 0) {
@@ -302,10 +303,10 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < Sizes::kChain) {
     run_reverse_chain<T, D>(pass, part, space, warp);
-  } else if (warp < Sizes::kChain + kWriters) {
-    if (!pass.walk.alone) run_writer<T, D>(pass, part, space, warp - Sizes::kChain);
+  } else if (warp < Sizes::kChain + writers) {
+    run_writer<T, D>(pass, part, space, warp - Sizes::kChain);
   } else {
-    load_reverse<T, D>(pass, part, space, threadIdx.x - 32 * (Sizes::kChain + kWriters));
+    load_reverse<T, D>(pass, part, space, threadIdx.x - 32 * (Sizes::kChain + writers));
   }
 }
 
@@ -326,14 +327,18 @@ cudaError_t launch_reverse(const ReversePass& given, cudaStream_t stream) {
   ReversePass pass = given;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  pass.stages = std::min((limit - Sizes::kFixedBytes) / reverse_stage<T, D>(), Sizes::kMaxStages);
-  if (pass.stages < 2) return cudaErrorInvalidConfiguration;
-  const int bytes = Sizes::kFixedBytes + pass.stages * reverse_stage<T, D>();
-  if (const cudaError_t error = allow_shared<reverse<T, D>>(bytes); error != cudaSuccess) return error;
+  const int stages = std::min((limit - Sizes::kFixedBytes) / reverse_stage<T, D>(), Sizes::kMaxStages);
+  if (stages < 2) return cudaErrorInvalidConfiguration;
+  const int most = Sizes::kFixedBytes + stages * reverse_stage<T, D>();
+  if (const cudaError_t error = allow_shared<reverse<T, D>>(most); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, Sizes::kCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  reverse<T, D><<<static_cast<unsigned>(blocks), Sizes::kThreads, bytes, stream>>>(pass);
+  // Without writers several blocks fit a multiprocessor, if they leave each other shared memory.
+  pass.stages = pass.walk.alone ? 2 : stages;
+  const int threads = pass.walk.alone ? 32 * (Sizes::kChain + kLoaders) : Sizes::kThreads;
+  const int bytes = pass.walk.alone ? 256 + pass.stages * reverse_stage<T, D>() : most;
+  reverse<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 

@@ -69,6 +69,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
   using Sizes = ScanSizes<D>;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
+  const bool weighted = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1
 
   Sums<D / 8> s;  // S^T
   start_state(s, p.shape, pass.walk, part, first_col, p.initial);
@@ -143,20 +144,22 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
       }
     }
     Operand<kTilesDown> update;
+    round_to<T>(update, u);
     if (!pass.walk.alone) {
-      round_to<T>(update, u);
       leave(own + Sizes::kStateBytes, update);
       __syncwarp();
       if (lane() == 0) arrive(&barriers.published[slot.at]);
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K
+    if (weighted) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 write = vectors.pair(kDeltaWrite, 8 * i);
-      u.at[i][0] *= write.x, u.at[i][1] *= write.y, u.at[i][2] *= write.x, u.at[i][3] *= write.y;
+      for (int i = 0; i < 8; ++i) {
+        const float2 write = vectors.pair(kDeltaWrite, 8 * i);
+        u.at[i][0] *= write.x, u.at[i][1] *= write.y, u.at[i][2] *= write.x, u.at[i][3] *= write.y;
+      }
+      round_to<T>(update, u);
     }
-    round_to<T>(update, u);
     if (p.gated) {
       const float decay = exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
 #pragma unroll
@@ -187,7 +190,11 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
   constexpr int kWarpBytes = Sizes::kStateBytes + Sizes::kUpdateBytes;
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  const int bands = (tokens + kTileRows - 1) / kTileRows, band = reader % bands, parts = kReaders / bands;
+  // The last tokens see the most keys: theirs are not the readers that share a scheduler with the chain at D
+  // = 64.
+  const int bands = (tokens + kTileRows - 1) / kTileRows, band = bands - 1 - reader % bands,
+            parts = kReaders / bands;
+  const bool weighted = p.gated || p.shape.unit;
   const int from = reader / bands * Sizes::kChain / parts, to = (reader / bands + 1) * Sizes::kChain / parts;
   const int first_token = band * kTileRows;
   const int key_tiles = min(n * (band + 1), kTilesDown);  // 16 rows each that the tokens see
@@ -266,7 +273,7 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
       const int2 seen = {(token + 1) * n, (token + 9) * n};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        if (j < 2 * key_tiles) {
+        if (weighted && j < 2 * key_tiles) {
           const float2 before = vectors.pair(kDeltaLog, 8 * j), unit = vectors.pair(kDeltaUnit, 8 * j);
           const int row = 8 * j + lane_col();
           const auto weigh = [&](float& x, int row, int seen, float factor, float unit, float log) {
@@ -277,6 +284,12 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
           weigh(x[1], row + 1, seen.x, factor.x, unit.y, decay.x - before.y);
           weigh(x[2], row, seen.y, factor.y, unit.x, decay.y - before.x);
           weigh(x[3], row + 1, seen.y, factor.y, unit.y, decay.y - before.y);
+        } else if (j < 2 * key_tiles) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const bool sees = 8 * j + lane_col() + i % 2 < (i < 2 ? seen.x : seen.y);
+            scores.at[j][i] = sees ? scores.at[j][i] * p.shape.scale : 0.f;
+          }
         }
       }
       Operand<kTilesDown> weights;
@@ -374,11 +387,12 @@ __global__ void __launch_bounds__(ScanSizes<D>::kThreads, 1) scan(const __grid_c
   auto& barriers = *reinterpret_cast<ScanBarriers*>(shared);
   unsigned char* const ring = shared + 128;
   unsigned char* const queries = ring + Sizes::kRing * Sizes::kSlotBytes;
-  unsigned char* const stages = shared + Sizes::kFixedBytes;
+  unsigned char* const stages = shared + (pass.walk.alone ? 128 : Sizes::kFixedBytes);
+  const int readers = pass.walk.alone ? 0 : kReaders;
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], Sizes::kChain + (pass.walk.alone ? 0 : kReaders));
+      init_barrier(&barriers.empty[i], Sizes::kChain + readers);
     }
     for (int i = 0; i < Sizes::kRing; ++i) {
       init_barrier(&barriers.published[i], Sizes::kChain);
@@ -389,10 +403,10 @@ __global__ void __launch_bounds__(ScanSizes<D>::kThreads, 1) scan(const __grid_c
   const int warp = threadIdx.x / 32;
   if (warp < Sizes::kChain) {
     run_chain<T, D>(pass, part, stages, ring, barriers, warp);
-  } else if (warp < Sizes::kChain + kReaders) {
-    if (!pass.walk.alone) run_reader<T, D>(pass, part, stages, ring, queries, barriers, warp - Sizes::kChain);
+  } else if (warp < Sizes::kChain + readers) {
+    run_reader<T, D>(pass, part, stages, ring, queries, barriers, warp - Sizes::kChain);
   } else {
-    load_stages<T, D>(pass, part, stages, barriers, threadIdx.x - 32 * (Sizes::kChain + kReaders));
+    load_stages<T, D>(pass, part, stages, barriers, threadIdx.x - 32 * (Sizes::kChain + readers));
   }
 }
 
@@ -409,14 +423,18 @@ cudaError_t launch_scan(const ScanPass& given, cudaStream_t stream) {
   const DeltaShape& shape = pass.scan.shape;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  pass.stages = std::min((limit - Sizes::kFixedBytes) / Stage<T, D>::kBytes, Sizes::kMaxStages);
-  if (pass.stages < 2) return cudaErrorInvalidConfiguration;
-  const int bytes = Sizes::kFixedBytes + pass.stages * Stage<T, D>::kBytes;
-  if (const cudaError_t error = allow_shared<scan<T, D>>(bytes); error != cudaSuccess) return error;
+  const int stages = std::min((limit - Sizes::kFixedBytes) / Stage<T, D>::kBytes, Sizes::kMaxStages);
+  if (stages < 2) return cudaErrorInvalidConfiguration;
+  const int most = Sizes::kFixedBytes + stages * Stage<T, D>::kBytes;
+  if (const cudaError_t error = allow_shared<scan<T, D>>(most); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(shape, pass.walk, Sizes::kCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  scan<T, D><<<static_cast<unsigned>(blocks), Sizes::kThreads, bytes, stream>>>(pass);
+  // Without readers several blocks fit a multiprocessor, if they leave each other shared memory.
+  pass.stages = pass.walk.alone ? std::min(stages, 3) : stages;
+  const int threads = pass.walk.alone ? 32 * (Sizes::kChain + kLoaders) : Sizes::kThreads;
+  const int bytes = pass.walk.alone ? 128 + pass.stages * Stage<T, D>::kBytes : most;
+  scan<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 

@@ -35,7 +35,7 @@ __device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int warp, floa
 }
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     gla_output_kernel(const __grid_constant__ GlaOutput p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const GlaOutputTiles<T, M> tile(shared);
@@ -47,20 +47,20 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
-  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
-                          threadIdx.x);
+  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
+  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
+                     threadIdx.x);
   commit_copies();
   const auto load_values = [&](int v) {
     const int cols = shape.V - v;
-    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
-                            threadIdx.x);
+    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                       threadIdx.x);
+    load_async<kGroup>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
+                       threadIdx.x);
     commit_copies();
   };
-  load_async<kGsaThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head), p.q.stride[1], piece.length, shape.M,
-                          threadIdx.x);
+  load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head), p.q.stride[1], piece.length, shape.M,
+                     threadIdx.x);
   load_values(0);
 
   wait_copies<1>();
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   RowReads<T, M> reads;
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.q, warp)}};
   reads.template start<4>();
-  reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  reads.template split<kGroup>(p.k, {}, piece, head, shape.M);
   wait_copies<0>();
   __syncthreads();
 
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
 
 template <typename T, int M>
 cudaError_t launch_gla_output(const GlaOutput& p, cudaStream_t stream) {
-  return launch_blocks<gla_output_kernel<T, M>>(p, kGsaThreads, GlaOutputTiles<T, M>::kBytes, stream);
+  return launch_blocks<gla_output_kernel<T, M>>(p, kGroup, GlaOutputTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -5,7 +5,9 @@
 // a value read of (do, v).
 #pragma once
 
-#include "gla/output.cuh"
+#include "gla/gla.h"
+#include "gla/launch.h"
+#include "gsa/block.cuh"
 
 namespace girih::kernels {
 
@@ -25,7 +27,7 @@ struct GlaRowTiles {
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     gla_rows_kernel(const __grid_constant__ GlaRows p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const GlaRowTiles<T, M> tile(shared);
@@ -37,18 +39,18 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
-  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
-                          threadIdx.x);
+  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
+  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
+                     threadIdx.x);
   commit_copies();
   const auto load_slab = [&](int v) {
     const int cols = shape.V - v;
-    load_async<kGsaThreads>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
-                            piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
-                            threadIdx.x);
+    load_async<kGroup>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
+                       piece.length, cols, threadIdx.x);
+    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                       threadIdx.x);
+    load_async<kGroup>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
+                       threadIdx.x);
     commit_copies();
   };
   load_slab(0);
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   }
   put_diagonal(tile.own, a, warp);
   __syncwarp();
-  reads.template split<kGsaThreads>(p.k, {}, piece, head, shape.M);
+  reads.template split<kGroup>(p.k, {}, piece, head, shape.M);
   // On their way during the read; rows and columns that do not exist are not stored.
   uint32_t q_pairs[M / 8][2];
   const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
 
 template <typename T, int M>
 cudaError_t launch_gla_rows(const GlaRows& p, cudaStream_t stream) {
-  return launch_blocks<gla_rows_kernel<T, M>>(p, kGsaThreads, GlaRowTiles<T, M>::kBytes, stream);
+  return launch_blocks<gla_rows_kernel<T, M>>(p, kGroup, GlaRowTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

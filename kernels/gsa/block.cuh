@@ -1,5 +1,4 @@
-// What the blocks of gsa and gla share: 128 threads, one chunk and head each; columns of D and V 64 at a
-// time.
+// What the blocks of gsa and gla share: one chunk and head each; columns of D and V 64 at a time.
 #pragma once
 
 #include "gsa/decay.cuh"
@@ -8,9 +7,8 @@
 
 namespace girih::kernels {
 
-constexpr int kSlab = 64;  // columns of D and V at a time
-constexpr int kGsaThreads = 128;
-constexpr int kGroup = 128;  // threads of four warps, in blocks that have several
+constexpr int kSlab = 64;    // columns of D and V at a time
+constexpr int kGroup = 128;  // threads of four warps: a block's, or one of its groups
 
 // Rows first..first+63 of a chunk's states.
 template <typename T>

@@ -11,6 +11,8 @@
 //
 //     dg_t = sum H * (gradient of H) - sum_{j<t} (w - s ds)_j
 //
+// (s as it is in G's part of ds, as the tensor cores saw it in the rows' part, so that pairs of rows cancel)
+//
 // H the states before the chunk: their gradient is what the reverse scan wrote for the chunk before. Of the
 // query heads that share a memory only the first adds what G gives.
 #pragma once
@@ -67,9 +69,9 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
     load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
                          threadIdx.x);
   };
-  const auto load_slab = [&](int i, int col) {
+  const auto load_slab = [&](int i, int col, bool with_x = true) {
     const ColumnMemory& m = memory(i);
-    load(tile.x, m.x, head, col, m.width);
+    if (with_x) load(tile.x, m.x, head, col, m.width);
     load(tile.read, m.read, query_head, col, m.width);
     load_async<kThreads>(tile.gradient, state_rows<T>(p.gradients, shape, chunk, head, first_row(i) + col),
                          shape.M, first ? m.width - col : 0, shape.M, threadIdx.x);
@@ -158,6 +160,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
       __syncthreads();
     }
     if (group == 0) put_diagonal(tile.own + i * kChunk, a, warp);
+    __syncwarp();
 
     // sums += [a_jt e^{L_t - L_j} y_t, t > j],   dX = f G^T + W Read
     Operand<2> w[2];
@@ -184,14 +187,14 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
     }
     constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
     const int of_group = 8 * kEights * group;
-    for (int col = 0; col < width; col += kSlab) {
-      if (width > kSlab) {
-        __syncthreads();
-        load_slab(i, col);
+    const int last = (width - 1) / kSlab * kSlab;  // still in the tiles
+    for (int col = last; col >= 0; col -= kSlab) {
+      if (kGroups > 1 || col < last)
+        __syncthreads();  // rows on their way out go through x: both groups read it
+      if (col < last) {
+        load_slab(i, col, false);
         wait_copies<0>();
         __syncthreads();
-      } else if (kGroups > 1) {
-        __syncthreads();  // rows on their way out go through x, which both groups read
       }
       Sums<kEights> dx;
       fill(dx, 0.f);

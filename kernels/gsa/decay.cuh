@@ -21,11 +21,11 @@
 namespace girih::kernels {
 
 // The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
-// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above,
-// and s~ must keep its digits.
+// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above: s~
+// must keep its digits, and a quarter of its range is left to p, dz and q.
 template <typename T>
 __device__ constexpr float factored_limit() {
-  return sizeof(T) == 2 && std::is_same_v<T, __half> ? 2.f : 80.f;
+  return std::is_same_v<T, __half> ? 2.f : 80.f;
 }
 
 // The rows of one chunk and memory head in a [B, T, heads, width] array.
@@ -36,7 +36,7 @@ __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int
          piece.start * array.stride[1] + head * array.stride[2];
 }
 
-// 1 - e^g of two neighbours; of a row or column that does not exist, anything.
+// 1 - e^g of two neighbours; of a row or column that does not exist, that of one that does.
 template <typename T>
 __device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
                                            int col) {

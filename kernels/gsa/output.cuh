@@ -25,7 +25,7 @@ struct GsaOutputTiles {
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     gsa_output_kernel(const __grid_constant__ GsaOutput p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const GsaOutputTiles<T, M> tile(shared);
@@ -38,26 +38,26 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   if (piece.length == 0) return;
 
   const auto load_gate = [&] {
-    load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
-    load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+    load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
+    load_weights<kGroup>(tile.s, p.s, p.g, piece, head, shape.M);
     commit_copies();
   };
   const auto load_keys = [&](int d) {
     const int cols = shape.D - d;
-    load_async<kGsaThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + d, p.q.stride[1], piece.length,
-                            cols, threadIdx.x);
-    load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + d, p.k.stride[1], piece.length, cols,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.hk, state_rows<T>(p.states, shape, chunk, head, d), shape.M, cols, shape.M,
-                            threadIdx.x);
+    load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head) + d, p.q.stride[1], piece.length, cols,
+                       threadIdx.x);
+    load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head) + d, p.k.stride[1], piece.length, cols,
+                       threadIdx.x);
+    load_async<kGroup>(tile.hk, state_rows<T>(p.states, shape, chunk, head, d), shape.M, cols, shape.M,
+                       threadIdx.x);
     commit_copies();
   };
   const auto load_values = [&](int v) {
     const int cols = shape.V - v;
-    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.hv, state_rows<T>(p.states, shape, chunk, head, shape.D + v), shape.M, cols,
-                            shape.M, threadIdx.x);
+    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
+                       threadIdx.x);
+    load_async<kGroup>(tile.hv, state_rows<T>(p.states, shape, chunk, head, shape.D + v), shape.M, cols,
+                       shape.M, threadIdx.x);
     commit_copies();
   };
   load_gate();
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   }
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
-  reads.template split<kGsaThreads>(p.s, p.g, piece, head, shape.M);
+  reads.template split<kGroup>(p.s, p.g, piece, head, shape.M);
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without its divisor
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
 
 template <typename T, int M>
 cudaError_t launch_gsa_output(const GsaOutput& p, cudaStream_t stream) {
-  return launch_blocks<gsa_output_kernel<T, M>>(p, kGsaThreads, GsaOutputTiles<T, M>::kBytes, stream);
+  return launch_blocks<gsa_output_kernel<T, M>>(p, kGroup, GsaOutputTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -36,7 +36,7 @@ struct GsaRowTiles {
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     gsa_rows_kernel(const __grid_constant__ GsaRows p) {
   using Tiles = GsaRowTiles<T, M>;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -49,18 +49,18 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_gates<kGsaThreads>(tile.g, p.g, piece, head, shape.M);
-  load_weights<kGsaThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
+  load_weights<kGroup>(tile.s, p.s, p.g, piece, head, shape.M);
   commit_copies();
 
   // Columns col..col+63 of a row's data, of the states.
   const auto load = [&](const auto& to, const In<4>& from, int of, int col, int width) {
-    load_async<kGsaThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length,
-                            width - col, threadIdx.x);
+    load_async<kGroup>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
+                       threadIdx.x);
   };
   const auto load_state = [&](const auto& to, int first, int col, int width) {
-    load_async<kGsaThreads>(to, state_rows<T>(p.states, shape, chunk, head, first + col), shape.M,
-                            width - col, shape.M, threadIdx.x);
+    load_async<kGroup>(to, state_rows<T>(p.states, shape, chunk, head, first + col), shape.M, width - col,
+                       shape.M, threadIdx.x);
   };
   const auto load_memory_k = [&](int d) {
     load(tile.k, p.k, head, d, shape.D);
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     }
   };
 
-  // The weights of the warp's rows as they are, for what a row reads of its own token: in its rows of q, or
-  // where these are needed in hv's place, after all of it has been read.
+  // The weights of the warp's rows as they are, for what a row reads of its own token, in its rows of q.
+  // Where the scratch or do needs those, load_raw() brings all weights to hv's place.
   const auto load_own_weights = [&] {
     const SharedTile<T, kRows, M> to{tile.q.data + kRows * warp * kSlab};
     if (p.s.data != nullptr) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     put_diagonal(tile.own, a, warp);
     __syncwarp();
     if (!reads.factored) wait_copies<0>();
-    reads.template split<kGsaThreads>(p.s, p.g, piece, head, shape.M);
+    reads.template split<kGroup>(p.s, p.g, piece, head, shape.M);
     reads.value_read(z, a);
     if constexpr (!Tiles::kOneByOne) {
       if (reads.factored) load_own_weights();
@@ -165,17 +165,10 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     put_diagonal(tile.own + kChunk, a, warp);
     __syncwarp();
     if (Tiles::kOneByOne || !reads.factored) {
-      reads.template load_raw<kGsaThreads>(p.s, p.g, piece, head, shape.M);
+      reads.template load_raw<kGroup>(p.s, p.g, piece, head, shape.M);
     }
     reads.value_read(dp, a);
   }
-  const bool sole = shape.D <= kSlab;  // k and hk are still in their tiles
-  if (!sole) {
-    __syncthreads();
-    load_memory_k(0);
-    commit_copies();
-  }
-
   const auto own_score = [&](int which) -> float2 {
     const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
     return {of[0], of[8]};
@@ -231,8 +224,12 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
   Operand<2> w[2];
   reads.template key_read<true>(dp, w);
   round_to<T>(f, dp);
-  for (int d = 0;; d += kSlab) {
-    if (!sole) {
+  const int last = (shape.D - 1) / kSlab * kSlab;  // of k and hk, still in the tiles
+  for (int d = last; d >= 0; d -= kSlab) {
+    if (d < last) {
+      __syncthreads();
+      load_memory_k(d);
+      commit_copies();
       wait_copies<0>();
       __syncthreads();
     }
@@ -242,16 +239,12 @@ __global__ void __launch_bounds__(kGsaThreads, M == 64 ? 3 : 2)
     add_scored<Side::earlier, T>(dq, w, tile.k, warp);
     store_rows<T>(dq, 0, tile.q, warp, chunk_rows<T>(p.dq, piece, query_head) + d, p.dq.stride[1],
                   piece.length, shape.D - d);
-    if (d + kSlab >= shape.D) break;
-    __syncthreads();
-    load_memory_k(d + kSlab);
-    commit_copies();
   }
 }
 
 template <typename T, int M>
 cudaError_t launch_gsa_rows(const GsaRows& p, cudaStream_t stream) {
-  return launch_blocks<gsa_rows_kernel<T, M>>(p, kGsaThreads, GsaRowTiles<T, M>::kBytes, stream);
+  return launch_blocks<gsa_rows_kernel<T, M>>(p, kGroup, GsaRowTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

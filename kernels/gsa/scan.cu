@@ -11,7 +11,7 @@ namespace gsa {
 namespace {
 
 // Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
-// how a sequence is cut, so results do not depend on the card.
+// how a sequence is cut.
 constexpr int64_t kFullCard = 132;
 
 bool same(const In<4>& a, const In<4>& b) {
@@ -26,7 +26,8 @@ ScanPass whole(const GatedScan& problem) {
 }
 
 // One block's part of the state is 2 slabs x 32 columns or 1 slab x 64 columns. The first reads the same
-// gates for twice the rows, but needs two slabs that go with the same s.
+// gates for twice the rows, but needs two slabs that go with the same s. A memory of one slab alone takes it
+// too: half of it is empty, but there are twice the blocks.
 bool two_slabs(const ScanPass& pass) {
   const int first = pass.scan.memory[0].width, second = pass.scan.memory[1].width;
   return std::max(first, second) > kSlab || (pass.shared_s && second > 0) || pass.scan.M <= 32;

@@ -1,4 +1,4 @@
-"""gsa, gla and delta_product in chunks, in plain PyTorch at the inputs' dtype: the measure of a kernel's accuracy.
+"""gsa, gla and delta_product in chunks, in PyTorch at the inputs' dtype: the measure of a kernel's accuracy.
 
 Products take and give the inputs' dtype (PyTorch adds up in fp32); gates, decays, softmax and states are fp32
 (fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.

@@ -92,16 +92,15 @@ def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
     """From a thread that is in no backward pass, whatever the program allows its own products."""
     sizes = {"D": 32, "V": 32, "M": 32}
     inputs = case.draw(64, resumed=True, calm=True, dtype=torch.float32, device="cuda", **sizes)
-    forward, args, options = registered_call(operator, inputs)
-    grads = [
-        torch.ones_like(x) if x is not None and x.is_floating_point() else None
-        for x in forward(*args, **options)
-    ]
+    op, args, options = registered_call(operator, inputs)
+    outs = op(*args, **options)
+    saved = getattr(torch.ops.girih, f"{case.op}_forward")(*args, **options, save=True)[len(outs) :]
+    grads = [torch.ones_like(x) if x is not None and x.is_floating_point() else None for x in outs]
     backward = getattr(torch.ops.girih, f"{case.op}_backward")
     found = []
     for choice in (False, True):
         tf32_by_choice(choice)
-        found.append(backward(*grads, *args, **options))
+        found.append(backward(*grads, *args, *saved, **options))
     for exact, other in zip(*found, strict=True):
         assert exact is other is None or exact.equal(other)
 

@@ -1,5 +1,6 @@
 """The kernels of delta_product at their edges; all but the long and large cases are small."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -217,6 +218,30 @@ def test_packed_sequences(n, bounds):
     found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
     assert_as_right_as_the_formula(inputs, cu_seqlens, found)
     pad.assert_untouched()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_everything_together(seed):
+    """Sizes, options, gates and packing at random."""
+    choose = random.Random(seed).choice
+    T, packed = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True])
+    bounds = sorted(choose(range(T + 1)) for _ in range(3))
+    inputs = draw(
+        B=1 if packed else choose([1, 2]),
+        T=T,
+        H=choose([1, 2]),
+        G=choose([1, 1, 2, 3]),
+        D=choose([3, 8, 33, 64, 65, 128, 200, 256]),
+        V=choose([1, 5, 32, 64, 70, 128, 150, 256]),
+        n=choose([1, 1, 2, 2, 3, 4, 6]),
+        dtype=choose(DTYPES[1:]),
+        pattern=choose([None, "mild", "mixed", "sudden", "uniform"]),
+        key=choose(["random", "parallel"]),
+        l2norm_qk=choose([False, True]),
+        sequences=4 if packed else None,
+        seed=seed,
+    )
+    assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
 
 
 @pytest.mark.parametrize("n", [1, 2])

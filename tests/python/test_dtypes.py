@@ -8,9 +8,16 @@ from comparison import assert_within
 HALVES = [torch.bfloat16, torch.float16]
 
 
+def rounds_inside(case, device):
+    """Whether a kernel's products are half too: test_gsa_kernels.py measures what that costs."""
+    return device == "cuda" and (case.op == "gla" or (case.op == "gsa" and "g" in case.data))
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_half_precision_loses_a_rounding(case, dtype, device):
+    if rounds_inside(case, device):
+        pytest.skip("its products are half")
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
     )

@@ -115,11 +115,13 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
 
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_several_tiles_of_everything(dtype, kind):
+@pytest.mark.parametrize("slots", [120, 136])  # of the tensor-core kernels, and too many for them
+def test_several_tiles_of_everything(slots, dtype, kind):
     """Wide rows, many slots and grouped queries at once, in chunks that end early."""
-    inputs = draw(kind, B=1, T=150, G=2, D=200, V=136, M=136, dtype=dtype, pattern="mixed", sequences=3)
+    D = slots if kind == "channel" else 200
+    inputs = draw(kind, B=1, T=150, G=2, D=D, V=136, M=slots, dtype=dtype, pattern="mixed", sequences=3)
     assert_as_right_as_the_formula(inputs, torch.tensor([0, 70, 71, 150]))
 
 
@@ -155,7 +157,7 @@ def test_no_sequences_in_a_row_of_tokens():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc"])
 @pytest.mark.parametrize("feature", ["none", "silu", "relu", "relu2"])
-@pytest.mark.parametrize("M", [20, 64, 200])
+@pytest.mark.parametrize("M", [20, 64, 120, 200])
 def test_every_feature(M, feature, kind, dtype):
     inputs = draw(kind, M=M, dtype=dtype, feature=feature, scale=0.01)
     if feature == "relu":
@@ -238,6 +240,24 @@ def test_packed_sequences(kind, bounds):
     found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
     assert_as_right_as_the_formula(inputs, cu_seqlens, found)
     pad.assert_untouched()
+
+
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "plain", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bounds_of_rows(dtype, kind):
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    inputs = draw(kind, B=3, T=150, dtype=dtype, pattern="mixed").map(lambda x: x.to(DEVICE))
+    bounds = [(0, 150), (20, 97), (60, 60)]
+    of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
+    found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    for row, (low, high) in enumerate(bounds):
+        alone = run(inputs.map(lambda x, row=row: x[row : row + 1]).rows(slice(low, high)))
+        for name, x in alone.items():
+            mine = found[name][row : row + 1]
+            if name in of_tokens:
+                assert not mine[:, :low].any() and not mine[:, high:].any(), name
+                mine = mine[:, low:high]
+            assert mine.equal(x), name
 
 
 @pytest.mark.parametrize(

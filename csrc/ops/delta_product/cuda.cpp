@@ -155,7 +155,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto in_fp32 = q.options().dtype(at::kFloat);
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HQ, shape.V, type).zero_();
 
-  auto du = a.rows(rows, H, shape.V, type);
+  auto du = at::empty({q.size(0), rows, H, shape.V}, q.options());
   const auto factors = at::empty({a.chunks(), HQ, 2, kernels::kDeltaRows}, in_fp32);
   kernels::DeltaValues values;
   values.shape = shape;
@@ -165,8 +165,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   values.factors = factors.mutable_data_ptr<float>();
   check_launch("delta_values", kernels::delta_values(values, stream));
 
-  const auto dz = a.rows(rows, H, shape.V, type), gradients = a.states(), first = a.last_state(),
-             last = a.padded(grad_s);
+  const auto dz = at::empty_like(du), gradients = a.states(), first = a.last_state(), last = a.padded(grad_s);
   kernels::DeltaReverse reverse;
   reverse.shape = shape;
   reverse.q = values.q, reverse.k = values.k, reverse.dout = values.dout, reverse.du = input<4>(du);
@@ -223,7 +222,8 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, chunk, between_chunks);
   GIRIH_CHECK(q.size(1) == 1, "delta_product_step takes one token: q must have T = 1 and has shape ",
               q.sizes());
-  if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth) {
+  if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth ||
+      n > kernels::kDeltaStepMost || q.size(2) > kernels::kDeltaStepMost * k.size(2)) {
     static const auto op = find("delta_product_step").typed<decltype(step_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, beta, g, state_s,
                          state_position, n, scale, l2norm_qk, chunk, between_chunks);

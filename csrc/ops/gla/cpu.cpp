@@ -7,6 +7,7 @@
 #include "problem.h"
 
 namespace girih::gla {
+
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                 const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, std::optional<double> scale,
                 bool save) {

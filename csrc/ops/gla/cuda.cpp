@@ -132,9 +132,13 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto a = arguments(Kernels::tensor, q, k, v, g, cu_seqlens, scale);
   const auto& shape = a.shape;
+  const auto kept = problem.saved(q, cu_seqlens, true);
+  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
+              "gla_backward: states is what gla_forward kept with save=True, of shape ",
+              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
   const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
-  const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, type).zero_();
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
 
   const auto dq = a.rows(HQ, shape.M, type), q_scan = a.rows(HQ, shape.M, type);
   const RowsLeft left(a);

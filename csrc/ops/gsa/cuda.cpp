@@ -294,7 +294,11 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   at::assert_no_internal_overlap(state_k);
   at::assert_no_internal_overlap(state_v);
   at::assert_no_overlap(state_k, state_v);
-  if (given(state_z)) at::assert_no_internal_overlap(*state_z);
+  if (given(state_z)) {
+    at::assert_no_internal_overlap(*state_z);
+    at::assert_no_overlap(*state_z, state_k);
+    at::assert_no_overlap(*state_z, state_v);
+  }
   const c10::cuda::CUDAGuard device(q.device());
   const auto token = [](const OptionalTensor& x) { return given(x) ? x->select(1, 0) : Tensor(); };
   const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());

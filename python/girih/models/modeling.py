@@ -89,12 +89,16 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Called after every pass of the model but those that read a prompt in pieces."""
+        return super()._update_model_kwargs_for_generation(*args, **kwargs) | {"written": True}
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, written: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
         """A written token is valid: without a mask its step is in place. A prompt's token may be masked."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        ids, past = inputs.get("input_ids"), inputs.get("past_key_values")
-        written = not kwargs.get("is_first_iteration") and past is not None and past.get_seq_length() > 0
-        if written and ids.shape[1] == 1:
+        if written and inputs["input_ids"].shape[1] == 1:
             inputs["attention_mask"] = None
         return inputs
 

@@ -49,7 +49,9 @@ class DeltaProduct(RecurrentLayer):
         self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
         self.conv = ShortConv(channels, conv_size)
         self.beta_proj = nn.Linear(hidden_size, n * kv_heads, bias=False)
-        self.decay = DecayGate(hidden_size, kv_heads) if gated else None
+        # A memory that starts with steps up to 0.1 has forgotten a key before its query comes: after 800
+        # steps on recall of 32 pairs 4% and 12% (two seeds) were right, with these 100%.
+        self.decay = DecayGate(hidden_size, kv_heads, largest_step=0.01) if gated else None
         self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
