@@ -123,6 +123,10 @@ __device__ inline void arrive(uint64_t* barrier) {
       "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier))
       : "memory");
 }
+// The same once this thread's copies so far have arrived; what it wrote itself is another arrival's.
+__device__ inline void arrive_copied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+}
 // Waits for the barrier's phase of this parity: 0 for its first, 1 for its second, ...
 __device__ inline void wait(uint64_t* barrier, unsigned parity) {
   const uint32_t address = shared_address(barrier);
