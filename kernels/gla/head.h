@@ -60,6 +60,8 @@ struct HeadGradients {
   In<4> q, k, v, dout;    // [B, T, HQ, D], [B, T, H, D], [B, T, H, V], [B, T, HQ, V]
   const void* states;     // [chunks, H, V, D] of the read of o
   const void* gradients;  // [chunks, HQ, V, D] of the read of dv
+  // Before a sequence's first token: the state, optional, and its gradient, [N, H or HQ, V, D] fp32.
+  In<4> initial, start;
   Out<4> dq;              // [B, T, HQ, D]
   Out<4> dk;              // [B, T, HQ, D], dtype or fp32
   Out<4> dg;              // [B, T, HQ, head_gate_parts(D)] fp32: parts of a sum; optional

@@ -11,7 +11,8 @@
 //          + sum_{j<t<=i} near_ij (q_i . k_j)
 //
 // The last is a sum over i >= t of what rows have less what columns have: the same numbers in fp32, so that
-// what does not belong cancels. A tile of keys has its part of every term.
+// what does not belong cancels. A tile of keys has its part of every term. Before a sequence's first token both
+// states are there in fp32; there <S, dS>, less what the chunk's own rows read, is the first term.
 #pragma once
 
 #include "gla/head_gates.cuh"
@@ -37,9 +38,9 @@ struct HeadGradientTiles {
   }
 };
 
-// x_i . y_i of the warp's rows, those of y in `rows`; to `to`.
+// x_i . y_i of the warp's rows, those of y in `rows`; to `to`. The sum over all of them.
 template <typename T, int N, class Tile>
-__device__ inline void put_row_products(float* to, const Sums<N>& x, const Tile& rows, int warp) {
+__device__ inline float put_row_products(float* to, const Sums<N>& x, const Tile& rows, int warp) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -53,6 +54,7 @@ __device__ inline void put_row_products(float* to, const Sums<N>& x, const Tile&
     to[kRows * warp + lane_row()] = sum.x;
     to[kRows * warp + lane_row() + 8] = sum.y;
   }
+  return sum_over_col(sum.x + sum.y);
 }
 
 template <int N>
@@ -62,6 +64,24 @@ __device__ inline void scale_rows(Sums<N>& sums, float upper, float lower) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums.at[n][i] *= i < 2 ? upper : lower;
   }
+}
+
+// A thread's share of <S, dS> before the sequence's first token, keys `key` and the D - 1 after it.
+__device__ inline float product_at_start(const HeadGradients& p, const Piece& piece, int query_head, int key,
+                                         int D) {
+  const HeadShape& shape = p.shape;
+  const auto rows = [&](const In<4>& x, int head) {
+    return static_cast<const float*>(x.data) + piece.sequence.index * x.stride[0] + head * x.stride[1];
+  };
+  const float* state = rows(p.initial, query_head / (shape.query_heads / shape.heads));
+  const float* gradient = rows(p.start, query_head);
+  float sum = 0.f;
+  for (int i = threadIdx.x; i < min(D, shape.keys - key) * shape.values; i += kGsaThreads) {
+    const int of_key = key + i / shape.values, value = i % shape.values;
+    sum = fmaf(state[value * p.initial.stride[2] + of_key * p.initial.stride[3]],
+               gradient[value * p.start.stride[2] + of_key * p.start.stride[3]], sum);
+  }
+  return sum;
 }
 
 template <typename T, int D>
@@ -105,6 +125,7 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
     GatePair::load(shape.g, piece.sequence, piece.start, head, piece.length).put_sums(tile.sums);
   }
   const bool wants_gates = p.dg.data != nullptr;
+  const bool from_start = piece.index == 0 && p.initial.data != nullptr;
 
   // do v^T, do S^T, v G^T, <S, G>
   Scores near;
@@ -125,7 +146,7 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
       load_block(x, tile.v, kRows * warp, col);
       add_product<T>(dk, x, tile.ds, col);
     }
-    if (wants_gates) {
+    if (wants_gates && !from_start) {
 #pragma unroll 4
       for (int i = threadIdx.x; i < kSlab * D / 8; i += kGsaThreads) {
         const uint4 of_s = reinterpret_cast<const uint4*>(tile.s.data)[i];
@@ -155,11 +176,11 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
   decay_scores<Side::earlier>(near, tile.sums, shape.scale, warp);
 
   if (wants_gates) {
-    put_row_products<T>(tile.of_row, dq, tile.q, warp);
+    const float read = put_row_products<T>(tile.of_row, dq, tile.q, warp);
     put_row_products<T>(tile.of_col, dk, tile.k, warp);
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2) edge += __shfl_xor_sync(~0u, edge, other);
-    if (lane() == 0) tile.edge[warp] = edge * exp2_fast(whole);
+    if (from_start) edge = product_at_start(p, piece, query_head, key, D);
+    edge = sum_over_col(sum_over_row(edge));
+    if (lane() == 0) tile.edge[warp] = from_start ? edge - read : edge * exp2_fast(whole);
 
     // near_ij (q_i . k_j), j < i
     float2 of_row = {0.f, 0.f};

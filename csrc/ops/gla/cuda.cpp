@@ -188,6 +188,8 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   of.q = input<4>(a.q), of.k = input<4>(a.k), of.v = input<4>(a.v), of.dout = input<4>(dout);
   of.states = states.const_data_ptr();
   of.gradients = gradients.const_data_ptr();
+  if (given(state_s)) of.initial = input<4>(state_s->mT());
+  of.start = input<4>(start.mT());
   of.dq = output<4>(dq), of.dk = output<4>(dk), of.dg = output<4>(dg);
   check_launch("head_gradients", kernels::head_gradients(of, c10::cuda::getCurrentCUDAStream()));
 
