@@ -1,12 +1,11 @@
 // How the work on one gate a head is cut into launches.
-#include "gla/head.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 #include <type_traits>
 
+#include "gla/head.h"
 #include "gla/head_launch.h"
 #include "gsa/join.h"
 #include "tile/grid.h"
@@ -96,16 +95,9 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
   if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
 
   // what each starts from,
-  const SegmentJoin join{shape.tokens,
-                         pass.segment,
-                         static_cast<int>(heads),
-                         shape.keys,
-                         problem.reverse,
-                         states,
-                         decay,
-                         {shape.values, 0},
-                         {problem.initial, {}},
-                         {}};
+  const SegmentJoin join{
+      shape.tokens, pass.segment,      static_cast<int>(heads), shape.keys, problem.reverse, states,
+      decay,        {shape.values, 0}, {problem.initial, {}},   {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // and every segment again.

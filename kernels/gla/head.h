@@ -43,12 +43,12 @@ struct HeadShape {
 struct HeadRead {
   HeadShape shape;
   bool reverse;
-  In<4> q, k;     // [B, T, HQ, D], [B, T, H, D]; in reverse [B, T, H, D], [B, T, HQ, D]
-  In<4> v;        // [B, T, H, V]; in reverse [B, T, HQ, V]
-  In<4> initial;  // [N, H, V, D] fp32, in reverse HQ heads; optional: zero
-  Out<4> final;   // the same
-  Out<4> o;       // [B, T, HQ, V], dtype or fp32
-  void* states;   // dtype [piece_count(tokens, 64), H, V, D], in reverse HQ heads; null: not wanted
+  In<4> q, k;       // [B, T, HQ, D], [B, T, H, D]; in reverse [B, T, H, D], [B, T, HQ, D]
+  In<4> v;          // [B, T, H, V]; in reverse [B, T, HQ, V]
+  In<4> initial;    // [N, H, V, D] fp32, in reverse HQ heads; optional: zero
+  Out<4> final;     // the same
+  Out<4> o;         // [B, T, HQ, V], dtype or fp32
+  void* states;     // dtype [piece_count(tokens, 64), H, V, D], in reverse HQ heads; null: not wanted
   void* workspace;  // head_read_workspace() bytes, may be null when that is 0
 };
 
@@ -62,9 +62,9 @@ struct HeadGradients {
   const void* gradients;  // [chunks, HQ, V, D] of the read of dv
   // Before a sequence's first token: the state, optional, and its gradient, [N, H or HQ, V, D] fp32.
   In<4> initial, start;
-  Out<4> dq;              // [B, T, HQ, D]
-  Out<4> dk;              // [B, T, HQ, D], dtype or fp32
-  Out<4> dg;              // [B, T, HQ, head_gate_parts(D)] fp32: parts of a sum; optional
+  Out<4> dq;  // [B, T, HQ, D]
+  Out<4> dk;  // [B, T, HQ, D], dtype or fp32
+  Out<4> dg;  // [B, T, HQ, head_gate_parts(D)] fp32: parts of a sum; optional
 };
 
 // Columns of keys go by tiles, each with its part of dg.

@@ -15,8 +15,7 @@ struct GatePair {
     const auto gate = [&](int row) {
       if (g.data == nullptr || row >= rows) return 0.f;
       const float x = load_any(
-          g.data, g.dtype,
-          sequence.batch * g.stride[0] + (start + row) * g.stride[1] + head * g.stride[2]);
+          g.data, g.dtype, sequence.batch * g.stride[0] + (start + row) * g.stride[1] + head * g.stride[2]);
       // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
       return kLog2E * (x < -100.f ? -100.f : x);
     };

@@ -1,8 +1,8 @@
 // The gradients of queries, keys and gates, one block a chunk, query head and tile of keys; warp w has rows
 // 16 w to 16 w + 15. S the state before the chunk, G the gradient that reaches the state after it:
 //
-//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j        near_ij = scale (do_i . v_j) e^{L_i - L_j}
-//     dk_j = e^{L_C - L_j} v_j G^T  + sum_{i>=j} near_ij q_i
+//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j        near_ij = scale (do_i . v_j) e^{L_i -
+//     L_j} dk_j = e^{L_C - L_j} v_j G^T  + sum_{i>=j} near_ij q_i
 //
 // A gate decays what pairs of rows j < t <= i exchange:
 //
@@ -11,8 +11,8 @@
 //          + sum_{j<t<=i} near_ij (q_i . k_j)
 //
 // The last is a sum over i >= t of what rows have less what columns have: the same numbers in fp32, so that
-// what does not belong cancels. A tile of keys has its part of every term. Before a sequence's first token both
-// states are there in fp32; there <S, dS>, less what the chunk's own rows read, is the first term.
+// what does not belong cancels. A tile of keys has its part of every term. Before a sequence's first token
+// both states are there in fp32; there <S, dS>, less what the chunk's own rows read, is the first term.
 #pragma once
 
 #include "gla/head_gates.cuh"
@@ -100,20 +100,31 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
+  const T* const dout = chunk_rows<T>(p.dout, piece, query_head);
+  const T* const values = chunk_rows<T>(p.v, piece, head);
+  const int64_t state = static_cast<int64_t>(shape.V) * shape.D;
+  const T* const s = static_cast<const T*>(p.states) + (chunk * shape.heads + head) * state + key;
+  const T* const ds =
+      static_cast<const T*>(p.gradients) + (chunk * shape.query_heads + query_head) * state + key;
   const auto load_slab = [&](int v) {
-    const int cols = shape.V - v;
-    const auto state_rows = [&](const void* states, int64_t row) {
-      return static_cast<const T*>(states) + (row * shape.V + v) * static_cast<int64_t>(shape.D) + key;
-    };
-    load_async<kGsaThreads>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
-                            piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.s, state_rows(p.states, chunk * shape.heads + head), shape.D, cols, keys,
-                            threadIdx.x);
-    load_async<kGsaThreads>(tile.ds, state_rows(p.gradients, chunk * shape.query_heads + query_head),
-                            shape.D, cols, keys, threadIdx.x);
+    const int cols = shape.V - v, first = v * shape.D;
+    load_async<kGsaThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, cols, threadIdx.x);
+    load_async<kGsaThreads>(tile.v, values + v, p.v.stride[1], piece.length, cols, threadIdx.x);
+    load_async<kGsaThreads>(tile.s, s + first, shape.D, cols, keys, threadIdx.x);
+    load_async<kGsaThreads>(tile.ds, ds + first, shape.D, cols, keys, threadIdx.x);
     commit_copies();
+  };
+  // There is room for one slab: the next waits in the L2 cache. A line of 128 bytes a thread and array.
+  const auto prefetch_slab = [&](int v) {
+    const int row = threadIdx.x % kSlab, col = static_cast<int>(threadIdx.x) / kSlab * 64;
+    if (row < piece.length) {
+      prefetch(col == 0 ? dout + row * p.dout.stride[1] + v : values + row * p.v.stride[1] + v);
+    }
+    if (row < shape.V - v && col < keys) {
+      const int64_t at = static_cast<int64_t>(v + row) * shape.D + col;
+      prefetch(s + at);
+      prefetch(ds + at);
+    }
   };
   load_slab(0);
   load_async<kGsaThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length,
@@ -121,6 +132,7 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
   load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
                           threadIdx.x);
   commit_copies();
+  if (shape.V > kSlab) prefetch_slab(kSlab);
   if (warp == 0) {
     GatePair::load(shape.g, piece.sequence, piece.start, head, piece.length).put_sums(tile.sums);
   }
@@ -163,6 +175,7 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
     __syncthreads();
     if (v + kSlab >= shape.V) break;
     load_slab(v + kSlab);
+    if (v + 2 * kSlab < shape.V) prefetch_slab(v + 2 * kSlab);
     wait_copies<0>();
     __syncthreads();
   }

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     // A loader arrives twice: for its copies, and for the sums.
     init_barrier(&ring.full[threadIdx.x], 2 * 32 * kLoaders);
     init_barrier(&ring.carried[threadIdx.x], 32 * kKeepers<D>);
-    init_barrier(&ring.free[threadIdx.x], 32 * kKeepers<D> + 128);
+    init_barrier(&ring.free[threadIdx.x], 32 * kKeepers<D> + (alone ? 0 : 128));
   }
   __syncthreads();
 
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
                                                           p.q.stride[1], shape.D, threadIdx.x);
     const TileCopier<32 * kLoaders, decltype(Stage::k)> k(first_row<T>(p.k, sequence, start, heads_of_k),
                                                           p.k.stride[1], shape.D, threadIdx.x);
-    const TileCopier<32 * kLoaders, decltype(Stage::v)> v(
-        first_row<T>(p.v, sequence, start, heads_of_k, col), p.v.stride[1], cols, threadIdx.x);
+    const TileCopier<32 * kLoaders, decltype(Stage::v)> v(first_row<T>(p.v, sequence, start, heads_of_k, col),
+                                                          p.v.stride[1], cols, threadIdx.x);
     const auto gates_of = [&](int turn) {
       const int token = token_of(turn);
       return GatePair::load(shape.g, sequence, start + token, head, turn < chunks ? length - token : 0);
@@ -247,70 +247,69 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   const int reader = (warp - kLoaders - kKeepers<D>) / 4;
   // Scores are a triangle: the rows with the most meet another scheduler in the other warpgroup.
   const int row_block = reader % 2 == 0 ? thread / 32 : 3 - thread / 32;
-  if (reader >= pass.readers) return;
-  const int64_t first_chunk =
-      first_piece(shape.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
-  const bool publishes = p.states != nullptr && !alone && (Reverse || query_head % group == 0);
+  if (alone || reader >= pass.readers) return;
+  const int64_t first_chunk = first_piece(shape.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
+  const bool publishes = p.states != nullptr && (Reverse || query_head % group == 0);
+  // A reader that skips turns never sees a barrier two phases on: the S that it saw last came after all
+  // before.
   Turn at;
   for (int turn = 0; turn < chunks; ++turn, at.next(pass.stages)) {
     if (turn % pass.readers != reader) continue;
     const Stage stage = stage_at(at.slot);
     const float* sums = ring.sums[at.slot];
     wait(&ring.full[at.slot], at.parity);
-    if (!alone) {
-      // near_ij = scale (q_i . k_j) e^{-|L_i - L_j|}
-      Scores scores;
-      zero(scores);
+    // near_ij = scale (q_i . k_j) e^{-|L_i - L_j|}
+    Scores scores;
+    zero(scores);
 #pragma unroll 4
-      for (int key = 0; key < D; key += 16) {
-        uint32_t x[4];
-        load_block(x, stage.q, kRows * row_block, key);
-        add_scores<kSide, T>(scores, x, stage.k, key, row_block);
-      }
-      decay_scores<kSide>(scores, sums, shape.scale, row_block);
-      Operand<2> near[2];
+    for (int key = 0; key < D; key += 16) {
+      uint32_t x[4];
+      load_block(x, stage.q, kRows * row_block, key);
+      add_scores<kSide, T>(scores, x, stage.k, key, row_block);
+    }
+    decay_scores<kSide>(scores, sums, shape.scale, row_block);
+    Operand<2> near[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) round_to<T>(near[h], scores.half[h]);
+    for (int h = 0; h < 2; ++h) round_to<T>(near[h], scores.half[h]);
 
-      // o = r (q S) + near v, r = scale e^L, in reverse e^{L_C - L}
-      Sums<8> o;
-      fill(o, 0.f);
-      wait(&ring.carried[at.slot], at.parity);
+    // o = r (q S) + near v, r = scale e^L, in reverse e^{L_C - L}
+    Sums<8> o;
+    fill(o, 0.f);
+    wait(&ring.carried[at.slot], at.parity);
 #pragma unroll 4
-      for (int key = 0; key < D; key += 16) {
-        uint32_t x[4];
-        load_block(x, stage.q, kRows * row_block, key);
-        add_product_transposed<T>(o, x, stage.s, 0, key);
-      }
+    for (int key = 0; key < D; key += 16) {
+      uint32_t x[4];
+      load_block(x, stage.q, kRows * row_block, key);
+      add_product_transposed<T>(o, x, stage.s, 0, key);
+    }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float sum = sums[kRows * row_block + lane_row() + 8 * i];
-        const float r = Reverse ? exp2_fast(sums[kChunk - 1] - sum) : shape.scale * exp2_fast(sum);
+    for (int i = 0; i < 2; ++i) {
+      const float sum = sums[kRows * row_block + lane_row() + 8 * i];
+      const float r = Reverse ? exp2_fast(sums[kChunk - 1] - sum) : shape.scale * exp2_fast(sum);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) o.at[n][2 * i] *= r, o.at[n][2 * i + 1] *= r;
-      }
-      add_scored<kSide, T>(o, near, stage.v, row_block);
+      for (int n = 0; n < 8; ++n) o.at[n][2 * i] *= r, o.at[n][2 * i + 1] *= r;
+    }
+    add_scored<kSide, T>(o, near, stage.v, row_block);
 
-      const int token = token_of(turn);
-      if (publishes) {
-        T* to = static_cast<T*>(p.states) +
-                (((first_chunk + token / kChunk) * state_heads(p) + state_head) * shape.V + col) *
-                    static_cast<int64_t>(shape.D);
+    const int token = token_of(turn);
+    if (publishes) {
+      T* to = static_cast<T*>(p.states) +
+              (((first_chunk + token / kChunk) * state_heads(p) + state_head) * shape.V + col) *
+                  static_cast<int64_t>(shape.D);
 #pragma unroll 4
-        for (int i = thread; i < kSlab * D / 8; i += 128) {
-          const int row = i / (D / 8), at_key = i % (D / 8) * 8;
-          if (row < cols && at_key < shape.D) {
-            *reinterpret_cast<uint4*>(to + row * static_cast<int64_t>(shape.D) + at_key) =
-                *reinterpret_cast<const uint4*>(&stage.s.at(row, at_key));
-          }
+      for (int i = thread; i < kSlab * D / 8; i += 128) {
+        const int row = i / (D / 8), at_key = i % (D / 8) * 8;
+        if (row < cols && at_key < shape.D) {
+          *reinterpret_cast<uint4*>(to + row * static_cast<int64_t>(shape.D) + at_key) =
+              *reinterpret_cast<const uint4*>(&stage.s.at(row, at_key));
         }
       }
-      // The warp's rows of q are its room for rows on their way out.
-      const SharedTile<T, kChunk, kSlab> out{reinterpret_cast<T*>(rows_of(stage.q, row_block)) -
-                                             row_block * kRows * kSlab};
-      const Piece piece{sequence, 0, start + token, min(kChunk, length - token)};
-      store_rows_of<T>(o, out, row_block, p.o, piece, query_head, col, shape.V);
     }
+    // The warp's rows of q are its room for rows on their way out.
+    const SharedTile<T, kChunk, kSlab> out{reinterpret_cast<T*>(rows_of(stage.q, row_block)) -
+                                           row_block * kRows * kSlab};
+    const Piece piece{sequence, 0, start + token, min(kChunk, length - token)};
+    store_rows_of<T>(o, out, row_block, p.o, piece, query_head, col, shape.V);
     arrive(&ring.free[at.slot]);
   }
 }
@@ -318,8 +317,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
 template <typename T, int D, bool Reverse>
 cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   const HeadShape& shape = pass.read.shape;
-  const int64_t pieces =
-      pass.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, pass.segment);
+  const int64_t pieces = pass.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, pass.segment);
   const int walkers = pass.segment_decay != nullptr ? state_heads(pass.read) : shape.query_heads;
   const int64_t blocks = pieces * walkers * divide_up(shape.V, kSlab);
   if (blocks == 0) return cudaSuccess;
@@ -334,8 +332,7 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   const int bytes = kHeadRingBytes + pass.stages * HeadStage<T, D>::kBytes;
   const cudaError_t error = allow_shared<head_read_kernel<T, D, Reverse>>(bytes);
   if (error != cudaSuccess) return error;
-  head_read_kernel<T, D, Reverse>
-      <<<static_cast<unsigned>(blocks), kHeadReadThreads, bytes, stream>>>(pass);
+  head_read_kernel<T, D, Reverse><<<static_cast<unsigned>(blocks), kHeadReadThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 

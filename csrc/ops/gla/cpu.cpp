@@ -20,7 +20,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
   const auto k_ = chunks.split(k, type), v_ = chunks.split(v, type);
   const auto g_ = given(g) ? chunks.split(*g, type) : Tensor();
   const auto read = by_channel(g) ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
-                                              : scan_head_decay(chunks, q_, k_, v_, g_, S0);
+                                  : scan_head_decay(chunks, q_, k_, v_, g_, S0);
   return {chunks.join(read.o, q.scalar_type()), read.state,
           at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, g, cu_seqlens, save)), q.options())};
 }

@@ -1,5 +1,5 @@
-// gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys of
-// up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
+// gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys
+// of up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
 // none: the ATen form serves it.
 #include "../dispatch.h"
 #include "../gated_exact.h"
@@ -196,8 +196,12 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   OptionalTensor gates, from;
   if (given(g)) gates = gathered(dg.sum(-1, true), H, 1, *g).squeeze(-1);
   if (given(state_s)) from = group == 1 ? start : start.unflatten(1, {H, group}).sum(2);
-  return {without_packs(dq, shape.keys), gathered(dk, H, shape.keys, k), gathered(dv, H, shape.values, v),
-          gates,                         from,                           std::nullopt};
+  return {without_packs(dq, shape.keys),
+          gathered(dk, H, shape.keys, k),
+          gathered(dv, H, shape.values, v),
+          gates,
+          from,
+          std::nullopt};
 }
 
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
@@ -289,14 +293,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.ds = output<4>(dk), columns.dg = output<4>(dg);
   check_launch("gla_columns", kernels::gla_columns(columns, stream));
 
-  OptionalTensor gates;
-  if (given(g)) {
-    gates = a.gathered(dg, a.M, *g);
-  }
   return {without_packs(dq, a.M),
           a.gathered(dk, a.M, k),
           a.gathered(dv, a.V, v),
-          gates,
+          a.gathered(dg, a.M, *g),
           given(state_s) ? OptionalTensor(cut(start.v.mT(), a.M, a.V)) : std::nullopt,
           std::nullopt};
 }
