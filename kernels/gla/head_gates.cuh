@@ -6,7 +6,8 @@
 
 namespace girih::kernels {
 
-// Two neighbouring tokens' gates a lane, from `from`, a chunk of `rows` tokens; in powers of two.
+// Two neighbouring tokens' gates a lane, of a chunk of `rows` tokens from `start` on. As they are: nothing
+// waits for them before their sums are asked for.
 struct GatePair {
   float first, second;
 
@@ -14,17 +15,18 @@ struct GatePair {
                                   int rows) {
     const auto gate = [&](int row) {
       if (g.data == nullptr || row >= rows) return 0.f;
-      const float x = load_any(
-          g.data, g.dtype, sequence.batch * g.stride[0] + (start + row) * g.stride[1] + head * g.stride[2]);
-      // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
-      return kLog2E * (x < -100.f ? -100.f : x);
+      return load_any(g.data, g.dtype,
+                      sequence.batch * g.stride[0] + (start + row) * g.stride[1] + head * g.stride[2]);
     };
     return {gate(2 * lane()), gate(2 * lane() + 1)};
   }
 
-  // By a warp: L_i, the sum of the gates through row i, to sums[0..63].
+  // By a warp: L_i, the sum of the gates through row i, in powers of two, to sums[0..63].
   __device__ void put_sums(float* sums) const {
-    float through = first + second;
+    // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
+    const auto power = [](float gate) { return kLog2E * (gate < -100.f ? -100.f : gate); };
+    const float one = power(first), both = one + power(second);
+    float through = both;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float before = __shfl_up_sync(~0u, through, step);
@@ -32,7 +34,7 @@ struct GatePair {
     }
     float before = __shfl_up_sync(~0u, through, 1);
     if (lane() == 0) before = 0.f;
-    *reinterpret_cast<float2*>(sums + 2 * lane()) = {before + first, through};
+    *reinterpret_cast<float2*>(sums + 2 * lane()) = {before + one, through};
   }
 };
 
