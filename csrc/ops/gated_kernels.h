@@ -10,6 +10,21 @@ namespace girih {
 // Which kernels: those of the tensor cores, for 16-bit elements, or those of the plain fp32 cores.
 enum class Kernels { tensor, exact };
 
+// [B, T, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
+inline Tensor rows_for(const Tensor& q, const Tensor& cu_seqlens, int64_t heads, int64_t width,
+                       at::ScalarType type) {
+  const auto options = q.options().dtype(type);
+  return cu_seqlens.defined() ? at::zeros({q.size(0), q.size(1), heads, width}, options)
+                              : at::empty({q.size(0), q.size(1), heads, width}, options);
+}
+
+// What the query heads of one memory gave, added, without padding.
+inline Tensor gathered(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
+  const auto group = parts.size(2) / heads;
+  const auto all = group == 1 ? parts : parts.unflatten(2, {heads, group}).sum(3);
+  return without_packs(all, width).to(like.scalar_type()).contiguous();
+}
+
 // One call's tensors as the kernels read them: rows in packs of 16 bytes, g in fp32, s and the states between
 // chunks in q's dtype or, for the exact kernels, in fp32.
 struct GatedArguments {
@@ -45,21 +60,16 @@ struct GatedArguments {
 
   int group() const { return shape.query_heads / shape.heads; }
 
-  // [B, T, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
   Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
-    const auto options = q.options().dtype(type);
-    return cu_seqlens.defined() ? at::zeros({q.size(0), q.size(1), heads, width}, options)
-                                : at::empty({q.size(0), q.size(1), heads, width}, options);
+    return rows_for(q, cu_seqlens, heads, width, type);
   }
   Tensor states() const {
     return at::empty(
         {kernels::piece_count(shape.tokens, kernels::kChunk), shape.heads, shape.D + shape.V, shape.M},
         shape.dtype == kernels::DType::f32 ? q.options().dtype(at::kFloat) : q.options());
   }
-  // What the query heads of one memory gave, added, without padding.
   Tensor gathered(const Tensor& parts, int64_t width, const Tensor& like) const {
-    const auto all = group() == 1 ? parts : parts.unflatten(2, {shape.heads, group()}).sum(3);
-    return without_packs(all, width).to(like.scalar_type()).contiguous();
+    return girih::gathered(parts, shape.heads, width, like);
   }
 };
 

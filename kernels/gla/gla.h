@@ -1,4 +1,4 @@
-// Gated linear attention.
+// Gated linear attention with a gate a key channel; head.h has the other gates.
 //
 //     S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          [D, V]
 //     o_t = scale * S_t^T q_t                          [V]

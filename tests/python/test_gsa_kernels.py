@@ -90,15 +90,13 @@ def test_every_length_of_every_kind(T, kind):
     assert_as_right_as_the_formula(draw(kind, T=T, dtype=DTYPES[T % 3]))
 
 
-@pytest.mark.parametrize("kind", ["s_g", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D, V", list(zip(WIDTHS, WIDTHS[2:] + WIDTHS[:2], strict=True)))
 def test_every_width(D, V, dtype, kind):
-    if kind == "channel" and D > 256:
+    if kind != "s_g" and D > 256:
         pytest.skip("gla's widths end at 256")
-    assert_as_right_as_the_formula(
-        draw(kind, B=1, D=D, V=min(V, 256) if kind == "channel" else V, dtype=dtype)
-    )
+    assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=V if kind == "s_g" else min(V, 256), dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", ["s_g", "abc"])
@@ -115,7 +113,7 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
 
-@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [120, 136])  # of the tensor-core kernels, and too many for them
 def test_several_tiles_of_everything(slots, dtype, kind):
@@ -134,11 +132,12 @@ def test_one_closed_gate(position, dtype):
     assert_as_right_as_the_formula(inputs)
 
 
+@pytest.mark.parametrize("kind", ["s_g", "head"])
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
-def test_a_gate_far_below_is_as_one_that_closes(gate, dtype):
+def test_a_gate_far_below_is_as_one_that_closes(gate, dtype, kind):
     """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
-    inputs = draw(T=100, dtype=dtype).map(lambda x: x.to(DEVICE))
+    inputs = draw(kind, T=100, dtype=dtype).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
     inputs.data["g"][:, [5, 40, 70]] = gate
@@ -169,7 +168,7 @@ def test_every_feature(M, feature, kind, dtype):
     assert_as_right_as_the_formula(inputs)
 
 
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("G", [2, 3])
 def test_grouped_queries(G, dtype, kind):
@@ -184,7 +183,7 @@ def test_gates_of_any_dtype(kind, gate_dtype):
 
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("absent", ["state", "do", "dstate", "all but one"])
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_absent_parts(kind, absent, dtype):
     inputs = draw(kind, dtype=dtype)
     last = next(reversed(inputs.grads))
@@ -209,7 +208,7 @@ def test_expanded_gradients(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_every_layout(kind, layout, dtype):
     inputs = draw(kind, B=3, T=67, D=24, V=40, M=17, dtype=dtype)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
@@ -218,7 +217,7 @@ def test_every_layout(kind, layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_padding_at_full_tiles(kind, dtype):
     inputs = draw(kind, T=128, dtype=dtype)
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
@@ -264,7 +263,7 @@ def test_bounds_of_rows(dtype, kind):
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_bounds_that_make_no_sense_reach_nothing_outside(kind, dtype, bounds):
     inputs = draw(kind, B=1, T=40, dtype=dtype, sequences=3)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
@@ -291,7 +290,7 @@ def test_masked_tokens_of_abc_do_nothing():
 
 
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_nothing_is_left_unwritten(kind, dtype):
     """With every new tensor full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -303,7 +302,9 @@ def test_nothing_is_left_unwritten(kind, dtype):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("kind, packed", [("s_g", False), ("s_g", True), ("abc", False), ("channel", True)])
+@pytest.mark.parametrize(
+    "kind, packed", [("s_g", False), ("s_g", True), ("abc", False), ("head", True), ("channel", True)]
+)
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 def test_a_hundred_runs_have_the_same_bits(kind, packed, dtype):
     B, sequences = (1, 4) if packed else (2, None)
@@ -324,6 +325,16 @@ def test_long_sequences_of_few_heads(T, dtype, kind):
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T)
     assert_as_right(in_pieces(inputs, 3000), exact, rounded, T)
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+@pytest.mark.parametrize("size", [1e-3, 1, 100])
+@pytest.mark.parametrize("kind", ["head", "channel"])
+def test_gates_between_large_gradients(kind, size, dtype):
+    """Of a final state whose gradient dwarfs the outputs', or the other way round, over many chunks."""
+    inputs = draw(kind, B=1, T=1100, dtype=dtype)
+    inputs.grads["s"].mul_(size)
+    assert_as_right_as_the_formula(inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -377,7 +388,7 @@ def test_a_step_of_every_size(M):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_forward_and_backward_in_a_graph(kind, dtype, packed):
     B, sequences = (1, 3) if packed else (2, None)
     cu_seqlens = torch.tensor([0, 100, 100, 200], device="cuda") if packed else None

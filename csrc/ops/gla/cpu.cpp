@@ -20,10 +20,10 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
   const auto q_ = chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D)));
   const auto k_ = chunks.split(k, type), v_ = chunks.split(v, type);
   const auto g_ = given(g) ? chunks.split(*g, type) : Tensor();
-  const auto read = given(g) && g->dim() == 4 ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
-                                              : scan_head_decay(chunks, q_, k_, v_, g_, S0);
+  const auto read = by_channel(g) ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
+                                  : scan_head_decay(chunks, q_, k_, v_, g_, S0);
   return {chunks.join(read.o, q.scalar_type()), read.state,
-          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, cu_seqlens, save)), q.options())};
+          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, g, cu_seqlens, save)), q.options())};
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("gla_forward", &forward); }

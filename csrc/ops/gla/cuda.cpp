@@ -1,9 +1,11 @@
-// gla by its kernels: those of the tensor cores for 16-bit elements with keys of up to 128 channels, the
-// exact ones for the rest. float64 has none: the ATen form serves it.
+// gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys
+// of up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
+// none: the ATen form serves it.
 #include "../dispatch.h"
 #include "../gated_exact.h"
 #include "aten.h"
 #include "gla/gla.h"
+#include "gla/head.h"
 #include "problem.h"
 
 namespace girih::gla {
@@ -12,15 +14,21 @@ namespace {
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor>;
 
-std::optional<Kernels> kernels_for(const Tensor& q, const Tensor& v, const c10::SymInt& sequences) {
+enum class By { head, channel, exact };
+
+std::optional<By> kernels_for(const Tensor& q, const Tensor& v, const OptionalTensor& g,
+                              const c10::SymInt& sequences) {
   if (q.scalar_type() == at::kDouble || sequences == 0) return std::nullopt;
-  if (q.scalar_type() == at::kFloat || q.size(3) > kernels::kGsaMaxSlots ||
-      v.size(3) > kernels::kGsaMaxWidth) {
-    return Kernels::exact;
+  if (q.scalar_type() == at::kFloat) return By::exact;
+  const auto D = static_cast<int>(q.size(3));
+  bool fits = false;
+  if (!by_channel(g)) {
+    check_launch("head_fits", kernels::head_fits(D, fits));
+    return fits ? By::head : By::exact;
   }
-  bool fits = false;  // gla's ask for less than gsa's
-  check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(q.size(3)), fits));
-  return fits ? Kernels::tensor : Kernels::exact;
+  if (D > kernels::kGsaMaxSlots || v.size(3) > kernels::kGsaMaxWidth) return By::exact;
+  check_launch("gsa_fits", kernels::gsa_fits(D, fits));  // gla's ask for less than gsa's
+  return fits ? By::channel : By::exact;
 }
 
 // A gate for every channel.
@@ -86,16 +94,127 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
           std::nullopt};
 }
 
+// One call's tensors as the kernels of one gate a head read them.
+struct HeadArguments {
+  Tensor q, k, v, cu_seqlens;
+  kernels::HeadShape shape;
+
+  HeadArguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
+                const OptionalTensor& cu, const std::optional<double>& scale)
+      : q(in_packs(q_)), k(in_packs(k_)), v(in_packs(v_)) {
+    if (given(cu)) cu_seqlens = cu->contiguous();
+    shape = {kernel_tokens(q, cu_seqlens),
+             static_cast<int>(k.size(2)),
+             static_cast<int>(q.size(2)),
+             static_cast<int>(k.size(3)),
+             static_cast<int>(v.size(3)),
+             static_cast<int>(k_.size(3)),
+             static_cast<int>(v_.size(3)),
+             kernel_dtype(q),
+             static_cast<float>(scale.value_or(1 / std::sqrt(double(k_.size(3))))),
+             input<3>(g)};
+  }
+
+  Tensor rows(int64_t width, at::ScalarType type) const {
+    return rows_for(q, cu_seqlens, shape.query_heads, width, type);
+  }
+  // What query heads give to a memory head: parts of a sum where there are several.
+  at::ScalarType part() const {
+    return shape.query_heads == shape.heads ? q.scalar_type() : at::ScalarType(at::kFloat);
+  }
+  Tensor states(int64_t heads) const {
+    return at::empty({kernels::piece_count(shape.tokens, kernels::kChunk), heads, shape.V, shape.D},
+                     q.options());
+  }
+};
+
+// Runs a read; `first` and the returned state are [N, heads, D, V].
+Tensor head_read(const HeadArguments& a, kernels::HeadRead p, const OptionalTensor& first, const Tensor& o,
+                 const Tensor& states) {
+  const auto options = a.q.options().dtype(at::kFloat);
+  const auto heads = p.reverse ? a.shape.query_heads : a.shape.heads;
+  const auto last = at::empty({a.shape.tokens.sequences, heads, a.shape.keys, a.shape.values}, options);
+  p.shape = a.shape;
+  if (given(first)) p.initial = input<4>(first->mT());
+  p.final = output<4>(last.mT());
+  p.o = output<4>(o);
+  if (states.defined()) p.states = states.mutable_data_ptr();
+  const auto workspace = at::empty({kernels::head_read_workspace(p)}, options.dtype(at::kByte));
+  p.workspace = workspace.mutable_data_ptr();
+  check_launch("head_read", kernels::head_read(p, c10::cuda::getCurrentCUDAStream()));
+  return last;
+}
+
+Results forward_head(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                     const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
+                     std::optional<double> scale, bool save) {
+  const HeadArguments a(q, k, v, g, cu_seqlens, scale);
+  const auto states = save ? a.states(a.shape.heads) : Tensor();
+  const auto o = a.rows(a.shape.V, q.scalar_type());
+  kernels::HeadRead p{};
+  p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v);
+  const auto last = head_read(a, p, state_s, o, states);
+  return {without_packs(o, a.shape.values), last, save ? states : at::empty({0}, q.options())};
+}
+
+Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const Tensor& q,
+                        const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                        const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, const Tensor& states,
+                        std::optional<double> scale) {
+  const HeadArguments a(q, k, v, g, cu_seqlens, scale);
+  const auto& shape = a.shape;
+  const int64_t H = shape.heads, group = shape.query_heads / H;
+  const auto type = q.scalar_type();
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(shape.V, type).zero_();
+
+  // The final state's gradient walks with the first query head of its memory.
+  OptionalTensor first = grad_s;
+  if (given(grad_s) && group > 1) {
+    first = at::zeros({grad_s->size(0), H, group, shape.keys, shape.values}, grad_s->options());
+    first->select(2, 0).copy_(*grad_s);
+    first = first->flatten(1, 2);
+  }
+  const auto dv = a.rows(shape.V, a.part());
+  const auto gradients = a.states(shape.query_heads);
+  kernels::HeadRead p{};
+  p.reverse = true;
+  p.q = input<4>(a.k), p.k = input<4>(a.q), p.v = input<4>(dout);
+  const auto start = head_read(a, p, first, dv, gradients);
+
+  const auto dq = a.rows(shape.D, type), dk = a.rows(shape.D, a.part());
+  const auto dg = given(g) ? a.rows(kernels::head_gate_parts(shape.D), at::kFloat) : Tensor();
+  kernels::HeadGradients of;
+  of.shape = shape;
+  of.q = input<4>(a.q), of.k = input<4>(a.k), of.v = input<4>(a.v), of.dout = input<4>(dout);
+  of.states = states.const_data_ptr();
+  of.gradients = gradients.const_data_ptr();
+  if (given(state_s)) of.initial = input<4>(state_s->mT());
+  of.start = input<4>(start.mT());
+  of.dq = output<4>(dq), of.dk = output<4>(dk), of.dg = output<4>(dg);
+  check_launch("head_gradients", kernels::head_gradients(of, c10::cuda::getCurrentCUDAStream()));
+
+  OptionalTensor gates, from;
+  if (given(g)) gates = gathered(dg.sum(-1, true), H, 1, *g).squeeze(-1);
+  if (given(state_s)) from = group == 1 ? start : start.unflatten(1, {H, group}).sum(2);
+  return {without_packs(dq, shape.keys),
+          gathered(dk, H, shape.keys, k),
+          gathered(dv, H, shape.values, v),
+          gates,
+          from,
+          std::nullopt};
+}
+
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                      const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, bool save) {
   const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto by = kernels_for(q, v, problem.N);
+  const auto by = kernels_for(q, v, g, problem.N);
   if (!by) return forward(q, k, v, g, state_s, cu_seqlens, scale, save);
-  if (by == Kernels::exact) {
+  if (by == By::head) return forward_head(q, k, v, g, state_s, cu_seqlens, scale, save);
+  if (by == By::exact) {
     const auto saved =
-        at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, cu_seqlens, save)), q.options());
+        at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
     return forward_exact(q, k, v, g, state_s, cu_seqlens, scale, saved);
   }
   const auto a = arguments(Kernels::tensor, q, k, v, g, cu_seqlens, scale);
@@ -119,23 +238,26 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         std::optional<double> scale) {
   const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto by = kernels_for(q, v, problem.N);
+  const auto by = kernels_for(q, v, g, problem.N);
   if (!by) {
     // What every device without a kernel runs: autograd of the ATen form.
     static const auto op = find("gla_backward").typed<decltype(backward_cuda)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_s, q, k, v, g, state_s,
                          cu_seqlens, states, scale);
   }
-  if (by == Kernels::exact) {
+  if (by == By::exact) {
     return backward_exact(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, scale);
+  }
+  const auto kept = problem.saved(q, g, cu_seqlens, true);
+  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
+              "gla_backward: states is what gla_forward kept with save=True, of shape ",
+              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
+  if (by == By::head) {
+    return backward_head(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, states, scale);
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto a = arguments(Kernels::tensor, q, k, v, g, cu_seqlens, scale);
   const auto& shape = a.shape;
-  const auto kept = problem.saved(q, cu_seqlens, true);
-  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
-              "gla_backward: states is what gla_forward kept with save=True, of shape ",
-              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
   const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
@@ -171,14 +293,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.ds = output<4>(dk), columns.dg = output<4>(dg);
   check_launch("gla_columns", kernels::gla_columns(columns, stream));
 
-  OptionalTensor gates;
-  if (given(g)) {
-    gates = g->dim() == 4 ? a.gathered(dg, a.M, *g) : a.gathered(dg.sum(-1, true), 1, *g).squeeze(-1);
-  }
   return {without_packs(dq, a.M),
           a.gathered(dk, a.M, k),
           a.gathered(dv, a.V, v),
-          gates,
+          a.gathered(dg, a.M, *g),
           given(state_s) ? OptionalTensor(cut(start.v.mT(), a.M, a.V)) : std::nullopt,
           std::nullopt};
 }

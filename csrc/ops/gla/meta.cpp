@@ -11,7 +11,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
   const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens);
   return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))),
-          at::empty_symint(p.saved(q, cu_seqlens, save), q.options())};
+          at::empty_symint(p.saved(q, g, cu_seqlens, save), q.options())};
 }
 
 }  // namespace

@@ -5,6 +5,9 @@
 
 namespace girih::gla {
 
+// A gate a key channel; else one a head, or none.
+inline bool by_channel(const OptionalTensor& g) { return given(g) && g->dim() == 4; }
+
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, N;
 
@@ -26,10 +29,12 @@ struct Problem {
   }
 
   // What forward keeps for backward: the tensor cores' state before every chunk, in packs of 8 columns. Their
-  // kernels exist for 16-bit elements and keys of up to 128 channels; everywhere else nothing is kept.
-  std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& cu_seqlens, bool save) const {
+  // kernels exist for 16-bit elements and, by the kind of gate, so many channels; everywhere else nothing is
+  // kept.
+  std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
+                                 bool save) const {
     const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-    if (!save || !half || D > 128 || V > 512) return {0};
+    if (!save || !half || (by_channel(g) ? D > 128 || V > 512 : D > 256)) return {0};
     const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
     const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / 64 + N : B * ((T + 63) / 64);
     return {chunks, H, padded(V), padded(D)};

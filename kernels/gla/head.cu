@@ -1,0 +1,109 @@
+// How the work on one gate a head is cut into launches.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "gla/head.h"
+#include "gla/head_launch.h"
+#include "gsa/join.h"
+#include "tile/grid.h"
+
+namespace girih::kernels {
+namespace {
+
+constexpr int64_t kSlabColumns = 64;  // of the values, a block's
+
+// Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
+// how a sequence is cut, so results do not depend on the card.
+constexpr int64_t kFullCard = 132;
+
+template <int Value>
+using Keys = std::integral_constant<int, Value>;
+
+// launch(an element, keys of a tile): the smallest tile that holds `width`.
+template <class Launch>
+cudaError_t by_tile(const HeadShape& shape, int width, const Launch& launch) {
+  const auto with_keys = [&](auto element) {
+    if (width <= 64) return launch(element, Keys<64>());
+    if (width <= 128) return launch(element, Keys<128>());
+    return launch(element, Keys<256>());
+  };
+  if (shape.D > kHeadMaxKeys) return cudaErrorInvalidValue;
+  if (shape.dtype == DType::bf16) return with_keys(__nv_bfloat16());
+  if (shape.dtype == DType::f16) return with_keys(__half());
+  return cudaErrorInvalidValue;
+}
+
+// Tokens of a segment, 0 where sequences are not cut. Cut, the keys and values are read twice and there are
+// three launches for one: that pays from 3 segments of 16 chunks on.
+int64_t segment_tokens(const HeadShape& shape) {
+  const Tokens& all = shape.tokens;
+  const int64_t blocks = all.sequences * shape.query_heads * divide_up(shape.V, kSlabColumns);
+  if (blocks == 0) return 0;
+  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // a sequence's, about
+  const int64_t chunks = divide_up(tokens, kChunk);
+  const int64_t segments = std::min(kFullCard / blocks, chunks / 16);
+  return segments < 3 ? 0 : divide_up(chunks, segments) * kChunk;
+}
+
+cudaError_t run(const HeadPass& pass, cudaStream_t stream) {
+  return by_tile(pass.read.shape, pass.read.shape.D, [&](auto element, auto keys) {
+    using T = decltype(element);
+    return pass.read.reverse ? launch_head_read<T, keys(), true>(pass, stream)
+                             : launch_head_read<T, keys(), false>(pass, stream);
+  });
+}
+
+// Wider keys go by tiles of 128: more gradients than that a thread has no registers for.
+int gradient_tile(int D) { return std::min(D, 128); }
+
+}  // namespace
+
+int head_gate_parts(int D) { return static_cast<int>(divide_up(D, gradient_tile(D) <= 64 ? 64 : 128)); }
+
+cudaError_t head_gradients(const HeadGradients& p, cudaStream_t stream) {
+  return by_tile(p.shape, gradient_tile(p.shape.D), [&](auto element, auto keys) {
+    return launch_head_gradients<decltype(element), std::min(keys(), 128)>(p, stream);
+  });
+}
+
+int64_t head_read_workspace(const HeadRead& p) {
+  const int64_t segment = segment_tokens(p.shape);
+  if (segment == 0) return 0;
+  return piece_count(p.shape.tokens, segment) * state_heads(p) * (p.shape.values + 1) * p.shape.keys *
+         static_cast<int64_t>(sizeof(float));
+}
+
+cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
+  HeadPass pass{};
+  pass.read = problem;
+  pass.segment = segment_tokens(problem.shape);
+  if (pass.segment == 0) return run(pass, stream);
+
+  const HeadShape& shape = problem.shape;
+  const int64_t heads = state_heads(problem), values = shape.values, keys = shape.keys;
+  float* const states = static_cast<float*>(problem.workspace);
+  float* const decay = states + piece_count(shape.tokens, pass.segment) * heads * values * keys;
+
+  // Every segment from zero,
+  HeadPass alone = pass;
+  alone.segment_decay = decay;
+  alone.read.initial = {};
+  alone.read.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
+  if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
+
+  // what each starts from,
+  const SegmentJoin join{
+      shape.tokens, pass.segment,      static_cast<int>(heads), shape.keys, problem.reverse, states,
+      decay,        {shape.values, 0}, {problem.initial, {}},   {}};
+  if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
+
+  // and every segment again.
+  const Out<4>& ends = alone.read.final;
+  pass.read.initial = {ends.data, ends.dtype, {ends.stride[0], ends.stride[1], ends.stride[2], 1}};
+  return run(pass, stream);
+}
+
+}  // namespace girih::kernels

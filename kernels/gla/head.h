@@ -1,0 +1,77 @@
+// Linear attention whose gate is one a head, or absent.
+//
+//     S_t = e^{g_t} S_{t-1} + k_t v_t^T                [D, V]
+//     o_t = scale * S_t^T q_t                          [V]
+//
+// A decay that is one number leaves keys and queries as they are: inside a chunk it goes on the scores, so
+// that every exponent is a difference of sums of gates, and nothing needs factors. With G_t the gradient that
+// reaches S_t, of its own token and all later ones, the gradients of values are a read too, in reversed time:
+//
+//     G_t  = scale * q_t do_t^T + e^{g_{t+1}} G_{t+1}
+//     dv_t = G_t^T k_t
+//
+//   forward    one read: the state from chunk to chunk, and every chunk's rows as soon as it has it
+//   backward   the same for dv in reverse, then every chunk by itself: dq, dk, dg
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+#include "tile/sequence.h"
+
+namespace girih::kernels {
+
+constexpr int kHeadMaxKeys = 256;  // D
+
+// Rows of 16-bit arrays start at 16 bytes. D and V are their widths, in packs of 8; those that exist in a
+// state are keys and values. Every query head walks by itself; what it gives to a memory head that serves
+// several is its part of a sum.
+struct HeadShape {
+  Tokens tokens;
+  int heads, query_heads;  // H; HQ, a multiple of H
+  int D, V, keys, values;
+  DType dtype;  // fp16 or bf16
+  float scale;
+  In<3> g;  // [B, T, H], any type; absent: no decay
+};
+
+// Forward: o of (q, k, v); states[c] is the state before chunk c.
+// Reverse: o is dv, q the keys, k the queries and v do; states[c] is the gradient that reaches the state
+// after chunk c from later tokens, `initial` the final state's gradient, `final` the initial state's.
+struct HeadRead {
+  HeadShape shape;
+  bool reverse;
+  In<4> q, k;       // [B, T, HQ, D], [B, T, H, D]; in reverse [B, T, H, D], [B, T, HQ, D]
+  In<4> v;          // [B, T, H, V]; in reverse [B, T, HQ, V]
+  In<4> initial;    // [N, H, V, D] fp32, in reverse HQ heads; optional: zero
+  Out<4> final;     // the same
+  Out<4> o;         // [B, T, HQ, V], dtype or fp32
+  void* states;     // dtype [piece_count(tokens, 64), H, V, D], in reverse HQ heads; null: not wanted
+  void* workspace;  // head_read_workspace() bytes, may be null when that is 0
+};
+
+int64_t head_read_workspace(const HeadRead& problem);
+cudaError_t head_read(const HeadRead& problem, cudaStream_t stream);
+
+struct HeadGradients {
+  HeadShape shape;
+  In<4> q, k, v, dout;    // [B, T, HQ, D], [B, T, H, D], [B, T, H, V], [B, T, HQ, V]
+  const void* states;     // [chunks, H, V, D] of the read of o
+  const void* gradients;  // [chunks, HQ, V, D] of the read of dv
+  // Before a sequence's first token: the state, optional, and its gradient, [N, H or HQ, V, D] fp32.
+  In<4> initial, start;
+  Out<4> dq;  // [B, T, HQ, D]
+  Out<4> dk;  // [B, T, HQ, D], dtype or fp32
+  Out<4> dg;  // [B, T, HQ, head_gate_parts(D)] fp32: parts of a sum; optional
+};
+
+// Columns of keys go by tiles, each with its part of dg.
+int head_gate_parts(int D);
+cudaError_t head_gradients(const HeadGradients& problem, cudaStream_t stream);
+
+// Whether the current device has the shared memory for these kernels at D.
+cudaError_t head_fits(int D, bool& fits);
+
+}  // namespace girih::kernels

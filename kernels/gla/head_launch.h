@@ -1,0 +1,31 @@
+// The kernels of one gate a head by element type and tile of keys; each is compiled in a file of its own.
+#pragma once
+
+#include "gla/head.h"
+
+namespace girih::kernels {
+
+// One launch over a read: of whole sequences, or of segments.
+struct HeadPass {
+  HeadRead read;
+  // Tokens, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
+  // sequences'.
+  int64_t segment;
+  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
+  // sums of their gates go here, [segments, heads, keys]; nothing is read, and segments that nothing follows
+  // are left out.
+  float* segment_decay;
+  int stages, readers;
+};
+
+// Heads that have a state of their own.
+__host__ __device__ inline int state_heads(const HeadRead& read) {
+  return read.reverse ? read.shape.query_heads : read.shape.heads;
+}
+
+template <typename T, int D, bool Reverse>
+cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream);
+template <typename T, int D>
+cudaError_t launch_head_gradients(const HeadGradients& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels
