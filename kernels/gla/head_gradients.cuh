@@ -76,7 +76,7 @@ __device__ inline float product_at_start(const HeadGradients& p, const Piece& pi
   const float* state = rows(p.initial, query_head / (shape.query_heads / shape.heads));
   const float* gradient = rows(p.start, query_head);
   float sum = 0.f;
-  for (int i = threadIdx.x; i < min(D, shape.keys - key) * shape.values; i += kGsaThreads) {
+  for (int i = threadIdx.x; i < min(D, shape.keys - key) * shape.values; i += kGroup) {
     const int of_key = key + i / shape.values, value = i % shape.values;
     sum = fmaf(state[value * p.initial.stride[2] + of_key * p.initial.stride[3]],
                gradient[value * p.start.stride[2] + of_key * p.start.stride[3]], sum);
@@ -85,7 +85,7 @@ __device__ inline float product_at_start(const HeadGradients& p, const Piece& pi
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup, D == 64 ? 3 : 2)
     head_gradients_kernel(const __grid_constant__ HeadGradients p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const HeadGradientTiles<T, D> tile(shared);
@@ -108,10 +108,10 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
       static_cast<const T*>(p.gradients) + (chunk * shape.query_heads + query_head) * state + key;
   const auto load_slab = [&](int v) {
     const int cols = shape.V - v, first = v * shape.D;
-    load_async<kGsaThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(tile.v, values + v, p.v.stride[1], piece.length, cols, threadIdx.x);
-    load_async<kGsaThreads>(tile.s, s + first, shape.D, cols, keys, threadIdx.x);
-    load_async<kGsaThreads>(tile.ds, ds + first, shape.D, cols, keys, threadIdx.x);
+    load_async<kGroup>(tile.dout, dout + v, p.dout.stride[1], piece.length, cols, threadIdx.x);
+    load_async<kGroup>(tile.v, values + v, p.v.stride[1], piece.length, cols, threadIdx.x);
+    load_async<kGroup>(tile.s, s + first, shape.D, cols, keys, threadIdx.x);
+    load_async<kGroup>(tile.ds, ds + first, shape.D, cols, keys, threadIdx.x);
     commit_copies();
   };
   // There is room for one slab: the next waits in the L2 cache. A line of 128 bytes a thread and array.
@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
     }
   };
   load_slab(0);
-  load_async<kGsaThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length,
+  load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length,
                           keys, threadIdx.x);
-  load_async<kGsaThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
+  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
                           threadIdx.x);
   commit_copies();
   if (shape.V > kSlab) prefetch_slab(kSlab);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kGsaThreads, D == 64 ? 3 : 2)
     }
     if (wants_gates && !from_start) {
 #pragma unroll 4
-      for (int i = threadIdx.x; i < kSlab * D / 8; i += kGsaThreads) {
+      for (int i = threadIdx.x; i < kSlab * D / 8; i += kGroup) {
         const uint4 of_s = reinterpret_cast<const uint4*>(tile.s.data)[i];
         const uint4 of_ds = reinterpret_cast<const uint4*>(tile.ds.data)[i];
         const uint32_t s[4] = {of_s.x, of_s.y, of_s.z, of_s.w};
@@ -297,7 +297,7 @@ cudaError_t launch_head_gradients(const HeadGradients& p, cudaStream_t stream) {
   const int64_t blocks = piece_count(shape.tokens, kChunk) * shape.query_heads * divide_up(shape.D, D);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  head_gradients_kernel<T, D><<<static_cast<unsigned>(blocks), kGsaThreads, kBytes, stream>>>(p);
+  head_gradients_kernel<T, D><<<static_cast<unsigned>(blocks), kGroup, kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 
