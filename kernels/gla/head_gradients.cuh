@@ -127,10 +127,10 @@ __global__ void __launch_bounds__(kGroup, D == 64 ? 3 : 2)
     }
   };
   load_slab(0);
-  load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length,
-                          keys, threadIdx.x);
+  load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length, keys,
+                     threadIdx.x);
   load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
-                          threadIdx.x);
+                     threadIdx.x);
   commit_copies();
   if (shape.V > kSlab) prefetch_slab(kSlab);
   if (warp == 0) {
