@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gsa/gsa.h"
+#include "kept_states.h"
 #include "kernel_arguments.h"
 #include "packs.h"
 
@@ -62,6 +63,23 @@ struct GatedArguments {
     return without_packs(all, width).to(like.scalar_type()).contiguous();
   }
 };
+
+static_assert(kKeptChunk == kernels::kChunk && kKeptSlots == kernels::kGsaMaxSlots &&
+              kKeptWidth == kernels::kGsaMaxWidth);
+
+// `states` given to a backward are those that its forward kept.
+inline void check_kept(std::string_view op, const Tensor& states, const std::vector<c10::SymInt>& kept,
+                       at::ScalarType type) {
+  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == type, op,
+              "_backward: states is what ", op, "_forward kept with save=True, of shape ",
+              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
+}
+
+// gradient(), for an input that was given.
+template <class Gradient>
+OptionalTensor if_given(const OptionalTensor& input, const Gradient& gradient) {
+  return given(input) ? OptionalTensor(gradient()) : std::nullopt;
+}
 
 // A state as the scan takes it, [N, H, width, M] in packs; transposed: given as [N, H, M, width].
 inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t width, int64_t M) {

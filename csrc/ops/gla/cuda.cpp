@@ -82,7 +82,7 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
           without_packs(dk.to(type), a.M),
           without_packs(dv, a.V),
           gates,
-          given(state_s) ? OptionalTensor(cut(start.v.mT(), a.M, a.V)) : std::nullopt,
+          if_given(state_s, [&] { return cut(start.v.mT(), a.M, a.V); }),
           std::nullopt};
 }
 
@@ -132,10 +132,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto a = arguments(Kernels::tensor, q, k, v, g, cu_seqlens, scale);
   const auto& shape = a.shape;
-  const auto kept = problem.saved(q, cu_seqlens, true);
-  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
-              "gla_backward: states is what gla_forward kept with save=True, of shape ",
-              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
+  check_kept("gla", states, problem.saved(q, cu_seqlens, true), q.scalar_type());
   const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
@@ -179,7 +176,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
           a.gathered(dk, a.M, k),
           a.gathered(dv, a.V, v),
           gates,
-          given(state_s) ? OptionalTensor(cut(start.v.mT(), a.M, a.V)) : std::nullopt,
+          if_given(state_s, [&] { return cut(start.v.mT(), a.M, a.V); }),
           std::nullopt};
 }
 

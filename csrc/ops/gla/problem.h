@@ -1,7 +1,7 @@
 // What gla accepts: linear attention, plain, with one gate a head, or with one a key channel.
 #pragma once
 
-#include "../check.h"
+#include "../kept_states.h"
 
 namespace girih::gla {
 
@@ -25,14 +25,10 @@ struct Problem {
     return p;
   }
 
-  // What forward keeps for backward: the tensor cores' state before every chunk, in packs of 8 columns. Their
-  // kernels exist for 16-bit elements and keys of up to 128 channels; everywhere else nothing is kept.
+  // What forward keeps for backward.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& cu_seqlens, bool save) const {
-    const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-    if (!save || !half || D > 128 || V > 512) return {0};
-    const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
-    const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / 64 + N : B * ((T + 63) / 64);
-    return {chunks, H, padded(V), padded(D)};
+    if (!save) return {0};
+    return kept_states(q, N, H, {V}, D, cu_seqlens);
   }
 };
 
