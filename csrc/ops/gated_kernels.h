@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gsa/gsa.h"
+#include "kept_states.h"
 #include "kernel_arguments.h"
 #include "packs.h"
 
@@ -9,21 +10,6 @@ namespace girih {
 
 // Which kernels: those of the tensor cores, for 16-bit elements, or those of the plain fp32 cores.
 enum class Kernels { tensor, exact };
-
-// [B, T, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
-inline Tensor rows_for(const Tensor& q, const Tensor& cu_seqlens, int64_t heads, int64_t width,
-                       at::ScalarType type) {
-  const auto options = q.options().dtype(type);
-  return cu_seqlens.defined() ? at::zeros({q.size(0), q.size(1), heads, width}, options)
-                              : at::empty({q.size(0), q.size(1), heads, width}, options);
-}
-
-// What the query heads of one memory gave, added, without padding.
-inline Tensor gathered(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
-  const auto group = parts.size(2) / heads;
-  const auto all = group == 1 ? parts : parts.unflatten(2, {heads, group}).sum(3);
-  return without_packs(all, width).to(like.scalar_type()).contiguous();
-}
 
 // One call's tensors as the kernels read them: rows in packs of 16 bytes, g in fp32, s and the states between
 // chunks in q's dtype or, for the exact kernels, in fp32.
@@ -61,7 +47,7 @@ struct GatedArguments {
   int group() const { return shape.query_heads / shape.heads; }
 
   Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
-    return rows_for(q, cu_seqlens, heads, width, type);
+    return rows_for(q, q.size(1), cu_seqlens, heads, width, type);
   }
   Tensor states() const {
     return at::empty(
@@ -73,17 +59,15 @@ struct GatedArguments {
   }
 };
 
+static_assert(kKeptChunk == kernels::kChunk && kByChannel.columns == kernels::kGsaMaxSlots &&
+              kByChannel.rows == kernels::kGsaMaxWidth);
+
 // A state as the scan takes it, [N, H, width, M] in packs; transposed: given as [N, H, M, width].
 inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t width, int64_t M) {
   if (!given(state)) return Tensor();
   const auto rows = transposed ? state->mT() : *state;
   if (rows.size(2) == width && rows.size(3) == M) return rows;
   return at::constant_pad_nd(rows, {0, M - rows.size(3), 0, width - rows.size(2)});
-}
-
-// A state [N, H, rows, cols] without padding.
-inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
-  return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
 }
 
 // RowGradients of the kernels.

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "check.h"
+#include "packs.h"
 #include "tile/array.h"
 #include "tile/sequence.h"
 
@@ -68,6 +69,32 @@ inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) 
           cu_seqlens.const_data_ptr(),
           cu_seqlens.scalar_type() == at::kLong,
           rows};
+}
+
+// [B, rows, heads, width] for the kernels to write. Rows that no sequence owns stay zero.
+inline Tensor rows_for(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, int64_t heads, int64_t width,
+                       at::ScalarType type) {
+  const auto options = q.options().dtype(type);
+  return cu_seqlens.defined() ? at::zeros({q.size(0), rows, heads, width}, options)
+                              : at::empty({q.size(0), rows, heads, width}, options);
+}
+
+// What the query heads of one memory gave, added, without padding.
+inline Tensor gathered(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
+  const auto group = parts.size(2) / heads;
+  const auto all = group == 1 ? parts : parts.unflatten(2, {heads, group}).sum(3);
+  return without_packs(all, width).to(like.scalar_type()).contiguous();
+}
+
+// A state [N, H, rows, cols] without padding.
+inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
+  return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
+}
+
+// gradient(), for an input that was given.
+template <class Gradient>
+OptionalTensor if_given(const OptionalTensor& input, const Gradient& gradient) {
+  return given(input) ? OptionalTensor(gradient()) : std::nullopt;
 }
 
 inline void check_launch(std::string_view kernel, cudaError_t error) {

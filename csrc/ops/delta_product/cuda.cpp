@@ -12,9 +12,9 @@
 namespace girih::delta_product {
 namespace {
 
-static_assert(kernels::kDeltaPreparedBytes == 11648 && kernels::kDeltaRows == 64 &&
-                  kernels::kDeltaMaxWidth == 256 && kernels::kDeltaMaxSteps == 16,
-              "problem.h knows these");
+static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == kernels::kDeltaRows &&
+              kMostSteps == kernels::kDeltaMaxSteps && kDelta.columns == kernels::kDeltaMaxWidth &&
+              kDelta.rows == kernels::kDeltaMaxWidth);
 
 using Between = std::optional<std::string_view>;
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
@@ -58,11 +58,8 @@ struct Arguments {
 
   int64_t chunks() const { return kernels::piece_count(shape.tokens, kernels::delta_chunk(shape.n)); }
 
-  // [B, rows, heads, width] for the kernels to write. Tokens that no sequence owns stay zero.
   Tensor rows(int64_t rows, int64_t heads, int64_t width, at::ScalarType type) const {
-    const auto options = q.options().dtype(type);
-    return cu_seqlens.defined() ? at::zeros({q.size(0), rows, heads, width}, options)
-                                : at::empty({q.size(0), rows, heads, width}, options);
+    return rows_for(q, rows, cu_seqlens, heads, width, type);
   }
   Tensor states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
 
@@ -75,7 +72,6 @@ struct Arguments {
   Tensor last_state() const {
     return at::empty({shape.tokens.sequences, shape.heads, shape.D, shape.V}, q.options().dtype(at::kFloat));
   }
-  Tensor cut(const Tensor& state) const { return state.narrow(2, 0, D).narrow(3, 0, V).contiguous(); }
 };
 
 Tensor prepare(const Arguments& a) {
@@ -119,7 +115,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto workspace = at::empty({kernels::delta_scan_workspace(p)}, q.options().dtype(at::kByte));
   p.workspace = workspace.mutable_data_ptr();
   check_launch("delta_scan", kernels::delta_scan(p, c10::cuda::getCurrentCUDAStream()));
-  return {without_packs(o, a.V), a.cut(last), std::nullopt, states,
+  return {without_packs(o, a.V), cut(last, a.D, a.V), std::nullopt, states,
           save ? prepared : at::empty({0}, prepared.options())};
 }
 
@@ -141,12 +137,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                          chunk, between_chunks);
   }
   const auto kept = problem.saved(q, beta, cu_seqlens, n, between_chunks, true);
-  GIRIH_CHECK(states.sym_sizes().equals(kept.states) && states.scalar_type() == q.scalar_type() &&
-                  prepared.sym_sizes().equals(kept.prepared),
-              "delta_product_backward: states and prepared are what delta_product_forward kept with "
-              "save=True, of shapes ",
-              c10::SymIntArrayRef(kept.states), " and ", c10::SymIntArrayRef(kept.prepared),
-              "; they have shapes ", states.sym_sizes(), " and ", prepared.sym_sizes());
+  check_kept("delta_product", "states", states, kept.states, q.scalar_type());
+  check_kept("delta_product", "prepared", prepared, kept.prepared, at::kByte);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
   const auto& shape = a.shape;
@@ -202,15 +194,12 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
   check_launch("delta_gradients", kernels::delta_gradients(p, stream));
 
-  const auto gathered = [&](const Tensor& parts) {
-    return alone ? parts : parts.unflatten(2, {H, HQ / H}).sum(3);
-  };
   return {without_packs(dq, a.D),
-          without_packs(gathered(dk), a.D).to(k.scalar_type()),
+          gathered(dk, H, a.D, k),
           without_packs(dv, a.V),
           dbeta.to(beta.scalar_type()),
-          given(g) ? OptionalTensor(gathered(dg).to(g->scalar_type())) : std::nullopt,
-          given(state_s) ? OptionalTensor(a.cut(first)) : std::nullopt,
+          if_given(g, [&] { return gathered(dg.unsqueeze(-1), H, 1, *g).squeeze(-1); }),
+          if_given(state_s, [&] { return cut(first, a.D, a.V); }),
           std::nullopt,
           std::nullopt};
 }

@@ -1,9 +1,12 @@
 // What delta_product accepts: sizes in the paper's letters.
 #pragma once
 
-#include "../check.h"
+#include "../kept_states.h"
 
 namespace girih::delta_product {
+
+constexpr KernelSizes kDelta{256, 256};
+constexpr int64_t kMostSteps = 16, kPreparedBytes = 11648;  // of the kernels: n; a chunk of a head
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, N;
@@ -45,25 +48,24 @@ struct Problem {
     return p;
   }
 
-  // Whether the kernels take a call of these sizes and options.
+  // Whether the kernels of the tensor cores take a call of these sizes and options.
   bool has_kernel(const Tensor& q, const Tensor& beta, int64_t n,
                   const std::optional<std::string_view>& between_chunks) const {
-    const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-    return half && beta.dim() == 3 && !between_chunks && n <= 16 && D <= 256 && V <= 256;
+    return c10::isReducedFloatingType(q.scalar_type()) && beta.dim() == 3 && !between_chunks &&
+           n <= kMostSteps && D <= kDelta.columns && V <= kDelta.rows;
   }
 
-  // What forward keeps for backward: the kernels' state before every chunk of 64 / n tokens, transposed, in
-  // packs of 8, and what they prepare of every chunk, in bytes. Where there are no kernels nothing is kept.
+  // What forward keeps for backward: the state before every chunk of 64 / n tokens, transposed, and what the
+  // kernels prepare of every chunk, in bytes; {0} each without them.
   struct Saved {
     std::vector<c10::SymInt> states, prepared;
   };
   Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& cu_seqlens, int64_t n,
               const std::optional<std::string_view>& between_chunks, bool save) const {
     if (!save || !has_kernel(q, beta, n, between_chunks)) return {{0}, {0}};
-    const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
-    const auto C = 64 / n;
-    const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / C + N : B * ((T + C - 1) / C);
-    return {{chunks, H, padded(V), padded(D)}, {chunks, H, 11648}};
+    const auto chunk = kKeptChunk / n;
+    return {kept_states(q, N, H, {V}, D, cu_seqlens, kDelta, chunk),
+            {kept_chunks(q, N, cu_seqlens, chunk), H, kPreparedBytes}};
   }
 };
 

@@ -11,6 +11,8 @@
 namespace girih::gla {
 namespace {
 
+static_assert(kByHead.columns == kernels::kHeadMaxKeys);
+
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor>;
 
@@ -90,7 +92,7 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
           without_packs(dk.to(type), a.M),
           without_packs(dv, a.V),
           gates,
-          given(state_s) ? OptionalTensor(cut(start.v.mT(), a.M, a.V)) : std::nullopt,
+          if_given(state_s, [&] { return cut(start.v.mT(), a.M, a.V); }),
           std::nullopt};
 }
 
@@ -116,7 +118,7 @@ struct HeadArguments {
   }
 
   Tensor rows(int64_t width, at::ScalarType type) const {
-    return rows_for(q, cu_seqlens, shape.query_heads, width, type);
+    return rows_for(q, q.size(1), cu_seqlens, shape.query_heads, width, type);
   }
   // What query heads give to a memory head: parts of a sum where there are several.
   at::ScalarType part() const {
@@ -193,14 +195,14 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   of.dq = output<4>(dq), of.dk = output<4>(dk), of.dg = output<4>(dg);
   check_launch("head_gradients", kernels::head_gradients(of, c10::cuda::getCurrentCUDAStream()));
 
-  OptionalTensor gates, from;
-  if (given(g)) gates = gathered(dg.sum(-1, true), H, 1, *g).squeeze(-1);
-  if (given(state_s)) from = group == 1 ? start : start.unflatten(1, {H, group}).sum(2);
   return {without_packs(dq, shape.keys),
           gathered(dk, H, shape.keys, k),
           gathered(dv, H, shape.values, v),
-          gates,
-          from,
+          if_given(g, [&] { return gathered(dg.sum(-1, true), H, 1, *g).squeeze(-1); }),
+          if_given(state_s,
+                   [&] {
+                     return group == 1 ? start : start.unflatten(1, {H, group}).sum(2);
+                   }),
           std::nullopt};
 }
 
@@ -248,10 +250,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   if (by == By::exact) {
     return backward_exact(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, scale);
   }
-  const auto kept = problem.saved(q, g, cu_seqlens, true);
-  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
-              "gla_backward: states is what gla_forward kept with save=True, of shape ",
-              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
+  check_kept("gla", "states", states, problem.saved(q, g, cu_seqlens, true), q.scalar_type());
   if (by == By::head) {
     return backward_head(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, states, scale);
   }
@@ -297,7 +296,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
           a.gathered(dk, a.M, k),
           a.gathered(dv, a.V, v),
           a.gathered(dg, a.M, *g),
-          given(state_s) ? OptionalTensor(cut(start.v.mT(), a.M, a.V)) : std::nullopt,
+          if_given(state_s, [&] { return cut(start.v.mT(), a.M, a.V); }),
           std::nullopt};
 }
 

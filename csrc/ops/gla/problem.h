@@ -1,7 +1,7 @@
 // What gla accepts: linear attention, plain, with one gate a head, or with one a key channel.
 #pragma once
 
-#include "../check.h"
+#include "../kept_states.h"
 
 namespace girih::gla {
 
@@ -28,16 +28,11 @@ struct Problem {
     return p;
   }
 
-  // What forward keeps for backward: the tensor cores' state before every chunk, in packs of 8 columns. Their
-  // kernels exist for 16-bit elements and, by the kind of gate, so many channels; everywhere else nothing is
-  // kept.
+  // What forward keeps for backward.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
-    const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-    if (!save || !half || (by_channel(g) ? D > 128 || V > 512 : D > 256)) return {0};
-    const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
-    const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / 64 + N : B * ((T + 63) / 64);
-    return {chunks, H, padded(V), padded(D)};
+    if (!save) return {0};
+    return kept_states(q, N, H, {V}, D, cu_seqlens, by_channel(g) ? kByChannel : kByHead);
   }
 };
 

@@ -152,16 +152,13 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
     given_s = dlogits.to(s->scalar_type());
     given_z = dz0;
   }
-  const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
-    return given(state) ? OptionalTensor(gradient) : std::nullopt;
-  };
   return {without_packs(dq, a.D),
           without_packs(dk, a.D),
           without_packs(dv, a.V),
           given_s,
           given_g,
-          given_state(state_k, cut(start.k, a.D, a.M)),
-          given_state(state_v, cut(start.v.mT(), a.M, a.V)),
+          if_given(state_k, [&] { return cut(start.k, a.D, a.M); }),
+          if_given(state_v, [&] { return cut(start.v.mT(), a.M, a.V); }),
           given_z,
           std::nullopt};
 }
@@ -219,10 +216,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 
   const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
   const auto& shape = a.shape;
-  const auto kept = problem.saved(q, g, cu_seqlens, true);
-  GIRIH_CHECK(states.sym_sizes().equals(kept) && states.scalar_type() == q.scalar_type(),
-              "gsa_backward: states is what gsa_forward kept with save=True, of shape ",
-              c10::SymIntArrayRef(kept), "; it has shape ", states.sym_sizes());
+  check_kept("gsa", "states", states, problem.saved(q, g, cu_seqlens, true), q.scalar_type());
   const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
@@ -267,16 +261,13 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.ds = output<4>(ds), columns.dg = output<4>(dg);
   check_launch("gsa_columns", kernels::gsa_columns(columns, stream));
 
-  const auto given_state = [](const OptionalTensor& state, const Tensor& gradient) {
-    return given(state) ? OptionalTensor(gradient) : std::nullopt;
-  };
   return {without_packs(dq, a.D),
           a.gathered(dk, a.D, k),
           a.gathered(dv, a.V, v),
-          given(s) ? OptionalTensor(a.gathered(ds, a.M, *s)) : std::nullopt,
+          if_given(s, [&] { return a.gathered(ds, a.M, *s); }),
           a.gathered(dg, a.M, *g),
-          given_state(state_k, cut(start.k, a.D, a.M)),
-          given_state(state_v, cut(start.v.mT(), a.M, a.V)),
+          if_given(state_k, [&] { return cut(start.k, a.D, a.M); }),
+          if_given(state_v, [&] { return cut(start.v.mT(), a.M, a.V); }),
           std::nullopt,
           std::nullopt};
 }

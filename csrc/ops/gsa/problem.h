@@ -1,7 +1,7 @@
 // What gsa accepts: sizes in the paper's letters.
 #pragma once
 
-#include "../check.h"
+#include "../kept_states.h"
 
 namespace girih::gsa {
 
@@ -39,15 +39,11 @@ struct Problem {
     return p;
   }
 
-  // What forward keeps for backward: the tensor cores' state before every chunk, in packs of 8 columns. Their
-  // kernels exist with g, for 16-bit elements and up to 128 slots; everywhere else nothing is kept.
+  // What forward keeps for backward; nothing without g.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
-    const bool half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-    if (!save || !given(g) || !half || M > 128 || D > 512 || V > 512) return {0};
-    const auto padded = [](const c10::SymInt& width) { return (width + 7) / 8 * 8; };
-    const auto chunks = given(cu_seqlens) && cu_seqlens->dim() == 1 ? T / 64 + N : B * ((T + 63) / 64);
-    return {chunks, H, padded(D) + padded(V), padded(M)};
+    if (!save || !given(g)) return {0};
+    return kept_states(q, N, H, {D, V}, M, cu_seqlens);
   }
 };
 

@@ -1,0 +1,58 @@
+// What the forward of an operator keeps for backward: the states before every chunk, of the kernels that run
+// on the tensor cores.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <limits>
+
+#include "check.h"
+
+namespace girih {
+
+constexpr int64_t kKeptChunk = 64;  // tokens of gsa's and gla's chunks
+
+// The sizes that have kernels: columns of a state and rows of a memory, at most.
+struct KernelSizes {
+  int64_t columns, rows;
+};
+constexpr KernelSizes kByChannel{128, 512};  // a gate a column
+constexpr KernelSizes kByHead{256, std::numeric_limits<int64_t>::max()};
+
+// Chunks of `tokens` tokens, of all sequences; packed, room for as many as there can be.
+inline c10::SymInt kept_chunks(const Tensor& q, const c10::SymInt& sequences,
+                               const OptionalTensor& cu_seqlens, int64_t tokens) {
+  const auto B = q.sym_size(0), T = q.sym_size(1);
+  if (given(cu_seqlens) && cu_seqlens->dim() == 1) return T / tokens + sequences;
+  return B * ((T + tokens - 1) / tokens);
+}
+
+// In packs of 8 elements.
+inline c10::SymInt kept_width(const c10::SymInt& width) { return (width + 7) / 8 * 8; }
+
+// [chunks, H, rows, columns], with the rows of every memory and the columns in packs of 8; {0}, nothing,
+// where there are no kernels.
+inline std::vector<c10::SymInt> kept_states(const Tensor& q, const c10::SymInt& sequences,
+                                            const c10::SymInt& heads,
+                                            std::initializer_list<c10::SymInt> memories,
+                                            const c10::SymInt& columns, const OptionalTensor& cu_seqlens,
+                                            const KernelSizes& most = kByChannel,
+                                            int64_t tokens = kKeptChunk) {
+  if (!c10::isReducedFloatingType(q.scalar_type()) || columns > most.columns) return {0};
+  c10::SymInt rows = 0;
+  for (const auto& width : memories) {
+    if (width > most.rows) return {0};
+    rows = rows + kept_width(width);
+  }
+  return {kept_chunks(q, sequences, cu_seqlens, tokens), heads, rows, kept_width(columns)};
+}
+
+// `name`, given to a backward, is what its forward kept.
+inline void check_kept(std::string_view op, std::string_view name, const Tensor& given,
+                       const std::vector<c10::SymInt>& kept, at::ScalarType type) {
+  GIRIH_CHECK(given.sym_sizes().equals(kept) && given.scalar_type() == type, op, "_backward: ", name,
+              " is what ", op, "_forward kept with save=True, of shape ", c10::SymIntArrayRef(kept),
+              " and dtype ", type, "; it has shape ", given.sym_sizes(), " and dtype ", given.scalar_type());
+}
+
+}  // namespace girih
