@@ -35,14 +35,30 @@ def chosen(ops, names):
     return [shape for shape in shapes if names is None or shape.name in names]
 
 
-def side(card, shape, call, keywords):
-    """One side's figures: {measure: ms}, and what forward + backward holds at its peak."""
-    from measure import Runs, peak_bytes
+def parts(card, shape, runs):
+    """What is measured of one side: (figure, function that measures it)."""
+    from measure import peak_bytes
 
-    runs = Runs(call, keywords)
-    figures = {name: card.milliseconds(runs.measured(name)) for name in shape.measures}
+    for name in shape.measures:
+        yield name, lambda name=name: card.milliseconds(runs.measured(name))
     if not shape.is_step:
-        figures["peak_bytes"] = peak_bytes(runs.forward_backward)
+        yield "peak_bytes", lambda: peak_bytes(runs.forward_backward)
+
+
+def of_peer(card, shape, runs, first):
+    """A peer's figures. What fails on its side is a result too: "error", beside what did not fail."""
+    from measure import first_call
+
+    run = runs.forward if shape.is_step else runs.forward_backward
+    figures = {}
+    for name, part in [
+        ("first_call_s", lambda: first_call(run) if first else None),
+        *parts(card, shape, runs),
+    ]:
+        try:
+            figures[name] = part()
+        except Exception as error:
+            figures.setdefault("error", f"{type(error).__name__}: {error}".splitlines()[0])
     return figures
 
 
@@ -52,11 +68,11 @@ def measure(card, shape, with_peers, touched):
     import floor
     import girih
     import inputs
-    from measure import Runs, first_call, first_call_in_new_process
+    from measure import Runs, first_call_in_new_process
     from peers import PEERS, version_of
 
     keywords, call = inputs.draw(shape), inputs.call(shape)
-    ours = side(card, shape, call, keywords)
+    ours = {name: part() for name, part in parts(card, shape, Runs(call, keywords))}
     ours["first_call_s"] = first_call_in_new_process(shape.op, shape.name)
     ours["version"] = girih.__version__
     with torch.no_grad():
@@ -69,16 +85,10 @@ def measure(card, shape, with_peers, touched):
             print(f"  {name}: its columns stay empty: {error} (dependency group `bench` of pyproject.toml)")
             continue
         version = version_of(name)
-        runs = Runs(peer, own)
-        try:
-            seconds = first_call(runs.forward if shape.is_step else runs.forward_backward)
-            figures = side(card, shape, peer, own)
-            peers[name] = figures | {"first_call_s": None if version in touched else seconds}
-        except Exception as error:  # what fails on its side is a result too
-            peers[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        peers[name] = of_peer(card, shape, Runs(peer, own), version not in touched)
         peers[name]["version"] = version
         touched.add(version)
-        del runs, peer, own
+        del peer, own
         gc.collect()
     return {
         "shape": shape.record(),
