@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   }
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
-  reads.template split<kGroup>(p.s, p.g, piece, head, shape.M);
+  reads.template split<kGroup>(tile.hk, p.s, p.g, piece, head, shape.M);
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without its divisor
