@@ -96,22 +96,29 @@ __device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile&
 // zero are not touched.
 template <Side side, bool Diagonal, typename T>
 __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
+  // Of the diagonal's half one of two blocks of 16 columns is its own. No branches: with them the compiler
+  // kept `to` in memory, for one half's place there or the other's.
+  const bool second = warp & 1;
+  uint32_t stay[2][4];
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
+    const auto stays = [&](int c) {
+      return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
+    };
+    const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
+    stay[0][x] = second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
+    stay[1][x] = second ? diagonal : (side == Side::earlier ? 0u : ~0u);
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (!has_half<side>(h, warp)) continue;
     round_to<T>(to[h], a.half[h]);
-    if (h != warp >> 1) continue;
-    // Of the half's two blocks of 16 columns one is the diagonal's.
-    const bool second = warp & 1;
+    const uint32_t whole = h == warp >> 1 ? 0u : ~0u;
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
-      const auto stays = [&](int c) {
-        return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
-      };
-      const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
-      to[h].at[0][x] &= second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
-      to[h].at[1][x] &= second ? diagonal : (side == Side::earlier ? 0u : ~0u);
+      to[h].at[0][x] &= stay[0][x] | whole;
+      to[h].at[1][x] &= stay[1][x] | whole;
     }
   }
 }

@@ -19,52 +19,60 @@ struct GsaRowTiles {
   static constexpr int kGroups = M / 64;
   // With 128 slots two blocks fit where do comes after q.
   static constexpr bool kOneByOne = kGroups > 1;
+  // Of z's 8 columns by 8 those that wait here for dp, in the place of hk and k, which come again: with all
+  // of z in the 128 registers that a thread then has, what does not fit went to memory and back.
+  static constexpr int kAside = 7;
+  static constexpr int kSoftmax = kGroups > 1 ? 1024 : 0;
 
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
+  float* softmax;               // [groups, 64, 4]: a group's SoftmaxSums, once z is no longer aside
   float *totals, *decay, *own;  // own [2, 64]: scores of rows with themselves
-  float* softmax;               // [groups, 64, 4]: a group's SoftmaxSums
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
-                                (kOneByOne ? 3 : 4) * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 +
-                                2 * kChunk * 4 + (kGroups > 1 ? kGroups * kChunk * 16 : 0);
+                                (kOneByOne ? 3 : 4) * SharedTile<T, kChunk, kSlab>::kBytes +
+                                (kSoftmax + 5 * M + 2 * kChunk) * 4;
+  static_assert(kGroups == 1 || kGroups * kGroup * kAside * 16 == SharedTile<T, kChunk, M>::kBytes +
+                                                                      SharedTile<T, kChunk, kSlab>::kBytes +
+                                                                      kSoftmax * 4);
 
   __device__ explicit GsaRowTiles(unsigned char* shared) {
     Layout layout(shared);
-    layout(g)(s)(hv)(hk)(k)(q)(v)(totals, 4 * M)(decay, M)(own, 2 * kChunk);
+    layout(g)(s)(hv)(hk)(k)(softmax, kSoftmax)(q)(v)(totals, 4 * M)(decay, M)(own, 2 * kChunk);
     if constexpr (kOneByOne) {
       dout = q;
-      layout(softmax, kGroups * kChunk * 4);
     } else {
       layout(dout);
     }
   }
 };
 
-// Warps give each other sums lane by lane.
-template <int N>
+// The first Count by 8 columns of sums, lane by lane: aside and back, or from one warp to another.
+template <int Count, int N>
 __device__ inline void put_sums(float* to, const Sums<N>& sums) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
+  for (int n = 0; n < Count; ++n) {
     reinterpret_cast<float4*>(to)[32 * n + lane()] = {sums.at[n][0], sums.at[n][1], sums.at[n][2],
                                                       sums.at[n][3]};
   }
 }
-template <int N>
+template <int Count, int N>
 __device__ inline void take_sums(Sums<N>& sums, const float* from) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float4 mine = reinterpret_cast<const float4*>(from)[32 * n + lane()];
-    sums.at[n][0] = mine.x, sums.at[n][1] = mine.y, sums.at[n][2] = mine.z, sums.at[n][3] = mine.w;
+  for (int n = 0; n < Count; ++n) {
+    const float4 put = reinterpret_cast<const float4*>(from)[32 * n + lane()];
+    sums.at[n][0] = put.x, sums.at[n][1] = put.y, sums.at[n][2] = put.z, sums.at[n][3] = put.w;
   }
 }
 template <int N>
 __device__ inline void add_sums(Sums<N>& sums, const float* from) {
+  Sums<N> other;
+  take_sums<N>(other, from);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float4 other = reinterpret_cast<const float4*>(from)[32 * n + lane()];
-    sums.at[n][0] += other.x, sums.at[n][1] += other.y, sums.at[n][2] += other.z, sums.at[n][3] += other.w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] += other.at[n][i];
   }
 }
 
@@ -176,8 +184,8 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
   };
 
   // z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike
-  float* aside = reinterpret_cast<float*>(tile.hk.data) + (4 * group + warp) * 768;
   Sums<8> z, dp;
+  float* aside = reinterpret_cast<float*>(tile.hk.data) + threadIdx.x / 32 * Tiles::kAside * 128;
   {
     Scores a;
     multiply(z, a, tile.q, tile.k, tile.hk, shape.D, [&](int d) {
@@ -195,7 +203,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     if (Tiles::kOneByOne || !reads.factored) {
       __syncthreads();
       if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
-      if constexpr (kGroups > 1) put_sums<6>(aside, reinterpret_cast<const Sums<6>&>(z));
+      if constexpr (kGroups > 1) put_sums<Tiles::kAside>(aside, z);
       if (!reads.factored) load_memory_v(0);
     }
     commit_copies();
@@ -211,10 +219,8 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     });
     if (group == 0) put_diagonal(tile.own + kChunk, a, warp);
     __syncwarp();
-    if constexpr (kGroups > 1) take_sums<6>(reinterpret_cast<Sums<6>&>(z), aside);
     if (Tiles::kOneByOne || !reads.factored) {
       __syncthreads();
-      if constexpr (kGroups > 1) load_memory_k((shape.D - 1) / kSlab * kSlab);
       load_weights<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
       commit_copies();
       wait_copies<0>();
@@ -222,12 +228,20 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     }
     reads.value_read(dp, a);
   }
+  const int last = (shape.D - 1) / kSlab * kSlab;  // the slab of k and hk that is in the tiles
+  if constexpr (kGroups > 1) {
+    take_sums<Tiles::kAside>(z, aside);
+    __syncthreads();
+    load_memory_k(last);
+    commit_copies();
+  } else {
+    wait_copies<0>();
+    __syncwarp();
+  }
   const auto own_score = [&](int which) -> float2 {
     const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
     return {of[0], of[8]};
   };
-  wait_copies<0>();
-  __syncwarp();
   const bool of_q = !Tiles::kOneByOne && reads.factored;
   const SharedTile<T, kChunk, M> weights{of_q ? tile.q.data : tile.hv.data + first};
   const int slots = shape.M - first;  // the group's
@@ -302,19 +316,22 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
       meet();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (has_half<Side::earlier>(h, warp)) put_sums(rows + (2 * group + h) * kRows * 32, W.half[h]);
+        if (has_half<Side::earlier>(h, warp)) put_sums<4>(rows + (2 * group + h) * 512, W.half[h]);
       }
       meet();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (has_half<Side::earlier>(h, warp)) add_sums(W.half[h], rows + (2 * (1 - group) + h) * kRows * 32);
+        if (has_half<Side::earlier>(h, warp)) add_sums(W.half[h], rows + (2 * (1 - group) + h) * 512);
       }
     }
     round_scores<Side::earlier, true, T>(w, W, warp);
   }
   round_to<T>(f, dp);
-  constexpr int kEights = 8 / kGroups;             // of the slab's columns, the group's
-  const int last = (shape.D - 1) / kSlab * kSlab;  // of k and hk, still in the tiles
+  constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
+  if constexpr (kGroups > 1) {
+    wait_copies<0>();
+    __syncthreads();
+  }
   for (int d = last; d >= 0; d -= kSlab) {
     if (d < last) {
       __syncthreads();
@@ -329,7 +346,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
       Sums<kEights> dq;
       fill(dq, 0.f);
       add_product_transposed<T>(dq, f, tile.hk.from_column(first), kSlab - 8 * kEights - col);
-      put_sums(rows_of(tile.hv, warp) + (1 - group) * kEights * 128, dq);
+      put_sums<kEights>(rows_of(tile.hv, warp) + (1 - group) * kEights * 128, dq);
     }
     Sums<kEights> dq;
     fill(dq, 0.f);
