@@ -1,4 +1,4 @@
-// Gated linear attention with a gate a key channel; head.h has the other gates.
+// Gated linear attention with a gate a key channel, and a step with any; head.h has the other gates.
 //
 //     S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          [D, V]
 //     o_t = scale * S_t^T q_t                          [V]
@@ -35,5 +35,19 @@ cudaError_t gla_rows(const GlaRows& problem, cudaStream_t stream);
 
 // s is k; the memory is (v, do, q).
 cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
+
+// One token; any kind of gate, sizes, strides and types but fp64. The state is written in place.
+struct GlaStep {
+  int64_t sequences;
+  int heads, query_heads;
+  int D, V;
+  float scale;
+  In<3> q, k, v;  // [N, HQ, D], [N, H, D], [N, H, V]
+  In<3> g;        // [N, H, D], optional
+  Out<4> state;   // [N, H, D, V] fp32
+  Out<3> o;       // [N, HQ, V]
+};
+
+cudaError_t gla_step(const GlaStep& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

@@ -21,7 +21,8 @@ bool same(const In<4>& a, const In<4>& b) {
 ScanPass whole(const GatedScan& problem) {
   ScanPass pass{};
   pass.scan = problem;
-  pass.shared_s = problem.memory[1].width == 0 || same(problem.memory[0].s, problem.memory[1].s);
+  pass.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
+                  same(problem.memory[0].s, problem.memory[1].s);
   return pass;
 }
 

@@ -409,7 +409,7 @@ def test_forward_and_backward_in_a_graph(kind, dtype, packed):
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 @torch.no_grad()
 def test_steps_replayed_from_a_graph(kind):
     inputs = draw(kind, T=9, dtype=torch.bfloat16).map(torch.Tensor.cuda)

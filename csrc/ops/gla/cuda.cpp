@@ -1,6 +1,8 @@
 // gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys
 // of up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
 // none: the ATen form serves it.
+#include <ATen/MemoryOverlap.h>
+
 #include "../dispatch.h"
 #include "../gated_exact.h"
 #include "aten.h"
@@ -300,11 +302,36 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
           std::nullopt};
 }
 
+Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                 const Tensor& state_s, std::optional<double> scale) {
+  Problem::check(q, k, v, g, state_s, std::nullopt);
+  GIRIH_CHECK(q.size(1) == 1, "gla_step takes one token: q must have T = 1 and has shape ", q.sizes());
+  if (q.scalar_type() == at::kDouble) {
+    static const auto op = find("gla_step").typed<decltype(step_cuda)>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, g, state_s, scale);
+  }
+  at::assert_no_internal_overlap(state_s);
+  const c10::cuda::CUDAGuard device(q.device());
+  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
+  kernels::GlaStep p;
+  p.sequences = q.size(0);
+  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
+  p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3));
+  p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
+  p.q = input<3>(q.select(1, 0)), p.k = input<3>(k.select(1, 0)), p.v = input<3>(v.select(1, 0));
+  if (given(g)) p.g = input<3>((by_channel(g) ? *g : g->unsqueeze(-1).expand(k.sizes())).select(1, 0));
+  p.state = output<4>(state_s);
+  p.o = output<3>(o.select(1, 0));
+  check_launch("gla_step", kernels::gla_step(p, c10::cuda::getCurrentCUDAStream()));
+  return o;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("gla_forward", &forward_cuda);
   m.impl("gla_backward", &backward_cuda);
+  m.impl("gla_step", &step_cuda);
 }
 
 }  // namespace girih::gla
