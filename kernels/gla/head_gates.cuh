@@ -3,6 +3,7 @@
 
 #include "gla/head.h"
 #include "gsa/decay.cuh"
+#include "tile/warpgroup.h"
 
 namespace girih::kernels {
 
@@ -38,28 +39,32 @@ struct GatePair {
   }
 };
 
-// a_ij <- scale * e^{-|L_i - L_j|} a_ij on the side that counts, 0 on the other; a row's own token counts.
-// Halves without a score are left out.
-template <Side side>
-__device__ inline void decay_scores(Scores& a, const float* sums, float scale, int warp) {
+// a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with `later` for j >= i, and 0 elsewhere: rows 16 w to
+// 16 w + 15 of the chunk's scores.
+__device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, int warp, bool later) {
   const int first = kRows * warp + lane_row();
   const float own[2] = {sums[first], sums[first + 8]};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (!has_half<side>(h, warp)) continue;
+    // Of the first two warps' rows the later half has nothing, or of the last two's the earlier.
+    const bool counts_here = later ? h == 1 || warp < 2 : h == 0 || warp >= 2;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int col = 32 * h + 8 * n + lane_col();
+    for (int n = 4 * h; n < 4 * h + 4; ++n) {
+      if (!counts_here) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a.at[n][i] = 0.f;
+        continue;
+      }
+      const int col = 8 * n + lane_col();
       const float2 other = *reinterpret_cast<const float2*>(sums + col);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = first + 8 * (i >> 1), c = col + (i & 1);
         const float from = own[i >> 1], to = i & 1 ? other.y : other.x;
-        const bool counts = side == Side::earlier ? c <= row : c >= row;
-        const float between = side == Side::earlier ? from - to : to - from;
-        float& x = a.half[h].at[n][i];
+        const bool counts = later ? c >= row : c <= row;
+        float& x = a.at[n][i];
         // Masked before the exponential: on the other side it may overflow.
-        x = counts ? x * scale * exp2_fast(counts ? between : 0.f) : 0.f;
+        x = counts ? x * scale * exp2_fast(counts ? later ? to - from : from - to : 0.f) : 0.f;
       }
     }
   }
