@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // A row's own token passes no gate.
-        const bool itself = first + 8 * (i >> 1) == 8 * n + lane_col() + (i & 1);
+        const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
         (i < 2 ? pair.x : pair.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
       }
     }
