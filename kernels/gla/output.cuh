@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   RowReads<T, M> reads;
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.q, warp)}};
   reads.template start<4>();
-  reads.template split<kGroup>(p.k, {}, piece, head, shape.M);
+  reads.template split<kGroup>(tile.raw, p.k, {}, piece, head, shape.M);
   wait_copies<0>();
   __syncthreads();
 

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   }
   put_diagonal(tile.own, a, warp);
   __syncwarp();
-  reads.template split<kGroup>(p.k, {}, piece, head, shape.M);
+  reads.template split<kGroup>(tile.s, p.k, {}, piece, head, shape.M);
   // On their way during the read; rows and columns that do not exist are not stored.
   uint32_t q_pairs[M / 8][2];
   const T* q_rows = chunk_rows<T>(p.q, piece, query_head);

@@ -57,16 +57,85 @@ __device__ inline float* rows_of(const Tile& tile, int warp) {
   return reinterpret_cast<float*>(tile.data + kRows * warp * Tile::kCols);
 }
 
+// The first Count by 8 columns of sums, lane by lane: aside and back, or from one warp to another.
+template <int Count, int N>
+__device__ inline void put_sums(float* to, const Sums<N>& sums) {
+#pragma unroll
+  for (int n = 0; n < Count; ++n) {
+    reinterpret_cast<float4*>(to)[32 * n + lane()] = {sums.at[n][0], sums.at[n][1], sums.at[n][2],
+                                                      sums.at[n][3]};
+  }
+}
+template <int Count, int N>
+__device__ inline void take_sums(Sums<N>& sums, const float* from) {
+#pragma unroll
+  for (int n = 0; n < Count; ++n) {
+    const float4 put = reinterpret_cast<const float4*>(from)[32 * n + lane()];
+    sums.at[n][0] = put.x, sums.at[n][1] = put.y, sums.at[n][2] = put.z, sums.at[n][3] = put.w;
+  }
+}
+template <int N>
+__device__ inline void add_sums(Sums<N>& sums, const float* from) {
+  Sums<N> other;
+  take_sums<N>(other, from);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] += other.at[n][i];
+  }
+}
+
+// Where a group of four warps has 64 of M columns, the warps of the same rows wait for each other.
+template <int Groups>
+__device__ inline void meet(int warp) {
+  if constexpr (Groups > 1) barrier_wait(1 + warp, 32 * Groups);
+}
+
+// W of one group's columns += that of the other's, through `room`, 8 KB for the two warps of these rows.
+__device__ inline void join_scores(Scores& W, float* room, int group, int warp) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (has_half<Side::earlier>(h, warp)) put_sums<4>(room + (2 * group + h) * 512, W.half[h]);
+  }
+  meet<2>(warp);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (has_half<Side::earlier>(h, warp)) add_sums(W.half[h], room + (2 * (1 - group) + h) * 512);
+  }
+}
+
+// x = f H^T + W Y, 64 columns, of which each group gets its share. f is of the group's slots: what they give
+// to the other's columns goes through `room`, 4 KB for the two warps of these rows.
+template <typename T, int Groups, class Memory, class Slab>
+__device__ inline void read_rows(Sums<8 / Groups>& x, const Operand<4>& f, const Operand<2> (&w)[2],
+                                 const Memory& memory, const Slab& y, float* room, int group, int warp) {
+  constexpr int kEights = 8 / Groups;
+  const int col = 8 * kEights * group;
+  const Memory own = memory.from_column(64 * group);
+  if constexpr (Groups > 1) {
+    fill(x, 0.f);
+    add_product_transposed<T>(x, f, own, 8 * kEights - col);
+    put_sums<kEights>(room + (1 - group) * kEights * 128, x);
+  }
+  fill(x, 0.f);
+  add_product_transposed<T>(x, f, own, col);
+  add_scored<Side::earlier, T>(x, w, y, warp, col);
+  if constexpr (Groups > 1) {
+    meet<Groups>(warp);
+    add_sums(x, room + group * kEights * 128);
+  }
+}
+
 // Gives out shared memory piece by piece.
 struct Layout {
   unsigned char* next;
 
   __device__ explicit Layout(unsigned char* start) : next(start) {}
 
-  template <typename T, int Rows, int Cols>
-  __device__ Layout& operator()(SharedTile<T, Rows, Cols>& tile) {
-    tile.data = reinterpret_cast<T*>(next);
-    next += SharedTile<T, Rows, Cols>::kBytes;
+  template <class Tile>
+  __device__ Layout& operator()(Tile& tile) {
+    tile.data = reinterpret_cast<typename Tile::Element*>(next);
+    next += Tile::kBytes;
     return *this;
   }
   __device__ Layout& operator()(float*& array, int floats) {

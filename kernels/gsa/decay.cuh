@@ -96,22 +96,29 @@ __device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile&
 // zero are not touched.
 template <Side side, bool Diagonal, typename T>
 __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
+  // Of the diagonal's half one of two blocks of 16 columns is its own. No branches: with them the compiler
+  // kept `to` in memory, for one half's place there or the other's.
+  const bool second = warp & 1;
+  uint32_t stay[2][4];
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
+    const auto stays = [&](int c) {
+      return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
+    };
+    const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
+    stay[0][x] = second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
+    stay[1][x] = second ? diagonal : (side == Side::earlier ? 0u : ~0u);
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (!has_half<side>(h, warp)) continue;
     round_to<T>(to[h], a.half[h]);
-    if (h != warp >> 1) continue;
-    // Of the half's two blocks of 16 columns one is the diagonal's.
-    const bool second = warp & 1;
+    const uint32_t whole = h == warp >> 1 ? 0u : ~0u;
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
-      const auto stays = [&](int c) {
-        return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
-      };
-      const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
-      to[h].at[0][x] &= second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
-      to[h].at[1][x] &= second ? diagonal : (side == Side::earlier ? 0u : ~0u);
+      to[h].at[0][x] &= stay[0][x] | whole;
+      to[h].at[1][x] &= stay[1][x] | whole;
     }
   }
 }
@@ -184,13 +191,14 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& fa
 
 // Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
 // called with e^{X} of (row + lane_row(), col + lane_col()) and the next column, until all have been. By all
-// `Warps` warps, each with columns of its own, after g has arrived; true if factors serve, else nothing is
-// written. The results are seen after the next barrier.
-template <typename T, int Warps, int M, class Weigh>
+// of the block after g has arrived: every `Warps` warps have `Columns` columns of g from its first on, a warp
+// some of its own. True if factors serve for all of the block's columns, else nothing is written. The results
+// are seen after the next barrier.
+template <typename T, int Warps, int Columns, int M, class Weigh>
 __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
-  constexpr int kTiles = M / 8 / Warps;  // of 8 columns, a warp's
+  constexpr int kTiles = Columns / 8 / Warps;  // of 8 columns, a warp's
   constexpr int kBlocks = kChunk / kRows;
-  const int first = static_cast<int>(threadIdx.x) / 32 * kTiles * 8;
+  const int first = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
   uint32_t triangle[4], square[4];
   ones(triangle, Sum::after);
   ones(square, Sum::all);
@@ -234,10 +242,10 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
   return true;
 }
 
-// A warp's view of its chunk's gates in shared memory.
-template <int M>
+// A warp's view of its chunk's gates in shared memory, `Columns` of the M: all arrays start at its first.
+template <int M, int Columns = M>
 struct Gates {
-  static constexpr int N = M / 8;
+  static constexpr int N = Columns / 8;
   // e^{-X} where factors serve; else, after split(), the sums of log2 e^g through each row of its 16.
   SharedTile<float, kChunk, M> g;
   float* decay;   // [M]: e^{L_C}, where factors serve
@@ -387,15 +395,16 @@ __device__ inline float decay_between(float later, float earlier) {
   return exp2_fast(fminf(later - earlier, 0.f));
 }
 
-// The reads of a warp's rows. A `Strict` value_read leaves out what a row reads of its own token.
-template <typename T, int M, bool Strict = false>
+// The reads of a warp's rows, `Columns` of the M slots: all arrays start at its first. A `Strict` value_read
+// leaves out what a row reads of its own token.
+template <typename T, int M, bool Strict = false, int Columns = M>
 struct RowReads {
-  static constexpr int N = M / 8;
+  static constexpr int N = Columns / 8;
   using Tile = SharedTile<T, kChunk, M>;
 
   // What they need, all in shared memory.
   struct Shared {
-    Gates<M> gates;
+    Gates<M, Columns> gates;
     Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
     Tile raw;  // the weights as they are, where factors do not serve
     Scratch scratch;
@@ -403,14 +412,15 @@ struct RowReads {
   Shared at;
   bool factored;
 
-  // By all warps of the block, after g and s have arrived. Ends in a barrier.
+  // By all of the block, `Warps` warps with these columns, after g and s have arrived. Ends in a barrier.
   template <int Warps>
   __device__ void start() {
     const Tile s = at.s;
-    factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-      const float2 old = lane_pair<T>(s, row, col);
-      put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
-    });
+    factored =
+        factor_gates<T, Warps, Columns>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
+          const float2 old = lane_pair<T>(s, row, col);
+          put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
+        });
     __syncthreads();
   }
 
@@ -421,24 +431,16 @@ struct RowReads {
     return {factored ? r.x : 1.f, factored ? r.y : 1.f};
   }
 
-  // Where factors do not serve, before the first read and when raw is free. By all warps; ends in a barrier.
+  // Where factors do not serve, before the first read and when `raw`, the tile of at.raw, is free. By all
+  // warps; ends in a barrier.
   template <int Threads>
-  __device__ void split(const In<4>& weights, const In<4>& g, const Piece& piece, int head, int slots) {
+  __device__ void split(const Tile& raw, const In<4>& weights, const In<4>& g, const Piece& piece, int head,
+                        int slots) {
     if (factored) return;
     __syncthreads();
-    load_weights<Threads>(at.raw, weights, g, piece, head, slots);
+    load_weights<Threads>(raw, weights, g, piece, head, slots);
     commit_copies();
     split_by_blocks(at);
-    wait_copies<0>();
-    __syncthreads();
-  }
-  // The weights alone, once more or where factors serve.
-  template <int Threads>
-  __device__ void load_raw(const In<4>& weights, const In<4>& g, const Piece& piece, int head,
-                           int slots) const {
-    __syncthreads();
-    load_weights<Threads>(at.raw, weights, g, piece, head, slots);
-    commit_copies();
     wait_copies<0>();
     __syncthreads();
   }
@@ -466,10 +468,10 @@ struct RowReads {
     at.gates.multiply(y);
   }
 
-  // p becomes f; W, rounded. Where factors serve p may come with them: `Multiplied` says so.
+  // p becomes f, and what these columns add to W. Where factors serve p may come with them: `Multiplied` says
+  // so.
   template <bool Multiplied = false>
-  __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
-    Scores W;
+  __device__ void key_read(Sums<N>& p, Scores& W) const {
     if (!factored) {
       Sums<N> copy = p;
       Scores scores;
@@ -487,6 +489,11 @@ struct RowReads {
       }
       scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
     }
+  }
+  // The same with all columns' W, rounded.
+  __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
+    Scores W;
+    key_read(p, W);
     round_scores<Side::earlier, true, T>(w, W, at.gates.warp);
   }
 
@@ -510,7 +517,7 @@ struct RowReads {
   }
 
   __device__ __noinline__ static void value_read_by_blocks(const Shared at, Sums<N>& y, const Scores& a) {
-    const Gates<M>& gates = at.gates;
+    const Gates<M, Columns>& gates = at.gates;
     // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...)
     Sums<2> block;
 #pragma unroll 1
@@ -550,7 +557,7 @@ struct RowReads {
   }
 
   __device__ __noinline__ static void key_read_by_blocks(const Shared at, Sums<N>& p, Scores& W) {
-    const Gates<M>& gates = at.gates;
+    const Gates<M, Columns>& gates = at.gates;
     zero(W);
     Sums<N> through;
     gates.through(through);

@@ -7,9 +7,12 @@
 namespace girih::kernels {
 
 // x becomes p times the row's divisor: softmax leaves its sums out of p, `divisor` is what to multiply by
-// (rows lane_row() and lane_row() + 8); 1 elsewhere. Slots from `slots` on do not exist.
-template <int N>
-__device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, float2& divisor) {
+// (rows lane_row() and lane_row() + 8); 1 elsewhere. Slots from `slots` on do not exist. Where other warps
+// have more of the rows' columns, join(what, value, op) gives op of theirs and `value`, for what = 0 and
+// then 1.
+template <int N, class Join>
+__device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, const Join& join,
+                             float2& divisor) {
   divisor = {1.f, 1.f};
   if (feature == Feature::softmax) {
     if (scale < 0.f) {
@@ -35,8 +38,10 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
       above = fmaxf(above, fmaxf(x.at[n][0], x.at[n][1]));
       below = fmaxf(below, fmaxf(x.at[n][2], x.at[n][3]));
     }
-    above = factor * max_over_row(above);
-    below = factor * max_over_row(below);
+    const float2 top = join(0, float2{max_over_row(above), max_over_row(below)},
+                            [](float a, float b) { return fmaxf(a, b); });
+    above = factor * top.x;
+    below = factor * top.y;
     float2 sum = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -47,7 +52,8 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
         (i < 2 ? sum.x : sum.y) += value;
       }
     }
-    divisor = {1.f / sum_over_row(sum.x), 1.f / sum_over_row(sum.y)};
+    sum = join(1, float2{sum_over_row(sum.x), sum_over_row(sum.y)}, [](float a, float b) { return a + b; });
+    divisor = {1.f / sum.x, 1.f / sum.y};
     return;
   }
 #pragma unroll
@@ -67,15 +73,22 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
   }
 }
 
+// Of a row's softmax p, without its divisor: the largest logit, in powers of two, p's sum, and that of p dp.
+// Rows lane_row() and lane_row() + 8.
+struct SoftmaxSums {
+  float2 top, sum, delta;
+};
+
 // The gradient of apply(). z and dp = dL/dp come without what rows read of their own tokens, which is score *
 // weight: own_z, own_dp are the scores of rows lane_row() and lane_row() + 8, weight(n, i) the weights of row
 // lane_row() + 8 i, columns 8 n + lane_col() and the next; scale is not yet in z and own_z. Calls
 // put(n, i, z, dp, p, dz) for every such pair: z scaled and dp without own tokens, dz = scale * dL/dz. What
-// it makes of p and dz takes the place of z and dp.
-template <int N, class Weight, class Put>
+// it makes of p and dz takes the place of z and dp. Where other warps have more of the rows' columns,
+// join(sums) adds theirs.
+template <int N, class Weight, class Join, class Put>
 __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, float2 own_dp,
                                      const Weight& weight, Feature feature, float scale, int slots,
-                                     const Put& put) {
+                                     const Join& join, const Put& put) {
   own_z.x *= scale, own_z.y *= scale;
   // f(n, i, what a row reads of its own token: of z, of dp) of every pair.
   const auto each = [&](const auto& f) {
@@ -107,58 +120,53 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
       of_left = dz.x, of_right = dz.y;
     });
   };
-  switch (feature) {
-    case Feature::softmax: {
-      if (slots < 8 * N) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (8 * n + lane_col() + (i & 1) >= slots) z.at[n][i] = -1e30f;  // p = 0, and 0 z = 0
-          }
-        }
-      }
-      float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f}, delta = {0.f, 0.f};
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        top.x = fmaxf(top.x, fmaxf(z.at[n][0], z.at[n][1]));
-        top.y = fmaxf(top.y, fmaxf(z.at[n][2], z.at[n][3]));
-      }
-      top = {kLog2E * max_over_row(top.x), kLog2E * max_over_row(top.y)};
+  if (feature == Feature::softmax) {
+    if (slots < 8 * N) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? top.x : top.y)));
-          (i < 2 ? sum.x : sum.y) += p;
-          (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
+          if (8 * n + lane_col() + (i & 1) >= slots) z.at[n][i] = -1e30f;  // p = 0, and 0 z = 0
         }
       }
-      sum = {sum_over_row(sum.x), sum_over_row(sum.y)};
-      delta = {sum_over_row(delta.x) / sum.x, sum_over_row(delta.y) / sum.y};
-      const float2 shift = {top.x + __log2f(sum.x), top.y + __log2f(sum.y)};
-      return finish([&](float x, float given, int row) -> float2 {
-        const float p = exp2_fast(fmaf(kLog2E, x, -(row ? shift.y : shift.x)));
-        return {p, p * (given - (row ? delta.y : delta.x))};
-      });
     }
-    case Feature::none:
-      return finish([](float x, float given, int) -> float2 { return {x, given}; });
-    case Feature::silu:
-      return finish([](float x, float given, int) -> float2 {
-        const float sigmoid = __fdividef(1.f, 1.f + exp2_fast(-kLog2E * x));
-        return {x * sigmoid, given * sigmoid * (1.f + x * (1.f - sigmoid))};
-      });
-    case Feature::relu:
-      return finish([](float x, float given, int) -> float2 {
-        return {fmaxf(x, 0.f), x > 0.f ? given : 0.f};
-      });
-    case Feature::relu2:
-      return finish([](float x, float given, int) -> float2 {
-        const float positive = fmaxf(x, 0.f);
-        return {positive * positive, 2.f * positive * given};
-      });
+    float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f}, delta = {0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      top.x = fmaxf(top.x, fmaxf(z.at[n][0], z.at[n][1]));
+      top.y = fmaxf(top.y, fmaxf(z.at[n][2], z.at[n][3]));
+    }
+    top = {kLog2E * max_over_row(top.x), kLog2E * max_over_row(top.y)};
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? top.x : top.y)));
+        (i < 2 ? sum.x : sum.y) += p;
+        (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
+      }
+    }
+    SoftmaxSums row = {
+        top, {sum_over_row(sum.x), sum_over_row(sum.y)}, {sum_over_row(delta.x), sum_over_row(delta.y)}};
+    join(row);
+    delta = {row.delta.x / row.sum.x, row.delta.y / row.sum.y};
+    const float2 shift = {row.top.x + __log2f(row.sum.x), row.top.y + __log2f(row.sum.y)};
+    return finish([&](float x, float given, int row) -> float2 {
+      const float p = exp2_fast(fmaf(kLog2E, x, -(row ? shift.y : shift.x)));
+      return {p, p * (given - (row ? delta.y : delta.x))};
+    });
   }
+  // One loop for the others, who branch in it: each with its own they were most of the kernel's code.
+  finish([&](float x, float given, int) -> float2 {
+    if (feature == Feature::none) return {x, given};
+    if (feature == Feature::silu) {
+      const float sigmoid = __fdividef(1.f, 1.f + exp2_fast(-kLog2E * x));
+      return {x * sigmoid, given * sigmoid * (1.f + x * (1.f - sigmoid))};
+    }
+    const float positive = fmaxf(x, 0.f);
+    if (feature == Feature::relu) return {positive, x > 0.f ? given : 0.f};
+    return {positive * positive, 2.f * positive * given};
+  });
 }
 
 }  // namespace girih::kernels

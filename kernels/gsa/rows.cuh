@@ -1,8 +1,12 @@
-// The gradients of query rows, one block a chunk and query head, warp w with rows 16 w to 16 w + 15:
+// The gradients of query rows, one block a chunk and query head, warp w of every four with rows 16 w to 16 w
+// + 15:
 //
 //     dp_t = Hv_t do_t          dz_t = J_feature^T dp_t          dq_t = scale Hk_t dz_t
 //
 // The first is a value read of (do, v), the last a key read of dz: no memory but forward's is needed.
+//
+// A group of four warps for every 64 of M: one for 128 took 117 KB of instructions from start to end, and two
+// thirds of its time was waiting for them. The two warps of a row give each other what they sum over M.
 #pragma once
 
 #include "gsa/block.cuh"
@@ -12,21 +16,30 @@ namespace girih::kernels {
 
 template <typename T, int M>
 struct GsaRowTiles {
+  static constexpr int kGroups = M / 64;
   // With 128 slots two blocks fit where do comes after q.
-  static constexpr bool kOneByOne = M != 64;
+  static constexpr bool kOneByOne = kGroups > 1;
+  // Of z's 8 columns by 8 those that wait here for dp, in the place of hk and k, which come again: with all
+  // of z in the 128 registers that a thread then has, what does not fit went to memory and back.
+  static constexpr int kAside = 7;
+  static constexpr int kSoftmax = kGroups > 1 ? 1024 : 0;
 
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
+  float* softmax;               // [groups, 64, 4]: a group's SoftmaxSums, once z is no longer aside
   float *totals, *decay, *own;  // own [2, 64]: scores of rows with themselves
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
-                                (kOneByOne ? 3 : 4) * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 +
-                                2 * kChunk * 4;
+                                (kOneByOne ? 3 : 4) * SharedTile<T, kChunk, kSlab>::kBytes +
+                                (kSoftmax + 5 * M + 2 * kChunk) * 4;
+  static_assert(kGroups == 1 || kGroups * kGroup * kAside * 16 == SharedTile<T, kChunk, M>::kBytes +
+                                                                      SharedTile<T, kChunk, kSlab>::kBytes +
+                                                                      kSoftmax * 4);
 
   __device__ explicit GsaRowTiles(unsigned char* shared) {
     Layout layout(shared);
-    layout(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M)(own, 2 * kChunk);
+    layout(g)(s)(hv)(hk)(k)(softmax, kSoftmax)(q)(v)(totals, 4 * M)(decay, M)(own, 2 * kChunk);
     if constexpr (kOneByOne) {
       dout = q;
     } else {
@@ -36,32 +49,34 @@ struct GsaRowTiles {
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     gsa_rows_kernel(const __grid_constant__ GsaRows p) {
   using Tiles = GsaRowTiles<T, M>;
+  constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
   extern __shared__ __align__(128) unsigned char shared[];
   const Tiles tile(shared);
   const GsaShape& shape = p.shape;
-  const int warp = threadIdx.x >> 5;
+  const int warp = threadIdx.x / 32 % 4, group = kGroups == 1 ? 0 : threadIdx.x / kGroup;
+  const int first = 64 * group;  // of the group's columns
   const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  const int group = shape.query_heads / shape.heads, head = query_head / group;
+  const int queries = shape.query_heads / shape.heads, head = query_head / queries;
   const int64_t chunk = piece_in_time(shape.tokens, blockIdx.x / static_cast<unsigned>(shape.query_heads),
                                       kChunk, /*last_first=*/false);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
-  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
-  load_weights<kGroup>(tile.s, p.s, p.g, piece, head, shape.M);
+  load_gates<kThreads>(tile.g, p.g, piece, head, shape.M);
+  load_weights<kThreads>(tile.s, p.s, p.g, piece, head, shape.M);
   commit_copies();
 
   // Columns col..col+63 of a row's data, of the states.
   const auto load = [&](const auto& to, const In<4>& from, int of, int col, int width) {
-    load_async<kGroup>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
-                       threadIdx.x);
+    load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
+                         threadIdx.x);
   };
   const auto load_state = [&](const auto& to, int first, int col, int width) {
-    load_async<kGroup>(to, state_rows<T>(p.states, shape, chunk, head, first + col), shape.M, width - col,
-                       shape.M, threadIdx.x);
+    load_async<kThreads>(to, state_rows<T>(p.states, shape, chunk, head, first + col), shape.M, width - col,
+                         shape.M, threadIdx.x);
   };
   const auto load_memory_k = [&](int d) {
     load(tile.k, p.k, head, d, shape.D);
@@ -80,17 +95,22 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
 
   wait_copies<2>();
   __syncthreads();
-  RowReads<T, M, true> reads;
-  // A warp's scratch is its rows of q, which it has read by then; the weights take the place of hv.
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hv, {rows_of(tile.q, warp)}};
+  // The room of a warp's rows on their way out, and of its scratch, once q, do and v have been read.
+  const SharedTile<T, kChunk, kSlab> stage = group == 0 ? tile.q : tile.v;
+  RowReads<T, M, true, 64> reads;
+  // The weights take the place of hv.
+  reads.at = {{tile.g.from_column(first), tile.decay + first, tile.totals + first, warp},
+              tile.s.from_column(first),
+              tile.hv.from_column(first),
+              {rows_of(stage, warp)}};
   reads.template start<4>();
-  if (threadIdx.x == 0 && query_head % group == 0)
+  if (threadIdx.x == 0 && query_head % queries == 0)
     p.left.factored[chunk * shape.heads + head] = reads.factored;
   wait_copies<1>();
   __syncthreads();
 
   // a = X Y^T,   sums = X H
-  const auto multiply = [&](Sums<M / 8>& sums, Scores& a, const auto& x_tile, const auto& y_tile,
+  const auto multiply = [&](Sums<8>& sums, Scores& a, const auto& x_tile, const auto& y_tile,
                             const auto& memory, int width, const auto& load_slab) {
     zero(a);
     fill(sums, 0.f);
@@ -100,7 +120,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
         uint32_t x[4];
         load_block(x, x_tile, kRows * warp, col);
         add_scores<Side::earlier, T>(a, x, y_tile, col, warp);
-        add_product<T>(sums, x, memory, col);
+        add_product<T>(sums, x, memory, col, first);
       }
       if (slab + kSlab >= width) break;
       __syncthreads();
@@ -112,7 +132,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   };
 
   // The weights of the warp's rows as they are, for what a row reads of its own token, in its rows of q.
-  // Where the scratch or do needs those, load_raw() brings all weights to hv's place.
+  // Where the scratch or do needs those, all weights come to hv's place.
   const auto load_own_weights = [&] {
     const SharedTile<T, kRows, M> to{tile.q.data + kRows * warp * kSlab};
     if (p.s.data != nullptr) {
@@ -132,17 +152,18 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   };
 
   // z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike
-  Sums<M / 8> z, dp;
+  Sums<8> z, dp;
+  float* aside = reinterpret_cast<float*>(tile.hk.data) + threadIdx.x / 32 * Tiles::kAside * 128;
   {
     Scores a;
     multiply(z, a, tile.q, tile.k, tile.hk, shape.D, [&](int d) {
       load(tile.q, p.q, query_head, d, shape.D);
       load_memory_k(d);
     });
-    put_diagonal(tile.own, a, warp);
+    if (group == 0) put_diagonal(tile.own, a, warp);
     __syncwarp();
     if (!reads.factored) wait_copies<0>();
-    reads.template split<kGroup>(p.s, p.g, piece, head, shape.M);
+    reads.template split<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
     reads.value_read(z, a);
     if constexpr (!Tiles::kOneByOne) {
       if (reads.factored) load_own_weights();
@@ -150,6 +171,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     if (Tiles::kOneByOne || !reads.factored) {
       __syncthreads();
       if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
+      if constexpr (kGroups > 1) put_sums<Tiles::kAside>(aside, z);
       if (!reads.factored) load_memory_v(0);
     }
     commit_copies();
@@ -163,27 +185,60 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
       load(tile.dout, p.dout, query_head, v, shape.V);
       load_memory_v(v);
     });
-    put_diagonal(tile.own + kChunk, a, warp);
+    if (group == 0) put_diagonal(tile.own + kChunk, a, warp);
     __syncwarp();
     if (Tiles::kOneByOne || !reads.factored) {
-      reads.template load_raw<kGroup>(p.s, p.g, piece, head, shape.M);
+      __syncthreads();
+      load_weights<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+      commit_copies();
+      wait_copies<0>();
+      __syncthreads();
     }
     reads.value_read(dp, a);
+  }
+  const int last = (shape.D - 1) / kSlab * kSlab;  // the slab of k and hk that is in the tiles
+  if constexpr (kGroups > 1) {
+    take_sums<Tiles::kAside>(z, aside);
+    __syncthreads();
+    load_memory_k(last);
+    commit_copies();
+  } else {
+    wait_copies<0>();
+    __syncwarp();
   }
   const auto own_score = [&](int which) -> float2 {
     const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
     return {of[0], of[8]};
   };
-  wait_copies<0>();
-  __syncwarp();
   const bool of_q = !Tiles::kOneByOne && reads.factored;
-  const SharedTile<T, kChunk, M> weights{of_q ? tile.q.data : tile.hv.data};
-  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head);
+  const SharedTile<T, kChunk, M> weights{of_q ? tile.q.data : tile.hv.data + first};
+  const int slots = shape.M - first;  // the group's
+  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head) + first;
   const float unscaled = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
   differentiate(
       z, dp, own_score(0), own_score(1),
       [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
-      shape.scale, shape.slots,
+      shape.scale, shape.slots - first,
+      [&](SoftmaxSums& own) {
+        if constexpr (kGroups == 1) return;
+        const auto at = [&](int g, int i) -> float4& {
+          return reinterpret_cast<float4*>(tile.softmax)[g * kChunk + kRows * warp + lane_row() + 8 * i];
+        };
+        if (lane_col() == 0) {
+          at(group, 0) = {own.top.x, own.sum.x, own.delta.x, 0.f};
+          at(group, 1) = {own.top.y, own.sum.y, own.delta.y, 0.f};
+        }
+        meet<kGroups>(warp);
+        const auto add = [](float4 other, float& top, float& sum, float& delta) {
+          const float both = fmaxf(top, other.x), mine = exp2_fast(top - both),
+                      its = exp2_fast(other.x - both);
+          top = both;
+          sum = sum * mine + other.y * its;
+          delta = delta * mine + other.z * its;
+        };
+        add(at(1 - group, 0), own.top.x, own.sum.x, own.delta.x);
+        add(at(1 - group, 1), own.top.y, own.sum.y, own.delta.y);
+      },
       [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
         // p and dz as others will see them: rounded with their factor.
         const float2 r = reads.factor(i, n);
@@ -194,17 +249,14 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
         const float2 w = {__fdividef(unscaled * of_z.x * seen_dz.x + of_dp.x * seen_p.x, r.x),
                           __fdividef(unscaled * of_z.y * seen_dz.y + of_dp.y * seen_p.y, r.y)};
         const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-        if (row < piece.length && col < shape.M) {
+        if (row < piece.length && col < slots) {
           *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
         }
       });
 
-  const auto put = [&](const Sums<M / 8>& sums, const Out<4>& to) {
-#pragma unroll
-    for (int m = 0; m < M; m += kSlab) {
-      store_rows<T>(sums, m / 8, tile.q, warp, chunk_rows<T>(to, piece, query_head) + m, to.stride[1],
-                    piece.length, shape.M - m);
-    }
+  const auto put = [&](const Sums<8>& sums, const Out<4>& to) {
+    store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, query_head) + first, to.stride[1],
+                  piece.length, slots);
   };
   if (reads.factored) {
     put(z, p.p_scan);
@@ -221,11 +273,23 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   }
 
   // dQ = (dz e^L) Hk^T + [dz_i . e^{L_i - L_j} s_j, j <= i] K
-  Operand<M / 8 / 2> f;
+  Operand<4> f;
   Operand<2> w[2];
-  reads.template key_read<true>(dp, w);
+  {
+    Scores W;
+    reads.template key_read<true>(dp, W);
+    if constexpr (kGroups > 1) {
+      meet<kGroups>(warp);  // the rows of g and, below, of the weights have served
+      join_scores(W, rows_of(tile.g, warp), group, warp);
+    }
+    round_scores<Side::earlier, true, T>(w, W, warp);
+  }
   round_to<T>(f, dp);
-  const int last = (shape.D - 1) / kSlab * kSlab;  // of k and hk, still in the tiles
+  constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
+  if constexpr (kGroups > 1) {
+    wait_copies<0>();
+    __syncthreads();
+  }
   for (int d = last; d >= 0; d -= kSlab) {
     if (d < last) {
       __syncthreads();
@@ -234,18 +298,17 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
       wait_copies<0>();
       __syncthreads();
     }
-    Sums<8> dq;
-    fill(dq, 0.f);
-    add_product_transposed<T>(dq, f, tile.hk);
-    add_scored<Side::earlier, T>(dq, w, tile.k, warp);
-    store_rows<T>(dq, 0, tile.q, warp, chunk_rows<T>(p.dq, piece, query_head) + d, p.dq.stride[1],
-                  piece.length, shape.D - d);
+    Sums<kEights> dq;
+    read_rows<T, kGroups>(dq, f, w, tile.hk, tile.k, rows_of(tile.hv, warp), group, warp);
+    const int col = 8 * kEights * group;
+    store_rows<T, kEights>(dq, 0, stage, warp, chunk_rows<T>(p.dq, piece, query_head) + d + col,
+                           p.dq.stride[1], piece.length, shape.D - d - col);
   }
 }
 
 template <typename T, int M>
 cudaError_t launch_gsa_rows(const GsaRows& p, cudaStream_t stream) {
-  return launch_blocks<gsa_rows_kernel<T, M>>(p, kGroup, GsaRowTiles<T, M>::kBytes, stream);
+  return launch_blocks<gsa_rows_kernel<T, M>>(p, kGroup * (M / 64), GsaRowTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

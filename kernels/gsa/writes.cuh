@@ -40,7 +40,7 @@ struct RowWrites {
   template <int Warps>
   __device__ void start() {
     const Tile s = at.s, end = at.end;
-    factored = factor_gates<T, Warps>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
+    factored = factor_gates<T, Warps, M>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
       const float2 raw = lane_pair<T>(s, row, col), exact = {raw.x * weight.x, raw.y * weight.y};
       const uint32_t rounded = pair_of<T>(exact.x, exact.y);
       const float2 back = unpaired<T>(rounded);

@@ -43,6 +43,8 @@ struct SharedTile {
   __device__ T& at(int row, int col, int lane_row, int lane_col) const {
     return data[offset(row, col, lane_row, lane_col)];
   }
+  // The tile from a column on, a multiple of a line: packs change places within lines.
+  __device__ SharedTile from_column(int col) const { return {data + col}; }
   __device__ uint32_t address(int row, int col) const { return shared_address(data + offset(row, col)); }
   __device__ uint32_t address(int row, int col, int lane_row, int lane_col) const {
     return shared_address(data + offset(row, col, lane_row, lane_col));
