@@ -108,9 +108,31 @@ struct Stage {
 template <int K>
 __device__ inline void leave(unsigned char* slot, const Operand<K>& a) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
+  for (int k = 0; k < K; ++k) store_matrices(slot + k * 512, a.at[k]);
+}
+
+// What a warp of the chain makes of the state at a chunk's start: sums += S^T K^T, and the rounded S^T left
+// in `slot`, if there is one, once `then` is done. A store between the loads of keys keeps each waiting for
+// the last one's products, but where D = 256 there are no registers for the whole rounded state.
+template <typename T, int D, class Then>
+__device__ inline void read_state(Sums<8>& sums, const Sums<D / 8>& s,
+                                  const SharedTile<T, kDeltaRows, D>& keys, unsigned char* slot,
+                                  const Then& then) {
+  if constexpr (D <= 128) {
+    Operand<D / 16> state;
+    round_to<T>(state, s);
+    add_product_transposed<T>(sums, state, keys);
+    then();
+    if (slot != nullptr) leave(slot, state);
+  } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) reinterpret_cast<uint32_t*>(slot + k * 512 + i * 128)[lane()] = a.at[k][i];
+    for (int k = 0; k < D / 16; ++k) {
+      Operand<1> state;
+      round_to<T>(state, s, 2 * k);
+      if (slot != nullptr) leave(slot + k * 512, state);
+      add_product_transposed<T>(sums, state.at[0], keys, 0, 16 * k);
+    }
+    then();
   }
 }
 
@@ -119,8 +141,10 @@ struct Turn {
   int at = 0;
   unsigned parity = 0;
 
-  __device__ void next(int size) {
-    if (++at == size) at = 0, parity ^= 1;
+  __device__ void next(int size) { skip(1, size); }
+  __device__ void skip(int places, int size) {  // size at most
+    at += places;
+    if (at >= size) at -= size, parity ^= 1;
   }
 };
 
@@ -220,13 +244,17 @@ inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int cols) {
 template <typename T, int D>
 __device__ inline void publish_state(T* states, const unsigned char* slot, int apart, const DeltaShape& shape,
                                      int cols, int worker, int workers) {
+  const int first = (lane() >> 3) * 8;  // of the lane's columns, and 32 further each time
 #pragma unroll 1
-  for (int i = worker; i < scan_columns(D) / 8 * (D / 32); i += workers) {
-    const int eight = i / (D / 32), v = 8 * eight + (lane() & 7), d = i % (D / 32) * 32 + (lane() >> 3) * 8;
-    const uint4 pack = *reinterpret_cast<const uint4*>(slot + eight / 2 * apart + d / 16 * 512 +
-                                                       (eight % 2 + d / 8 % 2 * 2) * 128 + (lane() & 7) * 16);
-    if (v < cols && d < shape.D) {
-      *reinterpret_cast<uint4*>(states + static_cast<int64_t>(v) * shape.D + d) = pack;
+  for (int eight = worker; eight < scan_columns(D) / 8; eight += workers) {
+    const int v = 8 * eight + (lane() & 7);
+    const unsigned char* const from = slot + eight / 2 * apart + first / 16 * 512 +
+                                      (eight % 2 + first / 8 % 2 * 2) * 128 + (lane() & 7) * 16;
+    T* const to = states + static_cast<int64_t>(v) * shape.D + first;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+      const uint4 pack = *reinterpret_cast<const uint4*>(from + i * 1024);
+      if (v < cols && first + 32 * i < shape.D) *reinterpret_cast<uint4*>(to + 32 * i) = pack;
     }
   }
 }

@@ -173,14 +173,6 @@ __device__ inline float2 inverse_lengths(const Tile& tile, int row) {
   return {rsqrtf(sum_over_row(sum.x) + 1e-6f), rsqrtf(sum_over_row(sum.y) + 1e-6f)};
 }
 
-template <int N>
-__device__ inline void scale_rows(Sums<N>& x, float2 by) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    x.at[n][0] *= by.x, x.at[n][1] *= by.x, x.at[n][2] *= by.y, x.at[n][3] *= by.y;
-  }
-}
-
 // What a block knows of its chunk.
 struct Here {
   Piece piece;

@@ -20,7 +20,8 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int stages;
+  int stages;  // of keys and values
+  int ring;    // slots, of a chunk's state and updates each
 };
 
 struct ReversePass {

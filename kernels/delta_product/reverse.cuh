@@ -124,36 +124,32 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       wait(&space.barriers.consumed[slot.at], slot.parity ^ 1);
     }
 
+    const bool keeps = prepared.keeps();
+
     // Y^T = dS^T K^T
     Sums<8> y;
     fill(y, 0.f);
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      Operand<1> state;
-      round_to<T>(state, s, 2 * k);
-      if (!pass.walk.alone) leave(own + k * 512, state);
-      add_product_transposed<T>(y, state.at[0], stage.k(), 0, 16 * k);
-    }
-
-    // dU_j += w_j Y_j
     Operand<kTilesDown> du;
+    read_state<T, D>(y, s, stage.k(), pass.walk.alone ? nullptr : own, [&] {
+    // dU_j += w_j Y_j
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      uint32_t of_values[4];
-      load_block_transposed(of_values, stage.v(), 16 * warp, 16 * j);
+      for (int j = 0; j < kTilesDown; ++j) {
+        uint32_t of_values[4];
+        load_block_transposed(of_values, stage.v(), 16 * warp, 16 * j);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float(&of)[4] = y.at[2 * j + half];
-        const float2 write = vectors.pair(kDeltaWrite, 16 * j + 8 * half);
+        for (int half = 0; half < 2; ++half) {
+          float(&of)[4] = y.at[2 * j + half];
+          const float2 write = vectors.pair(kDeltaWrite, 16 * j + 8 * half);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(of_values[2 * half + i]);
-          of[2 * i] = fmaf(write.x, of[2 * i], value.x);
-          of[2 * i + 1] = fmaf(write.y, of[2 * i + 1], value.y);
+          for (int i = 0; i < 2; ++i) {
+            const float2 value = unpaired<T>(of_values[2 * half + i]);
+            of[2 * i] = fmaf(write.x, of[2 * i], value.x);
+            of[2 * i + 1] = fmaf(write.y, of[2 * i + 1], value.y);
+          }
         }
       }
-    }
-    round_to<T>(du, y);
+      round_to<T>(du, y);
+    });
 
     // G^T = dU^T X
     Sums<8> g;
@@ -168,7 +164,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
         mma<T>(g.at[2 * j + 1], du.at[i], x[2], x[3]);
       }
     }
-    if (prepared.keeps()) {
+    if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
 #pragma unroll
       for (int i = 0; i < kTilesDown; ++i) {
@@ -185,8 +181,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     if (!pass.walk.alone) {
       round_to<T>(update, g);
       leave(own + Sizes::kStateBytes, update);
-      __syncwarp();
-      if (lane() == 0) arrive(&space.barriers.published[slot.at]);
+      arrive(&space.barriers.published[slot.at]);
     }
 
     // dS^T <- e^{L_C} dS^T - (read * G)^T K
@@ -205,8 +200,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       }
     }
     add_product<T>(s, update, stage.k());
-    __syncwarp();
-    if (lane() == 0) arrive(&space.barriers.empty[turn.at]);
+    arrive(&space.barriers.empty[turn.at]);
     turn.next(pass.stages);
     slot.next(Sizes::kRing);
     if (part.transition) continue;
@@ -232,8 +226,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
         }
         add_product<T>(s, a, query.q(), kTileRows * b);
       }
-      __syncwarp();
-      if (lane() == 0) arrive(&space.barriers.query_empty[query_turn.at]);
+      arrive(&space.barriers.query_empty[query_turn.at]);
       query_turn.next(pass.stages);
     }
   }
@@ -270,8 +263,7 @@ __device__ inline void run_writer(const ReversePass& pass, const Part& part, con
         if (row < rows && col < cols) *reinterpret_cast<uint32_t*>(dz + row * p.dz.stride[1] + col) = g[m];
       }
     }
-    __syncwarp();
-    if (lane() == 0) arrive(&space.barriers.consumed[slot.at]);
+    arrive(&space.barriers.consumed[slot.at]);
     slot.next(Sizes::kRing);
   }
 }
@@ -290,17 +282,17 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&space.barriers.full[i], 32 * kLoaders);
-      init_barrier(&space.barriers.empty[i], Sizes::kChain);
+      init_barrier(&space.barriers.empty[i], 32 * Sizes::kChain);
       init_barrier(&space.barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&space.barriers.query_empty[i], Sizes::kChain);
+      init_barrier(&space.barriers.query_empty[i], 32 * Sizes::kChain);
     }
     for (int i = 0; i < Sizes::kRing; ++i) {
-      init_barrier(&space.barriers.published[i], Sizes::kChain);
-      init_barrier(&space.barriers.consumed[i], kWriters);
+      init_barrier(&space.barriers.published[i], 32 * Sizes::kChain);
+      init_barrier(&space.barriers.consumed[i], 32 * kWriters);
     }
   }
   __syncthreads();
-  const int warp = threadIdx.x / 32;
+  const int warp = warp_index();
   if (warp < Sizes::kChain) {
     run_reverse_chain<T, D>(pass, part, space, warp);
   } else if (warp < Sizes::kChain + writers) {

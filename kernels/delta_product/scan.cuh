@@ -8,38 +8,42 @@
 // Its first W warps are the chain, each with 16 columns. They keep S^T [16, D] in fp32 and compute everything
 // transposed: then the sums of every product become the left factor of the next by rounding alone, and no two
 // warps of the chain ever wait for each other. What they have rounded, S and U, they leave in a ring for the
-// four readers, which make the output beside them: a reader has 16 tokens and makes its own rows of
-// P = Q K^T, so P stays in its registers. Two loaders fill the stages that all read.
+// readers, which make the output beside them. Two readers have a chunk, half of its bands of 16 tokens each,
+// and two more the next, a pair for every slot of the ring: a reader has as many chunks' time for one as the
+// ring has slots. It makes its own rows of P = Q K^T ahead, so that of a chunk's state and updates only their
+// products wait. Two loaders fill the stages that all read.
 #pragma once
 
 #include "delta_product/chain.cuh"
 
 namespace girih::kernels::delta_product {
 
-constexpr int kReaders = 4;  // warps
+constexpr int kPair = 2;  // readers of a chunk
 
 // What depends on the tile of D alone.
 template <int D>
 struct ScanSizes {
   static constexpr int kCols = scan_columns(D);  // of V, a block's
   static constexpr int kChain = kCols / 16;      // warps
-  static constexpr int kThreads = 32 * (kChain + kReaders + kLoaders);
   static constexpr int kMaxStages = D == 64 ? 5 : 4;
-  static constexpr int kRing = D == 256 ? 1 : 2;
-  static constexpr int kQueries = 2;  // buffers of a reader
+  // Slots of the ring. One pair of readers took 2.5 times as long as the chain at D = 64.
+  static constexpr int kMaxRing = D == 64 ? 4 : 2;
+  static constexpr int kMaxThreads = 32 * (kChain + kPair * kMaxRing + kLoaders);
 
   static constexpr int kStateBytes = D * 32,
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
-  static constexpr int kSlotBytes = kChain * (kStateBytes + kUpdateBytes);
-  static constexpr int kQueryBytes = kTileRows * D * 2;
-  static constexpr int kFixedBytes = 128 + kRing * kSlotBytes + kReaders * kQueries * kQueryBytes;
+  static constexpr int kWarpBytes = kStateBytes + kUpdateBytes, kSlotBytes = kChain * kWarpBytes;
+  static constexpr int kQueryBytes = kTileRows * D * 2;  // a band's
+  static constexpr int kRingBytes =
+      kSlotBytes + kDeltaRows / kTileRows * kQueryBytes;  // with the pair's queries
 };
 
 struct ScanBarriers {
   uint64_t full[5], empty[5];          // stages
-  uint64_t published[2], consumed[2];  // slots of the ring
+  uint64_t published[4], consumed[4];  // slots of the ring
 };
-static_assert(sizeof(ScanBarriers) <= 128, "");
+constexpr int kScanBarrierBytes = 256;
+static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
 template <typename T, int D>
 __device__ inline void load_stages(const ScanPass& pass, const Part& part, unsigned char* stages,
@@ -80,42 +84,37 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     const Stage<T, D> stage{stages + turn.at * Stage<T, D>::kBytes};
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
-    unsigned char* const own =
-        ring + slot.at * Sizes::kSlotBytes + warp * (Sizes::kStateBytes + Sizes::kUpdateBytes);
+    unsigned char* const own = ring + slot.at * Sizes::kSlotBytes + warp * Sizes::kWarpBytes;
     wait(&barriers.full[turn.at], turn.parity);
-    if (!pass.walk.alone && c >= Sizes::kRing) wait(&barriers.consumed[slot.at], slot.parity ^ 1);
+    if (!pass.walk.alone && c >= pass.ring) wait(&barriers.consumed[slot.at], slot.parity ^ 1);
+
+    const bool keeps = prepared.keeps();
 
     // Y^T = S^T K^T
     Sums<8> y;
     fill(y, 0.f);
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      Operand<1> state;
-      round_to<T>(state, s, 2 * k);
-      if (!pass.walk.alone) leave(own + k * 512, state);
-      add_product_transposed<T>(y, state.at[0], stage.k(), 0, 16 * k);
-    }
-
-    // Z_i = beta_i v_i - read_i Y_i
     Operand<kTilesDown> z;
+    read_state<T, D>(y, s, stage.k(), pass.walk.alone ? nullptr : own, [&] {
+    // Z_i = beta_i v_i - read_i Y_i
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      uint32_t v[4];
-      load_block_transposed(v, stage.v(), 16 * warp, 16 * j);
+      for (int j = 0; j < kTilesDown; ++j) {
+        uint32_t v[4];
+        load_block_transposed(v, stage.v(), 16 * warp, 16 * j);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float(&of)[4] = y.at[2 * j + half];
-        const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
-                     read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
+        for (int half = 0; half < 2; ++half) {
+          float(&of)[4] = y.at[2 * j + half];
+          const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
+                       read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(v[2 * half + i]);
-          of[2 * i] = fmaf(beta.x, value.x, -read.x * of[2 * i]);
-          of[2 * i + 1] = fmaf(beta.y, value.y, -read.y * of[2 * i + 1]);
+          for (int i = 0; i < 2; ++i) {
+            const float2 value = unpaired<T>(v[2 * half + i]);
+            of[2 * i] = fmaf(beta.x, value.x, -read.x * of[2 * i]);
+            of[2 * i + 1] = fmaf(beta.y, value.y, -read.y * of[2 * i + 1]);
+          }
         }
       }
-    }
-    round_to<T>(z, y);
+      round_to<T>(z, y);
+    });
 
     // U^T = Z^T X^T
     Sums<8> u;
@@ -130,7 +129,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
         mma<T>(u.at[2 * i + 1], z.at[j], x[1], x[3]);
       }
     }
-    if (prepared.keeps()) {
+    if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
 #pragma unroll
       for (int j = 0; j < kTilesDown; ++j) {
@@ -147,8 +146,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     round_to<T>(update, u);
     if (!pass.walk.alone) {
       leave(own + Sizes::kStateBytes, update);
-      __syncwarp();
-      if (lane() == 0) arrive(&barriers.published[slot.at]);
+      arrive(&barriers.published[slot.at]);
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K
@@ -169,251 +167,280 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
       }
     }
     add_product<T>(s, update, stage.k());
-    __syncwarp();
-    if (lane() == 0) arrive(&barriers.empty[turn.at]);
+    arrive(&barriers.empty[turn.at]);
     turn.next(pass.stages);
-    slot.next(Sizes::kRing);
+    slot.next(pass.ring);
   }
 
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
 
-// Reader `reader`: 16 tokens of every chunk, and where there are fewer than 64 a part of the columns.
-template <typename T, int D>
+// A reader of the pair of slot `slot`, with Bands bands of every `ring`-th chunk's tokens.
+template <typename T, int D, int Bands>
 __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsigned char* stages,
-                                  unsigned char* ring, unsigned char* queries, ScanBarriers& barriers,
-                                  int reader) {
+                                  const unsigned char* left, unsigned char* queries, ScanBarriers& barriers,
+                                  int slot, int of_pair) {
   using Sizes = ScanSizes<D>;
   using Query = SharedTile<T, kTileRows, D>;
-  using Out = SharedTile<T, kTileRows, Sizes::kCols>;
-  static_assert(Out::kBytes <= Query::kBytes, "the output leaves through the queries' buffer");
-  constexpr int kWarpBytes = Sizes::kStateBytes + Sizes::kUpdateBytes;
+  static_assert(Sizes::kChain % 2 == 0, "the output leaves 32 columns at a time");
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  // The last tokens see the most keys: theirs are not the readers that share a scheduler with the chain at D
-  // = 64.
-  const int bands = (tokens + kTileRows - 1) / kTileRows, band = bands - 1 - reader % bands,
-            parts = kReaders / bands;
   const bool weighted = p.gated || p.shape.unit;
-  const int from = reader / bands * Sizes::kChain / parts, to = (reader / bands + 1) * Sizes::kChain / parts;
-  const int first_token = band * kTileRows;
-  const int key_tiles = min(n * (band + 1), kTilesDown);  // 16 rows each that the tokens see
   const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
 
-  // The queries of every chunk's every head, in turns.
-  const TileCopier<32, Query> copier(at<T>(p.q, batch, part.piece.start + first_token, first_head, 0),
-                                     p.q.stride[1], p.shape.D, lane());
-  queries += reader * Sizes::kQueries * Sizes::kQueryBytes;
-  int next_chunk = 0, next_member = 0;
-  const auto load_next = [&](int buffer) {
-    if (next_chunk < part.chunks) {
-      const int rows = tokens_in(part, tokens, next_chunk) - first_token;
-      copier.start({reinterpret_cast<T*>(queries + buffer * Sizes::kQueryBytes)}, next_chunk * tokens, rows,
-                   next_member * p.q.stride[2]);
-      if (++next_member == group) next_member = 0, ++next_chunk;
+  // The last tokens see the most keys. Of four bands a reader has one of the last two and one of the first
+  // two, of two bands one; one band leaves the second reader without.
+  int band[Bands];
+  band[0] = (tokens + kTileRows - 1) / kTileRows - 1 - of_pair;
+  if (Bands == 2) band[Bands - 1] = of_pair;
+  const bool any = band[0] >= 0;
+  // 16 rows of keys each that the first band's tokens see; of the second band's in four they see two at most.
+  const int key_tiles = min(n * (band[0] + 1), kTilesDown);
+  const auto sees = [](int b, int tile) { return b == 0 || tile < kTilesDown / 2; };
+
+  // The queries of every chunk's every head: what comes next is under way once this is in registers.
+  const TileCopier<32, Query> copier(at<T>(p.q, batch, part.piece.start, first_head, 0), p.q.stride[1],
+                                     p.shape.D, lane());
+  const auto query = [&](int b) -> Query {
+    return {reinterpret_cast<T*>(queries + (of_pair * Bands + b) * Sizes::kQueryBytes)};
+  };
+  int next_chunk = slot, next_member = 0;
+  const auto load_next = [&] {
+    if (any && next_chunk < part.chunks) {
+      const int length = tokens_in(part, tokens, next_chunk);
+#pragma unroll
+      for (int b = 0; b < Bands; ++b) {
+        const int first = kTileRows * band[b];
+        copier.start(query(b), next_chunk * tokens + first, length - first, next_member * p.q.stride[2]);
+      }
+      if (++next_member == group) next_member = 0, next_chunk += pass.ring;
     }
     commit_copies();
   };
-#pragma unroll
-  for (int i = 0; i < Sizes::kQueries; ++i) load_next(i);
+  load_next();
 
-  Turn turn, slot;
-  int buffer = 0;
+  Turn turn;
+  turn.skip(slot, pass.stages);
+  unsigned parity = 0;
 #pragma unroll 1
-  for (int c = 0; c < part.chunks; ++c) {
+  for (int c = slot; c < part.chunks; c += pass.ring) {
     const Stage<T, D> stage{stages + turn.at * Stage<T, D>::kBytes};
     const Vectors vectors = stage.prepared().vectors();
-    const unsigned char* const left = ring + slot.at * Sizes::kSlotBytes;
-    const int rows = tokens_in(part, tokens, c) - first_token;
+    const int length = tokens_in(part, tokens, c);
+    // The stage's turn before this one is over, else its parity would say nothing: the chain was past it when
+    // it published this reader's last chunk, for the ring has no more slots than there are stages.
     wait(&barriers.full[turn.at], turn.parity);
 
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
-      const Query q{reinterpret_cast<T*>(queries + buffer * Sizes::kQueryBytes)};
-      wait_copies<Sizes::kQueries - 1>();
-      __syncwarp();
-
-      // Q K^T, and |q_t|^2
-      Sums<8> scores;
-      float2 square = {0.f, 0.f};
-      fill(scores, 0.f);
-#pragma unroll 2
-      for (int k = 0; k < D / 16; ++k) {
-        uint32_t a[4];
-        load_block(a, q, 0, 16 * k);
-        if (p.shape.unit) {
+      Operand<D / 16> q[Bands];
+      Operand<kTilesDown> weights[Bands];
+      float2 read[Bands];  // scale rho_t e^{L_t}
+      if (any) {
+        wait_copies<0>();
+        __syncwarp();
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 x = unpaired<T>(a[i]);
-            float& sum = i % 2 == 0 ? square.x : square.y;
-            sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
-          }
+        for (int b = 0; b < Bands; ++b) {
+#pragma unroll
+          for (int k = 0; k < D / 16; ++k) load_block(q[b].at[k], query(b), 0, 16 * k);
         }
+        __syncwarp();
+        load_next();
+
+        float2 factor[Bands], decay[Bands];  // scale rho_t, L_t
+#pragma unroll
+        for (int b = 0; b < Bands; ++b) {
+          factor[b] = {p.shape.scale, p.shape.scale};
+          if (p.shape.unit) {
+            float2 square = {0.f, 0.f};
+#pragma unroll
+            for (int k = 0; k < D / 16; ++k) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const float2 x = unpaired<T>(q[b].at[k][i]);
+                float& sum = i % 2 == 0 ? square.x : square.y;
+                sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+              }
+            }
+            factor[b].x *= rsqrtf(sum_over_row(square.x) + 1e-6f);
+            factor[b].y *= rsqrtf(sum_over_row(square.y) + 1e-6f);
+          }
+          const int token = kTileRows * band[b] + lane_row();  // and 8 further
+          decay[b] = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
+                      vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
+          read[b] = {factor[b].x * exp2_fast(decay[b].x), factor[b].y * exp2_fast(decay[b].y)};
+        }
+
+        // P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j
 #pragma unroll
         for (int j = 0; j < kTilesDown; ++j) {
-          if (j < key_tiles) {
-            uint32_t b[4];
-            load_matrices(b, stage.k().address(16 * j, 16 * k, (lane() & 7) + (lane() >> 4) * 8,
-                                               ((lane() >> 3) & 1) * 8));
-            mma<T>(scores.at[2 * j], a, b[0], b[1]);
-            mma<T>(scores.at[2 * j + 1], a, b[2], b[3]);
+          if (j >= key_tiles) continue;
+          Sums<2> scores[Bands];
+#pragma unroll
+          for (int b = 0; b < Bands; ++b) fill(scores[b], 0.f);
+#pragma unroll
+          for (int k = 0; k < D / 16; ++k) {
+            uint32_t key[4];
+            load_matrices(key, stage.k().address(16 * j, 16 * k, (lane() & 7) + (lane() >> 4) * 8,
+                                                 ((lane() >> 3) & 1) * 8));
+#pragma unroll
+            for (int b = 0; b < Bands; ++b) {
+              if (!sees(b, j)) continue;
+              mma<T>(scores[b].at[0], q[b].at[k], key[0], key[1]);
+              mma<T>(scores[b].at[1], q[b].at[k], key[2], key[3]);
+            }
+          }
+#pragma unroll
+          for (int b = 0; b < Bands; ++b) {
+            if (!sees(b, j)) continue;
+            const int first = kTileRows * band[b], seen = (first + lane_row() + 1) * n - lane_col();
+            const auto for_each_half = [&](const auto& f) {
+              f(scores[b].at[0], kTileRows * j);
+              f(scores[b].at[1], kTileRows * j + 8);
+            };
+            if (weighted) {
+              for_each_half([&](float(&x)[4], int row) {
+                const float2 before = vectors.pair(kDeltaLog, row), unit = vectors.pair(kDeltaUnit, row);
+                x[0] *= factor[b].x * unit.x * exp2_fast(decay[b].x - before.x);
+                x[1] *= factor[b].x * unit.y * exp2_fast(decay[b].x - before.y);
+                x[2] *= factor[b].y * unit.x * exp2_fast(decay[b].y - before.x);
+                x[3] *= factor[b].y * unit.y * exp2_fast(decay[b].y - before.y);
+              });
+            } else {
+              for_each_half([&](float(&x)[4], int) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[i] *= p.shape.scale;
+              });
+            }
+            if (kTileRows * (j + 1) > (first + 1) * n) {
+              for_each_half([&](float(&x)[4], int row) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[i] = row + i % 2 < seen + i / 2 * 8 * n ? x[i] : 0.f;
+              });
+            }
+            Operand<1> rounded;
+            round_to<T>(rounded, scores[b]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[b].at[j][i] = rounded.at[0][i];
           }
         }
       }
-
-      // P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j
-      float2 factor = {p.shape.scale, p.shape.scale};
-      if (p.shape.unit) {
-        factor.x *= rsqrtf(sum_over_row(square.x) + 1e-6f);
-        factor.y *= rsqrtf(sum_over_row(square.y) + 1e-6f);
-      }
-      const int token = first_token + lane_row();  // and 8 further
-      const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
-                            vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
-      const int2 seen = {(token + 1) * n, (token + 9) * n};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (weighted && j < 2 * key_tiles) {
-          const float2 before = vectors.pair(kDeltaLog, 8 * j), unit = vectors.pair(kDeltaUnit, 8 * j);
-          const int row = 8 * j + lane_col();
-          const auto weigh = [&](float& x, int row, int seen, float factor, float unit, float log) {
-            x = row < seen ? x * (factor * unit * exp2_fast(log)) : 0.f;
-          };
-          float(&x)[4] = scores.at[j];
-          weigh(x[0], row, seen.x, factor.x, unit.x, decay.x - before.x);
-          weigh(x[1], row + 1, seen.x, factor.x, unit.y, decay.x - before.y);
-          weigh(x[2], row, seen.y, factor.y, unit.x, decay.y - before.x);
-          weigh(x[3], row + 1, seen.y, factor.y, unit.y, decay.y - before.y);
-        } else if (j < 2 * key_tiles) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const bool sees = 8 * j + lane_col() + i % 2 < (i < 2 ? seen.x : seen.y);
-            scores.at[j][i] = sees ? scores.at[j][i] * p.shape.scale : 0.f;
-          }
-        }
-      }
-      Operand<kTilesDown> weights;
-      round_to<T>(weights, scores);
+      if (member + 1 == group) arrive(&barriers.empty[turn.at]);
 
       if (member == 0) {
-        wait(&barriers.published[slot.at], slot.parity);
+        wait(&barriers.published[slot], parity);
         if (p.states != nullptr) {
           T* const states =
               static_cast<T*>(p.states) +
               (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
-          publish_state<T, D>(states, left, kWarpBytes, p.shape, p.shape.V - part.col, reader, kReaders);
+          publish_state<T, D>(states, left, Sizes::kWarpBytes, p.shape, p.shape.V - part.col, of_pair, kPair);
         }
       }
 
-      // O = scale rho_t e^{L_t} Q S + P U
-      Sums<2> o[Sizes::kChain];
+      // O = scale rho_t e^{L_t} Q S + P U, the columns of two warps at a time: all at once spilled.
+#pragma unroll 1
+      for (int first = 0; any && first < Sizes::kChain; first += 2) {
+        const unsigned char* const from = left + first * Sizes::kWarpBytes;
+        Sums<4> o[Bands];
 #pragma unroll
-      for (int w = 0; w < Sizes::kChain; ++w) fill(o[w], 0.f);
-      const auto add_left = [&](const uint32_t(&a)[4], int offset) {
+        for (int b = 0; b < Bands; ++b) fill(o[b], 0.f);
+        const auto add_left = [&](int offset, const auto& factor, const auto& has) {
 #pragma unroll
-        for (int w = 0; w < Sizes::kChain; ++w) {
-          if (w >= from && w < to) {
-            uint32_t b[4];
-            load_matrices(b, shared_address(left + w * kWarpBytes + offset + lane() * 16));
-            mma<T>(o[w].at[0], a, b[0], b[2]);
-            mma<T>(o[w].at[1], a, b[1], b[3]);
+          for (int w = 0; w < 2; ++w) {
+            uint32_t x[4];
+            load_matrices(x, shared_address(from + w * Sizes::kWarpBytes + offset + lane() * 16));
+#pragma unroll
+            for (int b = 0; b < Bands; ++b) {
+              if (!has(b)) continue;
+              mma<T>(o[b].at[2 * w], factor(b), x[0], x[2]);
+              mma<T>(o[b].at[2 * w + 1], factor(b), x[1], x[3]);
+            }
           }
+        };
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+          add_left(
+              k * 512, [&](int b) -> auto& { return q[b].at[k]; }, [](int) { return true; });
         }
-      };
-#pragma unroll 2
-      for (int k = 0; k < D / 16; ++k) {
-        uint32_t a[4];
-        load_block(a, q, 0, 16 * k);
-        add_left(a, k * 512);
-      }
-      const float2 read = {factor.x * exp2_fast(decay.x), factor.y * exp2_fast(decay.y)};
 #pragma unroll
-      for (int w = 0; w < Sizes::kChain; ++w) {
+        for (int b = 0; b < Bands; ++b) scale_rows(o[b], read[b]);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) o[w].at[i / 4][i % 4] *= i % 4 < 2 ? read.x : read.y;
-      }
-#pragma unroll
-      for (int j = 0; j < kTilesDown; ++j) {
-        if (j < key_tiles) add_left(weights.at[j], Sizes::kStateBytes + j * 512);
-      }
-      if (member + 1 == group) {
-        __syncwarp();
-        if (lane() == 0) {
-          arrive(&barriers.consumed[slot.at]);
-          arrive(&barriers.empty[turn.at]);
+        for (int j = 0; j < kTilesDown; ++j) {
+          if (j >= key_tiles) continue;
+          add_left(
+              Sizes::kStateBytes + j * 512, [&](int b) -> auto& { return weights[b].at[j]; },
+              [&](int b) { return sees(b, j); });
         }
-      }
 
-      // Out, through the buffer of the queries.
-      __syncwarp();
-      const Out out{q.data};
+        T* const out_rows =
+            at<T>(p.o, batch, part.piece.start + c * tokens, first_head + member, part.col + 16 * first);
+        const int col = 4 * lane_col();  // eight of them a lane
 #pragma unroll
-      for (int w = 0; w < Sizes::kChain; ++w) {
-        if (w >= from && w < to) {
+        for (int b = 0; b < Bands; ++b) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            *reinterpret_cast<uint32_t*>(&lane_at(out, 8 * (i % 2), 16 * w + 8 * (i / 2))) =
-                pair_of<T>(o[w].at[i / 2][i % 2 * 2], o[w].at[i / 2][i % 2 * 2 + 1]);
+          for (int i = 0; i < 2; ++i) {
+            uint32_t pack[4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) pack[m] = pair_of<T>(o[b].at[m][2 * i], o[b].at[m][2 * i + 1]);
+            turn_quad(pack);
+            const int row = kTileRows * band[b] + lane_row() + 8 * i;
+            if (row < length && part.col + 16 * first + col < p.shape.V) {
+              *reinterpret_cast<uint4*>(out_rows + row * p.o.stride[1] + col) = {pack[0], pack[1], pack[2],
+                                                                                 pack[3]};
+            }
           }
         }
       }
-      __syncwarp();
-      T* const out_rows =
-          at<T>(p.o, batch, part.piece.start + c * tokens + first_token, first_head + member, part.col);
-      const int packs = 2 * (to - from);
-      for (int i = lane(); i < kTileRows * packs; i += 32) {
-        const int row = i / packs, col = 16 * from + i % packs * 8;
-        if (row < rows && part.col + col < p.shape.V) {
-          *reinterpret_cast<uint4*>(out_rows + row * p.o.stride[1] + col) =
-              *reinterpret_cast<const uint4*>(&out.at(row, col));
-        }
-      }
-      __syncwarp();
-      load_next(buffer);
-      buffer = buffer + 1 == Sizes::kQueries ? 0 : buffer + 1;
+      if (member + 1 == group) arrive(&barriers.consumed[slot]);
     }
-    turn.next(pass.stages);
-    slot.next(Sizes::kRing);
+    turn.skip(pass.ring, pass.stages);
+    parity ^= 1;
   }
   wait_copies<0>();
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(ScanSizes<D>::kThreads, 1) scan(const __grid_constant__ ScanPass pass) {
+__global__ void __launch_bounds__(ScanSizes<D>::kMaxThreads, 1) scan(const __grid_constant__ ScanPass pass) {
   using Sizes = ScanSizes<D>;
   extern __shared__ __align__(128) unsigned char shared[];
   Part part;
   if (!part_of<Sizes::kCols>(pass.scan.shape, pass.walk, part)) return;
   auto& barriers = *reinterpret_cast<ScanBarriers*>(shared);
-  unsigned char* const ring = shared + 128;
-  unsigned char* const queries = ring + Sizes::kRing * Sizes::kSlotBytes;
-  unsigned char* const stages = shared + (pass.walk.alone ? 128 : Sizes::kFixedBytes);
-  const int readers = pass.walk.alone ? 0 : kReaders;
+  unsigned char* const ring = shared + kScanBarrierBytes;
+  unsigned char* const queries = ring + pass.ring * Sizes::kSlotBytes;
+  unsigned char* const stages = ring + pass.ring * Sizes::kRingBytes;
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], Sizes::kChain + readers);
+      init_barrier(&barriers.empty[i], 32 * (Sizes::kChain + (pass.walk.alone ? 0 : kPair)));
     }
-    for (int i = 0; i < Sizes::kRing; ++i) {
-      init_barrier(&barriers.published[i], Sizes::kChain);
-      init_barrier(&barriers.consumed[i], kReaders);
+    for (int i = 0; i < pass.ring; ++i) {
+      init_barrier(&barriers.published[i], 32 * Sizes::kChain);
+      init_barrier(&barriers.consumed[i], 32 * kPair);
     }
   }
   __syncthreads();
-  const int warp = threadIdx.x / 32;
+  const int warp = warp_index(), reader = warp - Sizes::kChain;
   if (warp < Sizes::kChain) {
     run_chain<T, D>(pass, part, stages, ring, barriers, warp);
-  } else if (warp < Sizes::kChain + readers) {
-    run_reader<T, D>(pass, part, stages, ring, queries, barriers, warp - Sizes::kChain);
+  } else if (reader < kPair * pass.ring) {
+    const int slot = reader / kPair;
+    unsigned char* const own = queries + slot * (Sizes::kRingBytes - Sizes::kSlotBytes);
+    const unsigned char* const left = ring + slot * Sizes::kSlotBytes;
+    if (pass.scan.shape.n == 1) {
+      run_reader<T, D, 2>(pass, part, stages, left, own, barriers, slot, reader % kPair);
+    } else {
+      run_reader<T, D, 1>(pass, part, stages, left, own, barriers, slot, reader % kPair);
+    }
   } else {
-    load_stages<T, D>(pass, part, stages, barriers, threadIdx.x - 32 * (Sizes::kChain + readers));
+    load_stages<T, D>(pass, part, stages, barriers, threadIdx.x - 32 * (Sizes::kChain + kPair * pass.ring));
   }
 }
 
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int scan_least() {
-  return ScanSizes<D>::kFixedBytes + 2 * Stage<T, D>::kBytes;
+  return kScanBarrierBytes + ScanSizes<D>::kRingBytes + 2 * Stage<T, D>::kBytes;
 }
 
 template <typename T, int D>
@@ -423,17 +450,25 @@ cudaError_t launch_scan(const ScanPass& given, cudaStream_t stream) {
   const DeltaShape& shape = pass.scan.shape;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int stages = std::min((limit - Sizes::kFixedBytes) / Stage<T, D>::kBytes, Sizes::kMaxStages);
-  if (stages < 2) return cudaErrorInvalidConfiguration;
-  const int most = Sizes::kFixedBytes + stages * Stage<T, D>::kBytes;
+  if (limit < scan_least<T, D>()) return cudaErrorInvalidConfiguration;
+  // As many slots as there is room for, with as many stages.
+  const auto stages_beside = [&](int ring) {
+    return std::min((limit - kScanBarrierBytes - ring * Sizes::kRingBytes) / Stage<T, D>::kBytes,
+                    Sizes::kMaxStages);
+  };
+  int ring = Sizes::kMaxRing;
+  while (stages_beside(ring) < std::max(ring, 2)) --ring;
+  const int stages = stages_beside(ring);
+  const int most = kScanBarrierBytes + ring * Sizes::kRingBytes + stages * Stage<T, D>::kBytes;
   if (const cudaError_t error = allow_shared<scan<T, D>>(most); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(shape, pass.walk, Sizes::kCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Without readers several blocks fit a multiprocessor, if they leave each other shared memory.
   pass.stages = pass.walk.alone ? std::min(stages, 3) : stages;
-  const int threads = pass.walk.alone ? 32 * (Sizes::kChain + kLoaders) : Sizes::kThreads;
-  const int bytes = pass.walk.alone ? 128 + pass.stages * Stage<T, D>::kBytes : most;
+  pass.ring = pass.walk.alone ? 0 : ring;
+  const int threads = 32 * (Sizes::kChain + kPair * pass.ring + kLoaders);
+  const int bytes = kScanBarrierBytes + pass.ring * Sizes::kRingBytes + pass.stages * Stage<T, D>::kBytes;
   scan<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

@@ -8,13 +8,13 @@ namespace girih::kernels {
 
 cudaError_t head_fits(int D, bool& fits) {
   using T = __half;  // as large as bf16
-  const int read = D <= 64    ? HeadStage<T, 64>::kBytes
-                   : D <= 128 ? HeadStage<T, 128>::kBytes
-                              : HeadStage<T, 256>::kBytes;
+  const int read = D <= 64    ? kLeastHeadReadBytes<T, 64>
+                   : D <= 128 ? kLeastHeadReadBytes<T, 128>
+                              : kLeastHeadReadBytes<T, 256>;
   const int gradients = D <= 64 ? HeadGradientTiles<T, 64>::kBytes : HeadGradientTiles<T, 128>::kBytes;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  fits = std::max(kHeadRingBytes + read, gradients) <= limit;
+  fits = std::max(read, gradients) <= limit;
   return cudaSuccess;
 }
 

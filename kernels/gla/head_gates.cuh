@@ -3,6 +3,7 @@
 
 #include "gla/head.h"
 #include "gsa/decay.cuh"
+#include "tile/warpgroup.h"
 
 namespace girih::kernels {
 
@@ -38,28 +39,34 @@ struct GatePair {
   }
 };
 
-// a_ij <- scale * e^{-|L_i - L_j|} a_ij on the side that counts, 0 on the other; a row's own token counts.
-// Halves without a score are left out.
-template <Side side>
-__device__ inline void decay_scores(Scores& a, const float* sums, float scale, int warp) {
+// a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with `later` for j >= i, and 0 elsewhere: rows 16 w to
+// 16 w + 15 of the chunk's scores. By blocks of 16 columns: all of one counts, or nothing, and only the
+// diagonal's is looked at element by element.
+__device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, int warp, bool later) {
   const int first = kRows * warp + lane_row();
-  const float own[2] = {sums[first], sums[first + 8]};
+  const float sign = later ? -1.f : 1.f;
+  const float own[2] = {sign * sums[first], sign * sums[first + 8]};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (!has_half<side>(h, warp)) continue;
+  for (int block = 0; block < 4; ++block) {
+    const bool counts = later ? block >= warp : block <= warp;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int col = 32 * h + 8 * n + lane_col();
-      const float2 other = *reinterpret_cast<const float2*>(sums + col);
+    for (int n = 2 * block; n < 2 * block + 2; ++n) {
+      const float2 sum = *reinterpret_cast<const float2*>(sums + 8 * n + lane_col());
+      const float other[2] = {sign * sum.x, sign * sum.y};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = first + 8 * (i >> 1), c = col + (i & 1);
-        const float from = own[i >> 1], to = i & 1 ? other.y : other.x;
-        const bool counts = side == Side::earlier ? c <= row : c >= row;
-        const float between = side == Side::earlier ? from - to : to - from;
-        float& x = a.half[h].at[n][i];
-        // Masked before the exponential: on the other side it may overflow.
-        x = counts ? x * scale * exp2_fast(counts ? between : 0.f) : 0.f;
+        float& x = a.at[n][i];
+        x = counts ? x * scale * exp2_fast(own[i >> 1] - other[i & 1]) : 0.f;
+      }
+    }
+    if (block != warp) continue;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane_row() + 8 * (i >> 1), col = 8 * n + lane_col() + (i & 1);
+        // What does not count may have overflown.
+        if (later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;
       }
     }
   }

@@ -1,8 +1,13 @@
-// The gradients of queries, keys and gates, one block a chunk, query head and tile of keys; warp w has rows
-// 16 w to 16 w + 15. S the state before the chunk, G the gradient that reaches the state after it:
+// The gradients of queries, keys and gates, one block a chunk, query head and tile of keys. S the state
+// before the chunk, G the gradient that reaches the state after it:
 //
-//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j        near_ij = scale (do_i . v_j) e^{L_i -
-//     L_j} dk_j = e^{L_C - L_j} v_j G^T  + sum_{i>=j} near_ij q_i
+//     near_ij = scale (do_i . v_j) e^{L_i - L_j}
+//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j
+//     dk_j = e^{L_C - L_j} v_j G^T  + sum_{i>=j} near_ij q_i
+//
+// They are the same but for what stands where: a block has a warpgroup for each, which makes near with its
+// own rows as rows. The scores come first, of all of V, and what the gate's gradient has of them, before the
+// gradients need the registers.
 //
 // A gate decays what pairs of rows j < t <= i exchange:
 //
@@ -22,19 +27,21 @@
 
 namespace girih::kernels {
 
+constexpr int kHeadGradientThreads = 256;
+
 template <typename T, int D>
 struct HeadGradientTiles {
-  SharedTile<T, kChunk, D> q, k, s, ds;  // s, ds: 64 values of S^T and G^T
-  SharedTile<T, kChunk, kSlab> v, dout;
+  BlockTile<T, D> q, k, s, ds;  // s, ds: 64 values of S^T and G^T
+  BlockTile<T, 2 * kSlab> v, dout;
   float *sums, *of_row, *of_col, *pairs, *edge;
 
-  static constexpr int kFloats = kChunk * (3 + 4) + 32;
+  static constexpr int kFloats = 4 * kChunk + 32;
   static constexpr int kBytes =
-      4 * SharedTile<T, kChunk, D>::kBytes + 2 * SharedTile<T, kChunk, kSlab>::kBytes + kFloats * 4;
+      4 * BlockTile<T, D>::kBytes + 2 * BlockTile<T, 2 * kSlab>::kBytes + kFloats * 4;
 
   __device__ explicit HeadGradientTiles(unsigned char* shared) {
-    Layout(shared)(q)(k)(s)(ds)(v)(dout)(sums, kChunk)(of_row, kChunk)(of_col, kChunk)(pairs, 4 * kChunk)(
-        edge, 32);
+    Layout(shared)(q)(k)(s)(ds)(v)(dout)(sums, kChunk)(of_row, kChunk)(of_col, kChunk)(pairs, kChunk)(edge,
+                                                                                                      32);
   }
 };
 
@@ -76,7 +83,7 @@ __device__ inline float product_at_start(const HeadGradients& p, const Piece& pi
   const float* state = rows(p.initial, query_head / (shape.query_heads / shape.heads));
   const float* gradient = rows(p.start, query_head);
   float sum = 0.f;
-  for (int i = threadIdx.x; i < min(D, shape.keys - key) * shape.values; i += kGroup) {
+  for (int i = threadIdx.x; i < min(D, shape.keys - key) * shape.values; i += kHeadGradientThreads) {
     const int of_key = key + i / shape.values, value = i % shape.values;
     sum = fmaf(state[value * p.initial.stride[2] + of_key * p.initial.stride[3]],
                gradient[value * p.start.stride[2] + of_key * p.start.stride[3]], sum);
@@ -85,12 +92,16 @@ __device__ inline float product_at_start(const HeadGradients& p, const Piece& pi
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(kGroup, D == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kHeadGradientThreads, 2)
     head_gradients_kernel(const __grid_constant__ HeadGradients p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   const HeadGradientTiles<T, D> tile(shared);
   const HeadShape& shape = p.shape;
-  const int warp = threadIdx.x >> 5, group = shape.query_heads / shape.heads;
+  const int group = shape.query_heads / shape.heads;
+  // One number for a warp, as the compiler sees too: products of warpgroups bear no branch of single threads.
+  const int all_warps = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int warp = all_warps % 4;
+  const bool of_keys = all_warps >= 4;
   const unsigned parts = (shape.D + D - 1) / D;
   unsigned job = blockIdx.x;
   const int part = static_cast<int>(job % parts), key = part * D, keys = min(D, shape.D - key);
@@ -100,67 +111,113 @@ __global__ void __launch_bounds__(kGroup, D == 64 ? 3 : 2)
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
+  constexpr int kThreads = kHeadGradientThreads, kWide = 2 * kSlab;
   const T* const dout = chunk_rows<T>(p.dout, piece, query_head);
   const T* const values = chunk_rows<T>(p.v, piece, head);
   const int64_t state = static_cast<int64_t>(shape.V) * shape.D;
   const T* const s = static_cast<const T*>(p.states) + (chunk * shape.heads + head) * state + key;
   const T* const ds =
       static_cast<const T*>(p.gradients) + (chunk * shape.query_heads + query_head) * state + key;
-  const auto load_slab = [&](int v) {
+  const auto load_rows = [&](int v) {
+    load_async<kThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, shape.V - v, threadIdx.x);
+    load_async<kThreads>(tile.v, values + v, p.v.stride[1], piece.length, shape.V - v, threadIdx.x);
+  };
+  const auto load_states = [&](int v) {
     const int cols = shape.V - v, first = v * shape.D;
-    load_async<kGroup>(tile.dout, dout + v, p.dout.stride[1], piece.length, cols, threadIdx.x);
-    load_async<kGroup>(tile.v, values + v, p.v.stride[1], piece.length, cols, threadIdx.x);
-    load_async<kGroup>(tile.s, s + first, shape.D, cols, keys, threadIdx.x);
-    load_async<kGroup>(tile.ds, ds + first, shape.D, cols, keys, threadIdx.x);
-    commit_copies();
+    load_async<kThreads>(tile.s, s + first, shape.D, cols, keys, threadIdx.x);
+    load_async<kThreads>(tile.ds, ds + first, shape.D, cols, keys, threadIdx.x);
   };
-  // There is room for one slab: the next waits in the L2 cache. A line of 128 bytes a thread and array.
-  const auto prefetch_slab = [&](int v) {
-    const int row = threadIdx.x % kSlab, col = static_cast<int>(threadIdx.x) / kSlab * 64;
-    if (row < piece.length) {
-      prefetch(col == 0 ? dout + row * p.dout.stride[1] + v : values + row * p.v.stride[1] + v);
-    }
+  // There is room for one slab of the states: the next waits in the L2 cache. A line of 128 bytes a thread.
+  const auto prefetch_states = [&](int v) {
+    const int row = threadIdx.x % kSlab, col = static_cast<int>(threadIdx.x) / kSlab % 2 * 64;
     if (row < shape.V - v && col < keys) {
-      const int64_t at = static_cast<int64_t>(v + row) * shape.D + col;
-      prefetch(s + at);
-      prefetch(ds + at);
+      prefetch((of_keys ? ds : s) + static_cast<int64_t>(v + row) * shape.D + col);
     }
   };
-  load_slab(0);
-  load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length, keys,
-                     threadIdx.x);
-  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
-                     threadIdx.x);
+  load_rows(0);
+  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length, keys,
+                       threadIdx.x);
+  load_async<kThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
+                       threadIdx.x);
   commit_copies();
-  if (shape.V > kSlab) prefetch_slab(kSlab);
-  if (warp == 0) {
+  load_states(0);
+  commit_copies();
+  if (shape.V > kSlab) prefetch_states(kSlab);
+  if (all_warps == 0) {
     GatePair::load(shape.g, piece.sequence, piece.start, head, piece.length).put_sums(tile.sums);
   }
   const bool wants_gates = p.dg.data != nullptr;
   const bool from_start = piece.index == 0 && p.initial.data != nullptr;
 
-  // do v^T, do S^T, v G^T, <S, G>
-  Scores near;
-  Sums<D / 8> dq, dk;
-  float edge = 0.f;
-  zero(near);
-  fill(dq, 0.f);
-  fill(dk, 0.f);
-  wait_copies<1>();
-  __syncthreads();
-  for (int v = 0;; v += kSlab) {
-#pragma unroll 2
-    for (int col = 0; col < kSlab; col += 16) {
-      uint32_t x[4];
-      load_block(x, tile.dout, kRows * warp, col);
-      add_scores<Side::earlier, T>(near, x, tile.v, col, warp);
-      add_product<T>(dq, x, tile.s, col);
-      load_block(x, tile.v, kRows * warp, col);
-      add_product<T>(dk, x, tile.ds, col);
+  // A warpgroup's x, y, H, z: dq of do, v, S, k; dk of v, do, G, q.
+  const BlockTile<T, kWide> x{of_keys ? tile.v.data : tile.dout.data};
+  const BlockTile<T, kWide> y{of_keys ? tile.dout.data : tile.v.data};
+  const BlockTile<T, D> h{of_keys ? tile.ds.data : tile.s.data}, z{of_keys ? tile.q.data : tile.k.data},
+      own{of_keys ? tile.k.data : tile.q.data};
+
+  // near, x y^T so far
+  Sums<8> near;
+  fill(near, 0.f);
+  for (int v = 0; v < shape.V; v += kWide) {
+    if (v == 0) {
+      wait_copies<1>();
+    } else {
+      __syncthreads();
+      load_rows(v);
+      commit_copies();
+      wait_copies<0>();
     }
+    fence_tiles();
+    __syncthreads();
+    fence_products(near);
+    start_product_transposed(near, x, y);
+    commit_products();
+    wait_products<0>(near);
+  }
+  decay_scores(near, tile.sums, shape.scale, warp, of_keys);
+
+  const int first = kRows * warp + lane_row();
+  float2 pair = {0.f, 0.f};
+  if (wants_gates) {
+    // near_ij (q_i . k_j), j < i: the sums over the other side's rows
+    Sums<8> pairs;
+    fill(pairs, 0.f);
+    fence_products(pairs);
+    start_product_transposed(pairs, own, z);
+    commit_products();
+    wait_products<0>(pairs);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // A row's own token passes no gate.
+        const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
+        (i < 2 ? pair.x : pair.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
+      }
+    }
+    pair = {sum_over_row(pair.x), sum_over_row(pair.y)};
+  }
+
+  // x H, and <S, G>
+  Sums<D / 8> gradient;
+  fill(gradient, 0.f);
+  float edge = 0.f;
+  for (int v = 0; v < shape.V; v += kSlab) {
+    const bool rows_too = shape.V > kWide && v % kWide == 0;
+    if (v != 0 || rows_too) __syncthreads();
+    if (v != 0) load_states(v);
+    if (rows_too) load_rows(v);
+    commit_copies();
+    if (v != 0 && v + kSlab < shape.V) prefetch_states(v + kSlab);
+    wait_copies<0>();
+    fence_tiles();
+    __syncthreads();
+    fence_products(gradient);
+    start_product(gradient, x, v % kWide, h);
+    commit_products();
     if (wants_gates && !from_start) {
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kSlab * D / 8; i += kGroup) {
+#pragma unroll 2
+      for (int i = threadIdx.x; i < kSlab * D / 8; i += kThreads) {
         const uint4 of_s = reinterpret_cast<const uint4*>(tile.s.data)[i];
         const uint4 of_ds = reinterpret_cast<const uint4*>(tile.ds.data)[i];
         const uint32_t s[4] = {of_s.x, of_s.y, of_s.z, of_s.w};
@@ -172,103 +229,55 @@ __global__ void __launch_bounds__(kGroup, D == 64 ? 3 : 2)
         }
       }
     }
-    __syncthreads();
-    if (v + kSlab >= shape.V) break;
-    load_slab(v + kSlab);
-    if (v + 2 * kSlab < shape.V) prefetch_slab(v + 2 * kSlab);
-    wait_copies<0>();
-    __syncthreads();
+    wait_products<0>(gradient);
   }
-  wait_copies<0>();
-  __syncthreads();
 
-  const int first = kRows * warp + lane_row();
   const float upper = tile.sums[first], lower = tile.sums[first + 8], whole = tile.sums[kChunk - 1];
-  scale_rows(dq, shape.scale * exp2_fast(upper), shape.scale * exp2_fast(lower));
-  scale_rows(dk, exp2_fast(whole - upper), exp2_fast(whole - lower));
-  decay_scores<Side::earlier>(near, tile.sums, shape.scale, warp);
-
+  if (of_keys) {
+    scale_rows(gradient, exp2_fast(whole - upper), exp2_fast(whole - lower));
+  } else {
+    scale_rows(gradient, shape.scale * exp2_fast(upper), shape.scale * exp2_fast(lower));
+  }
   if (wants_gates) {
-    const float read = put_row_products<T>(tile.of_row, dq, tile.q, warp);
-    put_row_products<T>(tile.of_col, dk, tile.k, warp);
+    const float read = put_row_products<T>(of_keys ? tile.of_col : tile.of_row, gradient, own, warp);
+    if (lane() % 4 == 0) {
+      float* pairs = of_keys ? tile.pairs : tile.of_row;
+      pairs[first] = of_keys ? pair.x : pairs[first] + pair.x;
+      pairs[first + 8] = of_keys ? pair.y : pairs[first + 8] + pair.y;
+    }
     if (from_start) edge = product_at_start(p, piece, query_head, key, D);
     edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) tile.edge[warp] = from_start ? edge - read : edge * exp2_fast(whole);
-
-    // near_ij (q_i . k_j), j < i
-    float2 of_row = {0.f, 0.f};
-    float* of_cols = tile.pairs + kChunk * warp;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      Sums<4> pairs;
-      fill(pairs, 0.f);
-      if (has_half<Side::earlier>(h, warp)) {
-#pragma unroll 4
-        for (int col = 0; col < D; col += 16) {
-          uint32_t x[4];
-          load_block(x, tile.q, kRows * warp, col);
-          add_product_transposed<T>(pairs, x, tile.k, 32 * h, col);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int col = 32 * h + 8 * n + lane_col();
-        float2 of_col = {0.f, 0.f};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          // A row's own token passes no gate.
-          const bool own = first + 8 * (i >> 1) == col + (i & 1);
-          const float pair = own ? 0.f : pairs.at[n][i] * near.half[h].at[n][i];
-          (i < 2 ? of_row.x : of_row.y) += pair;
-          (i & 1 ? of_col.y : of_col.x) += pair;
-        }
-        of_col = {sum_over_col(of_col.x), sum_over_col(of_col.y)};
-        if (lane() < 4) *reinterpret_cast<float2*>(of_cols + col) = of_col;
-      }
+    if (!from_start) {
+      edge *= exp2_fast(whole);
+    } else if (!of_keys) {
+      edge -= read;
     }
-    of_row = {sum_over_row(of_row.x), sum_over_row(of_row.y)};
-    if (lane() % 4 == 0) tile.of_row[first] += of_row.x, tile.of_row[first + 8] += of_row.y;
+    if (lane() == 0) tile.edge[all_warps] = edge;
   }
 
-  // Rounded once, for both sides; for the other rows through the place of v.
-  Operand<2> scores[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    round_to<T>(scores[h], near.half[h]);
-    if (!has_half<Side::earlier>(h, warp)) continue;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<uint32_t*>(&lane_at(tile.v, kRows * warp + 8 * i, 32 * h + 8 * n)) =
-            scores[h].at[n / 2][2 * (n % 2) + i];
-      }
-    }
-  }
-  add_scored<Side::earlier, T>(dq, scores, tile.k, warp);
-  __syncthreads();
-  for (int row = kRows * warp; row < kChunk; row += kRows) {
-    uint32_t x[4];
-    load_block_transposed(x, tile.v, kRows * warp, row);
-    add_product<T>(dk, x, tile.q, row);
-  }
+  // and near z: rounded here, as ptxas finds no registers for products between else
+  Operand<4> scores;
+  round_to<T>(scores, near);
+  fence_products(gradient);
+  start_product<T>(gradient, scores, z);
+  commit_products();
+  wait_products<0>(gradient);
+  // x has no reader left: its rows are the warp's room for rows on their way out.
+  of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128);
+  const Out<4>& out = of_keys ? p.dk : p.dq;
 #pragma unroll
   for (int col = 0; col < D; col += kSlab) {
     if (col >= keys) break;
-    store_rows<T>(dq, col / 8, tile.dout, warp, chunk_rows<T>(p.dq, piece, query_head) + key + col,
-                  p.dq.stride[1], piece.length, keys - col);
-    store_rows_of<T>(dk, tile.dout, warp, p.dk, piece, query_head, key + col, shape.D, 0, col / 8);
+    store_rows_of<T>(gradient, x.block(0), warp, out, piece, query_head, key + col, shape.D, 0, col / 8);
   }
+  __syncthreads();
 
-  if (!wants_gates || warp != 0) return;
+  if (!wants_gates || all_warps != 0) return;
   // Rows 2 l and 2 l + 1 a lane.
   float2 row = *reinterpret_cast<const float2*>(tile.of_row + 2 * lane());
   const float2 col = *reinterpret_cast<const float2*>(tile.of_col + 2 * lane());
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 of_col = *reinterpret_cast<const float2*>(tile.pairs + i * kChunk + 2 * lane());
-    row.x -= of_col.x, row.y -= of_col.y;
-  }
+  const float2 pairs = *reinterpret_cast<const float2*>(tile.pairs + 2 * lane());
+  row.x -= pairs.x, row.y -= pairs.y;
   float after = row.x + row.y, before = col.x + col.y;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -279,7 +288,9 @@ __global__ void __launch_bounds__(kGroup, D == 64 ? 3 : 2)
   float later = __shfl_down_sync(~0u, after, 1), earlier = __shfl_up_sync(~0u, before, 1);
   if (lane() == 31) later = 0.f;
   if (lane() == 0) earlier = 0.f;
-  const float outside = tile.edge[0] + tile.edge[1] + tile.edge[2] + tile.edge[3];
+  float outside = 0.f;
+#pragma unroll
+  for (int i = 0; i < kHeadGradientThreads / 32; ++i) outside += tile.edge[i];
   float* dg = static_cast<float*>(p.dg.data) + piece.sequence.batch * p.dg.stride[0] +
               (piece.start + 2 * lane()) * p.dg.stride[1] + query_head * p.dg.stride[2] +
               part * p.dg.stride[3];
@@ -297,7 +308,7 @@ cudaError_t launch_head_gradients(const HeadGradients& p, cudaStream_t stream) {
   const int64_t blocks = piece_count(shape.tokens, kChunk) * shape.query_heads * divide_up(shape.D, D);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  head_gradients_kernel<T, D><<<static_cast<unsigned>(blocks), kGroup, kBytes, stream>>>(p);
+  head_gradients_kernel<T, D><<<static_cast<unsigned>(blocks), kHeadGradientThreads, kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

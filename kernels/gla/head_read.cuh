@@ -9,12 +9,14 @@
 //     S  <- e^{L_C} S + scale sum_j e^{L_j} k_j v_j^T
 //
 // A block walks a sequence, or a segment of one, with 64 columns of the values of one query head. Its warps
-// have three roles, which meet in a ring of stages, each a chunk's q, k, v, and S as readers take it:
-//   loaders   copy chunks ahead, and sum their gates
-//   keepers   have S in registers in fp32, transposed, 16 values a warp: round it into the stage, then
-//             S <- e^{L_C} S + (w v)^T k
+// have three roles:
+//   loaders   copy chunks of q, k, v ahead into a ring of stages, and sum their gates
+//   keepers   warpgroups that have S in registers in fp32, transposed, 16 values a warp: round it into a slot
+//             of a second ring, then S <- e^{L_C} S + (w v)^T k
 //   readers   warpgroups that take chunks in turn: rows of o, and S on its way to global memory
-// So the state never leaves the block for its readers, and only S itself goes from chunk to chunk.
+// So the state never leaves the block for its readers, and only S itself goes from chunk to chunk. Warp by
+// warp the products took 3000 of a chunk's 3900 cycles of shared memory: they are warpgroups'. With q, k, v
+// and S in one ring there was room for two stages, too few to load ahead.
 #pragma once
 
 #include <algorithm>
@@ -35,35 +37,51 @@ template <int D>
 constexpr int kReaders = 12 - kKeepers<D>;
 constexpr int kHeadReadThreads = 32 * 16;
 constexpr int kMaxStages = 6;
+constexpr int kMaxSlots = 4;
+
+template <typename T, int D>
+using HeadState = BlockTile<T, D>;  // S^T, [64 values, D]
 
 template <typename T, int D>
 struct HeadStage {
-  SharedTile<T, kChunk, D> q, k, s;  // s: S^T, [64 values, D]
-  SharedTile<T, kChunk, kSlab> v;
+  BlockTile<T, D> q, k;
+  BlockTile<T, kSlab> v;
 
-  static constexpr int kBytes = 3 * SharedTile<T, kChunk, D>::kBytes + SharedTile<T, kChunk, kSlab>::kBytes;
+  static constexpr int kBytes = 2 * BlockTile<T, D>::kBytes + BlockTile<T, kSlab>::kBytes;
 
-  __device__ explicit HeadStage(unsigned char* shared) { Layout(shared)(q)(k)(s)(v); }
+  __device__ explicit HeadStage(unsigned char* shared) { Layout(shared)(q)(k)(v); }
 };
 
-// What lies before the stages.
+// What lies before the stages, and they before the slots.
 struct HeadRing {
-  float sums[kMaxStages][kChunk];  // L of a stage's chunk
-  uint64_t full[kMaxStages];       // q, k, v and L are there
-  uint64_t carried[kMaxStages];    // S is
-  uint64_t free[kMaxStages];       // all of them have been used
+  float sums[kMaxStages][kChunk];     // L of a stage's chunk
+  float weights[kMaxStages][kChunk];  // w, what the keepers make of it
+  uint64_t full[kMaxStages];          // q, k, v, L and w are there
+  uint64_t free[kMaxStages];          // all of them have been used
+  uint64_t carried[kMaxSlots];        // S is there
+  uint64_t used[kMaxSlots];
 };
-constexpr int kHeadRingBytes = (sizeof(HeadRing) + 127) / 128 * 128;
+constexpr int kHeadRingBytes = (sizeof(HeadRing) + 1023) / 1024 * 1024;
 
-// A turn's stage and the parity of its phase.
+// Without one stage and one slot there is no read.
+template <typename T, int D>
+constexpr int kLeastHeadReadBytes = kHeadRingBytes + HeadStage<T, D>::kBytes + HeadState<T, D>::kBytes;
+
+// A turn's place in a ring and the parity of its phase.
 struct Turn {
   int slot = 0;
   unsigned parity = 0;
 
-  __device__ void next(int stages) {
-    if (++slot == stages) slot = 0, parity ^= 1;
+  __device__ void next(int slots) {
+    if (++slot == slots) slot = 0, parity ^= 1;
   }
 };
+
+// By all of a warp, for all that it did before: one arrival.
+__device__ inline void arrive_together(uint64_t* barrier) {
+  __syncwarp();
+  if (lane() == 0) arrive(barrier);
+}
 
 template <typename T>
 __device__ inline const T* first_row(const In<4>& in, const Sequence& sequence, int64_t start, int head,
@@ -76,12 +94,13 @@ template <typename T, int D, bool Reverse>
 __global__ void __launch_bounds__(kHeadReadThreads, 1)
     head_read_kernel(const __grid_constant__ HeadPass pass) {
   using Stage = HeadStage<T, D>;
-  constexpr Side kSide = Reverse ? Side::later : Side::earlier;
-  extern __shared__ __align__(128) unsigned char shared[];
+  using State = HeadState<T, D>;
+  extern __shared__ __align__(1024) unsigned char shared[];
   HeadRing& ring = *reinterpret_cast<HeadRing*>(shared);
   const HeadRead& p = pass.read;
   const HeadShape& shape = p.shape;
-  const int warp = threadIdx.x / 32;
+  // One number for a warp, as the compiler sees too: products of warpgroups bear no branch of single threads.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const bool alone = pass.segment_decay != nullptr;
 
   // Which columns of which head.
@@ -113,12 +132,19 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   const int length = static_cast<int>(end - start), chunks = (length + kChunk - 1) / kChunk;
   const auto token_of = [&](int turn) { return (Reverse ? chunks - 1 - turn : turn) * kChunk; };
   const auto stage_at = [&](int slot) { return Stage(shared + kHeadRingBytes + slot * Stage::kBytes); };
+  const auto state_at = [&](int slot) {
+    return State{
+        reinterpret_cast<T*>(shared + kHeadRingBytes + pass.stages * Stage::kBytes + slot * State::kBytes)};
+  };
 
   if (threadIdx.x < static_cast<unsigned>(pass.stages)) {
-    // A loader arrives twice: for its copies, and for the sums.
-    init_barrier(&ring.full[threadIdx.x], 2 * 32 * kLoaders);
-    init_barrier(&ring.carried[threadIdx.x], 32 * kKeepers<D>);
-    init_barrier(&ring.free[threadIdx.x], 32 * kKeepers<D> + (alone ? 0 : 128));
+    // Every loader for its copies, and one for the sums.
+    init_barrier(&ring.full[threadIdx.x], 32 * kLoaders + 1);
+    init_barrier(&ring.free[threadIdx.x], kKeepers<D> + (alone ? 0 : 4));
+  }
+  if (threadIdx.x < static_cast<unsigned>(pass.slots)) {
+    init_barrier(&ring.carried[threadIdx.x], kKeepers<D>);
+    init_barrier(&ring.used[threadIdx.x], 4);
   }
   __syncthreads();
 
@@ -145,10 +171,18 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
       if (!alone) q.start(stage.q, token, rows);
       arrive_after_copies(&ring.full[at.slot]);
       if (warp == 0) {
-        gates.put_sums(ring.sums[at.slot]);
+        float* sums = ring.sums[at.slot];
+        gates.put_sums(sums);
+        __syncwarp();
+        // w = e^{L_C - L}, in reverse scale e^L
+        const float2 sum = *reinterpret_cast<const float2*>(sums + 2 * lane());
+        const float whole = sums[kChunk - 1];
+        *reinterpret_cast<float2*>(ring.weights[at.slot] + 2 * lane()) =
+            Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
+                    : float2{exp2_fast(whole - sum.x), exp2_fast(whole - sum.y)};
+        arrive_together(&ring.full[at.slot]);
         gates = gates_of(turn + 1);  // a turn ahead
       }
-      arrive(&ring.full[at.slot]);
       at.next(pass.stages);
     }
     return;
@@ -180,49 +214,56 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
       });
     }
     float total = 0.f;
-    Turn at;
+    Turn at, to;
     for (int turn = 0; turn < chunks; ++turn) {
-      const Stage stage = stage_at(at.slot);
-      const float* sums = ring.sums[at.slot];
-      wait(&ring.full[at.slot], at.parity);
       if (!alone) {
+        if (turn >= pass.slots) wait(&ring.used[to.slot], to.parity ^ 1);
+        const State carried = state_at(to.slot);
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            *reinterpret_cast<uint32_t*>(&lane_at(stage.s, first_value + 8 * i, first_key + 8 * n)) =
+            *reinterpret_cast<uint32_t*>(&lane_at(carried, first_value + 8 * i, first_key + 8 * n)) =
                 pair_of<T>(state.at[n][2 * i], state.at[n][2 * i + 1]);
           }
         }
-        arrive(&ring.carried[at.slot]);
+        fence_tiles();
+        arrive_together(&ring.carried[to.slot]);
+        to.next(pass.slots);
       }
 
-      // S^T <- e^{L_C} S^T + (w v)^T k, w = e^{L_C - L}, in reverse scale e^L
-      const float whole = sums[kChunk - 1], decay = exp2_fast(whole);
+      // S^T <- e^{L_C} S^T + (w v)^T k
+      const Stage stage = stage_at(at.slot);
+      wait(&ring.full[at.slot], at.parity);
+      fence_tiles();
+      const float whole = ring.sums[at.slot][kChunk - 1], decay = exp2_fast(whole);
       total += whole;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.at[n][i] *= decay;
       }
+      Operand<4> weighted;
 #pragma unroll
-      for (int token = 0; token < kChunk; token += 16) {
-        uint32_t a[4];
-        load_block_transposed(a, stage.v, first_value, token);
+      for (int k = 0; k < 4; ++k) {
+        uint32_t(&a)[4] = weighted.at[k];
+        load_block_transposed(a, stage.v, first_value, 16 * k);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 sum = *reinterpret_cast<const float2*>(sums + token + 8 * half + lane_col());
-          const float2 w = Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
-                                   : float2{exp2_fast(whole - sum.x), exp2_fast(whole - sum.y)};
+          const float2 w =
+              *reinterpret_cast<const float2*>(ring.weights[at.slot] + 16 * k + 8 * half + lane_col());
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float2 x = unpaired<T>(a[2 * half + i]);
             a[2 * half + i] = pair_of<T>(w.x * x.x, w.y * x.y);
           }
         }
-        add_product<T>(state, a, stage.k, token, first_key);
       }
-      arrive(&ring.free[at.slot]);
+      fence_products(state);
+      start_product<T>(state, weighted, stage.k, first_key);
+      commit_products();
+      wait_products<0>(state);
+      arrive_together(&ring.free[at.slot]);
       at.next(pass.stages);
     }
 
@@ -244,54 +285,34 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   }
 
   const int thread = (static_cast<int>(threadIdx.x) - 32 * (kLoaders + kKeepers<D>)) % 128;
-  const int reader = (warp - kLoaders - kKeepers<D>) / 4;
-  // Scores are a triangle: the rows with the most meet another scheduler in the other warpgroup.
-  const int row_block = reader % 2 == 0 ? thread / 32 : 3 - thread / 32;
+  const int reader = (warp - kLoaders - kKeepers<D>) / 4, row_block = warp % 4;
   if (alone || reader >= pass.readers) return;
   const int64_t first_chunk = first_piece(shape.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
   const bool publishes = p.states != nullptr && (Reverse || query_head % group == 0);
   // A reader that skips turns never sees a barrier two phases on: the S that it saw last came after all
   // before.
-  Turn at;
-  for (int turn = 0; turn < chunks; ++turn, at.next(pass.stages)) {
+  Turn at, from;
+  for (int turn = 0; turn < chunks; ++turn, at.next(pass.stages), from.next(pass.slots)) {
     if (turn % pass.readers != reader) continue;
     const Stage stage = stage_at(at.slot);
+    const State carried = state_at(from.slot);
     const float* sums = ring.sums[at.slot];
-    wait(&ring.full[at.slot], at.parity);
-    // near_ij = scale (q_i . k_j) e^{-|L_i - L_j|}
-    Scores scores;
-    zero(scores);
-#pragma unroll 4
-    for (int key = 0; key < D; key += 16) {
-      uint32_t x[4];
-      load_block(x, stage.q, kRows * row_block, key);
-      add_scores<kSide, T>(scores, x, stage.k, key, row_block);
-    }
-    decay_scores<kSide>(scores, sums, shape.scale, row_block);
-    Operand<2> near[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) round_to<T>(near[h], scores.half[h]);
-
-    // o = r (q S) + near v, r = scale e^L, in reverse e^{L_C - L}
-    Sums<8> o;
-    fill(o, 0.f);
-    wait(&ring.carried[at.slot], at.parity);
-#pragma unroll 4
-    for (int key = 0; key < D; key += 16) {
-      uint32_t x[4];
-      load_block(x, stage.q, kRows * row_block, key);
-      add_product_transposed<T>(o, x, stage.s, 0, key);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float sum = sums[kRows * row_block + lane_row() + 8 * i];
-      const float r = Reverse ? exp2_fast(sums[kChunk - 1] - sum) : shape.scale * exp2_fast(sum);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) o.at[n][2 * i] *= r, o.at[n][2 * i + 1] *= r;
-    }
-    add_scored<kSide, T>(o, near, stage.v, row_block);
-
     const int token = token_of(turn);
+
+    // near_ij = scale (q_i . k_j) e^{-|L_i - L_j|}, o = r (q S) + near v, r = scale e^L, in reverse
+    // e^{L_C - L}
+    Sums<8> scores, o;
+    fill(scores, 0.f);
+    fill(o, 0.f);
+    wait(&ring.full[at.slot], at.parity);
+    fence_tiles();
+    fence_products(scores);
+    start_product_transposed(scores, stage.q, stage.k);
+    commit_products();
+    wait(&ring.carried[from.slot], from.parity);
+    fence_products(o);
+    start_product_transposed(o, stage.q, carried);
+    commit_products();
     if (publishes) {
       T* to = static_cast<T*>(p.states) +
               (((first_chunk + token / kChunk) * state_heads(p) + state_head) * shape.V + col) *
@@ -301,16 +322,33 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
         const int row = i / (D / 8), at_key = i % (D / 8) * 8;
         if (row < cols && at_key < shape.D) {
           *reinterpret_cast<uint4*>(to + row * static_cast<int64_t>(shape.D) + at_key) =
-              *reinterpret_cast<const uint4*>(&stage.s.at(row, at_key));
+              *reinterpret_cast<const uint4*>(&carried.at(row, at_key));
         }
       }
     }
-    // The warp's rows of q are its room for rows on their way out.
-    const SharedTile<T, kChunk, kSlab> out{reinterpret_cast<T*>(rows_of(stage.q, row_block)) -
-                                           row_block * kRows * kSlab};
+    wait_products<1>(scores);
+    decay_scores(scores, sums, shape.scale, row_block, Reverse);
+    Operand<4> near;
+    round_to<T>(near, scores);
+    wait_products<0>(o);
+    arrive_together(&ring.used[from.slot]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = sums[kRows * row_block + lane_row() + 8 * i];
+      const float r = Reverse ? exp2_fast(sums[kChunk - 1] - sum) : shape.scale * exp2_fast(sum);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) o.at[n][2 * i] *= r, o.at[n][2 * i + 1] *= r;
+    }
+    fence_products(o);
+    start_product<T>(o, near, stage.v);
+    commit_products();
+    wait_products<0>(o);
+
+    // q, which the products of all four warps have left, is the room for rows on their way out.
+    reader == 0 ? barrier_wait(1, 128) : barrier_wait(2, 128);
     const Piece piece{sequence, 0, start + token, min(kChunk, length - token)};
-    store_rows_of<T>(o, out, row_block, p.o, piece, query_head, col, shape.V);
-    arrive(&ring.free[at.slot]);
+    store_rows_of<T>(o, stage.q.block(0), row_block, p.o, piece, query_head, col, shape.V);
+    arrive_together(&ring.free[at.slot]);
   }
 }
 
@@ -325,11 +363,15 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
 
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  pass.stages = std::min((limit - kHeadRingBytes) / HeadStage<T, D>::kBytes, kMaxStages);
-  if (pass.stages == 0) return cudaErrorInvalidConfiguration;
-  // A reader that skips a turn may only do so when the stage it comes back to is another turn's by then.
-  pass.readers = std::min(kReaders<D> / 4, pass.stages);
-  const int bytes = kHeadRingBytes + pass.stages * HeadStage<T, D>::kBytes;
+  constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes;
+  if (limit < kLeastHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
+  const int room = limit - kHeadRingBytes;
+  // Two of both, then stages; what they leave is slots'.
+  pass.stages = std::min((room - (room < 2 * (kStage + kState) ? 1 : 2) * kState) / kStage, kMaxStages);
+  pass.slots = std::min((room - pass.stages * kStage) / kState, kMaxSlots);
+  // A reader that skips a turn may only do so when the place it comes back to is another turn's by then.
+  pass.readers = std::min({kReaders<D> / 4, pass.stages, pass.slots});
+  const int bytes = kHeadRingBytes + pass.stages * kStage + pass.slots * kState;
   const cudaError_t error = allow_shared<head_read_kernel<T, D, Reverse>>(bytes);
   if (error != cudaSuccess) return error;
   head_read_kernel<T, D, Reverse><<<static_cast<unsigned>(blocks), kHeadReadThreads, bytes, stream>>>(pass);

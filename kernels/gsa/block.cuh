@@ -132,10 +132,10 @@ struct Layout {
 
   __device__ explicit Layout(unsigned char* start) : next(start) {}
 
-  template <typename T, int Rows, int Cols>
-  __device__ Layout& operator()(SharedTile<T, Rows, Cols>& tile) {
-    tile.data = reinterpret_cast<T*>(next);
-    next += SharedTile<T, Rows, Cols>::kBytes;
+  template <class Tile>
+  __device__ Layout& operator()(Tile& tile) {
+    tile.data = reinterpret_cast<typename Tile::Element*>(next);
+    next += Tile::kBytes;
     return *this;
   }
   __device__ Layout& operator()(float*& array, int floats) {

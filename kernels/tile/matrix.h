@@ -20,6 +20,10 @@ __device__ inline int lane() { return threadIdx.x & 31; }
 __device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }  // and 8 below it
 __device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }   // and the one right of it
 
+// The warp's number in its block, in a way that tells the compiler that it is the same for all lanes:
+// branches by it, and what follows from it, then need no care for lanes that part.
+__device__ inline int warp_index() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
 // The lane's element of an 8 x 8 block: (row + lane_row(), col + lane_col()).
 template <class Tile>
 __device__ inline typename Tile::Element& lane_at(const Tile& tile, int row, int col) {
@@ -87,6 +91,19 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t addr
                : "memory");
 }
 
+// Four 8 x 8 matrices one after another, 128 bytes each.
+__device__ inline void store_matrices(void* to, const uint32_t (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(to) +
+                                                                                          lane() * 16),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(to)[32 * i + lane()] = x[i];
+#endif
+}
+
 // An 8 x 8 matrix of pairs, transposed.
 __device__ inline uint32_t transpose_pairs(uint32_t x) {
   uint32_t y;
@@ -110,6 +127,20 @@ __device__ inline void mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32
       "{%0, %1, %2, %3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four registers of the four lanes that share rows, turned: the quad's lane i gets register i of all four.
+__device__ inline void turn_quad(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane() & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+      (upper ? x[i] : x[i + step]) = got;
+    }
+  }
 }
 
 // The 16 x 16 of a tile at (row, col) as a left factor.
@@ -143,6 +174,15 @@ __device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums.at[n][i] *= factors.at[n][i];
+  }
+}
+
+// Row lane_row() times by.x, the one 8 further times by.y.
+template <int N>
+__device__ inline void scale_rows(Sums<N>& x, float2 by) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    x.at[n][0] *= by.x, x.at[n][1] *= by.x, x.at[n][2] *= by.y, x.at[n][3] *= by.y;
   }
 }
 
