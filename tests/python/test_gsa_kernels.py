@@ -113,6 +113,16 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
 
+@pytest.mark.parametrize("feature", ["softmax", "silu"])
+@pytest.mark.parametrize("M", [72, 128])
+@pytest.mark.parametrize("pattern", ["open", "mild", "sudden", "uniform"])
+def test_rows_of_more_slots_than_a_warp_has(pattern, M, feature):
+    """Two warps share a row: its softmax and its products, whether or not gates go by factors."""
+    dtype = DTYPES[1 + (M == 128)]
+    inputs = draw(T=100, G=2, M=M, D=72, V=136, pattern=pattern, dtype=dtype, feature=feature, scale=0.1)
+    assert_as_right_as_the_formula(inputs)
+
+
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [120, 136])  # of the tensor-core kernels, and too many for them
