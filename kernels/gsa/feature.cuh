@@ -7,12 +7,9 @@
 namespace girih::kernels {
 
 // x becomes p times the row's divisor: softmax leaves its sums out of p, `divisor` is what to multiply by
-// (rows lane_row() and lane_row() + 8); 1 elsewhere. Slots from `slots` on do not exist. Where other warps
-// have more of the rows' columns, join(what, value, op) gives op of theirs and `value`, for what = 0 and
-// then 1.
-template <int N, class Join>
-__device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, const Join& join,
-                             float2& divisor) {
+// (rows lane_row() and lane_row() + 8); 1 elsewhere. Slots from `slots` on do not exist.
+template <int N>
+__device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, float2& divisor) {
   divisor = {1.f, 1.f};
   if (feature == Feature::softmax) {
     if (scale < 0.f) {
@@ -38,10 +35,8 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
       above = fmaxf(above, fmaxf(x.at[n][0], x.at[n][1]));
       below = fmaxf(below, fmaxf(x.at[n][2], x.at[n][3]));
     }
-    const float2 top = join(0, float2{max_over_row(above), max_over_row(below)},
-                            [](float a, float b) { return fmaxf(a, b); });
-    above = factor * top.x;
-    below = factor * top.y;
+    above = factor * max_over_row(above);
+    below = factor * max_over_row(below);
     float2 sum = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -52,8 +47,7 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
         (i < 2 ? sum.x : sum.y) += value;
       }
     }
-    sum = join(1, float2{sum_over_row(sum.x), sum_over_row(sum.y)}, [](float a, float b) { return a + b; });
-    divisor = {1.f / sum.x, 1.f / sum.y};
+    divisor = {1.f / sum_over_row(sum.x), 1.f / sum_over_row(sum.y)};
     return;
   }
 #pragma unroll

@@ -48,6 +48,34 @@ struct GsaRowTiles {
   }
 };
 
+// The first Count by 8 columns of sums, lane by lane: aside and back, or from one warp to another.
+template <int Count, int N>
+__device__ inline void put_sums(float* to, const Sums<N>& sums) {
+#pragma unroll
+  for (int n = 0; n < Count; ++n) {
+    reinterpret_cast<float4*>(to)[32 * n + lane()] = {sums.at[n][0], sums.at[n][1], sums.at[n][2],
+                                                      sums.at[n][3]};
+  }
+}
+template <int Count, int N>
+__device__ inline void take_sums(Sums<N>& sums, const float* from) {
+#pragma unroll
+  for (int n = 0; n < Count; ++n) {
+    const float4 put = reinterpret_cast<const float4*>(from)[32 * n + lane()];
+    sums.at[n][0] = put.x, sums.at[n][1] = put.y, sums.at[n][2] = put.z, sums.at[n][3] = put.w;
+  }
+}
+template <int N>
+__device__ inline void add_sums(Sums<N>& sums, const float* from) {
+  Sums<N> other;
+  take_sums<N>(other, from);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] += other.at[n][i];
+  }
+}
+
 template <typename T, int M>
 __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     gsa_rows_kernel(const __grid_constant__ GsaRows p) {
@@ -108,6 +136,11 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     p.left.factored[chunk * shape.heads + head] = reads.factored;
   wait_copies<1>();
   __syncthreads();
+
+  // The warps of the same rows wait for each other.
+  const auto meet = [&] {
+    if constexpr (kGroups > 1) barrier_wait(1 + warp, 32 * kGroups);
+  };
 
   // a = X Y^T,   sums = X H
   const auto multiply = [&](Sums<8>& sums, Scores& a, const auto& x_tile, const auto& y_tile,
@@ -228,7 +261,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
           at(group, 0) = {own.top.x, own.sum.x, own.delta.x, 0.f};
           at(group, 1) = {own.top.y, own.sum.y, own.delta.y, 0.f};
         }
-        meet<kGroups>(warp);
+        meet();
         const auto add = [](float4 other, float& top, float& sum, float& delta) {
           const float both = fmaxf(top, other.x), mine = exp2_fast(top - both),
                       its = exp2_fast(other.x - both);
@@ -279,8 +312,18 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     Scores W;
     reads.template key_read<true>(dp, W);
     if constexpr (kGroups > 1) {
-      meet<kGroups>(warp);  // the rows of g and, below, of the weights have served
-      join_scores(W, rows_of(tile.g, warp), group, warp);
+      // The rows of g and, below, of the weights have served.
+      float* rows = rows_of(tile.g, warp);
+      meet();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (has_half<Side::earlier>(h, warp)) put_sums<4>(rows + (2 * group + h) * 512, W.half[h]);
+      }
+      meet();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (has_half<Side::earlier>(h, warp)) add_sums(W.half[h], rows + (2 * (1 - group) + h) * 512);
+      }
     }
     round_scores<Side::earlier, true, T>(w, W, warp);
   }
@@ -298,9 +341,22 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
       wait_copies<0>();
       __syncthreads();
     }
-    Sums<kEights> dq;
-    read_rows<T, kGroups>(dq, f, w, tile.hk, tile.k, rows_of(tile.hv, warp), group, warp);
     const int col = 8 * kEights * group;
+    if constexpr (kGroups > 1) {
+      // What the group's slots give to the other's columns.
+      Sums<kEights> dq;
+      fill(dq, 0.f);
+      add_product_transposed<T>(dq, f, tile.hk.from_column(first), kSlab - 8 * kEights - col);
+      put_sums<kEights>(rows_of(tile.hv, warp) + (1 - group) * kEights * 128, dq);
+    }
+    Sums<kEights> dq;
+    fill(dq, 0.f);
+    add_product_transposed<T>(dq, f, tile.hk.from_column(first), col);
+    add_scored<Side::earlier, T>(dq, w, tile.k, warp, col);
+    if constexpr (kGroups > 1) {
+      meet();
+      add_sums(dq, rows_of(tile.hv, warp) + group * kEights * 128);
+    }
     store_rows<T, kEights>(dq, 0, stage, warp, chunk_rows<T>(p.dq, piece, query_head) + d + col,
                            p.dq.stride[1], piece.length, shape.D - d - col);
   }
