@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   const int part = static_cast<int>(job % parts), key = part * D, keys = min(D, shape.D - key);
   job /= parts;
   const int query_head = static_cast<int>(job % shape.query_heads), head = query_head / group;
-  const int64_t chunk = piece_in_time(shape.tokens, job / shape.query_heads, kChunk, /*last_first=*/false);
+  const int64_t chunk = job / shape.query_heads;
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 

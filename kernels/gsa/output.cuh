@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   const int warp = threadIdx.x >> 5,
             query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   const int head = query_head / (shape.query_heads / shape.heads);
-  const int64_t chunk = piece_in_time(shape.tokens, blockIdx.x / static_cast<unsigned>(shape.query_heads),
-                                      kChunk, /*last_first=*/true);
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 

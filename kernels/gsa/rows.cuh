@@ -88,8 +88,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
   const int first = 64 * group;  // of the group's columns
   const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   const int queries = shape.query_heads / shape.heads, head = query_head / queries;
-  const int64_t chunk = piece_in_time(shape.tokens, blockIdx.x / static_cast<unsigned>(shape.query_heads),
-                                      kChunk, /*last_first=*/false);
+  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 

@@ -10,7 +10,7 @@
 
 namespace girih::kernels {
 
-constexpr int kStepThreads = 256;
+constexpr int kStepThreads = 128;
 
 __device__ inline float element(const In<3>& x, int64_t n, int64_t head, int64_t i) {
   return load_any(x.data, x.dtype, n * x.stride[0] + head * x.stride[1] + i * x.stride[2]);

@@ -83,16 +83,6 @@ __host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) 
   return is_packed(all) ? all.tokens / size + all.sequences : all.batch * ((all.tokens + size - 1) / size);
 }
 
-// The number of the turn-th piece in the order of time, the first of every row before the second of any; or
-// the last ones first. A kernel of single chunks that follows a scan starts where the scan ended: there it
-// finds in the L2 cache what it needs.
-__device__ inline int64_t piece_in_time(const Tokens& all, int64_t turn, int64_t size, bool last_first) {
-  if (is_packed(all)) return last_first ? piece_count(all, size) - 1 - turn : turn;
-  const auto batch = static_cast<uint32_t>(all.batch), index = static_cast<uint32_t>(turn) / batch;
-  const int64_t row = static_cast<uint32_t>(turn) % batch, each = (all.tokens + size - 1) / size;
-  return row * each + (last_first ? each - 1 - index : index);
-}
-
 struct Piece {
   Sequence sequence;
   int64_t index;  // in its sequence
