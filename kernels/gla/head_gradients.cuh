@@ -15,7 +15,7 @@
 //          + sum_{i>=t} q_i . (dq_i through S) + sum_{j<t} k_j . (dk_j through G)
 //          + sum_{j<t<=i} near_ij (q_i . k_j)
 //
-// The last is a sum over i >= t of what rows have less what columns have: the same numbers in fp32, so that
+// The last is a sum over i >= t of what rows have less what columns have: the same products in fp32, so that
 // what does not belong cancels. A tile of keys has its part of every term. Before a sequence's first token
 // both states are there in fp32; there <S, dS>, less what the chunk's own rows read, is the first term.
 #pragma once
@@ -35,13 +35,13 @@ struct HeadGradientTiles {
   BlockTile<T, 2 * kSlab> v, dout;
   float *sums, *of_row, *of_col, *pairs, *edge;
 
-  static constexpr int kFloats = 4 * kChunk + 32;
+  static constexpr int kFloats = 4 * kChunk + 8;
   static constexpr int kBytes =
       4 * BlockTile<T, D>::kBytes + 2 * BlockTile<T, 2 * kSlab>::kBytes + kFloats * 4;
 
   __device__ explicit HeadGradientTiles(unsigned char* shared) {
     Layout(shared)(q)(k)(s)(ds)(v)(dout)(sums, kChunk)(of_row, kChunk)(of_col, kChunk)(pairs, kChunk)(edge,
-                                                                                                      32);
+                                                                                                      8);
   }
 };
 

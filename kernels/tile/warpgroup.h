@@ -54,16 +54,20 @@ __device__ inline int group_warp() { return static_cast<int>(threadIdx.x) / 32 %
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// What becomes rows of a left factor, or columns of a right one: a tile's rows or its columns.
+enum class Lines { rows, columns };
+
 // What wgmma is told of a tile: where it starts, 1024 bytes from 8 rows to the next 8, lines of 128 bytes
-// whose packs change places. The same for factors by rows and by columns: of 64 columns there is one block.
-template <typename T, int Cols>
+// whose packs change places; by columns also where the next 64 of them are.
+template <Lines lines, typename T, int Cols>
 __device__ inline uint64_t descriptor(const BlockTile<T, Cols>& tile, int row, int col) {
+  constexpr uint64_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols>::Block::kBytes / 16;
   constexpr uint64_t kEight = 1024 / 16;
   const uint32_t address = shared_address(tile.block(col).data + row * 64 + col % 64);
-  return (address & 0x3ffff) >> 4 | kEight << 16 | kEight << 32 | uint64_t{1} << 62;
+  return (address & 0x3ffff) >> 4 | kNext << 16 | kEight << 32 | uint64_t{1} << 62;
 }
 
-// d += a b, 64 x 16 times 16 x 64. a: registers, or a tile's rows; b: a tile's columns, or rows.
+// d += a b, 64 x 16 times 16 x 64. a: registers, or a tile's rows.
 #define GIRIH_SUMS                                                                                        \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -82,16 +86,13 @@ __device__ inline uint64_t descriptor(const BlockTile<T, Cols>& tile, int row, i
                : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)            \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// The columns of d are rows of b's tile, or columns.
-enum class Columns { rows, columns };
-
-template <typename T, Columns columns>
+template <typename T, Lines of_b>
 __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __half> && columns == Columns::rows) {
+  if constexpr (std::is_same_v<T, __half> && of_b == Lines::rows) {
     GIRIH_FROM_TILE("f16", "0");
   } else if constexpr (std::is_same_v<T, __half>) {
     GIRIH_FROM_TILE("f16", "1");
-  } else if constexpr (columns == Columns::rows) {
+  } else if constexpr (of_b == Lines::rows) {
     GIRIH_FROM_TILE("bf16", "0");
   } else {
     GIRIH_FROM_TILE("bf16", "1");
@@ -161,7 +162,8 @@ __device__ inline void start_product_transposed(Sums<8>& sums, const BlockTile<T
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
   for (int col = 0; col < Cols; col += 16) {
-    group_mma<T, Columns::rows>(sums.at, descriptor(x, 0, col), descriptor(y, 0, col));
+    group_mma<T, Lines::rows>(sums.at, descriptor<Lines::rows>(x, 0, col),
+                              descriptor<Lines::rows>(y, 0, col));
   }
 #else
 #pragma unroll 4
@@ -182,7 +184,8 @@ __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Columns::columns>(sums.at + n, descriptor(x, 0, x_col + k), descriptor(y, k, col + 8 * n));
+      group_mma<T, Lines::columns>(sums.at + n, descriptor<Lines::rows>(x, 0, x_col + k),
+                                   descriptor<Lines::columns>(y, k, col + 8 * n));
     }
 #else
     uint32_t a[4];
@@ -199,7 +202,7 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<4>& a, const B
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T>(sums.at + n, a.at[k], descriptor(y, 16 * k, col + 8 * n));
+      group_mma<T>(sums.at + n, a.at[k], descriptor<Lines::columns>(y, 16 * k, col + 8 * n));
     }
 #else
     add_product<T>(sums, a.at[k], y, 16 * k, col);
