@@ -77,12 +77,6 @@ struct Turn {
   }
 };
 
-// By all of a warp, for all that it did before: one arrival.
-__device__ inline void arrive_together(uint64_t* barrier) {
-  __syncwarp();
-  if (lane() == 0) arrive(barrier);
-}
-
 template <typename T>
 __device__ inline const T* first_row(const In<4>& in, const Sequence& sequence, int64_t start, int head,
                                      int col = 0) {
@@ -138,13 +132,13 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   };
 
   if (threadIdx.x < static_cast<unsigned>(pass.stages)) {
-    // Every loader for its copies, and one for the sums.
-    init_barrier(&ring.full[threadIdx.x], 32 * kLoaders + 1);
-    init_barrier(&ring.free[threadIdx.x], kKeepers<D> + (alone ? 0 : 4));
+    // Every loader for its copies, and one warp for the sums.
+    init_barrier(&ring.full[threadIdx.x], 32 * (kLoaders + 1));
+    init_barrier(&ring.free[threadIdx.x], 32 * (kKeepers<D> + (alone ? 0 : 4)));
   }
   if (threadIdx.x < static_cast<unsigned>(pass.slots)) {
-    init_barrier(&ring.carried[threadIdx.x], kKeepers<D>);
-    init_barrier(&ring.used[threadIdx.x], 4);
+    init_barrier(&ring.carried[threadIdx.x], 32 * kKeepers<D>);
+    init_barrier(&ring.used[threadIdx.x], 32 * 4);
   }
   __syncthreads();
 
@@ -180,7 +174,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
         *reinterpret_cast<float2*>(ring.weights[at.slot] + 2 * lane()) =
             Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
                     : float2{exp2_fast(whole - sum.x), exp2_fast(whole - sum.y)};
-        arrive_together(&ring.full[at.slot]);
+        arrive(&ring.full[at.slot]);
         gates = gates_of(turn + 1);  // a turn ahead
       }
       at.next(pass.stages);
@@ -228,7 +222,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
           }
         }
         fence_tiles();
-        arrive_together(&ring.carried[to.slot]);
+        arrive(&ring.carried[to.slot]);
         to.next(pass.slots);
       }
 
@@ -263,7 +257,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
       start_product<T>(state, weighted, stage.k, first_key);
       commit_products();
       wait_products<0>(state);
-      arrive_together(&ring.free[at.slot]);
+      arrive(&ring.free[at.slot]);
       at.next(pass.stages);
     }
 
@@ -331,7 +325,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     Operand<4> near;
     round_to<T>(near, scores);
     wait_products<0>(o);
-    arrive_together(&ring.used[from.slot]);
+    arrive(&ring.used[from.slot]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = sums[kRows * row_block + lane_row() + 8 * i];
@@ -348,7 +342,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     reader == 0 ? barrier_wait(1, 128) : barrier_wait(2, 128);
     const Piece piece{sequence, 0, start + token, min(kChunk, length - token)};
     store_rows_of<T>(o, stage.q.block(0), row_block, p.o, piece, query_head, col, shape.V);
-    arrive_together(&ring.free[at.slot]);
+    arrive(&ring.free[at.slot]);
   }
 }
 
