@@ -11,7 +11,7 @@
 namespace girih::kernels {
 namespace {
 
-constexpr int kStepThreads = 128;
+constexpr int kStepThreads = 64;
 constexpr int kStepCols = 32;
 constexpr int kStepWarps = kStepThreads / 32;
 
