@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ 
   extern __shared__ __align__(128) unsigned char shared[];
   const ValueTiles<T> tile(shared);
   const DeltaShape& shape = p.shape;
-  const int warp = threadIdx.x / 32, n = shape.n, tokens = delta_chunk(n);
+  const int warp = warp_index(), n = shape.n, tokens = delta_chunk(n);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads));
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.heads);
   const Piece piece = piece_at(shape.tokens, chunk, tokens);
