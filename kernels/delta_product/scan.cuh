@@ -36,7 +36,9 @@ struct ScanSizes {
   static constexpr int kWarpBytes = kStateBytes + kUpdateBytes, kSlotBytes = kChain * kWarpBytes;
   static constexpr int kQueryBytes = kTileRows * D * 2;  // a band's
   // A slot with its pair's queries: of a token with one step a chunk has four bands, else two at most.
-  static constexpr int ring_bytes(int n) { return kSlotBytes + (n == 1 ? 4 : 2) * kQueryBytes; }
+  __host__ __device__ static constexpr int ring_bytes(int n) {
+    return kSlotBytes + (n == 1 ? 4 : 2) * kQueryBytes;
+  }
 };
 
 struct ScanBarriers {
