@@ -21,7 +21,7 @@ struct ReverseSizes {
   static constexpr int kChain = kCols / 16;      // warps
   static constexpr int kThreads = 32 * (kChain + kWriters + kLoaders);
   static constexpr int kMaxStages = 4;
-  static constexpr int kRing = D == 256 ? 1 : 2;
+  static constexpr int kRing = D == 64 ? 4 : D == 128 ? 2 : 1;
   static constexpr int kStateBytes = D * 32,
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
   static constexpr int kSlotBytes = kChain * (kStateBytes + kUpdateBytes);
@@ -49,7 +49,7 @@ __host__ __device__ constexpr int bands_of(int n) { return (delta_chunk(n) + kTi
 struct ReverseBarriers {
   uint64_t full[4], empty[4];              // stages
   uint64_t query_full[4], query_empty[4];  // of the query heads
-  uint64_t published[2], consumed[2];      // slots of the ring
+  uint64_t published[4], consumed[4];      // slots of the ring
 };
 static_assert(sizeof(ReverseBarriers) <= 256, "");
 
