@@ -273,4 +273,34 @@ __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int
          head * array.stride[2] + col;
 }
 
+// A warp's 16 rows from `row` on, to global memory; To: T or float.
+template <typename To, typename T, int N>
+__device__ inline void store_rows(const Sums<N>& sums, To* to, int64_t stride, int row, int rows, int cols) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = row + lane_row() + 8 * i;
+    To* const of_row = to + r * stride;
+    if constexpr (std::is_same<To, float>::value) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const int col = 8 * n + lane_col();
+        if (r >= rows || col >= cols) continue;
+        *reinterpret_cast<float2*>(of_row + col) = {sums.at[n][2 * i], sums.at[n][2 * i + 1]};
+      }
+    } else {
+      static_assert(N % 4 == 0, "a lane stores eight of 32 columns");
+#pragma unroll
+      for (int n = 0; n < N; n += 4) {
+        uint32_t pack[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) pack[m] = pair_of<T>(sums.at[n + m][2 * i], sums.at[n + m][2 * i + 1]);
+        turn_quad(pack);
+        const int col = 8 * n + 4 * lane_col();
+        if (r >= rows || col >= cols) continue;
+        *reinterpret_cast<uint4*>(of_row + col) = {pack[0], pack[1], pack[2], pack[3]};
+      }
+    }
+  }
+}
+
 }  // namespace girih::kernels::delta_product

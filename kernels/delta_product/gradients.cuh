@@ -17,8 +17,10 @@
 //
 // without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
 //
-// Half of the warps have what belongs to k, v and beta, the others what belongs to q: 16 rows or tokens each,
-// and of the columns all (D <= 64) or half. Columns of V go 64 at a time.
+// Half of the warps find E and U, and with them dbeta, dv and dq; the others have dk and dP. Each has 16 rows
+// or tokens, and of the columns all (D <= 64) or half. Columns of V go 64 at a time. The two halves have
+// about as many products, before what they exchange and after: one with all that belongs to keys and another
+// with what belongs to queries took as long as the first and waited in the second.
 #pragma once
 
 #include "delta_product/chain.cuh"
@@ -32,7 +34,7 @@ constexpr int kBands = 4;          // of 16 rows
 template <int D>
 struct GradientSizes {
   static constexpr int kSplit = D == 64 ? 1 : 2;
-  static constexpr int kGroup = 32 * kBands * kSplit;  // threads for keys, and as many for queries
+  static constexpr int kGroup = 32 * kBands * kSplit;  // threads of either half
   static constexpr int kThreads = 2 * kGroup;
   static constexpr int kBlocks = D == 64 ? 2 : 1;  // of a multiprocessor
 };
@@ -41,10 +43,11 @@ struct GradientSizes {
 template <int D>
 struct GradientSums {
   static constexpr int kSplit = GradientSizes<D>::kSplit;
-  float beta[kSplit][kDeltaRows], row[kSplit][kDeltaRows], token[kSplit][kDeltaRows];
+  float beta[kSplit][kDeltaRows];
+  float row[2][kSplit][kDeltaRows], token[2][kSplit][kDeltaRows];  // of dL, a part from either group of warps
   float key_cols[kBands][kDeltaRows], query_cols[kBands][kDeltaRows];
-  float along[2][kSplit][kDeltaRows];  // of keys and of queries
-  float edge[GradientSizes<D>::kThreads / 32], end[kBands * kSplit];
+  float along[2][kSplit][kDeltaRows];  // of queries and of keys
+  float edge[GradientSizes<D>::kThreads / 32], end[GradientSizes<D>::kThreads / 32];
 };
 
 template <typename T, int D>
@@ -99,9 +102,15 @@ template <typename T, class Tile>
 __device__ inline float2 pair_at(const Tile& tile, int row, int col) {
   return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
 }
-template <typename T, class Tile>
-__device__ inline void put_pair(const Tile& tile, int row, int col, float left, float right) {
-  *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
+// A warp's 16 rows to a tile, rounded.
+template <typename T, int N, class Tile>
+__device__ inline void put_rows(const Tile& tile, int row, int col, const Sums<N>& sums) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    Operand<1> block;
+    round_to<T>(block, sums, n);
+    store_block(tile, row, col + 8 * n, block.at[0]);
+  }
 }
 
 // The rows of a left factor times x: row lane_row(), and y: 8 further.
@@ -115,36 +124,29 @@ __device__ inline void multiply_rows(uint32_t (&a)[4], float x, float y) {
   }
 }
 
-// A warp's 16 rows from `row` on, to global memory; To: T or float.
-template <typename To, typename T, int N>
-__device__ inline void store_rows(const Sums<N>& sums, To* to, int64_t stride, int row, int rows, int cols) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int r = row + lane_row() + 8 * i, col = 8 * n + lane_col();
-      if (r >= rows || col >= cols) continue;
-      if constexpr (std::is_same<To, float>::value) {
-        *reinterpret_cast<float2*>(to + r * stride + col) = {sums.at[n][2 * i], sums.at[n][2 * i + 1]};
-      } else {
-        *reinterpret_cast<uint32_t*>(to + r * stride + col) =
-            pair_of<T>(sums.at[n][2 * i], sums.at[n][2 * i + 1]);
-      }
-    }
-  }
-}
-
-// x . a tile's rows from column `col` on, for the lane's two rows; all four lanes of a row get it.
+// x . a tile's rows from column `col` on, for the lane's two rows; a part from each of the four lanes.
 template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
+__device__ inline float2 dot_rows_part(const Sums<N>& x, const Tile& tile, int row, int col) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float2 first = pair_at<T>(tile, row, col + 8 * n), second = pair_at<T>(tile, row + 8, col + 8 * n);
-    sum.x = fmaf(first.x, x.at[n][0], fmaf(first.y, x.at[n][1], sum.x));
-    sum.y = fmaf(second.x, x.at[n][2], fmaf(second.y, x.at[n][3], sum.y));
+  for (int n = 0; n < N; n += 2) {
+    uint32_t block[4];
+    load_block(block, tile, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 y = unpaired<T>(block[m]);
+      const float(&of)[4] = x.at[n + m / 2];
+      float& of_row = m % 2 == 0 ? sum.x : sum.y;
+      of_row = fmaf(y.x, of[m % 2 * 2], fmaf(y.y, of[m % 2 * 2 + 1], of_row));
+    }
   }
-  return {sum_over_row(sum.x), sum_over_row(sum.y)};
+  return sum;
+}
+// The whole, all four lanes get it.
+template <typename T, int N, class Tile>
+__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
+  const float2 part = dot_rows_part<T>(x, tile, row, col);
+  return {sum_over_row(part.x), sum_over_row(part.y)};
 }
 
 // x -= (row . x) row / |row|^2: what is left is orthogonal to the rows of a tile. `along`: row . x.
@@ -203,7 +205,7 @@ __device__ inline void put_rows(float* to, int row, float2 x) {
   if (lane_col() == 0) to[row + lane_row()] = x.x, to[row + lane_row() + 8] = x.y;
 }
 
-// A warp's place in its group (0: keys, 1: queries): 16 rows and half of the columns.
+// A warp's place in its group (0: steps and queries, 1: keys): 16 rows and half of the columns.
 template <int D, int Group>
 struct Place {
   static constexpr int kSplit = GradientSizes<D>::kSplit;
@@ -306,10 +308,10 @@ __device__ inline float edge_of(const DeltaGradients& p, const Here& here,
   return sum;
 }
 
-// The warps of keys.
+// The warps that have E, U, dbeta, dv and dq.
 template <bool OneSlab, typename T, int D>
-__device__ inline void run_keys(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                const Place<D, 0>& place) {
+__device__ inline void run_steps(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
+                                 const Place<D, 0>& place) {
   constexpr int kSplit = Place<D, 0>::kSplit, kN = 8 / kSplit;  // eights of a square's columns
   const DeltaShape& shape = p.shape;
   const Prepared prepared{tile.prepared};
@@ -317,45 +319,15 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
   const int n = shape.n, row = place.row(), mine = place.mine(), band = place.band;
   const int col_d = place.col(D), col_s = place.col(kGradientSlab);
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
+  const bool has_tokens = band < here.bands;
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
   const float2 beta = of_rows(kDeltaBeta), log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
-  // e^{L_i - L_j} for j < i, else 0
-  const auto decay = [&](int i, int row_of_lane, int j) {
-    const float2 log_j = vectors.pair(kDeltaLog, col_s + 8 * i);
-    const float difference = (row_of_lane == 0 ? log.x : log.y) - (j == 0 ? log_j.x : log_j.y);
-    return col_s + 8 * i + lane_col() + j < mine + 8 * row_of_lane ? exp2_fast(difference) : 0.f;
-  };
-  const auto unit_of = [&](int i, int j) {
-    const float2 unit_j = vectors.pair(kDeltaUnit, col_s + 8 * i);
-    return j == 0 ? unit_j.x : unit_j.y;
-  };
 
-  // -M, rounded
-  if (here.first) {
-    Sums<kN> m;
-    fill(m, 0.f);
-#pragma unroll 1
-    for (int col = 0; col < D; col += 16) {
-      uint32_t k[4];
-      load_block(k, tile.k, row, col);
-      add_product_transposed<T>(m, k, tile.k, col_s, col);
-    }
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        m.at[i][j] *= -(j < 2 ? unit.x : unit.y) * unit_of(i, j % 2) * decay(i, j / 2, j % 2);
-      }
-      put_pair<T>(tile.m, row, col_s + 8 * i, m.at[i][0], m.at[i][1]);
-      put_pair<T>(tile.m, row + 8, col_s + 8 * i, m.at[i][2], m.at[i][3]);
-    }
-  }
-
-  Sums<D / 8 / kSplit> dk;
+  Sums<D / 8 / kSplit> dq;
   Sums<kN> products;  // G U^T
-  fill(dk, 0.f);
+  fill(dq, 0.f);
   fill(products, 0.f);
   float2 dbeta = {0.f, 0.f}, read_of_g = {0.f, 0.f};  // G . E, G . S^T k
   float edge = 0.f;
@@ -365,32 +337,36 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
     // E_i + sum_j M_ij U_j, and Z = beta times it
     Sums<kN> e;
     fill(e, 0.f);
-#pragma unroll 1
+#pragma unroll 2
     for (int col = 0; col < D; col += 16) {
       uint32_t k[4];
       load_block(k, tile.k, row, col);
       add_product_transposed<T>(e, k, slab.s, col_s, col);
     }
     const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
-    T* const dv = at<T>(p.dv, batch, first_row, here.head, v);
+    Sums<kN> dv, z;
 #pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const int eight = col_s + 8 * i;
+    for (int i = 0; i < kN; i += 2) {
+      uint32_t value_block[4], g_block[4];
+      load_block(value_block, slab.v, row, col_s + 8 * i);
+      load_block(g_block, slab.g, row, col_s + 8 * i);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float2 value = pair_at<T>(slab.v, row + 8 * j, eight),
-                     g = pair_at<T>(slab.g, row + 8 * j, eight);
-        float &left = e.at[i][2 * j], &right = e.at[i][2 * j + 1];
+      for (int m = 0; m < 4; ++m) {
+        const float2 value = unpaired<T>(value_block[m]), g = unpaired<T>(g_block[m]);
+        const int at = i + m / 2, j = m % 2 * 2;
+        float &left = e.at[at][j], &right = e.at[at][j + 1];
         float& sum = j == 0 ? read_of_g.x : read_of_g.y;
         sum = fmaf(g.x, left, fmaf(g.y, right, sum));
         const float by = j == 0 ? a.x : a.y, step = j == 0 ? beta.x : beta.y;
         left = fmaf(-by, left, value.x), right = fmaf(-by, right, value.y);
-        put_pair<T>(tile.z, row + 8 * j, eight, step * left, step * right);
-        const int r = mine + 8 * j, col = eight + lane_col();
-        if (here.first && r < here.rows && v + col < shape.V) {
-          *reinterpret_cast<uint32_t*>(dv + r * p.dv.stride[1] + col) = pair_of<T>(step * g.x, step * g.y);
-        }
+        z.at[at][j] = step * left, z.at[at][j + 1] = step * right;
+        dv.at[at][j] = step * g.x, dv.at[at][j + 1] = step * g.y;
       }
+    }
+    put_rows<T>(tile.z, row, col_s, z);
+    if (here.first) {
+      store_rows<T, T>(dv, at<T>(p.dv, batch, first_row, here.head, v + col_s), p.dv.stride[1], row,
+                       here.rows, shape.V - v - col_s);
     }
     place.wait_for_group();
 
@@ -398,13 +374,13 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
     {
       Sums<kN> u;
       fill(u, 0.f);
-#pragma unroll 1
+#pragma unroll 2
       for (int j = 0; j <= band; ++j) {
         uint32_t x[4];
         prepared.load(x, band, j);
         add_product<T>(u, x, tile.z, kTileRows * j, col_s);
       }
-      if (prepared.keeps()) {
+      if (__builtin_expect(prepared.keeps(), false)) {
         const auto* all = prepared_at(p.prepared, shape, here.chunk, here.head);
 #pragma unroll 1
         for (int j = 0; j <= band; ++j) {
@@ -413,59 +389,54 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
           add_product<T>(u, x, tile.z, kTileRows * j, col_s);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          put_pair<T>(tile.u, row + 8 * j, col_s + 8 * i, u.at[i][2 * j], u.at[i][2 * j + 1]);
-        }
-      }
+      put_rows<T>(tile.u, row, col_s, u);
     }
     __syncthreads();
-    if (!here.first) return;
 
+    if (here.first) {
       // dbeta = G . E
-#pragma unroll 1
-    for (int j = 0; j <= band; ++j) {
-      uint32_t minus_m[4];
-      load_block(minus_m, tile.m, row, kTileRows * j);
-      add_product<T>(e, minus_m, tile.u, kTileRows * j, col_s);
-    }
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const int eight = col_s + 8 * i;
-      const float2 g = pair_at<T>(slab.g, row, eight), below = pair_at<T>(slab.g, row + 8, eight);
-      dbeta.x = fmaf(g.x, e.at[i][0], fmaf(g.y, e.at[i][1], dbeta.x));
-      dbeta.y = fmaf(below.x, e.at[i][2], fmaf(below.y, e.at[i][3], dbeta.y));
-    }
+#pragma unroll 2
+      for (int j = 0; j <= band; ++j) {
+        uint32_t minus_m[4];
+        load_block(minus_m, tile.m, row, kTileRows * j);
+        add_product<T>(e, minus_m, tile.u, kTileRows * j, col_s);
+      }
+      const float2 of_slab = dot_rows_part<T>(e, slab.g, row, col_s);
+      dbeta.x += of_slab.x, dbeta.y += of_slab.y;
 
-    // G U^T,   dK += (w * U) dS^T - (read * G) S^T without rho
-    const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
-    const float2 to_end = {exp2_fast(log_end - log.x), exp2_fast(log_end - log.y)},
-                 minus_read = {-beta.x * exp2_fast(log.x), -beta.y * exp2_fast(log.y)};
-#pragma unroll 1
-    for (int col = 0; col < kGradientSlab; col += 16) {
-      uint32_t g[4], u[4];
-      load_block(g, slab.g, row, col);
-      add_product_transposed<T>(products, g, tile.u, col_s, col);
-      load_block(u, tile.u, row, col);
-      multiply_rows<T>(u, to_end.x, to_end.y);
-      add_product<T>(dk, u, slab.ds, col, col_d);
-      multiply_rows<T>(g, minus_read.x, minus_read.y);
-      add_product<T>(dk, g, slab.s, col, col_d);
+      // G U^T
+#pragma unroll 2
+      for (int col = 0; col < kGradientSlab; col += 16) {
+        uint32_t g[4];
+        load_block(g, slab.g, row, col);
+        add_product_transposed<T>(products, g, tile.u, col_s, col);
+      }
+    }
+    // dQ += dO S^T
+    if (has_tokens) {
+#pragma unroll 2
+      for (int col = 0; col < kGradientSlab; col += 16) {
+        uint32_t x[4];
+        load_block(x, slab.dout, row, col);
+        add_product<T>(dq, x, slab.s, col, col_d);
+      }
     }
   });
 
-  // rho_j is put to dk_j at the end, in fp32: 1000 times a sum may be too large for 16 bits.
-  const float2 own = shape.unit ? inverse_lengths<T>(tile.k, row) : make_float2(1.f, 1.f);
   GradientSums<D>& sums = *tile.sums;
+  const int warp = kBands * place.half + band;
   if (here.first) {
-    const float2 read = {beta.x * unit.x * exp2_fast(log.x), beta.y * unit.y * exp2_fast(log.y)};
-    const float2 state_read = {-read.x * sum_over_row(read_of_g.x), -read.y * sum_over_row(read_of_g.y)};
+    put_rows(sums.beta[place.half], row, {sum_over_row(dbeta.x), sum_over_row(dbeta.y)});
+    // e^{L_i - L_j} for j < i, else 0
+    const auto decay = [&](int i, int row_of_lane, int j) {
+      const float2 log_j = vectors.pair(kDeltaLog, col_s + 8 * i);
+      const float difference = (row_of_lane == 0 ? log.x : log.y) - (j == 0 ? log_j.x : log_j.y);
+      return col_s + 8 * i + lane_col() + j < mine + 8 * row_of_lane ? exp2_fast(difference) : 0.f;
+    };
     if (p.gated) {
-      // -read G . S^T k - w k . dS U, the sum of the latter's parts, and N M
-      const float2 of_state = dot_rows<T>(dk, tile.k, row, col_d);
-      const float2 end = {own.x * of_state.x - state_read.x, own.y * of_state.y - state_read.y};
+      // -read G . S^T k, twice, for those of dk have it too, and N M
+      const float2 read = {beta.x * unit.x * exp2_fast(log.x), beta.y * unit.y * exp2_fast(log.y)};
+      const float2 state_read = {-read.x * sum_over_row(read_of_g.x), -read.y * sum_over_row(read_of_g.y)};
       Sums<kN> nm;
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
@@ -479,168 +450,46 @@ __device__ inline void run_keys(const DeltaGradients& p, const Here& here, const
         }
       }
       const float2 rows = add_up(nm, sums.key_cols[band] + col_s);
-      put_rows(sums.row[place.half], row, {state_read.x - end.x + rows.x, state_read.y - end.y + rows.y});
-      const float all = sum_over_col(end.x + end.y);
-      if (lane() == 0) sums.end[place.half * kBands + band] = all;
+      put_rows(sums.row[0][place.half], row, {2.f * state_read.x + rows.x, 2.f * state_read.y + rows.y});
+      const float all = sum_over_col(state_read.x + state_read.y);
+      if (lane() == 0) sums.end[warp] = -all;
     }
-    put_rows(sums.beta[place.half], row, {sum_over_row(dbeta.x), sum_over_row(dbeta.y)});
 
     // N, weighted, with the rho of one row or the other: the one that is not the own row's.
+    Sums<kN> of_row;
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) products.at[i][j] *= -(j < 2 ? beta.x : beta.y) * decay(i, j / 2, j % 2);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float left = products.at[i][2 * j], right = products.at[i][2 * j + 1];
-        const float by = j == 0 ? unit.x : unit.y;
-        put_pair<T>(tile.u, row + 8 * j, col_s + 8 * i, by * left, by * right);
-        put_pair<T>(tile.slab(0).v, row + 8 * j, col_s + 8 * i, unit_of(i, 0) * left, unit_of(i, 1) * right);
-      }
-    }
-  }
-  if (p.gated) {
-    edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
-  }
-  __syncthreads();
-
-  // dK += dP^T Q + N K + N^T K
-#pragma unroll 1
-  for (int b = 0; b < here.bands; ++b) {
-    uint32_t of_p[4];
-    load_block_transposed(of_p, tile.z, row, kTileRows * b);
-    add_product<T>(dk, of_p, tile.q, kTileRows * b, col_d);
-  }
-  if (here.first) {
-#pragma unroll 1
-    for (int j = 0; j <= band; ++j) {
-      uint32_t of_n[4];
-      load_block(of_n, tile.slab(0).v, row, kTileRows * j);
-      add_product<T>(dk, of_n, tile.k, kTileRows * j, col_d);
-    }
-#pragma unroll 1
-    for (int i = band; i < kBands; ++i) {
-      uint32_t of_n[4];
-      load_block_transposed(of_n, tile.u, row, kTileRows * i);
-      add_product<T>(dk, of_n, tile.k, kTileRows * i, col_d);
-    }
-  }
-  if (shape.unit) {
-    scale_rows(dk, own);
-    const float2 along = place.whole(dot_rows<T>(dk, tile.k, row, col_d), sums);
-    take_along<T>(dk, tile.k, row, col_d, along, own);
-  }
-  if (p.dk.dtype == DType::f32) {
-    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
-                         here.rows, shape.D - col_d);
-  } else {
-    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
-                     here.rows, shape.D - col_d);
-  }
-}
-
-// The warps of queries.
-template <bool OneSlab, typename T, int D>
-__device__ inline void run_queries(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                   const Place<D, 1>& place) {
-  constexpr int kSplit = Place<D, 1>::kSplit, kN = 8 / kSplit;
-  const DeltaShape& shape = p.shape;
-  const Vectors vectors = Prepared{tile.prepared}.vectors();
-  const int n = shape.n, row = place.row(), token = place.mine();
-  const int col_d = place.col(D), col_s = place.col(kGradientSlab);
-  const bool any = place.band < here.bands;
-  Sums<D / 8 / kSplit> dq;
-  Sums<kN> dp;
-  fill(dq, 0.f);
-  fill(dp, 0.f);
-  float edge = 0.f;
-  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
-    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
-    // dQ += dO S^T
-    if (any) {
-#pragma unroll 1
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t x[4];
-        load_block(x, slab.dout, row, col);
-        add_product<T>(dq, x, slab.s, col, col_d);
-      }
-    }
-    __syncthreads();
-    // dP += dO U^T
-    if (any) {
-#pragma unroll 1
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t x[4];
-        load_block(x, slab.dout, row, col);
-        add_product_transposed<T>(dp, x, tile.u, col_s, col);
-      }
-    }
-  });
-  GradientSums<D>& sums = *tile.sums;
-  if (p.gated) {
-    edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
-  }
-
-  if (any) {
-    const float2 factor = {tile.factors[token], tile.factors[token + 8]};
-    const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
-                          vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
-    // For dk with the token's factor, for dq with the row's.
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const int eight = col_s + 8 * i;
-      const float2 log = vectors.pair(kDeltaLog, eight), unit = vectors.pair(kDeltaUnit, eight);
+      const float2 unit_j = vectors.pair(kDeltaUnit, col_s + 8 * i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int t = token + j / 2 * 8, r = eight + lane_col() + j % 2;
-        const float by = exp2_fast((j < 2 ? decay.x : decay.y) - (j % 2 == 0 ? log.x : log.y));
-        float& x = dp.at[i][j];
-        x = r < (t + 1) * n ? x * by : 0.f;
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float &left = dp.at[i][2 * j], &right = dp.at[i][2 * j + 1];
-        const float by = j == 0 ? factor.x : factor.y;
-        put_pair<T>(tile.z, row + 8 * j, eight, by * left, by * right);
-        left *= unit.x, right *= unit.y;
-        put_pair<T>(tile.slab(0).g, row + 8 * j, eight, left, right);
+        const float x = products.at[i][j] * -(j < 2 ? beta.x : beta.y) * decay(i, j / 2, j % 2);
+        of_row.at[i][j] = (j % 2 == 0 ? unit_j.x : unit_j.y) * x;
+        products.at[i][j] = (j < 2 ? unit.x : unit.y) * x;
       }
     }
-    scale_rows(dq, {exp2_fast(decay.x), exp2_fast(decay.y)});
+    put_rows<T>(tile.u, row, col_s, products);
+    put_rows<T>(tile.slab(0).v, row, col_s, of_row);
+  }
+  if (p.gated) {
+    edge = sum_over_col(sum_over_row(edge));
+    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
+  }
+  if (has_tokens) {
+    const float2 token_decay = {exp2_fast(vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1))),
+                                exp2_fast(vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1)))};
+    scale_rows(dq, token_decay);
     if (p.gated) {
-      // P dP, and r q . S do
-      Sums<kN> scores;
-      fill(scores, 0.f);
-#pragma unroll 1
-      for (int col = 0; col < D; col += 16) {
-        uint32_t q[4];
-        load_block(q, tile.q, row, col);
-        add_product_transposed<T>(scores, q, tile.k, col_s, col);
-      }
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int r = col_s + 8 * i + lane_col() + j % 2;
-          float& x = scores.at[i][j];
-          x = r / n == token + j / 2 * 8 ? 0.f : x * dp.at[i][j] * (j < 2 ? factor.x : factor.y);
-        }
-      }
-      const float2 rows = add_up(scores, sums.query_cols[place.band] + col_s);
+      // r q . S do
       const float2 state = dot_rows<T>(dq, tile.q, row, col_d);
-      put_rows(sums.token[place.half], row,
-               {fmaf(factor.x, state.x, rows.x), fmaf(factor.y, state.y, rows.y)});
+      put_rows(sums.token[0][place.half], row,
+               {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
     }
-  } else if (p.gated) {
-    for (int i = lane(); i < 8 * kN; i += 32) sums.query_cols[place.band][col_s + i] = 0.f;
   }
   __syncthreads();
 
   // dQ += dP K
-  if (any) {
-#pragma unroll 1
+  if (has_tokens) {
+#pragma unroll 2
     for (int j = 0; j < kBands; ++j) {
       uint32_t of_p[4];
       load_block(of_p, tile.slab(0).g, row, kTileRows * j);
@@ -655,9 +504,192 @@ __device__ inline void run_queries(const DeltaGradients& p, const Here& here, co
   } else {
     scale_rows(dq, {shape.scale, shape.scale});
   }
-  if (any) {
-    store_rows<T, T>(dq, at<T>(p.dq, here.piece.sequence.batch, here.piece.start, here.query_head, col_d),
-                     p.dq.stride[1], row, here.piece.length, shape.D - col_d);
+  if (has_tokens) {
+    store_rows<T, T>(dq, at<T>(p.dq, batch, here.piece.start, here.query_head, col_d), p.dq.stride[1], row,
+                     here.piece.length, shape.D - col_d);
+  }
+}
+
+// The warps that have dk and dP.
+template <bool OneSlab, typename T, int D>
+__device__ inline void run_keys(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
+                                const Place<D, 1>& place) {
+  constexpr int kSplit = Place<D, 1>::kSplit, kN = 8 / kSplit;
+  const DeltaShape& shape = p.shape;
+  const Vectors vectors = Prepared{tile.prepared}.vectors();
+  const int n = shape.n, row = place.row(), mine = place.mine(), band = place.band;
+  const int col_d = place.col(D), col_s = place.col(kGradientSlab);
+  const bool has_tokens = band < here.bands;
+  const auto of_rows = [&](int vector) -> float2 {
+    return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
+  };
+
+  // -M, rounded
+  if (here.first) {
+    Sums<kN> m;
+    fill(m, 0.f);
+#pragma unroll 2
+    for (int col = 0; col < D; col += 16) {
+      uint32_t k[4];
+      load_block(k, tile.k, row, col);
+      add_product_transposed<T>(m, k, tile.k, col_s, col);
+    }
+    const float2 log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const float2 log_j = vectors.pair(kDeltaLog, col_s + 8 * i),
+                   unit_j = vectors.pair(kDeltaUnit, col_s + 8 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool before = col_s + 8 * i + lane_col() + j % 2 < mine + j / 2 * 8;
+        const float difference = (j < 2 ? log.x : log.y) - (j % 2 == 0 ? log_j.x : log_j.y);
+        m.at[i][j] *= -(j < 2 ? unit.x : unit.y) * (j % 2 == 0 ? unit_j.x : unit_j.y) *
+                      (before ? exp2_fast(difference) : 0.f);
+      }
+    }
+    put_rows<T>(tile.m, row, col_s, m);
+  }
+
+  Sums<D / 8 / kSplit> dk;
+  Sums<kN> dp;
+  fill(dk, 0.f);
+  fill(dp, 0.f);
+  float edge = 0.f;
+  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
+    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
+    // dK += (w * U) dS^T - (read * G) S^T without rho
+    const float2 log = of_rows(kDeltaLog);
+    if (here.first) {
+      const float2 beta = of_rows(kDeltaBeta);
+#pragma unroll 2
+      for (int col = 0; col < kGradientSlab; col += 16) {
+        uint32_t g[4];
+        load_block(g, slab.g, row, col);
+        multiply_rows<T>(g, -beta.x * exp2_fast(log.x), -beta.y * exp2_fast(log.y));
+        add_product<T>(dk, g, slab.s, col, col_d);
+      }
+    }
+    __syncthreads();
+    if (here.first) {
+      const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
+      const float2 to_end = {exp2_fast(log_end - log.x), exp2_fast(log_end - log.y)};
+#pragma unroll 2
+      for (int col = 0; col < kGradientSlab; col += 16) {
+        uint32_t u[4];
+        load_block(u, tile.u, row, col);
+        multiply_rows<T>(u, to_end.x, to_end.y);
+        add_product<T>(dk, u, slab.ds, col, col_d);
+      }
+    }
+    // dP += dO U^T
+    if (has_tokens) {
+#pragma unroll 2
+      for (int col = 0; col < kGradientSlab; col += 16) {
+        uint32_t x[4];
+        load_block(x, slab.dout, row, col);
+        add_product_transposed<T>(dp, x, tile.u, col_s, col);
+      }
+    }
+  });
+
+  // rho_j is put to dk_j at the end, in fp32: 1000 times a sum may be too large for 16 bits.
+  const float2 own = shape.unit ? inverse_lengths<T>(tile.k, row) : make_float2(1.f, 1.f);
+  GradientSums<D>& sums = *tile.sums;
+  const int warp = kBands * (kSplit + place.half) + band;
+  if (p.gated) {
+    if (here.first) {
+      // -read G . S^T k + w k . dS U
+      const float2 of_state = dot_rows<T>(dk, tile.k, row, col_d);
+      const float2 all = {own.x * of_state.x, own.y * of_state.y};
+      put_rows(sums.row[1][place.half], row, {-all.x, -all.y});
+      const float sum = sum_over_col(all.x + all.y);
+      if (lane() == 0) sums.end[warp] = sum;
+    }
+    edge = sum_over_col(sum_over_row(edge));
+    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
+  }
+
+  if (has_tokens) {
+    const int token = mine;
+    const float2 factor = {tile.factors[token], tile.factors[token + 8]};
+    const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
+                          vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
+    // For dk with the token's factor, for dq with the row's.
+    Sums<kN> of_token;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const int eight = col_s + 8 * i;
+      const float2 log = vectors.pair(kDeltaLog, eight), unit = vectors.pair(kDeltaUnit, eight);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int t = token + j / 2 * 8, r = eight + lane_col() + j % 2;
+        const float by = exp2_fast((j < 2 ? decay.x : decay.y) - (j % 2 == 0 ? log.x : log.y));
+        const float x = r < (t + 1) * n ? dp.at[i][j] * by : 0.f;
+        of_token.at[i][j] = (j < 2 ? factor.x : factor.y) * x;
+        dp.at[i][j] = (j % 2 == 0 ? unit.x : unit.y) * x;
+      }
+    }
+    put_rows<T>(tile.z, row, col_s, of_token);
+    put_rows<T>(tile.slab(0).g, row, col_s, dp);
+    if (p.gated) {
+      // P dP
+      Sums<kN> scores;
+      fill(scores, 0.f);
+#pragma unroll 2
+      for (int col = 0; col < D; col += 16) {
+        uint32_t q[4];
+        load_block(q, tile.q, row, col);
+        add_product_transposed<T>(scores, q, tile.k, col_s, col);
+      }
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int r = col_s + 8 * i + lane_col() + j % 2;
+          float& x = scores.at[i][j];
+          x = r / n == token + j / 2 * 8 ? 0.f : x * dp.at[i][j] * (j < 2 ? factor.x : factor.y);
+        }
+      }
+      put_rows(sums.token[1][place.half], row, add_up(scores, sums.query_cols[band] + col_s));
+    }
+  } else if (p.gated) {
+    for (int i = lane(); i < 8 * kN; i += 32) sums.query_cols[band][col_s + i] = 0.f;
+  }
+  __syncthreads();
+
+  // dK += dP^T Q + N K + N^T K
+#pragma unroll 2
+  for (int b = 0; b < here.bands; ++b) {
+    uint32_t of_p[4];
+    load_block_transposed(of_p, tile.z, row, kTileRows * b);
+    add_product<T>(dk, of_p, tile.q, kTileRows * b, col_d);
+  }
+  if (here.first) {
+#pragma unroll 2
+    for (int j = 0; j <= band; ++j) {
+      uint32_t of_n[4];
+      load_block(of_n, tile.slab(0).v, row, kTileRows * j);
+      add_product<T>(dk, of_n, tile.k, kTileRows * j, col_d);
+    }
+#pragma unroll 2
+    for (int i = band; i < kBands; ++i) {
+      uint32_t of_n[4];
+      load_block_transposed(of_n, tile.u, row, kTileRows * i);
+      add_product<T>(dk, of_n, tile.k, kTileRows * i, col_d);
+    }
+  }
+  if (shape.unit) {
+    scale_rows(dk, own);
+    const float2 along = place.whole(dot_rows<T>(dk, tile.k, row, col_d), sums);
+    take_along<T>(dk, tile.k, row, col_d, along, own);
+  }
+  const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
+  if (p.dk.dtype == DType::f32) {
+    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
+                         here.rows, shape.D - col_d);
+  } else {
+    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
+                     here.rows, shape.D - col_d);
   }
 }
 
@@ -671,7 +703,7 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
   if (here.first) {
     for (int w = 0; w < GradientSizes<D>::kThreads / 32; ++w) edge += sums.edge[w];
     edge *= whole;
-    for (int w = 0; w < kBands * kSplit; ++w) edge += sums.end[w];
+    for (int w = 0; w < GradientSizes<D>::kThreads / 32; ++w) edge += sums.end[w];
   }
   float dl[2];
 #pragma unroll
@@ -679,10 +711,10 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
     const int token = 2 * lane() + half;
     float sum = 0.f;
     if (token < here.piece.length) {
-      for (int i = 0; i < kSplit; ++i) sum += sums.token[i][token];
+      for (int i = 0; i < kSplit; ++i) sum += sums.token[0][i][token] + sums.token[1][i][token];
       for (int r = token * n; r < (token + 1) * n; ++r) {
         if (here.first) {
-          for (int i = 0; i < kSplit; ++i) sum += sums.row[i][r];
+          for (int i = 0; i < kSplit; ++i) sum += sums.row[0][i][r] + sums.row[1][i][r];
           for (int w = 0; w < kBands; ++w) sum -= sums.key_cols[w][r];
         }
         for (int w = 0; w < kBands; ++w) sum -= sums.query_cols[w][r];
@@ -748,12 +780,12 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   __syncthreads();
 
   using Sizes = GradientSizes<D>;
-  const int warp = threadIdx.x / 32, of_group = warp % (kBands * Sizes::kSplit);
+  const int warp = warp_index(), of_group = warp % (kBands * Sizes::kSplit);
   const int band = of_group % kBands, half = of_group / kBands;
   if (warp == of_group) {
-    run_keys<OneSlab>(p, here, tile, Place<D, 0>{band, half});
+    run_steps<OneSlab>(p, here, tile, Place<D, 0>{band, half});
   } else {
-    run_queries<OneSlab>(p, here, tile, Place<D, 1>{band, half});
+    run_keys<OneSlab>(p, here, tile, Place<D, 1>{band, half});
   }
 
   // What warps added up stands since their last barrier for all.

@@ -58,22 +58,28 @@ __device__ inline void add_split_product(Block& sums, const Split& left, const S
   }
 }
 
-// What a warp has in shared memory.
+// What a warp has in shared memory: the factors of its rows, and the slabs of keys under way.
 template <typename T>
 struct PrepareSpace {
   using Keys = SharedTile<T, kDeltaRows, kSlab>;
   // Blocks are this far apart, so that the two that a load reads lie in other banks.
   static constexpr int kScratch = kTileRows * kTileRows + kTileRows;
-  static constexpr int kBytes = 2 * Keys::kBytes + kDeltaVectors * kDeltaRows * 4;
+  static constexpr int kVectorBytes = kDeltaVectors * kDeltaRows * 4;
   static_assert(kTilesDown * kScratch * 4 <= Keys::kBytes, "the scratch takes the place of keys");
 
   unsigned char* data;
 
-  __device__ Keys keys(int slab) const { return {reinterpret_cast<T*>(data + slab % 2 * Keys::kBytes)}; }
-  __device__ float* scratch(int block) const { return reinterpret_cast<float*>(data) + block * kScratch; }
-  __device__ float* vector(int which) const {
-    return reinterpret_cast<float*>(data + 2 * Keys::kBytes) + which * kDeltaRows;
+  // One slab or two.
+  __host__ __device__ static constexpr int bytes(int D) {
+    return kVectorBytes + (D <= kSlab ? 1 : 2) * Keys::kBytes;
   }
+  __device__ Keys keys(int slab) const {
+    return {reinterpret_cast<T*>(data + kVectorBytes + slab % 2 * Keys::kBytes)};
+  }
+  __device__ float* scratch(int block) const {
+    return reinterpret_cast<float*>(data + kVectorBytes) + block * kScratch;
+  }
+  __device__ float* vector(int which) const { return reinterpret_cast<float*>(data) + which * kDeltaRows; }
 };
 
 // The sum over lanes 0 to this one.
@@ -96,12 +102,13 @@ __device__ inline void for_each_element(Block& block, const F& f) {
   }
 }
 
+// Four blocks of a multiprocessor: a third of a warp's time is the wait for its keys.
 template <typename T>
-__global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_constant__ DeltaPrepare p) {
+__global__ void __launch_bounds__(kPrepareWarps * 32, 4) prepare(const __grid_constant__ DeltaPrepare p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const DeltaShape& shape = p.shape;
-  const int warp = threadIdx.x / 32, l = lane(), n = shape.n;
-  const PrepareSpace<T> space{shared + warp * PrepareSpace<T>::kBytes};
+  const int warp = warp_index(), l = lane(), n = shape.n;
+  const PrepareSpace<T> space{shared + warp * PrepareSpace<T>::bytes(shape.D)};
   const int64_t tokens = delta_chunk(n), job = static_cast<int64_t>(blockIdx.x) * kPrepareWarps + warp;
   const int64_t number = job / shape.heads;
   const int head = static_cast<int>(job % shape.heads);
@@ -325,13 +332,14 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare(const __grid_const
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
-  constexpr int kBytes = kPrepareWarps * PrepareSpace<T>::kBytes;
-  if (const cudaError_t error = allow_shared<prepare<T>>(kBytes); error != cudaSuccess) return error;
+  constexpr int kMostBytes = kPrepareWarps * PrepareSpace<T>::bytes(kDeltaMaxWidth);
+  if (const cudaError_t error = allow_shared<prepare<T>>(kMostBytes); error != cudaSuccess) return error;
   const int64_t jobs = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
   const int64_t blocks = divide_up(jobs, kPrepareWarps);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  prepare<T><<<static_cast<unsigned>(blocks), kPrepareWarps * 32, kBytes, stream>>>(p);
+  const int bytes = kPrepareWarps * PrepareSpace<T>::bytes(p.shape.D);
+  prepare<T><<<static_cast<unsigned>(blocks), kPrepareWarps * 32, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -21,31 +21,35 @@ struct ReverseSizes {
   static constexpr int kChain = kCols / 16;      // warps
   static constexpr int kThreads = 32 * (kChain + kWriters + kLoaders);
   static constexpr int kMaxStages = 4;
-  static constexpr int kRing = D == 256 ? 1 : 2;
+  static constexpr int kRing = D == 64 ? 4 : D == 128 ? 2 : 1;
   static constexpr int kStateBytes = D * 32,
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
   static constexpr int kSlotBytes = kChain * (kStateBytes + kUpdateBytes);
   static constexpr int kFixedBytes = 256 + kRing * kSlotBytes;
 };
 
-// What one query head brings to a chunk.
+// What one query head brings to a chunk, in bands of 16 tokens: as many as the chunk has.
 template <typename T, int D>
 struct QueryStage {
-  using Q = SharedTile<T, kDeltaRows, D>;
-  using O = SharedTile<T, kDeltaRows, scan_columns(D)>;
-  static constexpr int kBytes = Q::kBytes + O::kBytes + kDeltaRows * 4;
+  using Q = SharedTile<T, kTileRows, D>;
+  using O = SharedTile<T, kTileRows, scan_columns(D)>;
+  static constexpr int kFactorBytes = kDeltaRows * 4, kBandBytes = Q::kBytes + O::kBytes;
 
   unsigned char* data;
 
-  __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
-  __device__ O dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
-  __device__ float* factors() const { return reinterpret_cast<float*>(data + Q::kBytes + O::kBytes); }
+  __host__ __device__ static constexpr int bytes(int bands) { return kFactorBytes + bands * kBandBytes; }
+  __device__ float* factors() const { return reinterpret_cast<float*>(data); }
+  __device__ Q q(int band) const { return {reinterpret_cast<T*>(data + kFactorBytes + band * kBandBytes)}; }
+  __device__ O dout(int band) const {
+    return {reinterpret_cast<T*>(data + kFactorBytes + band * kBandBytes + Q::kBytes)};
+  }
 };
+__host__ __device__ constexpr int bands_of(int n) { return (delta_chunk(n) + kTileRows - 1) / kTileRows; }
 
 struct ReverseBarriers {
   uint64_t full[4], empty[4];              // stages
   uint64_t query_full[4], query_empty[4];  // of the query heads
-  uint64_t published[2], consumed[2];      // slots of the ring
+  uint64_t published[4], consumed[4];      // slots of the ring
 };
 static_assert(sizeof(ReverseBarriers) <= 256, "");
 
@@ -53,6 +57,9 @@ template <typename T, int D>
 struct ReverseSpace {
   ReverseBarriers& barriers;
   unsigned char *ring, *stages, *queries;
+  int bands;
+
+  __device__ QueryStage<T, D> query(int at) const { return {queries + at * QueryStage<T, D>::bytes(bands)}; }
 };
 
 template <typename T, int D>
@@ -84,9 +91,13 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
     if (part.transition) continue;
     for (int member = 0; member < group; ++member, ++queries) {
       if (queries >= pass.stages) wait(&space.barriers.query_empty[query_turn.at], query_turn.parity ^ 1);
-      const Query stage{space.queries + query_turn.at * Query::kBytes};
-      q.start(stage.q(), c * tokens, length, member * p.q.stride[2]);
-      dout.start(stage.dout(), c * tokens, length, member * p.dout.stride[2]);
+      const Query stage = space.query(query_turn.at);
+#pragma unroll 1
+      for (int b = 0; b < space.bands; ++b) {
+        const int before = b * kTileRows;
+        q.start(stage.q(b), c * tokens + before, length - before, member * p.q.stride[2]);
+        dout.start(stage.dout(b), c * tokens + before, length - before, member * p.dout.stride[2]);
+      }
       if (thread < kDeltaRows / 4) {
         const float* from =
             p.factors + (((part.chunk + c) * p.shape.query_heads + first_head + member) * 2 + 1) * kDeltaRows;
@@ -104,10 +115,8 @@ template <typename T, int D>
 __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& part,
                                          const ReverseSpace<T, D>& space, int warp) {
   using Sizes = ReverseSizes<D>;
-  using Query = QueryStage<T, D>;
   const DeltaReverse& p = pass.scan;
   const int group = p.shape.query_heads / p.shape.heads, first_col = part.col + 16 * warp;
-  const int bands = (delta_chunk(p.shape.n) + kTileRows - 1) / kTileRows;
   Sums<D / 8> s;  // dS^T
   start_state(s, p.shape, pass.walk, part, first_col, p.initial);
 
@@ -208,12 +217,12 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       // dS^T += (r * dO)^T Q
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
-      const Query query{space.queries + query_turn.at * Query::kBytes};
+      const QueryStage<T, D> query = space.query(query_turn.at);
       wait(&space.barriers.query_full[query_turn.at], query_turn.parity);
-#pragma unroll 1
-      for (int b = 0; b < bands; ++b) {
+#pragma unroll 2
+      for (int b = 0; b < space.bands; ++b) {
         uint32_t a[4];
-        load_block_transposed(a, query.dout(), 16 * warp, kTileRows * b);
+        load_block_transposed(a, query.dout(b), 16 * warp, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 read =
@@ -224,7 +233,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
             a[2 * half + i] = pair_of<T>(value.x * read.x, value.y * read.y);
           }
         }
-        add_product<T>(s, a, query.q(), kTileRows * b);
+        add_product<T>(s, a, query.q(b), 0);
       }
       arrive(&space.barriers.query_empty[query_turn.at]);
       query_turn.next(pass.stages);
@@ -251,16 +260,23 @@ __device__ inline void run_writer(const ReversePass& pass, const Part& part, con
     publish_state<T, D>(gradients, left, kWarpBytes, p.shape, cols, writer, kWriters);
     T* const dz =
         at<T>(p.dz, part.piece.sequence.batch, (part.piece.start + c * tokens) * n, part.head, part.col);
+    // G of 16 rows and 32 columns at a time, eight of them a lane.
 #pragma unroll 1
-    for (int i = writer; i < Sizes::kChain * kTilesDown; i += kWriters) {
-      const int w = i % Sizes::kChain, j = i / Sizes::kChain;
-      uint32_t g[4];
-      load_matrices_transposed(
-          g, shared_address(left + w * kWarpBytes + Sizes::kStateBytes + j * 512 + lane() * 16));
+    for (int i = writer; i < Sizes::kChain / 2 * kTilesDown; i += kWriters) {
+      const int w = i % (Sizes::kChain / 2) * 2, j = i / (Sizes::kChain / 2);
+      const unsigned char* const from = left + w * kWarpBytes + Sizes::kStateBytes + j * 512 + lane() * 16;
+      uint32_t g[2][4];
+      load_matrices_transposed(g[0], shared_address(from));
+      load_matrices_transposed(g[1], shared_address(from + kWarpBytes));
+      const int col = 16 * w + 4 * lane_col();
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int row = kTileRows * j + m / 2 * 8 + lane_row(), col = 16 * w + m % 2 * 8 + lane_col();
-        if (row < rows && col < cols) *reinterpret_cast<uint32_t*>(dz + row * p.dz.stride[1] + col) = g[m];
+      for (int half = 0; half < 2; ++half) {
+        uint32_t pack[4] = {g[0][2 * half], g[0][2 * half + 1], g[1][2 * half], g[1][2 * half + 1]};
+        turn_quad(pack);
+        const int row = kTileRows * j + 8 * half + lane_row();
+        if (row < rows && col < cols) {
+          *reinterpret_cast<uint4*>(dz + row * p.dz.stride[1] + col) = {pack[0], pack[1], pack[2], pack[3]};
+        }
       }
     }
     arrive(&space.barriers.consumed[slot.at]);
@@ -278,7 +294,7 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
   unsigned char* const stages = shared + (pass.walk.alone ? 256 : Sizes::kFixedBytes);
   const int writers = pass.walk.alone ? 0 : kWriters;
   const ReverseSpace<T, D> space{*reinterpret_cast<ReverseBarriers*>(shared), shared + 256, stages,
-                                 stages + pass.stages * Stage<T, D>::kBytes};
+                                 stages + pass.stages * Stage<T, D>::kBytes, bands_of(pass.scan.shape.n)};
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&space.barriers.full[i], 32 * kLoaders);
@@ -304,13 +320,13 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
 
 // Bytes of one stage of both kinds.
 template <typename T, int D>
-constexpr int reverse_stage() {
-  return Stage<T, D>::kBytes + QueryStage<T, D>::kBytes;
+constexpr int reverse_stage(int n) {
+  return Stage<T, D>::kBytes + QueryStage<T, D>::bytes(bands_of(n));
 }
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int reverse_least() {
-  return ReverseSizes<D>::kFixedBytes + 2 * reverse_stage<T, D>();
+  return ReverseSizes<D>::kFixedBytes + 2 * reverse_stage<T, D>(1);
 }
 
 template <typename T, int D>
@@ -319,17 +335,17 @@ cudaError_t launch_reverse(const ReversePass& given, cudaStream_t stream) {
   ReversePass pass = given;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int stages = std::min((limit - Sizes::kFixedBytes) / reverse_stage<T, D>(), Sizes::kMaxStages);
+  const int stage = reverse_stage<T, D>(pass.scan.shape.n);
+  const int stages = std::min((limit - Sizes::kFixedBytes) / stage, Sizes::kMaxStages);
   if (stages < 2) return cudaErrorInvalidConfiguration;
-  const int most = Sizes::kFixedBytes + stages * reverse_stage<T, D>();
-  if (const cudaError_t error = allow_shared<reverse<T, D>>(most); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<reverse<T, D>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, Sizes::kCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Without writers several blocks fit a multiprocessor, if they leave each other shared memory.
   pass.stages = pass.walk.alone ? 2 : stages;
   const int threads = pass.walk.alone ? 32 * (Sizes::kChain + kLoaders) : Sizes::kThreads;
-  const int bytes = pass.walk.alone ? 256 + pass.stages * reverse_stage<T, D>() : most;
+  const int bytes = (pass.walk.alone ? 256 : Sizes::kFixedBytes) + pass.stages * stage;
   reverse<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

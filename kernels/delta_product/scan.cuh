@@ -26,16 +26,19 @@ struct ScanSizes {
   static constexpr int kCols = scan_columns(D);  // of V, a block's
   static constexpr int kChain = kCols / 16;      // warps
   static constexpr int kMaxStages = D == 64 ? 5 : 4;
-  // Slots of the ring. One pair of readers took 2.5 times as long as the chain at D = 64.
-  static constexpr int kMaxRing = D == 64 ? 4 : 2;
+  // Slots of the ring. Four readers of all chunks took 2.5 times as long as the chain at D = 64, and their
+  // like have half of the work now.
+  static constexpr int kMaxRing = D == 64 ? 4 : D == 128 ? 3 : 2;
   static constexpr int kMaxThreads = 32 * (kChain + kPair * kMaxRing + kLoaders);
 
   static constexpr int kStateBytes = D * 32,
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
   static constexpr int kWarpBytes = kStateBytes + kUpdateBytes, kSlotBytes = kChain * kWarpBytes;
   static constexpr int kQueryBytes = kTileRows * D * 2;  // a band's
-  static constexpr int kRingBytes =
-      kSlotBytes + kDeltaRows / kTileRows * kQueryBytes;  // with the pair's queries
+  // A slot with its pair's queries: of a token with one step a chunk has four bands, else two at most.
+  __host__ __device__ static constexpr int ring_bytes(int n) {
+    return kSlotBytes + (n == 1 ? 4 : 2) * kQueryBytes;
+  }
 };
 
 struct ScanBarriers {
@@ -408,7 +411,7 @@ __global__ void __launch_bounds__(ScanSizes<D>::kMaxThreads, 1) scan(const __gri
   auto& barriers = *reinterpret_cast<ScanBarriers*>(shared);
   unsigned char* const ring = shared + kScanBarrierBytes;
   unsigned char* const queries = ring + pass.ring * Sizes::kSlotBytes;
-  unsigned char* const stages = ring + pass.ring * Sizes::kRingBytes;
+  unsigned char* const stages = ring + pass.ring * Sizes::ring_bytes(pass.scan.shape.n);
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
@@ -425,7 +428,7 @@ __global__ void __launch_bounds__(ScanSizes<D>::kMaxThreads, 1) scan(const __gri
     run_chain<T, D>(pass, part, stages, ring, barriers, warp);
   } else if (reader < kPair * pass.ring) {
     const int slot = reader / kPair;
-    unsigned char* const own = queries + slot * (Sizes::kRingBytes - Sizes::kSlotBytes);
+    unsigned char* const own = queries + slot * (Sizes::ring_bytes(pass.scan.shape.n) - Sizes::kSlotBytes);
     const unsigned char* const left = ring + slot * Sizes::kSlotBytes;
     if (pass.scan.shape.n == 1) {
       run_reader<T, D, 2>(pass, part, stages, left, own, barriers, slot, reader % kPair);
@@ -440,7 +443,7 @@ __global__ void __launch_bounds__(ScanSizes<D>::kMaxThreads, 1) scan(const __gri
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int scan_least() {
-  return kScanBarrierBytes + ScanSizes<D>::kRingBytes + 2 * Stage<T, D>::kBytes;
+  return kScanBarrierBytes + ScanSizes<D>::ring_bytes(1) + 2 * Stage<T, D>::kBytes;
 }
 
 template <typename T, int D>
@@ -452,15 +455,14 @@ cudaError_t launch_scan(const ScanPass& given, cudaStream_t stream) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (limit < scan_least<T, D>()) return cudaErrorInvalidConfiguration;
   // As many slots as there is room for, with as many stages.
+  const int ring_bytes = Sizes::ring_bytes(shape.n);
   const auto stages_beside = [&](int ring) {
-    return std::min((limit - kScanBarrierBytes - ring * Sizes::kRingBytes) / Stage<T, D>::kBytes,
-                    Sizes::kMaxStages);
+    return std::min((limit - kScanBarrierBytes - ring * ring_bytes) / Stage<T, D>::kBytes, Sizes::kMaxStages);
   };
   int ring = Sizes::kMaxRing;
   while (stages_beside(ring) < std::max(ring, 2)) --ring;
   const int stages = stages_beside(ring);
-  const int most = kScanBarrierBytes + ring * Sizes::kRingBytes + stages * Stage<T, D>::kBytes;
-  if (const cudaError_t error = allow_shared<scan<T, D>>(most); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<scan<T, D>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(shape, pass.walk, Sizes::kCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
@@ -468,7 +470,7 @@ cudaError_t launch_scan(const ScanPass& given, cudaStream_t stream) {
   pass.stages = pass.walk.alone ? std::min(stages, 3) : stages;
   pass.ring = pass.walk.alone ? 0 : ring;
   const int threads = 32 * (Sizes::kChain + kPair * pass.ring + kLoaders);
-  const int bytes = kScanBarrierBytes + pass.ring * Sizes::kRingBytes + pass.stages * Stage<T, D>::kBytes;
+  const int bytes = kScanBarrierBytes + pass.ring * ring_bytes + pass.stages * Stage<T, D>::kBytes;
   scan<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

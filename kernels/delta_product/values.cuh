@@ -12,30 +12,48 @@ namespace girih::kernels::delta_product {
 constexpr int kValueThreads = 128;
 constexpr int kValueSlab = 64;  // columns of D and V at a time
 
+// Two slabs of either kind are under way where there are two.
 template <typename T>
 struct ValueTiles {
   using Tile = SharedTile<T, kDeltaRows, kValueSlab>;
   static constexpr int kVectorBytes = kDeltaVectors * kDeltaRows * 4;
-  static constexpr int kBytes = 3 * Tile::kBytes + kVectorBytes + kDeltaRows * 4;
 
-  Tile k, q, dout;
   unsigned char* vectors;
   float* factor;  // of every token: scale rho_t
+  unsigned char *keys, *gradients;
 
-  __device__ explicit ValueTiles(unsigned char* shared)
-      : k{reinterpret_cast<T*>(shared)},
-        q{reinterpret_cast<T*>(shared + Tile::kBytes)},
-        dout{reinterpret_cast<T*>(shared + 2 * Tile::kBytes)},
-        vectors(shared + 3 * Tile::kBytes),
-        factor(reinterpret_cast<float*>(vectors + kVectorBytes)) {}
+  __host__ __device__ static constexpr int buffers(int cols) { return cols <= kValueSlab ? 1 : 2; }
+  __host__ __device__ static constexpr int bytes(int D, int V) {
+    return kVectorBytes + kDeltaRows * 4 + (2 * buffers(D) + buffers(V)) * Tile::kBytes;
+  }
+
+  __device__ ValueTiles(unsigned char* shared, int D)
+      : vectors(shared),
+        factor(reinterpret_cast<float*>(vectors + kVectorBytes)),
+        keys(vectors + kVectorBytes + kDeltaRows * 4),
+        gradients(keys + 2 * buffers(D) * Tile::kBytes) {}
+
+  // Of the columns from `col` on.
+  __device__ Tile k(int col) const { return in(keys, col, 2); }
+  __device__ Tile q(int col) const { return in(keys + Tile::kBytes, col, 2); }
+  __device__ Tile dout(int col) const { return in(gradients, col, 1); }
+
+ private:
+  __device__ static Tile in(unsigned char* from, int col, int apart) {
+    return {reinterpret_cast<T*>(from + col / kValueSlab % 2 * apart * Tile::kBytes)};
+  }
 };
 
+// Blocks of a multiprocessor that registers leave room for.
+constexpr int value_blocks(int slabs) { return slabs == 1 ? 4 : slabs == 2 ? 3 : 2; }
+
 template <typename T, int Slabs>
-__global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ DeltaValues p) {
+__global__ void __launch_bounds__(kValueThreads, value_blocks(Slabs))
+    values(const __grid_constant__ DeltaValues p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const ValueTiles<T> tile(shared);
   const DeltaShape& shape = p.shape;
-  const int warp = threadIdx.x / 32, n = shape.n, tokens = delta_chunk(n);
+  const ValueTiles<T> tile(shared, shape.D);
+  const int warp = warp_index(), n = shape.n, tokens = delta_chunk(n);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads));
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.heads);
   const Piece piece = piece_at(shape.tokens, chunk, tokens);
@@ -50,15 +68,19 @@ __global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ 
   }
   const Vectors vectors{reinterpret_cast<const float*>(tile.vectors)};
   const auto load_keys = [&](int query_head, int d) {
-    load_async<kValueThreads>(tile.k, at<T>(p.k, batch, piece.start * n, head, d), p.k.stride[1], rows,
-                              shape.D - d, threadIdx.x);
-    load_async<kValueThreads>(tile.q, at<T>(p.q, batch, piece.start, query_head, d), p.q.stride[1],
-                              piece.length, shape.D - d, threadIdx.x);
+    if (d < shape.D) {
+      load_async<kValueThreads>(tile.k(d), at<T>(p.k, batch, piece.start * n, head, d), p.k.stride[1], rows,
+                                shape.D - d, threadIdx.x);
+      load_async<kValueThreads>(tile.q(d), at<T>(p.q, batch, piece.start, query_head, d), p.q.stride[1],
+                                piece.length, shape.D - d, threadIdx.x);
+    }
     commit_copies();
   };
   const auto load_gradient = [&](int query_head, int v) {
-    load_async<kValueThreads>(tile.dout, at<T>(p.dout, batch, piece.start, query_head, v), p.dout.stride[1],
-                              piece.length, shape.V - v, threadIdx.x);
+    if (v < shape.V) {
+      load_async<kValueThreads>(tile.dout(v), at<T>(p.dout, batch, piece.start, query_head, v),
+                                p.dout.stride[1], piece.length, shape.V - v, threadIdx.x);
+    }
     commit_copies();
   };
 
@@ -70,27 +92,30 @@ __global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ 
     const int query_head = head * group + member;
     __syncthreads();
     load_keys(query_head, 0);
+    load_keys(query_head, kValueSlab);
     load_gradient(query_head, 0);
+    load_gradient(query_head, kValueSlab);
 
     // K Q^T, and |q_t|^2 of the warp's 16 tokens
     Sums<8> scores;
     fill(scores, 0.f);
     float2 square = {0.f, 0.f};
 #pragma unroll 1
-    for (int d = 0;; d += kValueSlab) {
-      if (d == 0) {
-        wait_copies<1>();
+    for (int d = 0; d < shape.D; d += kValueSlab) {
+      if (d < 2 * kValueSlab) {
+        wait_copies<3>();
       } else {
-        wait_copies<0>();
+        wait_copies<1>();
       }
       __syncthreads();
+      const auto keys = tile.k(d), queries = tile.q(d);
 #pragma unroll
       for (int col = 0; col < kValueSlab; col += 16) {
         uint32_t a[4];
-        load_block(a, tile.k, kTileRows * warp, col);
-        add_product_transposed<T>(scores, a, tile.q, 0, col);
+        load_block(a, keys, kTileRows * warp, col);
+        add_product_transposed<T>(scores, a, queries, 0, col);
         if (shape.unit) {
-          load_block(a, tile.q, kTileRows * warp, col);
+          load_block(a, queries, kTileRows * warp, col);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float2 x = unpaired<T>(a[i]);
@@ -99,9 +124,8 @@ __global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ 
           }
         }
       }
-      if (d + kValueSlab >= shape.D) break;
-      __syncthreads();
-      load_keys(query_head, d + kValueSlab);
+      if (d + 2 * kValueSlab < shape.D) __syncthreads();
+      load_keys(query_head, d + 2 * kValueSlab);
     }
     square = {sum_over_row(square.x), sum_over_row(square.y)};
     if (lane_col() == 0) {
@@ -142,44 +166,38 @@ __global__ void __launch_bounds__(kValueThreads) values(const __grid_constant__ 
 #pragma unroll
     for (int slab = 0; slab < Slabs; ++slab) {
       if (slab * kValueSlab < shape.V) {
-        if (slab > 0) {
-          __syncthreads();
-          load_gradient(query_head, slab * kValueSlab);
-        }
-        wait_copies<0>();
+        wait_copies<1>();
         __syncthreads();
 #pragma unroll
         for (int b = 0; b < kTilesDown; ++b) {
-          if (b < bands) add_product<T>(du[slab], weights.at[b], tile.dout, kTileRows * b);
+          if (b < bands) {
+            add_product<T>(du[slab], weights.at[b], tile.dout(slab * kValueSlab), kTileRows * b);
+          }
         }
+        if ((slab + 2) * kValueSlab < shape.V) __syncthreads();
+        load_gradient(query_head, (slab + 2) * kValueSlab);
       }
     }
   }
 #pragma unroll
   for (int slab = 0; slab < Slabs; ++slab) {
-    T* const to = at<T>(p.du, batch, piece.start * n, head, slab * kValueSlab);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int row = kTileRows * warp + lane_row() + 8 * j, col = 8 * i + lane_col();
-        if (row < rows && slab * kValueSlab + col < shape.V) {
-          *reinterpret_cast<uint32_t*>(to + row * p.du.stride[1] + col) =
-              pair_of<T>(du[slab].at[i][2 * j], du[slab].at[i][2 * j + 1]);
-        }
-      }
+    if (slab * kValueSlab < shape.V) {
+      store_rows<T, T>(du[slab], at<T>(p.du, batch, piece.start * n, head, slab * kValueSlab), p.du.stride[1],
+                       kTileRows * warp, rows, shape.V - slab * kValueSlab);
     }
   }
 }
 
 template <typename T, int Slabs>
 cudaError_t launch_values_of(const DeltaValues& p, cudaStream_t stream) {
-  constexpr int kBytes = ValueTiles<T>::kBytes;
-  if (const cudaError_t error = allow_shared<values<T, Slabs>>(kBytes); error != cudaSuccess) return error;
+  constexpr int kMostBytes = ValueTiles<T>::bytes(kDeltaMaxWidth, kDeltaMaxWidth);
+  if (const cudaError_t error = allow_shared<values<T, Slabs>>(kMostBytes); error != cudaSuccess)
+    return error;
   const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  values<T, Slabs><<<static_cast<unsigned>(blocks), kValueThreads, kBytes, stream>>>(p);
+  const int bytes = ValueTiles<T>::bytes(p.shape.D, p.shape.V);
+  values<T, Slabs><<<static_cast<unsigned>(blocks), kValueThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

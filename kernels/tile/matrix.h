@@ -91,13 +91,19 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t addr
                : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+// Four 8 x 8 matrices whose rows start at the lanes' addresses.
+__device__ inline void put_matrices(uint32_t address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+#endif
+
 // Four 8 x 8 matrices one after another, 128 bytes each.
 __device__ inline void store_matrices(void* to, const uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(to) +
-                                                                                          lane() * 16),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  put_matrices(shared_address(to) + lane() * 16, x);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(to)[32 * i + lane()] = x[i];
@@ -148,7 +154,19 @@ template <class Tile>
 __device__ inline void load_block(uint32_t (&a)[4], const Tile& tile, int row, int col) {
   load_matrices(a, tile.address(row, col, lane() & 15, (lane() >> 4) * 8));
 }
-// The same of the tile's transpose: rows of the factor are columns of the tile.
+// And back: a left factor to its place in a tile.
+template <class Tile>
+__device__ inline void store_block(const Tile& tile, int row, int col, const uint32_t (&a)[4]) {
+#if __CUDA_ARCH__ >= 900
+  put_matrices(tile.address(row, col, lane() & 15, (lane() >> 4) * 8), a);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<uint32_t*>(&lane_at(tile, row + i % 2 * 8, col + i / 2 * 8)) = a[i];
+  }
+#endif
+}
+// A block of the tile's transpose as a left factor: its rows are columns of the tile.
 template <class Tile>
 __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {
   const int l = lane();
