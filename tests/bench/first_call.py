@@ -1,4 +1,4 @@
-"""The first call of an operator in this process, in seconds, once CUDA and autograd are up and the inputs are there.
+"""The first call of an operator in this process, in seconds; CUDA, autograd and the inputs are there before.
 
 python tests/bench/first_call.py gsa 4x4096x16x64-m64
 """

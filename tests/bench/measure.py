@@ -145,6 +145,6 @@ def first_call(run):
 
 
 def first_call_in_new_process(op, name):
-    """Seconds of our first call (forward and backward, or a step) in a process where CUDA and autograd are up."""
+    """Seconds of our first call (forward and backward, or a step) in a process of its own, CUDA up before."""
     script = Path(__file__).parent / "first_call.py"
     return float(subprocess.check_output([sys.executable, str(script), op, name], text=True).split()[-1])
