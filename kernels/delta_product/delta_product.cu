@@ -10,6 +10,7 @@
 #include "delta_product/pass.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
+#include "tile/segments.h"
 
 namespace girih::kernels {
 namespace delta_product {
@@ -43,20 +44,9 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
   });
 }
 
-// Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
-// how a sequence is cut, so results do not depend on the card.
-constexpr int64_t kFullCard = 132;
-
-// Tokens of a segment, 0 where sequences are not cut. Cut, every segment but the last is scanned twice, the
-// first time with D columns more: that pays from 3 segments of 16 chunks on.
 int64_t segment_tokens(const DeltaShape& shape) {
-  const Tokens& all = shape.tokens;
-  const int64_t blocks = all.sequences * shape.heads * divide_up(shape.V, scan_columns(shape.D));
-  if (blocks == 0) return 0;
-  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // a sequence's, about
-  const int64_t chunks = divide_up(tokens, delta_chunk(shape.n));
-  const int64_t segments = std::min(kFullCard / blocks, chunks / 16);
-  return segments < 3 ? 0 : divide_up(chunks, segments) * delta_chunk(shape.n);
+  const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, scan_columns(shape.D));
+  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n));
 }
 
 int64_t workspace(const DeltaShape& shape) {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "delta_product/chain.cuh"
+#include "tile/gates.h"
 #include "tile/pack.h"
 
 namespace girih::kernels::delta_product {
@@ -143,11 +144,9 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, 4) prepare(const __grid_co
                       piece.sequence.batch * p.beta.stride[0] + (first_row + row) * p.beta.stride[1] +
                           head * p.beta.stride[2]);
       if (p.g.data != nullptr && row % n == 0) {
-        gate = load_any(p.g.data, p.g.dtype,
-                        piece.sequence.batch * p.g.stride[0] + (piece.start + row / n) * p.g.stride[1] +
-                            head * p.g.stride[2]);
-        // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others.
-        gate = gate < -100.f ? -100.f : gate;
+        gate = summable(load_any(p.g.data, p.g.dtype,
+                                 piece.sequence.batch * p.g.stride[0] +
+                                     (piece.start + row / n) * p.g.stride[1] + head * p.g.stride[2]));
       }
     }
     const double sum = log_before + sum_through(static_cast<double>(gate) * 1.4426950408889634);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "exact/exact.h"
+#include "tile/gates.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
@@ -107,10 +108,7 @@ struct Chunk {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
-        if (g[i].at[c] < -100.f) g[i].at[c] = -100.f;
-      }
+      for (int c = 0; c < 4; ++c) g[i].at[c] = summable(g[i].at[c]);
     }
   }
 };

@@ -7,17 +7,12 @@
 
 #include "gla/head.h"
 #include "gla/head_launch.h"
+#include "gsa/gsa.h"
 #include "gsa/join.h"
-#include "tile/grid.h"
+#include "tile/segments.h"
 
 namespace girih::kernels {
 namespace {
-
-constexpr int64_t kSlabColumns = 64;  // of the values, a block's
-
-// Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
-// how a sequence is cut, so results do not depend on the card.
-constexpr int64_t kFullCard = 132;
 
 template <int Value>
 using Keys = std::integral_constant<int, Value>;
@@ -36,16 +31,9 @@ cudaError_t by_tile(const HeadShape& shape, int width, const Launch& launch) {
   return cudaErrorInvalidValue;
 }
 
-// Tokens of a segment, 0 where sequences are not cut. Cut, the keys and values are read twice and there are
-// three launches for one: that pays from 3 segments of 16 chunks on.
 int64_t segment_tokens(const HeadShape& shape) {
-  const Tokens& all = shape.tokens;
-  const int64_t blocks = all.sequences * shape.query_heads * divide_up(shape.V, kSlabColumns);
-  if (blocks == 0) return 0;
-  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // a sequence's, about
-  const int64_t chunks = divide_up(tokens, kChunk);
-  const int64_t segments = std::min(kFullCard / blocks, chunks / 16);
-  return segments < 3 ? 0 : divide_up(chunks, segments) * kChunk;
+  const int64_t blocks = shape.tokens.sequences * shape.query_heads * divide_up(shape.V, kSlab);
+  return segment_tokens(shape.tokens, blocks, kChunk);
 }
 
 cudaError_t run(const HeadPass& pass, cudaStream_t stream) {

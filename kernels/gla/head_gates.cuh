@@ -24,8 +24,7 @@ struct GatePair {
 
   // By a warp: L_i, the sum of the gates through row i, in powers of two, to sums[0..63].
   __device__ void put_sums(float* sums) const {
-    // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
-    const auto power = [](float gate) { return kLog2E * (gate < -100.f ? -100.f : gate); };
+    const auto power = [](float gate) { return kLog2E * summable(gate); };
     const float one = power(first), both = one + power(second);
     float through = both;
 #pragma unroll

@@ -64,15 +64,6 @@ __device__ inline float put_row_products(float* to, const Sums<N>& x, const Tile
   return sum_over_col(sum.x + sum.y);
 }
 
-template <int N>
-__device__ inline void scale_rows(Sums<N>& sums, float upper, float lower) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] *= i < 2 ? upper : lower;
-  }
-}
-
 // A thread's share of <S, dS> before the sequence's first token, keys `key` and the D - 1 after it.
 __device__ inline float product_at_start(const HeadGradients& p, const Piece& piece, int query_head, int key,
                                          int D) {
@@ -98,8 +89,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   const HeadGradientTiles<T, D> tile(shared);
   const HeadShape& shape = p.shape;
   const int group = shape.query_heads / shape.heads;
-  // One number for a warp, as the compiler sees too: products of warpgroups bear no branch of single threads.
-  const int all_warps = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int all_warps = warp_index();  // products of warpgroups bear no branch of single threads
   const int warp = all_warps % 4;
   const bool of_keys = all_warps >= 4;
   const unsigned parts = (shape.D + D - 1) / D;
@@ -234,9 +224,9 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
 
   const float upper = tile.sums[first], lower = tile.sums[first + 8], whole = tile.sums[kChunk - 1];
   if (of_keys) {
-    scale_rows(gradient, exp2_fast(whole - upper), exp2_fast(whole - lower));
+    scale_rows(gradient, {exp2_fast(whole - upper), exp2_fast(whole - lower)});
   } else {
-    scale_rows(gradient, shape.scale * exp2_fast(upper), shape.scale * exp2_fast(lower));
+    scale_rows(gradient, {shape.scale * exp2_fast(upper), shape.scale * exp2_fast(lower)});
   }
   if (wants_gates) {
     const float read = put_row_products<T>(of_keys ? tile.of_col : tile.of_row, gradient, own, warp);

@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   HeadRing& ring = *reinterpret_cast<HeadRing*>(shared);
   const HeadRead& p = pass.read;
   const HeadShape& shape = p.shape;
-  // One number for a warp, as the compiler sees too: products of warpgroups bear no branch of single threads.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int warp = warp_index();  // products of warpgroups bear no branch of single threads
   const bool alone = pass.segment_decay != nullptr;
 
   // Which columns of which head.

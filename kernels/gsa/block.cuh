@@ -7,7 +7,6 @@
 
 namespace girih::kernels {
 
-constexpr int kSlab = 64;    // columns of D and V at a time
 constexpr int kGroup = 128;  // threads of four warps: a block's, or one of its groups
 
 // Rows first..first+63 of a chunk's states.

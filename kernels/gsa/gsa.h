@@ -23,6 +23,7 @@
 
 namespace girih::kernels {
 
+constexpr int kSlab = 64;          // columns of D and V at a time
 constexpr int kGsaMaxSlots = 128;  // M
 constexpr int kGsaMaxWidth = 512;  // D and V
 

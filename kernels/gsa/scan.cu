@@ -5,14 +5,11 @@
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
 #include "tile/launch.h"
+#include "tile/segments.h"
 
 namespace girih::kernels {
 namespace gsa {
 namespace {
-
-// Blocks that fill the card the tuning was done on. A count of its own, not the device's: sizes alone decide
-// how a sequence is cut.
-constexpr int64_t kFullCard = 132;
 
 bool same(const In<4>& a, const In<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
@@ -41,16 +38,9 @@ int64_t blocks_a_sequence(const ScanPass& pass) {
          divide_up(pass.scan.M, two ? 32 : 64);
 }
 
-// Tokens of a segment, 0 where sequences are not cut. Cut, everything but the published states is read twice
-// and there are three launches for one: that pays from 3 segments of 16 chunks on.
 int64_t segment_tokens(const ScanPass& pass) {
   const Tokens& all = pass.scan.tokens;
-  const int64_t blocks = all.sequences * blocks_a_sequence(pass);
-  if (blocks == 0) return 0;
-  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // a sequence's, about
-  const int64_t chunks = divide_up(tokens, kChunk);
-  const int64_t segments = std::min(kFullCard / blocks, chunks / 16);
-  return segments < 3 ? 0 : divide_up(chunks, segments) * kChunk;
+  return kernels::segment_tokens(all, all.sequences * blocks_a_sequence(pass), kChunk);
 }
 
 int64_t pieces(const ScanPass& pass) {

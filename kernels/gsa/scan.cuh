@@ -23,7 +23,6 @@
 
 namespace girih::kernels::gsa {
 
-constexpr int kSlab = 64;        // rows of the state, columns of x
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kMaxWarpgroups = 3;
 

@@ -8,6 +8,10 @@ namespace girih::kernels {
 
 constexpr int kRows = 16;  // of a chunk, a warp's
 
+// A gate as it goes into sums. e^-100 is 0 in fp32; a gate far below, or -inf, would take the digits of all
+// others.
+__device__ inline float summable(float gate) { return gate < -100.f ? -100.f : gate; }
+
 // The left factor of a sum over the warp's 16 rows: element (i, j) is one where row i sums row j.
 enum class Sum { after, through, all };  // the rows j > i, j <= i, or every row
 
@@ -35,9 +39,7 @@ __device__ inline void load(GateParts<N>& gates, const Tile& g, int row, int col
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // e^-100 is 0 in fp32; a gate far below it, or -inf, would take the digits of all others in a sum.
-      const float gate = g.at(row + (i >> 1) * 8, col + 8 * n, lane_col() + (i & 1), lane_row());
-      x[i] = gate < -100.f ? -100.f : gate;
+      x[i] = summable(g.at(row + (i >> 1) * 8, col + 8 * n, lane_col() + (i & 1), lane_row()));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -85,18 +85,23 @@ def test_every_length(T, dtype):
 
 
 @pytest.mark.parametrize("kind", ["g", "abc", "plain", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T", LENGTHS)
-def test_every_length_of_every_kind(T, kind):
-    assert_as_right_as_the_formula(draw(kind, T=T, dtype=DTYPES[T % 3]))
+def test_every_length_of_every_kind(T, dtype, kind):
+    assert_as_right_as_the_formula(draw(kind, T=T, dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", ["s_g", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D, V", list(zip(WIDTHS, WIDTHS[2:] + WIDTHS[:2], strict=True)))
 def test_every_width(D, V, dtype, kind):
-    if kind != "s_g" and D > 256:
-        pytest.skip("gla's widths end at 256")
-    assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=V if kind == "s_g" else min(V, 256), dtype=dtype))
+    assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=V, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["plain", "head", "channel"])
+@pytest.mark.parametrize("D", [136, 256, 257])
+def test_keys_at_the_ends_of_the_kernels(D, kind):
+    assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=200, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["s_g", "abc"])
@@ -240,11 +245,11 @@ def test_padding_at_full_tiles(kind, dtype):
     [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [0, 17, 33, 96, 150], [9, 70, 140]],
     ids=str,
 )
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc", "head", "channel"])
-def test_packed_sequences(kind, bounds):
-    choice = len(bounds) % 3
-    inputs = draw(kind, B=1, T=150, dtype=DTYPES[choice], sequences=len(bounds) - 1)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if choice else torch.int64)
+def test_packed_sequences(kind, dtype, bounds):
+    inputs = draw(kind, B=1, T=150, dtype=dtype, sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if len(bounds) % 2 else torch.int64)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
     assert_as_right_as_the_formula(inputs, cu_seqlens, found)
@@ -335,6 +340,27 @@ def test_long_sequences_of_few_heads(T, dtype, kind):
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T)
     assert_as_right(in_pieces(inputs, 3000), exact, rounded, T)
+
+
+@pytest.mark.parametrize("kind", ["s_g", "head"])
+def test_long_packed_sequences_of_few_heads(kind):
+    """Cut into segments, an empty sequence among them, by grouped queries of widths that fill no tile."""
+    inputs = draw(kind, B=1, T=9600, H=1, G=2, D=136, V=72, M=72, dtype=torch.float16, sequences=3)
+    assert_as_right_as_the_formula(inputs, torch.tensor([0, 5000, 5000, 9600]))
+
+
+@pytest.mark.parametrize("kind", ["plain", "head", "channel"])
+def test_long_sequences_from_nothing(kind):
+    inputs = draw(kind, B=1, T=3300, V=136, dtype=torch.bfloat16)
+    assert_as_right_as_the_formula(replace(inputs, state={}))
+
+
+@pytest.mark.parametrize("kind", ["head", "channel"])
+def test_long_rows_with_bounds(kind):
+    inputs = draw(kind, B=2, T=4000, H=1, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    bounds = torch.tensor([[0, 4000], [300, 3500]], device=DEVICE)
+    exact = run(inputs.map(torch.Tensor.double), cu_seqlens=bounds)
+    assert_as_right(run(inputs, cu_seqlens=bounds), exact, by_formula(run, inputs, cu_seqlens=bounds), 4000)
 
 
 @pytest.mark.parametrize("dtype", BOTH, ids=str)

@@ -27,6 +27,7 @@ std::optional<By> kernels_for(const Tensor& q, const Tensor& v, const OptionalTe
   const auto D = static_cast<int>(q.size(3));
   bool fits = false;
   if (!by_channel(g)) {
+    if (D > kernels::kHeadMaxKeys) return By::exact;
     check_launch("head_fits", kernels::head_fits(D, fits));
     return fits ? By::head : By::exact;
   }
