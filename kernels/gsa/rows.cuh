@@ -245,55 +245,67 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
   const bool of_q = !Tiles::kOneByOne && reads.factored;
   const SharedTile<T, kChunk, M> weights{of_q ? tile.q.data : tile.hv.data + first};
   const int slots = shape.M - first;  // the group's
-  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head) + first;
+  float* const w_first = chunk_rows<float>(p.left.w, piece, query_head) + first + lane_col();
   const float unscaled = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
-  differentiate(
-      z, dp, own_score(0), own_score(1),
-      [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
-      shape.scale, shape.slots - first,
-      [&](SoftmaxSums& own) {
-        if constexpr (kGroups == 1) return;
-        const auto at = [&](int g, int i) -> float4& {
-          return reinterpret_cast<float4*>(tile.softmax)[g * kChunk + kRows * warp + lane_row() + 8 * i];
-        };
-        if (lane_col() == 0) {
-          at(group, 0) = {own.top.x, own.sum.x, own.delta.x, 0.f};
-          at(group, 1) = {own.top.y, own.sum.y, own.delta.y, 0.f};
-        }
-        meet();
-        const auto add = [](float4 other, float& top, float& sum, float& delta) {
-          const float both = fmaxf(top, other.x), mine = exp2_fast(top - both),
-                      its = exp2_fast(other.x - both);
-          top = both;
-          sum = sum * mine + other.y * its;
-          delta = delta * mine + other.z * its;
-        };
-        add(at(1 - group, 0), own.top.x, own.sum.x, own.delta.x);
-        add(at(1 - group, 1), own.top.y, own.sum.y, own.delta.y);
-      },
-      [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
-        // p and dz as others will see them: rounded with their factor.
-        const float2 r = reads.factor(i, n);
-        prob = {prob.x * r.x, prob.y * r.y};
-        dz = {dz.x * r.x, dz.y * r.y};
-        const float2 seen_p = unpaired<T>(pair_of<T>(prob.x, prob.y)),
-                     seen_dz = unpaired<T>(pair_of<T>(dz.x, dz.y));
-        const float2 w = {__fdividef(unscaled * of_z.x * seen_dz.x + of_dp.x * seen_p.x, r.x),
-                          __fdividef(unscaled * of_z.y * seen_dz.y + of_dp.y * seen_p.y, r.y)};
-        const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-        if (row < piece.length && col < slots) {
-          *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
-        }
-      });
+  const auto differentiate_rows = [&](auto serve) {
+    constexpr bool factored = decltype(serve)::value;
+    // The lane's two rows of w, and how many columns they have.
+    const int row = kRows * warp + lane_row();
+    float* const w_rows[2] = {w_first + row * p.left.w.stride[1], w_first + (row + 8) * p.left.w.stride[1]};
+    const int w_cols[2] = {row < piece.length ? slots : 0, row + 8 < piece.length ? slots : 0};
+    differentiate(
+        z, dp, own_score(0), own_score(1),
+        [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
+        shape.scale, shape.slots - first,
+        [&](SoftmaxSums& own) {
+          if constexpr (kGroups == 1) return;
+          const auto at = [&](int g, int i) -> float4& {
+            return reinterpret_cast<float4*>(tile.softmax)[g * kChunk + kRows * warp + lane_row() + 8 * i];
+          };
+          if (lane_col() == 0) {
+            at(group, 0) = {own.top.x, own.sum.x, own.delta.x, 0.f};
+            at(group, 1) = {own.top.y, own.sum.y, own.delta.y, 0.f};
+          }
+          meet();
+          const auto add = [](float4 other, float& top, float& sum, float& delta) {
+            const float both = fmaxf(top, other.x), mine = exp2_fast(top - both),
+                        its = exp2_fast(other.x - both);
+            top = both;
+            sum = sum * mine + other.y * its;
+            delta = delta * mine + other.z * its;
+          };
+          add(at(1 - group, 0), own.top.x, own.sum.x, own.delta.x);
+          add(at(1 - group, 1), own.top.y, own.sum.y, own.delta.y);
+        },
+        [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
+          // p and dz as others will see them: rounded with their factor.
+          float2 r = {1.f, 1.f};
+          if constexpr (factored) {
+            r = reads.at.gates.factor(i, n);
+            prob = {prob.x * r.x, prob.y * r.y};
+            dz = {dz.x * r.x, dz.y * r.y};
+          }
+          const float2 seen_p = unpaired<T>(pair_of<T>(prob.x, prob.y)),
+                       seen_dz = unpaired<T>(pair_of<T>(dz.x, dz.y));
+          float2 w = {unscaled * of_z.x * seen_dz.x + of_dp.x * seen_p.x,
+                      unscaled * of_z.y * seen_dz.y + of_dp.y * seen_p.y};
+          if constexpr (factored) w = {divide_fast(w.x, r.x), divide_fast(w.y, r.y)};
+          if (8 * n < w_cols[i]) *reinterpret_cast<float2*>(w_rows[i] + 8 * n) = w;
+        });
+  };
 
   const auto put = [&](const Sums<8>& sums, const Out<4>& to) {
     store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, query_head) + first, to.stride[1],
                   piece.length, slots);
   };
+  // Apart from the start: where every pair asked which of the two it was, half of what the kernel waited for
+  // its instructions was here.
   if (reads.factored) {
+    differentiate_rows(std::true_type());
     put(z, p.p_scan);
     put(dp, p.dz_scan);
   } else {
+    differentiate_rows(std::false_type());
     put(z, p.p);
     put(dp, p.dz);
     reads.decay_from_start(z);
