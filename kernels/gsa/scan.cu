@@ -23,19 +23,25 @@ ScanPass whole(const GatedScan& problem) {
   return pass;
 }
 
-// One block's part of the state is 2 slabs x 32 columns or 1 slab x 64 columns. The first reads the same
-// gates for twice the rows, but needs two slabs that go with the same s. A memory of one slab alone takes it
-// too: half of it is empty, but there are twice the blocks.
-bool two_slabs(const ScanPass& pass) {
+// One block's part of the state. 2 slabs x 32 columns reads the same gates for twice the rows of 1 slab x 64,
+// but needs two slabs that go with the same s. A memory of one slab alone goes by 32 columns, for twice the
+// blocks.
+struct BlockPart {
+  int slabs, columns;
+};
+
+BlockPart block_part(const ScanPass& pass) {
   const int first = pass.scan.memory[0].width, second = pass.scan.memory[1].width;
-  return std::max(first, second) > kSlab || (pass.shared_s && second > 0) || pass.scan.M <= 32;
+  if (first + second <= kSlab && (first == 0 || second == 0)) return {1, 32};
+  if (std::max(first, second) > kSlab || pass.shared_s || pass.scan.M <= 32) return {2, 32};
+  return {1, 64};
 }
 
 // Blocks that walk one sequence.
 int64_t blocks_a_sequence(const ScanPass& pass) {
-  const bool two = two_slabs(pass);
-  return static_cast<int64_t>(pass.scan.heads) * slab_groups(pass, two ? 2 : 1) *
-         divide_up(pass.scan.M, two ? 32 : 64);
+  const BlockPart part = block_part(pass);
+  return static_cast<int64_t>(pass.scan.heads) * slab_groups(pass, part.slabs) *
+         divide_up(pass.scan.M, part.columns);
 }
 
 int64_t segment_tokens(const ScanPass& pass) {
@@ -79,13 +85,19 @@ cudaError_t launch(const ScanPass& pass, cudaStream_t stream) {
                            : launch_one_way<T, Slabs, Slots, false>(pass, stream);
 }
 
+template <typename T>
+cudaError_t launch_part(const ScanPass& pass, cudaStream_t stream) {
+  const BlockPart part = block_part(pass);
+  if (part.slabs == 2) return launch<T, 2, 32>(pass, stream);
+  return part.columns == 32 ? launch<T, 1, 32>(pass, stream) : launch<T, 1, 64>(pass, stream);
+}
+
 cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
-  const bool two = two_slabs(pass);
   switch (pass.scan.dtype) {
     case DType::bf16:
-      return two ? launch<__nv_bfloat16, 2, 32>(pass, stream) : launch<__nv_bfloat16, 1, 64>(pass, stream);
+      return launch_part<__nv_bfloat16>(pass, stream);
     case DType::f16:
-      return two ? launch<__half, 2, 32>(pass, stream) : launch<__half, 1, 64>(pass, stream);
+      return launch_part<__half>(pass, stream);
     default:
       return cudaErrorInvalidValue;
   }
