@@ -85,17 +85,26 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
   load_slab(0, 0);
   // What the edge needs, while the copies are on their way: the block of the chunk before has just read it.
   EdgeSum<kThreads, M> edge;
-  typename EdgeSum<kThreads, M>::Rows edge_rows[Memories];
-  const auto load_edge = [&](int i, int slab) {
+  typename EdgeSum<kThreads, M>::Rows edge_rows[Memories][2];
+  const auto load_edge = [&](int i, int half, int slab) {
     return edge.load(state_rows<T>(p.states, shape, chunk, head, first_row(i) + slab),
                      state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab),
-                     min(kSlab, memory(i).width - slab), shape.M, threadIdx.x);
+                     min(kSlab, memory(i).width - slab), shape.M, threadIdx.x, half);
+  };
+  // Not the last of four halves where it has no registers: to go to memory it was waited for, and with it
+  // all that was on its way before.
+  const auto comes_late = [](int i, int half) { return M == 64 && i == 1 && half == 1; };
+  const auto load_edges = [&](bool late) {
+#pragma unroll
+    for (int i = 0; i < Memories; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (comes_late(i, half) == late) edge_rows[i][half] = load_edge(i, half, 0);
+      }
+    }
   };
   const bool has_edge = first && piece.index > 0;
-  if (has_edge) {
-#pragma unroll
-    for (int i = 0; i < Memories; ++i) edge_rows[i] = load_edge(i, 0);
-  }
+  if (has_edge) load_edges(false);
 
   wait_copies<1>();
   __syncthreads();
@@ -103,12 +112,18 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
   writes.at = {{tile.g, tile.decay, tile.totals, warp},         tile.s, tile.end,
                {rows_of(tile.x, warp) + group * kRows * kRows}, group,  p.y_scale};
   writes.template start<4 * kGroups>();
+  if (has_edge) load_edges(true);
 #pragma unroll
   for (int i = 0; i < Memories; ++i) {
     const ColumnMemory& m = memory(i);
     if (has_edge) {
-      edge.template add<T>(edge_rows[i]);
-      for (int slab = kSlab; slab < m.width; slab += kSlab) edge.template add<T>(load_edge(i, slab));
+      edge.template add<T>(edge_rows[i][0]);
+      edge.template add<T>(edge_rows[i][1]);
+      for (int slab = kSlab; slab < m.width; slab += kSlab) {
+        const auto one = load_edge(i, 0, slab), two = load_edge(i, 1, slab);
+        edge.template add<T>(one);
+        edge.template add<T>(two);
+      }
     } else if (first) {
       edge.add_start(m.initial, m.start, piece, head, m.width, shape.M, threadIdx.x);
     }
@@ -271,7 +286,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
         }
         ds.x += own * y.x, ds.y += own * y.y;
       }
-      if (factored) ds = {__fdividef(ds.x, r.x), __fdividef(ds.y, r.y)};
+      if (factored) ds = {divide_fast(ds.x, r.x), divide_fast(ds.y, r.y)};
       u.at[n][2 * i] = ds.x, u.at[n][2 * i + 1] = ds.y;
     });
   };

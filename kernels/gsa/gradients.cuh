@@ -37,19 +37,20 @@ struct EdgeSum {
   static constexpr int kRowsAtOnce = Threads / kPacks;
   float sum[8] = {};
 
-  // Up to 64 rows of both, M elements apart: every load is of a row that exists, so that all are under way
-  // before the first is waited for. What they bring is added later.
+  // A half of up to 64 rows of both, M elements apart: every load is of a row that exists, so that all are
+  // under way before the first is waited for. What they bring is added later.
   struct Rows {
-    uint4 state[kSlab / kRowsAtOnce], gradient[kSlab / kRowsAtOnce];
+    uint4 state[kSlab / 2 / kRowsAtOnce], gradient[kSlab / 2 / kRowsAtOnce];
     int first, count;
   };
   template <typename T>
-  __device__ static Rows load(const T* states, const T* gradients, int rows, int slots, int thread) {
+  __device__ static Rows load(const T* states, const T* gradients, int rows, int slots, int thread,
+                              int half) {
     Rows loaded;
-    loaded.first = thread / kPacks, loaded.count = rows;
+    loaded.first = kSlab / 2 * half + thread / kPacks, loaded.count = rows;
     const int pack = min(thread % kPacks * 8, slots - 8);
 #pragma unroll
-    for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+    for (int i = 0; i < kSlab / 2 / kRowsAtOnce; ++i) {
       const int64_t at = static_cast<int64_t>(min(loaded.first + i * kRowsAtOnce, rows - 1)) * slots + pack;
       loaded.state[i] = *reinterpret_cast<const uint4*>(states + at);
       loaded.gradient[i] = *reinterpret_cast<const uint4*>(gradients + at);
@@ -59,7 +60,7 @@ struct EdgeSum {
   template <typename T>
   __device__ void add(const Rows& rows) {
 #pragma unroll
-    for (int i = 0; i < kSlab / kRowsAtOnce; ++i) {
+    for (int i = 0; i < kSlab / 2 / kRowsAtOnce; ++i) {
       const bool counts = rows.first + i * kRowsAtOnce < rows.count;
       const uint4 &of_state = rows.state[i], &of_gradient = rows.gradient[i];
       const uint32_t s[4] = {of_state.x, of_state.y, of_state.z, of_state.w},
