@@ -40,13 +40,14 @@ __device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<
     }
   }
   __syncwarp();
+  const int row = kRows * warp + lane() / Eights, col = lane() % Eights * 8;
+  const int left = col < cols ? rows - row : 0;
+  to += row * stride + col;
 #pragma unroll
   for (int i = 0; i < kRows; i += 32 / Eights) {
-    const int row = kRows * warp + i + lane() / Eights, col = lane() % Eights * 8;
-    if (row < rows && col < cols) {
-      *reinterpret_cast<uint4*>(to + row * stride + col) =
-          *reinterpret_cast<const uint4*>(&stage.at(row, at + col));
-    }
+    if (i < left)
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&stage.at(row + i, at + col));
+    to += 32 / Eights * stride;
   }
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
   const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   const int queries = shape.query_heads / shape.heads, head = query_head / queries;
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
+  Piece piece = piece_at(shape.tokens, chunk, kChunk);
   if (piece.length == 0) return;
 
   load_gates<kThreads>(tile.g, p.g, piece, head, shape.M);
@@ -141,6 +141,10 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     if constexpr (kGroups > 1) barrier_wait(1 + warp, 32 * kGroups);
   };
 
+  // Addresses are worked out where a loop needs them: those of what it rarely loads, worked out ahead of it,
+  // cost more than they save.
+  const auto renew = [&] { asm volatile("" : "+l"(piece.start), "+r"(piece.length)); };
+
   // a = X Y^T,   sums = X H
   const auto multiply = [&](Sums<8>& sums, Scores& a, const auto& x_tile, const auto& y_tile,
                             const auto& memory, int width, const auto& load_slab) {
@@ -155,6 +159,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
         add_product<T>(sums, x, memory, col, first);
       }
       if (slab + kSlab >= width) break;
+      renew();
       __syncthreads();
       load_slab(slab + kSlab);
       commit_copies();
@@ -183,133 +188,156 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     }
   };
 
-  // z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike
-  Sums<8> z, dp;
+  const int last = (shape.D - 1) / kSlab * kSlab;  // the slab of k and hk that stays in the tiles
   float* aside = reinterpret_cast<float*>(tile.hk.data) + threadIdx.x / 32 * Tiles::kAside * 128;
-  {
-    Scores a;
-    multiply(z, a, tile.q, tile.k, tile.hk, shape.D, [&](int d) {
-      load(tile.q, p.q, query_head, d, shape.D);
-      load_memory_k(d);
-    });
-    if (group == 0) put_diagonal(tile.own, a, warp);
-    __syncwarp();
-    if (!reads.factored) wait_copies<0>();
-    reads.template split<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
-    reads.value_read(z, a);
-    if constexpr (!Tiles::kOneByOne) {
-      if (reads.factored) load_own_weights();
-    }
-    if (Tiles::kOneByOne || !reads.factored) {
-      __syncthreads();
-      if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
-      if constexpr (kGroups > 1) put_sums<Tiles::kAside>(aside, z);
-      if (!reads.factored) load_memory_v(0);
-    }
-    commit_copies();
-    if (Tiles::kOneByOne || !reads.factored) {
-      wait_copies<0>();
-    } else {
-      wait_copies<1>();  // the weights may come later
-    }
-    __syncthreads();
-    multiply(dp, a, tile.dout, tile.v, tile.hv, shape.V, [&](int v) {
-      load(tile.dout, p.dout, query_head, v, shape.V);
-      load_memory_v(v);
-    });
-    if (group == 0) put_diagonal(tile.own + kChunk, a, warp);
-    __syncwarp();
-    if (Tiles::kOneByOne || !reads.factored) {
-      __syncthreads();
-      load_weights<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
-      commit_copies();
-      wait_copies<0>();
-      __syncthreads();
-    }
-    reads.value_read(dp, a);
-  }
-  const int last = (shape.D - 1) / kSlab * kSlab;  // the slab of k and hk that is in the tiles
-  if constexpr (kGroups > 1) {
-    take_sums<Tiles::kAside>(z, aside);
-    __syncthreads();
-    load_memory_k(last);
-    commit_copies();
-  } else {
-    wait_copies<0>();
-    __syncwarp();
-  }
   const auto own_score = [&](int which) -> float2 {
     const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
     return {of[0], of[8]};
   };
-  const bool of_q = !Tiles::kOneByOne && reads.factored;
-  const SharedTile<T, kChunk, M> weights{of_q ? tile.q.data : tile.hv.data + first};
   const int slots = shape.M - first;  // the group's
-  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head) + first;
-  const float unscaled = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
-  differentiate(
-      z, dp, own_score(0), own_score(1),
-      [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
-      shape.scale, shape.slots - first,
-      [&](SoftmaxSums& own) {
-        if constexpr (kGroups == 1) return;
-        const auto at = [&](int g, int i) -> float4& {
-          return reinterpret_cast<float4*>(tile.softmax)[g * kChunk + kRows * warp + lane_row() + 8 * i];
-        };
-        if (lane_col() == 0) {
-          at(group, 0) = {own.top.x, own.sum.x, own.delta.x, 0.f};
-          at(group, 1) = {own.top.y, own.sum.y, own.delta.y, 0.f};
-        }
-        meet();
-        const auto add = [](float4 other, float& top, float& sum, float& delta) {
-          const float both = fmaxf(top, other.x), mine = exp2_fast(top - both),
-                      its = exp2_fast(other.x - both);
-          top = both;
-          sum = sum * mine + other.y * its;
-          delta = delta * mine + other.z * its;
-        };
-        add(at(1 - group, 0), own.top.x, own.sum.x, own.delta.x);
-        add(at(1 - group, 1), own.top.y, own.sum.y, own.delta.y);
-      },
-      [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
-        // p and dz as others will see them: rounded with their factor.
-        const float2 r = reads.factor(i, n);
-        prob = {prob.x * r.x, prob.y * r.y};
-        dz = {dz.x * r.x, dz.y * r.y};
-        const float2 seen_p = unpaired<T>(pair_of<T>(prob.x, prob.y)),
-                     seen_dz = unpaired<T>(pair_of<T>(dz.x, dz.y));
-        const float2 w = {__fdividef(unscaled * of_z.x * seen_dz.x + of_dp.x * seen_p.x, r.x),
-                          __fdividef(unscaled * of_z.y * seen_dz.y + of_dp.y * seen_p.y, r.y)};
-        const int row = kRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-        if (row < piece.length && col < slots) {
-          *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
-        }
-      });
-
   const auto put = [&](const Sums<8>& sums, const Out<4>& to) {
     store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, query_head) + first, to.stride[1],
                   piece.length, slots);
   };
-  if (reads.factored) {
-    put(z, p.p_scan);
-    put(dp, p.dz_scan);
-  } else {
-    put(z, p.p);
-    put(dp, p.dz);
-    reads.decay_from_start(z);
-    put(z, p.p_scan);
-    z = dp;
-    reads.decay_from_start(z);
-    put(z, p.dz_scan);
-    __syncwarp();
-  }
+  // As far as dz, and W of the group's slots. Where factors serve apart from where they do not: among what
+  // the other needed, instructions came later than they could have run, for a fifth of the kernel's time.
+  Sums<8> dp;
+  const auto differentiate_rows = [&](Scores& W, auto serve) {
+    constexpr bool factored = decltype(serve)::value;
+    constexpr bool own_weights = factored && !Tiles::kOneByOne;
+    // z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike: the same instructions in two
+    // turns. It stays a loop; with `unroll 1` the compiler moved masks ahead of it, and 40 registers to
+    // memory.
+    Sums<8> z;
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      const bool of_z = turn == 0;
+      renew();
+      Scores a;
+      multiply(dp, a, of_z ? tile.q : tile.dout, of_z ? tile.k : tile.v, of_z ? tile.hk : tile.hv,
+               of_z ? shape.D : shape.V, [&](int col) {
+                 if (of_z) {
+                   load(tile.q, p.q, query_head, col, shape.D);
+                   load_memory_k(col);
+                 } else {
+                   load(tile.dout, p.dout, query_head, col, shape.V);
+                   load_memory_v(col);
+                 }
+               });
+      if (group == 0) put_diagonal(tile.own + turn * kChunk, a, warp);
+      __syncwarp();
+      if (of_z) {
+        if (!factored) {
+          wait_copies<0>();
+          reads.template split<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+        }
+      } else if (!own_weights) {
+        __syncthreads();
+        load_weights<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+        commit_copies();
+        wait_copies<0>();
+        __syncthreads();
+      }
+      reads.value_read(dp, a);
+      if (!of_z) break;
+      z = dp;
+      if constexpr (own_weights) {
+        load_own_weights();
+        commit_copies();
+        wait_copies<1>();  // the weights may come later
+      } else {
+        __syncthreads();
+        if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
+        if constexpr (kGroups > 1) put_sums<Tiles::kAside>(aside, z);
+        if (!factored) load_memory_v(0);
+        commit_copies();
+        wait_copies<0>();
+      }
+      __syncthreads();
+    }
+    renew();
+    if constexpr (kGroups > 1) {
+      take_sums<Tiles::kAside>(z, aside);
+      __syncthreads();
+      load_memory_k(last);
+      commit_copies();
+    } else {
+      wait_copies<0>();
+      __syncwarp();
+    }
+
+    const SharedTile<T, kChunk, M> weights{own_weights ? tile.q.data : tile.hv.data + first};
+    const float unscaled = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
+    float* const w_first = chunk_rows<float>(p.left.w, piece, query_head) + first + lane_col();
+    // The lane's two rows of w, and how many columns they have.
+    const int row = kRows * warp + lane_row();
+    float* const w_rows[2] = {w_first + row * p.left.w.stride[1], w_first + (row + 8) * p.left.w.stride[1]};
+    const int w_cols[2] = {row < piece.length ? slots : 0, row + 8 < piece.length ? slots : 0};
+    differentiate(
+        z, dp, own_score(0), own_score(1),
+        [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
+        shape.scale, shape.slots - first,
+        [&](SoftmaxSums& own) {
+          if constexpr (kGroups == 1) return;
+          const auto at = [&](int g, int i) -> float4& {
+            return reinterpret_cast<float4*>(tile.softmax)[g * kChunk + kRows * warp + lane_row() + 8 * i];
+          };
+          if (lane_col() == 0) {
+            at(group, 0) = {own.top.x, own.sum.x, own.delta.x, 0.f};
+            at(group, 1) = {own.top.y, own.sum.y, own.delta.y, 0.f};
+          }
+          meet();
+          const auto add = [](float4 other, float& top, float& sum, float& delta) {
+            const float both = fmaxf(top, other.x), mine = exp2_fast(top - both),
+                        its = exp2_fast(other.x - both);
+            top = both;
+            sum = sum * mine + other.y * its;
+            delta = delta * mine + other.z * its;
+          };
+          add(at(1 - group, 0), own.top.x, own.sum.x, own.delta.x);
+          add(at(1 - group, 1), own.top.y, own.sum.y, own.delta.y);
+        },
+        [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
+          // p and dz as others will see them: rounded with their factor.
+          float2 r = {1.f, 1.f};
+          if constexpr (factored) {
+            r = reads.at.gates.factor(i, n);
+            prob = {prob.x * r.x, prob.y * r.y};
+            dz = {dz.x * r.x, dz.y * r.y};
+          }
+          const float2 seen_p = unpaired<T>(pair_of<T>(prob.x, prob.y)),
+                       seen_dz = unpaired<T>(pair_of<T>(dz.x, dz.y));
+          float2 w = {unscaled * of_z.x * seen_dz.x + of_dp.x * seen_p.x,
+                      unscaled * of_z.y * seen_dz.y + of_dp.y * seen_p.y};
+          if constexpr (factored) w = {divide_fast(w.x, r.x), divide_fast(w.y, r.y)};
+          if (8 * n < w_cols[i]) *reinterpret_cast<float2*>(w_rows[i] + 8 * n) = w;
+        });
+    if constexpr (factored) {
+      put(z, p.p_scan);
+      put(dp, p.dz_scan);
+    } else {
+      put(z, p.p);
+      put(dp, p.dz);
+      reads.decay_from_start(z);
+      put(z, p.p_scan);
+      z = dp;
+      reads.decay_from_start(z);
+      put(z, p.dz_scan);
+      __syncwarp();
+    }
+    reads.template key_read<true>(dp, W);
+  };
 
   // dQ = (dz e^L) Hk^T + [dz_i . e^{L_i - L_j} s_j, j <= i] K
   Operand<4> f;
   Operand<2> w[2];
   {
     Scores W;
-    reads.template key_read<true>(dp, W);
+    if (reads.factored) {
+      differentiate_rows(W, std::true_type());
+    } else {
+      differentiate_rows(W, std::false_type());
+    }
     if constexpr (kGroups > 1) {
       // The rows of g and, below, of the weights have served.
       float* rows = rows_of(tile.g, warp);
@@ -334,6 +362,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
   }
   for (int d = last; d >= 0; d -= kSlab) {
     if (d < last) {
+      renew();
       __syncthreads();
       load_memory_k(d);
       commit_copies();
