@@ -207,8 +207,10 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     constexpr bool own_weights = factored && !Tiles::kOneByOne;
     // z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike: the same instructions in two
     // turns. It stays a loop; with `unroll 1` the compiler moved masks ahead of it, and 40 registers to
-    // memory.
+    // memory. z has a value before the first turn: unset there, those of its sums that found no register
+    // through the second were given that turn's dp by the assembler.
     Sums<8> z;
+    fill(z, 0.f);
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
       const bool of_z = turn == 0;
