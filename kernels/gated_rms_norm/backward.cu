@@ -1,0 +1,159 @@
+// The gradients, with r and act(gate) formed again:
+//
+//     u = dy act(gate)        n = r x
+//     dx = r (u weight - n mean(u weight n))
+//     dweight = sum over rows of u n        dgate = dy n weight act'(gate)
+//
+// dy, x and gate are read, dx and dgate are written once: r is not worth 4 bytes a row, since both of a row's
+// sums are formed at once. A thread adds up dweight of its columns over the rows that it has seen; a block
+// adds its groups' sums in order and writes one partial, and a second kernel adds the partials in order.
+#include "gated_rms_norm/rows.h"
+
+namespace girih::kernels {
+namespace gated_rms_norm {
+namespace {
+
+// What an H100 or H200 holds at once, 3 blocks of 256 threads a multiprocessor: more would write more
+// partials.
+constexpr int64_t kBlocks = 3 * 132;
+
+int64_t blocks_of(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kBlocks); }
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
+    backward(const GatedRmsNormBackward p, const bool packs) {
+  using T = typename R::T;
+  __shared__ __align__(32) float place[R::kGroups * R::kWidth];  // the weights, in the end dweight
+  const int dim = p.shape.dim;
+  const float per_dim = 1.f / dim;
+  const bool gated = p.shape.activation != GateActivation::none;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
+  const Weight<R> weight(place, p.weight, dim);
+  Pack<R::kPack> dweight[R::kPacks];
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) dweight[k] = zeros<R::kPack>();
+  RowSums<R, 2> over_row;
+
+  // The same passes for all groups of a block: a row that is not there is zero, and not written.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
+    const int64_t row = first + R::group();
+    const bool here = row < p.shape.rows;
+    typename R::Raw x, gate, dy;
+    load_row<R>(x, here ? static_cast<const T*>(p.x) + row * dim : nullptr, dim, packs);
+    load_row<R>(dy, here ? static_cast<const T*>(p.dy) + row * dim : nullptr, dim, packs);
+    load_row<R>(gate, here && gated ? static_cast<const T*>(p.gate) + row * dim : nullptr, dim, packs);
+
+    // u, dgate / r, and the row's sums of x^2 and u weight x
+    Pack<R::kPack> u[R::kPacks], dgate[R::kPacks];
+    float sums[2] = {0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) {
+      const Pack<R::kPack> xs = floats<R>(x[k]), w = weight[k];
+      u[k] = floats<R>(dy[k]);
+      if (gated) {
+        Pack<R::kPack> act, slope;
+        activate<R::kPack, true>(p.shape.activation, floats<R>(gate[k]), act, slope);
+#pragma unroll
+        for (int i = 0; i < R::kPack; ++i) {
+          dgate[k].at[i] = u[k].at[i] * slope.at[i] * w.at[i] * xs.at[i];
+          u[k].at[i] *= act.at[i];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < R::kPack; ++i) {
+        sums[0] += xs.at[i] * xs.at[i];
+        sums[1] += u[k].at[i] * w.at[i] * xs.at[i];
+      }
+    }
+    over_row.sum(sums);
+    const float r = rsqrtf(sums[0] * per_dim + p.shape.eps);
+    const float mean = r * sums[1] * per_dim;
+
+    if (!here) continue;
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) {
+      Pack<R::kPack> n = floats<R>(x[k]), dx;
+      const Pack<R::kPack> w = weight[k];
+#pragma unroll
+      for (int i = 0; i < R::kPack; ++i) {
+        n.at[i] *= r;
+        dx.at[i] = r * (u[k].at[i] * w.at[i] - n.at[i] * mean);
+        dweight[k].at[i] += u[k].at[i] * n.at[i];
+      }
+      store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, dx, dim, packs);
+      if (!gated) continue;
+#pragma unroll
+      for (int i = 0; i < R::kPack; ++i) dgate[k].at[i] *= r;
+      store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, dgate[k], dim, packs);
+    }
+  }
+
+  // partials [blocks, dim]
+  __syncthreads();  // the weights have been read
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) store(place + R::group() * R::kWidth + R::column(k), dweight[k]);
+  __syncthreads();  // every group's sums stand in shared memory
+  for (int column = threadIdx.x; column < dim; column += R::kThreads) {
+    float sum = 0.f;
+#pragma unroll
+    for (int g = 0; g < R::kGroups; ++g) sum += place[g * R::kWidth + column];
+    p.partials[static_cast<int64_t>(blockIdx.x) * dim + column] = sum;
+  }
+}
+
+constexpr int kColumns = 32;
+constexpr int kAdders = 32;
+
+// The partials' sum, 32 columns a block: warp w adds every 32nd partial from w on, lane by lane, then the
+// warps' sums of column c are added by warp c, always in this order.
+__global__ void __launch_bounds__(kColumns* kAdders)
+    sum_partials(const GatedRmsNormBackward p, const int64_t count) {
+  __shared__ float parts[kAdders][kColumns + 1];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int dim = p.shape.dim;
+  const int column = blockIdx.x * kColumns + lane;
+  float sum = 0.f;
+  if (column < dim) {
+#pragma unroll 4
+    for (int64_t i = warp; i < count; i += kAdders) sum += p.partials[i * dim + column];
+  }
+  parts[warp][lane] = sum;
+  __syncthreads();  // every warp's sums stand in shared memory
+  float total = parts[lane][warp];
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
+  const int own = blockIdx.x * kColumns + warp;
+  if (lane == 0 && own < dim) {
+    store_any(p.dweight.data, p.dweight.dtype, own * p.dweight.stride[0], total);
+  }
+}
+
+}  // namespace
+}  // namespace gated_rms_norm
+
+int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape) {
+  int64_t floats = 0;
+  gated_rms_norm::with_rows(shape, [&](auto rows) {
+    floats = gated_rms_norm::blocks_of(shape.rows, decltype(rows)::kGroups) * shape.dim;
+    return cudaSuccess;
+  });
+  return floats;
+}
+
+cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t stream) {
+  using namespace gated_rms_norm;
+  const bool packs = fit_packs(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
+  return with_rows(p.shape, [&](auto rows) {
+    using R = decltype(rows);
+    const int64_t blocks = blocks_of(p.shape.rows, R::kGroups);
+    if (blocks > 0) {
+      backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, packs);
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    }
+    const auto columns = static_cast<unsigned>(divide_up(p.shape.dim, kColumns));
+    sum_partials<<<columns, kColumns * kAdders, 0, stream>>>(p, blocks);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace girih::kernels

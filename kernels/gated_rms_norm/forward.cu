@@ -1,0 +1,77 @@
+// r = (mean(x^2) + eps)^-1/2        y = r x weight act(gate)
+//
+// x and gate are read and y is written once.
+#include "gated_rms_norm/rows.h"
+
+namespace girih::kernels {
+namespace gated_rms_norm {
+namespace {
+
+// What an H100 or H200 holds at once, 4 blocks of 256 threads a multiprocessor: with fewer rows a block its
+// weights would be a larger part of what it reads.
+constexpr int64_t kBlocks = 4 * 132;
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
+    forward(const GatedRmsNormForward p, const bool packs) {
+  using T = typename R::T;
+  __shared__ __align__(16) float place[R::kWidth];
+  const int dim = p.shape.dim;
+  const float per_dim = 1.f / dim;
+  const bool gated = p.shape.activation != GateActivation::none;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
+  const Weight<R> weight(place, p.weight, dim);
+  RowSums<R, 1> over_row;
+
+  // The same passes for all groups of a block: a row that is not there is zero, and not written.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
+    const int64_t row = first + R::group();
+    const bool here = row < p.shape.rows;
+    typename R::Raw x, gate;
+    load_row<R>(x, here ? static_cast<const T*>(p.x) + row * dim : nullptr, dim, packs);
+    load_row<R>(gate, here && gated ? static_cast<const T*>(p.gate) + row * dim : nullptr, dim, packs);
+
+    float square[1] = {0.f};
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) {
+      const Pack<R::kPack> xs = floats<R>(x[k]);
+#pragma unroll
+      for (int i = 0; i < R::kPack; ++i) square[0] += xs.at[i] * xs.at[i];
+    }
+    over_row.sum(square);
+    const float r = rsqrtf(square[0] * per_dim + p.shape.eps);
+
+    if (!here) continue;
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) {
+      Pack<R::kPack> y = floats<R>(x[k]);
+      const Pack<R::kPack> w = weight[k];
+#pragma unroll
+      for (int i = 0; i < R::kPack; ++i) y.at[i] *= r * w.at[i];
+      if (gated) {
+        Pack<R::kPack> act, slope;
+        activate<R::kPack, false>(p.shape.activation, floats<R>(gate[k]), act, slope);
+#pragma unroll
+        for (int i = 0; i < R::kPack; ++i) y.at[i] *= act.at[i];
+      }
+      store_pack<R>(static_cast<T*>(p.y) + row * dim, k, y, dim, packs);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gated_rms_norm
+
+cudaError_t gated_rms_norm_forward(const GatedRmsNormForward& p, cudaStream_t stream) {
+  using namespace gated_rms_norm;
+  if (p.shape.rows == 0) return cudaSuccess;
+  const bool packs = fit_packs(p.shape, p.x, p.gate, p.y);
+  return with_rows(p.shape, [&](auto rows) {
+    using R = decltype(rows);
+    const auto blocks = static_cast<unsigned>(std::min(divide_up(p.shape.rows, R::kGroups), kBlocks));
+    forward<R><<<blocks, R::kThreads, 0, stream>>>(p, packs);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace girih::kernels

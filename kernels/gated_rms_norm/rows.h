@@ -1,0 +1,244 @@
+// What forward and backward share: how a row lies in the registers of its threads, sums over it, the
+// activations, the choice of an instance.
+//
+// A row belongs to a group of `Lanes` threads, each with `Own` of its elements (forward at bf16: 2 loads of
+// 16 bytes a tensor), and a block is as many groups as fit in it. Neighbouring lanes own neighbouring packs
+// of 16 bytes. A block walks over rows; the weights wait in shared memory.
+#pragma once
+
+#include "gated_rms_norm/gated_rms_norm.h"
+#include "tile/grid.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+
+namespace girih::kernels::gated_rms_norm {
+
+constexpr int kWarp = 32;
+
+template <typename Element, int Lanes, int Own>
+struct Rows {
+  using T = Element;
+  static constexpr int kLanes = Lanes;
+  static constexpr int kOwn = Own;
+  static constexpr int kThreads = Lanes < 256 ? 256 : Lanes;
+  static constexpr int kGroups = kThreads / Lanes;     // rows of a block
+  static constexpr int kPack = 16 / int(sizeof(T));    // elements
+  static constexpr int kPacks = Own / kPack;           // of a thread
+  static constexpr int kWarps = (Lanes + 31) / kWarp;  // of a row
+  static constexpr int kWidth = Lanes * Own;           // the most that dim may be
+
+  // A thread's part as it lies in memory: fp32 of three tensors would not fit in its registers.
+  using Raw = uint4[kPacks];
+
+  __device__ static int lane() { return threadIdx.x % Lanes; }
+  __device__ static int group() { return threadIdx.x / Lanes; }
+  // The first column of this thread's pack p.
+  __device__ static int column(int p) { return (p * Lanes + lane()) * kPack; }
+};
+
+// Whether rows can be read in packs of 16 bytes.
+template <typename... Pointers>
+bool fit_packs(const GatedRmsNormShape& shape, const Pointers*... tensors) {
+  const int pack = shape.dtype == DType::f32 ? 4 : 8;
+  return shape.dim % pack == 0 && ((reinterpret_cast<uintptr_t>(tensors) % 16 == 0) && ...);
+}
+
+// The 32-bit word of a row that begins at `column`, by itself; zero beyond the row's end.
+template <typename T>
+__device__ inline uint32_t word_at(const T* row, int column, int dim) {
+  if constexpr (sizeof(T) == 4) {
+    return column < dim ? reinterpret_cast<const uint32_t*>(row)[column] : 0u;
+  } else {
+    const auto* halves = reinterpret_cast<const uint16_t*>(row);
+    const uint32_t low = column < dim ? halves[column] : 0u;
+    return column + 1 < dim ? low | static_cast<uint32_t>(halves[column + 1]) << 16 : low;
+  }
+}
+
+// This thread's part of a row; zero beyond the row's end, and all of it if the row is not there (null).
+template <class R>
+__device__ inline void load_row(typename R::Raw& to, const typename R::T* row, int dim, bool packs) {
+#pragma unroll
+  for (int p = 0; p < R::kPacks; ++p) to[p] = {0u, 0u, 0u, 0u};
+  if (row == nullptr) return;
+  if (packs) {
+#pragma unroll
+    for (int p = 0; p < R::kPacks; ++p) {
+      if (R::column(p) < dim) to[p] = *reinterpret_cast<const uint4*>(row + R::column(p));
+    }
+    return;
+  }
+  constexpr int kWord = R::kPack / 4;  // elements
+#pragma unroll
+  for (int p = 0; p < R::kPacks; ++p) {
+    const int column = R::column(p);
+    to[p] = {word_at(row, column, dim), word_at(row, column + kWord, dim),
+             word_at(row, column + 2 * kWord, dim), word_at(row, column + 3 * kWord, dim)};
+  }
+}
+
+template <class R>
+__device__ inline Pack<R::kPack> floats(const uint4& raw) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  Pack<R::kPack> pack;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (R::kPack == 4) {
+      pack.at[i] = __uint_as_float(words[i]);
+    } else {
+      const float2 pair = unpaired<typename R::T>(words[i]);
+      pack.at[2 * i] = pair.x;
+      pack.at[2 * i + 1] = pair.y;
+    }
+  }
+  return pack;
+}
+
+// Pack p of this thread's part.
+template <class R>
+__device__ inline void store_pack(typename R::T* row, int p, const Pack<R::kPack>& value, int dim,
+                                  bool packs) {
+  const int column = R::column(p);
+  if (!packs) {
+#pragma unroll
+    for (int i = 0; i < R::kPack; ++i) {
+      if (column + i < dim) row[column + i] = from_float<typename R::T>(value.at[i]);
+    }
+  } else if (column < dim) {
+    if constexpr (R::kPack == 4) {
+      store(row + column, value);
+    } else {
+      const auto word = [&](int i) { return pair_of<typename R::T>(value.at[2 * i], value.at[2 * i + 1]); };
+      *reinterpret_cast<uint4*>(row + column) = {word(0), word(1), word(2), word(3)};
+    }
+  }
+}
+
+// The weights in shared memory, 0 beyond the last, in the order in which the lanes read them: fours of
+// neighbouring lanes stand beside each other, or lanes of eight elements would meet in a bank.
+template <class R>
+class Weight {
+ public:
+  // `place` has R::kWidth floats. Ends with a barrier of the block.
+  __device__ Weight(float* place, const In<1>& weight, int dim) : place_(place) {
+    for (int column = threadIdx.x; column < R::kWidth; column += R::kThreads) {
+      const int pack = column / R::kPack, i = column % R::kPack;
+      place[offset(pack / R::kLanes, pack % R::kLanes, i) + i % 4] =
+          column < dim ? load_any(weight.data, weight.dtype, column * weight.stride[0]) : 0.f;
+    }
+    __syncthreads();
+  }
+
+  // Of this thread's pack p.
+  __device__ Pack<R::kPack> operator[](int p) const {
+    Pack<R::kPack> pack;
+#pragma unroll
+    for (int i = 0; i < R::kPack; i += 4) {
+      const Pack<4> four = load<4>(place_ + offset(p, R::lane(), i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pack.at[i + j] = four.at[j];
+    }
+    return pack;
+  }
+
+ private:
+  __device__ static int offset(int p, int lane, int i) {
+    return ((p * (R::kPack / 4) + i / 4) * R::kLanes + lane) * 4;
+  }
+
+  const float* place_;
+};
+
+// Sums of one and of two numbers over the threads of a row; all threads of the block take part. Rows of more
+// than a warp meet in shared memory, of two passes in turn: nobody writes what a slower warp still reads.
+template <class R, int Count>
+class RowSums {
+ public:
+  __device__ void sum(float (&value)[Count]) {
+#pragma unroll
+    for (int offset = (R::kLanes < kWarp ? R::kLanes : kWarp) / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) value[i] += __shfl_xor_sync(~0u, value[i], offset);
+    }
+    if constexpr (R::kWarps > 1) {
+      __shared__ float parts[2][R::kThreads / kWarp][Count];
+      const int first = R::group() * R::kWarps;
+      if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) parts[pass_][threadIdx.x / kWarp][i] = value[i];
+      }
+      barrier_wait(1 + R::group(), R::kLanes);  // every warp's part stands in shared memory
+#pragma unroll
+      for (int i = 0; i < Count; ++i) {
+        value[i] = parts[pass_][first][i];
+#pragma unroll
+        for (int w = 1; w < R::kWarps; ++w) value[i] += parts[pass_][first + w][i];
+      }
+      pass_ ^= 1;
+    } else {
+      __syncwarp();  // weights are read again behind it: kept over the sum they would spill
+    }
+  }
+
+ private:
+  int pass_ = 0;
+};
+
+// act(gate), and act'(gate) where it is asked for.
+template <int N, bool Slope>
+__device__ inline void activate(GateActivation activation, const Pack<N>& gate, Pack<N>& act,
+                                Pack<N>& slope) {
+  if (activation == GateActivation::gelu) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      // Phi(g) = (1 + erf(g / sqrt(2))) / 2, its slope e^{-g^2 / 2} / sqrt(2 pi)
+      const float g = gate.at[i], phi = 0.5f + 0.5f * erff(g * 0.70710678f);
+      act.at[i] = g * phi;
+      if (Slope) slope.at[i] = phi + g * 0.39894228f * __expf(-0.5f * g * g);
+    }
+    return;
+  }
+  const bool silu = activation == GateActivation::silu;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float g = gate.at[i], s = __fdividef(1.f, 1.f + __expf(-g));
+    act.at[i] = silu ? g * s : s;
+    // s (1 + g (1 - s)), or s (1 - s)
+    if (Slope) slope.at[i] = silu ? s + act.at[i] * (1.f - s) : s * (1.f - s);
+  }
+}
+
+// Two packs a thread: with one the loads in flight do not fill the memory, with more the gradient's sums do
+// not fit beside them. Eight lanes read lines of 128 bytes.
+template <typename T, typename Launch>
+cudaError_t with_dim(int dim, Launch launch) {
+  constexpr int kTwo = 32 / int(sizeof(T));  // packs
+  if (dim <= 64) return launch(Rows<T, 8, 8>{});
+  if (dim <= 8 * kTwo) return launch(Rows<T, 8, kTwo>{});
+  if (dim <= 16 * kTwo) return launch(Rows<T, 16, kTwo>{});
+  if (dim <= 32 * kTwo) return launch(Rows<T, 32, kTwo>{});
+  if (dim <= 64 * kTwo) return launch(Rows<T, 64, kTwo>{});
+  if (dim <= 128 * kTwo) return launch(Rows<T, 128, kTwo>{});
+  if (dim <= 256 * kTwo) return launch(Rows<T, 256, kTwo>{});
+  if (dim <= 512 * kTwo) return launch(Rows<T, 512, kTwo>{});
+  if (dim <= kGatedRmsNormMaxDim) return launch(Rows<T, 512, 16>{});
+  return cudaErrorInvalidValue;
+}
+
+// Calls launch(Rows).
+template <typename Launch>
+cudaError_t with_rows(const GatedRmsNormShape& shape, Launch launch) {
+  switch (shape.dtype) {
+    case DType::f32:
+      return with_dim<float>(shape.dim, launch);
+    case DType::f16:
+      return with_dim<__half>(shape.dim, launch);
+    case DType::bf16:
+      return with_dim<__nv_bfloat16>(shape.dim, launch);
+    case DType::f64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace girih::kernels::gated_rms_norm
