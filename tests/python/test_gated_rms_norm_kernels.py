@@ -1,4 +1,4 @@
-"""The kernels of gated_rms_norm at their edges. All but the large case are small enough for compute-sanitizer."""
+"""The kernels of gated_rms_norm at their edges. All but the large case suit compute-sanitizer."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """RMS norms."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
