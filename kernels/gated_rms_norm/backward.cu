@@ -23,15 +23,18 @@ template <class R>
 __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     backward(const GatedRmsNormBackward p, const bool packs) {
   using T = typename R::T;
-  __shared__ __align__(32) float place[R::kGroups * R::kWidth];  // the weights, in the end dweight
+  __shared__ __align__(16) float place[R::kGroups * R::kWidth];  // the weights, in the end dweight
   const int dim = p.shape.dim;
   const float per_dim = 1.f / dim;
   const bool gated = p.shape.activation != GateActivation::none;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
   const Weight<R> weight(place, p.weight, dim);
-  Pack<R::kPack> dweight[R::kPacks];
+  typename R::Part dweight;
 #pragma unroll
-  for (int k = 0; k < R::kPacks; ++k) dweight[k] = zeros<R::kPack>();
+  for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+    for (int f = 0; f < R::kFours; ++f) dweight[k][f] = zeros<4>();
+  }
   RowSums<R, 2> over_row;
 
   // The same passes for all groups of a block: a row that is not there is zero, and not written.
@@ -44,25 +47,29 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     load_row<R>(gate, here && gated ? static_cast<const T*>(p.gate) + row * dim : nullptr, dim, packs);
 
     // u, dgate / r, and the row's sums of x^2 and u weight x
-    Pack<R::kPack> u[R::kPacks], dgate[R::kPacks];
+    typename R::Part u, dgate;
     float sums[2] = {0.f, 0.f};
 #pragma unroll
     for (int k = 0; k < R::kPacks; ++k) {
-      const Pack<R::kPack> xs = floats<R>(x[k]), w = weight[k];
-      u[k] = floats<R>(dy[k]);
-      if (gated) {
-        Pack<R::kPack> act, slope;
-        activate<R::kPack, true>(p.shape.activation, floats<R>(gate[k]), act, slope);
 #pragma unroll
-        for (int i = 0; i < R::kPack; ++i) {
-          dgate[k].at[i] = u[k].at[i] * slope.at[i] * w.at[i] * xs.at[i];
-          u[k].at[i] *= act.at[i];
+      for (int f = 0; f < R::kFours; ++f) {
+        const Pack<4> xs = four_of<R>(x[k], f), w = weight(k, f);
+        Pack<4>&down = u[k][f], &through = dgate[k][f];
+        down = four_of<R>(dy[k], f);
+        if (gated) {
+          Pack<4> act, slope;
+          activate<true>(p.shape.activation, four_of<R>(gate[k], f), act, slope);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            through.at[i] = down.at[i] * slope.at[i] * w.at[i] * xs.at[i];
+            down.at[i] *= act.at[i];
+          }
         }
-      }
 #pragma unroll
-      for (int i = 0; i < R::kPack; ++i) {
-        sums[0] += xs.at[i] * xs.at[i];
-        sums[1] += u[k].at[i] * w.at[i] * xs.at[i];
+        for (int i = 0; i < 4; ++i) {
+          sums[0] += xs.at[i] * xs.at[i];
+          sums[1] += down.at[i] * w.at[i] * xs.at[i];
+        }
       }
     }
     over_row.sum(sums);
@@ -72,26 +79,40 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     if (!here) continue;
 #pragma unroll
     for (int k = 0; k < R::kPacks; ++k) {
-      Pack<R::kPack> n = floats<R>(x[k]), dx;
-      const Pack<R::kPack> w = weight[k];
+      uint4 pack;
 #pragma unroll
-      for (int i = 0; i < R::kPack; ++i) {
-        n.at[i] *= r;
-        dx.at[i] = r * (u[k].at[i] * w.at[i] - n.at[i] * mean);
-        dweight[k].at[i] += u[k].at[i] * n.at[i];
+      for (int f = 0; f < R::kFours; ++f) {
+        Pack<4> n = four_of<R>(x[k], f), dx;
+        const Pack<4> w = weight(k, f);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          n.at[i] *= r;
+          dx.at[i] = r * (u[k][f].at[i] * w.at[i] - n.at[i] * mean);
+          dweight[k][f].at[i] += u[k][f].at[i] * n.at[i];
+        }
+        set_four<R>(pack, f, dx);
       }
-      store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, dx, dim, packs);
+      store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, pack, dim, packs);
       if (!gated) continue;
 #pragma unroll
-      for (int i = 0; i < R::kPack; ++i) dgate[k].at[i] *= r;
-      store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, dgate[k], dim, packs);
+      for (int f = 0; f < R::kFours; ++f) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dgate[k][f].at[i] *= r;
+        set_four<R>(pack, f, dgate[k][f]);
+      }
+      store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, pack, dim, packs);
     }
   }
 
   // partials [blocks, dim]
   __syncthreads();  // the weights have been read
 #pragma unroll
-  for (int k = 0; k < R::kPacks; ++k) store(place + R::group() * R::kWidth + R::column(k), dweight[k]);
+  for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+    for (int f = 0; f < R::kFours; ++f) {
+      store(place + R::group() * R::kWidth + R::column(k) + 4 * f, dweight[k][f]);
+    }
+  }
   __syncthreads();  // every group's sums stand in shared memory
   for (int column = threadIdx.x; column < dim; column += R::kThreads) {
     float sum = 0.f;

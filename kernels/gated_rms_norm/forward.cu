@@ -34,9 +34,12 @@ __global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
     float square[1] = {0.f};
 #pragma unroll
     for (int k = 0; k < R::kPacks; ++k) {
-      const Pack<R::kPack> xs = floats<R>(x[k]);
 #pragma unroll
-      for (int i = 0; i < R::kPack; ++i) square[0] += xs.at[i] * xs.at[i];
+      for (int f = 0; f < R::kFours; ++f) {
+        const Pack<4> xs = four_of<R>(x[k], f);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) square[0] += xs.at[i] * xs.at[i];
+      }
     }
     over_row.sum(square);
     const float r = rsqrtf(square[0] * per_dim + p.shape.eps);
@@ -44,17 +47,22 @@ __global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
     if (!here) continue;
 #pragma unroll
     for (int k = 0; k < R::kPacks; ++k) {
-      Pack<R::kPack> y = floats<R>(x[k]);
-      const Pack<R::kPack> w = weight[k];
+      uint4 pack;
 #pragma unroll
-      for (int i = 0; i < R::kPack; ++i) y.at[i] *= r * w.at[i];
-      if (gated) {
-        Pack<R::kPack> act, slope;
-        activate<R::kPack, false>(p.shape.activation, floats<R>(gate[k]), act, slope);
+      for (int f = 0; f < R::kFours; ++f) {
+        Pack<4> y = four_of<R>(x[k], f);
+        const Pack<4> w = weight(k, f);
 #pragma unroll
-        for (int i = 0; i < R::kPack; ++i) y.at[i] *= act.at[i];
+        for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
+        if (gated) {
+          Pack<4> act, slope;
+          activate<false>(p.shape.activation, four_of<R>(gate[k], f), act, slope);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
+        }
+        set_four<R>(pack, f, y);
       }
-      store_pack<R>(static_cast<T*>(p.y) + row * dim, k, y, dim, packs);
+      store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
     }
   }
 }

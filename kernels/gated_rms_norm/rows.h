@@ -1,10 +1,12 @@
 // What forward and backward share: how a row lies in the registers of its threads, sums over it, the
 // activations, the choice of an instance.
 //
-// A row belongs to a group of `Lanes` threads, each with `Own` of its elements (forward at bf16: 2 loads of
-// 16 bytes a tensor), and a block is as many groups as fit in it. Neighbouring lanes own neighbouring packs
-// of 16 bytes. A block walks over rows; the weights wait in shared memory.
+// A row belongs to a group of `Lanes` threads, each with `Own` of its elements, and a block is several
+// groups. Neighbouring lanes own neighbouring packs of 16 bytes. A block walks over rows; the weights wait in
+// shared memory.
 #pragma once
+
+#include <type_traits>
 
 #include "gated_rms_norm/gated_rms_norm.h"
 #include "tile/grid.h"
@@ -19,16 +21,18 @@ template <typename Element, int Lanes, int Own>
 struct Rows {
   using T = Element;
   static constexpr int kLanes = Lanes;
-  static constexpr int kOwn = Own;
   static constexpr int kThreads = Lanes < 256 ? 256 : Lanes;
   static constexpr int kGroups = kThreads / Lanes;     // rows of a block
   static constexpr int kPack = 16 / int(sizeof(T));    // elements
   static constexpr int kPacks = Own / kPack;           // of a thread
+  static constexpr int kFours = kPack / 4;             // of a pack: what is computed at once
   static constexpr int kWarps = (Lanes + 31) / kWarp;  // of a row
   static constexpr int kWidth = Lanes * Own;           // the most that dim may be
 
   // A thread's part as it lies in memory: fp32 of three tensors would not fit in its registers.
   using Raw = uint4[kPacks];
+  // The same in fp32.
+  using Part = Pack<4>[kPacks][kFours];
 
   __device__ static int lane() { return threadIdx.x % Lanes; }
   __device__ static int group() { return threadIdx.x / Lanes; }
@@ -77,40 +81,44 @@ __device__ inline void load_row(typename R::Raw& to, const typename R::T* row, i
   }
 }
 
+// Four f of a pack.
 template <class R>
-__device__ inline Pack<R::kPack> floats(const uint4& raw) {
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-  Pack<R::kPack> pack;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (R::kPack == 4) {
-      pack.at[i] = __uint_as_float(words[i]);
-    } else {
-      const float2 pair = unpaired<typename R::T>(words[i]);
-      pack.at[2 * i] = pair.x;
-      pack.at[2 * i + 1] = pair.y;
-    }
+__device__ inline Pack<4> four_of(const uint4& pack, int f) {
+  if constexpr (R::kFours == 1) {
+    return {__uint_as_float(pack.x), __uint_as_float(pack.y), __uint_as_float(pack.z),
+            __uint_as_float(pack.w)};
+  } else {
+    const float2 a = unpaired<typename R::T>(f == 0 ? pack.x : pack.z);
+    const float2 b = unpaired<typename R::T>(f == 0 ? pack.y : pack.w);
+    return {a.x, a.y, b.x, b.y};
   }
-  return pack;
+}
+
+template <class R>
+__device__ inline void set_four(uint4& pack, int f, const Pack<4>& value) {
+  if constexpr (R::kFours == 1) {
+    pack = {__float_as_uint(value.at[0]), __float_as_uint(value.at[1]), __float_as_uint(value.at[2]),
+            __float_as_uint(value.at[3])};
+  } else {
+    (f == 0 ? pack.x : pack.z) = pair_of<typename R::T>(value.at[0], value.at[1]);
+    (f == 0 ? pack.y : pack.w) = pair_of<typename R::T>(value.at[2], value.at[3]);
+  }
 }
 
 // Pack p of this thread's part.
 template <class R>
-__device__ inline void store_pack(typename R::T* row, int p, const Pack<R::kPack>& value, int dim,
-                                  bool packs) {
+__device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, int dim, bool packs) {
   const int column = R::column(p);
-  if (!packs) {
+  if (packs) {
+    if (column < dim) *reinterpret_cast<uint4*>(row + column) = pack;
+    return;
+  }
+  using Bits = std::conditional_t<sizeof(typename R::T) == 4, uint32_t, uint16_t>;
+  const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
 #pragma unroll
-    for (int i = 0; i < R::kPack; ++i) {
-      if (column + i < dim) row[column + i] = from_float<typename R::T>(value.at[i]);
-    }
-  } else if (column < dim) {
-    if constexpr (R::kPack == 4) {
-      store(row + column, value);
-    } else {
-      const auto word = [&](int i) { return pair_of<typename R::T>(value.at[2 * i], value.at[2 * i + 1]); };
-      *reinterpret_cast<uint4*>(row + column) = {word(0), word(1), word(2), word(3)};
-    }
+  for (int i = 0; i < R::kPack; ++i) {
+    const uint32_t word = R::kFours == 1 ? words[i] : words[i / 2] >> 16 * (i % 2);
+    if (column + i < dim) reinterpret_cast<Bits*>(row)[column + i] = static_cast<Bits>(word);
   }
 }
 
@@ -129,21 +137,12 @@ class Weight {
     __syncthreads();
   }
 
-  // Of this thread's pack p.
-  __device__ Pack<R::kPack> operator[](int p) const {
-    Pack<R::kPack> pack;
-#pragma unroll
-    for (int i = 0; i < R::kPack; i += 4) {
-      const Pack<4> four = load<4>(place_ + offset(p, R::lane(), i));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pack.at[i + j] = four.at[j];
-    }
-    return pack;
-  }
+  // Of four f of this thread's pack p.
+  __device__ Pack<4> operator()(int p, int f) const { return load<4>(place_ + offset(p, R::lane(), 4 * f)); }
 
  private:
   __device__ static int offset(int p, int lane, int i) {
-    return ((p * (R::kPack / 4) + i / 4) * R::kLanes + lane) * 4;
+    return ((p * R::kFours + i / 4) * R::kLanes + lane) * 4;
   }
 
   const float* place_;
@@ -185,35 +184,35 @@ class RowSums {
 };
 
 // act(gate), and act'(gate) where it is asked for.
-template <int N, bool Slope>
-__device__ inline void activate(GateActivation activation, const Pack<N>& gate, Pack<N>& act,
-                                Pack<N>& slope) {
+template <bool WithSlope>
+__device__ inline void activate(GateActivation activation, const Pack<4>& gate, Pack<4>& act,
+                                Pack<4>& slope) {
   if (activation == GateActivation::gelu) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < 4; ++i) {
       // Phi(g) = (1 + erf(g / sqrt(2))) / 2, its slope e^{-g^2 / 2} / sqrt(2 pi)
       const float g = gate.at[i], phi = 0.5f + 0.5f * erff(g * 0.70710678f);
       act.at[i] = g * phi;
-      if (Slope) slope.at[i] = phi + g * 0.39894228f * __expf(-0.5f * g * g);
+      if (WithSlope) slope.at[i] = phi + g * 0.39894228f * __expf(-0.5f * g * g);
     }
     return;
   }
   const bool silu = activation == GateActivation::silu;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const float g = gate.at[i], s = __fdividef(1.f, 1.f + __expf(-g));
     act.at[i] = silu ? g * s : s;
     // s (1 + g (1 - s)), or s (1 - s)
-    if (Slope) slope.at[i] = silu ? s + act.at[i] * (1.f - s) : s * (1.f - s);
+    if (WithSlope) slope.at[i] = silu ? s + act.at[i] * (1.f - s) : s * (1.f - s);
   }
 }
 
 // Two packs a thread: with one the loads in flight do not fill the memory, with more the gradient's sums do
-// not fit beside them. Eight lanes read lines of 128 bytes.
+// not fit beside them.
 template <typename T, typename Launch>
 cudaError_t with_dim(int dim, Launch launch) {
   constexpr int kTwo = 32 / int(sizeof(T));  // packs
-  if (dim <= 64) return launch(Rows<T, 8, 8>{});
+  if (dim <= 4 * kTwo) return launch(Rows<T, 4, kTwo>{});
   if (dim <= 8 * kTwo) return launch(Rows<T, 8, kTwo>{});
   if (dim <= 16 * kTwo) return launch(Rows<T, 16, kTwo>{});
   if (dim <= 32 * kTwo) return launch(Rows<T, 32, kTwo>{});

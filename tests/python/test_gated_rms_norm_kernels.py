@@ -11,8 +11,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
-# Around the packs of 4 and 8 elements and the widths of 8 to 512 threads.
-EDGES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+# Around the packs of 4 and 8 elements and the widths of 4 to 512 threads.
+EDGES = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 WIDTHS = [1, 3, 4, 7, 8, 9, 12, 40, *(w for edge in EDGES for w in (edge - 1, edge, edge + 1, edge + 8))]
 WIDTHS = [width for width in WIDTHS if width <= 8192]
 # (elements of padding, order of the dimensions in memory from outer to inner, how many of them are padded)
@@ -102,6 +102,7 @@ def test_every_activation_and_dtype(activation, dtype, width):
     ("rows", "width"),
     [
         *((rows, 128) for rows in (0, 1, 31, 32, 33, 65)),
+        *((rows, 64) for rows in (63, 64, 65)),
         *((rows, 1024) for rows in (1, 3, 4, 5, 2113)),
         *((rows, 16) for rows in (0, 16897, 40001)),
         (530, 4096),
