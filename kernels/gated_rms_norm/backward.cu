@@ -37,41 +37,43 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
   }
   RowSums<R, 2> over_row;
 
-  // The same passes for all groups of a block: a row that is not there is zero, and not written.
+  // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
-    const int64_t row = first + R::group();
-    const bool here = row < p.shape.rows;
+    const bool here = first + R::group() < p.shape.rows;
+    const int64_t row = here ? first + R::group() : p.shape.rows - 1;
     typename R::Raw x, gate, dy;
-    load_row<R>(x, here ? static_cast<const T*>(p.x) + row * dim : nullptr, dim, packs);
-    load_row<R>(dy, here ? static_cast<const T*>(p.dy) + row * dim : nullptr, dim, packs);
-    load_row<R>(gate, here && gated ? static_cast<const T*>(p.gate) + row * dim : nullptr, dim, packs);
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
+    load_row<R>(dy, static_cast<const T*>(p.dy) + row * dim, dim, packs);
+    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
 
     // u, dgate / r, and the row's sums of x^2 and u weight x
     typename R::Part u, dgate;
     float sums[2] = {0.f, 0.f};
+    with_activation(p.shape.activation, [&](auto activation) {
+      constexpr GateActivation kActivation = decltype(activation)::value;
 #pragma unroll
-    for (int k = 0; k < R::kPacks; ++k) {
+      for (int k = 0; k < R::kPacks; ++k) {
 #pragma unroll
-      for (int f = 0; f < R::kFours; ++f) {
-        const Pack<4> xs = four_of<R>(x[k], f), w = weight(k, f);
-        Pack<4>&down = u[k][f], &through = dgate[k][f];
-        down = four_of<R>(dy[k], f);
-        if (gated) {
+        for (int f = 0; f < R::kFours; ++f) {
+          const Pack<4> xs = four_of<R>(x[k], f), w = weight(k, f), down = four_of<R>(dy[k], f);
           Pack<4> act, slope;
-          activate<true>(p.shape.activation, four_of<R>(gate[k], f), act, slope);
+          if constexpr (kActivation != GateActivation::none) {
+            activate<kActivation, true>(four_of<R>(gate[k], f), act, slope);
+          } else {
+            act = {1.f, 1.f, 1.f, 1.f};
+            slope = zeros<4>();
+          }
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            through.at[i] = down.at[i] * slope.at[i] * w.at[i] * xs.at[i];
-            down.at[i] *= act.at[i];
+            const float wx = w.at[i] * xs.at[i];
+            u[k][f].at[i] = down.at[i] * act.at[i];
+            dgate[k][f].at[i] = down.at[i] * slope.at[i] * wx;
+            sums[0] += xs.at[i] * xs.at[i];
+            sums[1] += u[k][f].at[i] * wx;
           }
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sums[0] += xs.at[i] * xs.at[i];
-          sums[1] += down.at[i] * w.at[i] * xs.at[i];
-        }
       }
-    }
+    });
     over_row.sum(sums);
     const float r = rsqrtf(sums[0] * per_dim + p.shape.eps);
     const float mean = r * sums[1] * per_dim;
@@ -96,9 +98,10 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
       if (!gated) continue;
 #pragma unroll
       for (int f = 0; f < R::kFours; ++f) {
+        Pack<4> through = dgate[k][f];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dgate[k][f].at[i] *= r;
-        set_four<R>(pack, f, dgate[k][f]);
+        for (int i = 0; i < 4; ++i) through.at[i] *= r;
+        set_four<R>(pack, f, through);
       }
       store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, pack, dim, packs);
     }

@@ -23,13 +23,13 @@ __global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
   const Weight<R> weight(place, p.weight, dim);
   RowSums<R, 1> over_row;
 
-  // The same passes for all groups of a block: a row that is not there is zero, and not written.
+  // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
-    const int64_t row = first + R::group();
-    const bool here = row < p.shape.rows;
+    const bool here = first + R::group() < p.shape.rows;
+    const int64_t row = here ? first + R::group() : p.shape.rows - 1;
     typename R::Raw x, gate;
-    load_row<R>(x, here ? static_cast<const T*>(p.x) + row * dim : nullptr, dim, packs);
-    load_row<R>(gate, here && gated ? static_cast<const T*>(p.gate) + row * dim : nullptr, dim, packs);
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
+    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
 
     float square[1] = {0.f};
 #pragma unroll
@@ -45,25 +45,28 @@ __global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
     const float r = rsqrtf(square[0] * per_dim + p.shape.eps);
 
     if (!here) continue;
+    with_activation(p.shape.activation, [&](auto activation) {
+      constexpr GateActivation kActivation = decltype(activation)::value;
 #pragma unroll
-    for (int k = 0; k < R::kPacks; ++k) {
-      uint4 pack;
+      for (int k = 0; k < R::kPacks; ++k) {
+        uint4 pack;
 #pragma unroll
-      for (int f = 0; f < R::kFours; ++f) {
-        Pack<4> y = four_of<R>(x[k], f);
-        const Pack<4> w = weight(k, f);
+        for (int f = 0; f < R::kFours; ++f) {
+          Pack<4> y = four_of<R>(x[k], f);
+          const Pack<4> w = weight(k, f);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
-        if (gated) {
-          Pack<4> act, slope;
-          activate<false>(p.shape.activation, four_of<R>(gate[k], f), act, slope);
+          for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
+          if constexpr (kActivation != GateActivation::none) {
+            Pack<4> act, slope;
+            activate<kActivation, false>(four_of<R>(gate[k], f), act, slope);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
+            for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
+          }
+          set_four<R>(pack, f, y);
         }
-        set_four<R>(pack, f, y);
+        store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
       }
-      store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
-    }
+    });
   }
 }
 
