@@ -19,8 +19,7 @@ GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activati
 }
 
 Tensor GatedRMSNormImpl::forward(const Tensor& x, const Tensor& gate) {
-  const auto y = RMSNormImpl::forward(x);
-  return y * (activation == "silu" ? at::silu(gate) : activation == "gelu" ? at::gelu(gate) : gate.sigmoid());
+  return ops::gated_rms_norm(x, weight, gate.to(x.scalar_type()), {.activation = activation, .eps = eps});
 }
 
 SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)

@@ -66,6 +66,20 @@ void Check::shape(std::string_view name, const Tensor& tensor, Shape expected,
               c10::SymIntArrayRef(expected.begin(), expected.size()));
 }
 
+void Check::same_shape(std::string_view name, const Tensor& tensor) const {
+  const auto sizes = tensor.sym_sizes(), expected = first_.sym_sizes();
+  const bool same =
+      sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin(), equal);
+  GIRIH_CHECK(same, op_, ": ", name, " has shape ", sizes, " but should have the shape of ", first_name_,
+              ", ", expected);
+}
+
+void Check::over_last(std::string_view name, const Tensor& tensor, std::string_view letters) const {
+  GIRIH_CHECK(tensor.dim() == 1 && equal(tensor.sym_size(0), first_.sym_size(-1)), op_, ": ", name,
+              " has shape ", tensor.sym_sizes(), " but should be ", letters, ", the last dimension of ",
+              first_name_, ", whose shape is ", first_.sym_sizes());
+}
+
 void Check::at_least_one(std::string_view letters, const c10::SymInt& size) const {
   GIRIH_CHECK(size >= 1, op_, ": ", letters, " is ", size, " but should be at least 1");
 }

@@ -33,6 +33,10 @@ class Check {
 
   void rank(std::string_view name, const Tensor& tensor, int64_t dims, std::string_view letters) const;
   void shape(std::string_view name, const Tensor& tensor, Shape expected, std::string_view letters) const;
+  // first's shape
+  void same_shape(std::string_view name, const Tensor& tensor) const;
+  // one element for every index of first's last dimension
+  void over_last(std::string_view name, const Tensor& tensor, std::string_view letters) const;
   void at_least_one(std::string_view letters, const c10::SymInt& size) const;
   // heads of q: a multiple of the memory's heads
   void grouped(const c10::SymInt& query_heads, const c10::SymInt& heads) const;

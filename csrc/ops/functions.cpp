@@ -229,6 +229,13 @@ Tensor short_conv_step(const Tensor& x, const Tensor& weight, const Tensor& bias
   return op.call(x, weight, none_if_absent(bias), options.state.x, view(options.activation));
 }
 
+Tensor gated_rms_norm(const Tensor& x, const Tensor& weight, const Tensor& gate,
+                      const GatedRMSNormOptions& options) {
+  using Signature = Tensor(Required, Required, Maybe, Word, double);
+  static const auto op = find<Signature>("girih::gated_rms_norm");
+  return op.call(x, weight, none_if_absent(gate), options.activation, options.eps);
+}
+
 Tensor cat_attention(const Tensor& q, const Tensor& k, const Tensor& v, const CatAttentionOptions& options) {
   using Signature = Tensor(Required, Required, Required, Maybe, int64_t, Number);
   static const auto op = find<Signature>("girih::cat_attention");

@@ -1,5 +1,7 @@
 """The least a shape can take: bytes that must move at the card's copy rate, or products at its peak."""
 
+import math
+
 
 def size(x):
     """Bytes of a tensor, or of all in a tuple."""
@@ -18,6 +20,8 @@ def flops(shape):
     at = shape.sizes
     if shape.op == "short_conv":
         return 2 * at["B"] * at["T"] * at["X"] * at["W"]
+    if shape.op == "gated_rms_norm":
+        return 8 * math.prod(at[letter] for letter in shape.case.data["x"][0])
     D, V, M = at["D"], at["V"], at.get("M", 0)
     C = shape.case.chunk
     per_token = {

@@ -111,6 +111,16 @@ def chunk_ttt_linear(shape, keywords, passes=1):
     return call, own
 
 
+def fused_rms_norm_gated(shape, keywords):
+    """What its module FusedRMSNormGated calls."""
+    from fla.modules.fused_norm_gate import rms_norm_gated
+
+    def call(x, weight, gate):
+        return rms_norm_gated(x, gate, weight, None, activation="swish", eps=1e-6)
+
+    return call, tensors(keywords, "x", "weight", "gate")
+
+
 # causal_conv1d of Dao, and fla's in Triton
 
 
@@ -190,6 +200,16 @@ def flex_attention(shape, keywords):
     return call, tensors(keywords, "q", "k", "v")
 
 
+def compiled_rms_norm(shape, keywords):
+    """PyTorch's norm, activation and product, fused by its compiler."""
+    act = {"silu": F.silu, "gelu": F.gelu}[keywords.get("activation", "silu")]
+
+    def norm(x, weight, gate):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), 1e-6) * act(gate)
+
+    return torch.compile(norm, dynamic=False), tensors(keywords, "x", "weight", "gate")
+
+
 PEERS = {
     "chunk_gsa": chunk_gsa,
     "fused_recurrent_gsa": fused_recurrent_gsa,
@@ -202,6 +222,8 @@ PEERS = {
     "chunk_gated_delta_product": chunk_gated_delta_product,
     "chunk_ttt_linear": chunk_ttt_linear,
     "chunk_ttt_linear twice": lambda shape, keywords: chunk_ttt_linear(shape, keywords, passes=2),
+    "fla FusedRMSNormGated": fused_rms_norm_gated,
+    "compiled rms_norm": compiled_rms_norm,
     "causal_conv1d": causal_conv1d,
     "causal_conv1d_update": causal_conv1d_update,
     "fla causal_conv1d": fla_causal_conv1d,
@@ -212,7 +234,7 @@ PEERS = {
 
 
 def version_of(name):
-    if name in ("dense sdpa", "flex_attention"):
+    if name in ("dense sdpa", "flex_attention", "compiled rms_norm"):
         return torch_version()
     if name in ("causal_conv1d", "causal_conv1d_update"):
         return f"causal-conv1d {version('causal-conv1d')}"

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 import cases
-from cases import cat_attention, delta_product, gla, gsa, lattice, short_conv, trellis
+from cases import cat_attention, delta_product, gated_rms_norm, gla, gsa, lattice, short_conv, trellis
 
 DTYPE = torch.bfloat16
 IN_FP32 = {"gate", "step", "filter"}  # kinds of arguments
@@ -111,6 +111,14 @@ SHORT_CONV = [
         ("causal_conv1d_update", "fla causal_conv1d_update"),
     ),
 ]
+# The heads of a layer, and a hidden size.
+NORM_PEERS = ("fla FusedRMSNormGated", "compiled rms_norm")
+GATED_RMS_NORM = [
+    at("4 4096 16 64", gated_rms_norm("silu", "BTHD"), *NORM_PEERS),
+    at("4 4096 16 128", gated_rms_norm("silu", "BTHD"), *NORM_PEERS),
+    at("4 4096 16 128", gated_rms_norm("gelu", "BTHD", activation="gelu"), "compiled rms_norm"),
+    Shape(gated_rms_norm("silu"), {"B": 4, "T": 4096, "X": 1024}, NORM_PEERS),
+]
 
 SHAPES = {
     "gsa": GSA,
@@ -120,4 +128,5 @@ SHAPES = {
     "lattice": LATTICE,
     "cat_attention": CAT_ATTENTION,
     "short_conv": SHORT_CONV,
+    "gated_rms_norm": GATED_RMS_NORM,
 }

@@ -118,7 +118,7 @@ std::vector<Case> cases() {
                    return ops::lattice_step(x[0], x[1], x[2], x[3], x[4], lattice_step);
                  })});
 
-  const auto weight = random({D, 3});
+  const auto weight = random({D, 3}), scale = random({D});
   const ops::ShortConvOptions conv{.activation = "silu"};
   auto conv_step = conv;
   conv_step.state = ops::ShortConvState::start(B, D, 3, kDouble);
@@ -126,6 +126,13 @@ std::vector<Case> cases() {
                  {random({B, T, D})},
                  [=](const auto& x) { return ops::short_conv(x[0], weight, {}, conv).first; },
                  stepwise([=](const auto& x) { return ops::short_conv_step(x[0], weight, {}, conv_step); })});
+
+  all.push_back({"gated_rms_norm",
+                 {q, v},
+                 [=](const auto& x) {
+                   return ops::gated_rms_norm(x[0], scale, x[1], {.activation = "gelu", .eps = 1e-3});
+                 },
+                 nullptr});
 
   all.push_back({"cat_attention",
                  {q, k, v},
@@ -150,6 +157,16 @@ TEST_CASE("gla is the plain recurrence", "[ops]") {
   const auto [o, state] = ops::gla(q, k, v, g, {.scale = 0.5});
   CHECK(at::allclose(o, at::stack(rows, 1), 1e-9, 1e-9));
   CHECK(at::allclose(state.s, S, 1e-9, 1e-9));
+}
+
+TEST_CASE("gated_rms_norm is a norm times a gate", "[ops]") {
+  at::manual_seed(0);
+  const auto x = random({B, T, H, D}), weight = random({D}), gate = random({B, T, H, D});
+  const auto norm = at::rms_norm(x, {D}, weight, 1e-6);
+  CHECK(at::allclose(ops::gated_rms_norm(x, weight), norm, 1e-9, 1e-9));
+  CHECK(at::allclose(ops::gated_rms_norm(x, weight, gate), norm * at::silu(gate), 1e-9, 1e-9));
+  CHECK(at::allclose(ops::gated_rms_norm(x, weight, gate, {.activation = "sigmoid"}), norm * gate.sigmoid(),
+                     1e-9, 1e-9));
 }
 
 TEST_CASE("Gradients are those of finite differences", "[ops]") {
@@ -177,7 +194,7 @@ TEST_CASE("Gradients are those of finite differences", "[ops]") {
 TEST_CASE("Steps give what the whole sequence gives", "[ops]") {
   const at::NoGradGuard no_grad;
   for (const auto& op : cases()) {
-    if (!op.one_each) continue;  // cat_attention has no state
+    if (!op.one_each) continue;  // gated_rms_norm and cat_attention have no state
     INFO(op.name);
     CHECK(at::allclose(op.one_each(op.inputs), op.all(op.inputs), 1e-9, 1e-9));
   }
@@ -248,6 +265,7 @@ TEST_CASE("Wrong arguments are refused by name", "[ops]") {
       },
       "chunk is 0");
   says([&] { ops::delta_product(q, k.slice(1, 1), v, g); }, "delta_product: k has 10 rows");
+  says([&] { ops::gated_rms_norm(q, random({D + 1})); }, "gated_rms_norm: weight has shape [5]");
   says([&] { ops::gla_step(q.slice(1, 0, 1), k.slice(1, 0, 1), v.slice(1, 0, 1), {}, {}); },
        "state is absent");
 }

@@ -64,6 +64,13 @@ class Case:
     def has_state(self):
         return bool(self.state)
 
+    @property
+    def packing(self):
+        """The keyword that packs sequences into one row, None where there are no sequences."""
+        if self.op == "cat_attention":
+            return "cu_chunks"
+        return "cu_seqlens" if self.has_state else None
+
     def over_time(self, name):
         """Rows a token; 0 for what is not a sequence."""
         letters = self.data[name][0]
@@ -183,8 +190,7 @@ class Inputs:
         unit = self.case.chunk if self.case.op == "cat_attention" else 1
         bounds = [n // unit for n in itertools.accumulate(self.lengths, initial=0)]
         device = next(iter(self.data.values())).device
-        name = "cu_chunks" if self.case.op == "cat_attention" else "cu_seqlens"
-        return {name: torch.tensor(bounds, dtype=dtype, device=device)}
+        return {self.case.packing: torch.tensor(bounds, dtype=dtype, device=device)}
 
 
 def unit(S):
@@ -377,6 +383,12 @@ def short_conv(label, *, bias=False, sizes=None, **options):
     return Case("short_conv", label, data, {"x": ("NPX", "normal")}, {}, options, sizes or {})
 
 
+def gated_rms_norm(label, shape="BTX", *, gate=True, sizes=None, **options):
+    data = {"x": (shape, "normal"), "weight": (shape[-1], "filter")}
+    data |= {"gate": (shape, "normal")} if gate else {}
+    return Case("gated_rms_norm", label, data, {}, {}, options, sizes or {})
+
+
 def cat_attention(label, sizes=None, **options):
     return Case("cat_attention", label, QKV, {}, {}, options, sizes or {})
 
@@ -433,6 +445,10 @@ CASES = [
     short_conv("w3_bias", bias=True, sizes={"W": 3}),
     short_conv("w2_silu", activation="silu", sizes={"W": 2}),
     short_conv("w4_bias_silu", bias=True, activation="silu"),
+    gated_rms_norm("silu"),
+    gated_rms_norm("gelu_heads", "BTHD", activation="gelu", eps=1e-3),
+    gated_rms_norm("sigmoid", "BTHD", activation="sigmoid"),
+    gated_rms_norm("no_gate", gate=False),
     cat_attention("c2", chunk=2, scale=0.7),
     cat_attention("c4", chunk=4, sizes=GROUPED),
 ]
@@ -448,6 +464,7 @@ ONE_EACH = [
         "trellis-default",
         "lattice-decode_c4_g",
         "short_conv-w4_bias_silu",
+        "gated_rms_norm-gelu_heads",
         "cat_attention-c4",
     )
 ]
@@ -469,10 +486,10 @@ LONG = ONE_EACH + [
 ]
 
 RECURRENT = [case for case in CASES if case.has_state]
-
+PACKED = [case for case in CASES if case.packing]
 
 # Operators whose CUDA kernels stop at fp32.
-FP32_ON_CUDA = {"gla", "gsa", "short_conv"}
+FP32_ON_CUDA = {"gated_rms_norm", "gla", "gsa", "short_conv"}
 
 
 def precision(case, device):

@@ -272,6 +272,18 @@ def short_conv(x, weight, bias=None, *, activation=None, state=None):
     return torch.stack(rows, 1) if rows else torch.zeros_like(x), (window[:, T:],)
 
 
+# The gated norm after a mixer, token by token
+
+
+def gated_rms_norm(x, weight, gate=None, *, activation="silu", eps=1e-6):
+    act = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}[activation]
+    rows = []
+    for t in range(x.shape[1]):
+        y = x[:, t] / (x[:, t].square().mean(-1, keepdim=True) + eps).sqrt() * weight
+        rows.append(y if gate is None else y * act(gate[:, t]))
+    return torch.stack(rows, 1) if rows else torch.zeros_like(x)
+
+
 # Section 5: CAT
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import CASES, RECURRENT, SIZES, arguments, operator, start, state_of
+from cases import CASES, PACKED, RECURRENT, SIZES, arguments, operator, start, state_of
 from comparison import assert_within
 from girih import ops
 
@@ -92,6 +92,9 @@ REFUSED = [
     ("lattice-decode_c1", {"shrinkage": -0.1}, ["shrinkage", "-0.1"]),
     ("lattice-decode_c1", {"state": None}, ["state", "None"]),
     ("short_conv-w4", {"activation": "relu"}, ["activation", "relu", "silu"]),
+    ("gated_rms_norm-silu", {"activation": "tanh"}, ["activation", "tanh", "silu", "gelu", "sigmoid"]),
+    ("gated_rms_norm-silu", {"gate": torch.rand(2, 4, 1)}, ["gate", "[2, 4, 1]", "[2, 4, 6]"]),
+    ("gated_rms_norm-no_gate", {"x": torch.rand(2, 0), "weight": torch.rand(0)}, ["dim", "0", "1"]),
     ("cat_attention-c4", {"chunk": 1}, ["chunk", "1", "2", "256"]),
     ("cat_attention-c4", {"chunk": 257}, ["chunk", "257", "2", "256"]),
 ]
@@ -109,9 +112,9 @@ def test_query_heads_that_are_no_multiple(case, device):
     refuse(case, draw(case, H=2, Q=0), "q", "0", "at least 1", device=device)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PACKED, ids=str)
 def test_bounds_of_packed_sequences(case, device):
-    name = "cu_chunks" if case.op == "cat_attention" else "cu_seqlens"
+    name = case.packing
     bounds = torch.tensor([0, 4])
     refuse(case, draw(case, B=2) | {name: bounds}, name, "B", device=device)
     one = draw(case, B=1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, RECURRENT, cotangents, gradients, operator, step
+from cases import CASES, ONE_EACH, PACKED, RECURRENT, cotangents, gradients, operator, step
 from comparison import assert_within
 from conftest import needs_cuda
 from graphs import capture
@@ -23,8 +23,11 @@ def waits_are_errors():
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case, packed",
+    [(case, False) for case in CASES] + [(case, True) for case in PACKED],
+    ids=[f"{case}-batch" for case in CASES] + [f"{case}-packed" for case in PACKED],
+)
 def test_nothing_waits_for_the_device(case, packed, waits_are_errors):
     lengths = [4 * case.chunk, 0, 2 * case.chunk] if packed else None
     inputs = case.draw(9, lengths=lengths, resumed=case.has_state, dtype=torch.float32, device="cuda")

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, RECURRENT, cotangents, gradients, operator, precision, recurrence
+from cases import PACKED, RECURRENT, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PACKED, ids=str)
 @given(data=st.data())
 def test_packed_sequences_are_a_loop_over_sequences(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
@@ -73,7 +73,7 @@ def test_sequences_longer_than_a_chunk(case, device):
     assert_within(operator(inputs), recurrence(inputs.map(torch.Tensor.double)), tolerance)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PACKED, ids=str)
 def test_bounds_that_make_no_sense_read_nothing_outside(case, device):
     """They cannot be checked without waiting for the device: they must not crash it either."""
     dtype, _, _ = precision(case, device)

@@ -143,6 +143,13 @@ def test_short_conv_is_a_depthwise_convolution(draw):
     assert_within(R.short_conv(x, weight, bias, activation="silu")[0], want, 1e-12)
 
 
+def test_gated_rms_norm_is_a_norm_times_a_gate(draw):
+    x, weight, gate = draw(2, T, 6), draw(6), draw(2, T, 6)
+    norm = F.rms_norm(x, (6,), weight, 1e-3)
+    assert_within(R.gated_rms_norm(x, weight, eps=1e-3), norm, 1e-12)
+    assert_within(R.gated_rms_norm(x, weight, gate, eps=1e-3), norm * F.silu(gate), 1e-12)
+
+
 def test_cat_attention_in_one_chunk_is_causal_attention(draw):
     q, k, v = draw(2, T, H, D), draw(2, T, H, D), draw(2, T, H, V)
     want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(

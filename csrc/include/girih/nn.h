@@ -124,7 +124,7 @@ class RMSNormImpl : public Module {
 };
 TORCH_MODULE(RMSNorm);
 
-// RMSNorm(x) * act(gate), act: silu, gelu or sigmoid.
+// RMSNorm(x) * act(gate) in the dtype of x, act: silu, gelu or sigmoid.
 class GatedRMSNormImpl : public RMSNormImpl {
  public:
   explicit GatedRMSNormImpl(int64_t dim, double eps = 1e-6, std::string activation = "silu");

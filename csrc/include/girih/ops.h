@@ -204,6 +204,20 @@ std::pair<Tensor, ShortConvState> short_conv(const Tensor& x, const Tensor& weig
 Tensor short_conv_step(const Tensor& x, const Tensor& weight, const Tensor& bias,
                        const ShortConvOptions& options);
 
+// ---- gated RMS norm ----------------------------------------------------------------------------
+
+struct GatedRMSNormOptions {
+  std::string activation = "silu";  // silu, gelu (exact), sigmoid; used with a gate alone
+  double eps = 1e-6;
+};
+
+// RMS norm over the last dimension and the gate of a mixer's output, in one pass.
+//   y = x / sqrt(mean(x^2) + eps) * weight * activation(gate)
+// x and gate [..., dim], weight [dim] -> y [..., dim], in x's dtype. Without gate the last factor is absent.
+// There is no state.
+Tensor gated_rms_norm(const Tensor& x, const Tensor& weight, const Tensor& gate = {},
+                      const GatedRMSNormOptions& options = {});
+
 // ---- CAT ---------------------------------------------------------------------------------------
 
 struct CatAttentionOptions {

@@ -1,12 +1,12 @@
 """RMS norms."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from girih import ops
 from girih.nn.decay import no_weight_decay
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
+ACTIVATIONS = ("silu", "gelu", "sigmoid")
 
 
 class RMSNorm(nn.RMSNorm):
@@ -25,7 +25,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GatedRMSNorm(RMSNorm):
-    """`RMSNorm(x) * act(gate)` over the last dimension; x, gate `[..., dim]`, act: silu, gelu or sigmoid.
+    """`RMSNorm(x) * act(gate)` over the last dimension, in the dtype of x (`girih.ops.gated_rms_norm`).
+
+    x, gate `[..., dim]`; act: silu, gelu or sigmoid.
 
     >>> norm = GatedRMSNorm(8, activation="gelu")
     >>> norm(torch.randn(2, 3, 8), torch.randn(2, 3, 8)).shape
@@ -39,4 +41,4 @@ class GatedRMSNorm(RMSNorm):
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(x) * ACTIVATIONS[self.activation](gate)
+        return ops.gated_rms_norm(x, self.weight, gate.to(x.dtype), activation=self.activation, eps=self.eps)

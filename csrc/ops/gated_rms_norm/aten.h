@@ -1,0 +1,17 @@
+// gated_rms_norm for any device, dtype and width.
+#pragma once
+
+#include "../check.h"
+
+namespace girih::gated_rms_norm {
+
+// of x, weight, gate
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;
+
+Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate, std::string_view activation,
+               double eps, bool save);
+
+Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
+                   const OptionalTensor& gate, std::string_view activation, double eps);
+
+}  // namespace girih::gated_rms_norm

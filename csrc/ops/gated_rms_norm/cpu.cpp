@@ -1,0 +1,76 @@
+// Gated RMS norm over the last dimension:
+//   r = (mean(x^2) + eps)^-1/2        n = r x        y = n weight act(gate)
+// Nothing is saved: r costs backward no more than a pass over x, which it reads anyway.
+//   u = dy act(gate)        dx = r (u weight - n mean(u weight n))
+//   dweight = sum of u n    dgate = dy n weight act'(gate)
+#include "../dispatch.h"
+#include "aten.h"
+#include "problem.h"
+
+namespace girih::gated_rms_norm {
+namespace {
+
+Tensor normalised(const Tensor& x, double eps) {
+  const auto wide = x.to(accumulate_type(x));
+  return wide * wide.square().mean(-1, true).add_(eps).rsqrt_();
+}
+
+Tensor activated(const Tensor& gate, std::string_view activation) {
+  return activation == "silu" ? at::silu(gate) : activation == "gelu" ? at::gelu(gate) : gate.sigmoid();
+}
+
+// dgate of dact, the gradient of act(gate)
+Tensor through_activation(const Tensor& dact, const Tensor& gate, std::string_view activation) {
+  return activation == "silu"   ? at::silu_backward(dact, gate)
+         : activation == "gelu" ? at::gelu_backward(dact, gate)
+                                : at::sigmoid_backward(dact, gate.sigmoid());
+}
+
+}  // namespace
+
+Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate, std::string_view activation,
+               double eps, bool) {
+  Problem::check(x, weight, gate, activation);
+  const auto type = accumulate_type(x);
+  auto y = normalised(x, eps).mul_(weight.to(type));
+  if (given(gate)) y.mul_(activated(gate->to(type), activation));
+  return y.to(x.scalar_type()).contiguous();
+}
+
+Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
+                   const OptionalTensor& gate, std::string_view activation, double eps) {
+  Problem::check(x, weight, gate, activation);
+  const auto zeros = [](const Tensor& like) { return at::zeros(like.sizes(), like.options()); };
+  if (!given(grad_y)) {
+    return {zeros(x), zeros(weight), given(gate) ? OptionalTensor(zeros(*gate)) : std::nullopt};
+  }
+  const auto type = accumulate_type(x);
+  const auto as = [](const Tensor& tensor, const Tensor& like) {
+    return tensor.to(like.scalar_type()).contiguous();
+  };
+  const auto w = weight.to(type), dy = grad_y->to(type), wide = x.to(type);
+  const auto r = wide.square().mean(-1, true).add_(eps).rsqrt_(), n = wide * r;
+  OptionalTensor dgate;
+  auto u = dy;
+  if (given(gate)) {
+    const auto g = gate->to(type);
+    dgate = as(through_activation(n * w * dy, g, activation), *gate);
+    u = activated(g, activation).mul_(dy);
+  }
+  const auto dn = u * w;
+  const auto dx = (dn - n * (dn * n).mean(-1, true)).mul_(r);
+  return {as(dx, x), as((u * n).reshape({-1, weight.size(0)}).sum(0), weight), dgate};
+}
+
+TORCH_LIBRARY_IMPL(girih, CPU, m) {
+  m.impl("gated_rms_norm_forward", &forward);
+  m.impl("gated_rms_norm_backward", &backward);
+}
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("gated_rms_norm_forward", &forward);
+  m.impl("gated_rms_norm_backward", &backward);
+}
+#endif
+
+}  // namespace girih::gated_rms_norm

@@ -1,0 +1,79 @@
+// gated_rms_norm by its kernels. float64 and wider rows than a block holds have none: the ATen form serves
+// them.
+#include "../dispatch.h"
+#include "../kernel_arguments.h"
+#include "aten.h"
+#include "gated_rms_norm/gated_rms_norm.h"
+#include "problem.h"
+
+namespace girih::gated_rms_norm {
+namespace {
+
+bool has_kernel(const Tensor& x) {
+  return x.scalar_type() != at::kDouble && x.size(-1) <= kernels::kGatedRmsNormMaxDim;
+}
+
+kernels::GatedRmsNormShape shape_of(const Tensor& x, const OptionalTensor& gate, std::string_view activation,
+                                    double eps) {
+  using Activation = kernels::GateActivation;
+  const auto act = !given(gate)           ? Activation::none
+                   : activation == "silu" ? Activation::silu
+                   : activation == "gelu" ? Activation::gelu
+                                          : Activation::sigmoid;
+  return {x.numel() / x.size(-1), static_cast<int>(x.size(-1)), static_cast<float>(eps), act,
+          kernel_dtype(x)};
+}
+
+// Undefined where it is absent.
+Tensor dense(const OptionalTensor& tensor) { return given(tensor) ? tensor->contiguous() : Tensor(); }
+const void* data(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+
+Tensor forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& gate,
+                    std::string_view activation, double eps, bool save) {
+  Problem::check(x, weight, gate, activation);
+  if (!has_kernel(x)) return forward(x, weight, gate, activation, eps, save);
+  const c10::cuda::CUDAGuard device(x.device());
+  const auto rows = dense(x), gates = dense(gate), y = at::empty(x.sizes(), x.options());
+  kernels::GatedRmsNormForward p;
+  p.shape = shape_of(x, gate, activation, eps);
+  p.x = data(rows);
+  p.weight = input<1>(weight);
+  p.gate = data(gates);
+  p.y = y.mutable_data_ptr();
+  check_launch("gated_rms_norm_forward",
+               kernels::gated_rms_norm_forward(p, c10::cuda::getCurrentCUDAStream()));
+  return y;
+}
+
+Gradients backward_cuda(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& gate, std::string_view activation, double eps) {
+  Problem::check(x, weight, gate, activation);
+  if (!has_kernel(x) || !given(grad_y)) return backward(grad_y, x, weight, gate, activation, eps);
+  const c10::cuda::CUDAGuard device(x.device());
+  const auto rows = dense(x), gates = dense(gate), dy = dense(grad_y);
+  const auto dx = at::empty(x.sizes(), x.options()), dweight = at::empty(weight.sizes(), weight.options());
+  const auto dgate = if_given(gate, [&] { return at::empty(x.sizes(), x.options()); });
+  kernels::GatedRmsNormBackward p;
+  p.shape = shape_of(x, gate, activation, eps);
+  const auto partials = at::empty({kernels::gated_rms_norm_partials(p.shape)}, x.options().dtype(at::kFloat));
+  p.dy = data(dy);
+  p.x = data(rows);
+  p.weight = input<1>(weight);
+  p.gate = data(gates);
+  p.dx = dx.mutable_data_ptr();
+  p.dweight = output<1>(dweight);
+  p.dgate = dgate ? dgate->mutable_data_ptr() : nullptr;
+  p.partials = partials.mutable_data_ptr<float>();
+  check_launch("gated_rms_norm_backward",
+               kernels::gated_rms_norm_backward(p, c10::cuda::getCurrentCUDAStream()));
+  return {dx, dweight, dgate};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("gated_rms_norm_forward", &forward_cuda);
+  m.impl("gated_rms_norm_backward", &backward_cuda);
+}
+
+}  // namespace girih::gated_rms_norm

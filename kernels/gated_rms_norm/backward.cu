@@ -1,0 +1,183 @@
+// The gradients, with r and act(gate) formed again:
+//
+//     u = dy act(gate)        n = r x
+//     dx = r (u weight - n mean(u weight n))
+//     dweight = sum over rows of u n        dgate = dy n weight act'(gate)
+//
+// dy, x and gate are read, dx and dgate are written once: r is not worth 4 bytes a row, since both of a row's
+// sums are formed at once. A thread adds up dweight of its columns over the rows that it has seen; a block
+// adds its groups' sums in order and writes one partial, and a second kernel adds the partials in order.
+#include "gated_rms_norm/rows.h"
+
+namespace girih::kernels {
+namespace gated_rms_norm {
+namespace {
+
+// What an H100 or H200 holds at once, 3 blocks of 256 threads a multiprocessor: more would write more
+// partials.
+constexpr int64_t kBlocks = 3 * 132;
+
+int64_t blocks_of(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kBlocks); }
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
+    backward(const GatedRmsNormBackward p, const bool packs) {
+  using T = typename R::T;
+  __shared__ __align__(16) float place[R::kGroups * R::kWidth];  // the weights, in the end dweight
+  const int dim = p.shape.dim;
+  const float per_dim = 1.f / dim;
+  const bool gated = p.shape.activation != GateActivation::none;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
+  const Weight<R> weight(place, p.weight, dim);
+  typename R::Part dweight;
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+    for (int f = 0; f < R::kFours; ++f) dweight[k][f] = zeros<4>();
+  }
+  RowSums<R, 2> over_row;
+
+  // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
+    const bool here = first + R::group() < p.shape.rows;
+    const int64_t row = here ? first + R::group() : p.shape.rows - 1;
+    typename R::Raw x, gate, dy;
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
+    load_row<R>(dy, static_cast<const T*>(p.dy) + row * dim, dim, packs);
+    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+
+    // u, dgate / r, and the row's sums of x^2 and u weight x
+    typename R::Part u, dgate;
+    float sums[2] = {0.f, 0.f};
+    with_activation(p.shape.activation, [&](auto activation) {
+      constexpr GateActivation kActivation = decltype(activation)::value;
+#pragma unroll
+      for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+        for (int f = 0; f < R::kFours; ++f) {
+          const Pack<4> xs = four_of<R>(x[k], f), w = weight(k, f), down = four_of<R>(dy[k], f);
+          Pack<4> act, slope;
+          if constexpr (kActivation != GateActivation::none) {
+            activate<kActivation, true>(four_of<R>(gate[k], f), act, slope);
+          } else {
+            act = {1.f, 1.f, 1.f, 1.f};
+            slope = zeros<4>();
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float wx = w.at[i] * xs.at[i];
+            u[k][f].at[i] = down.at[i] * act.at[i];
+            dgate[k][f].at[i] = down.at[i] * slope.at[i] * wx;
+            sums[0] += xs.at[i] * xs.at[i];
+            sums[1] += u[k][f].at[i] * wx;
+          }
+        }
+      }
+    });
+    over_row.sum(sums);
+    const float r = rsqrtf(sums[0] * per_dim + p.shape.eps);
+    const float mean = r * sums[1] * per_dim;
+
+    if (!here) continue;
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) {
+      uint4 pack;
+#pragma unroll
+      for (int f = 0; f < R::kFours; ++f) {
+        Pack<4> n = four_of<R>(x[k], f), dx;
+        const Pack<4> w = weight(k, f);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          n.at[i] *= r;
+          dx.at[i] = r * (u[k][f].at[i] * w.at[i] - n.at[i] * mean);
+          dweight[k][f].at[i] += u[k][f].at[i] * n.at[i];
+        }
+        set_four<R>(pack, f, dx);
+      }
+      store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, pack, dim, packs);
+      if (!gated) continue;
+#pragma unroll
+      for (int f = 0; f < R::kFours; ++f) {
+        Pack<4> through = dgate[k][f];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) through.at[i] *= r;
+        set_four<R>(pack, f, through);
+      }
+      store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, pack, dim, packs);
+    }
+  }
+
+  // partials [blocks, dim]
+  __syncthreads();  // the weights have been read
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+    for (int f = 0; f < R::kFours; ++f) {
+      store(place + R::group() * R::kWidth + R::column(k) + 4 * f, dweight[k][f]);
+    }
+  }
+  __syncthreads();  // every group's sums stand in shared memory
+  for (int column = threadIdx.x; column < dim; column += R::kThreads) {
+    float sum = 0.f;
+#pragma unroll
+    for (int g = 0; g < R::kGroups; ++g) sum += place[g * R::kWidth + column];
+    p.partials[static_cast<int64_t>(blockIdx.x) * dim + column] = sum;
+  }
+}
+
+constexpr int kColumns = 32;
+constexpr int kAdders = 32;
+
+// The partials' sum, 32 columns a block: warp w adds every 32nd partial from w on, lane by lane, then the
+// warps' sums of column c are added by warp c, always in this order.
+__global__ void __launch_bounds__(kColumns* kAdders)
+    sum_partials(const GatedRmsNormBackward p, const int64_t count) {
+  __shared__ float parts[kAdders][kColumns + 1];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int dim = p.shape.dim;
+  const int column = blockIdx.x * kColumns + lane;
+  float sum = 0.f;
+  if (column < dim) {
+#pragma unroll 4
+    for (int64_t i = warp; i < count; i += kAdders) sum += p.partials[i * dim + column];
+  }
+  parts[warp][lane] = sum;
+  __syncthreads();  // every warp's sums stand in shared memory
+  float total = parts[lane][warp];
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
+  const int own = blockIdx.x * kColumns + warp;
+  if (lane == 0 && own < dim) {
+    store_any(p.dweight.data, p.dweight.dtype, own * p.dweight.stride[0], total);
+  }
+}
+
+}  // namespace
+}  // namespace gated_rms_norm
+
+int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape) {
+  int64_t floats = 0;
+  gated_rms_norm::with_rows(shape, [&](auto rows) {
+    floats = gated_rms_norm::blocks_of(shape.rows, decltype(rows)::kGroups) * shape.dim;
+    return cudaSuccess;
+  });
+  return floats;
+}
+
+cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t stream) {
+  using namespace gated_rms_norm;
+  const bool packs = fit_packs(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
+  return with_rows(p.shape, [&](auto rows) {
+    using R = decltype(rows);
+    const int64_t blocks = blocks_of(p.shape.rows, R::kGroups);
+    if (blocks > 0) {
+      backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, packs);
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    }
+    const auto columns = static_cast<unsigned>(divide_up(p.shape.dim, kColumns));
+    sum_partials<<<columns, kColumns * kAdders, 0, stream>>>(p, blocks);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,88 @@
+// r = (mean(x^2) + eps)^-1/2        y = r x weight act(gate)
+//
+// x and gate are read and y is written once.
+#include "gated_rms_norm/rows.h"
+
+namespace girih::kernels {
+namespace gated_rms_norm {
+namespace {
+
+// What an H100 or H200 holds at once, 4 blocks of 256 threads a multiprocessor: with fewer rows a block its
+// weights would be a larger part of what it reads.
+constexpr int64_t kBlocks = 4 * 132;
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
+    forward(const GatedRmsNormForward p, const bool packs) {
+  using T = typename R::T;
+  __shared__ __align__(16) float place[R::kWidth];
+  const int dim = p.shape.dim;
+  const float per_dim = 1.f / dim;
+  const bool gated = p.shape.activation != GateActivation::none;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
+  const Weight<R> weight(place, p.weight, dim);
+  RowSums<R, 1> over_row;
+
+  // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
+    const bool here = first + R::group() < p.shape.rows;
+    const int64_t row = here ? first + R::group() : p.shape.rows - 1;
+    typename R::Raw x, gate;
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
+    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+
+    float square[1] = {0.f};
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+      for (int f = 0; f < R::kFours; ++f) {
+        const Pack<4> xs = four_of<R>(x[k], f);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) square[0] += xs.at[i] * xs.at[i];
+      }
+    }
+    over_row.sum(square);
+    const float r = rsqrtf(square[0] * per_dim + p.shape.eps);
+
+    if (!here) continue;
+    with_activation(p.shape.activation, [&](auto activation) {
+      constexpr GateActivation kActivation = decltype(activation)::value;
+#pragma unroll
+      for (int k = 0; k < R::kPacks; ++k) {
+        uint4 pack;
+#pragma unroll
+        for (int f = 0; f < R::kFours; ++f) {
+          Pack<4> y = four_of<R>(x[k], f);
+          const Pack<4> w = weight(k, f);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
+          if constexpr (kActivation != GateActivation::none) {
+            Pack<4> act, slope;
+            activate<kActivation, false>(four_of<R>(gate[k], f), act, slope);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
+          }
+          set_four<R>(pack, f, y);
+        }
+        store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace gated_rms_norm
+
+cudaError_t gated_rms_norm_forward(const GatedRmsNormForward& p, cudaStream_t stream) {
+  using namespace gated_rms_norm;
+  if (p.shape.rows == 0) return cudaSuccess;
+  const bool packs = fit_packs(p.shape, p.x, p.gate, p.y);
+  return with_rows(p.shape, [&](auto rows) {
+    using R = decltype(rows);
+    const auto blocks = static_cast<unsigned>(std::min(divide_up(p.shape.rows, R::kGroups), kBlocks));
+    forward<R><<<blocks, R::kThreads, 0, stream>>>(p, packs);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace girih::kernels

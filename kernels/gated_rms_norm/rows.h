@@ -1,0 +1,276 @@
+// What forward and backward share: how a row lies in the registers of its threads, sums over it, the
+// activations, the choice of an instance.
+//
+// A row belongs to a group of `Lanes` threads, each with `Own` of its elements, and a block is several
+// groups. Neighbouring lanes own neighbouring packs of 16 bytes. A block walks over rows; the weights wait in
+// shared memory.
+#pragma once
+
+#include <type_traits>
+
+#include "gated_rms_norm/gated_rms_norm.h"
+#include "tile/grid.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+
+namespace girih::kernels::gated_rms_norm {
+
+constexpr int kWarp = 32;
+
+template <typename Element, int Lanes, int Own>
+struct Rows {
+  using T = Element;
+  static constexpr int kLanes = Lanes;
+  static constexpr int kThreads = Lanes < 256 ? 256 : Lanes;
+  static constexpr int kGroups = kThreads / Lanes;     // rows of a block
+  static constexpr int kPack = 16 / int(sizeof(T));    // elements
+  static constexpr int kPacks = Own / kPack;           // of a thread
+  static constexpr int kFours = kPack / 4;             // of a pack: what is computed at once
+  static constexpr int kWarps = (Lanes + 31) / kWarp;  // of a row
+  static constexpr int kWidth = Lanes * Own;           // the most that dim may be
+
+  // A thread's part as it lies in memory: fp32 of three tensors would not fit in its registers.
+  using Raw = uint4[kPacks];
+  // The same in fp32.
+  using Part = Pack<4>[kPacks][kFours];
+
+  __device__ static int lane() { return threadIdx.x % Lanes; }
+  __device__ static int group() { return threadIdx.x / Lanes; }
+  // The first column of this thread's pack p.
+  __device__ static int column(int p) { return (p * Lanes + lane()) * kPack; }
+};
+
+// Whether rows can be read in packs of 16 bytes.
+template <typename... Pointers>
+bool fit_packs(const GatedRmsNormShape& shape, const Pointers*... tensors) {
+  const int pack = shape.dtype == DType::f32 ? 4 : 8;
+  return shape.dim % pack == 0 && ((reinterpret_cast<uintptr_t>(tensors) % 16 == 0) && ...);
+}
+
+// The 32-bit word of a row that begins at `column`, by itself; zero beyond the row's end.
+template <typename T>
+__device__ inline uint32_t word_at(const T* row, int column, int dim) {
+  if constexpr (sizeof(T) == 4) {
+    return column < dim ? reinterpret_cast<const uint32_t*>(row)[column] : 0u;
+  } else {
+    const auto* halves = reinterpret_cast<const uint16_t*>(row);
+    const uint32_t low = column < dim ? halves[column] : 0u;
+    return column + 1 < dim ? low | static_cast<uint32_t>(halves[column + 1]) << 16 : low;
+  }
+}
+
+// This thread's part of a row; zero beyond the row's end.
+template <class R>
+__device__ inline void load_row(typename R::Raw& to, const typename R::T* row, int dim, bool packs) {
+#pragma unroll
+  for (int p = 0; p < R::kPacks; ++p) to[p] = {0u, 0u, 0u, 0u};
+  if (packs) {
+#pragma unroll
+    for (int p = 0; p < R::kPacks; ++p) {
+      if (R::column(p) < dim) to[p] = *reinterpret_cast<const uint4*>(row + R::column(p));
+    }
+    return;
+  }
+  constexpr int kWord = R::kPack / 4;  // elements
+#pragma unroll
+  for (int p = 0; p < R::kPacks; ++p) {
+    const int column = R::column(p);
+    to[p] = {word_at(row, column, dim), word_at(row, column + kWord, dim),
+             word_at(row, column + 2 * kWord, dim), word_at(row, column + 3 * kWord, dim)};
+  }
+}
+
+// Four f of a pack.
+template <class R>
+__device__ inline Pack<4> four_of(const uint4& pack, int f) {
+  if constexpr (R::kFours == 1) {
+    return {__uint_as_float(pack.x), __uint_as_float(pack.y), __uint_as_float(pack.z),
+            __uint_as_float(pack.w)};
+  } else {
+    const float2 a = unpaired<typename R::T>(f == 0 ? pack.x : pack.z);
+    const float2 b = unpaired<typename R::T>(f == 0 ? pack.y : pack.w);
+    return {a.x, a.y, b.x, b.y};
+  }
+}
+
+template <class R>
+__device__ inline void set_four(uint4& pack, int f, const Pack<4>& value) {
+  if constexpr (R::kFours == 1) {
+    pack = {__float_as_uint(value.at[0]), __float_as_uint(value.at[1]), __float_as_uint(value.at[2]),
+            __float_as_uint(value.at[3])};
+  } else {
+    (f == 0 ? pack.x : pack.z) = pair_of<typename R::T>(value.at[0], value.at[1]);
+    (f == 0 ? pack.y : pack.w) = pair_of<typename R::T>(value.at[2], value.at[3]);
+  }
+}
+
+// Pack p of this thread's part.
+template <class R>
+__device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, int dim, bool packs) {
+  const int column = R::column(p);
+  if (packs) {
+    if (column < dim) *reinterpret_cast<uint4*>(row + column) = pack;
+    return;
+  }
+  using Bits = std::conditional_t<sizeof(typename R::T) == 4, uint32_t, uint16_t>;
+  const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
+#pragma unroll
+  for (int i = 0; i < R::kPack; ++i) {
+    const uint32_t word = R::kFours == 1 ? words[i] : words[i / 2] >> 16 * (i % 2);
+    if (column + i < dim) reinterpret_cast<Bits*>(row)[column + i] = static_cast<Bits>(word);
+  }
+}
+
+// The weights in shared memory, 0 beyond the last, in the order in which the lanes read them: fours of
+// neighbouring lanes stand beside each other, or lanes of eight elements would meet in a bank.
+template <class R>
+class Weight {
+ public:
+  // `place` has R::kWidth floats. Ends with a barrier of the block.
+  __device__ Weight(float* place, const In<1>& weight, int dim) : place_(place) {
+    for (int column = threadIdx.x; column < R::kWidth; column += R::kThreads) {
+      const int pack = column / R::kPack, i = column % R::kPack;
+      place[offset(pack / R::kLanes, pack % R::kLanes, i) + i % 4] =
+          column < dim ? load_any(weight.data, weight.dtype, column * weight.stride[0]) : 0.f;
+    }
+    __syncthreads();
+  }
+
+  // Of four f of this thread's pack p.
+  __device__ Pack<4> operator()(int p, int f) const { return load<4>(place_ + offset(p, R::lane(), 4 * f)); }
+
+ private:
+  __device__ static int offset(int p, int lane, int i) {
+    return ((p * R::kFours + i / 4) * R::kLanes + lane) * 4;
+  }
+
+  const float* place_;
+};
+
+// Sums of one and of two numbers over the threads of a row; all threads of the block take part. Rows of more
+// than a warp meet in shared memory, of two passes in turn: nobody writes what a slower warp still reads.
+template <class R, int Count>
+class RowSums {
+ public:
+  __device__ void sum(float (&value)[Count]) {
+#pragma unroll
+    for (int offset = (R::kLanes < kWarp ? R::kLanes : kWarp) / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) value[i] += __shfl_xor_sync(~0u, value[i], offset);
+    }
+    if constexpr (R::kWarps > 1) {
+      __shared__ float parts[2][R::kThreads / kWarp][Count];
+      const int first = R::group() * R::kWarps;
+      if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) parts[pass_][threadIdx.x / kWarp][i] = value[i];
+      }
+      barrier_wait(1 + R::group(), R::kLanes);  // every warp's part stands in shared memory
+#pragma unroll
+      for (int i = 0; i < Count; ++i) {
+        value[i] = parts[pass_][first][i];
+#pragma unroll
+        for (int w = 1; w < R::kWarps; ++w) value[i] += parts[pass_][first + w][i];
+      }
+      pass_ ^= 1;
+    } else {
+      __syncwarp();  // weights are read again behind it: kept over the sum they would spill
+    }
+  }
+
+ private:
+  int pass_ = 0;
+};
+
+// 1 / x of an x from 1 to infinity, in one instruction.
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Phi(g) = (1 + erf(g / sqrt(2))) / 2, where bell = e^{-g^2 / 2}. On the left it is bell Q(t), t = 1 / (1 +
+// 0.28 |g|), on the right one minus that; Q is fitted to it. It is off by 1.8e-7 at most, gelu by less than
+// with erf in fp32, and where 1 + erf has no digits left it is right to 0.3%. erff takes twice the
+// instructions: with it they, not the memory, would be the limit.
+__device__ inline float normal_below(float g, float bell) {
+  const float t = reciprocal(1.f + 0.28f * fabsf(g));
+  float q = -0.1064387783f;
+  q = q * t + 0.3925175965f;
+  q = q * t - 0.2414017618f;
+  q = q * t + 0.2725635469f;
+  q = q * t + 0.0659923851f;
+  q = q * t + 0.1167669371f;
+  const float tail = q * t * bell;
+  return g < 0.f ? tail : 1.f - tail;
+}
+
+// act(gate), and act'(gate) where it is asked for.
+template <GateActivation Activation, bool WithSlope>
+__device__ inline void activate(const Pack<4>& gate, Pack<4>& act, Pack<4>& slope) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float g = gate.at[i];
+    if constexpr (Activation == GateActivation::gelu) {
+      const float bell = exp2_fast(-0.5f * kLog2E * g * g), phi = normal_below(g, bell);
+      act.at[i] = g * phi;
+      if (WithSlope) slope.at[i] = phi + g * 0.39894228f * bell;
+    } else {
+      const float s = reciprocal(1.f + exp2_fast(-kLog2E * g));
+      constexpr bool kSilu = Activation == GateActivation::silu;
+      act.at[i] = kSilu ? g * s : s;
+      // s (1 + g (1 - s)), or s (1 - s)
+      if (WithSlope) slope.at[i] = kSilu ? s + act.at[i] * (1.f - s) : s * (1.f - s);
+    }
+  }
+}
+
+// Calls body(std::integral_constant<GateActivation, ...>): one branch a row, not one for every four elements.
+template <typename Body>
+__device__ inline void with_activation(GateActivation activation, Body body) {
+  switch (activation) {
+    case GateActivation::none:
+      return body(std::integral_constant<GateActivation, GateActivation::none>{});
+    case GateActivation::silu:
+      return body(std::integral_constant<GateActivation, GateActivation::silu>{});
+    case GateActivation::gelu:
+      return body(std::integral_constant<GateActivation, GateActivation::gelu>{});
+    case GateActivation::sigmoid:
+      return body(std::integral_constant<GateActivation, GateActivation::sigmoid>{});
+  }
+}
+
+// Two packs a thread: with one the loads in flight do not fill the memory, with more the gradient's sums do
+// not fit beside them.
+template <typename T, typename Launch>
+cudaError_t with_dim(int dim, Launch launch) {
+  constexpr int kTwo = 32 / int(sizeof(T));  // packs
+  if (dim <= 4 * kTwo) return launch(Rows<T, 4, kTwo>{});
+  if (dim <= 8 * kTwo) return launch(Rows<T, 8, kTwo>{});
+  if (dim <= 16 * kTwo) return launch(Rows<T, 16, kTwo>{});
+  if (dim <= 32 * kTwo) return launch(Rows<T, 32, kTwo>{});
+  if (dim <= 64 * kTwo) return launch(Rows<T, 64, kTwo>{});
+  if (dim <= 128 * kTwo) return launch(Rows<T, 128, kTwo>{});
+  if (dim <= 256 * kTwo) return launch(Rows<T, 256, kTwo>{});
+  if (dim <= 512 * kTwo) return launch(Rows<T, 512, kTwo>{});
+  if (dim <= kGatedRmsNormMaxDim) return launch(Rows<T, 512, 16>{});
+  return cudaErrorInvalidValue;
+}
+
+// Calls launch(Rows).
+template <typename Launch>
+cudaError_t with_rows(const GatedRmsNormShape& shape, Launch launch) {
+  switch (shape.dtype) {
+    case DType::f32:
+      return with_dim<float>(shape.dim, launch);
+    case DType::f16:
+      return with_dim<__half>(shape.dim, launch);
+    case DType::bf16:
+      return with_dim<__nv_bfloat16>(shape.dim, launch);
+    case DType::f64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace girih::kernels::gated_rms_norm
