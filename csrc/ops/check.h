@@ -73,6 +73,12 @@ class Check {
   const Tensor& first_;
 };
 
+// A step's `first` argument has one token.
+inline void check_one_token(std::string_view op, std::string_view first_name, const Tensor& first) {
+  GIRIH_CHECK(first.dim() > 1 && first.sym_size(1) == 1, op, "_step takes one token: ", first_name,
+              " must have T = 1 and has shape ", first.sym_sizes());
+}
+
 // The dtype of states and of what is summed: fp32, fp64 for fp64.
 inline at::ScalarType accumulate_type(const Tensor& like) {
   return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

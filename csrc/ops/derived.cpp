@@ -112,9 +112,7 @@ void step(const c10::OperatorHandle& handle, Stack* stack) {
   const Operator& op = describe(handle.operator_name().name);
   auto arguments = pop_arguments(handle, stack);
   const auto like = arguments[0].toTensor();
-  GIRIH_CHECK(like.dim() > 1 && like.sym_size(1) == 1, op.name,
-              "_step takes one token: ", handle.schema().arguments()[0].name(),
-              " must have T = 1 and has shape ", like.sym_sizes());
+  check_one_token(op.name, handle.schema().arguments()[0].name(), like);
   Stack forward(arguments.begin(), arguments.begin() + op.data.size() + op.state.size());
   if (!op.packing.empty()) forward.emplace_back();
   forward.insert(forward.end(), arguments.begin() + op.data.size() + op.state.size(), arguments.end());

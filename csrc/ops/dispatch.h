@@ -6,6 +6,9 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <type_traits>
+#include <utility>
+
 #include "operator.h"
 
 namespace girih {
@@ -14,6 +17,13 @@ using torch::jit::Stack;
 
 inline c10::OperatorHandle find(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(("girih::" + name).c_str(), "");
+}
+
+// The call of `name`, which `kernel` serves, as every device without a kernel runs it.
+template <auto kernel, class... Arguments>
+auto run_without_kernel(const char* name, Arguments&&... arguments) {
+  static const auto op = find(name).typed<std::remove_pointer_t<decltype(kernel)>>();
+  return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<Arguments>(arguments)...);
 }
 
 // An absent tensor is an undefined one in C++ and None on the stack.

@@ -62,14 +62,6 @@ struct GatedArguments {
 static_assert(kKeptChunk == kernels::kChunk && kByChannel.columns == kernels::kGsaMaxSlots &&
               kByChannel.rows == kernels::kGsaMaxWidth);
 
-// A state as the scan takes it, [N, H, width, M] in packs; transposed: given as [N, H, M, width].
-inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t width, int64_t M) {
-  if (!given(state)) return Tensor();
-  const auto rows = transposed ? state->mT() : *state;
-  if (rows.size(2) == width && rows.size(3) == M) return rows;
-  return at::constant_pad_nd(rows, {0, M - rows.size(3), 0, width - rows.size(2)});
-}
-
 // RowGradients of the kernels.
 struct RowsLeft {
   Tensor factored, w;

@@ -86,6 +86,14 @@ inline Tensor gathered(const Tensor& parts, int64_t heads, int64_t width, const 
   return without_packs(all, width).to(like.scalar_type()).contiguous();
 }
 
+// A state as kernels take it, [N, H, rows, cols] in packs; transposed: given as [N, H, cols, rows].
+inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t rows, int64_t cols) {
+  if (!given(state)) return Tensor();
+  const auto x = transposed ? state->mT() : *state;
+  if (x.size(2) == rows && x.size(3) == cols) return x;
+  return at::constant_pad_nd(x, {0, cols - x.size(3), 0, rows - x.size(2)});
+}
+
 // A state [N, H, rows, cols] without padding.
 inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
   return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();

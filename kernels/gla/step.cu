@@ -1,7 +1,6 @@
 // One token of gla, the state in place.
 #include "gla/gla.h"
 #include "gsa/step.cuh"
-#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace {
@@ -40,16 +39,8 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
 
 template <int Pack_>
 cudaError_t launch(const GlaStep& p, cudaStream_t stream) {
-  const int64_t blocks = p.sequences * p.heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const int floats = kStepThreads * Pack_ + 3 * p.D + 2 * p.V + Pack_;
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  if (const cudaError_t error = allow_shared<gla_step_kernel<Pack_>>(limit); error != cudaSuccess)
-    return error;
-  gla_step_kernel<Pack_><<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
-  return cudaGetLastError();
+  return launch_step<gla_step_kernel<Pack_>>(p, floats, stream);
 }
 
 }  // namespace

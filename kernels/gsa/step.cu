@@ -1,6 +1,5 @@
 // One token of gsa, the state in place.
 #include "gsa/step.cuh"
-#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace {
@@ -94,16 +93,8 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
 
 template <int Pack_>
 cudaError_t launch(const GsaStep& p, cudaStream_t stream) {
-  const int64_t blocks = p.sequences * p.heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const int floats = kStepThreads * Pack_ + 3 * p.M + 2 * p.D + 2 * p.V + 3 * Pack_;
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  if (const cudaError_t error = allow_shared<gsa_step_kernel<Pack_>>(limit); error != cudaSuccess)
-    return error;
-  gsa_step_kernel<Pack_><<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
-  return cudaGetLastError();
+  return launch_step<gsa_step_kernel<Pack_>>(p, floats, stream);
 }
 
 }  // namespace

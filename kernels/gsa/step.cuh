@@ -6,6 +6,7 @@
 
 #include "gsa/gsa.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -66,6 +67,19 @@ __device__ inline void update_and_read(const Out<4>& state, int64_t n, int64_t h
     }
     __syncthreads();
   }
+}
+
+// A block for every sequence and memory head, with so many floats of shared memory.
+template <auto Kernel, class Problem>
+cudaError_t launch_step(const Problem& p, int floats, cudaStream_t stream) {
+  const int64_t blocks = p.sequences * p.heads;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
+  Kernel<<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace girih::kernels

@@ -63,12 +63,7 @@ struct Arguments {
   }
   Tensor states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
 
-  // A state [N, H, D, V] with padding, and back.
-  Tensor padded(const OptionalTensor& state) const {
-    if (!given(state)) return Tensor();
-    return D == shape.D && V == shape.V ? *state
-                                        : at::constant_pad_nd(*state, {0, shape.V - V, 0, shape.D - D});
-  }
+  Tensor padded(const OptionalTensor& state) const { return padded_state(state, false, shape.D, shape.V); }
   Tensor last_state() const {
     return at::empty({shape.tokens.sequences, shape.heads, shape.D, shape.V}, q.options().dtype(at::kFloat));
   }
@@ -131,10 +126,9 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(q.device());
   if (!has_kernel(problem, q, beta, n, between_chunks)) {
     // What every device without a kernel runs: autograd of the ATen form.
-    static const auto op = find("delta_product_backward").typed<decltype(backward_cuda)>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_s, grad_position, q, k, v,
-                         beta, g, state_s, state_position, cu_seqlens, states, prepared, n, scale, l2norm_qk,
-                         chunk, between_chunks);
+    return run_without_kernel<&backward_cuda>("delta_product_backward", grad_o, grad_s, grad_position, q, k,
+                                              v, beta, g, state_s, state_position, cu_seqlens, states,
+                                              prepared, n, scale, l2norm_qk, chunk, between_chunks);
   }
   const auto kept = problem.saved(q, beta, cu_seqlens, n, between_chunks, true);
   check_kept("delta_product", "states", states, kept.states, q.scalar_type());
@@ -209,13 +203,11 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                  int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
                  Between between_chunks) {
   Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, chunk, between_chunks);
-  GIRIH_CHECK(q.size(1) == 1, "delta_product_step takes one token: q must have T = 1 and has shape ",
-              q.sizes());
+  check_one_token("delta_product", "q", q);
   if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth ||
       n > kernels::kDeltaStepMost || q.size(2) > kernels::kDeltaStepMost * k.size(2)) {
-    static const auto op = find("delta_product_step").typed<decltype(step_cuda)>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, beta, g, state_s,
-                         state_position, n, scale, l2norm_qk, chunk, between_chunks);
+    return run_without_kernel<&step_cuda>("delta_product_step", q, k, v, beta, g, state_s, state_position, n,
+                                          scale, l2norm_qk, chunk, between_chunks);
   }
   at::assert_no_internal_overlap(state_s);
   const c10::cuda::CUDAGuard device(q.device());

@@ -246,9 +246,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto by = kernels_for(q, v, g, problem.N);
   if (!by) {
     // What every device without a kernel runs: autograd of the ATen form.
-    static const auto op = find("gla_backward").typed<decltype(backward_cuda)>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_s, q, k, v, g, state_s,
-                         cu_seqlens, states, scale);
+    return run_without_kernel<&backward_cuda>("gla_backward", grad_o, grad_s, q, k, v, g, state_s, cu_seqlens,
+                                              states, scale);
   }
   if (by == By::exact) {
     return backward_exact(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, scale);
@@ -306,10 +305,9 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                  const Tensor& state_s, std::optional<double> scale) {
   Problem::check(q, k, v, g, state_s, std::nullopt);
-  GIRIH_CHECK(q.size(1) == 1, "gla_step takes one token: q must have T = 1 and has shape ", q.sizes());
+  check_one_token("gla", "q", q);
   if (q.scalar_type() == at::kDouble) {
-    static const auto op = find("gla_step").typed<decltype(step_cuda)>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, g, state_s, scale);
+    return run_without_kernel<&step_cuda>("gla_step", q, k, v, g, state_s, scale);
   }
   at::assert_no_internal_overlap(state_s);
   const c10::cuda::CUDAGuard device(q.device());

@@ -204,9 +204,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   if (!by) {
     // gsa has no backward of its own on the CPU: this is what serves every device without one, autograd of
     // the ATen form.
-    static const auto op = find("gsa_backward").typed<decltype(backward_cuda)>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), grad_o, grad_k, grad_v, grad_z, q, k, v,
-                         s, g, state_k, state_v, state_z, cu_seqlens, states, scale, feature);
+    return run_without_kernel<&backward_cuda>("gsa_backward", grad_o, grad_k, grad_v, grad_z, q, k, v, s, g,
+                                              state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
   if (by == Kernels::exact) {
     return backward_exact(grad_o, grad_k, grad_v, grad_z, q, k, v, s, g, state_k, state_v, state_z,
@@ -276,11 +275,10 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
                  const OptionalTensor& g, const Tensor& state_k, const Tensor& state_v,
                  const OptionalTensor& state_z, std::optional<double> scale, std::string_view feature) {
   Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, feature);
-  GIRIH_CHECK(q.size(1) == 1, "gsa_step takes one token: q must have T = 1 and has shape ", q.sizes());
+  check_one_token("gsa", "q", q);
   if (q.scalar_type() == at::kDouble) {
-    static const auto op = find("gsa_step").typed<decltype(step_cuda)>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, s, g, state_k, state_v, state_z,
-                         scale, feature);
+    return run_without_kernel<&step_cuda>("gsa_step", q, k, v, s, g, state_k, state_v, state_z, scale,
+                                          feature);
   }
   at::assert_no_internal_overlap(state_k);
   at::assert_no_internal_overlap(state_v);

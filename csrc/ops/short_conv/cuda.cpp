@@ -79,7 +79,7 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
 Tensor step_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state_x,
                  Activation activation) {
   Problem::check(x, weight, bias, state_x, std::nullopt, activation);
-  GIRIH_CHECK(x.size(1) == 1, "short_conv_step takes one token: x must have T = 1 and has shape ", x.sizes());
+  check_one_token("short_conv", "x", x);
   if (x.scalar_type() == at::kDouble) {
     const auto [y, last] = forward(x, weight, bias, state_x, std::nullopt, activation, false);
     state_x.copy_(last);
