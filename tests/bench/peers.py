@@ -19,7 +19,7 @@ def tensors(keywords, *names):
 
 
 def fla_version():
-    return f"flash-linear-attention {version('flash-linear-attention')}"
+    return f"flash-linear-attention {version('flash-linear-attention')} on triton {version('triton')}"
 
 
 def chunk_gsa(shape, keywords):

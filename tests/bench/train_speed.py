@@ -1,13 +1,15 @@
 """Training speed of whole language models, and decoding in one CUDA graph: `make bench OP=model`.
 
-340M parameters: 24 layers, 1024 wide, 4 heads, MLPs of 2816, 32000 tokens, tied embeddings; rows of 2048
-tokens, bf16 autocast over fp32 weights. A step is forward, backward, AdamW (fused) and zeroing the gradients.
+About 340M parameters: 24 layers, 1024 wide, MLPs of 2816, 32000 tokens, tied embeddings; rows of 2048 tokens,
+bf16 autocast over fp32 weights. A step is forward, backward, AdamW (fused) and zeroing the gradients.
 
-    girih gsa            gated slot attention, 64 slots
-    girih attention      a Transformer: rotary positions, SDPA
-    fla gsa              fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
-    fla gsa unfused      the same with PyTorch's norms, SwiGLU and cross entropy, as girih's models have
-    ... compiled         after torch.compile
+    girih gsa               gated slot attention, 4 heads of 64 slots
+    girih attention         a Transformer: 4 heads, rotary positions, SDPA
+    girih gated_deltanet    8 heads of 128
+    girih delta_product     the same with two steps a token
+    fla ...                 fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
+    fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy, as girih's models have
+    ... compiled            after torch.compile
 """
 
 import argparse
@@ -17,11 +19,12 @@ import statistics
 import sys
 import time
 from datetime import date, datetime
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 
 import torch
 from device import require_gpu
+from peers import fla_version
 from results import FOLDER, write
 
 CONTEXT, BATCH, WARM_UPS, STEPS = 2048, 8, 5, 10
@@ -30,35 +33,55 @@ SIZES = {
     "vocab_size": 32000,
     "hidden_size": 1024,
     "num_hidden_layers": 24,
-    "num_heads": 4,
-    "num_slots": 64,
     "intermediate_size": 2816,
     "tie_word_embeddings": True,
+}
+HEADS = {"num_heads": 8, "head_dim": 128}
+# What a mixer's model is called and has beside SIZES: girih's, fla's.
+MIXERS = {
+    "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
+    "attention": ({"num_heads": 4}, None),
+    "gated_deltanet": (HEADS, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
+    "delta_product": (
+        HEADS | {"n": 2, "gated": True},
+        ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
+    ),
 }
 
 
 def girih_model(mixer, **sizes):
     from girih.models import GirihConfig, GirihForCausalLM
 
-    return GirihForCausalLM(GirihConfig(mixer=mixer, **SIZES | sizes))
+    return GirihForCausalLM(GirihConfig(mixer=mixer, **SIZES | MIXERS[mixer][0] | sizes))
 
 
-def fla_model(fused, **sizes):
-    from fla.models import GSAConfig, GSAForCausalLM
+def fla_model(mixer, fused, **sizes):
+    import fla.models
 
+    name, own = MIXERS[mixer][1]
+    config, model = getattr(fla.models, f"{name}Config"), getattr(fla.models, f"{name}ForCausalLM")
     fuse = {f"fuse_{part}": fused for part in ("norm", "swiglu", "cross_entropy")}
-    return GSAForCausalLM(GSAConfig(**SIZES | sizes, **fuse))
+    return model(config(**SIZES | own | sizes, **fuse))
 
 
-MODELS = {
-    "girih gsa": lambda **sizes: girih_model("gsa", **sizes),
-    "girih attention": lambda **sizes: girih_model("attention", **sizes),
-    "fla gsa": lambda **sizes: fla_model(True, **sizes),
-    "fla gsa unfused": lambda **sizes: fla_model(False, **sizes),
-    "girih gsa compiled": lambda **sizes: torch.compile(girih_model("gsa", **sizes)),
-    "girih attention compiled": lambda **sizes: torch.compile(girih_model("attention", **sizes)),
-}
-DEFAULT = ["girih gsa", "girih attention", "fla gsa", "fla gsa unfused"]
+def models():
+    """What makes each model, by name."""
+    all_of_them = {}
+    for mixer, (_, peer) in MIXERS.items():
+        all_of_them[f"girih {mixer}"] = partial(girih_model, mixer)
+        if peer:
+            all_of_them[f"fla {mixer}"] = partial(fla_model, mixer, True)
+            all_of_them[f"fla {mixer} unfused"] = partial(fla_model, mixer, False)
+    compiled = {
+        f"{name} compiled": lambda make=make, **sizes: torch.compile(make(**sizes))
+        for name, make in all_of_them.items()
+        if name.startswith("girih")
+    }
+    return all_of_them | compiled
+
+
+MODELS = models()
+DEFAULT = [name for name in MODELS if not name.endswith("compiled")]
 
 
 def training_step(model, optimizer, ids):
@@ -127,17 +150,24 @@ def decode():
     return {"tokens_per_second": round(DECODED / statistics.median(seconds[WARM_UPS:]))}
 
 
+def rival(name):
+    """The model of ours that a model is compared with."""
+    ours = f"girih {name.split()[1]}"
+    return "girih gsa" if ours == "girih attention" else ours
+
+
 def table(rows):
     """Markdown; a ratio only to the model of the same run."""
-    text = "| model | parameters | tokens/s | girih gsa is | peak MiB | first step, s |\n"
+    text = "| model | parameters | tokens/s | beside it | peak MiB | first step, s |\n"
     text += "| --- | ---: | ---: | ---: | ---: | ---: |\n"
-    ours = rows.get("girih gsa", {})
     for name, row in rows.items():
         if "parameters" in row:
-            same = row["run"] == ours.get("run") and name != "girih gsa"
-            ratio = f"{ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if same else ""
+            ours = rows.get(rival(name), {})
+            same = row["run"] == ours.get("run") and name != rival(name)
+            ratio = ours["tokens_per_second"] / row["tokens_per_second"] if same else None
             text += (
-                f"| {name} | {row['parameters']:,} | {row['tokens_per_second']:,} | {ratio} "
+                f"| {name} | {row['parameters']:,} | {row['tokens_per_second']:,} "
+                f"| {f'{rival(name)} {ratio:.2f}x' if same else ''} "
                 f"| {row['peak_bytes'] / 2**20:,.0f} | {row['first_step_s']} |\n"
             )
     if "decode" in rows:
@@ -170,13 +200,19 @@ def main(argv=None):
         try:
             row = decode() if name == "decode" else train(MODELS[name])
             if name.startswith("fla"):
-                versions += f", flash-linear-attention {version('flash-linear-attention')}"
+                versions += f", {fla_version()}"
         except ImportError as error:
             print(f"{name}: its row stays empty: {error} (dependency group `bench` of pyproject.toml)")
             continue
+        except RuntimeError as error:
+            if not name.startswith("fla"):
+                raise
+            print(f"{name}: its row stays empty: {error}".splitlines()[0])
+            continue
         origin = {"run": run, "date": date.today().isoformat(), "device": torch.cuda.get_device_name()}
         rows[name] = row | origin | {"versions": versions}
-        settings = SIZES | {"batch": BATCH, "context": CONTEXT}
+        settings = SIZES | {"mixers": {name: ours for name, (ours, _) in MIXERS.items()}}
+        settings |= {"batch": BATCH, "context": CONTEXT}
         write(file, json.dumps({"settings": settings, "models": rows}, indent=1) + "\n")
         print(f"{name}: {row['tokens_per_second']:,} tokens/s", flush=True)
         gc.collect()
