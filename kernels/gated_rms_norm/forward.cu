@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kBlocks = 4 * 132;
 
 template <class R>
-__global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
+__global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R::kThreads)
     forward(const GatedRmsNormForward p, const bool packs) {
   using T = typename R::T;
   __shared__ __align__(16) float place[R::kWidth];
@@ -20,16 +20,22 @@ __global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
   const float per_dim = 1.f / dim;
   const bool gated = p.shape.activation != GateActivation::none;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
+  // A group past the last row reads that one.
+  const auto load = [&](typename R::Raw& x, typename R::Raw& gate, int64_t row) {
+    row = min(row, p.shape.rows - 1);
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
+    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+  };
+  typename R::Raw x{}, gate{};
+  load(x, gate, static_cast<int64_t>(blockIdx.x) * R::kGroups + R::group());
   const Weight<R> weight(place, p.weight, dim);
   RowSums<R, 1> over_row;
 
-  // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.
+  // The same passes for all groups of a block. The next row is on its way while this one is worked on.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
-    const bool here = first + R::group() < p.shape.rows;
-    const int64_t row = here ? first + R::group() : p.shape.rows - 1;
-    typename R::Raw x, gate;
-    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
-    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+    const int64_t row = first + R::group();
+    typename R::Raw next_x, next_gate{};
+    load(next_x, next_gate, row + step);
 
     float square[1] = {0.f};
 #pragma unroll
@@ -44,29 +50,31 @@ __global__ void __launch_bounds__(R::kThreads, 1024 / R::kThreads)
     over_row.sum(square);
     const float r = rsqrtf(square[0] * per_dim + p.shape.eps);
 
-    if (!here) continue;
-    with_activation(p.shape.activation, [&](auto activation) {
-      constexpr GateActivation kActivation = decltype(activation)::value;
+    if (row < p.shape.rows)
+      with_activation(p.shape.activation, [&](auto activation) {
+        constexpr GateActivation kActivation = decltype(activation)::value;
 #pragma unroll
-      for (int k = 0; k < R::kPacks; ++k) {
-        uint4 pack;
+        for (int k = 0; k < R::kPacks; ++k) {
+          uint4 pack;
 #pragma unroll
-        for (int f = 0; f < R::kFours; ++f) {
-          Pack<4> y = four_of<R>(x[k], f);
-          const Pack<4> w = weight(k, f);
+          for (int f = 0; f < R::kFours; ++f) {
+            Pack<4> y = four_of<R>(x[k], f);
+            const Pack<4> w = weight(k, f);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
-          if constexpr (kActivation != GateActivation::none) {
-            Pack<4> act, slope;
-            activate<kActivation, false>(four_of<R>(gate[k], f), act, slope);
+            for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
+            if constexpr (kActivation != GateActivation::none) {
+              Pack<4> act, slope;
+              activate<kActivation, false>(four_of<R>(gate[k], f), act, slope);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
+              for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
+            }
+            set_four<R>(pack, f, y);
           }
-          set_four<R>(pack, f, y);
+          store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
         }
-        store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
-      }
-    });
+      });
+#pragma unroll
+    for (int k = 0; k < R::kPacks; ++k) x[k] = next_x[k], gate[k] = next_gate[k];
   }
 }
 
