@@ -6,120 +6,138 @@
 //
 // dstate is dx at the W - 1 positions before the start.
 //
-// A thread owns N channels and a run of 32 tokens and reads W - 1 tokens beyond it, whose dz reach back into
-// it. A block owns 32 packs of channels (x) and a group of 8 runs (y), flat over the batch; it adds up its
-// threads' parts of dweight and dbias in order and writes one partial a group, and a second kernel adds the
-// partials in order.
+// A thread owns N channels and a run of 64 tokens and reads W - 1 tokens beyond it, whose dz reach back into
+// it. A block adds up its runs' parts of dweight and dbias in order and writes one partial, and a second
+// kernel adds the partials in order.
 #include "short_conv/window.h"
-#include "tile/grid.h"
 
 namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-constexpr int kLanes = 32;
-constexpr int kRuns = 8;
-constexpr int kRun = 32;
-constexpr int kThreads = kLanes * kRuns;
+constexpr int kRun = 64;
 
-__host__ __device__ int64_t groups(const Tokens& all) {
-  return divide_up(divide_up(all.tokens, kRun) * all.batch, kRuns);
-}
+// A thread's parts of dweight, and of dbias behind them.
+template <int W, int N>
+using Parts = Pack<N>[W + 1];
 
-// dx over the tokens of one run that one sequence owns, first..last - 1; adds to dweight and dbias.
+// dx over the `count` tokens of one run that one sequence owns, from `first` on; adds to dweight and dbias.
 template <typename T, int W, int N>
-__device__ void run_backward(const ShortConvBackward& p, const Filter<W, N>& filter, const Sequence& sequence,
-                             int64_t first, int64_t last, int64_t channel, Pack<N> (&dweight)[W],
-                             Pack<N>& dbias) {
-  Pack<N> window[W], dx[W];  // inputs, and their gradients so far, at t - (W-1)..t
+__device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& filter,
+                             const Sequence& sequence, int64_t first, int count, int64_t channel,
+                             Parts<W, N>& parts) {
+  // Tokens to the sequence's end, as far as they reach back into the run.
+  const auto to_end = static_cast<int>(min(sequence.end - first, int64_t{count} + W - 1));
+  const int end = p.dy.data == nullptr ? 0 : to_end;
+  const int64_t x_stride = p.x.stride[1], dy_stride = p.dy.stride[1], dx_stride = p.dx.stride[1];
+  const T* x = &at<T>(p.x, sequence.batch, first, channel);
+  const T* dy = &at<T>(p.dy, sequence.batch, first, channel);
+  T* to = &at<T>(p.dx, sequence.batch, first, channel) - (W - 1) * dx_stride;
+  Turn<T, N> next_x, next_dy;
+  next_x.load(x, x_stride, 0, end);
+  next_dy.load(dy, dy_stride, 0, end);
+  Pack<N> window[W - 1 + kTurn], dx[W - 1 + kTurn];  // at t - (W-1).. of a turn
 #pragma unroll
-  for (int j = 0; j < W; ++j) dx[j] = zeros<N>();
-#pragma unroll
-  for (int j = 1; j < W; ++j) {
-    window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - W + j, channel);
+  for (int j = 0; j + 1 < W; ++j) {
+    window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
+    dx[j] = zeros<N>();
   }
-  for (int64_t t = first; t < last + W - 1; ++t) {
-    shift<W, N>(window);
-    shift<W, N>(dx);
-    dx[W - 1] = zeros<N>();
-    if (t < sequence.end && p.dy.data != nullptr) {
-      window[W - 1] = load_at<T, N>(p.x, sequence.batch, t, channel);
-      // dz_t = dy_t act'(z_t)
-      const Pack<N> dz =
-          filter.activation_gradient(filter.apply(window), load_at<T, N>(p.dy, sequence.batch, t, channel));
-      const bool own = t < last;
+  // whole: the run has all its tokens.
+  const auto turn = [&](int t, auto whole) {
+    Pack<N> z[kTurn], dz[kTurn];
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kTurn; ++i) {
+      window[W - 1 + i] = next_x.at[i].pack();
+      dx[W - 1 + i] = zeros<N>();
+      dz[i] = next_dy.at[i].pack();
+    }
+    x += kTurn * x_stride;
+    dy += kTurn * dy_stride;
+    if (t + 2 * kTurn <= end) {
+      next_x.load(x, x_stride);
+      next_dy.load(dy, dy_stride);
+    } else {
+      next_x.load(x, x_stride, t + kTurn, end);
+      next_dy.load(dy, dy_stride, t + kTurn, end);
+    }
+
+    // dz_t = dy_t act'(z_t)
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) z[i] = filter.apply(window + i);
+    filter.differentiate(dz, z);
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      const bool own = whole || t + i < count;
+#pragma unroll
+      for (int c = 0; c < N; ++c) {
+        const float own_dz = own ? dz[i].at[c] : 0.f;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-          dx[j].at[i] += filter.weight[j].at[i] * dz.at[i];
-          if (own) dweight[j].at[i] += dz.at[i] * window[j].at[i];
+          dx[i + j].at[c] += filter.weight[j].at[c] * dz[i].at[c];
+          parts[j].at[c] += own_dz * window[i + j].at[c];
         }
-        if (own) dbias.at[i] += dz.at[i];
+        parts[W].at[c] += own_dz;
       }
     }
-    // No later token reaches back to t - (W-1).
-    const int64_t done = t - (W - 1);
-    if (done < first) continue;
-    const int64_t row = done - (sequence.end - (W - 1));
-    if (row >= 0 && p.dfinal_state.data != nullptr) {
-      const Pack<N> through_state = load_at<T, N>(p.dfinal_state, sequence.index, row, channel);
+
+    // No later turn reaches back to these. What a whole turn is done with is not among a sequence's last.
 #pragma unroll
-      for (int i = 0; i < N; ++i) dx[0].at[i] += through_state.at[i];
+    for (int i = 0; i < kTurn; ++i) {
+      const int done = t - (W - 1) + i;
+      if ((i < W - 1 && done < 0) || (!whole && done >= count)) continue;
+      const int row = done - (to_end - (W - 1));
+      if (!whole && row >= 0 && p.dfinal_state.data != nullptr) {
+        const Pack<N> through_state = load<N>(&at<T>(p.dfinal_state, sequence.index, row, channel));
+#pragma unroll
+        for (int c = 0; c < N; ++c) dx[i].at[c] += through_state.at[c];
+      }
+      store(to + i * dx_stride, dx[i]);
     }
-    store_at<T, N>(p.dx, sequence.batch, done, channel, dx[0]);
-  }
+    to += kTurn * dx_stride;
+#pragma unroll
+    for (int j = 0; j + 1 < W; ++j) {
+      window[j] = window[kTurn + j];
+      dx[j] = dx[kTurn + j];
+    }
+  };
+  int t = 0;
+#pragma unroll 1
+  for (; t + kTurn <= count; t += kTurn) turn(t, std::true_type());
+#pragma unroll 1
+  for (; t < count + W - 1; t += kTurn) turn(t, std::false_type());
 }
 
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads) backward(const ShortConvBackward p) {
-  __shared__ float parts[kRuns][kLanes * N];
-  const Tokens& all = p.shape.tokens;
-  const int64_t runs = divide_up(all.tokens, kRun);
-  const int64_t blocks_of_channels = divide_up(p.shape.channels, kLanes * N);
-  const int64_t jobs = blocks_of_channels * groups(all);
-  const int thread = threadIdx.y * kLanes + threadIdx.x;
-  for (int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
-    const int64_t first_channel = job % blocks_of_channels * (kLanes * N);
-    const int64_t channel = first_channel + threadIdx.x * N;
-    const int64_t group = job / blocks_of_channels;
-    const int64_t run = group * kRuns + threadIdx.y;
-    Pack<N> dweight[W], dbias = zeros<N>();
+__global__ void __launch_bounds__(kThreads, 2) backward(const ShortConvBackward p) {
+  constexpr int kColumns = kLanes * N;
+  __shared__ __align__(16) float place[kRuns][W + 1][kColumns];
+  const Job<N> job(p.shape, blockIdx.x, kRun);
+  job.template prefetch_first<T>(p.x);
+  if (p.dy.data != nullptr) job.template prefetch_first<T>(p.dy);
+  const Filter<T, W, N> filter(p.weight, p.bias, job.first_channel, p.shape.channels, p.shape.silu);
+  Parts<W, N> parts;
 #pragma unroll
-    for (int j = 0; j < W; ++j) dweight[j] = zeros<N>();
-
-    if (channel < p.shape.channels && run < runs * all.batch) {
-      const Filter<W, N> filter(p.weight, p.bias, channel, p.shape.silu);
-      const int64_t batch = run / runs;
-      int64_t token = run % runs * kRun;
-      const int64_t run_end = min(token + kRun, all.tokens);
-      while (token < run_end) {
-        const Sequence sequence = sequence_of(all, batch, token);
-        const int64_t stop = min(sequence.end, run_end);
-        if (sequence.inside) {
-          run_backward<T, W, N>(p, filter, sequence, token, stop, channel, dweight, dbias);
-        } else {
-          for (int64_t t = token; t < stop; ++t) store_at<T, N>(p.dx, batch, t, channel, zeros<N>());
-        }
-        token = stop;
-      }
+  for (int j = 0; j <= W; ++j) parts[j] = zeros<N>();
+  job.for_each_sequence(p.shape.tokens, [&](const Sequence& sequence, int64_t first, int64_t last) {
+    if (sequence.inside) {
+      run_backward<T, W, N>(p, filter, sequence, first, static_cast<int>(last - first), job.channel, parts);
+    } else {
+      for (int64_t t = first; t < last; ++t) store(&at<T>(p.dx, job.batch, t, job.channel), zeros<N>());
     }
+  });
 
-    // partials [groups, W + 1, channels]: the taps, then the bias
+  // partials [groups, W + 1, channels]: the taps, then the bias
 #pragma unroll
-    for (int j = 0; j <= W; ++j) {
+  for (int j = 0; j <= W; ++j) store(&place[threadIdx.y][j][threadIdx.x * N], parts[j]);
+  __syncthreads();  // every thread's part stands in shared memory
+  for (int i = threadIdx.y * kLanes + threadIdx.x; i < (W + 1) * kColumns; i += kThreads) {
+    const int j = i / kColumns, column = i % kColumns;
+    float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        parts[threadIdx.y][threadIdx.x * N + i] = j < W ? dweight[j < W ? j : 0].at[i] : dbias.at[i];
-      }
-      __syncthreads();  // every thread's part stands in shared memory
-      if (thread < kLanes * N && first_channel + thread < p.shape.channels) {
-        float sum = 0.f;
-#pragma unroll
-        for (int y = 0; y < kRuns; ++y) sum += parts[y][thread];
-        p.partials[(group * (W + 1) + j) * p.shape.channels + first_channel + thread] = sum;
-      }
-      __syncthreads();  // read before the next tap overwrites it
+    for (int y = 0; y < kRuns; ++y) sum += place[y][j][column];
+    const int64_t channel = job.first_channel + column;
+    if (channel < p.shape.channels) {
+      p.partials[(int64_t{job.group} * (W + 1) + j) * p.shape.channels + channel] = sum;
     }
   }
 }
@@ -130,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
   __shared__ float parts[kRuns][kLanes];
   const int64_t channels = p.shape.channels;
   const int64_t columns = (p.shape.width + 1) * channels;
-  const int64_t count = groups(p.shape.tokens);
+  const int64_t count = groups_of_runs(p.shape.tokens, kRun);
   for (int64_t block = blockIdx.x; block * kLanes < columns; block += gridDim.x) {
     const int64_t column = block * kLanes + threadIdx.x;
     float sum = 0.f;
@@ -167,7 +185,7 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
     const int64_t channel = job % channels;
     const int row = static_cast<int>(job / channels % (W - 1));
     const Sequence sequence = sequence_at(p.shape.tokens, job / channels / (W - 1));
-    const Filter<W, 1> filter(p.weight, p.bias, channel, p.shape.silu);
+    const Filter<T, W, 1> filter(p.weight, p.bias, channel, p.shape.silu);
     Pack<1> dstate = zeros<1>();
 #pragma unroll
     for (int j = 0; j + 1 < W; ++j) {
@@ -178,15 +196,15 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
       for (int i = 0; i < W; ++i) {
         window[i] = input_at<T, W, 1>(p.x, p.state, sequence, t - (W - 1) + i, channel);
       }
-      const Pack<1> dz =
-          filter.activation_gradient(filter.apply(window), load_at<T, 1>(p.dy, sequence.batch, t, channel));
-      dstate.at[0] += filter.weight[j].at[0] * dz.at[0];
+      Pack<1> z[1] = {filter.apply(window)}, dz[1] = {load<1>(&at<T>(p.dy, sequence.batch, t, channel))};
+      filter.differentiate(dz, z);
+      dstate.at[0] += filter.weight[j].at[0] * dz[0].at[0];
     }
     const int64_t handed_on = row - (sequence.end - sequence.start);
     if (handed_on >= 0 && p.dfinal_state.data != nullptr) {
-      dstate.at[0] += load_at<T, 1>(p.dfinal_state, sequence.index, handed_on, channel).at[0];
+      dstate.at[0] += load<1>(&at<T>(p.dfinal_state, sequence.index, handed_on, channel)).at[0];
     }
-    store_at<T, 1>(p.dstate, sequence.index, row, channel, dstate);
+    store(&at<T>(p.dstate, sequence.index, row, channel), dstate);
   }
 }
 
@@ -194,7 +212,7 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
 }  // namespace short_conv
 
 int64_t short_conv_partials(const ShortConvShape& shape) {
-  return short_conv::groups(shape.tokens) * (shape.width + 1) * shape.channels;
+  return short_conv::groups_of_runs(shape.tokens, short_conv::kRun) * (shape.width + 1) * shape.channels;
 }
 
 cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream) {
@@ -206,9 +224,10 @@ cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream)
   return with_instance(p.shape, packs, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
-    const int64_t jobs = divide_up(p.shape.channels, kLanes * I::N) * groups(all);
-    if (jobs > 0) {
-      backward<T, I::W, I::N><<<blocks_for(jobs), threads, 0, stream>>>(p);
+    const int64_t blocks = divide_up(p.shape.channels, kLanes * I::N) * groups_of_runs(all, kRun);
+    if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
+    if (blocks > 0) {
+      backward<T, I::W, I::N><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
     const int64_t columns = (I::W + 1) * p.shape.channels;

@@ -1,67 +1,89 @@
 // y_t = act(bias + sum_j weight_j x_{t - (W-1) + j}) and the last W - 1 inputs of every sequence.
 //
-// A thread owns N channels and a tile of 16 tokens and slides the window over them in registers; neighbouring
-// threads own neighbouring channels. The W - 1 inputs before a tile are read again by the tile's thread.
+// A thread owns N channels and a run of 32 tokens. The W - 1 inputs before a run are read again by the run's
+// thread.
 #include "short_conv/window.h"
-#include "tile/grid.h"
 
 namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kTile = 16;
+constexpr int kRun = 32;
 
+// y over the `count` tokens of one run that one sequence owns, from `first` on.
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads) forward(const ShortConvForward p) {
-  const Tokens& all = p.shape.tokens;
-  const int64_t packs = p.shape.channels / N;
-  const int64_t tiles = divide_up(all.tokens, kTile);
-  const int64_t jobs = packs * tiles * all.batch;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
-    const int64_t channel = job % packs * N;
-    const int64_t batch = job / packs / tiles;
-    int64_t token = job / packs % tiles * kTile;
-    const int64_t tile_end = min(token + kTile, all.tokens);
-    const Filter<W, N> filter(p.weight, p.bias, channel, p.shape.silu);
-
-    while (token < tile_end) {
-      const Sequence sequence = sequence_of(all, batch, token);
-      const int64_t stop = min(sequence.end, tile_end);
-      if (!sequence.inside) {
-        for (; token < stop; ++token) store_at<T, N>(p.y, batch, token, channel, zeros<N>());
-        continue;
-      }
-      Pack<N> window[W];
+__device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& filter,
+                            const Sequence& sequence, int64_t first, int count, int64_t channel) {
+  const int64_t x_stride = p.x.stride[1], y_stride = p.y.stride[1];
+  const T* x = &at<T>(p.x, sequence.batch, first, channel);
+  T* y = &at<T>(p.y, sequence.batch, first, channel);
+  Turn<T, N> next;
+  next.load(x, x_stride, 0, count);
+  Pack<N> window[W - 1 + kTurn];  // x_{t - (W-1)}.. of a turn
 #pragma unroll
-      for (int j = 1; j < W; ++j) {
-        window[j] = input_at<T, W, N>(p.x, p.state, sequence, token - W + j, channel);
-      }
-#pragma unroll 4
-      for (; token < stop; ++token) {
-        shift<W, N>(window);
-        window[W - 1] = load_at<T, N>(p.x, batch, token, channel);
-        store_at<T, N>(p.y, batch, token, channel, filter.activate(filter.apply(window)));
-      }
-    }
+  for (int j = 0; j + 1 < W; ++j) {
+    window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
   }
+  const auto turn = [&](int t, auto whole) {
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) window[W - 1 + i] = next.at[i].pack();
+    x += kTurn * x_stride;
+    if (t + 2 * kTurn <= count) {
+      next.load(x, x_stride);
+    } else {
+      next.load(x, x_stride, t + kTurn, count);
+    }
+    Pack<N> z[kTurn];
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) z[i] = filter.apply(window + i);
+    filter.activate(z);
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      if (whole || t + i < count) store(y + i * y_stride, z[i]);
+    }
+    y += kTurn * y_stride;
+#pragma unroll
+    for (int j = 0; j + 1 < W; ++j) window[j] = window[kTurn + j];
+  };
+  int t = 0;
+#pragma unroll 1
+  for (; t + kTurn <= count; t += kTurn) turn(t, std::true_type());
+  if (t < count) turn(t, std::false_type());
 }
 
 // Row r of the final state is the input at end - (W-1) + r; a sequence shorter than that hands on its first
 // state.
 template <typename T, int W>
-__global__ void __launch_bounds__(kThreads) final_state(const ShortConvForward p) {
+__device__ void final_state(const ShortConvForward& p, int64_t job) {
   const int64_t channels = p.shape.channels;
-  const int64_t jobs = p.shape.tokens.sequences * (W - 1) * channels;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
-    const int64_t channel = job % channels;
-    const int64_t row = job / channels % (W - 1);
-    const Sequence sequence = sequence_at(p.shape.tokens, job / channels / (W - 1));
-    store_at<T, 1>(p.final_state, sequence.index, row, channel,
-                   input_at<T, W, 1>(p.x, p.state, sequence, sequence.end - (W - 1) + row, channel));
+  if (job >= p.shape.tokens.sequences * (W - 1) * channels) return;
+  const int64_t channel = job % channels;
+  const int64_t row = job / channels % (W - 1);
+  const Sequence sequence = sequence_at(p.shape.tokens, job / channels / (W - 1));
+  store(&at<T>(p.final_state, sequence.index, row, channel),
+        input_at<T, W, 1>(p.x, p.state, sequence, sequence.end - (W - 1) + row, channel));
+}
+
+// The first `state_blocks` make the final states: a kernel of their own took 3 us.
+template <typename T, int W, int N>
+__global__ void __launch_bounds__(kThreads, 3)
+    forward(const ShortConvForward p, const unsigned state_blocks) {
+  if (blockIdx.x < state_blocks) {
+    if constexpr (W > 1) {
+      final_state<T, W>(p, int64_t{blockIdx.x} * kThreads + threadIdx.y * kLanes + threadIdx.x);
+    }
+    return;
   }
+  const Job<N> job(p.shape, blockIdx.x - state_blocks, kRun);
+  job.template prefetch_first<T>(p.x);
+  const Filter<T, W, N> filter(p.weight, p.bias, job.first_channel, p.shape.channels, p.shape.silu);
+  job.for_each_sequence(p.shape.tokens, [&](const Sequence& sequence, int64_t first, int64_t last) {
+    if (sequence.inside) {
+      run_forward<T, W, N>(p, filter, sequence, first, static_cast<int>(last - first), job.channel);
+    } else {
+      for (int64_t t = first; t < last; ++t) store(&at<T>(p.y, job.batch, t, job.channel), zeros<N>());
+    }
+  });
 }
 
 }  // namespace
@@ -72,20 +94,13 @@ cudaError_t short_conv_forward(const ShortConvForward& p, cudaStream_t stream) {
   const Tokens& all = p.shape.tokens;
   return with_instance(p.shape, all_fit_packs(p.shape, p.x, p.state, p.y), [&](auto instance) {
     using I = decltype(instance);
-    using T = typename I::T;
-    const int64_t jobs = p.shape.channels / I::N * divide_up(all.tokens, kTile) * all.batch;
-    if (jobs > 0) {
-      forward<T, I::W, I::N><<<blocks_for(divide_up(jobs, kThreads)), kThreads, 0, stream>>>(p);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    }
-    if constexpr (I::W > 1) {
-      const int64_t rows = all.sequences * (I::W - 1) * p.shape.channels;
-      if (rows > 0) {
-        final_state<T, I::W><<<blocks_for(divide_up(rows, kThreads)), kThreads, 0, stream>>>(p);
-        return cudaGetLastError();
-      }
-    }
-    return cudaSuccess;
+    const int64_t states = divide_up(all.sequences * (I::W - 1) * p.shape.channels, kThreads);
+    const int64_t blocks = states + divide_up(p.shape.channels, kLanes * I::N) * groups_of_runs(all, kRun);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
+    forward<typename I::T, I::W, I::N>
+        <<<static_cast<unsigned>(blocks), dim3(kLanes, kRuns), 0, stream>>>(p, static_cast<unsigned>(states));
+    return cudaGetLastError();
   });
 }
 

@@ -9,25 +9,26 @@ namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kStepThreads = 128;
 
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads) step(const ShortConvStep p) {
+__global__ void __launch_bounds__(kStepThreads) step(const ShortConvStep p) {
   const int64_t packs = p.shape.channels / N;
   const int64_t jobs = packs * p.shape.tokens.batch;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  const In<3> state{p.state.data, p.state.dtype, {p.state.stride[0], p.state.stride[1], p.state.stride[2]}};
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+  const int64_t grid = static_cast<int64_t>(gridDim.x) * kStepThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x; job < jobs; job += grid) {
     const int64_t channel = job % packs * N;
     const int64_t batch = job / packs;
-    const Filter<W, N> filter(p.weight, p.bias, channel, p.shape.silu);
+    const Filter<T, W, N> filter(p.weight, p.bias, channel, p.shape.silu);
     Pack<N> window[W];
 #pragma unroll
-    for (int j = 0; j + 1 < W; ++j) window[j] = load_at<T, N>(state, batch, j, channel);
-    window[W - 1] = load_at<T, N>(p.x, batch, 0, channel);
-    store_at<T, N>(p.y, batch, 0, channel, filter.activate(filter.apply(window)));
+    for (int j = 0; j + 1 < W; ++j) window[j] = load<N>(&at<T>(p.state, batch, j, channel));
+    window[W - 1] = load<N>(&at<T>(p.x, batch, 0, channel));
+    Pack<N> z[1] = {filter.apply(window)};
+    filter.activate(z);
+    store(&at<T>(p.y, batch, 0, channel), z[0]);
 #pragma unroll
-    for (int j = 0; j + 1 < W; ++j) store_at<T, N>(p.state, batch, j, channel, window[j + 1]);
+    for (int j = 0; j + 1 < W; ++j) store(&at<T>(p.state, batch, j, channel), window[j + 1]);
   }
 }
 
@@ -40,7 +41,8 @@ cudaError_t short_conv_step(const ShortConvStep& p, cudaStream_t stream) {
     using I = decltype(instance);
     const int64_t jobs = p.shape.channels / I::N * p.shape.tokens.batch;
     if (jobs == 0) return cudaSuccess;
-    step<typename I::T, I::W, I::N><<<blocks_for(divide_up(jobs, kThreads)), kThreads, 0, stream>>>(p);
+    step<typename I::T, I::W, I::N>
+        <<<blocks_for(divide_up(jobs, kStepThreads)), kStepThreads, 0, stream>>>(p);
     return cudaGetLastError();
   });
 }

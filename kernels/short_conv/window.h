@@ -2,12 +2,32 @@
 // of an instance. A thread owns N neighbouring channels.
 #pragma once
 
+#include <type_traits>
+
 #include "short_conv/short_conv.h"
+#include "tile/grid.h"
+#include "tile/matrix.h"
 #include "tile/pack.h"
+#include "tile/shared.h"
 
 namespace girih::kernels::short_conv {
 
-template <int W, int N>
+// Of forward and backward a block owns the channels of a warp's lanes (x) and some runs of tokens (y); a
+// thread slides over its run in turns of kTurn tokens, and the next turn's loads are under way meanwhile.
+constexpr int kLanes = 32;
+constexpr int kRuns = 8;
+constexpr int kThreads = kLanes * kRuns;
+constexpr int kTurn = 4;
+
+// 1 / (1 + e^-z)
+template <typename T>
+__device__ inline float sigmoid(float z) {
+  if constexpr (sizeof(T) == 4) return 1.f / (1.f + expf(-z));
+  // Right to 2^-21, and to be rounded to 16 bits.
+  return divide_fast(1.f, 1.f + exp2_fast(-kLog2E * z));
+}
+
+template <typename T, int W, int N>
 struct Filter {
   Pack<N> weight[W];
   Pack<N> bias;
@@ -18,18 +38,32 @@ struct Filter {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) {
-        weight[j].at[i] =
-            load_any(weights.data, weights.dtype, (channel + i) * weights.stride[0] + j * weights.stride[1]);
-      }
-      bias.at[i] = biases.data == nullptr
-                       ? 0.f
-                       : load_any(biases.data, biases.dtype, (channel + i) * biases.stride[0]);
+      for (int j = 0; j < W; ++j) weight[j].at[i] = tap(weights, channel + i, j);
+      bias.at[i] = bias_of(biases, channel + i);
     }
   }
 
-  // z_t = bias + sum_j weight_j x_{t - (W-1) + j}
-  __device__ Pack<N> apply(const Pack<N> (&window)[W]) const {
+  // The filters of a block's channels, of which there are `channels`, by way of shared memory: a thread's own
+  // are W N loads apart from its neighbours'. The whole block takes part.
+  __device__ Filter(const In<2>& weights, const In<1>& biases, int64_t first_channel, int64_t channels,
+                    bool with_silu)
+      : silu(with_silu) {
+    constexpr int kColumns = kLanes * N;
+    __shared__ __align__(16) float place[W + 1][kColumns];
+    const int thread = threadIdx.y * kLanes + threadIdx.x;
+    for (int i = thread; i < (W + 1) * kColumns; i += kThreads) {
+      const int column = i / (W + 1), j = i % (W + 1);
+      const int64_t channel = first_channel + column;
+      if (channel < channels) place[j][column] = j < W ? tap(weights, channel, j) : bias_of(biases, channel);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < W; ++j) weight[j] = load<N>(&place[j][threadIdx.x * N]);
+    bias = load<N>(&place[W][threadIdx.x * N]);
+  }
+
+  // z_t = bias + sum_j weight_j x_{t - (W-1) + j}, window: from x_{t - (W-1)} on
+  __device__ Pack<N> apply(const Pack<N>* window) const {
     Pack<N> z = bias;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
@@ -39,52 +73,162 @@ struct Filter {
     return z;
   }
 
-  // y = z / (1 + e^-z)
-  __device__ Pack<N> activate(Pack<N> z) const {
-    if (!silu) return z;
+  // y = z sigmoid(z), of Count packs: one branch, or their latencies would add up
+  template <int Count>
+  __device__ void activate(Pack<N> (&z)[Count]) const {
+    if (!silu) return;
 #pragma unroll
-    for (int i = 0; i < N; ++i) z.at[i] = z.at[i] / (1.f + expf(-z.at[i]));
-    return z;
+    for (int k = 0; k < Count; ++k) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) z[k].at[i] *= sigmoid<T>(z[k].at[i]);
+    }
   }
 
-  // dz = dy s (1 + z (1 - s)), s = sigmoid(z)
-  __device__ Pack<N> activation_gradient(const Pack<N>& z, Pack<N> dy) const {
-    if (!silu) return dy;
+  // dy becomes dz = dy s (1 + z (1 - s)), s = sigmoid(z)
+  template <int Count>
+  __device__ void differentiate(Pack<N> (&dy)[Count], const Pack<N> (&z)[Count]) const {
+    if (!silu) return;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float s = 1.f / (1.f + expf(-z.at[i]));
-      dy.at[i] *= s * (1.f + z.at[i] * (1.f - s));
+    for (int k = 0; k < Count; ++k) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float s = sigmoid<T>(z[k].at[i]);
+        dy[k].at[i] *= s * (1.f + z[k].at[i] * (1.f - s));
+      }
     }
-    return dy;
+  }
+
+ private:
+  __device__ static float tap(const In<2>& weights, int64_t channel, int j) {
+    return load_any(weights.data, weights.dtype, channel * weights.stride[0] + j * weights.stride[1]);
+  }
+  __device__ static float bias_of(const In<1>& biases, int64_t channel) {
+    return biases.data == nullptr ? 0.f : load_any(biases.data, biases.dtype, channel * biases.stride[0]);
   }
 };
 
-// Drops the oldest input to make room for the next.
-template <int W, int N>
-__device__ inline void shift(Pack<N> (&window)[W]) {
-#pragma unroll
-  for (int j = 0; j + 1 < W; ++j) window[j] = window[j + 1];
+template <typename T>
+__device__ inline const T& at(const In<3>& array, int64_t a, int64_t b, int64_t c) {
+  return static_cast<const T*>(array.data)[a * array.stride[0] + b * array.stride[1] + c * array.stride[2]];
 }
 
-template <typename T, int N>
-__device__ inline Pack<N> load_at(const In<3>& array, int64_t a, int64_t b, int64_t c) {
-  return load<N>(static_cast<const T*>(array.data) + a * array.stride[0] + b * array.stride[1] +
-                 c * array.stride[2]);
-}
-
-template <typename T, int N>
-__device__ inline void store_at(const Out<3>& array, int64_t a, int64_t b, int64_t c, const Pack<N>& value) {
-  store(static_cast<T*>(array.data) + a * array.stride[0] + b * array.stride[1] + c * array.stride[2], value);
+template <typename T>
+__device__ inline T& at(const Out<3>& array, int64_t a, int64_t b, int64_t c) {
+  return static_cast<T*>(array.data)[a * array.stride[0] + b * array.stride[1] + c * array.stride[2]];
 }
 
 // The input at a token of a sequence; the W - 1 positions before its start are its state's rows.
 template <typename T, int W, int N>
 __device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Sequence& sequence,
                                    int64_t token, int64_t channel) {
-  if (token >= sequence.start) return load_at<T, N>(x, sequence.batch, token, channel);
+  if (token >= sequence.start) return load<N>(&at<T>(x, sequence.batch, token, channel));
   if (state.data == nullptr) return zeros<N>();
-  return load_at<T, N>(state, sequence.index, token - sequence.start + (W - 1), channel);
+  return load<N>(&at<T>(state, sequence.index, token - sequence.start + (W - 1), channel));
 }
+
+// Which channels and tokens a thread has, by the number of its block.
+template <int N>
+struct Job {
+  int64_t first_channel, channel;
+  unsigned group;  // of kRuns runs
+  int64_t batch;
+  int64_t token, run_end;
+  bool exists;
+
+  __device__ Job(const ShortConvShape& shape, unsigned block, int run_length) {
+    // 32 bits: a division of 64 costs as much as four tokens.
+    const auto across = static_cast<unsigned>(divide_up(shape.channels, kLanes * N));
+    first_channel = int64_t{block % across} * (kLanes * N);
+    channel = first_channel + threadIdx.x * N;
+    group = block / across;
+    const auto runs = static_cast<unsigned>(divide_up(shape.tokens.tokens, run_length));
+    const unsigned run = group * kRuns + threadIdx.y;
+    batch = run / runs;
+    token = int64_t{run % runs} * run_length;
+    run_end = min(token + run_length, shape.tokens.tokens);
+    exists = channel < shape.channels && batch < shape.tokens.batch;
+  }
+
+  // What the thread reads first is on its way while the block fetches its filters.
+  template <typename T>
+  __device__ void prefetch_first(const In<3>& rows) const {
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      if (exists && token + i < run_end) prefetch(&at<T>(rows, batch, token + i, channel));
+    }
+  }
+
+  // f(sequence, first, last) for the parts of the run that one sequence owns, or none.
+  template <class F>
+  __device__ void for_each_sequence(const Tokens& all, const F& f) const {
+    for (int64_t first = token; exists && first < run_end;) {
+      const Sequence sequence = sequence_of(all, batch, first);
+      const int64_t last = min(sequence.end, run_end);
+      f(sequence, first, last);
+      first = last;
+    }
+  }
+};
+
+// Blocks of kRuns runs.
+__host__ __device__ inline int64_t groups_of_runs(const Tokens& all, int run_length) {
+  return divide_up(divide_up(all.tokens, run_length) * all.batch, kRuns);
+}
+
+// A pack as it lies in memory. Its words are taken apart where they are used: elements of 16 bits would be
+// as soon as they are loaded, and a load waited for.
+template <typename T, int N>
+struct Raw {
+  static constexpr int kBytes = N * int(sizeof(T)), kWords = (kBytes + 3) / 4;
+
+  uint32_t words[kWords];
+
+  __device__ void load(const T* from) {
+    if constexpr (kBytes == 2) {
+      words[0] = *reinterpret_cast<const uint16_t*>(from);
+    } else {
+      const auto all = *reinterpret_cast<const Elements<uint32_t, kWords>*>(from);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = all.at[i];
+    }
+  }
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = 0u;
+  }
+  __device__ Pack<N> pack() const {
+    Pack<N> pack;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        pack.at[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 pair = unpaired<T>(words[i / 2]);
+        pack.at[i] = i % 2 == 0 ? pair.x : pair.y;
+      }
+    }
+    return pack;
+  }
+};
+
+// kTurn tokens of a run.
+template <typename T, int N>
+struct Turn {
+  Raw<T, N> at[kTurn];
+
+  __device__ void load(const T* row, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) at[i].load(row + i * stride);
+  }
+  // Zero from the run's token `end` on; row: its token t.
+  __device__ void load(const T* row, int64_t stride, int t, int end) {
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      at[i].clear();
+      if (t + i < end) at[i].load(row + i * stride);
+    }
+  }
+};
 
 template <typename Element, int Width, int Channels>
 struct Instance {
@@ -93,7 +237,7 @@ struct Instance {
   static constexpr int N = Channels;
 };
 
-// Four channels a thread: 8 or 16 bytes an access, and the gradient's sums still fit in registers.
+// Channels a thread: 8 or 16 bytes an access, and the gradient's sums still fit in registers.
 constexpr int kPack = 4;
 
 inline int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }

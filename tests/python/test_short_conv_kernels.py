@@ -7,8 +7,9 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Around a thread's 16 tokens forward and 32 backward and a block's 256; none, one, fewer than W - 1.
-LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 255, 257]
+# Around a turn's 4 tokens, a thread's 32 forward and 64 backward, a block's 256 and 512; none, one, fewer than
+# W - 1.
+LENGTHS = [0, 1, 2, 3, 4, 5, 8, 31, 32, 33, 63, 64, 65, 255, 257, 511, 513]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
 LAYOUTS = {
