@@ -43,7 +43,8 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
     dx[j] = zeros<N>();
   }
   // whole: the run has all its tokens.
-  const auto turn = [&](int t, auto whole) {
+  const auto turn = [&](int t, auto all) {
+    constexpr bool whole = decltype(all)::value;
     Pack<N> z[kTurn], dz[kTurn];
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {

@@ -24,7 +24,8 @@ __device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& fi
   for (int j = 0; j + 1 < W; ++j) {
     window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
   }
-  const auto turn = [&](int t, auto whole) {
+  const auto turn = [&](int t, auto all) {
+    constexpr bool whole = decltype(all)::value;
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) window[W - 1 + i] = next.at[i].pack();
     x += kTurn * x_stride;

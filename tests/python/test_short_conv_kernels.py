@@ -7,8 +7,8 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Around a turn's 4 tokens, a thread's 32 forward and 64 backward, a block's 256 and 512; none, one, fewer than
-# W - 1.
+# Around a turn of 4 tokens, a thread of 32 forward and 64 backward, a block of 256 and 512; none, one, fewer
+# than W - 1.
 LENGTHS = [0, 1, 2, 3, 4, 5, 8, 31, 32, 33, 63, 64, 65, 255, 257, 511, 513]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
