@@ -18,7 +18,7 @@
 //
 // without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
 //
-// A warpgroup has 64 columns of D of dq and dk, and, where it has a slab's, 64 columns of V of U; the first
+// A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
 // has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
 // multiprocessor are each other's work meanwhile, so what they hold of shared memory counts. At D = 128 dS
 // comes where S was, and queries stand below the half tile of do, or come where do was.
@@ -31,7 +31,8 @@ namespace girih::kernels::delta_product {
 
 template <int D>
 struct GradientSizes {
-  static constexpr int kGroups = D / 64;  // warpgroups
+  static constexpr int kGroups = D == 64 ? 1 : 2;  // warpgroups
+  static constexpr int kCols = D / kGroups;        // of dq and dk, a warpgroup's
   static constexpr int kThreads = 128 * kGroups;
   static constexpr int kSlab = D == 128 ? 128 : 64;  // columns of V at a time
   static constexpr int kParts = kSlab / 64;          // warpgroups that have some of them
@@ -132,7 +133,7 @@ struct HalfTile : BlockTile<T, Cols> {
   static constexpr int kRows = kDeltaRows / 2;
 };
 
-// What a block knows of its chunk, and a warp of its place: 16 rows, and 64 columns of D from `col` on.
+// What a block knows of its chunk, and a warp of its place: 16 rows, and columns of D from `col` on.
 struct Here {
   Piece piece;
   int64_t chunk;
@@ -194,12 +195,12 @@ __device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, i
   }
   return sum_over_rows(sum);
 }
-// The squares of 64 columns of a tile's rows.
-template <typename T, class Tile>
+// The squares of Cols columns of a tile's rows.
+template <int Cols, typename T, class Tile>
 __device__ inline float2 square_rows(const Tile& tile, int row, int col) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
-  for (int n = 0; n < 8; n += 2) {
+  for (int n = 0; n < Cols / 8; n += 2) {
     uint32_t block[4];
     load_block(block, tile, row, col + 8 * n);
 #pragma unroll
@@ -271,8 +272,9 @@ __device__ inline void add_scores(Sums<N>& sums, const Tile& x, const Tile& y, i
 
 // sums += x S^T of a slab, the columns of D from `col` on.
 template <int D, typename T>
-__device__ inline void add_states(Sums<8>& sums, const BlockTile<T, GradientSizes<D>::kSlab>& x,
-                                  unsigned char* states, int col) {
+__device__ inline void add_states(Sums<GradientSizes<D>::kCols / 8>& sums,
+                                  const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
+                                  int col) {
   fence_products(sums);
 #pragma unroll
   for (int v = 0; v < GradientSizes<D>::kSlab; v += 64) {
@@ -663,7 +665,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   if (here.piece.length == 0) return;
   here.rows = here.piece.length * n;
   here.group = warp / 4, here.band = warp % 4;
-  here.row = kTileRows * here.band, here.mine = here.row + lane_row(), here.col = 64 * here.group;
+  here.row = kTileRows * here.band, here.mine = here.row + lane_row(), here.col = Sizes::kCols * here.group;
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
   const Tiles tile(shared, here.many_tokens);
   const bool has_edge = p.gated && here.first;
@@ -687,6 +689,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   GradientSums<D>& sums = *tile.sums;
   const int row = here.row, mine = here.mine;
   const bool has_values = Sizes::kParts == Sizes::kGroups || here.group < Sizes::kParts;
+  const int of_values = 64 * here.group;  // the first of the warpgroup's columns of a slab
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
@@ -694,8 +697,9 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   // Of dk, a memory head's other query heads have their part of dP alone: all else comes in times zero.
   const auto first_only = [&](float2 x) { return here.first ? x : make_float2(0.f, 0.f); };
 
-  Sums<8> dq, dk, of_steps;  // G U^T
-  Sums<8> both;              // do U^T, where one warpgroup has both
+  Sums<Sizes::kCols / 8> dq, dk;
+  Sums<8> of_steps;  // G U^T
+  Sums<8> both;      // do U^T, where one warpgroup has both
   Sums<8>& of_queries = kBoth ? both : of_steps;
   if (!OneSlab) {
     fill(dq, 0.f);
@@ -732,7 +736,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     fill(e, 0.f);
     if (has_values) {
       fence_products(e);
-      start_product_transposed(e, tile.k, tile.s(here.col));
+      start_product_transposed(e, tile.k, tile.s(of_values));
       commit_products();
     }
     wait_copies<0>();
@@ -752,8 +756,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         uint32_t values[4], g_block[4], z[4];
-        load_block(values, tile.u, row, here.col + 8 * i);
-        load_block(g_block, tile.g, row, here.col + 8 * i);
+        load_block(values, tile.u, row, of_values + 8 * i);
+        load_block(g_block, tile.g, row, of_values + 8 * i);
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const float2 value = unpaired<T>(values[m]), g = unpaired<T>(g_block[m]);
@@ -766,7 +770,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
           of_step = fmaf(g.x, amiss.x, fmaf(g.y, amiss.y, of_step));
           z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
         }
-        store_block(tile.u, row, here.col + 8 * i, z);
+        store_block(tile.u, row, of_values + 8 * i, z);
       }
       if (last) {
         put_rows(sums.beta[here.group], row, sum_over_rows(of_beta));
@@ -803,7 +807,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
         for (int i = 0; i < 4; ++i) x.at[0][i] = 0;
         if (j <= here.band) prepared.load(x.at[0], here.band, j);
         fence_products(u);
-        start_product<T>(u, x, tile.u, here.col, kTileRows * j);
+        start_product<T>(u, x, tile.u, of_values, kTileRows * j);
         commit_products();
         wait_products<0>(u);
       }
@@ -813,11 +817,11 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
         for (int j = 0; j <= here.band; ++j) {
           uint32_t lost[4];
           load_lost(lost, all, here.band, j);
-          add_product<T>(u, lost, tile.u, kTileRows * j, here.col);
+          add_product<T>(u, lost, tile.u, kTileRows * j, of_values);
         }
       }
       here.group == 0 ? barrier_wait(1, 128) : barrier_wait(2, 128);
-      put_rows<T>(tile.u, row, here.col, u);
+      put_rows<T>(tile.u, row, of_values, u);
     }
     wait_copies<0>();
     fence_tiles();
@@ -882,8 +886,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
 
   if (p.gated) put_rows(sums.state[here.group], row, dot_rows<T>(dk, tile.k, row, here.col));
   if (shape.unit) {
-    put_rows(sums.square[0][here.group], row, square_rows<T>(tile.k, row, here.col));
-    put_rows(sums.square[1][here.group], row, square_rows<T>(tile.q, row, here.col));
+    put_rows(sums.square[0][here.group], row, square_rows<Sizes::kCols, T>(tile.k, row, here.col));
+    put_rows(sums.square[1][here.group], row, square_rows<Sizes::kCols, T>(tile.q, row, here.col));
   }
   if (here.group == 0) weigh_steps(p, here, tile, vectors, of_steps);
   if (kLater) {
