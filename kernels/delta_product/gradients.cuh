@@ -651,7 +651,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   using Tiles = GradientTiles<T, D, OneSlab>;
   constexpr int kThreads = Sizes::kThreads;
   constexpr bool kBoth = Sizes::kGroups == 1, kLater = kBoth && OneSlab, kAgain = OneSlab && !Sizes::kApart;
-  extern __shared__ __align__(1024) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char room[];
   const DeltaShape& shape = p.shape;
   const int n = shape.n, tokens = delta_chunk(n), members = shape.query_heads / shape.heads;
   const int warp = warp_index();
@@ -667,7 +667,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   here.group = warp / 4, here.band = warp % 4;
   here.row = kTileRows * here.band, here.mine = here.row + lane_row(), here.col = Sizes::kCols * here.group;
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
-  const Tiles tile(shared, here.many_tokens);
+  const Tiles tile(room, here.many_tokens);
   const bool has_edge = p.gated && here.first;
 
   load_async<kThreads>(tile.k, at<T>(p.k, batch, first_row, here.head, 0), p.k.stride[1], here.rows, shape.D,
