@@ -1,8 +1,10 @@
 // The gradients, a block a chunk and query head. S: the state before the chunk, dS: the gradient of the one
-// after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j} and r, w, read as in the scans,
+// after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j}, M_ij = D_ij k_i . k_j (j < i) and r,
+// w, read as in the scans,
 //
-//     E_i  = v_i - a_i S^T k_i - sum_{j<i} D_ij (k_i . k_j) U_j       what step i finds amiss: U = beta E
-//     dv_i = beta_i G_i                                               dbeta_i = G_i . E_i
+//     E_i  = v_i - a_i S^T k_i - sum_j M_ij U_j                       what step i finds amiss: U = beta E
+//     dv_i = beta_i G_i
+//     dbeta_i = G_i . E_i = G_i . (v_i - a_i S^T k_i) - sum_j M_ij G_i . U_j
 //     dP_tj = do_t . U_j      N_ij = -beta_i G_i . U_j (j < i)
 //     dq_t = r_t S do_t + sum_j scale rho_t rho_j e^{L_t - L_j} dP_tj k_j
 //     dk_j = w_j dS U_j - read_j S G_j + sum_t scale rho_t rho_j e^{L_t - L_j} dP_tj q_t
@@ -13,95 +15,136 @@
 //
 //     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum of, for its rows i,
 //                sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P dP)_si - read_i G_i . S^T k_i - w_i k_i . dS U_i
-//     M_ij = D_ij k_i . k_j
 //
 // without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
 //
-// Half of the warps find E and U, and with them dbeta, dv and dq; the others have dk and dP. Each has 16 rows
-// or tokens, and of the columns all (D <= 64) or half. Columns of V go 64 at a time. The two halves have
-// about as many products, before what they exchange and after: one with all that belongs to keys and another
-// with what belongs to queries took as long as the first and waited in the second.
+// A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
+// has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
+// multiprocessor are each other's work meanwhile, so what they hold of shared memory counts. At D = 128 dS
+// comes where S was, and queries stand below the half tile of do, or come where do was.
 #pragma once
 
 #include "delta_product/chain.cuh"
+#include "tile/warpgroup.h"
 
 namespace girih::kernels::delta_product {
 
-constexpr int kGradientSlab = 64;  // columns of V at a time
-constexpr int kBands = 4;          // of 16 rows
-
-// At D = 64 two blocks of 8 warps fit; beyond, one block, and only columns in halves leave registers for 16.
 template <int D>
 struct GradientSizes {
-  static constexpr int kSplit = D == 64 ? 1 : 2;
-  static constexpr int kGroup = 32 * kBands * kSplit;  // threads of either half
-  static constexpr int kThreads = 2 * kGroup;
-  static constexpr int kBlocks = D == 64 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kGroups = D == 64 ? 1 : 2;  // warpgroups
+  static constexpr int kCols = D / kGroups;        // of dq and dk, a warpgroup's
+  static constexpr int kThreads = 128 * kGroups;
+  static constexpr int kSlab = D == 128 ? 128 : 64;  // columns of V at a time
+  static constexpr int kParts = kSlab / 64;          // warpgroups that have some of them
+  static constexpr bool kApart = D != 128;           // S and dS, and do and q, each have a room
+  static constexpr int blocks(bool one_slab) {       // of a multiprocessor
+    return D == 256 ? 1 : (D == 64 ? 2 : 1) + (one_slab ? 1 : 0);
+  }
+  static constexpr int kQueries = kGroups == 1 ? 0 : 1;  // the warpgroup that has dP
 };
 
-// What warps add up for each other, a part from each half of the columns or from each warp.
+// More tokens than half a tile has rows.
+__host__ __device__ constexpr bool has_many(int tokens) { return tokens > kDeltaRows / 2; }
+
+// What warps add up for each other: a part from each warpgroup, or from each warp.
 template <int D>
 struct GradientSums {
-  static constexpr int kSplit = GradientSizes<D>::kSplit;
-  float beta[kSplit][kDeltaRows];
-  float row[2][kSplit][kDeltaRows], token[2][kSplit][kDeltaRows];  // of dL, a part from either group of warps
-  float key_cols[kBands][kDeltaRows], query_cols[kBands][kDeltaRows];
-  float along[2][kSplit][kDeltaRows];  // of queries and of keys
-  float edge[GradientSizes<D>::kThreads / 32], end[GradientSizes<D>::kThreads / 32];
+  using Sizes = GradientSizes<D>;
+  float beta[Sizes::kParts + 1][kDeltaRows];  // of dbeta; the last part is that of M
+  float read[Sizes::kParts][kDeltaRows];      // G . S^T k
+  float state[Sizes::kGroups][kDeltaRows];    // k . dk through the states
+  float query[Sizes::kGroups][kDeltaRows];    // q . dq through the state
+  float row[kDeltaRows], token[kDeltaRows];   // of N M and of P dP, and their columns
+  float row_cols[kTilesDown][kDeltaRows], token_cols[kTilesDown][kDeltaRows];
+  float square[2][Sizes::kGroups][kDeltaRows];  // |k|^2, |q|^2
+  float along[2][Sizes::kGroups][kDeltaRows];   // k . dk, q . dq
+  float edge[Sizes::kThreads / 32];
 };
 
-template <typename T, int D>
+// OneSlab: V is no wider than a slab.
+template <typename T, int D, bool OneSlab>
 struct GradientTiles {
-  using Rows = SharedTile<T, kDeltaRows, D>;                // of k, q; or columns of a state
-  using Square = SharedTile<T, kDeltaRows, kGradientSlab>;  // columns of v, do, G, Z, U; M
-  static constexpr int kFixedBytes = 2 * Rows::kBytes + 3 * Square::kBytes + kDeltaLost + 2 * kDeltaRows * 4 +
-                                     (static_cast<int>(sizeof(GradientSums<D>)) + 127) / 128 * 128;
-  static constexpr int kSlabBytes = 2 * Rows::kBytes + 3 * Square::kBytes;
+  using Sizes = GradientSizes<D>;
+  using Rows = BlockTile<T, D>;               // of k, q; 64 columns of a state
+  using Values = BlockTile<T, Sizes::kSlab>;  // of G, do; of v, then Z, then U
+  using Square = BlockTile<T, kDeltaRows>;
+  static constexpr int kStateBytes = Sizes::kParts * Rows::kBytes;
+  static constexpr int kFactorBytes = kDeltaRows * 4, kPartialBytes = 2 * kDeltaRows * kDeltaRows * 4;
+  // N and dP as they go into products: where dS, U and G were, and where S was if it is not read again.
+  enum { kStepRows, kStepCols, kOfTokens, kOfRows, kSquares };
+  static constexpr int kLackBytes = D == 64 && OneSlab ? Square::kBytes : 0;
 
-  // What 64 columns of V bring; one slab may be under way while another is worked on.
-  struct Slab {
-    Rows s, ds;
-    Square v, g, dout;
-  };
+  static constexpr int bytes(bool many_tokens) {
+    return (Sizes::kApart ? 2 : 1) * kStateBytes + kLackBytes +
+           (Sizes::kApart || many_tokens ? 2 : 1) * Rows::kBytes + 3 * Values::kBytes + kDeltaLost +
+           kFactorBytes + static_cast<int>(sizeof(GradientSums<D>)) + (OneSlab ? 0 : kPartialBytes);
+  }
 
+  unsigned char *states, *gradients, *squares;
+  Values u, g, dout;
   Rows k, q;
-  Square z, u, m;  // later z: dP, u: N, weighted
-  int buffers;     // slabs
   unsigned char* prepared;
   float* factors;
   GradientSums<D>* sums;
-  unsigned char* slabs;
+  float* partial;  // N and dP of the slabs so far
 
-  __device__ GradientTiles(unsigned char* next, int buffers) : buffers(buffers) {
+  __device__ GradientTiles(unsigned char* next, bool many_tokens) {
     const auto take = [&](int bytes) {
       unsigned char* const here = next;
       next += bytes;
       return here;
     };
-    for (Rows* tile : {&k, &q}) tile->data = reinterpret_cast<T*>(take(Rows::kBytes));
-    for (Square* tile : {&z, &u, &m}) tile->data = reinterpret_cast<T*>(take(Square::kBytes));
+    states = take(kStateBytes);
+    gradients = Sizes::kApart ? take(kStateBytes) : states;
+    take(kLackBytes);
+    u.data = reinterpret_cast<T*>(take(Values::kBytes));
+    g.data = reinterpret_cast<T*>(take(Values::kBytes));
+    squares = OneSlab ? gradients : states;
+    static_assert(kSquares * Square::kBytes <= (Sizes::kApart && !OneSlab ? 2 : 1) * kStateBytes +
+                                                   kLackBytes + (D == 64 ? 2 * Values::kBytes : 0),
+                  "");
+    k.data = reinterpret_cast<T*>(take(Rows::kBytes));
+    if (Sizes::kApart) q.data = reinterpret_cast<T*>(take(Rows::kBytes));
+    dout.data = reinterpret_cast<T*>(take(Values::kBytes));
+    if (!Sizes::kApart) {
+      // Products of 64 rows that start at row 32 run on into what follows: their last 32 rows are not used.
+      q.data = many_tokens ? reinterpret_cast<T*>(take(Rows::kBytes)) : dout.data + kDeltaRows / 2 * 64;
+    }
     prepared = take(kDeltaLost);
-    factors = reinterpret_cast<float*>(take(2 * kDeltaRows * 4));
-    sums = reinterpret_cast<GradientSums<D>*>(take((sizeof(GradientSums<D>) + 127) / 128 * 128));
-    slabs = next;
+    factors = reinterpret_cast<float*>(take(kFactorBytes));
+    sums = reinterpret_cast<GradientSums<D>*>(take(sizeof(GradientSums<D>)));
+    partial = reinterpret_cast<float*>(next);
   }
 
-  // Of the columns from v on. In the first one's v and g later stand N and dP, weighted otherwise.
-  __device__ Slab slab(int v) const {
-    unsigned char* const at = slabs + v / kGradientSlab % buffers * kSlabBytes;
-    return {{reinterpret_cast<T*>(at)},
-            {reinterpret_cast<T*>(at + Rows::kBytes)},
-            {reinterpret_cast<T*>(at + 2 * Rows::kBytes)},
-            {reinterpret_cast<T*>(at + 2 * Rows::kBytes + Square::kBytes)},
-            {reinterpret_cast<T*>(at + 2 * Rows::kBytes + 2 * Square::kBytes)}};
+  // 64 of a slab's columns from `col` on.
+  __device__ static Rows part(unsigned char* states, int col) {
+    return {reinterpret_cast<T*>(states + col / 64 * Rows::kBytes)};
   }
+  __device__ Rows s(int col) const { return part(states, col); }
+  __device__ Rows ds(int col) const { return part(gradients, col); }
+  // S once more, where U and G were.
+  __device__ unsigned char* again() const { return reinterpret_cast<unsigned char*>(u.data); }
+  __device__ Square square(int i) const { return {reinterpret_cast<T*>(squares + i * Square::kBytes)}; }
 };
 
-// A lane's two neighbours of a tile.
-template <typename T, class Tile>
-__device__ inline float2 pair_at(const Tile& tile, int row, int col) {
-  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
-}
+// The first rows of a tile, to be loaded by themselves.
+template <typename T, int Cols>
+struct HalfTile : BlockTile<T, Cols> {
+  static constexpr int kRows = kDeltaRows / 2;
+};
+
+// What a block knows of its chunk, and a warp of its place: 16 rows, and columns of D from `col` on.
+struct Here {
+  Piece piece;
+  int64_t chunk;
+  int head, query_head, rows;
+  bool first;        // of the memory head's query heads
+  bool many_tokens;  // a chunk may have more than 32
+  int group, band, row, mine, col;
+
+  __device__ int bands() const { return many_tokens ? kTilesDown : kTilesDown / 2; }  // of 16 tokens
+};
+
 // A warp's 16 rows to a tile, rounded.
 template <typename T, int N, class Tile>
 __device__ inline void put_rows(const Tile& tile, int row, int col, const Sums<N>& sums) {
@@ -112,21 +155,31 @@ __device__ inline void put_rows(const Tile& tile, int row, int col, const Sums<N
     store_block(tile, row, col + 8 * n, block.at[0]);
   }
 }
+// The lane's two rows, to where others find them.
+__device__ inline void put_rows(float* to, int row, float2 x) {
+  if (lane_col() == 0) to[row + lane_row()] = x.x, to[row + lane_row() + 8] = x.y;
+}
+__device__ inline float2 sum_over_rows(float2 x) { return {sum_over_row(x.x), sum_over_row(x.y)}; }
 
-// The rows of a left factor times x: row lane_row(), and y: 8 further.
-template <typename T>
-__device__ inline void multiply_rows(uint32_t (&a)[4], float x, float y) {
+// 64 columns of a tile's 16 rows as a left factor: row lane_row() times scale.x, the one 8 further times
+// scale.y.
+template <typename T, class Tile>
+__device__ inline void load_scaled(Operand<4>& a, const Tile& tile, int row, int col, float2 scale) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 value = unpaired<T>(a[i]);
-    const float by = i % 2 == 0 ? x : y;
-    a[i] = pair_of<T>(value.x * by, value.y * by);
+  for (int k = 0; k < 4; ++k) {
+    load_block(a.at[k], tile, row, col + 16 * k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 value = unpaired<T>(a.at[k][i]);
+      const float by = i % 2 == 0 ? scale.x : scale.y;
+      a.at[k][i] = pair_of<T>(value.x * by, value.y * by);
+    }
   }
 }
 
-// x . a tile's rows from column `col` on, for the lane's two rows; a part from each of the four lanes.
+// x . a tile's rows from column `col` on, for the lane's two rows.
 template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows_part(const Sums<N>& x, const Tile& tile, int row, int col) {
+__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
@@ -140,587 +193,434 @@ __device__ inline float2 dot_rows_part(const Sums<N>& x, const Tile& tile, int r
       of_row = fmaf(y.x, of[m % 2 * 2], fmaf(y.y, of[m % 2 * 2 + 1], of_row));
     }
   }
-  return sum;
+  return sum_over_rows(sum);
 }
-// The whole, all four lanes get it.
-template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
-  const float2 part = dot_rows_part<T>(x, tile, row, col);
-  return {sum_over_row(part.x), sum_over_row(part.y)};
+// The squares of Cols columns of a tile's rows.
+template <int Cols, typename T, class Tile>
+__device__ inline float2 square_rows(const Tile& tile, int row, int col) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < Cols / 8; n += 2) {
+    uint32_t block[4];
+    load_block(block, tile, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 y = unpaired<T>(block[m]);
+      float& of_row = m % 2 == 0 ? sum.x : sum.y;
+      of_row = fmaf(y.x, y.x, fmaf(y.y, y.y, of_row));
+    }
+  }
+  return sum_over_rows(sum);
 }
 
 // x -= (row . x) row / |row|^2: what is left is orthogonal to the rows of a tile. `along`: row . x.
 template <typename T, int N, class Tile>
 __device__ inline void take_along(Sums<N>& x, const Tile& tile, int row, int col, float2 along,
                                   float2 inverse_length) {
-  const float2 of = {along.x * inverse_length.x * inverse_length.x,
-                     along.y * inverse_length.y * inverse_length.y};
+  const float2 of = {-along.x * inverse_length.x * inverse_length.x,
+                     -along.y * inverse_length.y * inverse_length.y};
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float2 first = pair_at<T>(tile, row, col + 8 * n), second = pair_at<T>(tile, row + 8, col + 8 * n);
-    x.at[n][0] -= first.x * of.x, x.at[n][1] -= first.y * of.x;
-    x.at[n][2] -= second.x * of.y, x.at[n][3] -= second.y * of.y;
+  for (int n = 0; n < N; n += 2) {
+    uint32_t block[4];
+    load_block(block, tile, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 y = unpaired<T>(block[m]);
+      float(&of_x)[4] = x.at[n + m / 2];
+      const float by = m % 2 == 0 ? of.x : of.y;
+      of_x[m % 2 * 2] = fmaf(by, y.x, of_x[m % 2 * 2]);
+      of_x[m % 2 * 2 + 1] = fmaf(by, y.y, of_x[m % 2 * 2 + 1]);
+    }
   }
 }
 
-// 1 / the length of a tile's rows, the lane's two; of a row of zeros 1000.
-template <typename T, class Tile>
-__device__ inline float2 inverse_lengths(const Tile& tile, int row) {
+// What all warpgroups found of the lane's two rows.
+template <int Groups>
+__device__ inline float2 whole(const float (&parts)[Groups][kDeltaRows], int mine) {
   float2 sum = {0.f, 0.f};
-#pragma unroll 4
-  for (int col = 0; col < Tile::kCols; col += 8) {
-    const float2 x = pair_at<T>(tile, row, col), y = pair_at<T>(tile, row + 8, col);
-    sum.x = fmaf(x.x, x.x, fmaf(x.y, x.y, sum.x)), sum.y = fmaf(y.x, y.x, fmaf(y.y, y.y, sum.y));
-  }
-  return {rsqrtf(sum_over_row(sum.x) + 1e-6f), rsqrtf(sum_over_row(sum.y) + 1e-6f)};
-}
-
-// What a block knows of its chunk.
-struct Here {
-  Piece piece;
-  int64_t chunk;
-  int head, query_head, rows, bands;
-  bool first;  // of the memory head's query heads
-  bool last;   // the sequence's last chunk
-};
-
-// Row and column sums of a warp's 16 rows of products; cols: the warp's part of the sums of columns.
-template <int N>
-__device__ inline float2 add_up(const Sums<N>& x, float* cols) {
-  float2 rows = {0.f, 0.f};
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    rows.x += x.at[n][0] + x.at[n][1], rows.y += x.at[n][2] + x.at[n][3];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float sum = sum_over_col(x.at[n][j] + x.at[n][j + 2]);
-      if (lane_row() == 0) cols[8 * n + lane_col() + j] = sum;
-    }
-  }
-  return {sum_over_row(rows.x), sum_over_row(rows.y)};
-}
-
-// The lane's two rows, to where others find them.
-__device__ inline void put_rows(float* to, int row, float2 x) {
-  if (lane_col() == 0) to[row + lane_row()] = x.x, to[row + lane_row() + 8] = x.y;
-}
-
-// A warp's place in its group (0: steps and queries, 1: keys): 16 rows and half of the columns.
-template <int D, int Group>
-struct Place {
-  static constexpr int kSplit = GradientSizes<D>::kSplit;
-  int band, half;
-
-  __device__ int row() const { return kTileRows * band; }
-  __device__ int mine() const { return row() + lane_row(); }  // and 8 further
-  // The first of the warp's columns of so many.
-  __device__ int col(int cols) const { return half * (cols / kSplit); }
-  __device__ void wait_for_group() const { barrier_wait(1 + Group, GradientSizes<D>::kGroup); }
-
-  // Both halves' parts, by all warps of the group.
-  __device__ float2 whole(float2 part, GradientSums<D>& sums) const {
-    if (kSplit == 1) return part;
-    put_rows(sums.along[Group][half], row(), part);
-    wait_for_group();
-    float2 all = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < kSplit; ++i) {
-      all.x += sums.along[Group][i][mine()], all.y += sums.along[Group][i][mine() + 8];
-    }
-    return all;
-  }
-};
-
-// All of the block: starts to load the slab from column v on.
-template <typename T, int D>
-__device__ inline void load_slab(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                 int v) {
-  constexpr int kThreads = GradientSizes<D>::kThreads;
-  const DeltaShape& shape = p.shape;
-  if (v < shape.V) {
-    const auto to = tile.slab(v);
-    const int64_t batch = here.piece.sequence.batch, row = here.piece.start * shape.n;
-    const int cols = shape.V - v;
-    const auto load = [&](const auto& square, const In<4>& from, int64_t first, int head, int rows) {
-      load_async<kThreads>(square, at<T>(from, batch, first, head, v), from.stride[1], rows, cols,
-                           threadIdx.x);
-    };
-    load(to.v, p.v, row, here.head, here.rows);
-    load(to.g, p.dz, row, here.head, here.rows);
-    load(to.dout, p.dout, here.piece.start, here.query_head, here.piece.length);
-    const int64_t state = ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
-    load_async<kThreads>(to.s, static_cast<const T*>(p.states) + state, shape.D, cols, shape.D, threadIdx.x);
-    load_async<kThreads>(to.ds, static_cast<const T*>(p.gradients) + state, shape.D, cols, shape.D,
-                         threadIdx.x);
-  }
-  commit_copies();
-}
-
-// f(the slab's tiles, its first column) between a barrier before and one after, for all slabs of V, the first
-// of which is under way. OneSlab: V <= 64; then what is summed over slabs needs no registers before them.
-template <bool OneSlab, typename T, int D, class F>
-__device__ inline void for_each_slab(const DeltaGradients& p, const Here& here,
-                                     const GradientTiles<T, D>& tile, const F& f) {
-  const auto slab = [&](int v) {
-    if (!OneSlab && tile.buffers == 2) {
-      load_slab(p, here, tile, v + kGradientSlab);
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
-    }
-    __syncthreads();
-    f(tile.slab(OneSlab ? 0 : v), v);
-    __syncthreads();
-    if (!OneSlab && tile.buffers == 1) load_slab(p, here, tile, v + kGradientSlab);
-  };
-  if constexpr (OneSlab) {
-    slab(0);
-  } else {
-    for (int v = 0; v < p.shape.V; v += kGradientSlab) slab(v);
-  }
-}
-
-// <S, dS> of a slab, this thread's part: of the rounded states, but of a sequence's first and last in fp32.
-template <typename T, int D>
-__device__ inline float edge_of(const DeltaGradients& p, const Here& here,
-                                const typename GradientTiles<T, D>::Slab& slab, int v) {
-  const auto given = [&](const In<4>& state, int d, int col) {
-    return static_cast<const float*>(
-        state.data)[here.piece.sequence.index * state.stride[0] + here.head * state.stride[1] +
-                    d * state.stride[2] + col * state.stride[3]];
-  };
-  const bool first = here.piece.index == 0 && p.initial.data != nullptr,
-             last = here.last && p.end.data != nullptr;
-  const int row = threadIdx.x % kGradientSlab, rows = min(kGradientSlab, p.shape.V - v);
-  float sum = 0.f;
-  if (row < rows) {
-    for (int d = static_cast<int>(threadIdx.x) / kGradientSlab * 2; d < p.shape.D;
-         d += GradientSizes<D>::kThreads / kGradientSlab * 2) {
-      const auto pair_of_tile = [&](const auto& from) {
-        return unpaired<T>(*reinterpret_cast<const uint32_t*>(&from.at(row, d)));
-      };
-      float2 s = pair_of_tile(slab.s), ds = pair_of_tile(slab.ds);
-      if (first) s = {given(p.initial, d, v + row), given(p.initial, d + 1, v + row)};
-      if (last) ds = {given(p.end, d, v + row), given(p.end, d + 1, v + row)};
-      sum = fmaf(s.x, ds.x, fmaf(s.y, ds.y, sum));
-    }
-  }
+  for (int i = 0; i < Groups; ++i) sum.x += parts[i][mine], sum.y += parts[i][mine + 8];
   return sum;
 }
+// 1 / length; of a row of zeros 1000.
+__device__ inline float2 inverse_length(float2 square) {
+  return {rsqrtf(square.x + 1e-6f), rsqrtf(square.y + 1e-6f)};
+}
 
-// The warps that have E, U, dbeta, dv and dq.
-template <bool OneSlab, typename T, int D>
-__device__ inline void run_steps(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                 const Place<D, 0>& place) {
-  constexpr int kSplit = Place<D, 0>::kSplit, kN = 8 / kSplit;  // eights of a square's columns
-  const DeltaShape& shape = p.shape;
-  const Prepared prepared{tile.prepared};
-  const Vectors vectors = prepared.vectors();
-  const int n = shape.n, row = place.row(), mine = place.mine(), band = place.band;
-  const int col_d = place.col(D), col_s = place.col(kGradientSlab);
-  const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
-  const bool has_tokens = band < here.bands;
-  const auto of_rows = [&](int vector) -> float2 {
-    return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
-  };
-  const float2 beta = of_rows(kDeltaBeta), log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
-
-  Sums<D / 8 / kSplit> dq;
-  Sums<kN> products;  // G U^T
-  fill(dq, 0.f);
-  fill(products, 0.f);
-  float2 dbeta = {0.f, 0.f}, read_of_g = {0.f, 0.f};  // G . E, G . S^T k
-  float edge = 0.f;
-  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
-    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
-
-    // E_i + sum_j M_ij U_j, and Z = beta times it
-    Sums<kN> e;
-    fill(e, 0.f);
-#pragma unroll 2
-    for (int col = 0; col < D; col += 16) {
-      uint32_t k[4];
-      load_block(k, tile.k, row, col);
-      add_product_transposed<T>(e, k, slab.s, col_s, col);
-    }
-    const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
-    Sums<kN> dv, z;
+// Sums over the lanes that share columns of eight elements; the lane gets that of element lane_row().
+__device__ inline float sums_over_col(float (&x)[8]) {
 #pragma unroll
-    for (int i = 0; i < kN; i += 2) {
-      uint32_t value_block[4], g_block[4];
-      load_block(value_block, slab.v, row, col_s + 8 * i);
-      load_block(g_block, slab.g, row, col_s + 8 * i);
+  for (int step = 4; step > 0; step /= 2) {
+    const bool upper = lane_row() & step;
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float2 value = unpaired<T>(value_block[m]), g = unpaired<T>(g_block[m]);
-        const int at = i + m / 2, j = m % 2 * 2;
-        float &left = e.at[at][j], &right = e.at[at][j + 1];
-        float& sum = j == 0 ? read_of_g.x : read_of_g.y;
-        sum = fmaf(g.x, left, fmaf(g.y, right, sum));
-        const float by = j == 0 ? a.x : a.y, step = j == 0 ? beta.x : beta.y;
-        left = fmaf(-by, left, value.x), right = fmaf(-by, right, value.y);
-        z.at[at][j] = step * left, z.at[at][j + 1] = step * right;
-        dv.at[at][j] = step * g.x, dv.at[at][j + 1] = step * g.y;
-      }
+    for (int i = 0; i < step; ++i) {
+      const float got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], 4 * step);
+      x[i] = (upper ? x[i + step] : x[i]) + got;
     }
-    put_rows<T>(tile.z, row, col_s, z);
-    if (here.first) {
-      store_rows<T, T>(dv, at<T>(p.dv, batch, first_row, here.head, v + col_s), p.dv.stride[1], row,
-                       here.rows, shape.V - v - col_s);
-    }
-    place.wait_for_group();
+  }
+  return x[0];
+}
 
-    // U = X Z
-    {
-      Sums<kN> u;
-      fill(u, 0.f);
-#pragma unroll 2
-      for (int j = 0; j <= band; ++j) {
-        uint32_t x[4];
-        prepared.load(x, band, j);
-        add_product<T>(u, x, tile.z, kTileRows * j, col_s);
-      }
-      if (__builtin_expect(prepared.keeps(), false)) {
-        const auto* all = prepared_at(p.prepared, shape, here.chunk, here.head);
+// sums += x y^T
+template <typename T, int N, class Tile>
+__device__ inline void add_scores(Sums<N>& sums, const Tile& x, const Tile& y, int row = 0) {
+  fence_products(sums);
+  start_product_transposed(sums, x, y, row);
+  commit_products();
+  wait_products<0>(sums);
+}
+
+// sums += x S^T of a slab, the columns of D from `col` on.
+template <int D, typename T>
+__device__ inline void add_states(Sums<GradientSizes<D>::kCols / 8>& sums,
+                                  const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
+                                  int col) {
+  fence_products(sums);
+#pragma unroll
+  for (int v = 0; v < GradientSizes<D>::kSlab; v += 64) {
+    start_product(sums, x, v,
+                  BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)}, col);
+  }
+  commit_products();
+  wait_products<0>(sums);
+}
+
+// All of the block: starts to load a slab's columns of a state.
+template <typename T, int D>
+__device__ inline void load_state(unsigned char* to, const void* states, const DeltaShape& shape,
+                                  const Here& here, int v) {
+  using Rows = BlockTile<T, D>;
+  const T* const from =
+      static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+#pragma unroll
+  for (int i = 0; i < GradientSizes<D>::kParts; ++i) {
+    load_async<GradientSizes<D>::kThreads>(Rows{reinterpret_cast<T*>(to + i * Rows::kBytes)},
+                                           from + static_cast<int64_t>(64 * i) * shape.D, shape.D,
+                                           shape.V - v - 64 * i, shape.D, threadIdx.x);
+  }
+}
+// To the L2 cache, where what reads dS for <S, dS> brings it else.
+template <typename T, int D>
+__device__ inline void prefetch_state(const void* states, const DeltaShape& shape, const Here& here, int v) {
+  const T* const from =
+      static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+  const int count = min(GradientSizes<D>::kSlab, shape.V - v) * shape.D;
+  for (int i = threadIdx.x * 64; i < count; i += GradientSizes<D>::kThreads * 64) prefetch(from + i);
+}
+// Rows of tokens.
+template <int D, typename T, int Cols>
+__device__ inline void load_rows(const BlockTile<T, Cols>& tile, const T* from, int64_t stride, int cols,
+                                 const Here& here) {
+  using Sizes = GradientSizes<D>;
+  if constexpr (!Sizes::kApart) {
+    if (!here.many_tokens) {
+      load_async<Sizes::kThreads>(HalfTile<T, Cols>{tile}, from, stride, here.piece.length, cols,
+                                  threadIdx.x);
+      return;
+    }
+  }
+  load_async<Sizes::kThreads>(tile, from, stride, here.piece.length, cols, threadIdx.x);
+}
+// And what stands beside them of v, G and do.
+template <typename T, int D, bool OneSlab>
+__device__ inline void load_values(const DeltaGradients& p, const Here& here,
+                                   const GradientTiles<T, D, OneSlab>& tile, int v) {
+  using Sizes = GradientSizes<D>;
+  const int64_t batch = here.piece.sequence.batch, row = here.piece.start * p.shape.n;
+  const int cols = p.shape.V - v;
+  load_async<Sizes::kThreads>(tile.u, at<T>(p.v, batch, row, here.head, v), p.v.stride[1], here.rows, cols,
+                              threadIdx.x);
+  load_async<Sizes::kThreads>(tile.g, at<T>(p.dz, batch, row, here.head, v), p.dz.stride[1], here.rows, cols,
+                              threadIdx.x);
+  const T* const dout = at<T>(p.dout, batch, here.piece.start, here.query_head, v);
+  load_rows<D>(tile.dout, dout, p.dout.stride[1], cols, here);
+}
+template <typename T, int D, bool OneSlab>
+__device__ inline void load_queries(const DeltaGradients& p, const Here& here,
+                                    const GradientTiles<T, D, OneSlab>& tile) {
+  load_rows<D>(tile.q, at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
+               p.q.stride[1], p.shape.D, here);
+}
+
+// This thread's share of a slab of <S, dS>: of the rounded states, but before a sequence's first token and
+// after its last one in fp32.
+template <typename T, int D, bool OneSlab>
+class Edge {
+  using Sizes = GradientSizes<D>;
+  static constexpr int kPacks = Sizes::kSlab * D / 8 / Sizes::kThreads;
+  uint4 ahead_[Sizes::kApart ? 1 : kPacks];  // dS, whose room S has yet
+
+  __device__ static int row(int pack) { return (pack * Sizes::kThreads + threadIdx.x) / (D / 8); }
+  __device__ static int col(int pack) { return (pack * Sizes::kThreads + threadIdx.x) % (D / 8) * 8; }
+  __device__ static const T* of_chunk(const void* states, const DeltaShape& shape, const Here& here, int v) {
+    return static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+  }
+
+ public:
+  __device__ void load(const DeltaGradients& p, const Here& here, int v) {
+    if (Sizes::kApart) return;
+    const T* const from = of_chunk(p.gradients, p.shape, here, v);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const bool valid = v + row(i) < p.shape.V && col(i) < p.shape.D;
+      ahead_[i] =
+          valid ? *reinterpret_cast<const uint4*>(from + row(i) * p.shape.D + col(i)) : uint4{0u, 0u, 0u, 0u};
+    }
+  }
+
+  __device__ float sum(const DeltaGradients& p, const Here& here, const GradientTiles<T, D, OneSlab>& tile,
+                       int v) const {
+    const bool first = here.piece.index == 0 && p.initial.data != nullptr,
+               last =
+                   here.piece.start + here.piece.length == here.piece.sequence.end && p.end.data != nullptr;
+    float sum = 0.f;
+    if (first || last) {
+      const auto given = [&](const In<4>& state, const void* rounded, bool exact, int d, int col) {
+        if (!exact) {
+          return unpaired<T>(
+              *reinterpret_cast<const uint32_t*>(of_chunk(rounded, p.shape, here, v) + col * p.shape.D + d));
+        }
+        const float* const at = static_cast<const float*>(state.data) +
+                                here.piece.sequence.index * state.stride[0] + here.head * state.stride[1] +
+                                d * state.stride[2] + (v + col) * state.stride[3];
+        return make_float2(at[0], at[state.stride[2]]);
+      };
+      const int cols = min(Sizes::kSlab, p.shape.V - v);
 #pragma unroll 1
-        for (int j = 0; j <= band; ++j) {
-          uint32_t x[4];
-          load_lost(x, all, band, j);
-          add_product<T>(u, x, tile.z, kTileRows * j, col_s);
-        }
+      for (int i = threadIdx.x; i < cols * p.shape.D / 2; i += Sizes::kThreads) {
+        const int d = i / cols * 2, col = i % cols;
+        const float2 s = given(p.initial, p.states, first, d, col),
+                     ds = given(p.end, p.gradients, last, d, col);
+        sum = fmaf(s.x, ds.x, fmaf(s.y, ds.y, sum));
       }
-      put_rows<T>(tile.u, row, col_s, u);
+      return sum;
     }
-    __syncthreads();
-
-    if (here.first) {
-      // dbeta = G . E
-#pragma unroll 2
-      for (int j = 0; j <= band; ++j) {
-        uint32_t minus_m[4];
-        load_block(minus_m, tile.m, row, kTileRows * j);
-        add_product<T>(e, minus_m, tile.u, kTileRows * j, col_s);
-      }
-      const float2 of_slab = dot_rows_part<T>(e, slab.g, row, col_s);
-      dbeta.x += of_slab.x, dbeta.y += of_slab.y;
-
-      // G U^T
-#pragma unroll 2
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t g[4];
-        load_block(g, slab.g, row, col);
-        add_product_transposed<T>(products, g, tile.u, col_s, col);
-      }
-    }
-    // dQ += dO S^T
-    if (has_tokens) {
-#pragma unroll 2
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t x[4];
-        load_block(x, slab.dout, row, col);
-        add_product<T>(dq, x, slab.s, col, col_d);
-      }
-    }
-  });
-
-  GradientSums<D>& sums = *tile.sums;
-  const int warp = kBands * place.half + band;
-  if (here.first) {
-    put_rows(sums.beta[place.half], row, {sum_over_row(dbeta.x), sum_over_row(dbeta.y)});
-    // e^{L_i - L_j} for j < i, else 0
-    const auto decay = [&](int i, int row_of_lane, int j) {
-      const float2 log_j = vectors.pair(kDeltaLog, col_s + 8 * i);
-      const float difference = (row_of_lane == 0 ? log.x : log.y) - (j == 0 ? log_j.x : log_j.y);
-      return col_s + 8 * i + lane_col() + j < mine + 8 * row_of_lane ? exp2_fast(difference) : 0.f;
-    };
-    if (p.gated) {
-      // -read G . S^T k, twice, for those of dk have it too, and N M
-      const float2 read = {beta.x * unit.x * exp2_fast(log.x), beta.y * unit.y * exp2_fast(log.y)};
-      const float2 state_read = {-read.x * sum_over_row(read_of_g.x), -read.y * sum_over_row(read_of_g.y)};
-      Sums<kN> nm;
 #pragma unroll
-      for (int i = 0; i < kN; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float2 m = pair_at<T>(tile.m, row + 8 * j, col_s + 8 * i);
-          const int r = mine + 8 * j, c = col_s + 8 * i + lane_col();
-          const float by = j == 0 ? beta.x : beta.y;
-          nm.at[i][2 * j] = r / n == c / n ? 0.f : by * products.at[i][2 * j] * m.x;
-          nm.at[i][2 * j + 1] = r / n == (c + 1) / n ? 0.f : by * products.at[i][2 * j + 1] * m.y;
-        }
-      }
-      const float2 rows = add_up(nm, sums.key_cols[band] + col_s);
-      put_rows(sums.row[0][place.half], row, {2.f * state_read.x + rows.x, 2.f * state_read.y + rows.y});
-      const float all = sum_over_col(state_read.x + state_read.y);
-      if (lane() == 0) sums.end[warp] = -all;
-    }
-
-    // N, weighted, with the rho of one row or the other: the one that is not the own row's.
-    Sums<kN> of_row;
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const float2 unit_j = vectors.pair(kDeltaUnit, col_s + 8 * i);
+    for (int i = 0; i < kPacks; ++i) {
+      const int of_slab = row(i) % 64;
+      const uint4 s = *reinterpret_cast<const uint4*>(&tile.s(row(i)).at(of_slab, col(i)));
+      const uint4 ds = Sizes::kApart ? *reinterpret_cast<const uint4*>(&tile.ds(row(i)).at(of_slab, col(i)))
+                                     : ahead_[Sizes::kApart ? 0 : i];
+      const uint32_t x[4] = {s.x, s.y, s.z, s.w}, y[4] = {ds.x, ds.y, ds.z, ds.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float x = products.at[i][j] * -(j < 2 ? beta.x : beta.y) * decay(i, j / 2, j % 2);
-        of_row.at[i][j] = (j % 2 == 0 ? unit_j.x : unit_j.y) * x;
-        products.at[i][j] = (j < 2 ? unit.x : unit.y) * x;
+        const float2 of_s = unpaired<T>(x[j]), of_ds = unpaired<T>(y[j]);
+        sum = fmaf(of_s.x, of_ds.x, fmaf(of_s.y, of_ds.y, sum));
       }
     }
-    put_rows<T>(tile.u, row, col_s, products);
-    put_rows<T>(tile.slab(0).v, row, col_s, of_row);
+    return sum;
   }
-  if (p.gated) {
-    edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
-  }
-  if (has_tokens) {
-    const float2 token_decay = {exp2_fast(vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1))),
-                                exp2_fast(vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1)))};
-    scale_rows(dq, token_decay);
-    if (p.gated) {
-      // r q . S do
-      const float2 state = dot_rows<T>(dq, tile.q, row, col_d);
-      put_rows(sums.token[0][place.half], row,
-               {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
-    }
-  }
-  __syncthreads();
+};
 
-  // dQ += dP K
-  if (has_tokens) {
+// dv of a slab, eight columns at a time.
+template <typename T, int D, bool OneSlab>
+__device__ inline void put_value_gradients(const DeltaGradients& p, const Here& here,
+                                           const GradientTiles<T, D, OneSlab>& tile, Vectors vectors, int v) {
+  using Sizes = GradientSizes<D>;
+  T* const to = at<T>(p.dv, here.piece.sequence.batch, here.piece.start * p.shape.n, here.head, v);
 #pragma unroll 2
-    for (int j = 0; j < kBands; ++j) {
-      uint32_t of_p[4];
-      load_block(of_p, tile.slab(0).g, row, kTileRows * j);
-      add_product<T>(dq, of_p, tile.k, kTileRows * j, col_d);
+  for (int i = threadIdx.x; i < kDeltaRows * Sizes::kSlab / 8; i += Sizes::kThreads) {
+    const int row = i / (Sizes::kSlab / 8), col = i % (Sizes::kSlab / 8) * 8;
+    if (row >= here.rows || col >= p.shape.V - v) continue;
+    const float beta = vectors.element(kDeltaBeta, row);
+    const uint4 g = *reinterpret_cast<const uint4*>(&tile.g.at(row, col));
+    uint32_t pack[4] = {g.x, g.y, g.z, g.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 value = unpaired<T>(pack[j]);
+      pack[j] = pair_of<T>(beta * value.x, beta * value.y);
     }
-  }
-  if (shape.unit) {
-    const float2 own = inverse_lengths<T>(tile.q, row);
-    scale_rows(dq, {shape.scale * own.x, shape.scale * own.y});
-    const float2 along = place.whole(dot_rows<T>(dq, tile.q, row, col_d), sums);
-    take_along<T>(dq, tile.q, row, col_d, along, own);
-  } else {
-    scale_rows(dq, {shape.scale, shape.scale});
-  }
-  if (has_tokens) {
-    store_rows<T, T>(dq, at<T>(p.dq, batch, here.piece.start, here.query_head, col_d), p.dq.stride[1], row,
-                     here.piece.length, shape.D - col_d);
+    *reinterpret_cast<uint4*>(to + row * p.dv.stride[1] + col) = {pack[0], pack[1], pack[2], pack[3]};
   }
 }
 
-// The warps that have dk and dP.
-template <bool OneSlab, typename T, int D>
-__device__ inline void run_keys(const DeltaGradients& p, const Here& here, const GradientTiles<T, D>& tile,
-                                const Place<D, 1>& place) {
-  constexpr int kSplit = Place<D, 1>::kSplit, kN = 8 / kSplit;
-  const DeltaShape& shape = p.shape;
-  const Vectors vectors = Prepared{tile.prepared}.vectors();
-  const int n = shape.n, row = place.row(), mine = place.mine(), band = place.band;
-  const int col_d = place.col(D), col_s = place.col(kGradientSlab);
-  const bool has_tokens = band < here.bands;
+// Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
+// sums that have M.
+template <typename T, int D, bool OneSlab>
+__device__ inline void weigh_steps(const DeltaGradients& p, const Here& here,
+                                   const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
+                                   Sums<8>& products) {
+  using Tiles = GradientTiles<T, D, OneSlab>;
+  const int n = p.shape.n, mine = here.mine;
+  const int own = mine / n * n, own_below = (mine + 8) / n * n;  // the first row of the same token
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
-
-  // -M, rounded
-  if (here.first) {
-    Sums<kN> m;
-    fill(m, 0.f);
-#pragma unroll 2
-    for (int col = 0; col < D; col += 16) {
-      uint32_t k[4];
-      load_block(k, tile.k, row, col);
-      add_product_transposed<T>(m, k, tile.k, col_s, col);
-    }
-    const float2 log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit);
+  const float2 log = of_rows(kDeltaLog), unit = of_rows(kDeltaUnit),
+               beta = here.first ? of_rows(kDeltaBeta) : make_float2(0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const float2 log_j = vectors.pair(kDeltaLog, col_s + 8 * i),
-                   unit_j = vectors.pair(kDeltaUnit, col_s + 8 * i);
+  for (int i = 0; i < 8; ++i) {
+    const float2 log_j = vectors.pair(kDeltaLog, 8 * i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const bool before = col_s + 8 * i + lane_col() + j % 2 < mine + j / 2 * 8;
-        const float difference = (j < 2 ? log.x : log.y) - (j % 2 == 0 ? log_j.x : log_j.y);
-        m.at[i][j] *= -(j < 2 ? unit.x : unit.y) * (j % 2 == 0 ? unit_j.x : unit_j.y) *
-                      (before ? exp2_fast(difference) : 0.f);
-      }
-    }
-    put_rows<T>(tile.m, row, col_s, m);
-  }
-
-  Sums<D / 8 / kSplit> dk;
-  Sums<kN> dp;
-  fill(dk, 0.f);
-  fill(dp, 0.f);
-  float edge = 0.f;
-  for_each_slab<OneSlab>(p, here, tile, [&](const auto& slab, int v) {
-    if (p.gated && here.first) edge += edge_of<T, D>(p, here, slab, v);
-    // dK += (w * U) dS^T - (read * G) S^T without rho
-    const float2 log = of_rows(kDeltaLog);
-    if (here.first) {
-      const float2 beta = of_rows(kDeltaBeta);
-#pragma unroll 2
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t g[4];
-        load_block(g, slab.g, row, col);
-        multiply_rows<T>(g, -beta.x * exp2_fast(log.x), -beta.y * exp2_fast(log.y));
-        add_product<T>(dk, g, slab.s, col, col_d);
-      }
-    }
-    __syncthreads();
-    if (here.first) {
-      const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
-      const float2 to_end = {exp2_fast(log_end - log.x), exp2_fast(log_end - log.y)};
-#pragma unroll 2
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t u[4];
-        load_block(u, tile.u, row, col);
-        multiply_rows<T>(u, to_end.x, to_end.y);
-        add_product<T>(dk, u, slab.ds, col, col_d);
-      }
-    }
-    // dP += dO U^T
-    if (has_tokens) {
-#pragma unroll 2
-      for (int col = 0; col < kGradientSlab; col += 16) {
-        uint32_t x[4];
-        load_block(x, slab.dout, row, col);
-        add_product_transposed<T>(dp, x, tile.u, col_s, col);
-      }
-    }
-  });
-
-  // rho_j is put to dk_j at the end, in fp32: 1000 times a sum may be too large for 16 bits.
-  const float2 own = shape.unit ? inverse_lengths<T>(tile.k, row) : make_float2(1.f, 1.f);
-  GradientSums<D>& sums = *tile.sums;
-  const int warp = kBands * (kSplit + place.half) + band;
-  if (p.gated) {
-    if (here.first) {
-      // -read G . S^T k + w k . dS U
-      const float2 of_state = dot_rows<T>(dk, tile.k, row, col_d);
-      const float2 all = {own.x * of_state.x, own.y * of_state.y};
-      put_rows(sums.row[1][place.half], row, {-all.x, -all.y});
-      const float sum = sum_over_col(all.x + all.y);
-      if (lane() == 0) sums.end[warp] = sum;
-    }
-    edge = sum_over_col(sum_over_row(edge));
-    if (lane() == 0) sums.edge[threadIdx.x / 32] = edge;
-  }
-
-  if (has_tokens) {
-    const int token = mine;
-    const float2 factor = {tile.factors[token], tile.factors[token + 8]};
-    const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
-                          vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
-    // For dk with the token's factor, for dq with the row's.
-    Sums<kN> of_token;
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const int eight = col_s + 8 * i;
-      const float2 log = vectors.pair(kDeltaLog, eight), unit = vectors.pair(kDeltaUnit, eight);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int t = token + j / 2 * 8, r = eight + lane_col() + j % 2;
-        const float by = exp2_fast((j < 2 ? decay.x : decay.y) - (j % 2 == 0 ? log.x : log.y));
-        const float x = r < (t + 1) * n ? dp.at[i][j] * by : 0.f;
-        of_token.at[i][j] = (j < 2 ? factor.x : factor.y) * x;
-        dp.at[i][j] = (j % 2 == 0 ? unit.x : unit.y) * x;
-      }
-    }
-    put_rows<T>(tile.z, row, col_s, of_token);
-    put_rows<T>(tile.slab(0).g, row, col_s, dp);
-    if (p.gated) {
-      // P dP
-      Sums<kN> scores;
-      fill(scores, 0.f);
-#pragma unroll 2
-      for (int col = 0; col < D; col += 16) {
-        uint32_t q[4];
-        load_block(q, tile.q, row, col);
-        add_product_transposed<T>(scores, q, tile.k, col_s, col);
-      }
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int r = col_s + 8 * i + lane_col() + j % 2;
-          float& x = scores.at[i][j];
-          x = r / n == token + j / 2 * 8 ? 0.f : x * dp.at[i][j] * (j < 2 ? factor.x : factor.y);
-        }
-      }
-      put_rows(sums.token[1][place.half], row, add_up(scores, sums.query_cols[band] + col_s));
-    }
-  } else if (p.gated) {
-    for (int i = lane(); i < 8 * kN; i += 32) sums.query_cols[band][col_s + i] = 0.f;
-  }
-  __syncthreads();
-
-  // dK += dP^T Q + N K + N^T K
-#pragma unroll 2
-  for (int b = 0; b < here.bands; ++b) {
-    uint32_t of_p[4];
-    load_block_transposed(of_p, tile.z, row, kTileRows * b);
-    add_product<T>(dk, of_p, tile.q, kTileRows * b, col_d);
-  }
-  if (here.first) {
-#pragma unroll 2
-    for (int j = 0; j <= band; ++j) {
-      uint32_t of_n[4];
-      load_block(of_n, tile.slab(0).v, row, kTileRows * j);
-      add_product<T>(dk, of_n, tile.k, kTileRows * j, col_d);
-    }
-#pragma unroll 2
-    for (int i = band; i < kBands; ++i) {
-      uint32_t of_n[4];
-      load_block_transposed(of_n, tile.u, row, kTileRows * i);
-      add_product<T>(dk, of_n, tile.k, kTileRows * i, col_d);
+    for (int j = 0; j < 4; ++j) {
+      const int r = mine + j / 2 * 8, c = 8 * i + lane_col() + j % 2;
+      const float decay = exp2_fast((j < 2 ? log.x : log.y) - (j % 2 == 0 ? log_j.x : log_j.y));
+      products.at[i][j] = c < r ? products.at[i][j] * decay : 0.f;
     }
   }
-  if (shape.unit) {
-    scale_rows(dk, own);
-    const float2 along = place.whole(dot_rows<T>(dk, tile.k, row, col_d), sums);
-    take_along<T>(dk, tile.k, row, col_d, along, own);
-  }
-  const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
-  if (p.dk.dtype == DType::f32) {
-    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
-                         here.rows, shape.D - col_d);
-  } else {
-    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, col_d), p.dk.stride[1], row,
-                     here.rows, shape.D - col_d);
-  }
-}
-
-// dg_t = sum_{s>=t} dL_s + <state after, dS>, by one warp; a lane has two tokens.
-template <int D>
-__device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& here,
-                                          const GradientSums<D>& sums, float whole) {
-  constexpr int kSplit = GradientSizes<D>::kSplit;
-  const int n = p.shape.n;
-  float edge = 0.f;
-  if (here.first) {
-    for (int w = 0; w < GradientSizes<D>::kThreads / 32; ++w) edge += sums.edge[w];
-    edge *= whole;
-    for (int w = 0; w < GradientSizes<D>::kThreads / 32; ++w) edge += sums.end[w];
-  }
-  float dl[2];
+  pin(products);
+  float2 of_beta = {0.f, 0.f}, of_row = {0.f, 0.f};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int token = 2 * lane() + half;
-    float sum = 0.f;
-    if (token < here.piece.length) {
-      for (int i = 0; i < kSplit; ++i) sum += sums.token[0][i][token] + sums.token[1][i][token];
-      for (int r = token * n; r < (token + 1) * n; ++r) {
-        if (here.first) {
-          for (int i = 0; i < kSplit; ++i) sum += sums.row[0][i][r] + sums.row[1][i][r];
-          for (int w = 0; w < kBands; ++w) sum -= sums.key_cols[w][r];
-        }
-        for (int w = 0; w < kBands; ++w) sum -= sums.query_cols[w][r];
+    // K K^T
+    Sums<4> m;
+    fill(m, 0.f);
+    add_scores<T>(m, tile.k, tile.k, 32 * half);
+    float cols[8];
+    uint32_t with_col[4], with_row[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int eight = 32 * half + 8 * i;
+      const float2 unit_j = vectors.pair(kDeltaUnit, eight);
+      float kept[4], of_col[4], of_own[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int r = mine + j / 2 * 8, c = eight + lane_col() + j % 2;
+        const float rho = j < 2 ? unit.x : unit.y, rho_j = j % 2 == 0 ? unit_j.x : unit_j.y,
+                    step = j < 2 ? beta.x : beta.y;
+        const float x = products.at[4 * half + i][j];
+        const float with_m = x * m.at[i][j] * rho * rho_j;
+        (j < 2 ? of_beta.x : of_beta.y) -= with_m;
+        kept[j] = c < (j < 2 ? own : own_below) ? -step * with_m : 0.f;
+        (j < 2 ? of_row.x : of_row.y) += kept[j];
+        // Zeros without a sign: the halves of a block on the diagonal are put together bit by bit.
+        const float weight = c < r ? -step * x : 0.f;
+        of_col[j] = rho_j * weight, of_own[j] = rho * weight;
+      }
+      cols[2 * i] = kept[0] + kept[2], cols[2 * i + 1] = kept[1] + kept[3];
+      with_col[i % 2 * 2] = pair_of<T>(of_col[0], of_col[1]);
+      with_col[i % 2 * 2 + 1] = pair_of<T>(of_col[2], of_col[3]);
+      with_row[i % 2 * 2] = pair_of<T>(of_own[0], of_own[1]);
+      with_row[i % 2 * 2 + 1] = pair_of<T>(of_own[2], of_own[3]);
+      if (i % 2 == 1) {
+        store_block(tile.square(Tiles::kStepRows), here.row, eight - 8, with_col);
+        store_block(tile.square(Tiles::kStepCols), here.row, eight - 8, with_row);
       }
     }
-    dl[half] = sum;
+    if (p.gated) {
+      const int col = 32 * half + lane_row() / 2 * 8 + lane_col() + lane_row() % 2;
+      tile.sums->row_cols[here.band][col] = sums_over_col(cols);
+    }
+  }
+  put_rows(tile.sums->beta[GradientSizes<D>::kParts], here.row, sum_over_rows(of_beta));
+  if (p.gated) put_rows(tile.sums->row, here.row, sum_over_rows(of_row));
+}
+
+// Of do U^T: dP, weighted, for dk with the token's factor, for dq with the row's; and of P dP the sums.
+template <typename T, int D, bool OneSlab>
+__device__ inline void weigh_queries(const DeltaGradients& p, const Here& here,
+                                     const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
+                                     Sums<8>& products) {
+  using Tiles = GradientTiles<T, D, OneSlab>;
+  const int n = p.shape.n, token = here.mine;
+  const int first = token * n, first_below = (token + 8) * n;  // the tokens' rows
+  const float2 factor = {tile.factors[token], tile.factors[token + 8]};
+  const float2 log = {vectors.element(kDeltaLog, min(first, kDeltaRows - 1)),
+                      vectors.element(kDeltaLog, min(first_below, kDeltaRows - 1))};
+  const bool has_tokens = here.band < here.bands();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 log_j = vectors.pair(kDeltaLog, 8 * i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = 8 * i + lane_col() + j % 2;
+      const float decay = exp2_fast((j < 2 ? log.x : log.y) - (j % 2 == 0 ? log_j.x : log_j.y));
+      products.at[i][j] = r < (j < 2 ? first : first_below) + n ? products.at[i][j] * decay : 0.f;
+    }
+  }
+  pin(products);
+  float2 of_token = {0.f, 0.f};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Q K^T
+    Sums<4> scores;
+    fill(scores, 0.f);
+    if (p.gated) add_scores<T>(scores, tile.q, tile.k, 32 * half);
+    if (!has_tokens) continue;
+    float cols[8];
+    uint32_t with_token[4], with_row[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int eight = 32 * half + 8 * i;
+      const float2 unit_j = vectors.pair(kDeltaUnit, eight);
+      float kept[4], of_factor[4], of_rho[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int start = j < 2 ? first : first_below, r = eight + lane_col() + j % 2;
+        const float x = products.at[4 * half + i][j];
+        of_factor[j] = (j < 2 ? factor.x : factor.y) * x;
+        of_rho[j] = (j % 2 == 0 ? unit_j.x : unit_j.y) * x;
+        kept[j] = r < start ? scores.at[i][j] * of_rho[j] * (j < 2 ? factor.x : factor.y) : 0.f;
+        (j < 2 ? of_token.x : of_token.y) += kept[j];
+      }
+      cols[2 * i] = kept[0] + kept[2], cols[2 * i + 1] = kept[1] + kept[3];
+      with_token[i % 2 * 2] = pair_of<T>(of_factor[0], of_factor[1]);
+      with_token[i % 2 * 2 + 1] = pair_of<T>(of_factor[2], of_factor[3]);
+      with_row[i % 2 * 2] = pair_of<T>(of_rho[0], of_rho[1]);
+      with_row[i % 2 * 2 + 1] = pair_of<T>(of_rho[2], of_rho[3]);
+      if (i % 2 == 1) {
+        store_block(tile.square(Tiles::kOfTokens), here.row, eight - 8, with_token);
+        store_block(tile.square(Tiles::kOfRows), here.row, eight - 8, with_row);
+      }
+    }
+    if (p.gated) {
+      const int col = 32 * half + lane_row() / 2 * 8 + lane_col() + lane_row() % 2;
+      tile.sums->token_cols[here.band][col] = sums_over_col(cols);
+    }
+  }
+  if (p.gated && has_tokens) put_rows(tile.sums->token, here.row, sum_over_rows(of_token));
+}
+
+// dg_t = sum_{s>=t} dL_s + <state after, dS>, by one warp.
+template <int D>
+__device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& here, GradientSums<D>& sums,
+                                          Vectors vectors) {
+  using Sizes = GradientSizes<D>;
+  const int n = p.shape.n, bands = here.bands();
+  float edge = 0.f;
+  if (here.first) {
+    if (lane() < Sizes::kThreads / 32) {
+      edge = sums.edge[lane()] * exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
+    }
+  }
+  // Of a row: -read G . S^T k - w k . dS U, and its part of N M and P dP. sum w k . dS U is <state after, dS>
+  // less that of the state before.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = lane() + 32 * i;
+    float sum = 0.f;
+    if (here.first) {
+      float read = 0.f, state = 0.f, square = 0.f;
+      for (int w = 0; w < Sizes::kParts; ++w) read += sums.read[w][row];
+      for (int w = 0; w < Sizes::kGroups; ++w) {
+        state += sums.state[w][row];
+        square += sums.square[0][w][row];
+      }
+      read *= vectors.element(kDeltaRead, row);
+      if (p.shape.unit) state *= rsqrtf(square + 1e-6f);
+      edge += state + read;
+      sum = sums.row[row] - state - 2.f * read;
+      for (int w = 0; w < kTilesDown; ++w) sum -= sums.row_cols[w][row];
+    }
+    for (int w = 0; w < bands; ++w) sum -= sums.token_cols[w][row];
+    __syncwarp();
+    sums.row[row] = sum;
+  }
+  edge = sum_over_col(sum_over_row(edge));
+  __syncwarp();
+  float dl[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = 2 * lane() + i;
+    float sum = 0.f;
+    if (token < here.piece.length) {
+      sum = sums.token[token];
+      float query = 0.f;
+      for (int w = 0; w < Sizes::kGroups; ++w) query += sums.query[w][token];
+      sum += query;
+      for (int r = token * n; r < (token + 1) * n; ++r) sum += sums.row[r];
+    }
+    dl[i] = sum;
   }
   // The sum of the lanes from this one on, then of those after it.
   float sum = dl[0] + dl[1];
@@ -732,9 +632,9 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
   const float later = __shfl_down_sync(~0u, sum, 1);
   sum = edge + (lane() == 31 ? 0.f : later) + dl[1];
 #pragma unroll
-  for (int half = 1; half >= 0; --half) {
-    const int token = 2 * lane() + half;
-    if (half == 0) sum += dl[0];
+  for (int i = 1; i >= 0; --i) {
+    const int token = 2 * lane() + i;
+    if (i == 0) sum += dl[0];
     if (token < here.piece.length) {
       static_cast<float*>(
           p.dg.data)[here.piece.sequence.batch * p.dg.stride[0] +
@@ -743,95 +643,387 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
   }
 }
 
+// OneSlab: V is no wider; then what is summed over slabs needs no registers before them.
 template <typename T, int D, bool OneSlab>
-__global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::kBlocks)
-    gradients(const __grid_constant__ DeltaGradients p, int buffers) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  const GradientTiles<T, D> tile(shared, buffers);
+__global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::blocks(OneSlab))
+    gradients(const __grid_constant__ DeltaGradients p) {
+  using Sizes = GradientSizes<D>;
+  using Tiles = GradientTiles<T, D, OneSlab>;
+  constexpr int kThreads = Sizes::kThreads;
+  constexpr bool kBoth = Sizes::kGroups == 1, kLater = kBoth && OneSlab, kAgain = OneSlab && !Sizes::kApart;
+  extern __shared__ __align__(1024) unsigned char room[];
   const DeltaShape& shape = p.shape;
-  const int n = shape.n, tokens = delta_chunk(n), group = shape.query_heads / shape.heads;
+  const int n = shape.n, tokens = delta_chunk(n), members = shape.query_heads / shape.heads;
+  const int warp = warp_index();
   Here here;
   here.query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
   here.chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-  here.head = here.query_head / group;
-  here.first = here.query_head % group == 0;
+  here.head = here.query_head / members;
+  here.first = here.query_head % members == 0;
+  here.many_tokens = has_many(tokens);
   here.piece = piece_at(shape.tokens, here.chunk, tokens);
   if (here.piece.length == 0) return;
   here.rows = here.piece.length * n;
-  here.bands = (tokens + kTileRows - 1) / kTileRows;
-  here.last = here.piece.start + here.piece.length == here.piece.sequence.end;
-  const int64_t batch = here.piece.sequence.batch;
+  here.group = warp / 4, here.band = warp % 4;
+  here.row = kTileRows * here.band, here.mine = here.row + lane_row(), here.col = Sizes::kCols * here.group;
+  const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
+  const Tiles tile(room, here.many_tokens);
+  const bool has_edge = p.gated && here.first;
 
-  load_async<GradientSizes<D>::kThreads>(tile.k, at<T>(p.k, batch, here.piece.start * n, here.head, 0),
-                                         p.k.stride[1], here.rows, shape.D, threadIdx.x);
-  load_async<GradientSizes<D>::kThreads>(tile.q, at<T>(p.q, batch, here.piece.start, here.query_head, 0),
-                                         p.q.stride[1], here.piece.length, shape.D, threadIdx.x);
-  const unsigned char* prepared = prepared_at(p.prepared, shape, here.chunk, here.head);
-  for (int i = threadIdx.x * 16; i < kDeltaLost; i += GradientSizes<D>::kThreads * 16) {
-    copy_async(shared_address(tile.prepared + i), prepared + i, true);
+  load_async<kThreads>(tile.k, at<T>(p.k, batch, first_row, here.head, 0), p.k.stride[1], here.rows, shape.D,
+                       threadIdx.x);
+  load_state<T, D>(tile.states, p.states, shape, here, 0);
+  commit_copies();
+  for (int i = threadIdx.x * 16; i < kDeltaLost; i += kThreads * 16) {
+    copy_async(shared_address(tile.prepared + i), prepared_at(p.prepared, shape, here.chunk, here.head) + i,
+               true);
   }
-  if (threadIdx.x < 2 * kDeltaRows / 4) {
+  if (threadIdx.x < kDeltaRows / 4) {
     const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * 2 * kDeltaRows;
     copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
   }
-  commit_copies();
-  load_slab(p, here, tile, 0);
-  wait_copies<1>();
+  load_queries(p, here, tile);
+
+  const Prepared prepared{tile.prepared};
+  const Vectors vectors = prepared.vectors();
+  GradientSums<D>& sums = *tile.sums;
+  const int row = here.row, mine = here.mine;
+  const bool has_values = Sizes::kParts == Sizes::kGroups || here.group < Sizes::kParts;
+  const int of_values = 64 * here.group;  // the first of the warpgroup's columns of a slab
+  const auto of_rows = [&](int vector) -> float2 {
+    return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
+  };
+
+  // Of dk, a memory head's other query heads have their part of dP alone: all else comes in times zero.
+  const auto first_only = [&](float2 x) { return here.first ? x : make_float2(0.f, 0.f); };
+
+  Sums<Sizes::kCols / 8> dq, dk;
+  Sums<8> of_steps;  // G U^T
+  Sums<8> both;      // do U^T, where one warpgroup has both
+  Sums<8>& of_queries = kBoth ? both : of_steps;
+  if (!OneSlab) {
+    fill(dq, 0.f);
+    fill(dk, 0.f);
+  }
+  float2 of_beta = {0.f, 0.f}, read_of_g = {0.f, 0.f};
+  const auto slab = [&](int v) {
+    const bool last = OneSlab || v + Sizes::kSlab >= shape.V;
+    const auto add_edge = [&](float part) {
+      part = sum_over_col(sum_over_row(part));
+      if (lane() == 0) sums.edge[warp] = v == 0 ? part : sums.edge[warp] + part;
+    };
+    if (v != 0) {
+      load_state<T, D>(tile.states, p.states, shape, here, v);
+      commit_copies();
+    }
+    load_values(p, here, tile, v);
+    if (Sizes::kApart) load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
+    commit_copies();
+    Edge<T, D, OneSlab> of_states;
+    if (has_edge) {
+      of_states.load(p, here, v);
+    } else if (!Sizes::kApart) {
+      prefetch_state<T, D>(p.gradients, shape, here, v);
+    }
+    wait_copies<1>();
+    fence_tiles();
+    __syncthreads();
+
+    if (has_edge && !Sizes::kApart) add_edge(of_states.sum(p, here, tile, v));
+
+    // K S
+    Sums<8> e;
+    fill(e, 0.f);
+    if (has_values) {
+      fence_products(e);
+      start_product_transposed(e, tile.k, tile.s(of_values));
+      commit_products();
+    }
+    wait_copies<0>();
+    fence_tiles();
+    __syncthreads();
+
+    if (here.first) put_value_gradients(p, here, tile, vectors, v);
+    wait_products<0>(e);
+    // dQ += dO S^T
+    if (!OneSlab) add_states<D>(dq, tile.dout, tile.states, here.col);
+
+    // Z = beta (V - a K S)
+    const float2 log = of_rows(kDeltaLog), steps = of_rows(kDeltaBeta);
+    if (has_values) {
+      const float2 unit = of_rows(kDeltaUnit);
+      const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        uint32_t values[4], g_block[4], z[4];
+        load_block(values, tile.u, row, of_values + 8 * i);
+        load_block(g_block, tile.g, row, of_values + 8 * i);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float2 value = unpaired<T>(values[m]), g = unpaired<T>(g_block[m]);
+          const float left = e.at[i + m / 2][m % 2 * 2], right = e.at[i + m / 2][m % 2 * 2 + 1];
+          const float by = m % 2 == 0 ? a.x : a.y, step = m % 2 == 0 ? steps.x : steps.y;
+          float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
+          float& of_step = m % 2 == 0 ? of_beta.x : of_beta.y;
+          read = fmaf(g.x, left, fmaf(g.y, right, read));
+          const float2 amiss = {fmaf(-by, left, value.x), fmaf(-by, right, value.y)};
+          of_step = fmaf(g.x, amiss.x, fmaf(g.y, amiss.y, of_step));
+          z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
+        }
+        store_block(tile.u, row, of_values + 8 * i, z);
+      }
+      if (last) {
+        put_rows(sums.beta[here.group], row, sum_over_rows(of_beta));
+        if (p.gated) put_rows(sums.read[here.group], row, sum_over_rows(read_of_g));
+      }
+    }
+    // dK -= (read * G) S^T without rho
+    const float2 of_g = first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)});
+    if (OneSlab) fill(dk, 0.f);
+#pragma unroll
+    for (int i = 0; i < Sizes::kParts; ++i) {
+      Operand<4> g;
+      load_scaled<T>(g, tile.g, row, 64 * i, of_g);
+      fence_products(dk);
+      start_product<T>(dk, g, tile.s(64 * i), here.col);
+      commit_products();
+      wait_products<0>(dk);
+    }
+    fence_tiles();
+    __syncthreads();
+    if (!Sizes::kApart) {
+      load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
+      commit_copies();
+    }
+
+    // U = X Z
+    if (has_values) {
+      Sums<8> u;
+      fill(u, 0.f);
+#pragma unroll
+      for (int j = 0; j < kTilesDown; ++j) {
+        Operand<1> x;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x.at[0][i] = 0;
+        if (j <= here.band) prepared.load(x.at[0], here.band, j);
+        fence_products(u);
+        start_product<T>(u, x, tile.u, of_values, kTileRows * j);
+        commit_products();
+        wait_products<0>(u);
+      }
+      if (__builtin_expect(prepared.keeps(), false)) {
+        const unsigned char* const all = prepared_at(p.prepared, shape, here.chunk, here.head);
+#pragma unroll 1
+        for (int j = 0; j <= here.band; ++j) {
+          uint32_t lost[4];
+          load_lost(lost, all, here.band, j);
+          add_product<T>(u, lost, tile.u, kTileRows * j, of_values);
+        }
+      }
+      here.group == 0 ? barrier_wait(1, 128) : barrier_wait(2, 128);
+      put_rows<T>(tile.u, row, of_values, u);
+    }
+    wait_copies<0>();
+    fence_tiles();
+    __syncthreads();
+
+    // dK += (w * U) dS^T without rho
+    const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
+    const float2 log_now = of_rows(kDeltaLog);
+    const float2 to_end = first_only({exp2_fast(log_end - log_now.x), exp2_fast(log_end - log_now.y)});
+#pragma unroll
+    for (int i = 0; i < Sizes::kParts; ++i) {
+      Operand<4> u;
+      load_scaled<T>(u, tile.u, row, 64 * i, to_end);
+      fence_products(dk);
+      start_product<T>(dk, u, tile.ds(64 * i), here.col);
+      commit_products();
+      wait_products<0>(dk);
+    }
+    if (has_edge && Sizes::kApart) add_edge(of_states.sum(p, here, tile, v));
+
+    // G U^T, dO U^T
+    fill(of_steps, 0.f);
+    fence_products(of_steps);
+    if (!kBoth && here.group == Sizes::kQueries) {
+      start_product_transposed(of_steps, tile.dout, tile.u);
+    } else {
+      start_product_transposed(of_steps, tile.g, tile.u);
+    }
+    commit_products();
+    wait_products<0>(of_steps);
+    if (kBoth && !kLater) {
+      fill(both, 0.f);
+      add_scores<T>(both, tile.dout, tile.u);
+    }
+    if (!OneSlab) {
+      // What earlier slabs gave; it would have no registers beside the next one's.
+      const auto add = [&](Sums<8>& x, int which) {
+        float* const so_far = tile.partial + which * kDeltaRows * kDeltaRows + threadIdx.x % 128;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          float& at = x.at[i / 4][i % 4];
+          if (v != 0) at += so_far[i * 128];
+          if (!last) so_far[i * 128] = at;
+        }
+      };
+      if (here.group == 0) add(of_steps, 0);
+      if (here.group == Sizes::kQueries) add(of_queries, 1);
+    }
+    __syncthreads();
+  };
+  if constexpr (OneSlab) {
+    slab(0);
+  } else {
+#pragma unroll 1
+    for (int v = 0; v < shape.V; v += Sizes::kSlab) slab(v);
+  }
+
+  if (kAgain) {
+    load_state<T, D>(tile.again(), p.states, shape, here, 0);
+    commit_copies();
+  }
+
+  if (p.gated) put_rows(sums.state[here.group], row, dot_rows<T>(dk, tile.k, row, here.col));
+  if (shape.unit) {
+    put_rows(sums.square[0][here.group], row, square_rows<Sizes::kCols, T>(tile.k, row, here.col));
+    put_rows(sums.square[1][here.group], row, square_rows<Sizes::kCols, T>(tile.q, row, here.col));
+  }
+  if (here.group == 0) weigh_steps(p, here, tile, vectors, of_steps);
+  if (kLater) {
+    fill(both, 0.f);
+    add_scores<T>(both, tile.dout, tile.u);
+    __syncthreads();
+  }
+  if (here.group == Sizes::kQueries) weigh_queries(p, here, tile, vectors, of_queries);
+  wait_copies<0>();
+  fence_tiles();
   __syncthreads();
 
-  using Sizes = GradientSizes<D>;
-  const int warp = warp_index(), of_group = warp % (kBands * Sizes::kSplit);
-  const int band = of_group % kBands, half = of_group / kBands;
-  if (warp == of_group) {
-    run_steps<OneSlab>(p, here, tile, Place<D, 0>{band, half});
+  if (OneSlab) {
+    fill(dq, 0.f);
+    add_states<D>(dq, tile.dout, kAgain ? tile.again() : tile.states, here.col);
+  }
+  const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
+                            vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
+  scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
+  if (p.gated) {
+    // r q . S do
+    const float2 state = dot_rows<T>(dq, tile.q, row, here.col);
+    put_rows(sums.query[here.group], row, {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
+  }
+  // dQ += dP K
+  Operand<4> of_k;
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+    load_block(of_k.at[j], tile.square(Tiles::kOfRows), row, kTileRows * j);
+  }
+  fence_products(dq);
+  start_product<T>(dq, of_k, tile.k, here.col);
+  commit_products();
+  // dK += dP^T Q
+  const auto add_queries = [&](auto& of_q) {
+    constexpr int kBands = sizeof(of_q) / sizeof(of_q.at[0]);
+#pragma unroll
+    for (int b = 0; b < kBands; ++b) {
+      load_block_transposed(of_q.at[b], tile.square(Tiles::kOfTokens), row, kTileRows * b);
+    }
+    fence_products(dk);
+    start_product<T>(dk, of_q, tile.q, here.col);
+    commit_products();
+    wait_products<0>(dq, dk);
+  };
+  if (here.many_tokens) {
+    Operand<4> of_q;
+    add_queries(of_q);
   } else {
-    run_keys<OneSlab>(p, here, tile, Place<D, 1>{band, half});
+    Operand<2> of_q;
+    add_queries(of_q);
+  }
+  // dK += (N + N^T) K: of a block on the diagonal both have a half, the rest is zero
+  Operand<4> of_rows_of_k;
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+    uint32_t(&block)[4] = of_rows_of_k.at[j];
+    uint32_t above[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) block[i] = 0;
+    if (j <= here.band) load_block(block, tile.square(Tiles::kStepRows), row, kTileRows * j);
+    if (j >= here.band) load_block_transposed(above, tile.square(Tiles::kStepCols), row, kTileRows * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) block[i] |= above[i];
+  }
+  fence_products(dk);
+  start_product<T>(dk, of_rows_of_k, tile.k, here.col);
+  commit_products();
+  wait_products<0>(dk);
+
+  const float2 of_key = inverse_length(whole(sums.square[0], mine)),
+               of_q = inverse_length(whole(sums.square[1], mine));
+  if (shape.unit) {
+    // rho_j is put to dk_j here, in fp32: 1000 times a sum may be too large for 16 bits.
+    scale_rows(dq, {shape.scale * of_q.x, shape.scale * of_q.y});
+    scale_rows(dk, of_key);
+    put_rows(sums.along[0][here.group], row, dot_rows<T>(dk, tile.k, row, here.col));
+    put_rows(sums.along[1][here.group], row, dot_rows<T>(dq, tile.q, row, here.col));
+  } else {
+    scale_rows(dq, {shape.scale, shape.scale});
+  }
+  __syncthreads();
+  if (shape.unit) {
+    take_along<T>(dk, tile.k, row, here.col, whole(sums.along[0], mine), of_key);
+    take_along<T>(dq, tile.q, row, here.col, whole(sums.along[1], mine), of_q);
+  }
+  store_rows<T, T>(dq, at<T>(p.dq, batch, here.piece.start, here.query_head, here.col), p.dq.stride[1], row,
+                   here.piece.length, shape.D - here.col);
+  if (p.dk.dtype == DType::f32) {
+    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, here.col), p.dk.stride[1],
+                         row, here.rows, shape.D - here.col);
+  } else {
+    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, here.col), p.dk.stride[1], row,
+                     here.rows, shape.D - here.col);
   }
 
-  // What warps added up stands since their last barrier for all.
+  // What warps added up stands since the last barrier.
   if (here.first && static_cast<int>(threadIdx.x) < here.rows) {
     float sum = 0.f;
-    for (int i = 0; i < Sizes::kSplit; ++i) sum += tile.sums->beta[i][threadIdx.x];
+#pragma unroll
+    for (int i = 0; i <= Sizes::kParts; ++i) sum += sums.beta[i][threadIdx.x];
     static_cast<float*>(
-        p.dbeta.data)[batch * p.dbeta.stride[0] + (here.piece.start * n + threadIdx.x) * p.dbeta.stride[1] +
+        p.dbeta.data)[batch * p.dbeta.stride[0] + (first_row + threadIdx.x) * p.dbeta.stride[1] +
                       here.head * p.dbeta.stride[2]] = sum;
   }
-  if (p.gated && warp == 0) {
-    const float log = Prepared{tile.prepared}.vectors().element(kDeltaLog, kDeltaRows - 1);
-    put_gate_gradients<D>(p, here, *tile.sums, exp2_fast(log));
-  }
+  if (p.gated && warp == kThreads / 32 - 1) put_gate_gradients<D>(p, here, sums, vectors);
 }
 
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int gradients_least() {
-  return GradientTiles<T, D>::kFixedBytes + GradientTiles<T, D>::kSlabBytes;
+  return std::max(D <= 128 ? GradientTiles<T, D, true>::bytes(true) : 0,
+                  GradientTiles<T, D, false>::bytes(true));
 }
 
 template <typename T, int D, bool OneSlab>
 cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
-  using Tiles = GradientTiles<T, D>;
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  // A second slab under way where a multiprocessor has one block anyway and the shared memory for it.
-  const int buffers =
-      GradientSizes<D>::kBlocks == 1 && Tiles::kFixedBytes + 2 * Tiles::kSlabBytes <= limit ? 2 : 1;
-  const int bytes = Tiles::kFixedBytes + buffers * Tiles::kSlabBytes;
-  if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(bytes); error != cudaSuccess) {
+  using Tiles = GradientTiles<T, D, OneSlab>;
+  if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(Tiles::bytes(true));
+      error != cudaSuccess) {
     return error;
   }
-  const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.query_heads;
+  const int tokens = delta_chunk(p.shape.n);
+  const int64_t blocks = piece_count(p.shape.tokens, tokens) * p.shape.query_heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gradients<T, D, OneSlab>
-      <<<static_cast<unsigned>(blocks), GradientSizes<D>::kThreads, bytes, stream>>>(p, buffers);
+  constexpr int kThreads = GradientSizes<D>::kThreads;
+  const int bytes = Tiles::bytes(has_many(tokens));
+  gradients<T, D, OneSlab><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <typename T, int D>
 cudaError_t launch_gradients(const DeltaGradients& p, cudaStream_t stream) {
-  if constexpr (D == 64) {
-    if (p.shape.V <= kGradientSlab) return launch_gradients_of<T, D, true>(p, stream);
+  if constexpr (D <= 128) {
+    if (p.shape.V <= GradientSizes<D>::kSlab) return launch_gradients_of<T, D, true>(p, stream);
   }
   return launch_gradients_of<T, D, false>(p, stream);
 }

@@ -67,23 +67,29 @@ __device__ inline uint64_t descriptor(const BlockTile<T, Cols>& tile, int row, i
   return (address & 0x3ffff) >> 4 | kNext << 16 | kEight << 32 | uint64_t{1} << 62;
 }
 
-// d += a b, 64 x 16 times 16 x 64. a: registers, or a tile's rows.
+// d += a b, 64 x 16 times 16 x 64 or 16 x 32. a: registers, or a tile's rows.
 #define GIRIH_SUMS                                                                                        \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define GIRIH_HALF_SUMS "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define GIRIH_EIGHT(n)                                                                              \
   "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3]), "+f"(d[n + 1][0]), "+f"(d[n + 1][1]), \
       "+f"(d[n + 1][2]), "+f"(d[n + 1][3])
-#define GIRIH_WGMMA(type) "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " "
-#define GIRIH_FROM_TILE(type, by_rows)                                                     \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA(type) GIRIH_SUMS \
-               ", %32, %33, add, 1, 1, 0, " by_rows ";\n}\n"                               \
-               : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)            \
+#define GIRIH_WGMMA(cols, type) "wgmma.mma_async.sync.aligned.m64n" cols "k16.f32." type "." type " "
+#define GIRIH_FROM_TILE(type, by_rows)                                                           \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA("64", type) GIRIH_SUMS \
+               ", %32, %33, add, 1, 1, 0, " by_rows ";\n}\n"                                     \
+               : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)                  \
                : "l"(a), "l"(b))
-#define GIRIH_FROM_REGISTERS(type)                                                         \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA(type) GIRIH_SUMS \
-               ", {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"                           \
-               : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)            \
+#define GIRIH_HALF_FROM_TILE(type)                                                                    \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA("32", type) GIRIH_HALF_SUMS \
+               ", %16, %17, add, 1, 1, 0, 0;\n}\n"                                                    \
+               : GIRIH_EIGHT(0), GIRIH_EIGHT(2)                                                       \
+               : "l"(a), "l"(b))
+#define GIRIH_FROM_REGISTERS(type)                                                               \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA("64", type) GIRIH_SUMS \
+               ", {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"                                 \
+               : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 template <typename T, Lines of_b>
@@ -98,6 +104,20 @@ __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
     GIRIH_FROM_TILE("bf16", "1");
   }
 }
+// Rows of both.
+template <typename T>
+__device__ inline void group_mma(Sums<8>& sums, uint64_t a, uint64_t b) {
+  group_mma<T, Lines::rows>(sums.at, a, b);
+}
+template <typename T>
+__device__ inline void group_mma(Sums<4>& sums, uint64_t a, uint64_t b) {
+  float(&d)[4][4] = sums.at;
+  if constexpr (std::is_same_v<T, __half>) {
+    GIRIH_HALF_FROM_TILE("f16");
+  } else {
+    GIRIH_HALF_FROM_TILE("bf16");
+  }
+}
 template <typename T>
 __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -108,9 +128,11 @@ __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 }
 
 #undef GIRIH_SUMS
+#undef GIRIH_HALF_SUMS
 #undef GIRIH_EIGHT
 #undef GIRIH_WGMMA
 #undef GIRIH_FROM_TILE
+#undef GIRIH_HALF_FROM_TILE
 #undef GIRIH_FROM_REGISTERS
 
 #endif
@@ -155,22 +177,21 @@ __device__ inline void wait_products(Sums<N>&... sums) {
   (pin(sums), ...);
 }
 
-// sums += x y^T: 64 rows of both.
-template <typename T, int Cols>
-__device__ inline void start_product_transposed(Sums<8>& sums, const BlockTile<T, Cols>& x,
-                                                const BlockTile<T, Cols>& y) {
+// sums += x y^T: 64 rows of x, of y 64 or 32 from `row` on.
+template <typename T, int N, int Cols>
+__device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T, Cols>& x,
+                                                const BlockTile<T, Cols>& y, int row = 0) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
   for (int col = 0; col < Cols; col += 16) {
-    group_mma<T, Lines::rows>(sums.at, descriptor<Lines::rows>(x, 0, col),
-                              descriptor<Lines::rows>(y, 0, col));
+    group_mma<T>(sums, descriptor<Lines::rows>(x, 0, col), descriptor<Lines::rows>(y, row, col));
   }
 #else
 #pragma unroll 4
   for (int col = 0; col < Cols; col += 16) {
     uint32_t a[4];
     load_block(a, x, 16 * group_warp(), col);
-    add_product_transposed<T>(sums, a, y, 0, col);
+    add_product_transposed<T>(sums, a, y, row, col);
   }
 #endif
 }
@@ -194,18 +215,19 @@ __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x
 #endif
   }
 }
-template <typename T, int N, int Cols>
-__device__ inline void start_product(Sums<N>& sums, const Operand<4>& a, const BlockTile<T, Cols>& y,
-                                     int col = 0) {
+// 16 K rows of y, from `row` on.
+template <typename T, int K, int N, int Cols>
+__device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const BlockTile<T, Cols>& y,
+                                     int col = 0, int row = 0) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < K; ++k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T>(sums.at + n, a.at[k], descriptor<Lines::columns>(y, 16 * k, col + 8 * n));
+      group_mma<T>(sums.at + n, a.at[k], descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
     }
 #else
-    add_product<T>(sums, a.at[k], y, 16 * k, col);
+    add_product<T>(sums, a.at[k], y, row + 16 * k, col);
 #endif
   }
 }
