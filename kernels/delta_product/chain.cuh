@@ -11,6 +11,7 @@
 #include "tile/launch.h"
 #include "tile/matrix.h"
 #include "tile/shared.h"
+#include "tile/warpgroup.h"
 
 namespace girih::kernels::delta_product {
 
@@ -64,19 +65,47 @@ __device__ inline void load_lost(uint32_t (&x)[4], const unsigned char* prepared
   }
 }
 
+// The blocks of X in shared memory as the products of a chain take them: first those of rows 0 to 31, then
+// those of the others, by 16 columns, with the zeros right of the diagonal that they need to be squares of
+// 32; of each 16 columns the four 8 x 8 matrices of the first 8, then those of the others.
+struct InverseRows {
+  static constexpr int kBytes = 12 * 512;
+  static constexpr int kNext = 512;  // from 8 columns to the others
+
+  const unsigned char* data;
+
+  __host__ __device__ static constexpr int block(int i, int j) {
+    return 2048 * (i / 2) + 1024 * j + 256 * (i % 2);
+  }
+
+  // As a left factor, or the four matrices transposed.
+  __device__ void load(uint32_t (&x)[4], int i, int j) const { load_matrices(x, of_lane(i, j)); }
+  __device__ void load_transposed(uint32_t (&x)[4], int i, int j) const {
+    load_matrices_transposed(x, of_lane(i, j));
+  }
+
+ private:
+  __device__ uint32_t of_lane(int i, int j) const {
+    return shared_address(data + block(i, j) + (lane() >> 4) * kNext + (lane() & 15) * 16);
+  }
+};
+
 // A chunk's keys and, of a block's columns, what stands beside them: v, or the gradient that starts a row.
 template <typename T, int D>
 struct Stage {
   static constexpr int kCols = scan_columns(D);
-  using K = SharedTile<T, kDeltaRows, D>;
+  using K = BlockTile<T, D>;
   using V = SharedTile<T, kDeltaRows, kCols>;
-  static constexpr int kBytes = K::kBytes + V::kBytes + kDeltaLost;
+  static constexpr int kInverse = K::kBytes + V::kBytes,
+                       kPrepared = kInverse + InverseRows::kBytes - kDeltaInverseBytes;
+  static constexpr int kBytes = (kPrepared + kDeltaLost + 1023) / 1024 * 1024;
 
   unsigned char* data;
 
   __device__ K k() const { return {reinterpret_cast<T*>(data)}; }
   __device__ V v() const { return {reinterpret_cast<T*>(data + K::kBytes)}; }
-  __device__ Prepared prepared() const { return {data + K::kBytes + V::kBytes}; }
+  __device__ InverseRows inverse() const { return {data + kInverse}; }
+  __device__ Prepared prepared() const { return {data + kPrepared}; }
 
   // Fills a stage; a thread's share.
   class Loader {
@@ -94,12 +123,33 @@ struct Stage {
                           const unsigned char* prepared) const {
       k_.start(stage.k(), first, rows);
       v_.start(stage.v(), first, values ? rows : 0);
-      const uint32_t to = shared_address(stage.data + K::kBytes + V::kBytes);
+      const uint32_t inverse = shared_address(stage.data + kInverse),
+                     to = shared_address(stage.data + kPrepared + thread_ * 16);
+      const unsigned char* const from = prepared + thread_ * 16;
+      // Two warps bring two blocks of X at a time.
+      copy_async(inverse + place(0, 1, 2, 3), from, false);
 #pragma unroll
       for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
-        const int at = i + thread_ * 16;
-        if (at < kDeltaLost) copy_async(to + at, prepared + at, true);
+        if (i + thread_ * 16 >= kDeltaLost) continue;
+        const int one = i / 512, other = one + 1;
+        const bool inverts = i < kDeltaInverseBytes;
+        copy_async(inverts ? inverse + place(row_of(one), one - block_of(row_of(one), 0), row_of(other),
+                                             other - block_of(row_of(other), 0))
+                           : to + i,
+                   from + i, true);
       }
+    }
+
+   private:
+    static_assert(kLoaders == 2 && kDeltaInverseBytes % 1024 == 0, "");
+
+    __device__ static constexpr int row_of(int block) {
+      return block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
+    }
+    // Where the thread's pack of its warp's block goes.
+    __device__ int place(int i0, int j0, int i1, int j1) const {
+      return (thread_ < 32 ? InverseRows::block(i0, j0) : InverseRows::block(i1, j1)) +
+             thread_ / 16 % 2 * InverseRows::kNext + thread_ % 16 * 16;
     }
   };
 };
@@ -111,42 +161,154 @@ __device__ inline void leave(unsigned char* slot, const Operand<K>& a) {
   for (int k = 0; k < K; ++k) store_matrices(slot + k * 512, a.at[k]);
 }
 
-// What a warp of the chain makes of the state at a chunk's start: sums += S^T K^T, and the rounded S^T left
-// in `slot`, if there is one, once `then` is done. A store between the loads of keys keeps each waiting for
-// the last one's products, but where D = 256 there are no registers for the whole rounded state.
-template <typename T, int D, class Then>
-__device__ inline void read_state(Sums<8>& sums, const Sums<D / 8>& s,
-                                  const SharedTile<T, kDeltaRows, D>& keys, unsigned char* slot,
-                                  const Then& then) {
-  if constexpr (D <= 128) {
-    Operand<D / 16> state;
-    round_to<T>(state, s);
-    add_product_transposed<T>(sums, state, keys);
-    then();
-    if (slot != nullptr) leave(slot, state);
-  } else {
+// A warp's 16 columns of U or G, transposed: 32 of a chunk's rows, and the others. Products of 48 and of 16
+// rows, of which X is made up too, have the compiler wait for each.
+using Halves = Sums<4>[2];
+
+template <typename T>
+__device__ inline void round_to(Operand<kTilesDown>& a, const Halves& sums) {
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      Operand<1> state;
-      round_to<T>(state, s, 2 * k);
-      if (slot != nullptr) leave(slot + k * 512, state);
-      add_product_transposed<T>(sums, state.at[0], keys, 0, 16 * k);
+  for (int half = 0; half < 2; ++half) {
+    Operand<2> part;
+    round_to<T>(part, sums[half]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a.at[2 * half + k][i] = part.at[k][i];
     }
-    then();
   }
 }
 
-// A place in a ring of `size`, and the parity of its turn.
-struct Turn {
-  int at = 0;
-  unsigned parity = 0;
+// sums *= factors, `factors(row)` those of the lane's two of eight rows from `row` on.
+template <class Factors>
+__device__ inline void scale_chunk_rows(Halves& sums, const Factors& factors) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    scale_columns(sums[half], [&](int i) { return factors(32 * half + 8 * i); });
+  }
+}
 
-  __device__ void next(int size) { skip(1, size); }
-  __device__ void skip(int places, int size) {  // size at most
-    at += places;
-    if (at >= size) at -= size, parity ^= 1;
+// A warp's 16 columns of a state in fp32, transposed, by 64 of its rows.
+template <int D>
+struct State {
+  static constexpr int kSlabs = D / 64;
+  Sums<8> slab[kSlabs];
+};
+
+// The products of a chain. Four warps of it are a warpgroup and start products that they wait for later; two
+// make them at once, each by itself.
+template <int D>
+struct Products {
+  static constexpr bool kGroup = scan_columns(D) == 64;
+
+  template <int... N>
+  __device__ static void begin(Sums<N>&... sums) {
+    if constexpr (kGroup) fence_products(sums...);
+  }
+  __device__ static void commit() {
+    if constexpr (kGroup) commit_products();
+  }
+  template <int Pending, int... N>
+  __device__ static void wait(Sums<N>&... sums) {
+    if constexpr (kGroup) wait_products<Pending>(sums...);
+  }
+  template <typename T, bool Add, int K, int Cols>
+  __device__ static void add_transposed(Sums<8>& sums, const Operand<K>& a, const BlockTile<T, Cols>& b,
+                                        int col) {
+    if constexpr (kGroup) {
+      start_product_transposed<T, Add>(sums, a, b, col);
+    } else {
+      if (!Add) fill(sums, 0.f);
+      add_product_transposed<T>(sums, a, b, 0, col);
+    }
+  }
+  template <typename T, int Cols, int Rows>
+  __device__ static void add(Sums<8>& sums, const uint32_t (&a)[4], const BlockTile<T, Cols, Rows>& b,
+                             int col) {
+    if constexpr (kGroup) {
+      start_product<T>(sums, a, b, col);
+    } else {
+      add_product<T>(sums, a, b, 0, col);
+    }
+  }
+  template <typename T, int Cols>
+  __device__ static void add(Sums<8>& sums, const Operand<4>& a, const BlockTile<T, Cols>& b, int col) {
+    if constexpr (kGroup) {
+      start_product<T>(sums, a, b, col);
+    } else {
+      add_product<T>(sums, a, b, 0, col);
+    }
   }
 };
+
+template <int D>
+__device__ inline void begin(State<D>& s) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) Products<D>::begin(s.slab[i]);
+}
+// Waits for all products under way.
+template <int D>
+__device__ inline void finish(State<D>& s) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) Products<D>::template wait<0>(s.slab[i]);
+}
+
+// The state as the products of a chunk take it, rounded. Where D = 256 there are no registers for all of it:
+// then a slab at a time, and it is left for others at once.
+template <typename T, int D>
+struct RoundedState {
+  static constexpr int kSlabs = State<D>::kSlabs;
+  static constexpr bool kWhole = D < 256;
+  using P = Products<D>;
+
+  Operand<4> slab[kSlabs];
+
+  // Once the state's update is there.
+  __device__ void take(State<D>& s) {
+    finish(s);
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if (kWhole) round_to<T>(slab[i], s.slab[i]);
+    }
+  }
+  // S^T K^T, under way afterwards.
+  __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
+                             unsigned char* slot) {
+    P::begin();
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if (!kWhole) {
+        round_to<T>(slab[i], s.slab[i]);
+        if (slot != nullptr) leave(slot + i * 2048, slab[i]);
+      }
+      if (i == 0) P::template add_transposed<T, false>(sums, slab[i], keys, 0);
+      if (i > 0) P::template add_transposed<T, true>(sums, slab[i], keys, 64 * i);
+    }
+    P::commit();
+  }
+  __device__ void leave_in(unsigned char* slot) const {
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if (kWhole && slot != nullptr) leave(slot + i * 2048, slab[i]);
+    }
+  }
+};
+
+// S^T <- S^T + update K, under way afterwards.
+template <typename T, int D>
+__device__ inline void start_update(State<D>& s, const Operand<kTilesDown>& update,
+                                    const BlockTile<T, D>& keys) {
+  begin(s);
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) Products<D>::template add<T>(s.slab[i], update, keys, 64 * i);
+  Products<D>::commit();
+}
+
+template <int D>
+__device__ inline void scale(State<D>& s, float by) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
+}
 
 // Which tokens of which state a block has.
 struct Part {
@@ -189,26 +351,26 @@ __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, Part& 
   return !(walk.alone && part.last);
 }
 
-// A warp's 16 columns of a state, transposed. f(element, row of the state, column) for those of the lane's
-// elements that exist.
-template <int N, class F>
-__device__ inline void for_each_of_state(Sums<N>& s, const DeltaShape& shape, const Part& part, int first_col,
-                                         const F& f) {
+// f(element, row of the state, column) for those of the lane's elements that exist.
+template <int D, class F>
+__device__ inline void for_each_of_state(State<D>& s, const DeltaShape& shape, const Part& part,
+                                         int first_col, const F& f) {
   const int cols = part.transition ? shape.D : shape.V;
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < D / 8; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int d = 8 * i + lane_col() + j % 2, v = first_col + lane_row() + j / 2 * 8;
-      if (d < shape.D && v < cols) f(s.at[i][j], d, v);
+      if (d < shape.D && v < cols) f(s.slab[i / 8].at[i % 8][j], d, v);
     }
   }
 }
 
-template <int N>
-__device__ inline void start_state(Sums<N>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
+template <int D>
+__device__ inline void start_state(State<D>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
                                    int first_col, const In<4>& initial) {
-  fill(s, 0.f);
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) fill(s.slab[i], 0.f);
   if (part.transition) {
     for_each_of_state(s, shape, part, first_col, [](float& x, int d, int v) { x = d == v ? 1.f : 0.f; });
   } else if (initial.data != nullptr && !walk.alone) {
@@ -220,8 +382,8 @@ __device__ inline void start_state(Sums<N>& s, const DeltaShape& shape, const Wa
   }
 }
 
-template <int N>
-__device__ inline void end_state(Sums<N>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
+template <int D>
+__device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
                                  int first_col, const Out<4>& final) {
   if (!part.last && !walk.alone) return;
   const int64_t number = walk.alone ? part.number : part.piece.sequence.index;

@@ -27,12 +27,12 @@ struct ScanPass {
 struct ReversePass {
   DeltaReverse scan;
   Walk walk;
-  int stages;
+  int stages, ring;
 };
 
-// Columns of V that a block has at this width. D = 256 leaves registers for two warps of the chain only, and
-// at D = 64 the chain is short and blocks are few.
-__host__ __device__ constexpr int scan_columns(int D) { return D > 64 && D <= 128 ? 64 : 32; }
+// Columns of V that a block has at this width: 64 make the chain a warpgroup. D = 256 leaves registers for
+// two warps only.
+__host__ __device__ constexpr int scan_columns(int D) { return D <= 128 ? 64 : 32; }
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& problem, cudaStream_t stream);

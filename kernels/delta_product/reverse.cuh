@@ -21,45 +21,47 @@ struct ReverseSizes {
   static constexpr int kChain = kCols / 16;      // warps
   static constexpr int kThreads = 32 * (kChain + kWriters + kLoaders);
   static constexpr int kMaxStages = 4;
-  static constexpr int kRing = D == 64 ? 4 : D == 128 ? 2 : 1;
+  static constexpr int kMaxRing = D == 64 ? 4 : D == 128 ? 2 : 1;
   static constexpr int kStateBytes = D * 32,
                        kUpdateBytes = kDeltaRows * 32;  // a warp's part of a ring's slot
   static constexpr int kSlotBytes = kChain * (kStateBytes + kUpdateBytes);
-  static constexpr int kFixedBytes = 256 + kRing * kSlotBytes;
 };
 
 // What one query head brings to a chunk, in bands of 16 tokens: as many as the chunk has.
 template <typename T, int D>
 struct QueryStage {
-  using Q = SharedTile<T, kTileRows, D>;
+  using Q = BlockTile<T, D, kTileRows>;
   using O = SharedTile<T, kTileRows, scan_columns(D)>;
   static constexpr int kFactorBytes = kDeltaRows * 4, kBandBytes = Q::kBytes + O::kBytes;
 
   unsigned char* data;
+  float* factors;
 
-  __host__ __device__ static constexpr int bytes(int bands) { return kFactorBytes + bands * kBandBytes; }
-  __device__ float* factors() const { return reinterpret_cast<float*>(data); }
-  __device__ Q q(int band) const { return {reinterpret_cast<T*>(data + kFactorBytes + band * kBandBytes)}; }
-  __device__ O dout(int band) const {
-    return {reinterpret_cast<T*>(data + kFactorBytes + band * kBandBytes + Q::kBytes)};
-  }
+  __host__ __device__ static constexpr int bytes(int bands) { return bands * kBandBytes; }
+  __device__ Q q(int band) const { return {reinterpret_cast<T*>(data + band * kBandBytes)}; }
+  __device__ O dout(int band) const { return {reinterpret_cast<T*>(data + band * kBandBytes + Q::kBytes)}; }
 };
-__host__ __device__ constexpr int bands_of(int n) { return (delta_chunk(n) + kTileRows - 1) / kTileRows; }
+// Two where there is only one: the chain has two forms.
+__host__ __device__ constexpr int bands_of(int n) { return n == 1 ? kTilesDown : 2; }
 
 struct ReverseBarriers {
   uint64_t full[4], empty[4];              // stages
   uint64_t query_full[4], query_empty[4];  // of the query heads
   uint64_t published[4], consumed[4];      // slots of the ring
 };
-static_assert(sizeof(ReverseBarriers) <= 256, "");
+constexpr int kReverseBarrierBytes = 256;
+static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 
 template <typename T, int D>
 struct ReverseSpace {
   ReverseBarriers& barriers;
-  unsigned char *ring, *stages, *queries;
+  unsigned char *stages, *queries, *ring, *factors;
   int bands;
 
-  __device__ QueryStage<T, D> query(int at) const { return {queries + at * QueryStage<T, D>::bytes(bands)}; }
+  __device__ QueryStage<T, D> query(int at) const {
+    using Query = QueryStage<T, D>;
+    return {queries + at * Query::bytes(bands), reinterpret_cast<float*>(factors + at * Query::kFactorBytes)};
+  }
 };
 
 template <typename T, int D>
@@ -83,27 +85,27 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   int64_t queries = 0;
   for (int i = 0; i < part.chunks; ++i) {
     const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
-    if (i >= pass.stages) wait(&space.barriers.empty[turn.at], turn.parity ^ 1);
-    loader.start({space.stages + turn.at * Stage<T, D>::kBytes}, c * tokens * n, length * n, !part.transition,
-                 prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
-    arrive_after_copies(&space.barriers.full[turn.at]);
+    if (i >= pass.stages) wait(&space.barriers.empty[turn.place], turn.parity ^ 1);
+    loader.start({space.stages + turn.place * Stage<T, D>::kBytes}, c * tokens * n, length * n,
+                 !part.transition, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    arrive_after_copies(&space.barriers.full[turn.place]);
     turn.next(pass.stages);
-    if (part.transition) continue;
     for (int member = 0; member < group; ++member, ++queries) {
-      if (queries >= pass.stages) wait(&space.barriers.query_empty[query_turn.at], query_turn.parity ^ 1);
-      const Query stage = space.query(query_turn.at);
+      if (queries >= pass.stages) wait(&space.barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
+      const Query stage = space.query(query_turn.place);
 #pragma unroll 1
       for (int b = 0; b < space.bands; ++b) {
         const int before = b * kTileRows;
         q.start(stage.q(b), c * tokens + before, length - before, member * p.q.stride[2]);
-        dout.start(stage.dout(b), c * tokens + before, length - before, member * p.dout.stride[2]);
+        dout.start(stage.dout(b), c * tokens + before, part.transition ? 0 : length - before,
+                   member * p.dout.stride[2]);
       }
       if (thread < kDeltaRows / 4) {
         const float* from =
             p.factors + (((part.chunk + c) * p.shape.query_heads + first_head + member) * 2 + 1) * kDeltaRows;
-        copy_async(shared_address(stage.factors() + thread * 4), from + thread * 4, true);
+        copy_async(shared_address(stage.factors + thread * 4), from + thread * 4, true);
       }
-      arrive_after_copies(&space.barriers.query_full[query_turn.at]);
+      arrive_after_copies(&space.barriers.query_full[query_turn.place]);
       query_turn.next(pass.stages);
     }
   }
@@ -111,67 +113,162 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   wait_copies<0>();
 }
 
+// S^T += (r * dO)^T Q of the warp's columns, under way afterwards.
+template <int Bands, typename T, int D>
+__device__ inline void start_queries(State<D>& s, const QueryStage<T, D>& query, int warp) {
+  constexpr bool kGroup = Products<D>::kGroup;
+  uint32_t a[Bands][4];
+  const auto add = [&](int b) {
+#pragma unroll
+    for (int i = 0; i < State<D>::kSlabs; ++i) {
+      Products<D>::template add<T>(s.slab[i], a[b], query.q(b), 64 * i);
+    }
+  };
+#pragma unroll
+  for (int b = 0; b < Bands; ++b) {
+    load_block_transposed(a[b], query.dout(b), 16 * warp, 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 read =
+          *reinterpret_cast<const float2*>(query.factors + kTileRows * b + 8 * half + lane_col());
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 value = unpaired<T>(a[b][2 * half + i]);
+        a[b][2 * half + i] = pair_of<T>(value.x * read.x, value.y * read.y);
+      }
+    }
+    if (!kGroup) add(b);
+  }
+  if (kGroup) {
+    begin(s);
+#pragma unroll
+    for (int b = 0; b < Bands; ++b) add(b);
+    Products<D>::commit();
+  }
+}
+
+// G^T = dU^T X, under way afterwards.
 template <typename T, int D>
+__device__ inline void start_transposed_solution(Halves& g, const Operand<kTilesDown>& du,
+                                                 const InverseRows& x) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool kGroup = Products<D>::kGroup;
+#else
+  constexpr bool kGroup = false;
+#endif
+  if constexpr (kGroup) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const auto matrices = [&](int i, int half) {
+      return descriptor(shared_address(x.data + InverseRows::block(i, 2 * half)), 128, InverseRows::kNext);
+    };
+    group_mma<T, Lines::columns, 32, false>(g[0].at, du.at[0], matrices(0, 0));
+    group_mma<T, Lines::columns, 32, false>(g[1].at, du.at[2], matrices(2, 1));
+    group_mma<T, Lines::columns, 32>(g[1].at, du.at[3], matrices(3, 1));
+#pragma unroll
+    for (int i = 1; i < kTilesDown; ++i) group_mma<T, Lines::columns, 32>(g[0].at, du.at[i], matrices(i, 0));
+#endif
+  } else {
+    fill(g[0], 0.f), fill(g[1], 0.f);
+#pragma unroll
+    for (int i = 0; i < kTilesDown; ++i) {
+#pragma unroll
+      for (int j = 0; j <= i; ++j) {
+        uint32_t block[4];
+        x.load_transposed(block, i, j);
+        mma<T>(g[j / 2].at[j % 2 * 2], du.at[i], block[0], block[1]);
+        mma<T>(g[j / 2].at[j % 2 * 2 + 1], du.at[i], block[2], block[3]);
+      }
+    }
+  }
+}
+
+template <typename T, int D, int Bands>
 __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& part,
                                          const ReverseSpace<T, D>& space, int warp) {
   using Sizes = ReverseSizes<D>;
   const DeltaReverse& p = pass.scan;
   const int group = p.shape.query_heads / p.shape.heads, first_col = part.col + 16 * warp;
-  Sums<D / 8> s;  // dS^T
+  State<D> s;  // dS^T
   start_state(s, p.shape, pass.walk, part, first_col, p.initial);
+  RoundedState<T, D> rounded;
+  rounded.take(s);
 
   Turn turn, query_turn, slot;
 #pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
-    const Stage<T, D> stage{space.stages + turn.at * Stage<T, D>::kBytes};
+    const Stage<T, D> stage{space.stages + turn.place * Stage<T, D>::kBytes};
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
-    unsigned char* const own =
-        space.ring + slot.at * Sizes::kSlotBytes + warp * (Sizes::kStateBytes + Sizes::kUpdateBytes);
-    wait(&space.barriers.full[turn.at], turn.parity);
-    if (!pass.walk.alone && part.chunks - 1 - c >= Sizes::kRing) {
-      wait(&space.barriers.consumed[slot.at], slot.parity ^ 1);
-    }
+    unsigned char* const own = pass.walk.alone ? nullptr
+                                               : space.ring + slot.place * Sizes::kSlotBytes +
+                                                     warp * (Sizes::kStateBytes + Sizes::kUpdateBytes);
+    const auto wait_for_slot = [&] {
+      if (own != nullptr && part.chunks - 1 - c >= pass.ring) {
+        wait(&space.barriers.consumed[slot.place], slot.parity ^ 1);
+      }
+    };
+    wait(&space.barriers.full[turn.place], turn.parity);
+    fence_tiles();
+    if (!rounded.kWhole) wait_for_slot();
 
+    // Y^T = dS^T K^T, and dS decays meanwhile
+    Sums<8> y;
+    rounded.start_read(y, s, stage.k(), own);
+    if (rounded.kWhole) wait_for_slot();
+    rounded.leave_in(own);
+    if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
-    // Y^T = dS^T K^T
-    Sums<8> y;
-    fill(y, 0.f);
-    Operand<kTilesDown> du;
-    read_state<T, D>(y, s, stage.k(), pass.walk.alone ? nullptr : own, [&] {
+    // dS^T += (r * dO)^T Q, of a warpgroup the first query head's still under way when Y is there
+    const auto add_queries = [&] {
+      wait(&space.barriers.query_full[query_turn.place], query_turn.parity);
+      fence_tiles();
+      start_queries<Bands>(s, space.query(query_turn.place), warp);
+    };
+    const auto leave_queries = [&] {
+      finish(s);
+      arrive_warp(&space.barriers.query_empty[query_turn.place]);
+      query_turn.next(pass.stages);
+    };
+    const auto add_later_queries = [&](int member) {
+#pragma unroll 1
+      for (; member < group; ++member) {
+        add_queries();
+        leave_queries();
+      }
+    };
+    if (Products<D>::kGroup) add_queries();
+    Products<D>::template wait<1>(y);
+
     // dU_j += w_j Y_j
 #pragma unroll
-      for (int j = 0; j < kTilesDown; ++j) {
-        uint32_t of_values[4];
-        load_block_transposed(of_values, stage.v(), 16 * warp, 16 * j);
+    for (int j = 0; j < kTilesDown; ++j) {
+      uint32_t of_values[4];
+      load_block_transposed(of_values, stage.v(), 16 * warp, 16 * j);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float(&of)[4] = y.at[2 * j + half];
-          const float2 write = vectors.pair(kDeltaWrite, 16 * j + 8 * half);
+      for (int half = 0; half < 2; ++half) {
+        float(&of)[4] = y.at[2 * j + half];
+        const float2 write = vectors.pair(kDeltaWrite, 16 * j + 8 * half);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float2 value = unpaired<T>(of_values[2 * half + i]);
-            of[2 * i] = fmaf(write.x, of[2 * i], value.x);
-            of[2 * i + 1] = fmaf(write.y, of[2 * i + 1], value.y);
-          }
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpaired<T>(of_values[2 * half + i]);
+          of[2 * i] = fmaf(write.x, of[2 * i], value.x);
+          of[2 * i + 1] = fmaf(write.y, of[2 * i + 1], value.y);
         }
       }
-      round_to<T>(du, y);
-    });
+    }
+    Operand<kTilesDown> du;
+    round_to<T>(du, y);
 
     // G^T = dU^T X
-    Sums<8> g;
-    fill(g, 0.f);
-#pragma unroll
-    for (int i = 0; i < kTilesDown; ++i) {
-#pragma unroll
-      for (int j = 0; j <= i; ++j) {
-        uint32_t x[4];
-        prepared.load_transposed(x, i, j);
-        mma<T>(g.at[2 * j], du.at[i], x[0], x[1]);
-        mma<T>(g.at[2 * j + 1], du.at[i], x[2], x[3]);
-      }
+    Halves g;
+    Products<D>::begin();
+    start_transposed_solution<T, D>(g, du, stage.inverse());
+    Products<D>::commit();
+    Products<D>::template wait<0>(g[0], g[1]);
+    if (Products<D>::kGroup) {
+      leave_queries();
+      add_later_queries(1);
     }
     if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
@@ -181,63 +278,30 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
         for (int j = 0; j <= i; ++j) {
           uint32_t x[4];
           load_lost(x, all, i, j);
-          mma<T>(g.at[2 * j], du.at[i], transpose_pairs(x[0]), transpose_pairs(x[1]));
-          mma<T>(g.at[2 * j + 1], du.at[i], transpose_pairs(x[2]), transpose_pairs(x[3]));
+          mma<T>(g[j / 2].at[j % 2 * 2], du.at[i], transpose_pairs(x[0]), transpose_pairs(x[1]));
+          mma<T>(g[j / 2].at[j % 2 * 2 + 1], du.at[i], transpose_pairs(x[2]), transpose_pairs(x[3]));
         }
       }
     }
-    Operand<kTilesDown> update;
-    if (!pass.walk.alone) {
-      round_to<T>(update, g);
-      leave(own + Sizes::kStateBytes, update);
-      arrive(&space.barriers.published[slot.at]);
-    }
 
-    // dS^T <- e^{L_C} dS^T - (read * G)^T K
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 read = vectors.pair(kDeltaRead, 8 * i);
-      g.at[i][0] *= -read.x, g.at[i][1] *= -read.y, g.at[i][2] *= -read.x, g.at[i][3] *= -read.y;
-    }
+    // dS^T <- dS^T - (read * G)^T K
+    Operand<kTilesDown> unweighted, update;
+    if (own != nullptr) round_to<T>(unweighted, g);
+    scale_chunk_rows(g, [&](int row) {
+      const float2 factor = vectors.pair(kDeltaRead, row);
+      return float2{-factor.x, -factor.y};
+    });
     round_to<T>(update, g);
-    if (p.gated) {
-      const float decay = exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
-#pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) s.at[i][j] *= decay;
-      }
+    start_update<T>(s, update, stage.k());
+    if (own != nullptr) {
+      leave(own + Sizes::kStateBytes, unweighted);
+      arrive_warp(&space.barriers.published[slot.place]);
     }
-    add_product<T>(s, update, stage.k());
-    arrive(&space.barriers.empty[turn.at]);
+    if (!Products<D>::kGroup) add_later_queries(0);
+    rounded.take(s);
+    arrive_warp(&space.barriers.empty[turn.place]);
     turn.next(pass.stages);
-    slot.next(Sizes::kRing);
-    if (part.transition) continue;
-
-      // dS^T += (r * dO)^T Q
-#pragma unroll 1
-    for (int member = 0; member < group; ++member) {
-      const QueryStage<T, D> query = space.query(query_turn.at);
-      wait(&space.barriers.query_full[query_turn.at], query_turn.parity);
-#pragma unroll 2
-      for (int b = 0; b < space.bands; ++b) {
-        uint32_t a[4];
-        load_block_transposed(a, query.dout(b), 16 * warp, 0);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 read =
-              *reinterpret_cast<const float2*>(query.factors() + kTileRows * b + 8 * half + lane_col());
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float2 value = unpaired<T>(a[2 * half + i]);
-            a[2 * half + i] = pair_of<T>(value.x * read.x, value.y * read.y);
-          }
-        }
-        add_product<T>(s, a, query.q(b), 0);
-      }
-      arrive(&space.barriers.query_empty[query_turn.at]);
-      query_turn.next(pass.stages);
-    }
+    slot.next(pass.ring);
   }
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
@@ -252,9 +316,9 @@ __device__ inline void run_writer(const ReversePass& pass, const Part& part, con
   Turn slot;
 #pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
-    const unsigned char* const left = space.ring + slot.at * Sizes::kSlotBytes;
+    const unsigned char* const left = space.ring + slot.place * Sizes::kSlotBytes;
     const int rows = tokens_in(part, tokens, c) * n;
-    wait(&space.barriers.published[slot.at], slot.parity);
+    wait(&space.barriers.published[slot.place], slot.parity);
     T* const gradients = static_cast<T*>(p.gradients) +
                          (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
     publish_state<T, D>(gradients, left, kWarpBytes, p.shape, cols, writer, kWriters);
@@ -279,8 +343,8 @@ __device__ inline void run_writer(const ReversePass& pass, const Part& part, con
         }
       }
     }
-    arrive(&space.barriers.consumed[slot.at]);
-    slot.next(Sizes::kRing);
+    arrive_warp(&space.barriers.consumed[slot.place]);
+    slot.next(pass.ring);
   }
 }
 
@@ -288,29 +352,39 @@ template <typename T, int D>
 __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
     reverse(const __grid_constant__ ReversePass pass) {
   using Sizes = ReverseSizes<D>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of<Sizes::kCols>(pass.scan.shape, pass.walk, part)) return;
-  unsigned char* const stages = shared + (pass.walk.alone ? 256 : Sizes::kFixedBytes);
-  const int writers = pass.walk.alone ? 0 : kWriters;
-  const ReverseSpace<T, D> space{*reinterpret_cast<ReverseBarriers*>(shared), shared + 256, stages,
-                                 stages + pass.stages * Stage<T, D>::kBytes, bands_of(pass.scan.shape.n)};
+  const int writers = pass.walk.alone ? 0 : kWriters, bands = bands_of(pass.scan.shape.n);
+  unsigned char* const queries = shared + pass.stages * Stage<T, D>::kBytes;
+  unsigned char* const factors = queries + pass.stages * QueryStage<T, D>::bytes(bands);
+  unsigned char* const barriers = factors + pass.stages * QueryStage<T, D>::kFactorBytes;
+  const ReverseSpace<T, D> space{*reinterpret_cast<ReverseBarriers*>(barriers),
+                                 shared,
+                                 queries,
+                                 barriers + kReverseBarrierBytes,
+                                 factors,
+                                 bands};
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&space.barriers.full[i], 32 * kLoaders);
-      init_barrier(&space.barriers.empty[i], 32 * Sizes::kChain);
+      init_barrier(&space.barriers.empty[i], Sizes::kChain);
       init_barrier(&space.barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&space.barriers.query_empty[i], 32 * Sizes::kChain);
+      init_barrier(&space.barriers.query_empty[i], Sizes::kChain);
     }
-    for (int i = 0; i < Sizes::kRing; ++i) {
-      init_barrier(&space.barriers.published[i], 32 * Sizes::kChain);
-      init_barrier(&space.barriers.consumed[i], 32 * kWriters);
+    for (int i = 0; i < pass.ring; ++i) {
+      init_barrier(&space.barriers.published[i], Sizes::kChain);
+      init_barrier(&space.barriers.consumed[i], kWriters);
     }
   }
   __syncthreads();
   const int warp = warp_index();
   if (warp < Sizes::kChain) {
-    run_reverse_chain<T, D>(pass, part, space, warp);
+    if (bands == kTilesDown) {
+      run_reverse_chain<T, D, kTilesDown>(pass, part, space, warp);
+    } else {
+      run_reverse_chain<T, D, 2>(pass, part, space, warp);
+    }
   } else if (warp < Sizes::kChain + writers) {
     run_writer<T, D>(pass, part, space, warp - Sizes::kChain);
   } else {
@@ -321,12 +395,12 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
 // Bytes of one stage of both kinds.
 template <typename T, int D>
 constexpr int reverse_stage(int n) {
-  return Stage<T, D>::kBytes + QueryStage<T, D>::bytes(bands_of(n));
+  return Stage<T, D>::kBytes + QueryStage<T, D>::bytes(bands_of(n)) + QueryStage<T, D>::kFactorBytes;
 }
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int reverse_least() {
-  return ReverseSizes<D>::kFixedBytes + 2 * reverse_stage<T, D>(1);
+  return kReverseBarrierBytes + ReverseSizes<D>::kSlotBytes + 2 * reverse_stage<T, D>(1);
 }
 
 template <typename T, int D>
@@ -336,7 +410,12 @@ cudaError_t launch_reverse(const ReversePass& given, cudaStream_t stream) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const int stage = reverse_stage<T, D>(pass.scan.shape.n);
-  const int stages = std::min((limit - Sizes::kFixedBytes) / stage, Sizes::kMaxStages);
+  const auto stages_beside = [&](int ring) {
+    return std::min((limit - kReverseBarrierBytes - ring * Sizes::kSlotBytes) / stage, Sizes::kMaxStages);
+  };
+  int ring = Sizes::kMaxRing;
+  while (ring > 1 && stages_beside(ring) < 2) --ring;
+  const int stages = stages_beside(ring);
   if (stages < 2) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<reverse<T, D>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, Sizes::kCols);
@@ -344,8 +423,9 @@ cudaError_t launch_reverse(const ReversePass& given, cudaStream_t stream) {
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Without writers several blocks fit a multiprocessor, if they leave each other shared memory.
   pass.stages = pass.walk.alone ? 2 : stages;
+  pass.ring = pass.walk.alone ? 0 : ring;
   const int threads = pass.walk.alone ? 32 * (Sizes::kChain + kLoaders) : Sizes::kThreads;
-  const int bytes = (pass.walk.alone ? 256 : Sizes::kFixedBytes) + pass.stages * stage;
+  const int bytes = kReverseBarrierBytes + pass.ring * Sizes::kSlotBytes + pass.stages * stage;
   reverse<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

@@ -6,8 +6,9 @@
 // A block has 16 W columns of V of one head's state, for all chunks of a sequence or a segment of one.
 //
 // Its first W warps are the chain, each with 16 columns. They keep S^T [16, D] in fp32 and compute everything
-// transposed: then the sums of every product become the left factor of the next by rounding alone, and no two
-// warps of the chain ever wait for each other. What they have rounded, S and U, they leave in a ring for the
+// transposed: then the sums of every product become the left factor of the next by rounding alone. Four such
+// warps are a warpgroup, whose products read the keys from shared memory once for all of them: warp by warp
+// that was most of what shared memory can do. What they have rounded, S and U, they leave in a ring for the
 // readers, which make the output beside them. Two readers have a chunk, half of its bands of 16 tokens each,
 // and two more the next, a pair for every slot of the ring: a reader has as many chunks' time for one as the
 // ring has slots. It makes its own rows of P = Q K^T ahead, so that of a chunk's state and updates only their
@@ -59,14 +60,48 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, unsig
                                             p.shape.V - part.col, thread);
   Turn turn;
   for (int c = 0; c < part.chunks; ++c) {
-    if (c >= pass.stages) wait(&barriers.empty[turn.at], turn.parity ^ 1);
-    loader.start({stages + turn.at * Stage<T, D>::kBytes}, c * tokens * n, tokens_in(part, tokens, c) * n,
+    if (c >= pass.stages) wait(&barriers.empty[turn.place], turn.parity ^ 1);
+    loader.start({stages + turn.place * Stage<T, D>::kBytes}, c * tokens * n, tokens_in(part, tokens, c) * n,
                  !part.transition, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
-    arrive_after_copies(&barriers.full[turn.at]);
+    arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
   }
   commit_copies();
   wait_copies<0>();
+}
+
+// U^T = Z^T X^T, of 32 columns of it after the other 32, under way afterwards.
+template <typename T, int D>
+__device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, const InverseRows& x) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool kGroup = Products<D>::kGroup;
+#else
+  constexpr bool kGroup = false;
+#endif
+  if constexpr (kGroup) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const auto matrices = [&](int half, int j) {
+      return descriptor(shared_address(x.data + InverseRows::block(2 * half, j)), InverseRows::kNext, 128);
+    };
+    group_mma<T, Lines::rows, 32, false>(u[0].at, z.at[0], matrices(0, 0));
+    group_mma<T, Lines::rows, 32, false>(u[1].at, z.at[0], matrices(1, 0));
+    group_mma<T, Lines::rows, 32>(u[0].at, z.at[1], matrices(0, 1));
+#pragma unroll
+    for (int j = 1; j < kTilesDown; ++j) group_mma<T, Lines::rows, 32>(u[1].at, z.at[j], matrices(1, j));
+#endif
+  } else {
+    fill(u[0], 0.f), fill(u[1], 0.f);
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+      for (int i = j; i < kTilesDown; ++i) {
+        uint32_t block[4];
+        x.load(block, i, j);
+        mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], block[0], block[2]);
+        mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], block[1], block[3]);
+      }
+    }
+  }
 }
 
 // The chain's warp `warp`.
@@ -78,60 +113,68 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
   const int first_col = part.col + 16 * warp;
   const bool weighted = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1
 
-  Sums<D / 8> s;  // S^T
+  State<D> s;  // S^T
   start_state(s, p.shape, pass.walk, part, first_col, p.initial);
+
+  RoundedState<T, D> rounded;
+  rounded.take(s);
 
   Turn turn, slot;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const Stage<T, D> stage{stages + turn.at * Stage<T, D>::kBytes};
+    const Stage<T, D> stage{stages + turn.place * Stage<T, D>::kBytes};
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
-    unsigned char* const own = ring + slot.at * Sizes::kSlotBytes + warp * Sizes::kWarpBytes;
-    wait(&barriers.full[turn.at], turn.parity);
-    if (!pass.walk.alone && c >= pass.ring) wait(&barriers.consumed[slot.at], slot.parity ^ 1);
-
-    const bool keeps = prepared.keeps();
+    unsigned char* const own =
+        pass.walk.alone ? nullptr : ring + slot.place * Sizes::kSlotBytes + warp * Sizes::kWarpBytes;
+    const auto wait_for_slot = [&] {
+      if (own != nullptr && c >= pass.ring) wait(&barriers.consumed[slot.place], slot.parity ^ 1);
+    };
+    wait(&barriers.full[turn.place], turn.parity);
+    fence_tiles();
+    if (!rounded.kWhole) wait_for_slot();
 
     // Y^T = S^T K^T
     Sums<8> y;
-    fill(y, 0.f);
-    Operand<kTilesDown> z;
-    read_state<T, D>(y, s, stage.k(), pass.walk.alone ? nullptr : own, [&] {
-    // Z_i = beta_i v_i - read_i Y_i
-#pragma unroll
-      for (int j = 0; j < kTilesDown; ++j) {
-        uint32_t v[4];
-        load_block_transposed(v, stage.v(), 16 * warp, 16 * j);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float(&of)[4] = y.at[2 * j + half];
-          const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
-                       read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float2 value = unpaired<T>(v[2 * half + i]);
-            of[2 * i] = fmaf(beta.x, value.x, -read.x * of[2 * i]);
-            of[2 * i + 1] = fmaf(beta.y, value.y, -read.y * of[2 * i + 1]);
-          }
-        }
-      }
-      round_to<T>(z, y);
-    });
-
-    // U^T = Z^T X^T
-    Sums<8> u;
-    fill(u, 0.f);
+    rounded.start_read(y, s, stage.k(), own);
+    if (rounded.kWhole) wait_for_slot();
+    rounded.leave_in(own);
+    uint32_t v[kTilesDown][4];
+    const auto load_values = [&](int j) { load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j); };
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) {
+      if (Products<D>::kGroup) load_values(j);
+    }
+    const bool keeps = prepared.keeps();
+    Products<D>::template wait<0>(y);
+
+    // Z_i = beta_i v_i - read_i Y_i
 #pragma unroll
-      for (int i = j; i < kTilesDown; ++i) {
-        uint32_t x[4];
-        prepared.load(x, i, j);
-        mma<T>(u.at[2 * i], z.at[j], x[0], x[2]);
-        mma<T>(u.at[2 * i + 1], z.at[j], x[1], x[3]);
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (!Products<D>::kGroup) load_values(j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float(&of)[4] = y.at[2 * j + half];
+        const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
+                     read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpaired<T>(v[j][2 * half + i]);
+          of[2 * i] = fmaf(beta.x, value.x, -read.x * of[2 * i]);
+          of[2 * i + 1] = fmaf(beta.y, value.y, -read.y * of[2 * i + 1]);
+        }
       }
     }
+    Operand<kTilesDown> z;
+    round_to<T>(z, y);
+
+    // U^T = Z^T X^T, and S decays meanwhile
+    Halves u;
+    Products<D>::begin();
+    start_solution<T, D>(u, z, stage.inverse());
+    Products<D>::commit();
+    if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
+    Products<D>::template wait<0>(u[0], u[1]);
     if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
 #pragma unroll
@@ -140,37 +183,28 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
         for (int i = j; i < kTilesDown; ++i) {
           uint32_t x[4];
           load_lost(x, all, i, j);
-          mma<T>(u.at[2 * i], z.at[j], x[0], x[2]);
-          mma<T>(u.at[2 * i + 1], z.at[j], x[1], x[3]);
+          mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], x[0], x[2]);
+          mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], x[1], x[3]);
         }
       }
     }
-    Operand<kTilesDown> update;
-    round_to<T>(update, u);
-    if (!pass.walk.alone) {
-      leave(own + Sizes::kStateBytes, update);
-      arrive(&barriers.published[slot.at]);
-    }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K
+    Operand<kTilesDown> unweighted, update;
+    round_to<T>(unweighted, u);
     if (weighted) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float2 write = vectors.pair(kDeltaWrite, 8 * i);
-        u.at[i][0] *= write.x, u.at[i][1] *= write.y, u.at[i][2] *= write.x, u.at[i][3] *= write.y;
-      }
+      scale_chunk_rows(u, [&](int row) { return vectors.pair(kDeltaWrite, row); });
       round_to<T>(update, u);
+    } else {
+      update = unweighted;
     }
-    if (p.gated) {
-      const float decay = exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
-#pragma unroll
-      for (int i = 0; i < D / 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) s.at[i][j] *= decay;
-      }
+    start_update<T>(s, update, stage.k());
+    if (own != nullptr) {
+      leave(own + Sizes::kStateBytes, unweighted);
+      arrive_warp(&barriers.published[slot.place]);
     }
-    add_product<T>(s, update, stage.k());
-    arrive(&barriers.empty[turn.at]);
+    rounded.take(s);
+    arrive_warp(&barriers.empty[turn.place]);
     turn.next(pass.stages);
     slot.next(pass.ring);
   }
@@ -227,12 +261,12 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
   unsigned parity = 0;
 #pragma unroll 1
   for (int c = slot; c < part.chunks; c += pass.ring) {
-    const Stage<T, D> stage{stages + turn.at * Stage<T, D>::kBytes};
+    const Stage<T, D> stage{stages + turn.place * Stage<T, D>::kBytes};
     const Vectors vectors = stage.prepared().vectors();
     const int length = tokens_in(part, tokens, c);
     // The stage's turn before this one is over, else its parity would say nothing: the chain was past it when
     // it published this reader's last chunk, for the ring has no more slots than there are stages.
-    wait(&barriers.full[turn.at], turn.parity);
+    wait(&barriers.full[turn.place], turn.parity);
 
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
@@ -328,7 +362,7 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
           }
         }
       }
-      if (member + 1 == group) arrive(&barriers.empty[turn.at]);
+      if (member + 1 == group) arrive_warp(&barriers.empty[turn.place]);
 
       if (member == 0) {
         wait(&barriers.published[slot], parity);
@@ -394,7 +428,7 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
           }
         }
       }
-      if (member + 1 == group) arrive(&barriers.consumed[slot]);
+      if (member + 1 == group) arrive_warp(&barriers.consumed[slot]);
     }
     turn.skip(pass.ring, pass.stages);
     parity ^= 1;
@@ -405,21 +439,21 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
 template <typename T, int D>
 __global__ void __launch_bounds__(ScanSizes<D>::kMaxThreads, 1) scan(const __grid_constant__ ScanPass pass) {
   using Sizes = ScanSizes<D>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of<Sizes::kCols>(pass.scan.shape, pass.walk, part)) return;
-  auto& barriers = *reinterpret_cast<ScanBarriers*>(shared);
-  unsigned char* const ring = shared + kScanBarrierBytes;
+  unsigned char* const stages = shared;
+  unsigned char* const ring = stages + pass.stages * Stage<T, D>::kBytes;
   unsigned char* const queries = ring + pass.ring * Sizes::kSlotBytes;
-  unsigned char* const stages = ring + pass.ring * Sizes::ring_bytes(pass.scan.shape.n);
+  auto& barriers = *reinterpret_cast<ScanBarriers*>(ring + pass.ring * Sizes::ring_bytes(pass.scan.shape.n));
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], 32 * (Sizes::kChain + (pass.walk.alone ? 0 : kPair)));
+      init_barrier(&barriers.empty[i], Sizes::kChain + (pass.walk.alone ? 0 : kPair));
     }
     for (int i = 0; i < pass.ring; ++i) {
-      init_barrier(&barriers.published[i], 32 * Sizes::kChain);
-      init_barrier(&barriers.consumed[i], 32 * kPair);
+      init_barrier(&barriers.published[i], Sizes::kChain);
+      init_barrier(&barriers.consumed[i], kPair);
     }
   }
   __syncthreads();

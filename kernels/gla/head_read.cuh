@@ -67,16 +67,6 @@ constexpr int kHeadRingBytes = (sizeof(HeadRing) + 1023) / 1024 * 1024;
 template <typename T, int D>
 constexpr int kLeastHeadReadBytes = kHeadRingBytes + HeadStage<T, D>::kBytes + HeadState<T, D>::kBytes;
 
-// A turn's place in a ring and the parity of its phase.
-struct Turn {
-  int slot = 0;
-  unsigned parity = 0;
-
-  __device__ void next(int slots) {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
-
 template <typename T>
 __device__ inline const T* first_row(const In<4>& in, const Sequence& sequence, int64_t start, int head,
                                      int col = 0) {
@@ -156,24 +146,24 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     GatePair gates = gates_of(0);
     Turn at;
     for (int turn = 0; turn < chunks; ++turn) {
-      if (turn >= pass.stages) wait(&ring.free[at.slot], at.parity ^ 1);
-      const Stage stage = stage_at(at.slot);
+      if (turn >= pass.stages) wait(&ring.free[at.place], at.parity ^ 1);
+      const Stage stage = stage_at(at.place);
       const int token = token_of(turn), rows = min(kChunk, length - token);
       k.start(stage.k, token, rows);
       v.start(stage.v, token, rows);
       if (!alone) q.start(stage.q, token, rows);
-      arrive_after_copies(&ring.full[at.slot]);
+      arrive_after_copies(&ring.full[at.place]);
       if (warp == 0) {
-        float* sums = ring.sums[at.slot];
+        float* sums = ring.sums[at.place];
         gates.put_sums(sums);
         __syncwarp();
         // w = e^{L_C - L}, in reverse scale e^L
         const float2 sum = *reinterpret_cast<const float2*>(sums + 2 * lane());
         const float whole = sums[kChunk - 1];
-        *reinterpret_cast<float2*>(ring.weights[at.slot] + 2 * lane()) =
+        *reinterpret_cast<float2*>(ring.weights[at.place] + 2 * lane()) =
             Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
                     : float2{exp2_fast(whole - sum.x), exp2_fast(whole - sum.y)};
-        arrive(&ring.full[at.slot]);
+        arrive(&ring.full[at.place]);
         gates = gates_of(turn + 1);  // a turn ahead
       }
       at.next(pass.stages);
@@ -210,8 +200,8 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     Turn at, to;
     for (int turn = 0; turn < chunks; ++turn) {
       if (!alone) {
-        if (turn >= pass.slots) wait(&ring.used[to.slot], to.parity ^ 1);
-        const State carried = state_at(to.slot);
+        if (turn >= pass.slots) wait(&ring.used[to.place], to.parity ^ 1);
+        const State carried = state_at(to.place);
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -221,15 +211,15 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
           }
         }
         fence_tiles();
-        arrive(&ring.carried[to.slot]);
+        arrive(&ring.carried[to.place]);
         to.next(pass.slots);
       }
 
       // S^T <- e^{L_C} S^T + (w v)^T k
-      const Stage stage = stage_at(at.slot);
-      wait(&ring.full[at.slot], at.parity);
+      const Stage stage = stage_at(at.place);
+      wait(&ring.full[at.place], at.parity);
       fence_tiles();
-      const float whole = ring.sums[at.slot][kChunk - 1], decay = exp2_fast(whole);
+      const float whole = ring.sums[at.place][kChunk - 1], decay = exp2_fast(whole);
       total += whole;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -244,7 +234,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 w =
-              *reinterpret_cast<const float2*>(ring.weights[at.slot] + 16 * k + 8 * half + lane_col());
+              *reinterpret_cast<const float2*>(ring.weights[at.place] + 16 * k + 8 * half + lane_col());
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float2 x = unpaired<T>(a[2 * half + i]);
@@ -256,7 +246,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
       start_product<T>(state, weighted, stage.k, first_key);
       commit_products();
       wait_products<0>(state);
-      arrive(&ring.free[at.slot]);
+      arrive(&ring.free[at.place]);
       at.next(pass.stages);
     }
 
@@ -287,9 +277,9 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   Turn at, from;
   for (int turn = 0; turn < chunks; ++turn, at.next(pass.stages), from.next(pass.slots)) {
     if (turn % pass.readers != reader) continue;
-    const Stage stage = stage_at(at.slot);
-    const State carried = state_at(from.slot);
-    const float* sums = ring.sums[at.slot];
+    const Stage stage = stage_at(at.place);
+    const State carried = state_at(from.place);
+    const float* sums = ring.sums[at.place];
     const int token = token_of(turn);
 
     // near_ij = scale (q_i . k_j) e^{-|L_i - L_j|}, o = r (q S) + near v, r = scale e^L, in reverse
@@ -297,12 +287,12 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     Sums<8> scores, o;
     fill(scores, 0.f);
     fill(o, 0.f);
-    wait(&ring.full[at.slot], at.parity);
+    wait(&ring.full[at.place], at.parity);
     fence_tiles();
     fence_products(scores);
     start_product_transposed(scores, stage.q, stage.k);
     commit_products();
-    wait(&ring.carried[from.slot], from.parity);
+    wait(&ring.carried[from.place], from.parity);
     fence_products(o);
     start_product_transposed(o, stage.q, carried);
     commit_products();
@@ -324,7 +314,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     Operand<4> near;
     round_to<T>(near, scores);
     wait_products<0>(o);
-    arrive(&ring.used[from.slot]);
+    arrive(&ring.used[from.place]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = sums[kRows * row_block + lane_row() + 8 * i];
@@ -341,7 +331,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     reader == 0 ? barrier_wait(1, 128) : barrier_wait(2, 128);
     const Piece piece{sequence, 0, start + token, min(kChunk, length - token)};
     store_rows_of<T>(o, stage.q.block(0), row_block, p.o, piece, query_head, col, shape.V);
-    arrive(&ring.free[at.slot]);
+    arrive(&ring.free[at.place]);
   }
 }
 

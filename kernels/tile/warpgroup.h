@@ -17,14 +17,14 @@
 
 namespace girih::kernels {
 
-// 64 x Cols 16-bit elements in blocks of 64 columns: a row of a block is a line of 128 bytes, and the 16-byte
-// packs of a line change places with the row, as in a SharedTile. `data` is a multiple of 1024 bytes, for
-// wgmma.
-template <typename T, int Cols>
+// Rows x Cols 16-bit elements in blocks of 64 columns: a row of a block is a line of 128 bytes, and the
+// 16-byte packs of a line change places with the row, as in a SharedTile. `data` is a multiple of 1024 bytes,
+// for wgmma.
+template <typename T, int Cols, int Rows = 64>
 struct BlockTile {
   using Element = T;
-  using Block = SharedTile<T, 64, 64>;
-  static constexpr int kRows = 64;
+  using Block = SharedTile<T, Rows, 64>;
+  static constexpr int kRows = Rows;
   static constexpr int kCols = Cols;
   static constexpr int kBytes = Cols / 64 * Block::kBytes;
   static_assert(Cols % 64 == 0);
@@ -32,11 +32,11 @@ struct BlockTile {
   T* data;
 
   __host__ __device__ static unsigned offset(unsigned row, unsigned col) {
-    return col / 64 * (64 * 64) + Block::offset(row, col % 64);
+    return col / 64 * (Rows * 64) + Block::offset(row, col % 64);
   }
   __host__ __device__ static unsigned offset(unsigned row, unsigned col, unsigned lane_row,
                                              unsigned lane_col) {
-    return col / 64 * (64 * 64) + Block::offset(row, col % 64, lane_row, lane_col);
+    return col / 64 * (Rows * 64) + Block::offset(row, col % 64, lane_row, lane_col);
   }
   __device__ T& at(int row, int col) const { return data[offset(row, col)]; }
   __device__ T& at(int row, int col, int lane_row, int lane_col) const {
@@ -46,7 +46,7 @@ struct BlockTile {
   __device__ uint32_t address(int row, int col, int lane_row, int lane_col) const {
     return shared_address(data + offset(row, col, lane_row, lane_col));
   }
-  __device__ Block block(int col) const { return {data + col / 64 * (64 * 64)}; }
+  __device__ Block block(int col) const { return {data + col / 64 * (Rows * 64)}; }
 };
 
 // The warp's place in its warpgroup.
@@ -59,81 +59,90 @@ enum class Lines { rows, columns };
 
 // What wgmma is told of a tile: where it starts, 1024 bytes from 8 rows to the next 8, lines of 128 bytes
 // whose packs change places; by columns also where the next 64 of them are.
-template <Lines lines, typename T, int Cols>
-__device__ inline uint64_t descriptor(const BlockTile<T, Cols>& tile, int row, int col) {
-  constexpr uint64_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols>::Block::kBytes / 16;
+template <Lines lines, typename T, int Cols, int Rows>
+__device__ inline uint64_t descriptor(const BlockTile<T, Cols, Rows>& tile, int row, int col) {
+  constexpr uint64_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols, Rows>::Block::kBytes / 16;
   constexpr uint64_t kEight = 1024 / 16;
   const uint32_t address = shared_address(tile.block(col).data + row * 64 + col % 64);
   return (address & 0x3ffff) >> 4 | kNext << 16 | kEight << 32 | uint64_t{1} << 62;
 }
 
-// d += a b, 64 x 16 times 16 x 64 or 16 x 32. a: registers, or a tile's rows.
-#define GIRIH_SUMS                                                                                        \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define GIRIH_HALF_SUMS "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
-#define GIRIH_EIGHT(n)                                                                              \
-  "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3]), "+f"(d[n + 1][0]), "+f"(d[n + 1][1]), \
-      "+f"(d[n + 1][2]), "+f"(d[n + 1][3])
-#define GIRIH_WGMMA(cols, type) "wgmma.mma_async.sync.aligned.m64n" cols "k16.f32." type "." type " "
-#define GIRIH_FROM_TILE(type, by_rows)                                                           \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA("64", type) GIRIH_SUMS \
-               ", %32, %33, add, 1, 1, 0, " by_rows ";\n}\n"                                     \
-               : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)                  \
-               : "l"(a), "l"(b))
-#define GIRIH_HALF_FROM_TILE(type)                                                                    \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA("32", type) GIRIH_HALF_SUMS \
-               ", %16, %17, add, 1, 1, 0, 0;\n}\n"                                                    \
-               : GIRIH_EIGHT(0), GIRIH_EIGHT(2)                                                       \
-               : "l"(a), "l"(b))
-#define GIRIH_FROM_REGISTERS(type)                                                               \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n" GIRIH_WGMMA("64", type) GIRIH_SUMS \
-               ", {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}\n"                                 \
-               : GIRIH_EIGHT(0), GIRIH_EIGHT(2), GIRIH_EIGHT(4), GIRIH_EIGHT(6)                  \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// The same of 8 x 8 matrices of 128 bytes each: bytes from one to the next along the product's inner
+// dimension, and across it.
+__device__ inline uint64_t descriptor(uint32_t matrices, unsigned along, unsigned across) {
+  return (matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(along / 16) << 16 |
+         static_cast<uint64_t>(across / 16) << 32;
+}
 
-template <typename T, Lines of_b>
+// d += a b, or with `Add` false d = a b, 64 x 16 times 16 x N. a: registers, or a tile's rows.
+#define GIRIH_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define GIRIH_32 GIRIH_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define GIRIH_FOUR(how, n) how(d[n][0]), how(d[n][1]), how(d[n][2]), how(d[n][3])
+#define GIRIH_HALF(how) GIRIH_FOUR(how, 0), GIRIH_FOUR(how, 1), GIRIH_FOUR(how, 2), GIRIH_FOUR(how, 3)
+#define GIRIH_ALL(how) \
+  GIRIH_HALF(how), GIRIH_FOUR(how, 4), GIRIH_FOUR(how, 5), GIRIH_FOUR(how, 6), GIRIH_FOUR(how, 7)
+#define GIRIH_WGMMA(n, type, add, sums)       \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
+  ", 0;\n"                                    \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " sums "}, "
+#define GIRIH_FROM_TILE(type)                                                               \
+  if constexpr (N == 64) {                                                                  \
+    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "%32, %33, add, 1, 1, 0, %34;\n}\n" \
+                 : GIRIH_ALL("+f")                                                          \
+                 : "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0));                    \
+  } else {                                                                                  \
+    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "%16, %17, add, 1, 1, 0, %18;\n}\n" \
+                 : GIRIH_HALF("+f")                                                         \
+                 : "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0));                    \
+  }
+#define GIRIH_FROM_REGISTERS(type)                                                                        \
+  if constexpr (N == 64 && Add) {                                                                         \
+    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n" \
+                 : GIRIH_ALL("+f")                                                                        \
+                 : GIRIH_LEFT);                                                                           \
+  } else if constexpr (N == 64) {                                                                         \
+    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n" \
+                 : GIRIH_ALL("=f")                                                                        \
+                 : GIRIH_LEFT);                                                                           \
+  } else if constexpr (Add) {                                                                             \
+    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, 1, %21;\n}\n" \
+                 : GIRIH_HALF("+f")                                                                       \
+                 : GIRIH_LEFT);                                                                           \
+  } else {                                                                                                \
+    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, 1, %21;\n}\n" \
+                 : GIRIH_HALF("=f")                                                                       \
+                 : GIRIH_LEFT);                                                                           \
+  }
+#define GIRIH_LEFT "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0)
+
+template <typename T, Lines of_b, int N = 64>
 __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __half> && of_b == Lines::rows) {
-    GIRIH_FROM_TILE("f16", "0");
-  } else if constexpr (std::is_same_v<T, __half>) {
-    GIRIH_FROM_TILE("f16", "1");
-  } else if constexpr (of_b == Lines::rows) {
-    GIRIH_FROM_TILE("bf16", "0");
-  } else {
-    GIRIH_FROM_TILE("bf16", "1");
-  }
-}
-// Rows of both.
-template <typename T>
-__device__ inline void group_mma(Sums<8>& sums, uint64_t a, uint64_t b) {
-  group_mma<T, Lines::rows>(sums.at, a, b);
-}
-template <typename T>
-__device__ inline void group_mma(Sums<4>& sums, uint64_t a, uint64_t b) {
-  float(&d)[4][4] = sums.at;
+  static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
-    GIRIH_HALF_FROM_TILE("f16");
+    GIRIH_FROM_TILE("f16")
   } else {
-    GIRIH_HALF_FROM_TILE("bf16");
+    GIRIH_FROM_TILE("bf16")
   }
 }
-template <typename T>
+template <typename T, Lines of_b, int N = 64, bool Add = true>
 __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
-    GIRIH_FROM_REGISTERS("f16");
+    GIRIH_FROM_REGISTERS("f16")
   } else {
-    GIRIH_FROM_REGISTERS("bf16");
+    GIRIH_FROM_REGISTERS("bf16")
   }
 }
 
-#undef GIRIH_SUMS
-#undef GIRIH_HALF_SUMS
-#undef GIRIH_EIGHT
+#undef GIRIH_16
+#undef GIRIH_32
+#undef GIRIH_FOUR
+#undef GIRIH_HALF
+#undef GIRIH_ALL
 #undef GIRIH_WGMMA
 #undef GIRIH_FROM_TILE
-#undef GIRIH_HALF_FROM_TILE
 #undef GIRIH_FROM_REGISTERS
+#undef GIRIH_LEFT
 
 #endif
 
@@ -177,14 +186,15 @@ __device__ inline void wait_products(Sums<N>&... sums) {
   (pin(sums), ...);
 }
 
-// sums += x y^T: 64 rows of x, of y 64 or 32 from `row` on.
+// sums += x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
 template <typename T, int N, int Cols>
 __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T, Cols>& x,
                                                 const BlockTile<T, Cols>& y, int row = 0) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
   for (int col = 0; col < Cols; col += 16) {
-    group_mma<T>(sums, descriptor<Lines::rows>(x, 0, col), descriptor<Lines::rows>(y, row, col));
+    group_mma<T, Lines::rows, 8 * N>(sums.at, descriptor<Lines::rows>(x, 0, col),
+                                     descriptor<Lines::rows>(y, row, col));
   }
 #else
 #pragma unroll 4
@@ -193,6 +203,22 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T
     load_block(a, x, 16 * group_warp(), col);
     add_product_transposed<T>(sums, a, y, row, col);
   }
+#endif
+}
+
+// sums += a y^T, or with `Add` false sums = a y^T, y the 64 rows and 16K columns from `col` on of a tile.
+template <typename T, bool Add = true, int K, int Cols>
+__device__ inline void start_product_transposed(Sums<8>& sums, const Operand<K>& a,
+                                                const BlockTile<T, Cols>& y, int col = 0) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  group_mma<T, Lines::rows, 64, Add>(sums.at, a.at[0], descriptor<Lines::rows>(y, 0, col));
+#pragma unroll
+  for (int k = 1; k < K; ++k) {
+    group_mma<T, Lines::rows>(sums.at, a.at[k], descriptor<Lines::rows>(y, 0, col + 16 * k));
+  }
+#else
+  if (!Add) fill(sums, 0.f);
+  add_product_transposed<T>(sums, a, y, 0, col);
 #endif
 }
 
@@ -224,12 +250,24 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const B
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T>(sums.at + n, a.at[k], descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
+      group_mma<T, Lines::columns>(sums.at + n, a.at[k],
+                                   descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
     }
 #else
     add_product<T>(sums, a.at[k], y, row + 16 * k, col);
 #endif
   }
+}
+
+// sums += a y: 16 rows of y and 64 columns of it from `col` on.
+template <typename T, int Cols, int Rows>
+__device__ inline void start_product(Sums<8>& sums, const uint32_t (&a)[4], const BlockTile<T, Cols, Rows>& y,
+                                     int col) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  group_mma<T, Lines::columns>(sums.at, a, descriptor<Lines::columns>(y, 0, col));
+#else
+  add_product<T>(sums, a, y, 0, col);
+#endif
 }
 
 }  // namespace girih::kernels
