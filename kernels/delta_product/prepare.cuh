@@ -106,7 +106,7 @@ __device__ inline void for_each_element(Block& block, const F& f) {
 // Four blocks of a multiprocessor: a third of a warp's time is the wait for its keys.
 template <typename T>
 __global__ void __launch_bounds__(kPrepareWarps * 32, 4) prepare(const __grid_constant__ DeltaPrepare p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index(), l = lane(), n = shape.n;
   const PrepareSpace<T> space{shared + warp * PrepareSpace<T>::bytes(shape.D)};

@@ -50,7 +50,7 @@ constexpr int value_blocks(int slabs) { return slabs == 1 ? 4 : slabs == 2 ? 3 :
 template <typename T, int Slabs>
 __global__ void __launch_bounds__(kValueThreads, value_blocks(Slabs))
     values(const __grid_constant__ DeltaValues p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const ValueTiles<T> tile(shared, shape.D);
   const int warp = warp_index(), n = shape.n, tokens = delta_chunk(n);
