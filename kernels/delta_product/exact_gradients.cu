@@ -1,0 +1,334 @@
+// A block has one piece, one memory head and 64 columns of D. Its threads have four rows and four columns of
+// every 64 x 64 product, as in tiles.cuh. First what the steps read, then query head after query head:
+//
+//     A_ij = do_i . u_j, or -du_i . u_j        over V, with     F = do S, or -du S,        and     u dS
+//     dq, db = e^{L_i} F + (E * A) K           dk <- dk + (E * A)^T (Q, or B)
+//
+// What a gate scales is never a difference of sums, of which little would be left behind closed gates: of the
+// pairs  E_ij A_ij (x_i . k_j)  those that it lies between are added up, and of F and u dS the rows on its side.
+#include "delta_product/between.h"
+#include "delta_product/pieces.h"
+#include "exact/tiles.cuh"
+
+namespace girih::kernels {
+namespace delta_product {
+namespace {
+
+using exact::add_dot, exact::add_scaled, exact::block_of_rows, exact::clear, exact::four, exact::kPitch,
+    exact::kThreads, exact::kTile, exact::kTileFloats, exact::lane_of_row, exact::load_matrix, exact::own_rows,
+    exact::put;
+
+constexpr int kParts = kThreads / kTile;
+
+// Of the piece's tokens: e^{gates through it}, and of those after it.
+struct GradientSpace {
+  float through[kTile], after[kTile], gate[kTile];
+  // What the gates lie between the piece's first state and: reads by token, by row; of writes and dS.
+  float queries[kTile], steps[kTile], writes[kTile];
+  float parts[kThreads / 32], both;
+  int token[kTile];  // of a row
+};
+constexpr int kSpaceFloats = (static_cast<int>(sizeof(GradientSpace)) + 15) / 16 * 4;
+
+constexpr int gradient_floats(bool gated) { return (4 + gated) * kTileFloats + kSpaceFloats; }
+
+// The piece's rows of an array: the first of them, in fp32.
+struct Rows {
+  const float* data;
+  int64_t stride;
+  int count;
+
+  __device__ Rows(const In<4>& x, int64_t batch, int64_t first, int count_, int head)
+      : data(static_cast<const float*>(x.data) + batch * x.stride[0] + first * x.stride[1] +
+             head * x.stride[2]),
+        stride(x.stride[1]),
+        count(count_) {}
+  // Columns col..col+63, of `cols`.
+  __device__ void load(float* tile, int col, int cols) const {
+    load_matrix(tile, data + col, stride, count, cols - col);
+  }
+};
+
+// Sums over the 16 lanes that share rows.
+__device__ inline float over_row(float x) {
+#pragma unroll
+  for (int other = 1; other < 16; other *= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+
+template <bool Gated>
+__global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__ DeltaExactGradients p) {
+  extern __shared__ __align__(16) float shared[];
+  float *const left = shared, *const right = left + kTileFloats, *const third = right + kTileFloats,
+               *const fourth = third + kTileFloats, *const decays = fourth + kTileFloats;
+  GradientSpace& space = *reinterpret_cast<GradientSpace*>(fourth + (1 + Gated) * kTileFloats);
+  const DeltaExactShape& shape = p.shape;
+  const int D = (shape.D + 3) & ~3, V = (shape.V + 3) & ~3, n = shape.n;
+  const unsigned slabs = (shape.D + kTile - 1) / kTile;
+  const int slab = static_cast<int>(blockIdx.x % slabs), col = slab * kTile;
+  const int head = static_cast<int>(blockIdx.x / slabs % shape.heads);
+  const int64_t number = blockIdx.x / slabs / shape.heads;
+  const DeltaPiece piece = piece_at(shape.pieces, number);
+  if (piece.length == 0) return;
+  const int a = lane_of_row(), b = block_of_rows(), thread = static_cast<int>(threadIdx.x);
+  const int tokens = piece.length, rows = tokens * n, group = shape.query_heads / shape.heads;
+  const int64_t batch = piece.sequence.batch;
+  const Tokens& all = shape.pieces.tokens;
+
+  if (thread < kTile) space.token[thread] = thread / n;
+  if constexpr (Gated) {
+    // Not differences of sums: long sums have no digits left for short ones.
+    const auto gate = [&](int token) { return space.gate[token]; };
+    if (thread < kTile) {
+      space.gate[thread] =
+          thread < tokens ? static_cast<const float*>(p.g.data)[batch * p.g.stride[0] +
+                                                                (piece.start + thread) * p.g.stride[1] +
+                                                                head * p.g.stride[2]]
+                          : 0.f;
+      space.queries[thread] = 0.f;
+    }
+    __syncthreads();
+    if (thread < kTile) {
+      float through = 0.f, after = 0.f;
+      for (int t = 0; t <= thread; ++t) through += gate(t);
+      for (int t = tokens - 1; t > thread; --t) after += gate(t);
+      space.through[thread] = expf(through);
+      space.after[thread] = expf(after);
+    }
+    // E of tokens: row t, column s <= t.
+    const int s = thread % kTile, first = thread / kTile * (kTile / kParts);
+    float sum = 0.f;
+    for (int t = s + 1; t < first; ++t) sum += gate(t);
+    for (int t = first; t < first + kTile / kParts; ++t) {
+      if (t > s) sum += gate(t);
+      decays[t * kPitch + s] = t < s ? 0.f : expf(sum);
+    }
+  }
+
+  // The states' V slab from `row` on to a tile [V, D], and its dS.
+  const auto load_state = [&](float* tile, int row) {
+    Pack<4> pack[4];
+    const float* const kept = p.states + ((number * shape.heads + head) * shape.V) * static_cast<int64_t>(D);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int v = row + b + 16 * i, d = col + 4 * a;
+      pack[i] = v < shape.V && d < D ? load<4>(kept + static_cast<int64_t>(v) * D + d) : zeros<4>();
+      if (piece.opens) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) pack[i].at[e] = between(shape.pieces.between, pack[i].at[e]);
+      }
+      put(tile, b + 16 * i, 4 * a, pack[i]);
+    }
+  };
+  const float* const ends =
+      p.gradients + ((number * shape.heads + head) * shape.V) * static_cast<int64_t>(D) + col;
+  const Rows k(p.k, batch, piece.start * n, rows, head), b_rows(p.b, batch, piece.start * n, rows, head),
+      u(p.u, batch, piece.start * n, rows, head), du(p.du, batch, piece.start * n, rows, head);
+  const auto store_rows = [&](const Out<4>& to, int64_t first, int count, int of, const Pack<4>(&sums)[4]) {
+    float* const data = static_cast<float*>(to.data) + batch * to.stride[0] + first * to.stride[1] +
+                        of * to.stride[2] + col + 4 * a;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if (4 * b + r < count && col + 4 * a < D) store<4>(data + (4 * b + r) * to.stride[1], sums[r]);
+    }
+  };
+
+  // One gradient of a reader: the sums over V, then over the rows. `reads` row i reads rows j of tokens up to
+  // its own, or, Steps, rows before its own.
+  Pack<4> dk[4];
+  clear(dk);
+  float dg = 0.f;  // of token thread / kParts, the thread's part
+  const auto of_reader = [&](auto steps, const Rows& x, const Rows& dx, float factor, const Out<4>& to, int of,
+                             float* far_sums) {
+    constexpr bool Steps = decltype(steps)::value;
+    Pack<4> scores[4], sums[4];
+    clear(scores);
+    clear(sums);
+    [[maybe_unused]] float both = 0.f;
+#pragma unroll 1
+    for (int v = 0; v < V; v += kTile) {
+      __syncthreads();
+      dx.load(left, v, V);
+      u.load(right, v, V);
+      load_state(third, v);
+      if constexpr (Steps) load_matrix(fourth, ends + static_cast<int64_t>(v) * D, D, shape.V - v, D - col);
+      __syncthreads();
+#pragma unroll 2
+      for (int m = 0; m < kTile; m += 4) {
+        Pack<4> reads[4];
+        own_rows(reads, left, m);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (Steps && 4 * c > b) break;  // all later than the thread's rows
+          const Pack<4> other = four(right, a + 16 * c, m);
+#pragma unroll
+          for (int r = 0; r < 4; ++r) add_dot(scores[r].at[c], reads[r], other);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const Pack<4> state = four(third, m + j, 4 * a);
+#pragma unroll
+          for (int r = 0; r < 4; ++r) add_scaled(sums[r], reads[r].at[j], state);
+        }
+        if constexpr (Steps) {
+          own_rows(reads, right, m);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const Pack<4> end = four(fourth, m + j, 4 * a);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) add_scaled(dk[r], reads[r].at[j], end);
+          }
+        }
+      }
+      if constexpr (Steps && Gated) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_dot(both, four(third, b + 16 * i, 4 * a), four(fourth, b + 16 * i, 4 * a));
+      }
+    }
+    __syncthreads();
+
+    // A * E to a tile; the rows of K and of the reader to two others.
+    float* const weights = third;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int i = 4 * b + r;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int j = a + 16 * c;
+        const bool seen = Steps ? j < i : space.token[j] <= i;
+        float weight = seen ? factor * scores[r].at[c] : 0.f;
+        if constexpr (Gated) {
+          if (seen) weight *= decays[(Steps ? space.token[i] : i) * kPitch + space.token[j]];
+        }
+        weights[i * kPitch + j] = weight;
+      }
+      float by = factor;
+      if constexpr (Gated) by *= space.through[Steps ? space.token[i] : i];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sums[r].at[c] *= by;
+    }
+    x.load(left, col, D);
+    k.load(right, col, D);
+    __syncthreads();
+
+    if constexpr (Gated) {
+      if constexpr (Steps) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) dk[r].at[c] *= space.after[space.token[4 * b + r]];
+          float far = 0.f;
+          add_dot(far, dk[r], four(right, 4 * b + r, 4 * a));
+          far = over_row(far);
+          if (a == 0) space.writes[4 * b + r] = far;
+        }
+        both = over_row(both);
+        both += __shfl_xor_sync(~0u, both, 16);
+        if (thread % 32 == 0) space.parts[thread / 32] = both;
+      }
+      // A pair's share of the gates between its rows.
+      Pack<4> pairs[4];
+      clear(pairs);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float far = 0.f;
+        add_dot(far, sums[r], four(left, 4 * b + r, 4 * a));
+        far = over_row(far);
+        if (a == 0) far_sums[4 * b + r] += far;
+      }
+#pragma unroll 2
+      for (int m = 0; m < kTile; m += 4) {
+        Pack<4> reads[4];
+        own_rows(reads, left, m);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const Pack<4> other = four(right, a + 16 * c, m);
+#pragma unroll
+          for (int r = 0; r < 4; ++r) add_dot(pairs[r].at[c], reads[r], other);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int at = (4 * b + r) * kPitch + a + 16 * c;
+          fourth[at] = pairs[r].at[c] * weights[at];
+        }
+      }
+    }
+#pragma unroll 2
+    for (int j = 0; j < kTile; j += 4) {
+      Pack<4> weight[4];
+      own_rows(weight, weights, j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Pack<4> key = four(right, j + e, 4 * a), by_key = four(weights, j + e, 4 * b),
+                      read = four(left, j + e, 4 * a);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          add_scaled(sums[r], weight[r].at[e], key);
+          add_scaled(dk[r], by_key.at[r], read);
+        }
+      }
+    }
+    store_rows(to, Steps ? piece.start * n : piece.start, Steps ? rows : tokens, of, sums);
+    if constexpr (Gated) {
+      // Of token t's gate: pairs of a write before it and a read at it or later.
+      __syncthreads();
+      const int t = thread / kParts;
+      for (int i = (Steps ? t * n : t) + thread % kParts; i < (Steps ? rows : tokens); i += kParts) {
+        for (int j = 0; j < t * n; ++j) dg += fourth[i * kPitch + j];
+      }
+    }
+  };
+
+  if constexpr (Gated) {
+    if (thread < kTile) space.steps[thread] = 0.f;
+  }
+  of_reader(std::true_type(), b_rows, du, -1.f, p.db, head, space.steps);
+#pragma unroll 1
+  for (int member = 0; member < group; ++member) {
+    const int of = head * group + member;
+    const Rows q(p.q, batch, piece.start, tokens, of), dout(p.dout, batch, piece.start, tokens, of);
+    of_reader(std::false_type(), q, dout, shape.scale, p.dq, of, space.queries);
+  }
+  store_rows(p.dk, piece.start * n, rows, head, dk);
+
+  if constexpr (Gated) {
+    __syncthreads();
+    const int t = thread / kParts;
+    for (int i = t + thread % kParts; i < tokens; i += kParts) dg += space.queries[i];
+    for (int i = t * n + thread % kParts; i < rows; i += kParts) dg += space.steps[i];
+    for (int j = thread % kParts; j < t * n && j < rows; j += kParts) dg += space.writes[j];
+    dg += __shfl_xor_sync(~0u, dg, 1);
+    dg += __shfl_xor_sync(~0u, dg, 2);
+    if (thread % kParts == 0 && t < tokens) {
+      float whole = 0.f;
+      for (int w = 0; w < kThreads / 32; ++w) whole += space.parts[w];
+      p.dg[((slab * all.batch + batch) * all.tokens + piece.start + t) * shape.heads + head] =
+          fmaf(space.through[tokens - 1], whole, dg);
+    }
+  }
+}
+
+template <bool Gated>
+cudaError_t launch(const DeltaExactGradients& p, cudaStream_t stream) {
+  constexpr int kBytes = gradient_floats(Gated) * static_cast<int>(sizeof(float));
+  if (const cudaError_t error = allow_shared<gradients<Gated>>(kBytes); error != cudaSuccess) return error;
+  const int64_t blocks =
+      piece_count(p.shape.pieces) * p.shape.heads * divide_up(p.shape.D, kTile);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  gradients<Gated><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace delta_product
+
+cudaError_t delta_exact_gradients(const DeltaExactGradients& p, cudaStream_t stream) {
+  return p.g.data == nullptr ? delta_product::launch<false>(p, stream)
+                             : delta_product::launch<true>(p, stream);
+}
+
+}  // namespace girih::kernels
