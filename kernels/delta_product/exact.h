@@ -22,11 +22,11 @@
 //
 //     dq_i = scale (e^{L_i} S do_i + sum_{j<=i} E_ij (do_i . u_j) k_j)
 //     db_i = -(e^{L_i} S du_i + sum_{j<i} E_ij (du_i . u_j) k_j)
-//     dk_j = e^{L_C - L_j} dS u_j + sum_{i>=j} E_ij (scale (do_i . u_j) q_i) - sum_{i>j} E_ij (du_i . u_j) b_i
-//     dg_t = the sum of what is written before token t times what reads it at t or later
+//     dk_j = e^{L_C - L_j} dS u_j + sum_{i>=j} E_ij (scale (do_i . u_j) q_i) - sum_{i>j} E_ij (du_i . u_j)
+//     b_i dg_t = the sum of what is written before token t times what reads it at t or later
 //
-// Five kernels: `rows` makes b and w, and q and k of unit length; `scan` and `reverse` walk; `gradients` takes
-// the products; `row_gradients` goes from the gradients of k, b, w and q to those of the inputs.
+// Five kernels: `rows` makes b and w, and q and k of unit length; `scan` and `reverse` walk; `gradients`
+// takes the products; `row_gradients` goes from the gradients of k, b, w and q to those of the inputs.
 //
 // Rows of fp32 arrays start at 16 bytes; D and V are what the inputs have, and rows go on with zeros to a
 // multiple of 4 elements.
@@ -90,9 +90,9 @@ struct DeltaExactShape {
 // Inputs, of any strides and dtypes but fp64 (beta: fp64 too), and the fp32 rows made of them.
 struct DeltaExactRows {
   DeltaExactShape shape;
-  bool unit;     // q and k are divided by their length
-  In<4> q, k, v;  // [B, T, HQ, D], [B, T n, H, D], [B, T n, H, V]
-  In<4> beta;    // [B, T n, H, D], or [B, T n, H] with a stride of 0
+  bool unit;              // q and k are divided by their length
+  In<4> q, k, v;          // [B, T, HQ, D], [B, T n, H, D], [B, T n, H, V]
+  In<4> beta;             // [B, T n, H, D], or [B, T n, H] with a stride of 0
   Out<4> unit_q, unit_k;  // fp32, optional
   Out<4> b, w;            // fp32
 };
@@ -108,25 +108,25 @@ struct DeltaExactScan {
   const float* decay;  // e^g [B, T, H], contiguous; null: no gates
   In<4> initial;       // [N, H, D, V] fp32, optional: zero
   Out<4> final;        // [N, H, D, V] fp32
-  Out<4> o;            // forward [B, T, HQ, V], any dtype
+  Out<4> o;            // forward [B, T, HQ, V] fp32, unit column stride
   Out<4> u;            // u or du [B, T n, H, V] fp32; absent: not kept
   // [piece_count, H, V, D] fp32, written: forward, unless null, the states before every piece, as they are
   // before the function between chunks; reverse dS after every piece.
   float* published;
   const float* states;  // reverse, with a function between chunks: what the forward published
-  int64_t* position;  // [N]: of the chunk's tokens after the last, forward; null: there is none
+  int64_t* position;    // [N]: of the chunk's tokens after the last, forward; null: there is none
 };
 
 cudaError_t delta_exact_scan(const DeltaExactScan& problem, cudaStream_t stream);
 
 struct DeltaExactGradients {
   DeltaExactShape shape;
-  In<4> q, k, b, dout;            // fp32, as in the scans
+  In<4> q, k, b, dout;  // fp32, as in the scans
   In<4> u, du;
-  In<3> g;                        // [B, T, H] fp32; absent: no gates
+  In<3> g;  // [B, T, H] fp32; absent: no gates
   const float *states, *gradients;
-  Out<4> dq, dk, db;              // fp32, like q, k, b
-  float* dg;                      // [slabs of 64 of D, B, T, H]: to be added up
+  Out<4> dq, dk, db;  // fp32, like q, k, b
+  float* dg;          // [slabs of 64 of D, B, T, H]: to be added up
 };
 
 cudaError_t delta_exact_gradients(const DeltaExactGradients& problem, cudaStream_t stream);
@@ -134,7 +134,7 @@ cudaError_t delta_exact_gradients(const DeltaExactGradients& problem, cudaStream
 struct DeltaExactRowGradients {
   DeltaExactShape shape;
   bool unit;
-  In<4> q, k, v, beta;   // the inputs
+  In<4> q, k, v, beta;             // the inputs
   In<4> dunit_q, dunit_k, db, dw;  // fp32
   Out<4> dq, dk, dv;
   bool vector;  // a beta for every channel

@@ -5,7 +5,8 @@
 //     dq, db = e^{L_i} F + (E * A) K           dk <- dk + (E * A)^T (Q, or B)
 //
 // What a gate scales is never a difference of sums, of which little would be left behind closed gates: of the
-// pairs  E_ij A_ij (x_i . k_j)  those that it lies between are added up, and of F and u dS the rows on its side.
+// pairs  E_ij A_ij (x_i . k_j)  those that it lies between are added up, and of F and u dS the rows on its
+// side.
 #include "delta_product/between.h"
 #include "delta_product/pieces.h"
 #include "exact/tiles.cuh"
@@ -15,8 +16,8 @@ namespace delta_product {
 namespace {
 
 using exact::add_dot, exact::add_scaled, exact::block_of_rows, exact::clear, exact::four, exact::kPitch,
-    exact::kThreads, exact::kTile, exact::kTileFloats, exact::lane_of_row, exact::load_matrix, exact::own_rows,
-    exact::put;
+    exact::kThreads, exact::kTile, exact::kTileFloats, exact::lane_of_row, exact::load_matrix,
+    exact::own_rows, exact::put;
 
 constexpr int kParts = kThreads / kTile;
 
@@ -80,11 +81,11 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
     // Not differences of sums: long sums have no digits left for short ones.
     const auto gate = [&](int token) { return space.gate[token]; };
     if (thread < kTile) {
-      space.gate[thread] =
-          thread < tokens ? static_cast<const float*>(p.g.data)[batch * p.g.stride[0] +
-                                                                (piece.start + thread) * p.g.stride[1] +
-                                                                head * p.g.stride[2]]
-                          : 0.f;
+      space.gate[thread] = thread < tokens
+                               ? static_cast<const float*>(
+                                     p.g.data)[batch * p.g.stride[0] +
+                                               (piece.start + thread) * p.g.stride[1] + head * p.g.stride[2]]
+                               : 0.f;
       space.queries[thread] = 0.f;
     }
     __syncthreads();
@@ -138,8 +139,8 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
   Pack<4> dk[4];
   clear(dk);
   float dg = 0.f;  // of token thread / kParts, the thread's part
-  const auto of_reader = [&](auto steps, const Rows& x, const Rows& dx, float factor, const Out<4>& to, int of,
-                             float* far_sums) {
+  const auto of_reader = [&](auto steps, const Rows& x, const Rows& dx, float factor, const Out<4>& to,
+                             int of, float* far_sums) {
     constexpr bool Steps = decltype(steps)::value;
     Pack<4> scores[4], sums[4];
     clear(scores);
@@ -182,7 +183,8 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
       }
       if constexpr (Steps && Gated) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) add_dot(both, four(third, b + 16 * i, 4 * a), four(fourth, b + 16 * i, 4 * a));
+        for (int i = 0; i < 4; ++i)
+          add_dot(both, four(third, b + 16 * i, 4 * a), four(fourth, b + 16 * i, 4 * a));
       }
     }
     __syncthreads();
@@ -315,8 +317,7 @@ template <bool Gated>
 cudaError_t launch(const DeltaExactGradients& p, cudaStream_t stream) {
   constexpr int kBytes = gradient_floats(Gated) * static_cast<int>(sizeof(float));
   if (const cudaError_t error = allow_shared<gradients<Gated>>(kBytes); error != cudaSuccess) return error;
-  const int64_t blocks =
-      piece_count(p.shape.pieces) * p.shape.heads * divide_up(p.shape.D, kTile);
+  const int64_t blocks = piece_count(p.shape.pieces) * p.shape.heads * divide_up(p.shape.D, kTile);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   gradients<Gated><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);

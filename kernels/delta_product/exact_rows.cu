@@ -117,7 +117,8 @@ struct Elements32 {
  private:
   template <typename T>
   __device__ void read(const In<4>& x, int64_t from, int width) {
-    each(width, [&](int i, int d) { at[i] = to_float(static_cast<const T*>(x.data)[from + d * x.stride[3]]); });
+    each(width,
+         [&](int i, int d) { at[i] = to_float(static_cast<const T*>(x.data)[from + d * x.stride[3]]); });
   }
 };
 
@@ -128,7 +129,8 @@ __device__ inline Elements32 operator*(const Elements32& x, const Elements32& y)
   return product;
 }
 
-__global__ void __launch_bounds__(kThreads) make_rows(const __grid_constant__ DeltaExactRows p, int64_t jobs) {
+__global__ void __launch_bounds__(kThreads)
+    make_rows(const __grid_constant__ DeltaExactRows p, int64_t jobs) {
   const DeltaExactShape& shape = p.shape;
   const int64_t grid = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; i < jobs;

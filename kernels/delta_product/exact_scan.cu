@@ -22,11 +22,11 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kLanes = 8;                      // of two columns
+constexpr int kLanes = 8;  // of two columns
 constexpr int kCols = 2;
 constexpr int kWarpCols = 32 / kLanes * kCols;
 constexpr int kBlockCols = kWarps * kWarpCols;
-constexpr int kStages = 3;                     // batches of slots
+constexpr int kStages = 3;  // batches of slots
 
 // Tile: D rounded up.
 template <int Tile>
@@ -34,75 +34,122 @@ struct ScanSizes {
   static constexpr int kPacks = Tile / (4 * kLanes);  // a lane's of a row
   static constexpr int kBatch = Tile <= 128 ? 16 : 8;
   static constexpr int kKey = Tile, kWrite = 2 * Tile, kValue = 3 * Tile, kDecay = kValue + kBlockCols;
-  static constexpr int kSlot = kDecay + 4;            // floats
+  static constexpr int kSlot = kDecay + 4;  // floats
   static constexpr int kBytes = kStages * kBatch * kSlot * static_cast<int>(sizeof(float));
 };
+
+__device__ inline int padded(int width) { return (width + 3) & ~3; }
 
 template <int Rank>
 __device__ inline const float* row_of(const In<Rank>& x, int64_t batch, int64_t row, int64_t head) {
   return static_cast<const float*>(x.data) + batch * x.stride[0] + row * x.stride[1] + head * x.stride[2];
 }
 
-// Which turn of which token, in the order of the walk.
-struct Turn {
-  int64_t token;  // from where the walk begins
-  int at;
-
-  __device__ void advance(int by, int turns) {
-    at += by;
-    while (at >= turns) at -= turns, ++token;
-  }
-};
-
-// What the walk needs of its place.
+// A block's sequence and head.
 struct Walked {
   Sequence sequence;
-  int head, group, turns;
-  int64_t tokens;  // of the sequence
+  int head, group;
+  unsigned tokens, turns;  // of the sequence, of a token
+
+  __device__ Walked(const DeltaExactShape& shape, int64_t job)
+      : sequence(sequence_at(shape.pieces.tokens, job / shape.heads)),
+        head(static_cast<int>(job % shape.heads)),
+        group(shape.query_heads / shape.heads),
+        tokens(static_cast<unsigned>(sequence.end - sequence.start)),
+        turns(group - 1 + shape.n) {}
+
+  // Forward the last token's reads come after it.
+  template <bool Reverse>
+  __device__ int64_t all_turns() const {
+    return tokens == 0 ? 0 : static_cast<int64_t>(tokens) * turns + (Reverse ? 0 : group);
+  }
 };
 
-// A warp's share of a batch of slots, from its own next turn on.
-template <int Tile, bool Reverse>
-__device__ inline void fetch(const DeltaExactScan& p, const Walked& here, float* batch, Turn& turn, int col) {
-  using Sizes = ScanSizes<Tile>;
-  const int D = (p.shape.D + 3) & ~3, V = (p.shape.V + 3) & ~3, n = p.shape.n;
-  const int lane = static_cast<int>(threadIdx.x) % 32, pack = 4 * lane;
-  for (int slot = static_cast<int>(threadIdx.x) / 32; slot < Sizes::kBatch; slot += kWarps) {
-    const int step = turn.at - (here.group - 1);
-    const int64_t token = Reverse ? here.tokens - 1 - turn.token : turn.token;
-    const int64_t read = Reverse ? token : token - 1;
-    const bool steps = step >= 0 && turn.token < here.tokens;
-    const bool reads = step <= 0 && read >= 0 && read < here.tokens;
-    const int64_t batch_row = here.sequence.batch;
-    const int query_head = here.head * here.group + turn.at;
-    const int64_t row = (here.sequence.start + token) * n + (Reverse ? n - 1 - step : step);
-    const float* const q = row_of(p.q, batch_row, here.sequence.start + read, query_head);
-    const float* const k = row_of(p.k, batch_row, row, here.head);
-    const float* const b = row_of(p.b, batch_row, row, here.head);
-    const float* const value = Reverse ? row_of(p.value, batch_row, here.sequence.start + read, query_head)
-                                       : row_of(p.value, batch_row, row, here.head);
-    float* const to = batch + slot * Sizes::kSlot;
-#pragma unroll
-    for (int d = pack; d < Tile; d += 128) {
-      copy_async(shared_address(to + d), q + d, reads && d < D);
-      copy_async(shared_address(to + Sizes::kKey + d), k + d, steps && d < D);
-      copy_async(shared_address(to + Sizes::kWrite + d), b + d, steps && d < D);
-    }
-    if (pack < kBlockCols) {
-      copy_async(shared_address(to + Sizes::kValue + pack), value + col + pack,
-                 (Reverse ? reads : steps) && col + pack < V);
-    }
-    // Forward the decay before the token's first step; reverse that after the token, which the next one has.
-    const int64_t decays = Reverse ? token + 1 : token;
-    if (lane == 31 && p.decay != nullptr) {
-      copy_async_4(shared_address(to + Sizes::kDecay),
-                   p.decay + (batch_row * p.shape.pieces.tokens.tokens + here.sequence.start + decays) *
-                                 p.shape.heads + here.head,
-                   decays >= 0 && decays < here.tokens);
-    }
-    turn.advance(kWarps, here.turns);
+// Which turn of which token, in the order of the walk.
+struct Turn {
+  unsigned token, at;
+
+  // By `by` turns: `tokens` times a token's, and the rest.
+  __device__ void advance(unsigned whole, unsigned rest, unsigned turns) {
+    token += whole, at += rest;
+    if (at >= turns) at -= turns, ++token;
   }
-}
+};
+
+// A warp's share in filling batches of slots, every fourth. Its lanes have packs of four columns.
+template <int Tile, bool Reverse>
+class Fetcher {
+  using Sizes = ScanSizes<Tile>;
+
+  const DeltaExactScan& p_;
+  const Walked& here_;
+  const float *q_, *k_, *b_, *value_;  // the lane's pack, of the sequence's first row
+  int pack_;
+  bool in_slab_;
+  Turn turn_;
+  unsigned whole_, rest_;  // of the turns from slot to slot
+
+  template <int Rank>
+  __device__ const float* from(const In<Rank>& x, int rows, int head, int col) const {
+    return row_of(x, here_.sequence.batch, here_.sequence.start * rows, head) + col;
+  }
+
+ public:
+  __device__ Fetcher(const DeltaExactScan& p, const Walked& here, int slab)
+      : p_(p), here_(here), pack_(4 * (static_cast<int>(threadIdx.x) % 32)) {
+    const int n = p.shape.n, first = here.head * here.group;
+    q_ = from(p.q, 1, first, pack_);
+    k_ = from(p.k, n, here.head, pack_);
+    b_ = from(p.b, n, here.head, pack_);
+    value_ = Reverse ? from(p.value, 1, first, slab + pack_) : from(p.value, n, here.head, slab + pack_);
+    in_slab_ = pack_ < kBlockCols && slab + pack_ < padded(p.shape.V);
+    const unsigned warp = threadIdx.x / 32;
+    turn_ = {warp / here.turns, warp % here.turns};
+    whole_ = kWarps / here.turns, rest_ = kWarps % here.turns;
+  }
+
+  __device__ void fill(float* batch) {
+    const DeltaExactShape& shape = p_.shape;
+    const int D = padded(shape.D);
+#pragma unroll 1
+    for (int slot = static_cast<int>(threadIdx.x) / 32; slot < Sizes::kBatch; slot += kWarps) {
+      const unsigned first = here_.group - 1, step = turn_.at - first;  // of the steps
+      const unsigned token = Reverse ? here_.tokens - 1 - turn_.token : turn_.token;
+      const unsigned read = Reverse ? token : token - 1;
+      const bool steps = turn_.at >= first && token < here_.tokens;
+      const bool reads = turn_.at <= first && read < here_.tokens;
+      const uint64_t row = static_cast<uint64_t>(token) * shape.n + (Reverse ? shape.n - 1 - step : step);
+      const float* const q = q_ + read * p_.q.stride[1] + turn_.at * p_.q.stride[2];
+      const float* const k = k_ + row * p_.k.stride[1];
+      const float* const b = b_ + row * p_.b.stride[1];
+      float* const to = batch + slot * Sizes::kSlot;
+      const uint32_t at = shared_address(to + pack_);
+#pragma unroll
+      for (int d = 0; d < Tile; d += 128) {
+        if (Tile < 128 && pack_ >= Tile) break;
+        const bool exists = pack_ + d < D;
+        copy_async(at + 4 * d, q + d, reads && exists);
+        copy_async(at + 4 * (Sizes::kKey + d), k + d, steps && exists);
+        copy_async(at + 4 * (Sizes::kWrite + d), b + d, steps && exists);
+      }
+      if (pack_ < kBlockCols) {
+        const float* const value =
+            value_ + (Reverse ? read * p_.value.stride[1] + turn_.at * p_.value.stride[2]
+                              : row * p_.value.stride[1]);
+        copy_async(at + 4 * Sizes::kValue, value, (Reverse ? reads : steps) && in_slab_);
+      }
+      // Forward the decay before the token's steps; reverse that after the token, the next one's.
+      if (p_.decay != nullptr && pack_ == 124) {
+        const unsigned decays = Reverse ? token + 1 : token;
+        const int64_t place = here_.sequence.batch * shape.pieces.tokens.tokens + here_.sequence.start + decays;
+        copy_async_4(shared_address(to + Sizes::kDecay), p_.decay + place * shape.heads + here_.head,
+                     decays < here_.tokens);
+      }
+      turn_.advance(whole_, rest_, here_.turns);
+    }
+    commit_copies();
+  }
+};
 
 // x summed over the lanes that share columns, for all of them.
 __device__ inline float over_lanes(float x) {
@@ -169,17 +216,22 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
   extern __shared__ __align__(16) float shared[];
   const DeltaExactShape& shape = p.shape;
   const DeltaPieces& pieces = shape.pieces;
-  const int slabs = (shape.V + kBlockCols - 1) / kBlockCols, padded = (shape.D + 3) & ~3;
+  const int slabs = (shape.V + kBlockCols - 1) / kBlockCols, D = padded(shape.D);
   const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockCols;
-  Walked here;
-  here.head = static_cast<int>(blockIdx.x / slabs % shape.heads);
-  here.sequence = sequence_at(pieces.tokens, blockIdx.x / slabs / shape.heads);
-  here.group = shape.query_heads / shape.heads;
-  here.turns = here.group - 1 + shape.n;
-  here.tokens = here.sequence.end - here.sequence.start;
+  const Walked here(shape, blockIdx.x / slabs);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int own = static_cast<int>(threadIdx.x) / kLanes * kCols, col = slab + own;  // of the thread's columns
   const auto row_at = [&](int i, int e) { return 4 * lane + 4 * kLanes * i + e; };
+
+  // Without gates every decay is 1.
+  if (p.decay == nullptr && threadIdx.x < kStages * Sizes::kBatch) {
+    shared[threadIdx.x * Sizes::kSlot + Sizes::kDecay] = 1.f;
+  }
+  Fetcher<Tile, Reverse> fetcher(p, here, slab);
+#pragma unroll 1
+  for (int stage = 0; stage + 1 < kStages; ++stage) {
+    fetcher.fill(shared + stage * Sizes::kBatch * Sizes::kSlot);
+  }
 
   State S;
   {
@@ -193,148 +245,153 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
       }
     });
   }
-  // A piece's state in `states`, the thread's part: f(pack, where it is).
+  // A piece's state among those of all, the thread's part: f(pack, where it is).
   const auto each_kept = [&](auto* states, int64_t number, const auto& f) {
-    auto* const at = states + ((number * shape.heads + here.head) * shape.V + col) * padded;
+    auto* const at = states + ((number * shape.heads + here.head) * shape.V + col) * D;
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
 #pragma unroll
       for (int i = 0; i < Sizes::kPacks; ++i) {
-        if (col + c < shape.V && row_at(i, 0) < padded) f(S.at[c][i], at + c * padded + row_at(i, 0));
+        if (col + c < shape.V && row_at(i, 0) < D) f(S.at[c][i], at + c * D + row_at(i, 0));
       }
     }
   };
-  const auto keep = [](const Pack<4>& part, float* at) { store<4>(at, part); };
-
-  // Forward the last token's reads come after it.
-  const auto goes_on = [&](const Turn& turn) {
-    return turn.token < here.tokens ||
-           (!Reverse && turn.token == here.tokens && here.tokens > 0 && turn.at < here.group);
+  const auto publish = [&](int64_t number) {
+    if (p.published == nullptr) return;
+    each_kept(p.published, number, [](const Pack<4>& part, float* at) { store<4>(at, part); });
   };
-  const int64_t position = position_of(pieces, here.sequence);
-  Place place(pieces, delta_product::first_piece(pieces, here.sequence),
-              position + (Reverse && here.tokens > 0 ? here.tokens - 1 : 0));
-  bool begins = true;  // the token, the walk or a piece
 
-  Turn ahead{0, 0}, turn{0, 0};
-  ahead.advance(static_cast<int>(threadIdx.x) / 32, here.turns);
-#pragma unroll
-  for (int stage = 0; stage + 1 < kStages; ++stage) {
-    fetch<Tile, Reverse>(p, here, shared + stage * Sizes::kBatch * Sizes::kSlot, ahead, slab);
-    commit_copies();
+  // Where the walk is: the piece, and how many of its tokens are to come.
+  const int position = position_of(pieces, here.sequence);
+  Place place(pieces, delta_product::first_piece(pieces, here.sequence),
+              position + static_cast<int64_t>(Reverse && here.tokens > 0 ? here.tokens - 1 : 0));
+  int left = Reverse ? place.at + 1 : place.length - place.at;
+  bool begins = true;  // the walk
+
+  // Rows to write, of the turn's token: forward of the one before for o.
+  const int64_t first_token = here.sequence.start + (Reverse ? here.tokens - 1 : 0);
+  float *o = nullptr, *u = nullptr;
+  if (!Reverse) {
+    o = static_cast<float*>(p.o.data) + here.sequence.batch * p.o.stride[0] +
+        (first_token - 1) * p.o.stride[1] + here.head * here.group * p.o.stride[2] + col + (lane & 1);
   }
+  if (p.u.data != nullptr) {
+    u = static_cast<float*>(p.u.data) + here.sequence.batch * p.u.stride[0] +
+        (first_token * shape.n + (Reverse ? shape.n - 1 : 0)) * p.u.stride[1] + here.head * p.u.stride[2] + col;
+  }
+  const int64_t next_u = Reverse ? -p.u.stride[1] : p.u.stride[1];
+  const bool writes_o = lane < kCols && col + lane < shape.V;
+  const bool writes_u = p.u.data != nullptr && lane == 0 && col < padded(shape.V);
 
   // forward   o = scale S^T q            reverse   S <- S + scale q do^T
   // forward   u = w - e^g S^T b,         S <- e^g S + k u^T
   // reverse   du = S^T k,                S <- S - b du^T
-  const auto visit = [&](auto reads, auto steps, const Row& q, const Row& factor, const float* slot,
-                         float decay) {
+  // In place of q and of the factor of the sum come those of `next`.
+  Row q, factor;
+  const auto take_both = [&](const float* slot) {
+    take(q, slot);
+    take(factor, slot + (Reverse ? Sizes::kKey : Sizes::kWrite));
+  };
+  const auto visit = [&](auto reading, auto stepping, const float* slot, const float* next, unsigned member,
+                         bool has_read, float decay) {
+    constexpr bool reads = decltype(reading)::value, steps = decltype(stepping)::value;
     const float2 given = *reinterpret_cast<const float2*>(slot + Sizes::kValue + own);
     const float value[kCols] = {given.x, given.y};
-    const int64_t token = Reverse ? here.tokens - 1 - turn.token : turn.token;
-    float read[kCols] = {0.f, 0.f}, sum[kCols] = {0.f, 0.f};
+    [[maybe_unused]] float read[kCols], sum[kCols];
+    [[maybe_unused]] Row to;
+    if constexpr (steps) take(to, slot + (Reverse ? Sizes::kWrite : Sizes::kKey));
     if constexpr (reads && Reverse) {
       const float scaled[kCols] = {shape.scale * value[0], shape.scale * value[1]};
       S.add(q, scaled);
     }
     if constexpr (steps) S.dot(sum, factor);
     if constexpr (reads && !Reverse) S.dot(read, q);
+    take_both(next);
     if constexpr (steps) {
-      Row to;
-      take(to, slot + (Reverse ? Sizes::kWrite : Sizes::kKey));
       if constexpr (!Reverse) S.scale(decay);
-      float u[kCols], change[kCols];
+      float rows[kCols], change[kCols];
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
         sum[c] = over_lanes(sum[c]);
-        u[c] = Reverse ? sum[c] : fmaf(-decay, sum[c], value[c]);
-        change[c] = Reverse ? -u[c] : u[c];
+        rows[c] = Reverse ? sum[c] : fmaf(-decay, sum[c], value[c]);
+        change[c] = Reverse ? -rows[c] : rows[c];
       }
       S.add(to, change);
-      if (p.u.data != nullptr && lane == 0 && col < ((shape.V + 3) & ~3)) {
-        const int step = turn.at - (here.group - 1);
-        const int64_t row = (here.sequence.start + token) * shape.n + (Reverse ? shape.n - 1 - step : step);
-        *reinterpret_cast<float2*>(static_cast<float*>(p.u.data) + here.sequence.batch * p.u.stride[0] +
-                                   row * p.u.stride[1] + here.head * p.u.stride[2] + col) =
-            make_float2(u[0], u[1]);
-      }
+      if (writes_u) *reinterpret_cast<float2*>(u) = make_float2(rows[0], rows[1]);
+      u += next_u;
     }
     if constexpr (reads && !Reverse) {
       // Lanes 0 and 1 get the sum of a column each.
       const bool odd = (lane & 1) != 0;
-      float o = (odd ? read[1] : read[0]) + __shfl_xor_sync(~0u, odd ? read[0] : read[1], 1);
-      o += __shfl_xor_sync(~0u, o, 2);
-      o += __shfl_xor_sync(~0u, o, 4);
-      if (lane < kCols && col + lane < shape.V && token > 0) {
-        store_any(p.o.data, p.o.dtype,
-                  here.sequence.batch * p.o.stride[0] + (here.sequence.start + token - 1) * p.o.stride[1] +
-                      (here.head * here.group + turn.at) * p.o.stride[2] + (col + lane) * p.o.stride[3],
-                  shape.scale * o);
-      }
+      float sum_of = (odd ? read[1] : read[0]) + __shfl_xor_sync(~0u, odd ? read[0] : read[1], 1);
+      sum_of += __shfl_xor_sync(~0u, sum_of, 2);
+      sum_of += __shfl_xor_sync(~0u, sum_of, 4);
+      if (writes_o && has_read) o[member * p.o.stride[2]] = shape.scale * sum_of;
     }
   };
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
 
+  Turn turn{0, 0};
+  const unsigned first_step = here.group - 1;  // the turn of a token's last read and first step
+  bool applies = false;                        // the function between chunks, after the last token's reads
   int stage = 0;
-  while (goes_on(turn)) {
+#pragma unroll 1
+  for (int64_t all = here.template all_turns<Reverse>(); all > 0; all -= Sizes::kBatch) {
     wait_copies<kStages - 2>();
     __syncthreads();
-    fetch<Tile, Reverse>(p, here, shared + (stage + kStages - 1) % kStages * Sizes::kBatch * Sizes::kSlot,
-                         ahead, slab);
-    commit_copies();
+    fetcher.fill(shared + (stage + kStages - 1) % kStages * Sizes::kBatch * Sizes::kSlot);
     const float* slot = shared + stage * Sizes::kBatch * Sizes::kSlot;
     stage = (stage + 1) % kStages;
-    Row q, factor;
-    take(q, slot);
-    take(factor, slot + (Reverse ? Sizes::kKey : Sizes::kWrite));
+    take_both(slot);
+    const int count = all < Sizes::kBatch ? static_cast<int>(all) : Sizes::kBatch;
 #pragma unroll 1
-    for (int i = 0; i < Sizes::kBatch && goes_on(turn); ++i) {
-      Row next_q, next_factor;
+    for (int i = 0; i < count; ++i) {
       const float* const next = i + 1 < Sizes::kBatch ? slot + Sizes::kSlot : slot;
-      take(next_q, next);
-      take(next_factor, next + (Reverse ? Sizes::kKey : Sizes::kWrite));
-      bool applies = false;  // the function between chunks, after the reads of the token before
+      const float decay = slot[Sizes::kDecay];
       if (turn.at == 0) {
         if (Reverse) {
-          if (p.decay != nullptr && turn.token > 0) S.scale(slot[Sizes::kDecay]);
-          if (pieces.between != Between::none && place.completes_chunk(pieces)) {
-            each_kept(p.states, place.number + 1, [&](Pack<4>& part, const float* at) {
-              const Pack<4> before = load<4>(at);
+          if (p.decay != nullptr && turn.token > 0) S.scale(decay);
+          if (begins || left == 0) {
+            if (!begins) {
+              place.retreat(pieces);
+              left = place.length;
+            }
+            if (pieces.between != Between::none && place.completes_chunk(pieces)) {
+              each_kept(p.states, place.number + 1, [&](Pack<4>& part, const float* at) {
+                const Pack<4> before = load<4>(at);
 #pragma unroll
-              for (int e = 0; e < 4; ++e) part.at[e] *= between_slope(pieces.between, before.at[e]);
-            });
+                for (int e = 0; e < 4; ++e) part.at[e] *= between_slope(pieces.between, before.at[e]);
+              });
+            }
+            publish(place.number);
+            begins = false;
           }
-          if (begins || place.ends()) each_kept(p.published, place.number, keep);
+        } else if (begins || left == 0) {
+          if (!begins) {
+            place.advance(pieces);
+            left = place.length;
+            applies = pieces.between != Between::none && place.part == 0;
+          }
+          if (turn.token < here.tokens || applies) publish(place.number);
           begins = false;
-          place.retreat(pieces);
-        } else if (p.published != nullptr && (begins || place.begins()) &&
-                   (turn.token < here.tokens || pieces.between != Between::none)) {
-          each_kept(p.published, place.number, keep);
         }
+        --left;
       }
-      if (!Reverse && turn.at == here.group - 1) {
-        applies = pieces.between != Between::none && !begins && place.begins() && place.part == 0;
-        begins = false;
-        place.advance(pieces);
-      }
-      const float decay = p.decay != nullptr && turn.at == here.group - 1 && turn.token < here.tokens
-                              ? slot[Sizes::kDecay]
-                              : 1.f;
-      if (turn.at < here.group - 1) {
-        visit(kYes, kNo, q, factor, slot, 1.f);
-      } else if (turn.at > here.group - 1) {
-        visit(kNo, kYes, q, factor, slot, 1.f);
-      } else if (applies || (!Reverse && turn.token == here.tokens)) {
-        visit(kYes, kNo, q, factor, slot, 1.f);
+      if (turn.at < first_step) {
+        visit(kYes, kNo, slot, next, turn.at, turn.token > 0, 1.f);
+      } else if (turn.at > first_step) {
+        visit(kNo, kYes, slot, next, 0, false, 1.f);
+      } else if (!Reverse && (applies || turn.token == here.tokens)) {
+        visit(kYes, kNo, slot, slot, turn.at, true, 1.f);
         if (applies) S.each([&](float& s, int, int, int) { s = between(pieces.between, s); });
-        if (turn.token < here.tokens) visit(kNo, kYes, q, factor, slot, decay);
+        applies = false;
+        if (turn.token < here.tokens) visit(kNo, kYes, slot, next, 0, false, decay);
       } else {
-        visit(kYes, kYes, q, factor, slot, decay);
+        visit(kYes, kYes, slot, next, turn.at, turn.token > 0, decay);
       }
-      turn.advance(1, here.turns);
-#pragma unroll
-      for (int j = 0; j < Sizes::kPacks; ++j) q[j] = next_q[j], factor[j] = next_factor[j];
+      if (turn.at == first_step && !Reverse) o += p.o.stride[1];
+      turn.advance(0, 1, here.turns);
       slot += Sizes::kSlot;
     }
   }
@@ -351,7 +408,7 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
     if (d < shape.D && col + c < shape.V) to[d * p.final.stride[2] + (col + c) * p.final.stride[3]] = s;
   });
   if (!Reverse && p.position != nullptr && here.head == 0 && slab == 0 && threadIdx.x == 0) {
-    p.position[here.sequence.index] = (position + here.tokens) % pieces.chunk;
+    p.position[here.sequence.index] = (position + static_cast<int64_t>(here.tokens)) % pieces.chunk;
   }
 }
 
@@ -359,8 +416,7 @@ template <int Tile, bool Reverse>
 cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
   constexpr int kBytes = ScanSizes<Tile>::kBytes;
   if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(kBytes); error != cudaSuccess) return error;
-  const int64_t blocks =
-      p.shape.pieces.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockCols);
+  const int64_t blocks = p.shape.pieces.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   scan<Tile, Reverse><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);

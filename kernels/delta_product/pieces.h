@@ -16,14 +16,13 @@ __device__ inline int64_t first_piece(const DeltaPieces& p, const Sequence& sequ
   return (sequence.start / p.chunk + spare_chunks(p) * sequence.index) * pieces_of_chunk(p);
 }
 
-// A token's piece: its number, the token's place in it, the piece's tokens and where it lies in its chunk. A
-// walk from token to token.
+// A token's piece, and the walk from piece to piece.
 struct Place {
   int64_t number;
-  int at, length;  // token of the piece; tokens
   int part;        // of its chunk
+  int at, length;  // where the token is; tokens
 
-  // `token` of a sequence that begins at `position` of its chunk.
+  // `token` counts from the start of the chunk that a sequence begins in; `first` is that chunk's piece.
   __device__ Place(const DeltaPieces& p, int64_t first, int64_t token) {
     const int64_t chunk = token / p.chunk;
     const int rest = static_cast<int>(token - chunk * p.chunk);
@@ -32,20 +31,18 @@ struct Place {
     number = first + chunk * pieces_of_chunk(p) + part;
     length = length_of(p);
   }
-  __device__ bool begins() const { return at == 0; }
-  __device__ bool ends() const { return at + 1 == length; }
+  // The token is the last of its chunk.
   __device__ bool completes_chunk(const DeltaPieces& p) const {
-    return ends() && part + 1 == pieces_of_chunk(p);
+    return at + 1 == length && part + 1 == pieces_of_chunk(p);
   }
+  // To the first token of the next piece; to the last of the one before.
   __device__ void advance(const DeltaPieces& p) {
-    if (++at < length) return;
-    at = 0;
     ++number;
     part = part + 1 == pieces_of_chunk(p) ? 0 : part + 1;
     length = length_of(p);
+    at = 0;
   }
   __device__ void retreat(const DeltaPieces& p) {
-    if (--at >= 0) return;
     --number;
     part = part == 0 ? pieces_of_chunk(p) - 1 : part - 1;
     length = length_of(p);
@@ -71,7 +68,8 @@ __device__ inline DeltaPiece piece_at(const DeltaPieces& p, int64_t number) {
   if (!is_packed(p.tokens)) {
     sequence = sequence_at(p.tokens, number / pieces_of_row(p));
   } else {
-    int64_t low = 0, high = p.tokens.sequences - 1;  // the last sequence whose first piece is at most `number`
+    int64_t low = 0,
+            high = p.tokens.sequences - 1;  // the last sequence whose first piece is at most `number`
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
       if (first_piece(p, sequence_at(p.tokens, middle)) <= number) {

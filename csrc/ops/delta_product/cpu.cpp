@@ -47,8 +47,8 @@ Results forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tens
   const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), H = k_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
   const auto kept = p.saved(q_, beta_, cu_seqlens, n, chunk, between_chunks, save);
-  const auto states = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states),
-                                q_.options().dtype(kept.states_type)),
+  const auto states =
+                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options().dtype(kept.states_type)),
              prepared = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared),
                                   q_.options().dtype(kept.prepared_type));
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.

@@ -22,22 +22,22 @@ class ExactCall {
     const auto between = !between_chunks             ? kernels::Between::none
                          : *between_chunks == "gelu" ? kernels::Between::gelu
                                                      : kernels::Between::tanh;
-    shape_ = {kernels::delta_pieces(kernel_tokens(q, cu_seqlens_), static_cast<int>(n), between,
-                                    chunk.value_or(0),
-                                    position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr),
-              static_cast<int>(k.size(2)),
-              static_cast<int>(q.size(2)),
-              static_cast<int>(q.size(3)),
-              static_cast<int>(v.size(3)),
-              static_cast<int>(n),
-              static_cast<float>(scale.value_or(1 / std::sqrt(double(q.size(3)))))};
+    shape_ = {
+        kernels::delta_pieces(kernel_tokens(q, cu_seqlens_), static_cast<int>(n), between, chunk.value_or(0),
+                              position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr),
+        static_cast<int>(k.size(2)),
+        static_cast<int>(q.size(2)),
+        static_cast<int>(q.size(3)),
+        static_cast<int>(v.size(3)),
+        static_cast<int>(n),
+        static_cast<float>(scale.value_or(1 / std::sqrt(double(q.size(3)))))};
     make_rows();
   }
 
   Results forward(const OptionalTensor& initial, const Problem::Saved& kept) const {
     const bool save = kept.states.size() > 1;
     const auto states = new_kept(kept.states), u = new_kept(kept.prepared), last = new_state();
-    const auto o = rows_for(q_, q_.size(1), cu_seqlens_, shape_.query_heads, shape_.V, q_.scalar_type());
+    const auto o = rows_for(q_, q_.size(1), cu_seqlens_, shape_.query_heads, shape_.V, at::kFloat);
     Tensor position;
     auto p = scan(w_, initial.value_or(Tensor()), last);
     p.o = output<4>(o);
@@ -51,14 +51,15 @@ class ExactCall {
       p.position = position.mutable_data_ptr<int64_t>();
     }
     launch_scan(p);
-    return {o, last, position.defined() ? OptionalTensor(position) : std::nullopt, states, u};
+    return {o.to(q_.scalar_type()), last, position.defined() ? OptionalTensor(position) : std::nullopt, states, u};
   }
 
   Gradients backward(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const OptionalTensor& state,
                      const Tensor& states, const Tensor& u) const {
-    const auto dout = given(grad_o) ? in_packs(grad_o->to(at::kFloat), 4)
-                                    : at::zeros({q_.size(0), q_.size(1), shape_.query_heads, in_fours(shape_.V)},
-                                                in_fp32());
+    const auto dout =
+        given(grad_o)
+            ? in_packs(grad_o->to(at::kFloat), 4)
+            : at::zeros({q_.size(0), q_.size(1), shape_.query_heads, in_fours(shape_.V)}, in_fp32());
     const auto du = rows_like(v_), gradients = at::empty_like(states), first = new_state();
     auto reverse = scan(dout, grad_s.value_or(Tensor()), first);
     reverse.reverse = true;
@@ -69,8 +70,8 @@ class ExactCall {
 
     const auto dunit_q = rows_like(q_), dunit_k = rows_like(k_), db = rows_like(k_);
     const auto slabs = (shape_.D + 63) / 64;
-    const auto dg = g_.defined() ? at::zeros({slabs, q_.size(0), q_.size(1), shape_.heads}, in_fp32())
-                                 : Tensor();
+    const auto dg =
+        g_.defined() ? at::zeros({slabs, q_.size(0), q_.size(1), shape_.heads}, in_fp32()) : Tensor();
     kernels::DeltaExactGradients p;
     p.shape = shape_;
     p.q = input<4>(unit_q_), p.k = input<4>(unit_k_), p.b = input<4>(b_), p.dout = input<4>(dout);

@@ -62,9 +62,9 @@ struct Problem {
     return q.scalar_type() == at::kDouble ? Kernels::none : Kernels::exact;
   }
 
-  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the state before
-  // every chunk of 64 / n tokens, transposed, and what they prepare of every chunk, in bytes; the exact ones
-  // the states in fp32, before every piece (exact_pieces), and u, the rows that the steps write.
+  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the state
+  // before every chunk of 64 / n tokens, transposed, and what they prepare of every chunk, in bytes; the
+  // exact ones the states in fp32, before every piece (exact_pieces), and u, the rows that the steps write.
   struct Saved {
     std::vector<c10::SymInt> states, prepared;
     at::ScalarType states_type, prepared_type;
