@@ -26,29 +26,17 @@ struct GradientSpace {
   float through[kTile], after[kTile], gate[kTile];
   // What the gates lie between the piece's first state and: reads by token, by row; of writes and dS.
   float queries[kTile], steps[kTile], writes[kTile];
-  float parts[kThreads / 32], both;
-  int token[kTile];  // of a row
+  float parts[kThreads / 32];
+  float dg[kThreads];  // of token thread / kParts, the threads' parts
+  int token[kTile];    // of a row
+  // Of the piece; here for want of registers.
+  int64_t batch, start, states;  // row of x, first token, where its states begin
+  int head, tokens;
+  bool opens;
 };
 constexpr int kSpaceFloats = (static_cast<int>(sizeof(GradientSpace)) + 15) / 16 * 4;
 
 constexpr int gradient_floats(bool gated) { return (4 + gated) * kTileFloats + kSpaceFloats; }
-
-// The piece's rows of an array: the first of them, in fp32.
-struct Rows {
-  const float* data;
-  int64_t stride;
-  int count;
-
-  __device__ Rows(const In<4>& x, int64_t batch, int64_t first, int count_, int head)
-      : data(static_cast<const float*>(x.data) + batch * x.stride[0] + first * x.stride[1] +
-             head * x.stride[2]),
-        stride(x.stride[1]),
-        count(count_) {}
-  // Columns col..col+63, of `cols`.
-  __device__ void load(float* tile, int col, int cols) const {
-    load_matrix(tile, data + col, stride, count, cols - col);
-  }
-};
 
 // Sums over the 16 lanes that share rows.
 __device__ inline float over_row(float x) {
@@ -67,32 +55,36 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
   const int D = (shape.D + 3) & ~3, V = (shape.V + 3) & ~3, n = shape.n;
   const unsigned slabs = (shape.D + kTile - 1) / kTile;
   const int slab = static_cast<int>(blockIdx.x % slabs), col = slab * kTile;
-  const int head = static_cast<int>(blockIdx.x / slabs % shape.heads);
-  const int64_t number = blockIdx.x / slabs / shape.heads;
-  const DeltaPiece piece = piece_at(shape.pieces, number);
-  if (piece.length == 0) return;
   const int a = lane_of_row(), b = block_of_rows(), thread = static_cast<int>(threadIdx.x);
-  const int tokens = piece.length, rows = tokens * n, group = shape.query_heads / shape.heads;
-  const int64_t batch = piece.sequence.batch;
-  const Tokens& all = shape.pieces.tokens;
-
+  {
+    const int64_t piece_head = blockIdx.x / slabs;
+    const DeltaPiece piece = piece_at(shape.pieces, piece_head / shape.heads);
+    if (piece.length == 0) return;
+    if (thread == 0) {
+      space.batch = piece.sequence.batch, space.start = piece.start;
+      space.states = piece_head * shape.V * D;
+      space.head = static_cast<int>(piece_head % shape.heads), space.tokens = piece.length;
+      space.opens = piece.opens;
+    }
+  }
   if (thread < kTile) space.token[thread] = thread / n;
+  space.dg[thread] = 0.f;
+  __syncthreads();
+  const auto rows_of = [&](bool steps) { return steps ? space.tokens * n : space.tokens; };
   if constexpr (Gated) {
     // Not differences of sums: long sums have no digits left for short ones.
     const auto gate = [&](int token) { return space.gate[token]; };
     if (thread < kTile) {
-      space.gate[thread] = thread < tokens
-                               ? static_cast<const float*>(
-                                     p.g.data)[batch * p.g.stride[0] +
-                                               (piece.start + thread) * p.g.stride[1] + head * p.g.stride[2]]
-                               : 0.f;
+      const int64_t at =
+          space.batch * p.g.stride[0] + (space.start + thread) * p.g.stride[1] + space.head * p.g.stride[2];
+      space.gate[thread] = thread < space.tokens ? static_cast<const float*>(p.g.data)[at] : 0.f;
       space.queries[thread] = 0.f;
     }
     __syncthreads();
     if (thread < kTile) {
       float through = 0.f, after = 0.f;
       for (int t = 0; t <= thread; ++t) through += gate(t);
-      for (int t = tokens - 1; t > thread; --t) after += gate(t);
+      for (int t = space.tokens - 1; t > thread; --t) after += gate(t);
       space.through[thread] = expf(through);
       space.after[thread] = expf(after);
     }
@@ -106,42 +98,35 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
     }
   }
 
-  // The states' V slab from `row` on to a tile [V, D], and its dS.
-  const auto load_state = [&](float* tile, int row) {
-    Pack<4> pack[4];
-    const float* const kept = p.states + ((number * shape.heads + head) * shape.V) * static_cast<int64_t>(D);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int v = row + b + 16 * i, d = col + 4 * a;
-      pack[i] = v < shape.V && d < D ? load<4>(kept + static_cast<int64_t>(v) * D + d) : zeros<4>();
-      if (piece.opens) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) pack[i].at[e] = between(shape.pieces.between, pack[i].at[e]);
-      }
-      put(tile, b + 16 * i, 4 * a, pack[i]);
-    }
+  // Of an array the piece's rows, columns from..from+63 of `width`, to a tile.
+  const auto load_rows = [&](float* tile, const In<4>& x, bool steps, int of, int from, int width) {
+    const float* const data = static_cast<const float*>(x.data) + space.batch * x.stride[0] +
+                              space.start * (steps ? n : 1) * x.stride[1] + of * x.stride[2] + from;
+    load_matrix(tile, data, x.stride[1], rows_of(steps), width - from);
   };
-  const float* const ends =
-      p.gradients + ((number * shape.heads + head) * shape.V) * static_cast<int64_t>(D) + col;
-  const Rows k(p.k, batch, piece.start * n, rows, head), b_rows(p.b, batch, piece.start * n, rows, head),
-      u(p.u, batch, piece.start * n, rows, head), du(p.du, batch, piece.start * n, rows, head);
-  const auto store_rows = [&](const Out<4>& to, int64_t first, int count, int of, const Pack<4>(&sums)[4]) {
-    float* const data = static_cast<float*>(to.data) + batch * to.stride[0] + first * to.stride[1] +
-                        of * to.stride[2] + col + 4 * a;
+  const auto store_rows = [&](const Out<4>& to, bool steps, int of, const Pack<4>(&sums)[4]) {
+    float* const data = static_cast<float*>(to.data) + space.batch * to.stride[0] +
+                        space.start * (steps ? n : 1) * to.stride[1] + of * to.stride[2] + col + 4 * a;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      if (4 * b + r < count && col + 4 * a < D) store<4>(data + (4 * b + r) * to.stride[1], sums[r]);
+      if (4 * b + r < rows_of(steps) && col + 4 * a < D) {
+        store<4>(data + (4 * b + r) * to.stride[1], sums[r]);
+      }
     }
   };
+  // The columns v..v+63 of S or dS, [V, D], to a tile.
+  const auto load_state = [&](float* tile, const float* states, int v) {
+    const float* const from = states + space.states + v * D + col;
+    load_matrix(tile, from, D, shape.V - v, D - col);
+  };
 
-  // One gradient of a reader: the sums over V, then over the rows. `reads` row i reads rows j of tokens up to
-  // its own, or, Steps, rows before its own.
+  // The gradient of what reads, x, from that of what it read, dx: sums over V, then over rows. A query reads
+  // the rows of tokens up to its own, a step the rows before its own. What the rows x give dk.
   Pack<4> dk[4];
   clear(dk);
-  float dg = 0.f;  // of token thread / kParts, the thread's part
-  const auto of_reader = [&](auto steps, const Rows& x, const Rows& dx, float factor, const Out<4>& to,
+  const auto of_reader = [&](auto of_steps, const In<4>& x, const In<4>& dx, float factor, const Out<4>& to,
                              int of, float* far_sums) {
-    constexpr bool Steps = decltype(steps)::value;
+    constexpr bool kSteps = decltype(of_steps)::value;
     Pack<4> scores[4], sums[4];
     clear(scores);
     clear(sums);
@@ -149,10 +134,20 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
 #pragma unroll 1
     for (int v = 0; v < V; v += kTile) {
       __syncthreads();
-      dx.load(left, v, V);
-      u.load(right, v, V);
-      load_state(third, v);
-      if constexpr (Steps) load_matrix(fourth, ends + static_cast<int64_t>(v) * D, D, shape.V - v, D - col);
+      load_rows(left, dx, kSteps, of, v, V);
+      load_rows(right, p.u, true, space.head, v, V);
+      load_state(third, p.states, v);
+      if constexpr (kSteps) load_state(fourth, p.gradients, v);
+      if (space.opens) {
+        // As the thread has written it.
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          Pack<4> state = four(third, b + 16 * i, 4 * a);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) state.at[e] = between(shape.pieces.between, state.at[e]);
+          put(third, b + 16 * i, 4 * a, state);
+        }
+      }
       __syncthreads();
 #pragma unroll 2
       for (int m = 0; m < kTile; m += 4) {
@@ -160,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
         own_rows(reads, left, m);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          if (Steps && 4 * c > b) break;  // all later than the thread's rows
+          if (kSteps && 4 * c > b) break;  // all later than the thread's rows
           const Pack<4> other = four(right, a + 16 * c, m);
 #pragma unroll
           for (int r = 0; r < 4; ++r) add_dot(scores[r].at[c], reads[r], other);
@@ -171,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
 #pragma unroll
           for (int r = 0; r < 4; ++r) add_scaled(sums[r], reads[r].at[j], state);
         }
-        if constexpr (Steps) {
+        if constexpr (kSteps) {
           own_rows(reads, right, m);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
@@ -181,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
           }
         }
       }
-      if constexpr (Steps && Gated) {
+      if constexpr (kSteps && Gated) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           add_dot(both, four(third, b + 16 * i, 4 * a), four(fourth, b + 16 * i, 4 * a));
@@ -197,24 +192,24 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int j = a + 16 * c;
-        const bool seen = Steps ? j < i : space.token[j] <= i;
+        const bool seen = kSteps ? j < i : space.token[j] <= i;
         float weight = seen ? factor * scores[r].at[c] : 0.f;
         if constexpr (Gated) {
-          if (seen) weight *= decays[(Steps ? space.token[i] : i) * kPitch + space.token[j]];
+          if (seen) weight *= decays[(kSteps ? space.token[i] : i) * kPitch + space.token[j]];
         }
         weights[i * kPitch + j] = weight;
       }
       float by = factor;
-      if constexpr (Gated) by *= space.through[Steps ? space.token[i] : i];
+      if constexpr (Gated) by *= space.through[kSteps ? space.token[i] : i];
 #pragma unroll
       for (int c = 0; c < 4; ++c) sums[r].at[c] *= by;
     }
-    x.load(left, col, D);
-    k.load(right, col, D);
+    load_rows(left, x, kSteps, of, col, D);
+    load_rows(right, p.k, true, space.head, col, D);
     __syncthreads();
 
     if constexpr (Gated) {
-      if constexpr (Steps) {
+      if constexpr (kSteps) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
 #pragma unroll
@@ -238,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
         far = over_row(far);
         if (a == 0) far_sums[4 * b + r] += far;
       }
-#pragma unroll 2
+#pragma unroll 1
       for (int m = 0; m < kTile; m += 4) {
         Pack<4> reads[4];
         own_rows(reads, left, m);
@@ -273,42 +268,50 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
         }
       }
     }
-    store_rows(to, Steps ? piece.start * n : piece.start, Steps ? rows : tokens, of, sums);
+    store_rows(to, kSteps, of, sums);
     if constexpr (Gated) {
       // Of token t's gate: pairs of a write before it and a read at it or later.
       __syncthreads();
       const int t = thread / kParts;
-      for (int i = (Steps ? t * n : t) + thread % kParts; i < (Steps ? rows : tokens); i += kParts) {
-        for (int j = 0; j < t * n; ++j) dg += fourth[i * kPitch + j];
+      float dg = space.dg[thread];
+      for (int i = (kSteps ? t * n : t) + thread % kParts; i < rows_of(kSteps); i += kParts) {
+        Pack<4> sums_of = zeros<4>();
+        int j = 0;
+        for (; j + 4 <= t * n; j += 4) add_scaled(sums_of, 1.f, four(fourth, i, j));
+        for (; j < t * n; ++j) dg += fourth[i * kPitch + j];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dg += sums_of.at[e];
       }
+      space.dg[thread] = dg;
     }
   };
 
   if constexpr (Gated) {
     if (thread < kTile) space.steps[thread] = 0.f;
   }
-  of_reader(std::true_type(), b_rows, du, -1.f, p.db, head, space.steps);
+  of_reader(std::true_type(), p.b, p.du, -1.f, p.db, space.head, space.steps);
 #pragma unroll 1
-  for (int member = 0; member < group; ++member) {
-    const int of = head * group + member;
-    const Rows q(p.q, batch, piece.start, tokens, of), dout(p.dout, batch, piece.start, tokens, of);
-    of_reader(std::false_type(), q, dout, shape.scale, p.dq, of, space.queries);
+  for (int member = 0, group = shape.query_heads / shape.heads; member < group; ++member) {
+    const int of = space.head * group + member;
+    of_reader(std::false_type(), p.q, p.dout, shape.scale, p.dq, of, space.queries);
   }
-  store_rows(p.dk, piece.start * n, rows, head, dk);
+  store_rows(p.dk, true, space.head, dk);
 
   if constexpr (Gated) {
     __syncthreads();
     const int t = thread / kParts;
-    for (int i = t + thread % kParts; i < tokens; i += kParts) dg += space.queries[i];
-    for (int i = t * n + thread % kParts; i < rows; i += kParts) dg += space.steps[i];
-    for (int j = thread % kParts; j < t * n && j < rows; j += kParts) dg += space.writes[j];
+    float dg = space.dg[thread];
+    for (int i = t + thread % kParts; i < rows_of(false); i += kParts) dg += space.queries[i];
+    for (int i = t * n + thread % kParts; i < rows_of(true); i += kParts) dg += space.steps[i];
+    for (int j = thread % kParts; j < t * n && j < rows_of(true); j += kParts) dg += space.writes[j];
     dg += __shfl_xor_sync(~0u, dg, 1);
     dg += __shfl_xor_sync(~0u, dg, 2);
-    if (thread % kParts == 0 && t < tokens) {
+    if (thread % kParts == 0 && t < space.tokens) {
       float whole = 0.f;
       for (int w = 0; w < kThreads / 32; ++w) whole += space.parts[w];
-      p.dg[((slab * all.batch + batch) * all.tokens + piece.start + t) * shape.heads + head] =
-          fmaf(space.through[tokens - 1], whole, dg);
+      const Tokens& all = shape.pieces.tokens;
+      p.dg[((slab * all.batch + space.batch) * all.tokens + space.start + t) * shape.heads + space.head] =
+          fmaf(space.through[space.tokens - 1], whole, dg);
     }
   }
 }
