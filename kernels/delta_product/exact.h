@@ -94,7 +94,7 @@ struct DeltaExactRows {
   In<4> q, k, v;          // [B, T, HQ, D], [B, T n, H, D], [B, T n, H, V]
   In<4> beta;             // [B, T n, H, D], or [B, T n, H] with a stride of 0
   Out<4> unit_q, unit_k;  // fp32, optional
-  Out<4> b, w;            // fp32
+  Out<4> b, w;            // fp32, w optional
 };
 
 cudaError_t delta_exact_rows(const DeltaExactRows& problem, cudaStream_t stream);

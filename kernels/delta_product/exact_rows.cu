@@ -146,8 +146,10 @@ __global__ void __launch_bounds__(kThreads)
     if (p.unit_k.data != nullptr) x.store_padded(p.unit_k, job.at, shape.D);
     // A beta for every channel: D = V.
     (x * Elements32(p.beta, job.at, shape.D)).store_padded(p.b, job.at, shape.D);
-    (Elements32(p.v, job.at, shape.V) * Elements32(p.beta, job.at, shape.V))
-        .store_padded(p.w, job.at, shape.V);
+    if (p.w.data != nullptr) {
+      (Elements32(p.v, job.at, shape.V) * Elements32(p.beta, job.at, shape.V))
+          .store_padded(p.w, job.at, shape.V);
+    }
   }
 }
 

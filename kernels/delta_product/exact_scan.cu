@@ -134,14 +134,15 @@ class Fetcher {
       }
       if (pack_ < kBlockCols) {
         const float* const value =
-            value_ + (Reverse ? read * p_.value.stride[1] + turn_.at * p_.value.stride[2]
-                              : row * p_.value.stride[1]);
+            value_ +
+            (Reverse ? read * p_.value.stride[1] + turn_.at * p_.value.stride[2] : row * p_.value.stride[1]);
         copy_async(at + 4 * Sizes::kValue, value, (Reverse ? reads : steps) && in_slab_);
       }
       // Forward the decay before the token's steps; reverse that after the token, the next one's.
       if (p_.decay != nullptr && pack_ == 124) {
         const unsigned decays = Reverse ? token + 1 : token;
-        const int64_t place = here_.sequence.batch * shape.pieces.tokens.tokens + here_.sequence.start + decays;
+        const int64_t place =
+            here_.sequence.batch * shape.pieces.tokens.tokens + here_.sequence.start + decays;
         copy_async_4(shared_address(to + Sizes::kDecay), p_.decay + place * shape.heads + here_.head,
                      decays < here_.tokens);
       }
@@ -220,7 +221,8 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
   const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockCols;
   const Walked here(shape, blockIdx.x / slabs);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int own = static_cast<int>(threadIdx.x) / kLanes * kCols, col = slab + own;  // of the thread's columns
+  const int own = static_cast<int>(threadIdx.x) / kLanes * kCols,
+            col = slab + own;  // of the thread's columns
   const auto row_at = [&](int i, int e) { return 4 * lane + 4 * kLanes * i + e; };
 
   // Without gates every decay is 1.
@@ -277,7 +279,8 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
   }
   if (p.u.data != nullptr) {
     u = static_cast<float*>(p.u.data) + here.sequence.batch * p.u.stride[0] +
-        (first_token * shape.n + (Reverse ? shape.n - 1 : 0)) * p.u.stride[1] + here.head * p.u.stride[2] + col;
+        (first_token * shape.n + (Reverse ? shape.n - 1 : 0)) * p.u.stride[1] + here.head * p.u.stride[2] +
+        col;
   }
   const int64_t next_u = Reverse ? -p.u.stride[1] : p.u.stride[1];
   const bool writes_o = lane < kCols && col + lane < shape.V;

@@ -8,7 +8,7 @@
 
 namespace girih::delta_product {
 
-// One call's tensors, and the fp32 rows made of them.
+// One call's tensors.
 class ExactCall {
  public:
   ExactCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const OptionalTensor& g,
@@ -31,15 +31,16 @@ class ExactCall {
         static_cast<int>(v.size(3)),
         static_cast<int>(n),
         static_cast<float>(scale.value_or(1 / std::sqrt(double(q.size(3)))))};
-    make_rows();
+    if (g_.defined()) decay_ = g_.exp().contiguous();
   }
 
   Results forward(const OptionalTensor& initial, const Problem::Saved& kept) const {
+    const auto rows = make_rows(true);
     const bool save = kept.states.size() > 1;
     const auto states = new_kept(kept.states), u = new_kept(kept.prepared), last = new_state();
     const auto o = rows_for(q_, q_.size(1), cu_seqlens_, shape_.query_heads, shape_.V, at::kFloat);
     Tensor position;
-    auto p = scan(w_, initial.value_or(Tensor()), last);
+    auto p = scan(rows, rows.w, initial.value_or(Tensor()), last);
     p.o = output<4>(o);
     if (save) {
       if (cu_seqlens_.defined()) u.zero_();  // rows that no sequence owns
@@ -51,17 +52,19 @@ class ExactCall {
       p.position = position.mutable_data_ptr<int64_t>();
     }
     launch_scan(p);
-    return {o.to(q_.scalar_type()), last, position.defined() ? OptionalTensor(position) : std::nullopt, states, u};
+    return {o.to(q_.scalar_type()), last, position.defined() ? OptionalTensor(position) : std::nullopt,
+            states, u};
   }
 
   Gradients backward(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const OptionalTensor& state,
                      const Tensor& states, const Tensor& u) const {
+    const auto rows = make_rows(false);
     const auto dout =
         given(grad_o)
             ? in_packs(grad_o->to(at::kFloat), 4)
             : at::zeros({q_.size(0), q_.size(1), shape_.query_heads, in_fours(shape_.V)}, in_fp32());
     const auto du = rows_like(v_), gradients = at::empty_like(states), first = new_state();
-    auto reverse = scan(dout, grad_s.value_or(Tensor()), first);
+    auto reverse = scan(rows, dout, grad_s.value_or(Tensor()), first);
     reverse.reverse = true;
     reverse.u = output<4>(du);
     reverse.states = states.const_data_ptr<float>();
@@ -74,7 +77,7 @@ class ExactCall {
         g_.defined() ? at::zeros({slabs, q_.size(0), q_.size(1), shape_.heads}, in_fp32()) : Tensor();
     kernels::DeltaExactGradients p;
     p.shape = shape_;
-    p.q = input<4>(unit_q_), p.k = input<4>(unit_k_), p.b = input<4>(b_), p.dout = input<4>(dout);
+    p.q = input<4>(rows.q), p.k = input<4>(rows.k), p.b = input<4>(rows.b), p.dout = input<4>(dout);
     p.u = input<4>(u), p.du = input<4>(du);
     p.g = input<3>(g_);
     p.states = states.const_data_ptr<float>(), p.gradients = gradients.const_data_ptr<float>();
@@ -124,30 +127,33 @@ class ExactCall {
     return input<4>(beta.dim() == 4 ? beta : beta.unsqueeze(-1));
   }
 
-  // b and w; q and k of unit length or, in another dtype, in fp32.
-  void make_rows() {
+  // b and, for the forward, w; q and k of unit length or, in another dtype, in fp32.
+  struct Rows {
+    Tensor q, k, b, w;
+  };
+  Rows make_rows(bool with_w) const {
     kernels::DeltaExactRows p;
     p.shape = shape_;
     p.unit = unit_;
     p.q = input<4>(q_), p.k = input<4>(k_), p.v = input<4>(v_), p.beta = by_channel(beta_);
     const auto made = [&](const Tensor& x, kernels::Out<4>& to) {
-      if (!unit_ && x.scalar_type() == at::kFloat) return in_packs(x, 4);
       const auto rows = at::empty({x.size(0), x.size(1), x.size(2), in_fours(x.size(3))}, in_fp32());
       to = output<4>(rows);
       return rows;
     };
-    unit_q_ = made(q_, p.unit_q), unit_k_ = made(k_, p.unit_k);
-    b_ = at::empty({k_.size(0), k_.size(1), k_.size(2), in_fours(k_.size(3))}, in_fp32());
-    w_ = at::empty({v_.size(0), v_.size(1), v_.size(2), in_fours(v_.size(3))}, in_fp32());
-    p.b = output<4>(b_), p.w = output<4>(w_);
+    const auto unit = [&](const Tensor& x, kernels::Out<4>& to) {
+      return unit_ || x.scalar_type() != at::kFloat ? made(x, to) : in_packs(x, 4);
+    };
+    const Rows rows{unit(q_, p.unit_q), unit(k_, p.unit_k), made(k_, p.b), with_w ? made(v_, p.w) : Tensor()};
     check_launch("delta_exact_rows", kernels::delta_exact_rows(p, c10::cuda::getCurrentCUDAStream()));
-    if (g_.defined()) decay_ = g_.exp().contiguous();
+    return rows;
   }
 
-  kernels::DeltaExactScan scan(const Tensor& value, const Tensor& initial, const Tensor& last) const {
+  kernels::DeltaExactScan scan(const Rows& rows, const Tensor& value, const Tensor& initial,
+                               const Tensor& last) const {
     kernels::DeltaExactScan p{};
     p.shape = shape_;
-    p.q = input<4>(unit_q_), p.k = input<4>(unit_k_), p.b = input<4>(b_), p.value = input<4>(value);
+    p.q = input<4>(rows.q), p.k = input<4>(rows.k), p.b = input<4>(rows.b), p.value = input<4>(value);
     p.decay = decay_.defined() ? decay_.const_data_ptr<float>() : nullptr;
     p.initial = input<4>(initial);
     p.final = output<4>(last);
@@ -157,11 +163,10 @@ class ExactCall {
     check_launch("delta_exact_scan", kernels::delta_exact_scan(p, c10::cuda::getCurrentCUDAStream()));
   }
 
-  Tensor q_, k_, v_, beta_, g_, cu_seqlens_, position_;
+  Tensor q_, k_, v_, beta_, g_, decay_, cu_seqlens_, position_;
   at::ScalarType g_type_ = at::kFloat;
   bool unit_;
   kernels::DeltaExactShape shape_;
-  Tensor unit_q_, unit_k_, b_, w_, decay_;
 };
 
 }  // namespace girih::delta_product
