@@ -21,14 +21,14 @@ using exact::add_dot, exact::add_scaled, exact::block_of_rows, exact::clear, exa
 
 constexpr int kParts = kThreads / kTile;
 
-// Of the piece's tokens: e^{gates through it}, and of those after it.
 struct GradientSpace {
-  float through[kTile], after[kTile], gate[kTile];
-  // What the gates lie between the piece's first state and: reads by token, by row; of writes and dS.
+  // Of the piece's tokens: its gate, e^{gates through it}, e^{those after it}.
+  float gate[kTile], through[kTile], after[kTile];
+  // What the gates up to a query or a step scale of S, and those after a row of dS.
   float queries[kTile], steps[kTile], writes[kTile];
-  float parts[kThreads / 32];
-  float dg[kThreads];  // of token thread / kParts, the threads' parts
-  int token[kTile];    // of a row
+  float parts[kThreads / 32];  // S * dS, added up by the warps
+  float dg[kThreads];          // of token thread / kParts, the threads' parts
+  int token[kTile];            // of a row
   // Of the piece; here for want of registers.
   int64_t batch, start, states;  // row of x, first token, where its states begin
   int head, tokens;
@@ -121,12 +121,15 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
   };
 
   // The gradient of what reads, x, from that of what it read, dx: sums over V, then over rows. A query reads
-  // the rows of tokens up to its own, a step the rows before its own. What the rows x give dk.
+  // the rows of tokens up to its own, a step the rows before its own. Beside it what the rows x give dk.
   Pack<4> dk[4];
   clear(dk);
   const auto of_reader = [&](auto of_steps, const In<4>& x, const In<4>& dx, float factor, const Out<4>& to,
                              int of, float* far_sums) {
     constexpr bool kSteps = decltype(of_steps)::value;
+    // Of the thread's four rows: whether they exist, and how many rows they read, at most.
+    const bool idle = 4 * b >= rows_of(kSteps);
+    const int most = (4 * b + 4) * (kSteps ? 1 : n), cols = idle ? 0 : most < kTile ? most : kTile;
     Pack<4> scores[4], sums[4];
     clear(scores);
     clear(sums);
@@ -150,12 +153,12 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
       }
       __syncthreads();
 #pragma unroll 2
-      for (int m = 0; m < kTile; m += 4) {
+      for (int m = idle ? kTile : 0; m < kTile; m += 4) {
         Pack<4> reads[4];
         own_rows(reads, left, m);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          if (kSteps && 4 * c > b) break;  // all later than the thread's rows
+          if (16 * c >= cols) break;
           const Pack<4> other = four(right, a + 16 * c, m);
 #pragma unroll
           for (int r = 0; r < 4; ++r) add_dot(scores[r].at[c], reads[r], other);
@@ -234,11 +237,12 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
         if (a == 0) far_sums[4 * b + r] += far;
       }
 #pragma unroll 1
-      for (int m = 0; m < kTile; m += 4) {
+      for (int m = idle ? kTile : 0; m < kTile; m += 4) {
         Pack<4> reads[4];
         own_rows(reads, left, m);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
+          if (16 * c >= cols) break;
           const Pack<4> other = four(right, a + 16 * c, m);
 #pragma unroll
           for (int r = 0; r < 4; ++r) add_dot(pairs[r].at[c], reads[r], other);
@@ -254,19 +258,22 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
       }
     }
 #pragma unroll 2
-    for (int j = 0; j < kTile; j += 4) {
+    for (int j = 0; j < cols; j += 4) {
       Pack<4> weight[4];
       own_rows(weight, weights, j);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const Pack<4> key = four(right, j + e, 4 * a), by_key = four(weights, j + e, 4 * b),
-                      read = four(left, j + e, 4 * a);
+        const Pack<4> key = four(right, j + e, 4 * a);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          add_scaled(sums[r], weight[r].at[e], key);
-          add_scaled(dk[r], by_key.at[r], read);
-        }
+        for (int r = 0; r < 4; ++r) add_scaled(sums[r], weight[r].at[e], key);
       }
+    }
+    // From the first that reads the thread's rows on.
+#pragma unroll 4
+    for (int i = kSteps ? 4 * b : space.token[4 * b]; i < rows_of(kSteps); ++i) {
+      const Pack<4> weight = four(weights, i, 4 * b), read = four(left, i, 4 * a);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) add_scaled(dk[r], weight.at[r], read);
     }
     store_rows(to, kSteps, of, sums);
     if constexpr (Gated) {
