@@ -38,6 +38,29 @@ constexpr int kSpaceFloats = (static_cast<int>(sizeof(GradientSpace)) + 15) / 16
 
 constexpr int gradient_floats(bool gated) { return (4 + gated) * kTileFloats + kSpaceFloats; }
 
+// Sums over V take their terms four at a time: one by one, 256 of them lost twice as many digits.
+//     sum += x . y
+__device__ inline void add_four(float& sum, const Pack<4>& x, const Pack<4>& y) {
+  float part = x.at[0] * y.at[0];
+#pragma unroll
+  for (int i = 1; i < 4; ++i) part = fmaf(x.at[i], y.at[i], part);
+  sum += part;
+}
+//     sums += x tile[m..m+3, col..col+3]
+__device__ inline void add_four(Pack<4> (&sums)[4], const Pack<4> (&x)[4], const float* tile, int m,
+                                int col) {
+  Pack<4> y[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) y[j] = four(tile, m + j, col);
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      add_four(sums[r].at[c], x[r], {{y[0].at[c], y[1].at[c], y[2].at[c], y[3].at[c]}});
+    }
+  }
+}
+
 // Sums over the 16 lanes that share rows.
 __device__ inline float over_row(float x) {
 #pragma unroll
@@ -152,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
         }
       }
       __syncthreads();
-#pragma unroll 2
+#pragma unroll 1
       for (int m = idle ? kTile : 0; m < kTile; m += 4) {
         Pack<4> reads[4];
         own_rows(reads, left, m);
@@ -161,22 +184,12 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
           if (16 * c >= cols) break;
           const Pack<4> other = four(right, a + 16 * c, m);
 #pragma unroll
-          for (int r = 0; r < 4; ++r) add_dot(scores[r].at[c], reads[r], other);
+          for (int r = 0; r < 4; ++r) add_four(scores[r].at[c], reads[r], other);
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const Pack<4> state = four(third, m + j, 4 * a);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) add_scaled(sums[r], reads[r].at[j], state);
-        }
+        add_four(sums, reads, third, m, 4 * a);
         if constexpr (kSteps) {
           own_rows(reads, right, m);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const Pack<4> end = four(fourth, m + j, 4 * a);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) add_scaled(dk[r], reads[r].at[j], end);
-          }
+          add_four(dk, reads, fourth, m, 4 * a);
         }
       }
       if constexpr (kSteps && Gated) {
