@@ -2,12 +2,12 @@
 
 import torch
 from girih import ops
-from shapes import DTYPE, IN_FP32, cases
+from shapes import IN_FP32, cases
 
 
-def fill(kind, sizes, device):
+def fill(kind, sizes, dtype, device):
     """As tests/python/cases.py fills them, but on the device, and gates as the layers make them."""
-    dtype = torch.float32 if kind in IN_FP32 else DTYPE
+    dtype = torch.float32 if kind in IN_FP32 else dtype
     if kind == "gate":
         return torch.nn.functional.logsigmoid(torch.randn(sizes, device=device)) / 8
     if kind in ("weight", "beta", "step"):
@@ -24,12 +24,12 @@ def draw(shape, device="cuda"):
     case, sizes = shape.case, shape.sizes
 
     def tensor(letters, kind):
-        x = fill(kind, [sizes[letter] for letter in letters], device)
+        x = fill(kind, [sizes[letter] for letter in letters], shape.dtype, device)
         return x / case.chunk if kind == "step" else x  # the steps of a chunk sum to less than 1
 
     data = {name: tensor(*spec) for name, spec in case.data.items()}
     start = case.state if shape.is_step else case.memory
-    state_dtype = DTYPE if case.op == "short_conv" else torch.float32
+    state_dtype = shape.dtype if case.op == "short_conv" else torch.float32
     leaves = {
         f"state_{name}": tensor(*spec).to(state_dtype) for name, spec in start.items() if name != "position"
     }

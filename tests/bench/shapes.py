@@ -23,6 +23,7 @@ class Shape:
     case: cases.Case
     sizes: dict
     peers: tuple[str, ...] = ()
+    dtype: torch.dtype = DTYPE
 
     @property
     def op(self):
@@ -44,15 +45,15 @@ class Shape:
     def record(self):
         """What a result file says of the shape; a result of another record is another shape's."""
         data = {name: f"{letters} {kind}" for name, (letters, kind) in self.case.data.items()}
-        return {"sizes": self.sizes, "data": data, "options": self.case.options, "dtype": str(DTYPE)}
+        return {"sizes": self.sizes, "data": data, "options": self.case.options, "dtype": str(self.dtype)}
 
 
-def at(dims, case, *peers, **sizes):
+def at(dims, case, *peers, dtype=DTYPE, **sizes):
     """dims: "B T H D"; V is D and there are as many queries as memories."""
     B, T, H, D = map(int, dims.split())
     n = case.rows_per_token
     known = {"B": B, "T": T, "H": H, "D": D, "Q": H, "V": D, "N": B, "n": n, "R": T * n}
-    return Shape(case, known | sizes, peers)
+    return Shape(case, known | sizes, peers, dtype)
 
 
 def slots(M):
@@ -84,6 +85,9 @@ DELTA_PRODUCT = [
     at("4 2048 16 128", delta_product("n1"), "chunk_delta_rule"),
     at("8 2048 32 256", delta_product("n1"), "chunk_delta_rule"),
     at("8 1024 8 64", delta_product("n1"), "chunk_delta_rule"),
+    # Without tensor cores; no peer takes them.
+    at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
+    at("4 4096 16 64", delta_product("n1-vector", vector=True)),
     at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
 ]
 TRELLIS = [

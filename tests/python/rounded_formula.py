@@ -73,11 +73,11 @@ def abc_gates(s, z):
     return (s - running).exp(), before - running, running[:, -1]
 
 
-def per_sequence(operator, q, *data, state, cu_seqlens, rows=None, **options):
-    """`operator` on every sequence of a packed batch; tokens of no sequence give 0. rows: of each of `data` a
-    token, 1 if not given."""
+def per_sequence(operator, q, *data, state, cu_seqlens, rows_of=None, **options):
+    """`operator` on every sequence of a packed batch; tokens of no sequence give 0. rows_of: of each of
+    `data` a token, 1 if not given."""
     bounds = cu_seqlens.tolist()
-    of_data, outs, states, last = rows or [1] * len(data), [], [], 0
+    of_data, outs, states, last = rows_of or [1] * len(data), [], [], 0
     for i, (lo, hi) in enumerate(pairwise(bounds)):
         alone = [None if x is None else x[:, lo * n : hi * n] for x, n in zip(data, of_data, strict=True)]
         own = None if state is None else type(state)(*(None if x is None else x[i : i + 1] for x in state))
@@ -95,7 +95,7 @@ def in_chunks(chunk):
     return SimpleNamespace(
         gsa=partial(gsa, chunk=chunk),
         gla=partial(gla, chunk=chunk),
-        delta_product=partial(delta_product, chunk=chunk),
+        delta_product=partial(delta_product, rows=chunk),
     )
 
 
@@ -161,6 +161,9 @@ def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None, chunk=CHUNK
     return torch.cat(rows, 1), GLAState(S)
 
 
+BETWEEN = {"gelu": F.gelu, "tanh": torch.tanh}
+
+
 def unit(x):
     x = wide(x)
     return x * (x.square().sum(-1, True) + 1e-6).rsqrt()
@@ -176,29 +179,41 @@ def delta_product(
     n=1,
     scale=None,
     l2norm_qk=False,
+    chunk=None,
+    between_chunks=None,
     state=None,
     cu_seqlens=None,
-    chunk=CHUNKS[0],
+    rows=CHUNKS[0],
 ):
-    """beta is a scalar a step."""
+    """`rows`: of a chunk of the formula; the operator's `chunk` is that of `between_chunks`."""
+    options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "rows": rows}
     if cu_seqlens is not None:
-        options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "chunk": chunk}
-        of_data = {"state": state, "cu_seqlens": cu_seqlens, "rows": [n, n, n, 1]}
+        options |= {"chunk": chunk, "between_chunks": between_chunks}
+        of_data = {"state": state, "cu_seqlens": cu_seqlens, "rows_of": [n, n, n, 1]}
         return per_sequence(delta_product, q, k, v, beta, g, **of_data, **options)
-    dtype = q.dtype
+    if between_chunks:
+        options |= {"chunk": chunk, "phi": BETWEEN[between_chunks], "state": state}
+        return delta_by_chunks(q, k, v, beta, g, **options)
     (B, T), (H, D), V = q.shape[:2], k.shape[2:], v.shape[-1]
+    dtype = q.dtype
     scale = D**-0.5 if scale is None else scale
     zeros = wide(q.new_zeros(()))
     S = state.s if state else zeros.expand(B, H, D, V)
     g = zeros.expand(B, T, H) if g is None else g.to(zeros.dtype)
-    beta = beta.to(zeros.dtype)[..., None]
+    beta = beta.to(zeros.dtype)
     if l2norm_qk:
         q, k = unit(q).to(dtype), unit(k).to(dtype)
-    groups, C = q.shape[2] // H, max(chunk // n, 1)
-    rows = [q.new_zeros(B, 0, q.shape[2], V)]
+    b = k
+    if beta.dim() == 3:
+        beta, factor = beta[..., None], beta
+    else:
+        b, factor = (beta * wide(k)).to(dtype), zeros.expand(beta.shape[:3]) + 1
+    groups, C = q.shape[2] // H, max(rows // n, 1)
+    outs = [q.new_zeros(B, 0, q.shape[2], V)]
     for a in range(0, T, C):
         tokens, steps = slice(a, a + C), slice(a * n, (a + C) * n)
-        K, W, beta_here = k[:, steps], wide(v[:, steps]), beta[:, steps]
+        K, B_, W = k[:, steps], b[:, steps], beta[:, steps] * wide(v[:, steps])
+        factor_here = factor[:, steps, :, None]
         per_row = torch.arange(K.shape[1], device=q.device) // n  # a row's token
         L = g[:, tokens].cumsum(1)
         # sums of g over tokens i < t <= j, of gates alone: differences of L have lost their digits
@@ -206,18 +221,18 @@ def delta_product(
         to_token = torch.where(later[..., None], g[:, None, tokens], 0.0).cumsum(2)  # [B, row, token, H]
         to_row = to_token[:, :, per_row].transpose(1, 2)  # [B, r, r', H]: from row r' to row r
         order = torch.ones(len(per_row), len(per_row), dtype=torch.bool, device=q.device)
-        # T = I + tril(beta K K^T e^{L_r - L_r'}, -1)
-        scores = wide(torch.einsum("brhd,bihd->brih", K, K)) * beta_here[:, :, None, :, 0]
+        # T = I + tril(B K^T e^{L_r - L_r'}, -1)
+        scores = wide(torch.einsum("brhd,bihd->brih", B_, K)) * factor_here[:, :, None, :, 0]
         strict = order.tril(-1)[..., None]
         A = scores * to_row.masked_fill(~strict, -torch.inf).exp()
         eye = torch.eye(len(per_row), dtype=zeros.dtype, device=q.device)
         inverse = torch.linalg.solve_triangular(
             eye + A.permute(0, 3, 1, 2), eye, upper=False, unitriangular=True
         )
-        # U = T^-1 (beta V - beta e^L K S)
+        # U = T^-1 (W - e^L B S)
         low_S = S.to(dtype)
-        read = wide(torch.einsum("brhd,bhdv->brhv", K, low_S)) * L[:, per_row, :, None].exp()
-        Z = (beta_here * (W - read)).to(dtype)
+        read = wide(torch.einsum("brhd,bhdv->brhv", B_, low_S)) * L[:, per_row, :, None].exp()
+        Z = (W - factor_here * read).to(dtype)
         U = torch.einsum("bhri,bihv->brhv", inverse.to(dtype), Z)
         # O = scale (e^L Q S + (Q K^T e^{L_t - L_r}) U)
         seen = torch.arange(L.shape[1], device=q.device)[:, None] >= per_row
@@ -228,9 +243,35 @@ def delta_product(
             far = wide(torch.einsum("bthd,bhdv->bthv", own_q, low_S)) * L[..., None].exp()
             weights = (wide(torch.einsum("bthd,brhd->btrh", own_q, K)) * decay).to(dtype)
             reads.append(scale * (far + wide(torch.einsum("btrh,brhv->bthv", weights, U))))
-        rows.append(torch.stack(reads, 3).flatten(2, 3).to(dtype))
+        outs.append(torch.stack(reads, 3).flatten(2, 3).to(dtype))
         # S <- e^{L_C} S + (K e^{L_C - L})^T U
         to_end = to_token[:, :, -1].exp()[..., None]
         kept = torch.einsum("brhd,brhv->bhdv", K, (wide(U) * to_end).to(dtype))
         S = S * L[:, -1].exp()[..., None, None] + wide(kept)
-    return torch.cat(rows, 1), DeltaProductState(S, None)
+    return torch.cat(outs, 1), DeltaProductState(S, None)
+
+
+def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
+    """`phi` is applied to S when a sequence's chunk is complete."""
+    (B, T), (H, D), V = q.shape[:2], k.shape[2:], v.shape[-1]
+    if state is None:
+        zeros = wide(q.new_zeros(()))
+        state = DeltaProductState(
+            zeros.expand(B, H, D, V), torch.zeros(B, dtype=torch.int64, device=q.device)
+        )
+    outs, last = [], []
+    for i, position in enumerate(state.position.tolist()):
+        S, of_sequence = state.s[i : i + 1], [q.new_zeros(1, 0, q.shape[2], V)]
+        ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
+        for lo, hi in pairwise(ends):
+            part = [
+                None if x is None else x[i : i + 1, lo * r : hi * r]
+                for x, r in ((q, 1), (k, n), (v, n), (beta, n), (g, 1))
+            ]
+            o, (S, _) = delta_product(*part, n=n, state=DeltaProductState(S, None), **options)
+            of_sequence.append(o)
+            if (position + hi) % chunk == 0:
+                S = phi(S)
+        outs.append(torch.cat(of_sequence, 1))
+        last.append(S)
+    return torch.cat(outs), DeltaProductState(torch.cat(last), (state.position + T) % chunk)

@@ -28,7 +28,19 @@ from padding import Padded
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 WIDTHS = [8, 20, 64, 72, 128, 136, 256]
-STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; the last has no kernel
+STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; the last are too many for the tensor cores
+# Calls of the kernels of the tensor cores, and what only the exact ones take.
+EXACT = {
+    "fp32": {"dtype": torch.float32},
+    "vector": {"dtype": torch.bfloat16, "vector": True},
+    "gelu": {"dtype": torch.float16, "chunk": 16, "between_chunks": "gelu"},
+    "tanh vector": {"dtype": torch.float32, "vector": True, "chunk": 24, "between_chunks": "tanh"},
+}
+KINDS = {"bf16": {"dtype": torch.bfloat16}} | EXACT
+of_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+exact_only = pytest.mark.parametrize("kind", EXACT.values(), ids=EXACT)
+# Of sequences that do not depend on their place among others.
+of_every_scan = pytest.mark.parametrize("kind", [*KINDS.values()][:3], ids=[*KINDS][:3])
 
 
 def keys(kind, shape, generator):
@@ -55,13 +67,15 @@ def draw(
     pattern="mild",
     key="random",
     beta=None,
+    vector=False,
     l2norm_qk=False,
     sequences=None,
     seed=0,
     **options,
 ):
     """On the CPU. G queries a memory; a state for each of B, or of `sequences` packed ones. pattern: of the
-    gates, None for none. beta: of every step, between 0 and 2 where it is None."""
+    gates, None for none. beta: of every step, between 0 and 2 where it is None; `vector`: of every channel,
+    between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
@@ -75,6 +89,8 @@ def draw(
     of_steps = (
         2 * torch.rand(B, T * n, H, generator=generator) if beta is None else torch.full(k.shape[:3], beta)
     )
+    if vector:
+        of_steps = torch.rand(k.shape, generator=generator)
     data = {
         "q": normal(B, T, H * G, D),
         "k": k.to(dtype),
@@ -94,10 +110,48 @@ def test_every_length(T, dtype):
     assert_as_right_as_the_formula(draw(T=T, dtype=dtype))
 
 
+@exact_only
+@pytest.mark.parametrize("T", LENGTHS)
+def test_every_length_of_the_exact_kernels(T, kind):
+    assert_as_right_as_the_formula(draw(T=T, **kind))
+
+
 @pytest.mark.parametrize("n", STEPS)
 @pytest.mark.parametrize("T", [1, 3, 4, 5, 12, 13, 31, 33, 50])
 def test_every_number_of_steps(T, n):
     assert_as_right_as_the_formula(draw(T=T, n=n, dtype=DTYPES[1 + T % 2]))
+
+
+@exact_only
+@pytest.mark.parametrize("n", [2, 3, 17, 33, 64, 65])
+@pytest.mark.parametrize("T", [1, 3, 22, 33])
+def test_every_number_of_steps_of_the_exact_kernels(T, n, kind):
+    """65 have none."""
+    assert_as_right_as_the_formula(draw(B=1, T=T, n=n, D=24, V=24, **kind))
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 64, 65, 130])
+@pytest.mark.parametrize(
+    "chunk, n", [(1, 1), (1, 3), (2, 1), (5, 2), (16, 1), (63, 1), (64, 1), (64, 3), (40, 8)]
+)
+@pytest.mark.parametrize("between_chunks", ["gelu", "tanh"])
+def test_every_chunk_of_between_chunks(between_chunks, chunk, n, T):
+    """From a start inside of one, at another place in every sequence."""
+    options = {"chunk": chunk, "between_chunks": between_chunks}
+    assert_as_right_as_the_formula(draw(B=3, H=1, T=T, n=n, D=20, V=40, dtype=DTYPES[T % 3], **options))
+
+
+@pytest.mark.parametrize("kind", [EXACT["gelu"], EXACT["tanh vector"]], ids=["gelu", "tanh"])
+@pytest.mark.parametrize("T", [0, 1, 47, 48, 49])
+def test_chunks_from_a_start_without_a_state(T, kind):
+    assert_as_right_as_the_formula(replace(draw(T=T, **kind), state={}))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kind", [EXACT["vector"], EXACT["tanh vector"]], ids=["vector", "tanh vector"])
+@pytest.mark.parametrize("D", WIDTHS)
+def test_every_width_of_a_beta_for_every_channel(D, kind, n):
+    assert_as_right_as_the_formula(draw(B=1, D=D, V=D, n=n, **kind))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -114,17 +168,26 @@ def test_gates_from_0_to_minus_20(n, pattern, dtype):
     assert_as_right_as_the_formula(draw(T=130, n=n, pattern=pattern, dtype=dtype))
 
 
+@exact_only
+@pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_gates_of_the_exact_kernels(n, pattern, kind):
+    assert_as_right_as_the_formula(draw(T=130, n=n, pattern=pattern, **kind))
+
+
+@of_every_kind
 @pytest.mark.parametrize("position", [0, 1, 15, 16, 31, 32, 47, 63, 64, 100])
-def test_one_closed_gate(position):
-    inputs = draw(T=101, pattern="open", dtype=torch.bfloat16)
+def test_one_closed_gate(position, kind):
+    inputs = draw(T=101, pattern="open", **kind)
     inputs.data["g"][:, position] = -20
     assert_as_right_as_the_formula(inputs)
 
 
+@of_every_kind
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
-def test_a_gate_far_below_is_as_one_that_closes(gate):
+def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
     """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
-    inputs = draw(T=100, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs = draw(T=100, **kind).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
     inputs.data["g"][:, [5, 40, 70]] = gate
@@ -151,21 +214,33 @@ def test_keys_and_queries_of_any_length(n, key, dtype):
     assert_as_right_as_the_formula(inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("G, n", [(2, 1), (3, 2), (2, 4)])
-def test_grouped_queries(G, n, dtype):
-    assert_as_right_as_the_formula(draw(G=G, n=n, dtype=dtype, scale=0.3))
+@exact_only
+@pytest.mark.parametrize("key", ["random", "one", "zero"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_keys_and_queries_of_any_length_of_the_exact_kernels(n, key, kind):
+    inputs = draw(n=n, T=100, key=key, l2norm_qk=True, **kind)
+    inputs.data["q"][:, 3] = 0
+    inputs.data["k"][:, 5] = 0
+    assert_as_right_as_the_formula(inputs)
 
 
+@of_every_kind
+@pytest.mark.parametrize("G, n", [(2, 1), (3, 2), (2, 4), (8, 1)])
+def test_grouped_queries(G, n, kind):
+    assert_as_right_as_the_formula(draw(G=G, n=n, scale=0.3, **kind))
+
+
+@of_every_kind
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
-def test_gates_and_steps_of_any_dtype(gate_dtype):
-    assert_as_right_as_the_formula(draw(n=2, dtype=torch.bfloat16, gate_dtype=gate_dtype))
+def test_gates_and_steps_of_any_dtype(gate_dtype, kind):
+    assert_as_right_as_the_formula(draw(n=2, gate_dtype=gate_dtype, **kind))
 
 
+@of_every_kind
 @pytest.mark.parametrize("absent", ["state", "do", "dstate"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_absent_parts(n, absent):
-    inputs = draw(n=n, dtype=torch.bfloat16)
+def test_absent_parts(n, absent, kind):
+    inputs = draw(n=n, **kind)
     kept = {"do": ["s"], "dstate": ["o"]}.get(absent, inputs.grads)
     inputs = replace(
         inputs,
@@ -175,8 +250,9 @@ def test_absent_parts(n, absent):
     assert_as_right_as_the_formula(inputs)
 
 
-def test_expanded_gradients():
-    inputs = draw(dtype=torch.bfloat16)
+@of_every_kind
+def test_expanded_gradients(kind):
+    inputs = draw(**kind)
     ones = {
         name: torch.ones((), device=DEVICE, dtype=x.dtype).expand(x.shape) for name, x in inputs.grads.items()
     }
@@ -196,9 +272,20 @@ def test_every_layout(n, layout, dtype):
     pad.assert_untouched()
 
 
+@exact_only
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_padding_at_full_tiles(n):
-    inputs = draw(T=128, n=n, dtype=torch.bfloat16)
+def test_every_layout_of_the_exact_kernels(n, layout, kind):
+    inputs = draw(B=3, T=67, D=24, V=24 if "vector" in kind else 40, n=n, **kind)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@of_every_kind
+@pytest.mark.parametrize("n", [1, 2])
+def test_padding_at_full_tiles(n, kind):
+    inputs = draw(T=128, n=n, **kind)
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
     assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
@@ -210,10 +297,10 @@ def test_padding_at_full_tiles(n):
     ids=str,
 )
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_packed_sequences(n, bounds):
-    choice = len(bounds) % 3
-    inputs = draw(B=1, T=150, n=n, dtype=DTYPES[choice], sequences=len(bounds) - 1)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if choice else torch.int64)
+@of_every_kind
+def test_packed_sequences(kind, n, bounds):
+    inputs = draw(B=1, T=150, n=n, sequences=len(bounds) - 1, **kind)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if len(bounds) % 3 else torch.int64)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
     assert_as_right_as_the_formula(inputs, cu_seqlens, found)
@@ -244,11 +331,40 @@ def test_everything_together(seed):
     assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
 
 
+@pytest.mark.parametrize("seed", range(48))
+def test_everything_together_in_the_exact_kernels(seed):
+    choose = random.Random(seed).choice
+    T, packed, vector = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True]), choose([0, 1])
+    bounds = sorted(choose(range(T + 1)) for _ in range(3))
+    D = choose([3, 8, 33, 64, 65, 128, 200, 256])
+    between = {"chunk": choose([1, 2, 7, 16, 32, 50, 64]), "between_chunks": choose(["gelu", "tanh"])}
+    options = choose([{}, between])
+    inputs = draw(
+        B=1 if packed else choose([1, 2]),
+        T=T,
+        H=choose([1, 2]),
+        G=choose([1, 1, 2, 3]),
+        D=D,
+        V=D if vector else choose([1, 5, 32, 64, 70, 128, 150, 256]),
+        n=choose([1, 1, 2, 2, 3, 4, 6, 20]),
+        vector=bool(vector),
+        dtype=choose(DTYPES if vector or options else DTYPES[:1]),
+        pattern=choose([None, "mild", "mixed", "sudden", "uniform"]),
+        key=choose(["random", "parallel"]),
+        l2norm_qk=choose([False, True]),
+        sequences=4 if packed else None,
+        seed=seed,
+        **options,
+    )
+    assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
+
+
+@of_every_scan
 @pytest.mark.parametrize("n", [1, 2])
-def test_rows_with_bounds_are_their_sequences(n):
+def test_rows_with_bounds_are_their_sequences(n, kind):
     """cu_seqlens [B, 2]: every row's one sequence, as if it stood alone; other tokens get nothing."""
     bounds = [(0, 100), (30, 100), (0, 61), (50, 50)]
-    inputs = draw(B=4, T=100, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
+    inputs = draw(B=4, T=100, n=n, **kind).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
     for b, (lo, hi) in enumerate(bounds):
         rows = {name: n if x.shape[1] == 100 * n else 1 for name, x in inputs.data.items()}
@@ -278,37 +394,41 @@ def test_rows_with_bounds_are_their_sequences(n):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
+@of_every_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_bounds_that_make_no_sense_reach_nothing_outside(n, bounds):
-    inputs = draw(B=1, T=40, n=n, dtype=torch.bfloat16, sequences=3)
+def test_bounds_that_make_no_sense_reach_nothing_outside(n, kind, bounds):
+    inputs = draw(B=1, T=40, n=n, sequences=3, **kind)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
     assert not any(x.isnan().any() for x in found.values())
     pad.assert_untouched()
 
 
-def test_no_sequences_in_a_row_of_tokens():
-    inputs = draw(B=1, T=128, dtype=torch.bfloat16, sequences=0).map(lambda x: x.to(DEVICE))
+@of_every_kind
+def test_no_sequences_in_a_row_of_tokens(kind):
+    inputs = draw(B=1, T=128, sequences=0, **kind).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor([0, 128], device=DEVICE)[:1])
     assert not any(x.any() for name, x in found.items() if x.numel())
 
 
+@of_every_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_nothing_is_left_unwritten(n):
+def test_nothing_is_left_unwritten(n, kind):
     """With every new tensor full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, D in ((0, 8), (1, 8), (65, 20), (130, 64)):
-            found = run(draw(T=T, D=D, V=D, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE)))
+            found = run(draw(T=T, D=D, V=D, n=n, **kind).map(lambda x: x.to(DEVICE)))
             assert all(x.isfinite().all() for x in found.values())
     finally:
         torch.use_deterministic_algorithms(False)
 
 
+@of_every_kind
 @pytest.mark.parametrize("n, packed", [(1, False), (2, False), (2, True)])
-def test_a_hundred_runs_have_the_same_bits(n, packed):
+def test_a_hundred_runs_have_the_same_bits(n, packed, kind):
     B, sequences = (1, 4) if packed else (2, None)
-    inputs = draw(B=B, T=330, n=n, dtype=torch.bfloat16, sequences=sequences).map(lambda x: x.to(DEVICE))
+    inputs = draw(B=B, T=330, n=n, sequences=sequences, **kind).map(lambda x: x.to(DEVICE))
     cu_seqlens = torch.tensor([0, 3, 200, 201, 330], device=DEVICE) if packed else None
     first = run(inputs, cu_seqlens=cu_seqlens)
     for _ in range(100):
@@ -324,6 +444,15 @@ def test_long_sequences_of_few_heads(T, n, D):
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T * n)
     assert_as_right(in_pieces(inputs, 3000), exact, rounded, T * n)
+
+
+@exact_only
+@pytest.mark.parametrize("n", [1, 2])
+def test_long_sequences_of_the_exact_kernels(n, kind):
+    inputs = draw(B=1, T=4096, D=64, V=64, n=n, **kind).map(lambda x: x.to(DEVICE))
+    exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
+    assert_as_right(run(inputs), exact, rounded, 4096 * n)
+    assert_as_right(in_pieces(inputs, 3000), exact, rounded, 4096 * n)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -374,13 +503,14 @@ def test_a_step_of_every_size(n):
             )
 
 
+@of_every_kind
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_forward_and_backward_in_a_graph(n, packed):
+def test_forward_and_backward_in_a_graph(n, packed, kind):
     B, sequences = (1, 3) if packed else (2, None)
     cu_seqlens = torch.tensor([0, 100, 100, 200], device="cuda") if packed else None
     inputs, other = (
-        draw(B=B, T=200, n=n, dtype=torch.bfloat16, sequences=sequences, seed=seed).map(torch.Tensor.cuda)
+        draw(B=B, T=200, n=n, sequences=sequences, seed=seed, **kind).map(torch.Tensor.cuda)
         for seed in (0, 1)
     )
     graph, found = capture(lambda: run(inputs, cu_seqlens=cu_seqlens))
@@ -414,8 +544,8 @@ def test_steps_replayed_from_a_graph(n):
 
 
 @pytest.mark.parametrize("kind", ["float64", "vector", "between chunks"])
-def test_the_aten_form_serves_the_rest(kind):
-    """float64, a beta for every channel, and a nonlinearity between chunks, as on the CPU."""
+def test_the_aten_form_serves_float64(kind):
+    """As on the CPU, also with a beta for every channel and with a function between chunks."""
     inputs = draw(dtype=torch.float64, gate_dtype=torch.float64)
     if kind == "vector":
         beta = torch.rand(inputs.data["k"].shape, generator=torch.Generator().manual_seed(0))

@@ -8,6 +8,10 @@ namespace girih::delta_product {
 // o, the final state (s, position), what is kept for backward
 using Results = std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor>;
 
+// of q, k, v, beta, g, the state (s, position), cu_seqlens
+using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                             OptionalTensor, OptionalTensor, OptionalTensor>;
+
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                 const OptionalTensor& g, const OptionalTensor& state_s, const OptionalTensor& state_position,
                 const OptionalTensor& cu_seqlens, int64_t n, std::optional<double> scale, bool l2norm_qk,

@@ -46,10 +46,11 @@ Results forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tens
       Problem::check(q_, k_, v_, beta_, g_, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
   const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), H = k_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
-  const auto kept = p.saved(q_, beta_, cu_seqlens, n, between_chunks, save);
-  const auto states = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options()),
-             prepared =
-                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared), q_.options().dtype(at::kByte));
+  const auto kept = p.saved(q_, beta_, cu_seqlens, n, chunk, between_chunks, save);
+  const auto states =
+                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options().dtype(kept.states_type)),
+             prepared = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared),
+                                  q_.options().dtype(kept.prepared_type));
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,

@@ -1,5 +1,5 @@
-// delta_product by its kernels: 16-bit elements, one beta a step, widths of up to 256, nothing between
-// chunks. The ATen form serves the rest.
+// delta_product by its kernels: on the tensor cores 16-bit elements with one beta a step and nothing between
+// chunks; the exact ones for the rest but fp64. Both have widths of up to 256.
 #include <ATen/MemoryOverlap.h>
 
 #include "../dispatch.h"
@@ -7,6 +7,7 @@
 #include "../packs.h"
 #include "aten.h"
 #include "delta_product/delta_product.h"
+#include "exact.h"
 #include "problem.h"
 
 namespace girih::delta_product {
@@ -16,16 +17,19 @@ static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == ke
               kMostSteps == kernels::kDeltaMaxSteps && kDelta.columns == kernels::kDeltaMaxWidth &&
               kDelta.rows == kernels::kDeltaMaxWidth);
 
-using Between = std::optional<std::string_view>;
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor>;
+using Kernels = Problem::Kernels;
 
-bool has_kernel(const Problem& problem, const Tensor& q, const Tensor& beta, int64_t n,
-                const Between& between_chunks) {
-  if (!problem.has_kernel(q, beta, n, between_chunks) || problem.N == 0) return false;
-  bool fits = false;
-  check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), fits));
-  return fits;
+// None where there is nothing to do, or too little shared memory.
+Kernels kernels_for(const Problem& problem, const Tensor& q, const Tensor& beta, int64_t n,
+                    const Between& between_chunks) {
+  const auto which = problem.kernels(q, beta, n, between_chunks);
+  if (problem.N == 0) return Kernels::none;
+  if (which == Kernels::tensor_cores) {
+    bool fits = false;
+    check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), fits));
+    if (!fits) return Kernels::none;
+  }
+  return which;
 }
 
 // One call's tensors as the kernels read them: rows in packs of 16 bytes.
@@ -89,7 +93,13 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem =
       Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!has_kernel(problem, q, beta, n, between_chunks)) {
+  const auto which = kernels_for(problem, q, beta, n, between_chunks);
+  if (which == Kernels::exact) {
+    const ExactCall call(q, k, v, beta, g, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
+                         between_chunks);
+    return call.forward(state_s, problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save));
+  }
+  if (which == Kernels::none) {
     at::NoTF32Guard exact;
     return forward(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
                    between_chunks, save);
@@ -124,15 +134,21 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem =
       Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!has_kernel(problem, q, beta, n, between_chunks)) {
+  const auto which = kernels_for(problem, q, beta, n, between_chunks);
+  if (which == Kernels::none) {
     // What every device without a kernel runs: autograd of the ATen form.
     return run_without_kernel<&backward_cuda>("delta_product_backward", grad_o, grad_s, grad_position, q, k,
                                               v, beta, g, state_s, state_position, cu_seqlens, states,
                                               prepared, n, scale, l2norm_qk, chunk, between_chunks);
   }
-  const auto kept = problem.saved(q, beta, cu_seqlens, n, between_chunks, true);
-  check_kept("delta_product", "states", states, kept.states, q.scalar_type());
-  check_kept("delta_product", "prepared", prepared, kept.prepared, at::kByte);
+  const auto kept = problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, true);
+  check_kept("delta_product", "states", states, kept.states, kept.states_type);
+  check_kept("delta_product", "prepared", prepared, kept.prepared, kept.prepared_type);
+  if (which == Kernels::exact) {
+    const ExactCall call(q, k, v, beta, g, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
+                         between_chunks);
+    return call.backward(grad_o, grad_s, state_s, states, prepared);
+  }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
   const auto& shape = a.shape;

@@ -11,13 +11,13 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor> forward(
     std::optional<std::string_view> between_chunks, bool save) {
   const auto p =
       Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
-  const auto kept = p.saved(q, beta, cu_seqlens, n, between_chunks, save);
+  const auto kept = p.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save);
   OptionalTensor position;
   if (between_chunks) position = at::empty_symint({p.N}, q.options().dtype(at::kLong));
   return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))), position,
-          at::empty_symint(kept.states, q.options()),
-          at::empty_symint(kept.prepared, q.options().dtype(at::kByte))};
+          at::empty_symint(kept.states, q.options().dtype(kept.states_type)),
+          at::empty_symint(kept.prepared, q.options().dtype(kept.prepared_type))};
 }
 
 }  // namespace

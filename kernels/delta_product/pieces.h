@@ -1,0 +1,94 @@
+// Where a piece of DeltaPieces lies.
+#pragma once
+
+#include "delta_product/exact.h"
+
+namespace girih::kernels::delta_product {
+
+__device__ inline int position_of(const DeltaPieces& p, const Sequence& sequence) {
+  if (p.position == nullptr) return 0;
+  return static_cast<int>(clamp(p.position[sequence.index], 0, p.chunk - 1));
+}
+
+// The number of the piece that a sequence's first chunk begins with.
+__device__ inline int64_t first_piece(const DeltaPieces& p, const Sequence& sequence) {
+  if (!is_packed(p.tokens)) return sequence.index * pieces_of_row(p);
+  return (sequence.start / p.chunk + spare_chunks(p) * sequence.index) * pieces_of_chunk(p);
+}
+
+// A token's piece, and the walk from piece to piece.
+struct Place {
+  int64_t number;
+  int part;        // of its chunk
+  int at, length;  // where the token is; tokens
+
+  // `token` counts from the start of the chunk that a sequence begins in; `first` is that chunk's piece.
+  __device__ Place(const DeltaPieces& p, int64_t first, int64_t token) {
+    const int64_t chunk = token / p.chunk;
+    const int rest = static_cast<int>(token - chunk * p.chunk);
+    part = rest / p.size;
+    at = rest - part * p.size;
+    number = first + chunk * pieces_of_chunk(p) + part;
+    length = length_of(p);
+  }
+  // The token is the last of its chunk.
+  __device__ bool completes_chunk(const DeltaPieces& p) const {
+    return at + 1 == length && part + 1 == pieces_of_chunk(p);
+  }
+  // To the first token of the next piece; to the last of the one before.
+  __device__ void advance(const DeltaPieces& p) {
+    ++number;
+    part = part + 1 == pieces_of_chunk(p) ? 0 : part + 1;
+    length = length_of(p);
+    at = 0;
+  }
+  __device__ void retreat(const DeltaPieces& p) {
+    --number;
+    part = part == 0 ? pieces_of_chunk(p) - 1 : part - 1;
+    length = length_of(p);
+    at = length - 1;
+  }
+
+ private:
+  __device__ int length_of(const DeltaPieces& p) const {
+    const int left = p.chunk - part * p.size;
+    return left < p.size ? left : p.size;
+  }
+};
+
+struct DeltaPiece {
+  Sequence sequence;
+  int64_t start;  // first token
+  int length;     // tokens, 0..size
+  bool opens;     // the function between chunks lies before its first token
+};
+
+__device__ inline DeltaPiece piece_at(const DeltaPieces& p, int64_t number) {
+  Sequence sequence;
+  if (!is_packed(p.tokens)) {
+    sequence = sequence_at(p.tokens, number / pieces_of_row(p));
+  } else {
+    int64_t low = 0,
+            high = p.tokens.sequences - 1;  // the last sequence whose first piece is at most `number`
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (first_piece(p, sequence_at(p.tokens, middle)) <= number) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    sequence = sequence_at(p.tokens, low);
+  }
+  const int64_t ordinal = number - first_piece(p, sequence), all = sequence.end - sequence.start;
+  const int64_t chunk = ordinal / pieces_of_chunk(p);
+  const int part = static_cast<int>(ordinal - chunk * pieces_of_chunk(p));
+  // Tokens of the sequence; the first piece may have begun before it.
+  const int64_t base = chunk * p.chunk - position_of(p, sequence), begin = base + part * p.size;
+  const int64_t stop = part + 1 == pieces_of_chunk(p) ? base + p.chunk : begin + p.size;
+  const int64_t first = clamp(begin, 0, all), end = clamp(stop, first, all);
+  return {sequence, sequence.start + first, ordinal < 0 ? 0 : static_cast<int>(end - first),
+          p.between != Between::none && part == 0 && begin > 0};
+}
+
+}  // namespace girih::kernels::delta_product
