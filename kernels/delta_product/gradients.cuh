@@ -24,8 +24,7 @@
 // comes where S was, and queries stand below the half tile of do, or come where do was.
 #pragma once
 
-#include "delta_product/chain.cuh"
-#include "tile/warpgroup.h"
+#include "delta_product/tokens.cuh"
 
 namespace girih::kernels::delta_product {
 
@@ -42,9 +41,6 @@ struct GradientSizes {
   }
   static constexpr int kQueries = kGroups == 1 ? 0 : 1;  // the warpgroup that has dP
 };
-
-// More tokens than half a tile has rows.
-__host__ __device__ constexpr bool has_many(int tokens) { return tokens > kDeltaRows / 2; }
 
 // What warps add up for each other: a part from each warpgroup, or from each warp.
 template <int D>
@@ -125,12 +121,6 @@ struct GradientTiles {
   // S once more, where U and G were.
   __device__ unsigned char* again() const { return reinterpret_cast<unsigned char*>(u.data); }
   __device__ Square square(int i) const { return {reinterpret_cast<T*>(squares + i * Square::kBytes)}; }
-};
-
-// The first rows of a tile, to be loaded by themselves.
-template <typename T, int Cols>
-struct HalfTile : BlockTile<T, Cols> {
-  static constexpr int kRows = kDeltaRows / 2;
 };
 
 // What a block knows of its chunk, and a warp of its place: 16 rows, and columns of D from `col` on.

@@ -2,210 +2,230 @@
 //
 //     dU_j = sum_t P_tj do_t          P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j
 //
-// Warp w has the rows 16 w to 16 w + 15. All query heads of the memory head add to it, one after another.
+// One warpgroup, warp w with the rows 16 w to 16 w + 15. All query heads of the memory head add to it, one
+// after another. All that a block reads is under way at once: what it moves, not what it computes, takes its
+// time.
 #pragma once
 
-#include "delta_product/chain.cuh"
+#include "delta_product/tokens.cuh"
 
 namespace girih::kernels::delta_product {
 
 constexpr int kValueThreads = 128;
-constexpr int kValueSlab = 64;  // columns of D and V at a time
 
-// Two slabs of either kind are under way where there are two.
-template <typename T>
+// Columns of D and V by 64. Many: more tokens than 32.
+template <typename T, bool Many>
 struct ValueTiles {
-  using Tile = SharedTile<T, kDeltaRows, kValueSlab>;
+  using Rows = BlockTile<T, 64>;
+  using Tokens = std::conditional_t<Many, Rows, HalfTile<T, 64>>;
+  static constexpr int kTokens = Tokens::kRows;
+  static constexpr int kTokenBytes = kTokens * 128;
   static constexpr int kVectorBytes = kDeltaVectors * kDeltaRows * 4;
+  static constexpr int kPartialBytes = kDeltaRows * 64 * 4;
 
-  unsigned char* vectors;
-  float* factor;  // of every token: scale rho_t
-  unsigned char *keys, *gradients;
+  unsigned char *keys, *queries, *gradients, *vectors;
+  float2* tokens;  // of every token scale rho_t, L_t
+  float* partial;  // dU of the query heads so far, where there are several
 
-  __host__ __device__ static constexpr int buffers(int cols) { return cols <= kValueSlab ? 1 : 2; }
-  __host__ __device__ static constexpr int bytes(int D, int V) {
-    return kVectorBytes + kDeltaRows * 4 + (2 * buffers(D) + buffers(V)) * Tile::kBytes;
+  __host__ __device__ static constexpr int slabs(int cols) { return (cols + 63) / 64; }
+  __host__ __device__ static constexpr int bytes(int D, int V, bool several) {
+    return slabs(D) * (Rows::kBytes + kTokenBytes) + slabs(V) * kTokenBytes + kVectorBytes + kTokens * 8 +
+           (several ? slabs(V) * kPartialBytes : 0);
   }
 
-  __device__ ValueTiles(unsigned char* shared, int D)
-      : vectors(shared),
-        factor(reinterpret_cast<float*>(vectors + kVectorBytes)),
-        keys(vectors + kVectorBytes + kDeltaRows * 4),
-        gradients(keys + 2 * buffers(D) * Tile::kBytes) {}
+  __device__ ValueTiles(unsigned char* shared, int D, int V)
+      : keys(shared),
+        queries(keys + slabs(D) * Rows::kBytes),
+        gradients(queries + slabs(D) * kTokenBytes),
+        vectors(gradients + slabs(V) * kTokenBytes),
+        tokens(reinterpret_cast<float2*>(vectors + kVectorBytes)),
+        partial(reinterpret_cast<float*>(tokens + kTokens)) {}
 
   // Of the columns from `col` on.
-  __device__ Tile k(int col) const { return in(keys, col, 2); }
-  __device__ Tile q(int col) const { return in(keys + Tile::kBytes, col, 2); }
-  __device__ Tile dout(int col) const { return in(gradients, col, 1); }
+  __device__ Rows k(int col) const { return {reinterpret_cast<T*>(keys + col / 64 * Rows::kBytes)}; }
+  __device__ Tokens q(int col) const { return of(queries, col); }
+  __device__ Tokens dout(int col) const { return of(gradients, col); }
+  // The thread's share of 64 columns, each element kValueThreads further.
+  __device__ float* so_far(int col) const { return partial + col * kDeltaRows + threadIdx.x; }
 
  private:
-  __device__ static Tile in(unsigned char* from, int col, int apart) {
-    return {reinterpret_cast<T*>(from + col / kValueSlab % 2 * apart * Tile::kBytes)};
+  __device__ static Tokens of(unsigned char* from, int col) {
+    Tokens tile;
+    tile.data = reinterpret_cast<T*>(from + col / 64 * kTokenBytes);
+    return tile;
   }
 };
 
 // Blocks of a multiprocessor that registers leave room for.
-constexpr int value_blocks(int slabs) { return slabs == 1 ? 4 : slabs == 2 ? 3 : 2; }
+constexpr int value_blocks(bool many_tokens) { return many_tokens ? 5 : 6; }
 
-template <typename T, int Slabs>
-__global__ void __launch_bounds__(kValueThreads, value_blocks(Slabs))
+// |q_t|^2 of eight tokens from `row` on, the lane's token `row` + lane_row().
+template <typename T, bool Many>
+__device__ inline float square_of_tokens(const ValueTiles<T, Many>& tile, int row, int D) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int d = 0; d < D; d += 64) {
+#pragma unroll
+    for (int col = 0; col < 64; col += 32) {
+      uint32_t four[4];
+      load_matrices(four, tile.q(d).address(row, col, lane() & 7, (lane() >> 3) * 8));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = unpaired<T>(four[i]);
+        sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+      }
+    }
+  }
+  return sum_over_row(sum);
+}
+
+template <typename T, bool Many>
+__global__ void __launch_bounds__(kValueThreads, value_blocks(Many))
     values(const __grid_constant__ DeltaValues p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  using Tiles = ValueTiles<T, Many>;
+  constexpr int kEights = Tiles::kTokens / 8;
+  extern __shared__ __align__(1024) unsigned char value_room[];
   const DeltaShape& shape = p.shape;
-  const ValueTiles<T> tile(shared, shape.D);
-  const int warp = warp_index(), n = shape.n, tokens = delta_chunk(n);
+  const Tiles tile(value_room, shape.D, shape.V);
+  const int warp = warp_index(), n = shape.n;
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads));
   const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.heads);
-  const Piece piece = piece_at(shape.tokens, chunk, tokens);
+  const Piece piece = piece_at(shape.tokens, chunk, delta_chunk(n));
   if (piece.length == 0) return;
   const int group = shape.query_heads / shape.heads, rows = piece.length * n;
-  const int bands = (tokens + kTileRows - 1) / kTileRows;
   const int64_t batch = piece.sequence.batch;
 
+  const auto load = [&](const auto& slab, const T* from, int64_t stride, int count, int cols) {
+#pragma unroll 1
+    for (int col = 0; col < cols; col += 64) {
+      load_async<kValueThreads>(slab(col), from + col, stride, count, cols - col, threadIdx.x);
+    }
+  };
   const unsigned char* prepared = prepared_at(p.prepared, shape, chunk, head) + kDeltaInverseBytes;
-  if (threadIdx.x * 16 < ValueTiles<T>::kVectorBytes) {
+  if (threadIdx.x * 16 < Tiles::kVectorBytes) {
     copy_async(shared_address(tile.vectors + threadIdx.x * 16), prepared + threadIdx.x * 16, true);
   }
+  load([&](int col) { return tile.k(col); }, at<T>(p.k, batch, piece.start * n, head, 0), p.k.stride[1], rows,
+       shape.D);
   const Vectors vectors{reinterpret_cast<const float*>(tile.vectors)};
-  const auto load_keys = [&](int query_head, int d) {
-    if (d < shape.D) {
-      load_async<kValueThreads>(tile.k(d), at<T>(p.k, batch, piece.start * n, head, d), p.k.stride[1], rows,
-                                shape.D - d, threadIdx.x);
-      load_async<kValueThreads>(tile.q(d), at<T>(p.q, batch, piece.start, query_head, d), p.q.stride[1],
-                                piece.length, shape.D - d, threadIdx.x);
-    }
-    commit_copies();
-  };
-  const auto load_gradient = [&](int query_head, int v) {
-    if (v < shape.V) {
-      load_async<kValueThreads>(tile.dout(v), at<T>(p.dout, batch, piece.start, query_head, v),
-                                p.dout.stride[1], piece.length, shape.V - v, threadIdx.x);
-    }
-    commit_copies();
-  };
 
-  Sums<8> du[Slabs];
-#pragma unroll
-  for (int i = 0; i < Slabs; ++i) fill(du[i], 0.f);
 #pragma unroll 1
   for (int member = 0; member < group; ++member) {
     const int query_head = head * group + member;
+    if (member != 0) __syncthreads();
+    load([&](int col) { return tile.q(col); }, at<T>(p.q, batch, piece.start, query_head, 0), p.q.stride[1],
+         piece.length, shape.D);
+    commit_copies();
+    load([&](int col) { return tile.dout(col); }, at<T>(p.dout, batch, piece.start, query_head, 0),
+         p.dout.stride[1], piece.length, shape.V);
+    commit_copies();
+    wait_copies<1>();
+    fence_tiles();
     __syncthreads();
-    load_keys(query_head, 0);
-    load_keys(query_head, kValueSlab);
-    load_gradient(query_head, 0);
-    load_gradient(query_head, kValueSlab);
 
-    // K Q^T, and |q_t|^2 of the warp's 16 tokens
-    Sums<8> scores;
+    // K Q^T
+    Sums<kEights> scores;
     fill(scores, 0.f);
-    float2 square = {0.f, 0.f};
+    fence_products(scores);
 #pragma unroll 1
-    for (int d = 0; d < shape.D; d += kValueSlab) {
-      if (d < 2 * kValueSlab) {
-        wait_copies<3>();
-      } else {
-        wait_copies<1>();
-      }
-      __syncthreads();
-      const auto keys = tile.k(d), queries = tile.q(d);
-#pragma unroll
-      for (int col = 0; col < kValueSlab; col += 16) {
-        uint32_t a[4];
-        load_block(a, keys, kTileRows * warp, col);
-        add_product_transposed<T>(scores, a, queries, 0, col);
-        if (shape.unit) {
-          load_block(a, queries, kTileRows * warp, col);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 x = unpaired<T>(a[i]);
-            float& sum = i % 2 == 0 ? square.x : square.y;
-            sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
-          }
-        }
-      }
-      if (d + 2 * kValueSlab < shape.D) __syncthreads();
-      load_keys(query_head, d + 2 * kValueSlab);
+    for (int d = 0; d < shape.D; d += 64) {
+      const typename Tiles::Rows queries = tile.q(d);
+      start_product_transposed(scores, tile.k(d), queries);
     }
-    square = {sum_over_row(square.x), sum_over_row(square.y)};
-    if (lane_col() == 0) {
-      const auto factor = [&](float x) {
-        return shape.scale * (shape.unit && x > 0.f ? rsqrtf(x + 1e-6f) : 1.f);
-      };
-      tile.factor[kTileRows * warp + lane_row()] = factor(square.x);
-      tile.factor[kTileRows * warp + lane_row() + 8] = factor(square.y);
+    commit_products();
+
+    // The factors of eight tokens a warp, twice: past the tile's they have no q.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int first = 8 * (warp + 4 * i), token = first + lane_row();
+      const bool exists = Many || i == 0;
+      const float square = exists && shape.unit ? square_of_tokens<T>(tile, first, shape.D) : 0.f;
+      const float factor = shape.scale * (square > 0.f ? rsqrtf(square + 1e-6f) : 1.f),
+                  log = vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1));
+      if (lane_col() == 0) {
+        if (exists) tile.tokens[token] = {factor, log};
+        float* const to = p.factors + (chunk * shape.query_heads + query_head) * 2 * kDeltaRows + token;
+        to[0] = factor;
+        to[kDeltaRows] = factor * exp2_fast(log);
+      }
     }
+    wait_copies<0>();
+    fence_tiles();
     __syncthreads();
-    const auto log_of = [&](int token) { return vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)); };
-    if (threadIdx.x < kDeltaRows) {
-      float* const to = p.factors + (chunk * shape.query_heads + query_head) * 2 * kDeltaRows + threadIdx.x;
-      const float factor = tile.factor[threadIdx.x];
-      to[0] = factor;
-      to[kDeltaRows] = factor * exp2_fast(log_of(threadIdx.x));
-    }
+    wait_products<0>(scores);
 
     // P^T
     const int row = kTileRows * warp + lane_row();
     const float2 before = {vectors.element(kDeltaLog, row), vectors.element(kDeltaLog, row + 8)},
                  unit = {vectors.element(kDeltaUnit, row), vectors.element(kDeltaUnit, row + 8)};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kEights; ++i) {
+      const float4 two = *reinterpret_cast<const float4*>(tile.tokens + 8 * i + lane_col());
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int token = 8 * i + lane_col() + j % 2, of = row + j / 2 * 8;
-        const float weight = tile.factor[token] * (j < 2 ? unit.x : unit.y) *
-                             exp2_fast(log_of(token) - (j < 2 ? before.x : before.y));
+        const float factor = j % 2 == 0 ? two.x : two.z, log = j % 2 == 0 ? two.y : two.w;
+        const float weight =
+            factor * (j < 2 ? unit.x : unit.y) * exp2_fast(log - (j < 2 ? before.x : before.y));
         float& x = scores.at[i][j];
         x = of < (token + 1) * n ? x * weight : 0.f;
       }
     }
-    Operand<kTilesDown> weights;
+    Operand<kEights / 2> weights;
     round_to<T>(weights, scores);
 
     // dU += P^T dO
+#pragma unroll 1
+    for (int v = 0; v < shape.V; v += 64) {
+      Sums<8> du;
+      float* const so_far = tile.so_far(v);
+      if (member == 0) {
+        fill(du, 0.f);
+      } else {
 #pragma unroll
-    for (int slab = 0; slab < Slabs; ++slab) {
-      if (slab * kValueSlab < shape.V) {
-        wait_copies<1>();
-        __syncthreads();
-#pragma unroll
-        for (int b = 0; b < kTilesDown; ++b) {
-          if (b < bands) {
-            add_product<T>(du[slab], weights.at[b], tile.dout(slab * kValueSlab), kTileRows * b);
-          }
-        }
-        if ((slab + 2) * kValueSlab < shape.V) __syncthreads();
-        load_gradient(query_head, (slab + 2) * kValueSlab);
+        for (int i = 0; i < 32; ++i) du.at[i / 4][i % 4] = so_far[i * kValueThreads];
       }
-    }
-  }
+      const typename Tiles::Rows dout = tile.dout(v);
+      fence_products(du);
+      start_product<T>(du, weights, dout);
+      commit_products();
+      wait_products<0>(du);
+      if (member == group - 1) {
+        store_rows<T, T>(du, at<T>(p.du, batch, piece.start * n, head, v), p.du.stride[1], kTileRows * warp,
+                         rows, shape.V - v);
+      } else {
 #pragma unroll
-  for (int slab = 0; slab < Slabs; ++slab) {
-    if (slab * kValueSlab < shape.V) {
-      store_rows<T, T>(du[slab], at<T>(p.du, batch, piece.start * n, head, slab * kValueSlab), p.du.stride[1],
-                       kTileRows * warp, rows, shape.V - slab * kValueSlab);
+        for (int i = 0; i < 32; ++i) so_far[i * kValueThreads] = du.at[i / 4][i % 4];
+      }
     }
   }
 }
 
-template <typename T, int Slabs>
+// Bytes of shared memory without which a block does not run.
+template <typename T>
+constexpr int values_least(int D) {
+  return ValueTiles<T, true>::bytes(D, kDeltaMaxWidth, true);
+}
+
+template <typename T, bool Many>
 cudaError_t launch_values_of(const DeltaValues& p, cudaStream_t stream) {
-  constexpr int kMostBytes = ValueTiles<T>::bytes(kDeltaMaxWidth, kDeltaMaxWidth);
-  if (const cudaError_t error = allow_shared<values<T, Slabs>>(kMostBytes); error != cudaSuccess)
-    return error;
-  const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
+  using Tiles = ValueTiles<T, Many>;
+  const DeltaShape& shape = p.shape;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<values<T, Many>>(limit); error != cudaSuccess) return error;
+  const int64_t blocks = piece_count(shape.tokens, delta_chunk(shape.n)) * shape.heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const int bytes = ValueTiles<T>::bytes(p.shape.D, p.shape.V);
-  values<T, Slabs><<<static_cast<unsigned>(blocks), kValueThreads, bytes, stream>>>(p);
+  const int bytes = Tiles::bytes(shape.D, shape.V, shape.query_heads != shape.heads);
+  values<T, Many><<<static_cast<unsigned>(blocks), kValueThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <typename T>
 cudaError_t launch_values(const DeltaValues& p, cudaStream_t stream) {
-  if (p.shape.V <= 64) return launch_values_of<T, 1>(p, stream);
-  if (p.shape.V <= 128) return launch_values_of<T, 2>(p, stream);
-  return launch_values_of<T, 4>(p, stream);
+  return has_many(delta_chunk(p.shape.n)) ? launch_values_of<T, true>(p, stream)
+                                          : launch_values_of<T, false>(p, stream);
 }
 
 }  // namespace girih::kernels::delta_product
