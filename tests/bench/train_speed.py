@@ -168,7 +168,7 @@ def table(rows):
             text += (
                 f"| {name} | {row['parameters']:,} | {row['tokens_per_second']:,} "
                 f"| {f'{rival(name)} {ratio:.2f}x' if same else ''} "
-                f"| {row['peak_bytes'] / 2**20:,.0f} | {row['first_step_s']} |\n"
+                f"| {row['peak_bytes'] / 2**20:,.0f} | {row['first_step_s'] or ''} |\n"
             )
     if "decode" in rows:
         speed = rows["decode"]["tokens_per_second"]
