@@ -1,0 +1,65 @@
+// What a block of the gradients brings to shared memory, all of its threads together.
+#pragma once
+
+#include "delta_product/gradient_tiles.cuh"
+
+namespace girih::kernels::delta_product {
+
+// All of the block: starts to load a slab's columns of a state.
+template <typename T, int D>
+__device__ inline void load_state(unsigned char* to, const void* states, const DeltaShape& shape,
+                                  const Here& here, int v) {
+  using Rows = BlockTile<T, D>;
+  const T* const from =
+      static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+#pragma unroll
+  for (int i = 0; i < GradientSizes<D>::kParts; ++i) {
+    load_async<GradientSizes<D>::kThreads>(Rows{reinterpret_cast<T*>(to + i * Rows::kBytes)},
+                                           from + static_cast<int64_t>(64 * i) * shape.D, shape.D,
+                                           shape.V - v - 64 * i, shape.D, threadIdx.x);
+  }
+}
+// To the L2 cache, where what reads dS for <S, dS> brings it else.
+template <typename T, int D>
+__device__ inline void prefetch_state(const void* states, const DeltaShape& shape, const Here& here, int v) {
+  const T* const from =
+      static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+  const int count = min(GradientSizes<D>::kSlab, shape.V - v) * shape.D;
+  for (int i = threadIdx.x * 64; i < count; i += GradientSizes<D>::kThreads * 64) prefetch(from + i);
+}
+// Rows of tokens.
+template <int D, typename T, int Cols>
+__device__ inline void load_rows(const BlockTile<T, Cols>& tile, const T* from, int64_t stride, int cols,
+                                 const Here& here) {
+  using Sizes = GradientSizes<D>;
+  if constexpr (!Sizes::kApart) {
+    if (!here.many_tokens) {
+      load_async<Sizes::kThreads>(HalfTile<T, Cols>{tile}, from, stride, here.piece.length, cols,
+                                  threadIdx.x);
+      return;
+    }
+  }
+  load_async<Sizes::kThreads>(tile, from, stride, here.piece.length, cols, threadIdx.x);
+}
+// And what stands beside them of v, G and do.
+template <typename T, int D, bool OneSlab>
+__device__ inline void load_values(const DeltaGradients& p, const Here& here,
+                                   const GradientTiles<T, D, OneSlab>& tile, int v) {
+  using Sizes = GradientSizes<D>;
+  const int64_t batch = here.piece.sequence.batch, row = here.piece.start * p.shape.n;
+  const int cols = p.shape.V - v;
+  load_async<Sizes::kThreads>(tile.u, at<T>(p.v, batch, row, here.head, v), p.v.stride[1], here.rows, cols,
+                              threadIdx.x);
+  load_async<Sizes::kThreads>(tile.g, at<T>(p.dz, batch, row, here.head, v), p.dz.stride[1], here.rows, cols,
+                              threadIdx.x);
+  const T* const dout = at<T>(p.dout, batch, here.piece.start, here.query_head, v);
+  load_rows<D>(tile.dout, dout, p.dout.stride[1], cols, here);
+}
+template <typename T, int D, bool OneSlab>
+__device__ inline void load_queries(const DeltaGradients& p, const Here& here,
+                                    const GradientTiles<T, D, OneSlab>& tile) {
+  load_rows<D>(tile.q, at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
+               p.q.stride[1], p.shape.D, here);
+}
+
+}  // namespace girih::kernels::delta_product

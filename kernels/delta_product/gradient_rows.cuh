@@ -1,0 +1,142 @@
+// What a warp of the gradients does with its 16 rows.
+#pragma once
+
+#include "delta_product/gradient_tiles.cuh"
+
+namespace girih::kernels::delta_product {
+
+// A warp's 16 rows to a tile, rounded.
+template <typename T, int N, class Tile>
+__device__ inline void put_rows(const Tile& tile, int row, int col, const Sums<N>& sums) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    Operand<1> block;
+    round_to<T>(block, sums, n);
+    store_block(tile, row, col + 8 * n, block.at[0]);
+  }
+}
+// The lane's two rows, to where others find them.
+__device__ inline void put_rows(float* to, int row, float2 x) {
+  if (lane_col() == 0) to[row + lane_row()] = x.x, to[row + lane_row() + 8] = x.y;
+}
+__device__ inline float2 sum_over_rows(float2 x) { return {sum_over_row(x.x), sum_over_row(x.y)}; }
+
+// sums += x, row lane_row() times by.x, the one 8 further times by.y.
+template <int N>
+__device__ inline void add_scaled(Sums<N>& sums, const Sums<N>& x, float2 by) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] = fmaf(x.at[n][i], i < 2 ? by.x : by.y, sums.at[n][i]);
+  }
+}
+
+// x . a tile's rows from column `col` on, for the lane's two rows.
+template <typename T, int N, class Tile>
+__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t block[4];
+    load_block(block, tile, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 y = unpaired<T>(block[m]);
+      const float(&of)[4] = x.at[n + m / 2];
+      float& of_row = m % 2 == 0 ? sum.x : sum.y;
+      of_row = fmaf(y.x, of[m % 2 * 2], fmaf(y.y, of[m % 2 * 2 + 1], of_row));
+    }
+  }
+  return sum_over_rows(sum);
+}
+// The squares of Cols columns of a tile's rows.
+template <int Cols, typename T, class Tile>
+__device__ inline float2 square_rows(const Tile& tile, int row, int col) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < Cols / 8; n += 2) {
+    uint32_t block[4];
+    load_block(block, tile, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 y = unpaired<T>(block[m]);
+      float& of_row = m % 2 == 0 ? sum.x : sum.y;
+      of_row = fmaf(y.x, y.x, fmaf(y.y, y.y, of_row));
+    }
+  }
+  return sum_over_rows(sum);
+}
+
+// x -= (row . x) row / |row|^2: what is left is orthogonal to the rows of a tile. `along`: row . x.
+template <typename T, int N, class Tile>
+__device__ inline void take_along(Sums<N>& x, const Tile& tile, int row, int col, float2 along,
+                                  float2 inverse_length) {
+  const float2 of = {-along.x * inverse_length.x * inverse_length.x,
+                     -along.y * inverse_length.y * inverse_length.y};
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t block[4];
+    load_block(block, tile, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 y = unpaired<T>(block[m]);
+      float(&of_x)[4] = x.at[n + m / 2];
+      const float by = m % 2 == 0 ? of.x : of.y;
+      of_x[m % 2 * 2] = fmaf(by, y.x, of_x[m % 2 * 2]);
+      of_x[m % 2 * 2 + 1] = fmaf(by, y.y, of_x[m % 2 * 2 + 1]);
+    }
+  }
+}
+
+// What all warpgroups found of the lane's two rows.
+template <int Groups>
+__device__ inline float2 whole(const float (&parts)[Groups][kDeltaRows], int mine) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < Groups; ++i) sum.x += parts[i][mine], sum.y += parts[i][mine + 8];
+  return sum;
+}
+// 1 / length; of a row of zeros 1000.
+__device__ inline float2 inverse_length(float2 square) {
+  return {rsqrtf(square.x + 1e-6f), rsqrtf(square.y + 1e-6f)};
+}
+
+// Sums over the lanes that share columns of eight elements; the lane gets that of element lane_row().
+__device__ inline float sums_over_col(float (&x)[8]) {
+#pragma unroll
+  for (int step = 4; step > 0; step /= 2) {
+    const bool upper = lane_row() & step;
+#pragma unroll
+    for (int i = 0; i < step; ++i) {
+      const float got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], 4 * step);
+      x[i] = (upper ? x[i + step] : x[i]) + got;
+    }
+  }
+  return x[0];
+}
+
+// sums += x y^T
+template <typename T, int N, class Tile>
+__device__ inline void add_scores(Sums<N>& sums, const Tile& x, const Tile& y, int row = 0) {
+  fence_products(sums);
+  start_product_transposed(sums, x, y, row);
+  commit_products();
+  wait_products<0>(sums);
+}
+
+// sums += x S^T of a slab, the columns of D from `col` on.
+template <int D, typename T>
+__device__ inline void add_states(Sums<GradientSizes<D>::kCols / 8>& sums,
+                                  const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
+                                  int col) {
+  fence_products(sums);
+#pragma unroll
+  for (int v = 0; v < GradientSizes<D>::kSlab; v += 64) {
+    start_product(sums, x, v,
+                  BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)}, col);
+  }
+  commit_products();
+  wait_products<0>(sums);
+}
+
+}  // namespace girih::kernels::delta_product

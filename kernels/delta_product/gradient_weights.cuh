@@ -1,0 +1,175 @@
+// Between products of the gradients: the weights of N and dP, and the sums that have M and P.
+#pragma once
+
+#include "delta_product/gradient_rows.cuh"
+
+namespace girih::kernels::delta_product {
+
+// products *= e^{L_i - L_j} by 16 columns j, where `has` says that there is something; `log`: L_i. In one go
+// before the other products come, which leave no registers for it.
+template <class Has>
+__device__ inline void decay(Sums<8>& products, Vectors vectors, float2 log, const Has& has) {
+#pragma unroll
+  for (int block = 0; block < kTilesDown; ++block) {
+    if (!has(block)) continue;
+#pragma unroll
+    for (int i = 2 * block; i < 2 * block + 2; ++i) {
+      const float2 log_j = vectors.pair(kDeltaLog, 8 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        products.at[i][j] *= exp2_fast((j < 2 ? log.x : log.y) - (j % 2 == 0 ? log_j.x : log_j.y));
+      }
+    }
+  }
+  pin(products);
+}
+
+// Of 16 rows and 32 columns sums over the rows, to where others find them.
+__device__ inline void put_columns(float (&to)[kDeltaRows], int col, float (&x)[8]) {
+  to[col + lane_row() / 2 * 8 + lane_col() + lane_row() % 2] = sums_over_col(x);
+}
+
+// Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
+// sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them.
+template <typename T, int D, bool OneSlab>
+__device__ inline void weigh_steps(const DeltaGradients& p, const Here& here,
+                                   const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
+                                   Sums<8>& products) {
+  using Tiles = GradientTiles<T, D, OneSlab>;
+  const int n = p.shape.n, mine = here.mine;
+  const int own = mine / n * n, own_below = (mine + 8) / n * n;  // the first row of the same token
+  const auto of_rows = [&](int vector) -> float2 {
+    return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
+  };
+  if (p.gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= here.band; });
+  const float2 unit = of_rows(kDeltaUnit), beta = here.first ? of_rows(kDeltaBeta) : make_float2(0.f, 0.f),
+               of_unit = {-beta.x * unit.x, -beta.y * unit.y};
+  float2 of_beta = {0.f, 0.f}, of_row = {0.f, 0.f};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // K K^T
+    Sums<4> m;
+    fill(m, 0.f);
+    add_scores<T>(m, tile.k, tile.k, 32 * half);
+    if (2 * half > here.band) continue;
+    float cols[8];
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int col = 32 * half + 16 * block;
+      if (col > here.row) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
+        continue;
+      }
+      uint32_t with_col[4], with_row[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 unit_j = vectors.pair(kDeltaUnit, col + 8 * i);
+        float kept[4], of_col[4], of_own[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int r = mine + j / 2 * 8, c = col + 8 * i + lane_col() + j % 2;
+          const float x = c < r ? products.at[col / 8 + i][j] : 0.f,
+                      with_rho = x * (j % 2 == 0 ? unit_j.x : unit_j.y),
+                      with_m = with_rho * m.at[2 * block + i][j];
+          (j < 2 ? of_beta.x : of_beta.y) += with_m;
+          kept[j] = c < (j < 2 ? own : own_below) ? with_m : 0.f;
+          // Zeros without a sign: the halves of a block on the diagonal are put together bit by bit.
+          of_col[j] = fmaf(with_rho, j < 2 ? -beta.x : -beta.y, 0.f);
+          of_own[j] = fmaf(x, j < 2 ? of_unit.x : of_unit.y, 0.f);
+        }
+        with_col[2 * i] = pair_of<T>(of_col[0], of_col[1]);
+        with_col[2 * i + 1] = pair_of<T>(of_col[2], of_col[3]);
+        with_row[2 * i] = pair_of<T>(of_own[0], of_own[1]);
+        with_row[2 * i + 1] = pair_of<T>(of_own[2], of_own[3]);
+        if (p.gated) {
+          of_row.x += kept[0] + kept[1], of_row.y += kept[2] + kept[3];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            cols[4 * block + 2 * i + j] = fmaf(kept[j], of_unit.x, kept[j + 2] * of_unit.y);
+          }
+        }
+      }
+      store_block(tile.square(Tiles::kStepRows), here.row, col, with_col);
+      store_block(tile.square(Tiles::kStepCols), here.row, col, with_row);
+    }
+    if (p.gated) put_columns(tile.later->row_cols[here.band], 32 * half, cols);
+  }
+  of_beta = sum_over_rows(of_beta);
+  put_rows(tile.sums->beta[GradientSizes<D>::kParts], here.row, {-unit.x * of_beta.x, -unit.y * of_beta.y});
+  if (p.gated) {
+    of_row = sum_over_rows(of_row);
+    put_rows(tile.later->row, here.row, {of_unit.x * of_row.x, of_unit.y * of_row.y});
+  }
+}
+
+// Of do U^T: dP, weighted, for dk with the token's factor, for dq with the row's; and of P dP the sums.
+// Nobody reads what 16 tokens have of 16 rows after them.
+template <typename T, int D, bool OneSlab>
+__device__ inline void weigh_queries(const DeltaGradients& p, const Here& here,
+                                     const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
+                                     Sums<8>& products) {
+  using Tiles = GradientTiles<T, D, OneSlab>;
+  const int n = p.shape.n, token = here.mine;
+  const int first = token * n, first_below = (token + 8) * n;  // the tokens' rows
+  const float2 factor = {tile.factors[token], tile.factors[token + 8]};
+  const bool has_tokens = here.band < here.bands();
+  if (p.gated) {
+    const float2 log = {vectors.element(kDeltaLog, min(first, kDeltaRows - 1)),
+                        vectors.element(kDeltaLog, min(first_below, kDeltaRows - 1))};
+    decay(products, vectors, log, [&](int block) { return here.follow(here.band, block, n); });
+  }
+  float2 of_token = {0.f, 0.f};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Q K^T
+    Sums<4> scores;
+    fill(scores, 0.f);
+    if (p.gated) add_scores<T>(scores, tile.q, tile.k, 32 * half);
+    if (!has_tokens || !here.follow(here.band, 2 * half, n)) continue;
+    float cols[8];
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int col = 32 * half + 16 * block;
+      if (!here.follow(here.band, col / kTileRows, n)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
+        continue;
+      }
+      uint32_t with_token[4], with_row[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 unit_j = vectors.pair(kDeltaUnit, col + 8 * i);
+        float kept[4], of_factor[4], of_rho[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int start = j < 2 ? first : first_below, r = col + 8 * i + lane_col() + j % 2;
+          const float x = r < start + n ? products.at[col / 8 + i][j] : 0.f;
+          of_factor[j] = (j < 2 ? factor.x : factor.y) * x;
+          of_rho[j] = (j % 2 == 0 ? unit_j.x : unit_j.y) * x;
+          kept[j] = r < start ? scores.at[2 * block + i][j] * of_rho[j] : 0.f;
+        }
+        with_token[2 * i] = pair_of<T>(of_factor[0], of_factor[1]);
+        with_token[2 * i + 1] = pair_of<T>(of_factor[2], of_factor[3]);
+        with_row[2 * i] = pair_of<T>(of_rho[0], of_rho[1]);
+        with_row[2 * i + 1] = pair_of<T>(of_rho[2], of_rho[3]);
+        if (p.gated) {
+          of_token.x += kept[0] + kept[1], of_token.y += kept[2] + kept[3];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            cols[4 * block + 2 * i + j] = fmaf(kept[j], factor.x, kept[j + 2] * factor.y);
+          }
+        }
+      }
+      store_block(tile.square(Tiles::kOfTokens), here.row, col, with_token);
+      store_block(tile.square(Tiles::kOfRows), here.row, col, with_row);
+    }
+    if (p.gated) put_columns(tile.later->token_cols[here.band], 32 * half, cols);
+  }
+  if (p.gated && has_tokens) {
+    of_token = sum_over_rows(of_token);
+    put_rows(tile.later->token, here.row, {factor.x * of_token.x, factor.y * of_token.y});
+  }
+}
+
+}  // namespace girih::kernels::delta_product
