@@ -272,6 +272,9 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     Products<D>::begin();
     start_transposed_solution<T, D>(g, du, stage.inverse());
     Products<D>::commit();
+    float2 read[kDeltaRows / 8];
+#pragma unroll
+    for (int i = 0; i < kDeltaRows / 8; ++i) read[i] = vectors.pair(kDeltaRead, 8 * i);
     Products<D>::template wait<0>(g[0], g[1]);
     if (Products<D>::kGroup) {
       leave_queries();
@@ -294,10 +297,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // dS^T <- dS^T - (read * G)^T K
     Operand<kTilesDown> unweighted, update;
     if (own != nullptr) round_to<T>(unweighted, g);
-    scale_chunk_rows(g, [&](int row) {
-      const float2 factor = vectors.pair(kDeltaRead, row);
-      return float2{-factor.x, -factor.y};
-    });
+    scale_chunk_rows(g, [&](int row) { return float2{-read[row / 8].x, -read[row / 8].y}; });
     round_to<T>(update, g);
     const auto publish = [&] {
       if (own == nullptr) return;
