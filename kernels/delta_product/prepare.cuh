@@ -354,7 +354,7 @@ __device__ inline void invert_small(const PrepareSpace<T>& space) {
 template <typename T>
 __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
     prepare(const __grid_constant__ DeltaPrepare p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index(), l = lane();
   const PrepareSpace<T> space{shared + warp * PrepareSpace<T>::bytes(shape.D)};
