@@ -407,7 +407,7 @@ template <typename T, int D>
 __device__ inline void publish_state(T* states, const unsigned char* slot, int apart, const DeltaShape& shape,
                                      int cols, int worker, int workers) {
   const int first = (lane() >> 3) * 8;  // of the lane's columns, and 32 further each time
-#pragma unroll 1
+#pragma unroll 2
   for (int eight = worker; eight < scan_columns(D) / 8; eight += workers) {
     const int v = 8 * eight + (lane() & 7);
     const unsigned char* const from = slot + eight / 2 * apart + first / 16 * 512 +

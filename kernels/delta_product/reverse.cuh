@@ -12,7 +12,7 @@
 
 namespace girih::kernels::delta_product {
 
-constexpr int kWriters = 2;  // warps
+constexpr int kWriters = 2;  // warps; more of them leave a chain of four too few registers
 
 // What depends on the tile of D alone.
 template <int D>
@@ -47,7 +47,8 @@ __host__ __device__ constexpr int bands_of(int n) { return n == 1 ? kTilesDown :
 struct ReverseBarriers {
   uint64_t full[4], empty[4];              // stages
   uint64_t query_full[4], query_empty[4];  // of the query heads
-  uint64_t published[4], consumed[4];      // slots of the ring
+  // Slots of the ring: dS is there, G too, both are written.
+  uint64_t state[4], published[4], consumed[4];
 };
 constexpr int kReverseBarrierBytes = 256;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
@@ -216,6 +217,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     rounded.start_read(y, s, stage.k(), own);
     if (rounded.kWhole) wait_for_slot();
     rounded.leave_in(own);
+    if (own != nullptr) arrive(&space.barriers.state[slot.place]);
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
@@ -227,7 +229,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     };
     const auto leave_queries = [&] {
       finish(s);
-      arrive_warp(&space.barriers.query_empty[query_turn.place]);
+      arrive(&space.barriers.query_empty[query_turn.place]);
       query_turn.next(pass.stages);
     };
     const auto add_later_queries = [&](int member) {
@@ -238,20 +240,25 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       }
     };
     if (Products<D>::kGroup) add_queries();
+    uint32_t values[kTilesDown][4];
+    const auto load_values = [&](int j) { load_block_transposed(values[j], stage.v(), 16 * warp, 16 * j); };
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (Products<D>::kGroup) load_values(j);
+    }
     Products<D>::template wait<1>(y);
 
     // dU_j += w_j Y_j
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) {
-      uint32_t of_values[4];
-      load_block_transposed(of_values, stage.v(), 16 * warp, 16 * j);
+      if (!Products<D>::kGroup) load_values(j);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
         const float2 write = vectors.pair(kDeltaWrite, 16 * j + 8 * half);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(of_values[2 * half + i]);
+          const float2 value = unpaired<T>(values[j][2 * half + i]);
           of[2 * i] = fmaf(write.x, of[2 * i], value.x);
           of[2 * i + 1] = fmaf(write.y, of[2 * i + 1], value.y);
         }
@@ -265,6 +272,9 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     Products<D>::begin();
     start_transposed_solution<T, D>(g, du, stage.inverse());
     Products<D>::commit();
+    float2 read[kDeltaRows / 8];
+#pragma unroll
+    for (int i = 0; i < kDeltaRows / 8; ++i) read[i] = vectors.pair(kDeltaRead, 8 * i);
     Products<D>::template wait<0>(g[0], g[1]);
     if (Products<D>::kGroup) {
       leave_queries();
@@ -287,19 +297,19 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // dS^T <- dS^T - (read * G)^T K
     Operand<kTilesDown> unweighted, update;
     if (own != nullptr) round_to<T>(unweighted, g);
-    scale_chunk_rows(g, [&](int row) {
-      const float2 factor = vectors.pair(kDeltaRead, row);
-      return float2{-factor.x, -factor.y};
-    });
+    scale_chunk_rows(g, [&](int row) { return float2{-read[row / 8].x, -read[row / 8].y}; });
     round_to<T>(update, g);
-    start_update<T>(s, update, stage.k());
-    if (own != nullptr) {
+    const auto publish = [&] {
+      if (own == nullptr) return;
       leave(own + Sizes::kStateBytes, unweighted);
-      arrive_warp(&space.barriers.published[slot.place]);
-    }
+      arrive(&space.barriers.published[slot.place]);
+    };
+    if (!Products<D>::kGroup) publish();
+    start_update<T>(s, update, stage.k());
+    if (Products<D>::kGroup) publish();
     if (!Products<D>::kGroup) add_later_queries(0);
     rounded.take(s);
-    arrive_warp(&space.barriers.empty[turn.place]);
+    arrive(&space.barriers.empty[turn.place]);
     turn.next(pass.stages);
     slot.next(pass.ring);
   }
@@ -318,14 +328,15 @@ __device__ inline void run_writer(const ReversePass& pass, const Part& part, con
   for (int c = part.chunks - 1; c >= 0; --c) {
     const unsigned char* const left = space.ring + slot.place * Sizes::kSlotBytes;
     const int rows = tokens_in(part, tokens, c) * n;
-    wait(&space.barriers.published[slot.place], slot.parity);
+    wait(&space.barriers.state[slot.place], slot.parity);
     T* const gradients = static_cast<T*>(p.gradients) +
                          (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
     publish_state<T, D>(gradients, left, kWarpBytes, p.shape, cols, writer, kWriters);
+    wait(&space.barriers.published[slot.place], slot.parity);
     T* const dz =
         at<T>(p.dz, part.piece.sequence.batch, (part.piece.start + c * tokens) * n, part.head, part.col);
     // G of 16 rows and 32 columns at a time, eight of them a lane.
-#pragma unroll 1
+#pragma unroll 2
     for (int i = writer; i < Sizes::kChain / 2 * kTilesDown; i += kWriters) {
       const int w = i % (Sizes::kChain / 2) * 2, j = i / (Sizes::kChain / 2);
       const unsigned char* const from = left + w * kWarpBytes + Sizes::kStateBytes + j * 512 + lane() * 16;
@@ -343,7 +354,7 @@ __device__ inline void run_writer(const ReversePass& pass, const Part& part, con
         }
       }
     }
-    arrive_warp(&space.barriers.consumed[slot.place]);
+    arrive(&space.barriers.consumed[slot.place]);
     slot.next(pass.ring);
   }
 }
@@ -368,13 +379,14 @@ __global__ void __launch_bounds__(ReverseSizes<D>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&space.barriers.full[i], 32 * kLoaders);
-      init_barrier(&space.barriers.empty[i], Sizes::kChain);
+      init_barrier(&space.barriers.empty[i], 32 * Sizes::kChain);
       init_barrier(&space.barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&space.barriers.query_empty[i], Sizes::kChain);
+      init_barrier(&space.barriers.query_empty[i], 32 * Sizes::kChain);
     }
     for (int i = 0; i < pass.ring; ++i) {
-      init_barrier(&space.barriers.published[i], Sizes::kChain);
-      init_barrier(&space.barriers.consumed[i], kWriters);
+      init_barrier(&space.barriers.state[i], 32 * Sizes::kChain);
+      init_barrier(&space.barriers.published[i], 32 * Sizes::kChain);
+      init_barrier(&space.barriers.consumed[i], 32 * kWriters);
     }
   }
   __syncthreads();

@@ -43,8 +43,8 @@ struct ScanSizes {
 };
 
 struct ScanBarriers {
-  uint64_t full[5], empty[5];          // stages
-  uint64_t published[4], consumed[4];  // slots of the ring
+  uint64_t full[5], empty[5];                    // stages
+  uint64_t state[4], published[4], consumed[4];  // slots of the ring: S is there, U too, both are read
 };
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
@@ -139,6 +139,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     rounded.start_read(y, s, stage.k(), own);
     if (rounded.kWhole) wait_for_slot();
     rounded.leave_in(own);
+    if (own != nullptr) arrive(&barriers.state[slot.place]);
     uint32_t v[kTilesDown][4];
     const auto load_values = [&](int j) { load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j); };
 #pragma unroll
@@ -198,13 +199,16 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, unsigne
     } else {
       update = unweighted;
     }
-    start_update<T>(s, update, stage.k());
-    if (own != nullptr) {
+    const auto publish = [&] {
+      if (own == nullptr) return;
       leave(own + Sizes::kStateBytes, unweighted);
-      arrive_warp(&barriers.published[slot.place]);
-    }
+      arrive(&barriers.published[slot.place]);
+    };
+    if (!Products<D>::kGroup) publish();
+    start_update<T>(s, update, stage.k());
+    if (Products<D>::kGroup) publish();
     rounded.take(s);
-    arrive_warp(&barriers.empty[turn.place]);
+    arrive(&barriers.empty[turn.place]);
     turn.next(pass.stages);
     slot.next(pass.ring);
   }
@@ -265,7 +269,7 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
     const Vectors vectors = stage.prepared().vectors();
     const int length = tokens_in(part, tokens, c);
     // The stage's turn before this one is over, else its parity would say nothing: the chain was past it when
-    // it published this reader's last chunk, for the ring has no more slots than there are stages.
+    // it left the state of this reader's last chunk, for the ring has no more slots than there are stages.
     wait(&barriers.full[turn.place], turn.parity);
 
 #pragma unroll 1
@@ -362,10 +366,11 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
           }
         }
       }
-      if (member + 1 == group) arrive_warp(&barriers.empty[turn.place]);
+      if (member + 1 == group) arrive(&barriers.empty[turn.place]);
 
+      // The chain is at U still: a third of its time it waited for slots that were read only then.
       if (member == 0) {
-        wait(&barriers.published[slot], parity);
+        wait(&barriers.state[slot], parity);
         if (p.states != nullptr) {
           T* const states =
               static_cast<T*>(p.states) +
@@ -401,6 +406,7 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
         }
 #pragma unroll
         for (int b = 0; b < Bands; ++b) scale_rows(o[b], read[b]);
+        if (member == 0 && first == 0) wait(&barriers.published[slot], parity);
 #pragma unroll
         for (int j = 0; j < kTilesDown; ++j) {
           if (j >= key_tiles) continue;
@@ -428,7 +434,7 @@ __device__ inline void run_reader(const ScanPass& pass, const Part& part, unsign
           }
         }
       }
-      if (member + 1 == group) arrive_warp(&barriers.consumed[slot]);
+      if (member + 1 == group) arrive(&barriers.consumed[slot]);
     }
     turn.skip(pass.ring, pass.stages);
     parity ^= 1;
@@ -449,11 +455,12 @@ __global__ void __launch_bounds__(ScanSizes<D>::kMaxThreads, 1) scan(const __gri
   if (threadIdx.x == 0) {
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], Sizes::kChain + (pass.walk.alone ? 0 : kPair));
+      init_barrier(&barriers.empty[i], 32 * (Sizes::kChain + (pass.walk.alone ? 0 : kPair)));
     }
     for (int i = 0; i < pass.ring; ++i) {
-      init_barrier(&barriers.published[i], Sizes::kChain);
-      init_barrier(&barriers.consumed[i], kPair);
+      init_barrier(&barriers.state[i], 32 * Sizes::kChain);
+      init_barrier(&barriers.published[i], 32 * Sizes::kChain);
+      init_barrier(&barriers.consumed[i], 32 * kPair);
     }
   }
   __syncthreads();

@@ -130,15 +130,6 @@ __device__ inline void arrive(uint64_t* barrier) {
       "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier))
       : "memory");
 }
-// One arrival for a whole warp; what any of its lanes wrote before is seen.
-__device__ inline void arrive_warp(uint64_t* barrier) {
-  __syncwarp();
-  asm volatile(
-      "{\n.reg .pred first;\n.reg .b64 state;\nsetp.eq.u32 first, %1, 0;\n"
-      "@first mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier)),
-      "r"(threadIdx.x & 31)
-      : "memory");
-}
 // The same once this thread's copies so far have arrived, without a wait for them: its copies and those of
 // all who arrive so are seen by whoever waits for the phase.
 __device__ inline void arrive_after_copies(uint64_t* barrier) {
