@@ -22,8 +22,9 @@
 //
 //     dq_i = scale (e^{L_i} S do_i + sum_{j<=i} E_ij (do_i . u_j) k_j)
 //     db_i = -(e^{L_i} S du_i + sum_{j<i} E_ij (du_i . u_j) k_j)
-//     dk_j = e^{L_C - L_j} dS u_j + sum_{i>=j} E_ij (scale (do_i . u_j) q_i) - sum_{i>j} E_ij (du_i . u_j)
-//     b_i dg_t = the sum of what is written before token t times what reads it at t or later
+//     dk_j = e^{L_C - L_j} dS u_j + sum_{i>=j} E_ij (scale (do_i . u_j) q_i)
+//            - sum_{i>j} E_ij (du_i . u_j) b_i
+//     dg_t = the sum of what is written before token t times what reads it at t or later
 //
 // Five kernels: `rows` makes b and w, and q and k of unit length; `scan` and `reverse` walk; `gradients`
 // takes the products; `row_gradients` goes from the gradients of k, b, w and q to those of the inputs.

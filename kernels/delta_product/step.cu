@@ -81,7 +81,7 @@ struct StepState {
 // 16 blocks a multiprocessor where the state leaves registers for that: 26.7 us instead of 30.7 at 128
 // sequences of 16 heads, 64 x 64.
 template <int Pack_, int Rows>
-__global__ void __launch_bounds__(kStepThreads, Pack_* Rows <= 32 ? 16 : 1)
+__global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1)
     delta_step_kernel(const __grid_constant__ DeltaStep p) {
   using State = StepState<Pack_, Rows>;
   extern __shared__ float shared[];

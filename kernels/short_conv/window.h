@@ -237,7 +237,8 @@ struct Instance {
   static constexpr int N = Channels;
 };
 
-// Channels a thread: 8 or 16 bytes an access, and the gradient's sums still fit in registers.
+// Channels a thread: 8 or 16 bytes an access. Backward spills 200 to 600 bytes with four, and is faster so
+// than with two.
 constexpr int kPack = 4;
 
 inline int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }

@@ -28,8 +28,8 @@ from padding import Padded
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 WIDTHS = [8, 20, 64, 72, 128, 136, 256]
-STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; the last are too many for the tensor cores
-# Calls of the kernels of the tensor cores, and what only the exact ones take.
+STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; 17 are too many for the tensor cores
+# What only the exact kernels take; KINDS: and a call of those of the tensor cores.
 EXACT = {
     "fp32": {"dtype": torch.float32},
     "vector": {"dtype": torch.bfloat16, "vector": True},

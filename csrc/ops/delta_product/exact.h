@@ -43,6 +43,7 @@ class ExactCall {
     auto p = scan(rows, rows.w, initial.value_or(Tensor()), last);
     p.o = output<4>(o);
     if (save) {
+      TORCH_INTERNAL_ASSERT(states.size(0) == kernels::piece_count(shape_.pieces));  // sizes of problem.h
       if (cu_seqlens_.defined()) u.zero_();  // rows that no sequence owns
       p.u = output<4>(u);
       p.published = states.mutable_data_ptr<float>();
