@@ -81,6 +81,12 @@ __host__ __device__ inline int64_t piece_count(const DeltaPieces& p) {
   return (p.tokens.tokens / p.chunk + spare_chunks(p) * p.tokens.sequences) * pieces_of_chunk(p);
 }
 
+// The width of rows of fp32 arrays that is kept for `width` elements.
+template <class Int>
+__host__ __device__ constexpr Int in_fours(Int width) {
+  return (width + 3) & ~Int{3};
+}
+
 struct DeltaExactShape {
   DeltaPieces pieces;
   int heads, query_heads;

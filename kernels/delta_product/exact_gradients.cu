@@ -15,9 +15,9 @@ namespace girih::kernels {
 namespace delta_product {
 namespace {
 
-using exact::add_dot, exact::add_scaled, exact::block_of_rows, exact::clear, exact::four, exact::kPitch,
-    exact::kThreads, exact::kTile, exact::kTileFloats, exact::lane_of_row, exact::load_matrix,
-    exact::own_rows, exact::put;
+using exact::add_dot, exact::add_product, exact::add_scaled, exact::add_scores, exact::block_of_rows,
+    exact::clear, exact::four, exact::kPitch, exact::kThreads, exact::kTile, exact::kTileFloats,
+    exact::lane_of_row, exact::load_matrix, exact::own_rows, exact::put;
 
 constexpr int kParts = kThreads / kTile;
 
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
                *const fourth = third + kTileFloats, *const decays = fourth + kTileFloats;
   GradientSpace& space = *reinterpret_cast<GradientSpace*>(fourth + (1 + Gated) * kTileFloats);
   const DeltaExactShape& shape = p.shape;
-  const int D = (shape.D + 3) & ~3, V = (shape.V + 3) & ~3, n = shape.n;
+  const int D = in_fours(shape.D), V = in_fours(shape.V), n = shape.n;
   const unsigned slabs = (shape.D + kTile - 1) / kTile;
   const int slab = static_cast<int>(blockIdx.x % slabs), col = slab * kTile;
   const int a = lane_of_row(), b = block_of_rows(), thread = static_cast<int>(threadIdx.x);
@@ -179,13 +179,8 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
       for (int m = idle ? kTile : 0; m < kTile; m += 4) {
         Pack<4> reads[4];
         own_rows(reads, left, m);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (16 * c >= cols) break;
-          const Pack<4> other = four(right, a + 16 * c, m);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) add_four(scores[r].at[c], reads[r], other);
-        }
+        add_scores(scores, reads, right, m, cols,
+                   [](float& sum, const Pack<4>& x, const Pack<4>& y) { add_four(sum, x, y); });
         add_four(sums, reads, third, m, 4 * a);
         if constexpr (kSteps) {
           own_rows(reads, right, m);
@@ -253,13 +248,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
       for (int m = idle ? kTile : 0; m < kTile; m += 4) {
         Pack<4> reads[4];
         own_rows(reads, left, m);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (16 * c >= cols) break;
-          const Pack<4> other = four(right, a + 16 * c, m);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) add_dot(pairs[r].at[c], reads[r], other);
-        }
+        add_scores(pairs, reads, right, m, cols);
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -274,12 +263,7 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
     for (int j = 0; j < cols; j += 4) {
       Pack<4> weight[4];
       own_rows(weight, weights, j);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const Pack<4> key = four(right, j + e, 4 * a);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) add_scaled(sums[r], weight[r].at[e], key);
-      }
+      add_product(sums, weight, right, j);
     }
     // From the first that reads the thread's rows on.
 #pragma unroll 4

@@ -111,7 +111,7 @@ struct Elements32 {
   // fp32, and zeros up to a multiple of 4.
   __device__ void store_padded(const Out<4>& x, const RowOf& row, int width) const {
     float* const to = static_cast<float*>(x.data) + offset(x, row);
-    each((width + 3) & ~3, [&](int i, int d) { to[d] = at[i]; });
+    each(in_fours(width), [&](int i, int d) { to[d] = at[i]; });
   }
 
  private:

@@ -38,8 +38,6 @@ struct ScanSizes {
   static constexpr int kBytes = kStages * kBatch * kSlot * static_cast<int>(sizeof(float));
 };
 
-__device__ inline int padded(int width) { return (width + 3) & ~3; }
-
 template <int Rank>
 __device__ inline const float* row_of(const In<Rank>& x, int64_t batch, int64_t row, int64_t head) {
   return static_cast<const float*>(x.data) + batch * x.stride[0] + row * x.stride[1] + head * x.stride[2];
@@ -102,7 +100,7 @@ class Fetcher {
     k_ = from(p.k, n, here.head, pack_);
     b_ = from(p.b, n, here.head, pack_);
     value_ = Reverse ? from(p.value, 1, first, slab + pack_) : from(p.value, n, here.head, slab + pack_);
-    in_slab_ = pack_ < kBlockCols && slab + pack_ < padded(p.shape.V);
+    in_slab_ = pack_ < kBlockCols && slab + pack_ < in_fours(p.shape.V);
     const unsigned warp = threadIdx.x / 32;
     turn_ = {warp / here.turns, warp % here.turns};
     whole_ = kWarps / here.turns, rest_ = kWarps % here.turns;
@@ -110,7 +108,7 @@ class Fetcher {
 
   __device__ void fill(float* batch) {
     const DeltaExactShape& shape = p_.shape;
-    const int D = padded(shape.D);
+    const int D = in_fours(shape.D);
 #pragma unroll 1
     for (int slot = static_cast<int>(threadIdx.x) / 32; slot < Sizes::kBatch; slot += kWarps) {
       const unsigned first = here_.group - 1, step = turn_.at - first;  // of the steps
@@ -217,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
   extern __shared__ __align__(16) float shared[];
   const DeltaExactShape& shape = p.shape;
   const DeltaPieces& pieces = shape.pieces;
-  const int slabs = (shape.V + kBlockCols - 1) / kBlockCols, D = padded(shape.D);
+  const int slabs = (shape.V + kBlockCols - 1) / kBlockCols, D = in_fours(shape.D);
   const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockCols;
   const Walked here(shape, blockIdx.x / slabs);
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaEx
   }
   const int64_t next_u = Reverse ? -p.u.stride[1] : p.u.stride[1];
   const bool writes_o = lane < kCols && col + lane < shape.V;
-  const bool writes_u = p.u.data != nullptr && lane == 0 && col < padded(shape.V);
+  const bool writes_u = p.u.data != nullptr && lane == 0 && col < in_fours(shape.V);
 
   // forward   o = scale S^T q            reverse   S <- S + scale q do^T
   // forward   u = w - e^g S^T b,         S <- e^g S + k u^T

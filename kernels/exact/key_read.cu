@@ -102,12 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
         const Pack<4> decay = four(from_start, b, m);
 #pragma unroll
         for (int r = 0; r < 4; ++r) multiply(reads[r], decay);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const Pack<4> h = four(h_tile, a + 16 * c, m);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) add_dot(far[r].at[c], reads[r], h);
-        }
+        add_scores(far, reads, h_tile, m, kTile);
       }
     }
 
@@ -137,12 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
     for (int j = 0; j <= 4 * b; j += 4) {
       Pack<4> weights[4];
       own_rows(weights, p_tile, j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Pack<4> y = four(h_tile, j + i, 4 * a);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) add_scaled(near[r], weights[r].at[i], y);
-      }
+      add_product(near, weights, h_tile, j);
     }
   }
 

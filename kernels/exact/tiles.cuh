@@ -152,6 +152,34 @@ __device__ inline void own_rows(Pack<4> (&rows)[4], const float* tile, int col) 
   for (int r = 0; r < 4; ++r) rows[r] = four(tile, 4 * block_of_rows() + r, col);
 }
 
+// sums += x y: four columns of the thread's rows, and rows row..row+3 of a tile.
+__device__ inline void add_product(Pack<4> (&sums)[4], const Pack<4> (&x)[4], const float* tile, int row) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const Pack<4> y = four(tile, row + j, 4 * lane_of_row());
+#pragma unroll
+    for (int r = 0; r < 4; ++r) add_scaled(sums[r], x[r].at[j], y);
+  }
+}
+// scores += x y^T: the same, and columns col..col+3 of a tile's rows a, a + 16, .. of which no more than
+// `rows` are asked for. add(sum, x, y): x . y added to a sum.
+template <class Add>
+__device__ inline void add_scores(Pack<4> (&scores)[4], const Pack<4> (&x)[4], const float* tile, int col,
+                                  int rows, const Add& add) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    if (16 * c >= rows) break;
+    const Pack<4> y = four(tile, lane_of_row() + 16 * c, col);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) add(scores[r].at[c], x[r], y);
+  }
+}
+__device__ inline void add_scores(Pack<4> (&scores)[4], const Pack<4> (&x)[4], const float* tile, int col,
+                                  int rows) {
+  add_scores(scores, x, tile, col, rows,
+             [](float& sum, const Pack<4>& x, const Pack<4>& y) { add_dot(sum, x, y); });
+}
+
 // Four columns of the thread's four rows through the gates between them: e^g of every row, and of their sum.
 struct RowDecays {
   Pack<4> row[4], total;

@@ -61,20 +61,8 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
         for (int k = 0; k < kTile; k += 4) {
           Pack<4> x[4];
           own_rows(x, x_tile, k);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            if (4 * c > b) break;  // all later than the thread's rows
-            const Pack<4> other = four(y_tile, a + 16 * c, k);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) add_dot(scores[r].at[c], x[r], other);
-          }
-          if (!from_state) continue;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const Pack<4> h = four(h_tile, k + j, 4 * a);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) add_scaled(y[r], x[r].at[j], h);
-          }
+          add_scores(scores, x, y_tile, k, 4 * b + 4);  // the others are later than the thread's rows
+          if (from_state) add_product(y, x, h_tile, k);
         }
       }
 
@@ -97,12 +85,7 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
         own_rows(score, x_tile, 4 * block);
 #pragma unroll
         for (int r = 0; r < 4; ++r) multiply(y[r], total);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const Pack<4> weighted = four(y_tile, 4 * block + j, 4 * a);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) add_scaled(y[r], score[r].at[j], weighted);
-        }
+        add_product(y, score, y_tile, 4 * block);
       }
       Pack<4> score[4];
       own_rows(score, x_tile, 4 * b);

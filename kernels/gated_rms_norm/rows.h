@@ -182,13 +182,6 @@ class RowSums {
   int pass_ = 0;
 };
 
-// 1 / x of an x from 1 to infinity, in one instruction.
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Phi(g) = (1 + erf(g / sqrt(2))) / 2, where bell = e^{-g^2 / 2}. On the left it is bell Q(t), t = 1 / (1 +
 // 0.28 |g|), on the right one minus that; Q is fitted to it. It is off by 1.8e-7 at most, gelu by less than
 // with erf in fp32, and where 1 + erf has no digits left it is right to 0.3%. erff takes twice the

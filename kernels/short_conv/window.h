@@ -24,7 +24,7 @@ template <typename T>
 __device__ inline float sigmoid(float z) {
   if constexpr (sizeof(T) == 4) return 1.f / (1.f + expf(-z));
   // Right to 2^-21, and to be rounded to 16 bits.
-  return divide_fast(1.f, 1.f + exp2_fast(-kLog2E * z));
+  return reciprocal(1.f + exp2_fast(-kLog2E * z));
 }
 
 template <typename T, int W, int N>

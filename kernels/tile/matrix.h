@@ -297,13 +297,15 @@ __device__ inline float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
+// 1 / x in one instruction, of an x that is no less than the smallest normal number; 0 beyond 2^126.
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
 // x / y for a y that is no less than the smallest normal number, nor more than 2^126: what __fdividef does
 // for others is three more instructions.
-__device__ inline float divide_fast(float x, float y) {
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(reciprocal) : "f"(y));
-  return x * reciprocal;
-}
+__device__ inline float divide_fast(float x, float y) { return x * reciprocal(y); }
 constexpr float kLog2E = 1.4426950408889634f;
 
 }  // namespace girih::kernels

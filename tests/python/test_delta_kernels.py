@@ -309,6 +309,17 @@ def test_packed_sequences(kind, n, bounds):
     pad.assert_untouched()
 
 
+def random_surroundings(choose, packed, seed):
+    """What draw() takes beside sizes and options."""
+    return {
+        "pattern": choose([None, "mild", "mixed", "sudden", "uniform"]),
+        "key": choose(["random", "parallel"]),
+        "l2norm_qk": choose([False, True]),
+        "sequences": 4 if packed else None,
+        "seed": seed,
+    }
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_everything_together(seed):
     """Sizes, options, gates and packing at random."""
@@ -324,11 +335,7 @@ def test_everything_together(seed):
         V=choose([1, 5, 32, 64, 70, 128, 150, 256]),
         n=choose([1, 1, 2, 2, 3, 4, 6]),
         dtype=choose(DTYPES[1:]),
-        pattern=choose([None, "mild", "mixed", "sudden", "uniform"]),
-        key=choose(["random", "parallel"]),
-        l2norm_qk=choose([False, True]),
-        sequences=4 if packed else None,
-        seed=seed,
+        **random_surroundings(choose, packed, seed),
     )
     assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
 
@@ -351,11 +358,7 @@ def test_everything_together_in_the_exact_kernels(seed):
         n=choose([1, 1, 2, 2, 3, 4, 6, 20]),
         vector=bool(vector),
         dtype=choose(DTYPES if vector or options else DTYPES[:1]),
-        pattern=choose([None, "mild", "mixed", "sudden", "uniform"]),
-        key=choose(["random", "parallel"]),
-        l2norm_qk=choose([False, True]),
-        sequences=4 if packed else None,
-        seed=seed,
+        **random_surroundings(choose, packed, seed),
         **options,
     )
     assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)

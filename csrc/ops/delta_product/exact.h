@@ -63,7 +63,8 @@ class ExactCall {
     const auto dout =
         given(grad_o)
             ? in_packs(grad_o->to(at::kFloat), 4)
-            : at::zeros({q_.size(0), q_.size(1), shape_.query_heads, in_fours(shape_.V)}, in_fp32());
+            : at::zeros({q_.size(0), q_.size(1), shape_.query_heads, kernels::in_fours<int64_t>(shape_.V)},
+                        in_fp32());
     const auto du = rows_like(v_), gradients = at::empty_like(states), first = new_state();
     auto reverse = scan(rows, dout, grad_s.value_or(Tensor()), first);
     reverse.reverse = true;
@@ -110,12 +111,11 @@ class ExactCall {
   }
 
  private:
-  static int64_t in_fours(int64_t width) { return (width + 3) / 4 * 4; }
   at::TensorOptions in_fp32() const { return q_.options().dtype(at::kFloat); }
 
   // fp32 rows of x's sizes. Rows that no sequence owns stay zero.
   Tensor rows_like(const Tensor& x) const {
-    return rows_for(q_, x.size(1), cu_seqlens_, x.size(2), in_fours(x.size(3)), at::kFloat);
+    return rows_for(q_, x.size(1), cu_seqlens_, x.size(2), kernels::in_fours(x.size(3)), at::kFloat);
   }
   Tensor new_kept(const std::vector<c10::SymInt>& sizes) const {
     return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), in_fp32());
@@ -138,7 +138,7 @@ class ExactCall {
     p.unit = unit_;
     p.q = input<4>(q_), p.k = input<4>(k_), p.v = input<4>(v_), p.beta = by_channel(beta_);
     const auto made = [&](const Tensor& x, kernels::Out<4>& to) {
-      const auto rows = at::empty({x.size(0), x.size(1), x.size(2), in_fours(x.size(3))}, in_fp32());
+      const auto rows = at::empty({x.size(0), x.size(1), x.size(2), kernels::in_fours(x.size(3))}, in_fp32());
       to = output<4>(rows);
       return rows;
     };
