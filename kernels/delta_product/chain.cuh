@@ -1,5 +1,5 @@
 // What the kernels share: how what was prepared lies, and of the scans of both directions a block's part of a
-// state, its stages and its rings.
+// state and its stages.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/matrix.h"
+#include "tile/row_store.h"
 #include "tile/shared.h"
 #include "tile/warpgroup.h"
 
@@ -93,9 +94,8 @@ struct InverseRows {
 // A chunk's keys and, of a block's columns, what stands beside them: v, or the gradient that starts a row.
 template <typename T, int D>
 struct Stage {
-  static constexpr int kCols = scan_columns(D);
   using K = BlockTile<T, D>;
-  using V = SharedTile<T, kDeltaRows, kCols>;
+  using V = SharedTile<T, kDeltaRows, kScanColumns>;
   static constexpr int kInverse = K::kBytes + V::kBytes,
                        kPrepared = kInverse + InverseRows::kBytes - kDeltaInverseBytes;
   static constexpr int kBytes = (kPrepared + kDeltaLost + 1023) / 1024 * 1024;
@@ -154,13 +154,6 @@ struct Stage {
   };
 };
 
-// Left factors that one warp leaves for others, each as its four 8 x 8 matrices.
-template <int K>
-__device__ inline void leave(unsigned char* slot, const Operand<K>& a) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) store_matrices(slot + k * 512, a.at[k]);
-}
-
 // A warp's 16 columns of U or G, transposed: 32 of a chunk's rows, and the others. Products of 48 and of 16
 // rows, of which X is made up too, have the compiler wait for each.
 using Halves = Sums<4>[2];
@@ -195,101 +188,57 @@ struct State {
   Sums<8> slab[kSlabs];
 };
 
-// The products of a chain. Four warps of it are a warpgroup and start products that they wait for later; two
-// make them at once, each by itself.
-template <int D>
-struct Products {
-  static constexpr bool kGroup = scan_columns(D) == 64;
-
-  template <int... N>
-  __device__ static void begin(Sums<N>&... sums) {
-    if constexpr (kGroup) fence_products(sums...);
-  }
-  __device__ static void commit() {
-    if constexpr (kGroup) commit_products();
-  }
-  template <int Pending, int... N>
-  __device__ static void wait(Sums<N>&... sums) {
-    if constexpr (kGroup) wait_products<Pending>(sums...);
-  }
-  template <typename T, bool Add, int K, int Cols>
-  __device__ static void add_transposed(Sums<8>& sums, const Operand<K>& a, const BlockTile<T, Cols>& b,
-                                        int col) {
-    if constexpr (kGroup) {
-      start_product_transposed<T, Add>(sums, a, b, col);
-    } else {
-      if (!Add) fill(sums, 0.f);
-      add_product_transposed<T>(sums, a, b, 0, col);
-    }
-  }
-  template <typename T, int Cols, int Rows>
-  __device__ static void add(Sums<8>& sums, const uint32_t (&a)[4], const BlockTile<T, Cols, Rows>& b,
-                             int col) {
-    if constexpr (kGroup) {
-      start_product<T>(sums, a, b, col);
-    } else {
-      add_product<T>(sums, a, b, 0, col);
-    }
-  }
-  template <typename T, int Cols>
-  __device__ static void add(Sums<8>& sums, const Operand<4>& a, const BlockTile<T, Cols>& b, int col) {
-    if constexpr (kGroup) {
-      start_product<T>(sums, a, b, col);
-    } else {
-      add_product<T>(sums, a, b, 0, col);
-    }
-  }
-};
-
 template <int D>
 __device__ inline void begin(State<D>& s) {
 #pragma unroll
-  for (int i = 0; i < State<D>::kSlabs; ++i) Products<D>::begin(s.slab[i]);
+  for (int i = 0; i < State<D>::kSlabs; ++i) fence_products(s.slab[i]);
 }
-// Waits for all products under way.
-template <int D>
+// Waits for all products under way but the latest `Pending`.
+template <int Pending, int D>
 __device__ inline void finish(State<D>& s) {
 #pragma unroll
-  for (int i = 0; i < State<D>::kSlabs; ++i) Products<D>::template wait<0>(s.slab[i]);
+  for (int i = 0; i < State<D>::kSlabs; ++i) wait_products<Pending>(s.slab[i]);
 }
 
-// The state as the products of a chunk take it, rounded. Where D = 256 there are no registers for all of it:
-// then a slab at a time, and it is left for others at once.
+// The state as the products of a chunk take it, rounded: all of it, or, where D = 256 leaves no registers for
+// that, a slab at a time, rounded again for every product.
 template <typename T, int D>
 struct RoundedState {
   static constexpr int kSlabs = State<D>::kSlabs;
   static constexpr bool kWhole = D < 256;
-  using P = Products<D>;
 
-  Operand<4> slab[kSlabs];
+  Operand<4> slab[kWhole ? kSlabs : 1];
 
-  // Once the state's update is there.
-  __device__ void take(State<D>& s) {
-    finish(s);
+  __device__ void take(const State<D>& s) {
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
       if (kWhole) round_to<T>(slab[i], s.slab[i]);
     }
   }
-  // S^T K^T, under way afterwards.
-  __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
-                             unsigned char* slot) {
-    P::begin();
+  // sums = S^T x^T, of the 8N rows of x; under way afterwards where the state is whole.
+  template <int N, int Rows>
+  __device__ void start_read(Sums<N>& sums, const State<D>& s, const BlockTile<T, D, Rows>& x) {
+    fence_products();
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
-      if (!kWhole) {
-        round_to<T>(slab[i], s.slab[i]);
-        if (slot != nullptr) leave(slot + i * 2048, slab[i]);
-      }
-      if (i == 0) P::template add_transposed<T, false>(sums, slab[i], keys, 0);
-      if (i > 0) P::template add_transposed<T, true>(sums, slab[i], keys, 64 * i);
+      Operand<4>& a = slab[kWhole ? i : 0];
+      if (!kWhole) round_to<T>(a, s.slab[i]);
+      if (!kWhole) fence_products();
+      if (i == 0) start_product_transposed<T, false>(sums, a, x, 0);
+      if (i > 0) start_product_transposed<T, true>(sums, a, x, 64 * i);
+      if (!kWhole || i + 1 == kSlabs) commit_products();
+      if (!kWhole) wait_products<0>(sums);
     }
-    P::commit();
   }
-  __device__ void leave_in(unsigned char* slot) const {
+  // A row of `slot` a column of the state; warp `warp` has 16.
+  template <class Tile>
+  __device__ void leave(const State<D>& s, const Tile& slot, int warp) {
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
-      if (kWhole && slot != nullptr) leave(slot + i * 2048, slab[i]);
+      Operand<4>& a = slab[kWhole ? i : 0];
+      if (!kWhole) round_to<T>(a, s.slab[i]);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) store_block(slot, 16 * warp, 64 * i + 16 * k, a.at[k]);
     }
   }
 };
@@ -300,14 +249,21 @@ __device__ inline void start_update(State<D>& s, const Operand<kTilesDown>& upda
                                     const BlockTile<T, D>& keys) {
   begin(s);
 #pragma unroll
-  for (int i = 0; i < State<D>::kSlabs; ++i) Products<D>::template add<T>(s.slab[i], update, keys, 64 * i);
-  Products<D>::commit();
+  for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T>(s.slab[i], update, keys, 64 * i);
+  commit_products();
 }
 
 template <int D>
 __device__ inline void scale(State<D>& s, float by) {
 #pragma unroll
   for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
+}
+
+// The transpose of what a warp has rounded, to its 16 columns of a slot.
+template <int K, class Tile>
+__device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) store_block_transposed(slot, 16 * warp, 16 * k, a.at[k]);
 }
 
 // Which tokens of which state a block has.
@@ -320,17 +276,16 @@ struct Part {
   bool transition, last;  // last: nothing follows
 };
 
-template <int Cols>
 __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, Part& part) {
-  const int values = (shape.V + Cols - 1) / Cols,
-            groups = values + (walk.alone ? (shape.D + Cols - 1) / Cols : 0);
+  const auto groups_of = [](int cols) { return (cols + kScanColumns - 1) / kScanColumns; };
+  const int values = groups_of(shape.V), groups = values + (walk.alone ? groups_of(shape.D) : 0);
   unsigned job = blockIdx.x;
   const int group = static_cast<int>(job % groups);
   job /= groups;
   part.head = static_cast<int>(job % shape.heads);
   const int64_t number = job / shape.heads;
   part.transition = group >= values;
-  part.col = (part.transition ? group - values : group) * Cols;
+  part.col = (part.transition ? group - values : group) * kScanColumns;
   const int tokens = delta_chunk(shape.n);
   if (walk.segment == 0) {
     const Sequence sequence = sequence_at(shape.tokens, number);
@@ -395,30 +350,10 @@ __device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Wal
 }
 
 // Blocks of a walk.
-inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int cols) {
+inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk) {
   const int64_t pieces = walk.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, walk.segment);
-  return pieces * shape.heads * (divide_up(shape.V, cols) + (walk.alone ? divide_up(shape.D, cols) : 0));
-}
-
-// State rows of a slot of the ring to global memory, [V, D], 16 bytes a lane: worker `worker` of `workers`
-// warps. `states` is the block's first row; warps of the chain left their parts `apart` bytes from each
-// other.
-template <typename T, int D>
-__device__ inline void publish_state(T* states, const unsigned char* slot, int apart, const DeltaShape& shape,
-                                     int cols, int worker, int workers) {
-  const int first = (lane() >> 3) * 8;  // of the lane's columns, and 32 further each time
-#pragma unroll 2
-  for (int eight = worker; eight < scan_columns(D) / 8; eight += workers) {
-    const int v = 8 * eight + (lane() & 7);
-    const unsigned char* const from = slot + eight / 2 * apart + first / 16 * 512 +
-                                      (eight % 2 + first / 8 % 2 * 2) * 128 + (lane() & 7) * 16;
-    T* const to = states + static_cast<int64_t>(v) * shape.D + first;
-#pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-      const uint4 pack = *reinterpret_cast<const uint4*>(from + i * 1024);
-      if (v < cols && first + 32 * i < shape.D) *reinterpret_cast<uint4*>(to + 32 * i) = pack;
-    }
-  }
+  return pieces * shape.heads *
+         (divide_up(shape.V, kScanColumns) + (walk.alone ? divide_up(shape.D, kScanColumns) : 0));
 }
 
 // Tokens of the part's chunk c.

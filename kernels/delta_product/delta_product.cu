@@ -45,7 +45,7 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
 }
 
 int64_t segment_tokens(const DeltaShape& shape) {
-  const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, scan_columns(shape.D));
+  const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
   return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n));
 }
 

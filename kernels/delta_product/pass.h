@@ -20,19 +20,18 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int stages;  // of keys and values
-  int ring;    // slots, of a chunk's state and updates each
+  int stages;  // of keys and values, and of queries
+  int slots;   // for states on their way out
 };
 
 struct ReversePass {
   DeltaReverse scan;
   Walk walk;
-  int stages, ring;
+  int stages, slots;
 };
 
-// Columns of V that a block has at this width: 64 make the chain a warpgroup. D = 256 leaves registers for
-// two warps only, and at D = 64 half as many blocks of twice the columns took 1.3 times as long.
-__host__ __device__ constexpr int scan_columns(int D) { return D > 64 && D <= 128 ? 64 : 32; }
+// Columns of V that a block has: the rows of a warpgroup's products.
+constexpr int kScanColumns = 64;
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& problem, cudaStream_t stream);

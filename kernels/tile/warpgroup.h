@@ -146,6 +146,20 @@ __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 
 #endif
 
+// Registers of each thread of the warpgroup from here on: those that need fewer leave them to others.
+template <int Registers>
+__device__ inline void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Registers));
+#endif
+}
+template <int Registers>
+__device__ inline void leave_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
+#endif
+}
+
 // What the thread has written to shared memory, or seen written, products started later find there.
 __device__ inline void fence_tiles() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -206,15 +220,16 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T
 #endif
 }
 
-// sums += a y^T, or with `Add` false sums = a y^T, y the 64 rows and 16K columns from `col` on of a tile.
-template <typename T, bool Add = true, int K, int Cols>
-__device__ inline void start_product_transposed(Sums<8>& sums, const Operand<K>& a,
-                                                const BlockTile<T, Cols>& y, int col = 0) {
+// sums += a y^T, or with `Add` false sums = a y^T: of y 8N rows (64 or 32), and 16K columns from `col` on.
+template <typename T, bool Add = true, int N, int K, int Cols, int Rows>
+__device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>& a,
+                                                const BlockTile<T, Cols, Rows>& y, int col = 0) {
+  static_assert(8 * N <= Rows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  group_mma<T, Lines::rows, 64, Add>(sums.at, a.at[0], descriptor<Lines::rows>(y, 0, col));
+  group_mma<T, Lines::rows, 8 * N, Add>(sums.at, a.at[0], descriptor<Lines::rows>(y, 0, col));
 #pragma unroll
   for (int k = 1; k < K; ++k) {
-    group_mma<T, Lines::rows>(sums.at, a.at[k], descriptor<Lines::rows>(y, 0, col + 16 * k));
+    group_mma<T, Lines::rows, 8 * N>(sums.at, a.at[k], descriptor<Lines::rows>(y, 0, col + 16 * k));
   }
 #else
   if (!Add) fill(sums, 0.f);

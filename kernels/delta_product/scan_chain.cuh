@@ -1,0 +1,224 @@
+// The chain of the scan: a warpgroup that goes from chunk to chunk, warp w with 16 of the block's columns.
+//
+// It keeps S^T in fp32 and computes everything transposed: then the sums of every product become the left
+// factor of the next by rounding alone, and none of them passes through shared memory. The products that the
+// state does not wait for, O, are under way while the warps work on those that it does.
+#pragma once
+
+#include "delta_product/scan_space.cuh"
+
+namespace girih::kernels::delta_product {
+
+// U^T = Z^T X^T, of 32 columns of it after the other 32, under way afterwards.
+template <typename T>
+__device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, const InverseRows& x) {
+  fence_products();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const auto matrices = [&](int half, int j) {
+    return descriptor(shared_address(x.data + InverseRows::block(2 * half, j)), InverseRows::kNext, 128);
+  };
+  group_mma<T, Lines::rows, 32, false>(u[0].at, z.at[0], matrices(0, 0));
+  group_mma<T, Lines::rows, 32, false>(u[1].at, z.at[0], matrices(1, 0));
+  group_mma<T, Lines::rows, 32>(u[0].at, z.at[1], matrices(0, 1));
+#pragma unroll
+  for (int j = 1; j < kTilesDown; ++j) group_mma<T, Lines::rows, 32>(u[1].at, z.at[j], matrices(1, j));
+#else
+  fill(u[0], 0.f), fill(u[1], 0.f);
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+    for (int i = j; i < kTilesDown; ++i) {
+      uint32_t block[4];
+      x.load(block, i, j);
+      mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], block[0], block[2]);
+      mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], block[1], block[3]);
+    }
+  }
+#endif
+  commit_products();
+}
+
+// What rounding took from X, times Z.
+template <typename T>
+__device__ inline void add_lost(Halves& u, const Operand<kTilesDown>& z, const unsigned char* prepared) {
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+    for (int i = j; i < kTilesDown; ++i) {
+      uint32_t x[4];
+      load_lost(x, prepared, i, j);
+      mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], x[0], x[2]);
+      mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], x[1], x[3]);
+    }
+  }
+}
+
+template <typename T, int D, int Rows>
+__device__ inline void run_chain(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
+                                 int warp) {
+  constexpr bool kReads = Rows != 0, kWhole = RoundedState<T, D>::kWhole, kEarly = kReads && kWhole;
+  const DeltaScan& p = pass.scan;
+  const int first_col = part.col + 16 * warp, group = p.shape.query_heads / p.shape.heads;
+  const bool weighted = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1
+  ScanBarriers& barriers = space.barriers();
+
+  State<D> s;  // S^T
+  start_state(s, p.shape, pass.walk, part, first_col, p.initial);
+  RoundedState<T, D> rounded;
+  rounded.take(s);
+
+  // O^T of a query head: what the chunk before left is finished when the next one's products are under way.
+  Sums<kReads ? Rows / 8 : 1> o;
+  Turn turn, last, query_turn, state_slot, output_slot;
+  bool left = false;
+  const auto finish_output = [&] {
+    if constexpr (kReads) {
+      if (!left) return;
+      Operand<Rows / 16> out;
+      round_to<T>(out, o);
+      wait(&barriers.output_stored[output_slot.place], output_slot.parity ^ 1);
+      leave_transposed(space.output(output_slot.place), out, warp);
+      arrive(&barriers.output[output_slot.place]);
+      arrive(&barriers.query_empty[query_turn.place]);
+      output_slot.next(kOutputSlots);
+      query_turn.next(pass.stages);
+      left = false;
+    }
+  };
+  const auto start_queries = [&] {
+    if constexpr (kReads) {
+      wait(&barriers.query_full[query_turn.place], query_turn.parity);
+      fence_tiles();
+      rounded.start_read(o, s, space.query(query_turn.place).q());
+    }
+  };
+  const auto scale_output = [&] {
+    if constexpr (kReads) {
+      wait(&barriers.scored[query_turn.place], query_turn.parity);
+      fence_tiles();
+      const float* const factors = space.query(query_turn.place).factors() + lane_col();
+      scale_columns(o, [&](int n) { return *reinterpret_cast<const float2*>(factors + 8 * n); });
+    }
+  };
+
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    const Stage<T, D> stage = space.stage(turn.place);
+    const Prepared prepared = stage.prepared();
+    const Vectors vectors = prepared.vectors();
+    wait(&barriers.full[turn.place], turn.parity);
+    fence_tiles();
+
+    // Y^T = S^T K^T
+    Sums<8> y;
+    rounded.start_read(y, s, stage.k());
+    if constexpr (kEarly) {
+      wait_products<1>(o);
+      if (left) {
+        finish_output();
+        arrive(&barriers.empty[last.place]);
+        last.next(pass.stages);
+      }
+    }
+    if (kReads && p.states != nullptr) {
+      wait(&barriers.state_stored[state_slot.place], state_slot.parity ^ 1);
+      rounded.leave(s, space.state(state_slot.place), warp);
+      arrive(&barriers.state[state_slot.place]);
+      state_slot.next(pass.slots);
+    }
+    if constexpr (kEarly) start_queries();
+    uint32_t v[kTilesDown][4];
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j);
+    const bool keeps = prepared.keeps();
+    wait_products<kEarly ? 1 : 0>(y);
+
+    // Z_i = beta_i v_i - read_i Y_i
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float(&of)[4] = y.at[2 * j + half];
+        const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
+                     read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpaired<T>(v[j][2 * half + i]);
+          of[2 * i] = fmaf(beta.x, value.x, -read.x * of[2 * i]);
+          of[2 * i + 1] = fmaf(beta.y, value.y, -read.y * of[2 * i + 1]);
+        }
+      }
+    }
+    Operand<kTilesDown> z;
+    round_to<T>(z, y);
+
+    // U^T = Z^T X^T, and S decays meanwhile
+    Halves u;
+    start_solution<T>(u, z, stage.inverse());
+    const float decay = p.gated ? exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)) : 1.f;
+    if (kWhole && p.gated) scale(s, decay);
+    if constexpr (kEarly) {
+      wait_products<1>(o);
+      scale_output();
+    }
+    wait_products<0>(u[0], u[1]);
+    if (__builtin_expect(keeps, false)) {
+      add_lost<T>(u, z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    }
+
+    // S^T <- e^{L_C} S^T + (w * U)^T K
+    Operand<kTilesDown> unweighted, update;
+    round_to<T>(unweighted, u);
+    if (weighted) {
+      scale_chunk_rows(u, [&](int row) { return vectors.pair(kDeltaWrite, row); });
+      round_to<T>(update, u);
+    } else {
+      update = unweighted;
+    }
+    if (kWhole) start_update<T>(s, update, stage.k());
+
+    // O = scale rho_t e^{L_t} Q S + P U, of the first query head Q S is there
+    const auto add_scores = [&] {
+      if constexpr (kReads) {
+        fence_products(o);
+        start_product_transposed<T>(o, unweighted, space.query(query_turn.place).p());
+        commit_products();
+        left = true;
+      }
+    };
+    if constexpr (kEarly) add_scores();
+    if constexpr (kReads) {
+#pragma unroll 1
+      for (int member = kEarly ? 1 : 0; member < group; ++member) {
+        wait_products<0>(o);
+        finish_output();
+        start_queries();
+        wait_products<0>(o);
+        scale_output();
+        add_scores();
+      }
+    }
+
+    if constexpr (kWhole) {
+      finish<0>(s);
+      rounded.take(s);
+    } else {
+      wait_products<0>(o);
+      finish_output();
+      if (p.gated) scale(s, decay);
+      start_update<T>(s, update, stage.k());
+      finish<0>(s);
+    }
+    if (!kEarly) {
+      arrive(&barriers.empty[turn.place]);
+    }
+    turn.next(pass.stages);
+  }
+  if constexpr (kEarly) {
+    wait_products<0>(o);
+    finish_output();
+  }
+  end_state(s, p.shape, pass.walk, part, first_col, p.final);
+}
+
+}  // namespace girih::kernels::delta_product
