@@ -308,9 +308,7 @@ __device__ inline void store_state_gradients(const ReversePass& pass, const Part
     T* const to = static_cast<T*>(p.gradients) +
                   (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
     wait(&barriers.state[slot.place], slot.parity);
-    fence_stores();
-    store_rows_async(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D);
-    wait_stores();
+    store_rows(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D);
     arrive(&barriers.state_stored[slot.place]);
     slot.next(pass.slots);
   }
@@ -327,9 +325,7 @@ __device__ inline void store_updates(const ReversePass& pass, const Part& part,
     T* const to =
         at<T>(p.dz, part.piece.sequence.batch, (part.piece.start + c * tokens) * n, part.head, part.col);
     wait(&barriers.update[slot.place], slot.parity);
-    fence_stores();
-    store_rows_async(space.update(slot.place), to, p.dz.stride[1], tokens_in(part, tokens, c) * n, cols);
-    wait_stores();
+    store_rows(space.update(slot.place), to, p.dz.stride[1], tokens_in(part, tokens, c) * n, cols);
     arrive(&barriers.update_stored[slot.place]);
     slot.next(pass.slots);
   }

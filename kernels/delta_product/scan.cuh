@@ -62,9 +62,7 @@ __device__ inline void store_output(const ScanPass& pass, const Part& part,
       T* const to = at<T>(p.o, part.piece.sequence.batch, part.piece.start + c * tokens,
                           static_cast<int64_t>(part.head) * group + member, part.col);
       wait(&barriers.output[slot.place], slot.parity);
-      fence_stores();
-      store_rows_async(space.output(slot.place), to, p.o.stride[1], tokens_in(part, tokens, c), cols);
-      wait_stores();
+      store_rows(space.output(slot.place), to, p.o.stride[1], tokens_in(part, tokens, c), cols);
       arrive(&barriers.output_stored[slot.place]);
       slot.next(kOutputSlots);
     }
@@ -82,9 +80,7 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part,
     T* const to = static_cast<T*>(p.states) +
                   (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
     wait(&barriers.state[slot.place], slot.parity);
-    fence_stores();
-    store_rows_async(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D);
-    wait_stores();
+    store_rows(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D);
     arrive(&barriers.state_stored[slot.place]);
     slot.next(pass.slots);
   }

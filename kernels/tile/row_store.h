@@ -1,9 +1,4 @@
-// Rows that warps leave in shared memory, and one warp brings to global memory without waiting for each: on
-// Hopper by copies of whole rows (cp.async.bulk) that need neither registers nor the warp, else through its
-// registers.
-//
-//     a warp that makes them     store_block_transposed(tile, ...); arrive(...);
-//     the one that stores them   wait(...); store_rows_async(tile, ...); wait_stores();    the tile is free
+// Rows that warps leave in shared memory for another warp, which brings them to global memory.
 #pragma once
 
 #include "tile/matrix.h"
@@ -48,37 +43,30 @@ __device__ inline void store_block_transposed(const Tile& tile, int row, int col
 #endif
 }
 
-// `bytes` of shared memory, a multiple of 16, to global memory; under way until wait_stores().
-__device__ inline void store_async(void* to, const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
-               : "memory");
-#else
-#pragma unroll 4
-  for (int i = 0; i < bytes / 16; ++i) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
-#endif
-}
-
-// What others wrote to shared memory before this thread saw their arrival, its stores read.
-__device__ inline void fence_stores() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-#endif
-}
-// The thread's stores have read what they store.
-__device__ inline void wait_stores() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;\n" ::: "memory");
-#endif
-}
-
-// A tile's first rows, `cols` elements of each (a multiple of 8), by one warp.
+// A tile's first rows, `cols` elements of each (a multiple of 8), by one warp: whole rows, 16 bytes a lane.
+// (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a time: they took three times
+// as long as a chain of products that waited for them.)
 template <class Tile>
-__device__ inline void store_rows_async(const Tile& tile, typename Tile::Element* to, int64_t stride,
-                                        int rows, int cols) {
-  for (int row = lane(); row < min(rows, Tile::kRows); row += 32) {
-    store_async(to + row * stride, &tile.at(row, 0), 2 * cols);
+__device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
+                                  int cols) {
+  constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kLoads = Tile::kRows / kStep,
+                kBatch = kLoads < 8 ? kLoads : 8;
+  static_assert(kPacks <= 32 && kLoads % kBatch == 0);
+  const int row = lane() / kPacks, col = lane() % kPacks * 8;
+  to += row * stride + col;
+#pragma unroll 1
+  for (int first = 0; first < kLoads; first += kBatch) {
+    uint4 pack[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      pack[i] = *reinterpret_cast<const uint4*>(&tile.at(row + (first + i) * kStep, col));
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (row + (first + i) * kStep < rows && col < cols) {
+        *reinterpret_cast<uint4*>(to + (first + i) * kStep * stride) = pack[i];
+      }
+    }
   }
 }
 
