@@ -160,7 +160,7 @@ __device__ inline void start_transposed_solution(Halves& g, const Operand<kTiles
   fence_products();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const auto matrices = [&](int i, int half) {
-    return descriptor(shared_address(x.data + InverseRows::block(i, 2 * half)), 128, InverseRows::kNext);
+    return descriptor(shared_address(x.data), InverseRows::block(i, 2 * half), 128, InverseRows::kNext);
   };
   group_mma<T, Lines::columns, 32, false>(g[0].at, du.at[0], matrices(0, 0));
   group_mma<T, Lines::columns, 32, false>(g[1].at, du.at[2], matrices(2, 1));
@@ -197,12 +197,14 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
   rounded.take(s);
 
   Turn turn, query_turn, slot;
+  const auto wait_for_queries = [&] { wait(&barriers.query_full[query_turn.place], query_turn.parity); };
 #pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
     const Stage<T, D> stage = space.stage(turn.place);
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
     wait(&barriers.full[turn.place], turn.parity);
+    wait_for_queries();
     fence_tiles();
 
     // Y^T = dS^T K^T, and dS decays meanwhile
@@ -213,15 +215,12 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       rounded.leave(s, space.state(slot.place), warp);
       arrive(&barriers.state[slot.place]);
     }
+    finish<1>(s);
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
     // dS^T += (r * dO)^T Q, the first query head's still under way when Y is there
-    const auto add_queries = [&] {
-      wait(&barriers.query_full[query_turn.place], query_turn.parity);
-      fence_tiles();
-      start_queries<Bands>(s, space.query(query_turn.place), warp);
-    };
+    const auto add_queries = [&] { start_queries<Bands>(s, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
       finish<0>(s);
       arrive(&barriers.query_empty[query_turn.place]);
@@ -261,6 +260,8 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     leave_queries();
 #pragma unroll 1
     for (int member = 1; member < group; ++member) {
+      wait_for_queries();
+      fence_tiles();
       add_queries();
       leave_queries();
     }
@@ -299,33 +300,24 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
 }
 
 template <typename T, int D>
-__device__ inline void store_state_gradients(const ReversePass& pass, const Part& part,
-                                             const ReverseSpace<T, D>& space) {
+__device__ inline void store(const ReversePass& pass, const Part& part, const ReverseSpace<T, D>& space,
+                             int worker) {
   const DeltaReverse& p = pass.scan;
+  const int n = p.shape.n, tokens = delta_chunk(n), cols = p.shape.V - part.col;
   ReverseBarriers& barriers = space.barriers();
   Turn slot;
+#pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
-    T* const to = static_cast<T*>(p.gradients) +
-                  (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
+    T* const gradients = static_cast<T*>(p.gradients) +
+                         (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
     wait(&barriers.state[slot.place], slot.parity);
-    store_rows(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D);
+    store_rows<kReverseStores>(space.state(slot.place), gradients, p.shape.D, cols, p.shape.D, worker);
     arrive(&barriers.state_stored[slot.place]);
-    slot.next(pass.slots);
-  }
-}
-
-template <typename T, int D>
-__device__ inline void store_updates(const ReversePass& pass, const Part& part,
-                                     const ReverseSpace<T, D>& space) {
-  const DeltaReverse& p = pass.scan;
-  const int n = p.shape.n, tokens = delta_chunk(n), cols = min(p.shape.V - part.col, kScanColumns);
-  ReverseBarriers& barriers = space.barriers();
-  Turn slot;
-  for (int c = part.chunks - 1; c >= 0; --c) {
-    T* const to =
+    T* const dz =
         at<T>(p.dz, part.piece.sequence.batch, (part.piece.start + c * tokens) * n, part.head, part.col);
     wait(&barriers.update[slot.place], slot.parity);
-    store_rows(space.update(slot.place), to, p.dz.stride[1], tokens_in(part, tokens, c) * n, cols);
+    store_rows<kReverseStores>(space.update(slot.place), dz, p.dz.stride[1], tokens_in(part, tokens, c) * n,
+                               cols, worker);
     arrive(&barriers.update_stored[slot.place]);
     slot.next(pass.slots);
   }
@@ -348,25 +340,23 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
     }
     for (int i = 0; i < pass.slots; ++i) {
       init_barrier(&barriers.state[i], 32 * kReverseChain);
-      init_barrier(&barriers.state_stored[i], 32);
+      init_barrier(&barriers.state_stored[i], 32 * kReverseStores);
       init_barrier(&barriers.update[i], 32 * kReverseChain);
-      init_barrier(&barriers.update_stored[i], 32);
+      init_barrier(&barriers.update_stored[i], 32 * kReverseStores);
     }
   }
   __syncthreads();
-  const int warp = warp_index(), store = warp - kReverseChain;
+  const int warp = warp_index(), worker = warp - kReverseChain;
   if (warp < kReverseChain) {
     if (space.bands == kTilesDown) {
       run_reverse_chain<T, D, kTilesDown>(pass, part, space, warp);
     } else {
       run_reverse_chain<T, D, 2>(pass, part, space, warp);
     }
-  } else if (store >= stores) {
+  } else if (worker >= stores) {
     load_reverse<T, D>(pass, part, space, threadIdx.x - 32 * (kReverseChain + stores));
-  } else if (store == 0) {
-    store_state_gradients(pass, part, space);
   } else {
-    store_updates(pass, part, space);
+    store(pass, part, space, worker);
   }
 }
 

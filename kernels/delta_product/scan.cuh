@@ -5,8 +5,8 @@
 //
 // A block has 64 columns of V of one head's state, for all chunks of a sequence or a segment of one. The time
 // of a chunk is that of its chain of products, each of which waits for the one before: a warpgroup does
-// nothing but these. Beside it four warps make P, one stores the output and one the states, and two load what
-// all of them read.
+// nothing but these. Beside it four warps make P, two store the output and the states, and two load what all
+// of them read.
 #pragma once
 
 #include "delta_product/scan_chain.cuh"
@@ -50,39 +50,34 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
 }
 
 template <typename T, int D, int Rows>
-__device__ inline void store_output(const ScanPass& pass, const Part& part,
-                                    const ScanSpace<T, D, Rows>& space) {
+__device__ inline void store(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
+                             int worker) {
+  constexpr int kStores = ScanRoles<Rows>::kStores;
   const DeltaScan& p = pass.scan;
   const int tokens = delta_chunk(p.shape.n), group = p.shape.query_heads / p.shape.heads,
-            cols = min(p.shape.V - part.col, kScanColumns);
+            cols = p.shape.V - part.col;
   ScanBarriers& barriers = space.barriers();
-  Turn slot;
+  Turn state, output;
+#pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
+    if (p.states != nullptr) {
+      T* const to = static_cast<T*>(p.states) +
+                    (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
+      wait(&barriers.state[state.place], state.parity);
+      store_rows<kStores>(space.state(state.place), to, p.shape.D, cols, p.shape.D, worker);
+      arrive(&barriers.state_stored[state.place]);
+      state.next(pass.slots);
+    }
+#pragma unroll 1
     for (int member = 0; member < group; ++member) {
       T* const to = at<T>(p.o, part.piece.sequence.batch, part.piece.start + c * tokens,
                           static_cast<int64_t>(part.head) * group + member, part.col);
-      wait(&barriers.output[slot.place], slot.parity);
-      store_rows(space.output(slot.place), to, p.o.stride[1], tokens_in(part, tokens, c), cols);
-      arrive(&barriers.output_stored[slot.place]);
-      slot.next(kOutputSlots);
+      wait(&barriers.output[output.place], output.parity);
+      store_rows<kStores>(space.output(output.place), to, p.o.stride[1], tokens_in(part, tokens, c), cols,
+                          worker);
+      arrive(&barriers.output_stored[output.place]);
+      output.next(kOutputSlots);
     }
-  }
-}
-
-template <typename T, int D, int Rows>
-__device__ inline void store_states(const ScanPass& pass, const Part& part,
-                                    const ScanSpace<T, D, Rows>& space) {
-  const DeltaScan& p = pass.scan;
-  if (p.states == nullptr) return;
-  ScanBarriers& barriers = space.barriers();
-  Turn slot;
-  for (int c = 0; c < part.chunks; ++c) {
-    T* const to = static_cast<T*>(p.states) +
-                  (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
-    wait(&barriers.state[slot.place], slot.parity);
-    store_rows(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D);
-    arrive(&barriers.state_stored[slot.place]);
-    slot.next(pass.slots);
   }
 }
 
@@ -104,16 +99,16 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
       init_barrier(&barriers.full[i], 32 * kLoaders);
       init_barrier(&barriers.empty[i], 32 * Roles::kChain);
       init_barrier(&barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&barriers.scored[i], 32 * 4);
+      init_barrier(&barriers.scored[i], 32 * Roles::kScores);
       init_barrier(&barriers.query_empty[i], 32 * Roles::kChain);
     }
     for (int i = 0; i < kStateSlots; ++i) {
       init_barrier(&barriers.state[i], 32 * Roles::kChain);
-      init_barrier(&barriers.state_stored[i], 32);
+      init_barrier(&barriers.state_stored[i], 32 * Roles::kStores);
     }
     for (int i = 0; i < kOutputSlots; ++i) {
       init_barrier(&barriers.output[i], 32 * Roles::kChain);
-      init_barrier(&barriers.output_stored[i], 32);
+      init_barrier(&barriers.output_stored[i], 32 * Roles::kStores);
     }
   }
   // P and the factors, of which only what tokens see is ever written.
@@ -134,9 +129,9 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
   }
   if constexpr (Rows != 0) {
     if (kUneven) leave_registers<kOtherRegisters>();
-    if (warp < Roles::kChain + Roles::kScores) return run_scores(pass, part, space, warp - Roles::kChain);
-    if (warp == Roles::kChain + Roles::kScores) return store_output(pass, part, space);
-    if (warp == Roles::kChain + Roles::kScores + 1) return store_states(pass, part, space);
+    const int score = warp - Roles::kChain, worker = score - Roles::kScores;
+    if (worker < 0) return run_scores(pass, part, space, score);
+    if (worker < Roles::kStores) return store(pass, part, space, worker);
   }
   load_stages(pass, part, space, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
 }
@@ -145,7 +140,7 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
 template <typename T, int D>
 constexpr int scan_least() {
   using Space = ScanSpace<T, D, kDeltaRows>;
-  return Space::bytes(Space::kLeastStages, 1);
+  return Space::bytes(1, 1);
 }
 
 template <typename T, int D, int Rows>
@@ -160,7 +155,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   pass.slots = Rows == 0 || pass.scan.states == nullptr ? 0 : stages_beside(2) >= 2 ? 2 : 1;
   // Without output several blocks fit a multiprocessor, if they leave each other shared memory.
   pass.stages = Rows == 0 ? std::min(stages_beside(0), 3) : stages_beside(pass.slots);
-  if (pass.stages < Space::kLeastStages) return cudaErrorInvalidConfiguration;
+  if (pass.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<scan<T, D, Rows>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
   if (blocks == 0) return cudaSuccess;

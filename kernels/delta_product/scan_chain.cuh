@@ -15,7 +15,7 @@ __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, c
   fence_products();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const auto matrices = [&](int half, int j) {
-    return descriptor(shared_address(x.data + InverseRows::block(2 * half, j)), InverseRows::kNext, 128);
+    return descriptor(shared_address(x.data), InverseRows::block(2 * half, j), InverseRows::kNext, 128);
   };
   group_mma<T, Lines::rows, 32, false>(u[0].at, z.at[0], matrices(0, 0));
   group_mma<T, Lines::rows, 32, false>(u[1].at, z.at[0], matrices(1, 0));
@@ -67,35 +67,30 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
   RoundedState<T, D> rounded;
   rounded.take(s);
 
-  // O^T of a query head: what the chunk before left is finished when the next one's products are under way.
+  // O^T of a query head. What a chunk ends with is left when the next one's products are under way.
   Sums<kReads ? Rows / 8 : 1> o;
-  Turn turn, last, query_turn, state_slot, output_slot;
-  bool left = false;
-  const auto finish_output = [&] {
+  Turn turn, query_turn, state_slot, output_slot;
+  const auto leave_output = [&] {
     if constexpr (kReads) {
-      if (!left) return;
       Operand<Rows / 16> out;
       round_to<T>(out, o);
       wait(&barriers.output_stored[output_slot.place], output_slot.parity ^ 1);
       leave_transposed(space.output(output_slot.place), out, warp);
       arrive(&barriers.output[output_slot.place]);
-      arrive(&barriers.query_empty[query_turn.place]);
       output_slot.next(kOutputSlots);
-      query_turn.next(pass.stages);
-      left = false;
     }
   };
+  const auto wait_for_queries = [&] { wait(&barriers.query_full[query_turn.place], query_turn.parity); };
   const auto start_queries = [&] {
-    if constexpr (kReads) {
-      wait(&barriers.query_full[query_turn.place], query_turn.parity);
-      fence_tiles();
-      rounded.start_read(o, s, space.query(query_turn.place).q());
-    }
+    if constexpr (kReads) rounded.start_read(o, s, space.query(query_turn.place).q());
+  };
+  const auto leave_queries = [&] {
+    arrive(&barriers.query_empty[query_turn.place]);
+    query_turn.next(pass.stages);
   };
   const auto scale_output = [&] {
     if constexpr (kReads) {
       wait(&barriers.scored[query_turn.place], query_turn.parity);
-      fence_tiles();
       const float* const factors = space.query(query_turn.place).factors() + lane_col();
       scale_columns(o, [&](int n) { return *reinterpret_cast<const float2*>(factors + 8 * n); });
     }
@@ -107,6 +102,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
     wait(&barriers.full[turn.place], turn.parity);
+    if (kEarly) wait_for_queries();
     fence_tiles();
 
     // Y^T = S^T K^T
@@ -114,11 +110,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     rounded.start_read(y, s, stage.k());
     if constexpr (kEarly) {
       wait_products<1>(o);
-      if (left) {
-        finish_output();
-        arrive(&barriers.empty[last.place]);
-        last.next(pass.stages);
-      }
+      if (c > 0) leave_output();
     }
     if (kReads && p.states != nullptr) {
       wait(&barriers.state_stored[state_slot.place], state_slot.parity ^ 1);
@@ -183,41 +175,45 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
         fence_products(o);
         start_product_transposed<T>(o, unweighted, space.query(query_turn.place).p());
         commit_products();
-        left = true;
       }
     };
     if constexpr (kEarly) add_scores();
     if constexpr (kReads) {
 #pragma unroll 1
       for (int member = kEarly ? 1 : 0; member < group; ++member) {
-        wait_products<0>(o);
-        finish_output();
+        if (kEarly) {
+          wait_products<0>(o);
+          leave_queries();
+          leave_output();
+        }
+        wait_for_queries();
+        fence_tiles();
         start_queries();
         wait_products<0>(o);
         scale_output();
         add_scores();
+        if (!kEarly) {
+          wait_products<0>(o);
+          leave_queries();
+          leave_output();
+        }
       }
     }
 
     if constexpr (kWhole) {
+      if constexpr (kReads) wait_products<0>(o);
       finish<0>(s);
       rounded.take(s);
     } else {
-      wait_products<0>(o);
-      finish_output();
       if (p.gated) scale(s, decay);
       start_update<T>(s, update, stage.k());
       finish<0>(s);
     }
-    if (!kEarly) {
-      arrive(&barriers.empty[turn.place]);
-    }
+    if (kEarly) leave_queries();
+    arrive(&barriers.empty[turn.place]);
     turn.next(pass.stages);
   }
-  if constexpr (kEarly) {
-    wait_products<0>(o);
-    finish_output();
-  }
+  if (kEarly && part.chunks > 0) leave_output();
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
 

@@ -9,43 +9,30 @@
 
 namespace girih::kernels::delta_product {
 
-// The 16 x 16 tiles of P on and below the diagonal, from the last token's band down.
-struct ScoreTiles {
-  int n, bands;
-
-  __device__ ScoreTiles(int n, int tokens) : n(n), bands((tokens + kTileRows - 1) / kTileRows) {}
-
-  // Of keys that a band's tokens see.
-  __device__ int of_band(int band) const { return min(n * (band + 1), kTilesDown); }
-  __device__ int count() const {
-    int all = 0;
-    for (int b = 0; b < bands; ++b) all += of_band(b);
-    return all;
-  }
-  __device__ void find(int number, int& band, int& tile) const {
-    for (band = bands - 1; number >= of_band(band); --band) number -= of_band(band);
-    tile = number;
-  }
-};
-
-template <typename T, int D, int Rows>
+// Of Tiles tiles of P, 16 x 16 each, the `count` from keys `row` on, of the tokens from `first` on: all at
+// once, for a product by itself waits for itself.
+template <int Tiles, typename T, int D, int Rows>
 __device__ inline void score(const DeltaScan& p, const Stage<T, D>& stage,
-                             const QueryStage<T, D, Rows>& query, int band, int tile) {
-  constexpr int kDepth = D / 16;
-  const int n = p.shape.n, first = kTileRows * band, row = kTileRows * tile;
+                             const QueryStage<T, D, Rows>& query, int first, int row, int count) {
+  const int n = p.shape.n;
   const Vectors vectors = stage.prepared().vectors();
-  // Two sums each, of every other part of D: one alone waits for itself.
-  Sums<2> scores[2];
-  fill(scores[0], 0.f), fill(scores[1], 0.f);
+  Sums<2> scores[Tiles];
+#pragma unroll
+  for (int i = 0; i < Tiles; ++i) fill(scores[i], 0.f);
   float2 square = {0.f, 0.f};
-#pragma unroll(D == 64 ? 4 : 8)
-  for (int k = 0; k < kDepth; ++k) {
-    uint32_t q[4], key[4];
+#pragma unroll(D == 256 ? 8 : D / 16)
+  for (int k = 0; k < D / 16; ++k) {
+    uint32_t q[4];
     load_block(q, query.q(), first, 16 * k);
-    load_matrices(key,
-                  stage.k().address(row, 16 * k, (lane() & 7) + (lane() >> 4) * 8, ((lane() >> 3) & 1) * 8));
-    mma<T>(scores[k % 2].at[0], q, key[0], key[1]);
-    mma<T>(scores[k % 2].at[1], q, key[2], key[3]);
+#pragma unroll
+    for (int i = 0; i < Tiles; ++i) {
+      if (i >= count) continue;
+      uint32_t key[4];
+      load_matrices(key, stage.k().address(row + 16 * i, 16 * k, (lane() & 7) + (lane() >> 4) * 8,
+                                           ((lane() >> 3) & 1) * 8));
+      mma<T>(scores[i].at[0], q, key[0], key[1]);
+      mma<T>(scores[i].at[1], q, key[2], key[3]);
+    }
     if (p.shape.unit) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -64,64 +51,70 @@ __device__ inline void score(const DeltaScan& p, const Stage<T, D>& stage,
   const int token = first + lane_row();  // and 8 further
   const float2 decay = {vectors.element(kDeltaLog, min(token * n, kDeltaRows - 1)),
                         vectors.element(kDeltaLog, min((token + 8) * n, kDeltaRows - 1))};
-  if (tile == 0 && lane_col() == 0) {
+  if (row == 0 && lane_col() == 0) {
     query.factors()[token] = factor.x * exp2_fast(decay.x);
     query.factors()[token + 8] = factor.y * exp2_fast(decay.y);
   }
 
   const bool weighted = p.gated || p.shape.unit;  // else every factor but the scale is 1
-  const bool crosses = row + kTileRows > (first + 1) * n;
   const int seen = (token + 1) * n - lane_col();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float(&x)[4] = scores[0].at[half];
-    const int at = row + 8 * half;
+  for (int i = 0; i < Tiles; ++i) {
+    if (i >= count) continue;
+    const int tile = row + kTileRows * i;
+    const bool crosses = tile + kTileRows > (first + 1) * n;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] += scores[1].at[half][i];
-    if (weighted) {
-      const float2 before = vectors.pair(kDeltaLog, at), unit = vectors.pair(kDeltaUnit, at);
-      x[0] *= factor.x * unit.x * exp2_fast(decay.x - before.x);
-      x[1] *= factor.x * unit.y * exp2_fast(decay.x - before.y);
-      x[2] *= factor.y * unit.x * exp2_fast(decay.y - before.x);
-      x[3] *= factor.y * unit.y * exp2_fast(decay.y - before.y);
-    } else {
+    for (int half = 0; half < 2; ++half) {
+      float(&x)[4] = scores[i].at[half];
+      const int at = tile + 8 * half;
+      if (weighted) {
+        const float2 before = vectors.pair(kDeltaLog, at), unit = vectors.pair(kDeltaUnit, at);
+        x[0] *= factor.x * unit.x * exp2_fast(decay.x - before.x);
+        x[1] *= factor.x * unit.y * exp2_fast(decay.x - before.y);
+        x[2] *= factor.y * unit.x * exp2_fast(decay.y - before.x);
+        x[3] *= factor.y * unit.y * exp2_fast(decay.y - before.y);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] *= p.shape.scale;
+        for (int j = 0; j < 4; ++j) x[j] *= p.shape.scale;
+      }
+      if (crosses) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = at + j % 2 < seen + j / 2 * 8 * n ? x[j] : 0.f;
+      }
     }
-    if (crosses) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = at + i % 2 < seen + i / 2 * 8 * n ? x[i] : 0.f;
-    }
+    Operand<1> rounded;
+    round_to<T>(rounded, scores[i]);
+    store_block(query.p(), first, tile, rounded.at[0]);
   }
-  Operand<1> rounded;
-  round_to<T>(rounded, scores[0]);
-  store_block(query.p(), first, row, rounded.at[0]);
 }
 
+// The warps share a chunk's tiles on and below the diagonal. Of four bands of 16 tokens with one step each a
+// warp has another one in every chunk, for they have one to four tiles; else there are two bands at most, and
+// it has two tiles of one.
 template <typename T, int D, int Rows>
 __device__ inline void run_scores(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                   int warp) {
-  constexpr int kWarps = ScanRoles<Rows>::kScores;
+  constexpr bool kMany = has_many(Rows);
+  constexpr int kTiles = kMany ? 4 : 2;
+  static_assert(ScanRoles<Rows>::kScores == 4, "");
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, group = p.shape.query_heads / p.shape.heads;
+  const int bands = (delta_chunk(n) + kTileRows - 1) / kTileRows;
   ScanBarriers& barriers = space.barriers();
-  const ScoreTiles tiles(n, delta_chunk(n));
-  const int each = (tiles.count() + kWarps - 1) / kWarps;
-  const int begin = each * warp, end = min(begin + each, tiles.count());
   Turn turn, query_turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
+    const int band = kMany ? (warp + c) % 4 : bands - 1 - warp / 2, tile = kMany ? 0 : warp % 2 * kTiles,
+              count = min(n * (band + 1), kTilesDown) - tile;
     const Stage<T, D> stage = space.stage(turn.place);
     wait(&barriers.full[turn.place], turn.parity);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       wait(&barriers.query_full[query_turn.place], query_turn.parity);
-#pragma unroll 1
-      for (int i = begin; i < end; ++i) {
-        int band, tile;
-        tiles.find(i, band, tile);
-        score(p, stage, space.query(query_turn.place), band, tile);
+      if (band >= 0 && count > 0) {
+        score<kTiles>(p, stage, space.query(query_turn.place), kTileRows * band, kTileRows * tile, count);
       }
+      fence_tiles();
       arrive(&barriers.scored[query_turn.place]);
       query_turn.next(pass.stages);
     }

@@ -11,7 +11,7 @@ template <int Rows>
 struct ScanRoles {  // warps
   static constexpr int kChain = 4;
   static constexpr int kScores = Rows == 0 ? 0 : 4;
-  static constexpr int kStores = Rows == 0 ? 0 : 2;  // of the output, of the states
+  static constexpr int kStores = Rows == 0 ? 0 : 2;
   static constexpr int kThreads = 32 * (kChain + kScores + kStores + kLoaders);
 };
 
@@ -53,10 +53,6 @@ struct ScanSpace {
 
   static constexpr int kStage = Stage<T, D>::kBytes + (Rows == 0 ? 0 : Query::kBytes);
   static constexpr int kOutputs = Rows == 0 ? 0 : kOutputSlots * OutputSlot::kBytes;
-  // A chunk's stage leaves together with its output, when the next chunk's products are under way. Not so at
-  // D = 256: one is enough there.
-  static constexpr int kLeastStages = D == 256 ? 1 : 2;
-
   __host__ __device__ static constexpr int bytes(int stages, int slots) {
     return kScanBarrierBytes + stages * kStage + kOutputs + slots * StateSlot::kBytes;
   }

@@ -43,30 +43,33 @@ __device__ inline void store_block_transposed(const Tile& tile, int row, int col
 #endif
 }
 
-// A tile's first rows, `cols` elements of each (a multiple of 8), by one warp: whole rows, 16 bytes a lane.
-// (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a time: they took three times
-// as long as a chain of products that waited for them.)
-template <class Tile>
+// A tile's first rows, `cols` elements of each (a multiple of 8): whole rows, 16 bytes a lane, by warp
+// `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a time:
+// they took three times as long as a chain of products that waited for them.)
+template <int Workers, class Tile>
 __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
-                                  int cols) {
-  constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kLoads = Tile::kRows / kStep,
+                                  int cols, int worker) {
+  constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kLoads = Tile::kRows / kStep / Workers,
                 kBatch = kLoads < 8 ? kLoads : 8;
   static_assert(kPacks <= 32 && kLoads % kBatch == 0);
-  const int row = lane() / kPacks, col = lane() % kPacks * 8;
-  to += row * stride + col;
+  const int first = worker * (Tile::kRows / Workers) + lane() / kPacks, col = lane() % kPacks * 8;
+  const typename Tile::Element* from = &tile.at(first, col);
+  to += first * stride + col;
+  int left = col < cols ? rows - first : 0;  // rows from the lane's first on
 #pragma unroll 1
-  for (int first = 0; first < kLoads; first += kBatch) {
+  for (int i = 0; i < kLoads; i += kBatch) {
     uint4 pack[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      pack[i] = *reinterpret_cast<const uint4*>(&tile.at(row + (first + i) * kStep, col));
+    for (int j = 0; j < kBatch; ++j) {
+      pack[j] = *reinterpret_cast<const uint4*>(from + j * kStep * Tile::kPitch);
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (row + (first + i) * kStep < rows && col < cols) {
-        *reinterpret_cast<uint4*>(to + (first + i) * kStep * stride) = pack[i];
-      }
+    for (int j = 0; j < kBatch; ++j) {
+      if (j * kStep < left) *reinterpret_cast<uint4*>(to) = pack[j];
+      to += kStep * stride;
     }
+    from += kBatch * kStep * Tile::kPitch;
+    left -= kBatch * kStep;
   }
 }
 

@@ -59,19 +59,22 @@ enum class Lines { rows, columns };
 
 // What wgmma is told of a tile: where it starts, 1024 bytes from 8 rows to the next 8, lines of 128 bytes
 // whose packs change places; by columns also where the next 64 of them are.
+// The offset is added last: where it is a constant, products from one tile have one sum each.
 template <Lines lines, typename T, int Cols, int Rows>
 __device__ inline uint64_t descriptor(const BlockTile<T, Cols, Rows>& tile, int row, int col) {
   constexpr uint64_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols, Rows>::Block::kBytes / 16;
   constexpr uint64_t kEight = 1024 / 16;
-  const uint32_t address = shared_address(tile.block(col).data + row * 64 + col % 64);
-  return (address & 0x3ffff) >> 4 | kNext << 16 | kEight << 32 | uint64_t{1} << 62;
+  const uint32_t start = (shared_address(tile.data) & 0x3ffff) >> 4;
+  const uint32_t offset = (col / 64 * (Rows * 64) + row * 64 + col % 64) * 2 / 16;
+  return (start | kNext << 16 | kEight << 32 | uint64_t{1} << 62) + offset;
 }
 
-// The same of 8 x 8 matrices of 128 bytes each: bytes from one to the next along the product's inner
-// dimension, and across it.
-__device__ inline uint64_t descriptor(uint32_t matrices, unsigned along, unsigned across) {
-  return (matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(along / 16) << 16 |
-         static_cast<uint64_t>(across / 16) << 32;
+// The same of 8 x 8 matrices of 128 bytes each, `offset` bytes on: bytes from one to the next along the
+// product's inner dimension, and across it.
+__device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsigned along, unsigned across) {
+  return ((matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(along / 16) << 16 |
+          static_cast<uint64_t>(across / 16) << 32) +
+         offset / 16;
 }
 
 // d += a b, or with `Add` false d = a b, 64 x 16 times 16 x N. a: registers, or a tile's rows.
