@@ -95,14 +95,26 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
       at<T>(p.dout, batch, part.piece.start, first_head, part.col), p.dout.stride[1], p.shape.V - part.col,
       thread);
   ReverseBarriers& barriers = space.barriers();
-  Turn turn, query_turn;
+  Turn turn, query_turn, told, query_told;
+  int members_told = 0;
+  const auto tell = [&] {
+    if (members_told == 0) {
+      arrive(&barriers.full[told.place]);
+      told.next(pass.stages);
+    }
+    arrive(&barriers.query_full[query_told.place]);
+    query_told.next(pass.stages);
+    if (++members_told == group) members_told = 0;
+  };
+  Arrivals arrivals(pass.stages);
+#pragma unroll 1
   for (int i = 0; i < part.chunks; ++i) {
     const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
     loader.start(space.stage(turn.place), c * tokens * n, length * n, !part.transition,
                  prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
-    arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
+#pragma unroll 1
     for (int member = 0; member < group; ++member) {
       wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
       const auto stage = space.query(query_turn.place);
@@ -118,12 +130,11 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
             p.factors + (((part.chunk + c) * p.shape.query_heads + first_head + member) * 2 + 1) * kDeltaRows;
         copy_async(shared_address(stage.factors + thread * 4), from + thread * 4, true);
       }
-      arrive_after_copies(&barriers.query_full[query_turn.place]);
       query_turn.next(pass.stages);
+      arrivals.add(tell);
     }
   }
-  commit_copies();
-  wait_copies<0>();
+  arrivals.finish(0, tell);
 }
 
 // S^T += (r * dO)^T Q of the warp's columns, under way afterwards.
@@ -205,7 +216,6 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     const Vectors vectors = prepared.vectors();
     wait(&barriers.full[turn.place], turn.parity);
     wait_for_queries();
-    fence_tiles();
 
     // Y^T = dS^T K^T, and dS decays meanwhile
     Sums<8> y;
@@ -230,6 +240,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     uint32_t values[kTilesDown][4];
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) load_block_transposed(values[j], stage.v(), 16 * warp, 16 * j);
+    const RowFactors write(vectors, kDeltaWrite);
     wait_products<kWhole ? 1 : 0>(y);
 
     // dU_j += w_j Y_j
@@ -238,12 +249,12 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
-        const float2 write = vectors.pair(kDeltaWrite, 16 * j + 8 * half);
+        const float2 by = write.at[2 * j + half];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(values[j][2 * half + i]);
-          of[2 * i] = fmaf(write.x, of[2 * i], value.x);
-          of[2 * i + 1] = fmaf(write.y, of[2 * i + 1], value.y);
+          of[2 * i] = fmaf(by.x, of[2 * i], value.x);
+          of[2 * i + 1] = fmaf(by.y, of[2 * i + 1], value.y);
         }
       }
     }
@@ -253,15 +264,12 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // G^T = dU^T X
     Halves g;
     start_transposed_solution<T>(g, du, stage.inverse());
-    float2 read[kDeltaRows / 8];
-#pragma unroll
-    for (int i = 0; i < kDeltaRows / 8; ++i) read[i] = vectors.pair(kDeltaRead, 8 * i);
+    const RowFactors read(vectors, kDeltaRead);
     wait_products<0>(g[0], g[1]);
     leave_queries();
 #pragma unroll 1
     for (int member = 1; member < group; ++member) {
       wait_for_queries();
-      fence_tiles();
       add_queries();
       leave_queries();
     }
@@ -282,7 +290,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // dS^T <- dS^T - (read * G)^T K
     Operand<kTilesDown> unweighted, update;
     if (stores) round_to<T>(unweighted, g);
-    scale_chunk_rows(g, [&](int row) { return float2{-read[row / 8].x, -read[row / 8].y}; });
+    scale_chunk_rows(g, [&](int row) { return float2{-read.at[row / 8].x, -read.at[row / 8].y}; });
     round_to<T>(update, g);
     start_update<T>(s, update, stage.k());
     if (stores) {

@@ -103,7 +103,6 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     const Vectors vectors = prepared.vectors();
     wait(&barriers.full[turn.place], turn.parity);
     if (kEarly) wait_for_queries();
-    fence_tiles();
 
     // Y^T = S^T K^T
     Sums<8> y;
@@ -122,6 +121,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     uint32_t v[kTilesDown][4];
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j);
+    const RowFactors beta(vectors, kDeltaBeta), read(vectors, kDeltaRead);
     const bool keeps = prepared.keeps();
     wait_products<kEarly ? 1 : 0>(y);
 
@@ -131,13 +131,12 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
-        const float2 beta = vectors.pair(kDeltaBeta, 16 * j + 8 * half),
-                     read = vectors.pair(kDeltaRead, 16 * j + 8 * half);
+        const float2 by = beta.at[2 * j + half], less = read.at[2 * j + half];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(v[j][2 * half + i]);
-          of[2 * i] = fmaf(beta.x, value.x, -read.x * of[2 * i]);
-          of[2 * i + 1] = fmaf(beta.y, value.y, -read.y * of[2 * i + 1]);
+          of[2 * i] = fmaf(by.x, value.x, -less.x * of[2 * i]);
+          of[2 * i + 1] = fmaf(by.y, value.y, -less.y * of[2 * i + 1]);
         }
       }
     }
@@ -187,7 +186,6 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
           leave_output();
         }
         wait_for_queries();
-        fence_tiles();
         start_queries();
         wait_products<0>(o);
         scale_output();

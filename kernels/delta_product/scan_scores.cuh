@@ -1,4 +1,4 @@
-// The scores of the scan, by four warps beside the chain: for every chunk and query head
+// The scores of the scan, by warps beside the chain: for every chunk and query head
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)        scale rho_t e^{L_t}
 //
@@ -88,15 +88,13 @@ __device__ inline void score(const DeltaScan& p, const Stage<T, D>& stage,
   }
 }
 
-// The warps share a chunk's tiles on and below the diagonal. Of four bands of 16 tokens with one step each a
-// warp has another one in every chunk, for they have one to four tiles; else there are two bands at most, and
-// it has two tiles of one.
+// Two tiles of a band of tokens are a warp's, others in every chunk: of four bands with one step a token some
+// have one to see, some two.
 template <typename T, int D, int Rows>
 __device__ inline void run_scores(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                   int warp) {
-  constexpr bool kMany = has_many(Rows);
-  constexpr int kTiles = kMany ? 4 : 2;
-  static_assert(ScanRoles<Rows>::kScores == 4, "");
+  constexpr int kTiles = 2, kOfBand = kTilesDown / kTiles;
+  static_assert(ScanRoles<Rows>::kScores == kTilesDown * kOfBand, "");
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, group = p.shape.query_heads / p.shape.heads;
   const int bands = (delta_chunk(n) + kTileRows - 1) / kTileRows;
@@ -104,8 +102,8 @@ __device__ inline void run_scores(const ScanPass& pass, const Part& part, const 
   Turn turn, query_turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const int band = kMany ? (warp + c) % 4 : bands - 1 - warp / 2, tile = kMany ? 0 : warp % 2 * kTiles,
-              count = min(n * (band + 1), kTilesDown) - tile;
+    const int unit = (warp + c) % ScanRoles<Rows>::kScores, band = bands - 1 - unit / kOfBand,
+              tile = unit % kOfBand * kTiles, count = min(n * (band + 1), kTilesDown) - tile;
     const Stage<T, D> stage = space.stage(turn.place);
     wait(&barriers.full[turn.place], turn.parity);
 #pragma unroll 1

@@ -10,7 +10,7 @@ namespace girih::kernels::delta_product {
 template <int Rows>
 struct ScanRoles {  // warps
   static constexpr int kChain = 4;
-  static constexpr int kScores = Rows == 0 ? 0 : 4;
+  static constexpr int kScores = Rows == 0 ? 0 : 8;
   static constexpr int kStores = Rows == 0 ? 0 : 2;
   static constexpr int kThreads = 32 * (kChain + kScores + kStores + kLoaders);
 };
