@@ -276,43 +276,6 @@ __device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, i
   for (int k = 0; k < K; ++k) store_block_transposed(slot, 16 * warp, 16 * k, a.at[k]);
 }
 
-// What the loaders have started, part by part, and tell of when it is there. Products of warpgroups read it
-// behind a fence: that stands here, for where the chain had it, it took a tenth of its time.
-class Arrivals {
-  int lag_, under_way_ = 0;
-
-  __device__ static void wait_for_all_but(int parts) {
-    switch (parts) {
-      case 0:
-        return wait_copies<0>();
-      case 1:
-        return wait_copies<1>();
-      default:
-        return wait_copies<2>();
-    }
-  }
-
- public:
-  // A part is told of when the next `stages` - 2 are started: what the chain reads next is never held back by
-  // a stage that is not free yet.
-  __device__ explicit Arrivals(int stages) : lag_(max(0, min(stages - 2, 2))) {}
-
-  // After a part's copies; `tell` speaks of the first part not yet told of.
-  template <class Tell>
-  __device__ void add(const Tell& tell) {
-    commit_copies();
-    if (++under_way_ > lag_) finish(lag_, tell);
-  }
-  template <class Tell>
-  __device__ void finish(int left, const Tell& tell) {
-    while (under_way_ > left) {
-      wait_for_all_but(--under_way_);
-      fence_tiles();
-      tell();
-    }
-  }
-};
-
 // Which tokens of which state a block has.
 struct Part {
   Piece piece;

@@ -95,24 +95,14 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
       at<T>(p.dout, batch, part.piece.start, first_head, part.col), p.dout.stride[1], p.shape.V - part.col,
       thread);
   ReverseBarriers& barriers = space.barriers();
-  Turn turn, query_turn, told, query_told;
-  int members_told = 0;
-  const auto tell = [&] {
-    if (members_told == 0) {
-      arrive(&barriers.full[told.place]);
-      told.next(pass.stages);
-    }
-    arrive(&barriers.query_full[query_told.place]);
-    query_told.next(pass.stages);
-    if (++members_told == group) members_told = 0;
-  };
-  Arrivals arrivals(pass.stages);
+  Turn turn, query_turn;
 #pragma unroll 1
   for (int i = 0; i < part.chunks; ++i) {
     const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
     loader.start(space.stage(turn.place), c * tokens * n, length * n, !part.transition,
                  prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
@@ -130,11 +120,12 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
             p.factors + (((part.chunk + c) * p.shape.query_heads + first_head + member) * 2 + 1) * kDeltaRows;
         copy_async(shared_address(stage.factors + thread * 4), from + thread * 4, true);
       }
+      arrive_after_copies(&barriers.query_full[query_turn.place]);
       query_turn.next(pass.stages);
-      arrivals.add(tell);
     }
   }
-  arrivals.finish(0, tell);
+  commit_copies();
+  wait_copies<0>();
 }
 
 // S^T += (r * dO)^T Q of the warp's columns, under way afterwards.
@@ -208,14 +199,20 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
   rounded.take(s);
 
   Turn turn, query_turn, slot;
-  const auto wait_for_queries = [&] { wait(&barriers.query_full[query_turn.place], query_turn.parity); };
+  const auto wait_for_queries = [&] {
+    wait(&barriers.query_full[query_turn.place], query_turn.parity);
+    fence_tiles();
+  };
+  const auto wait_for_stage = [&] {
+    wait(&barriers.full[turn.place], turn.parity);
+    wait_for_queries();
+  };
+  if (part.chunks > 0) wait_for_stage();
 #pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
     const Stage<T, D> stage = space.stage(turn.place);
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
-    wait(&barriers.full[turn.place], turn.parity);
-    wait_for_queries();
 
     // Y^T = dS^T K^T, and dS decays meanwhile
     Sums<8> y;
@@ -299,10 +296,15 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       arrive(&barriers.update[slot.place]);
       slot.next(pass.slots);
     }
+    uint64_t* const emptied = &barriers.empty[turn.place];
+    turn.next(pass.stages);
+    // The fence's time is that of the update, if there is another stage.
+    const bool more = c > 0, early = more && pass.stages > 1;
+    if (early) wait_for_stage();
     finish<0>(s);
     rounded.take(s);
-    arrive(&barriers.empty[turn.place]);
-    turn.next(pass.stages);
+    arrive(emptied);
+    if (more && !early) wait_for_stage();
   }
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }

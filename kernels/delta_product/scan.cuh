@@ -28,38 +28,27 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   // Without output no row of q is touched.
   const TileCopier<32 * kLoaders, BlockTile<T, D, Rows == 0 ? 32 : Rows>> q(
       at<T>(p.q, batch, part.piece.start, first_head, 0), p.q.stride[1], p.shape.D, thread);
-  Turn turn, query_turn, told, query_told;
-  int members_told = 0;
-  const auto tell = [&] {
-    if (members_told == 0) {
-      arrive(&barriers.full[told.place]);
-      told.next(pass.stages);
-    }
-    if (Rows == 0) return;
-    arrive(&barriers.query_full[query_told.place]);
-    query_told.next(pass.stages);
-    if (++members_told == group) members_told = 0;
-  };
-  Arrivals arrivals(pass.stages);
+  Turn turn, query_turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
     const int length = tokens_in(part, tokens, c);
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
     loader.start(space.stage(turn.place), c * tokens * n, length * n, !part.transition,
                  prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
-    if constexpr (Rows == 0) arrivals.add(tell);
     if constexpr (Rows != 0) {
 #pragma unroll 1
       for (int member = 0; member < group; ++member) {
         wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
         q.start(space.query(query_turn.place).q(), c * tokens, length, member * p.q.stride[2]);
+        arrive_after_copies(&barriers.query_full[query_turn.place]);
         query_turn.next(pass.stages);
-        arrivals.add(tell);
       }
     }
   }
-  arrivals.finish(0, tell);
+  commit_copies();
+  wait_copies<0>();
 }
 
 template <typename T, int D, int Rows>

@@ -80,7 +80,12 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
       output_slot.next(kOutputSlots);
     }
   };
-  const auto wait_for_queries = [&] { wait(&barriers.query_full[query_turn.place], query_turn.parity); };
+  // With a chunk's first scores all that it reads is there.
+  const auto wait_for_scores = [&] { wait(&barriers.scored[query_turn.place], query_turn.parity); };
+  const auto wait_for_stage = [&] {
+    wait(&barriers.full[turn.place], turn.parity);
+    fence_tiles();
+  };
   const auto start_queries = [&] {
     if constexpr (kReads) rounded.start_read(o, s, space.query(query_turn.place).q());
   };
@@ -90,19 +95,18 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
   };
   const auto scale_output = [&] {
     if constexpr (kReads) {
-      wait(&barriers.scored[query_turn.place], query_turn.parity);
       const float* const factors = space.query(query_turn.place).factors() + lane_col();
       scale_columns(o, [&](int n) { return *reinterpret_cast<const float2*>(factors + 8 * n); });
     }
   };
 
+  if (!kReads && part.chunks > 0) wait_for_stage();
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
     const Stage<T, D> stage = space.stage(turn.place);
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
-    wait(&barriers.full[turn.place], turn.parity);
-    if (kEarly) wait_for_queries();
+    if (kReads) wait_for_scores();
 
     // Y^T = S^T K^T
     Sums<8> y;
@@ -185,7 +189,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
           leave_queries();
           leave_output();
         }
-        wait_for_queries();
+        wait_for_scores();
         start_queries();
         wait_products<0>(o);
         scale_output();
@@ -198,18 +202,19 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
       }
     }
 
-    if constexpr (kWhole) {
-      if constexpr (kReads) wait_products<0>(o);
-      finish<0>(s);
-      rounded.take(s);
-    } else {
-      if (p.gated) scale(s, decay);
-      start_update<T>(s, update, stage.k());
-      finish<0>(s);
-    }
-    if (kEarly) leave_queries();
-    arrive(&barriers.empty[turn.place]);
+    if (!kWhole && p.gated) scale(s, decay);
+    if (!kWhole) start_update<T>(s, update, stage.k());
+    uint64_t* const emptied = &barriers.empty[turn.place];
     turn.next(pass.stages);
+    // The fence's time is that of the update, if there is another stage.
+    const bool more = !kReads && c + 1 < part.chunks, early = more && pass.stages > 1;
+    if (early) wait_for_stage();
+    if constexpr (kReads && kWhole) wait_products<0>(o);
+    finish<0>(s);
+    rounded.take(s);
+    if (kEarly) leave_queries();
+    arrive(emptied);
+    if (more && !early) wait_for_stage();
   }
   if (kEarly && part.chunks > 0) leave_output();
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
