@@ -7,21 +7,29 @@
 
 namespace girih::kernels::delta_product {
 
-// Where a block's shared memory starts, in 16 bytes; a word of it knows. It is read for every product: the
-// compiler cannot know then that tiles are where they were.
+// Where a block's shared memory starts, in 16 bytes, and a thread's share of the address of its warp's rows:
+// words in it know. They are read whenever they are needed: the compiler cannot know then that tiles are
+// where they were, and keeps nothing.
 class Origin {
   const unsigned char* room_;
-  uint32_t* word_;
+  uint32_t *word_, *of_thread_;
 
  public:
   Origin() = default;
-  __device__ Origin(const unsigned char* room, uint32_t* word) : room_(room), word_(word) {}
+  // `of_thread`: a word for each of the block.
+  __device__ Origin(const unsigned char* room, uint32_t* word, uint32_t* of_thread)
+      : room_(room), word_(word), of_thread_(of_thread) {}
 
-  // By one thread, before all else.
-  __device__ void put() const { *word_ = (shared_address(room_) & 0x3ffff) >> 4; }
+  // By every thread, before all else.
+  __device__ void put() const {
+    if (threadIdx.x == 0) *word_ = (shared_address(room_) & 0x3ffff) >> 4;
+    of_thread_[threadIdx.x] = shared_address(room_) + (16 * group_warp() + (lane() & 15)) * 128 +
+                              ((lane() >> 4) ^ (lane() & 7)) * 16;
+  }
   __device__ uint32_t get() const { return *word_; }
+  // Of a tile's 16 bytes that are the lane's of the warp's first 16 columns.
   __device__ uint32_t address(const void* data) const {
-    return get() * 16 + (shared_address(data) - shared_address(room_));
+    return of_thread_[threadIdx.x] + (shared_address(data) - shared_address(room_));
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -43,8 +51,7 @@ class Origin {
 #endif
 };
 
-// The warp's 16 rows of a tile from column `col` on, a multiple of 64, in blocks of 16 columns. Of the
-// thread's number alone, so that the compiler works the address out again instead of keeping it.
+// The warp's 16 rows of a tile from column `col` on, a multiple of 64, in blocks of 16 columns.
 template <class Tile>
 class WarpRows {
   Tile tile_;
@@ -57,8 +64,7 @@ class WarpRows {
 
  public:
   __device__ WarpRows(const Origin& origin, const Tile& tile, int col) : tile_(tile), col_(col) {
-    address_ = origin.address(tile.data) + col / 64 * Tile::Block::kBytes +
-               (16 * group_warp() + (lane() & 15)) * 128 + ((lane() >> 4) ^ (lane() & 7)) * 16;
+    address_ = origin.address(tile.data) + col / 64 * Tile::Block::kBytes;
   }
   __device__ void load(uint32_t (&a)[4], int further) const { load_matrices(a, address(further)); }
   __device__ void put(int further, const uint32_t (&a)[4]) const {
@@ -67,6 +73,13 @@ class WarpRows {
 #else
     store_block(tile_, 16 * group_warp(), col_ + further, a);
 #endif
+  }
+  // Eight lanes a whole row of 64 columns: the lane's eight elements of rows 4i to 4i + 3.
+  __device__ uint4 pack(int i, int further) const {
+    const int first = (16 * group_warp() + lane() / 8) * 128 + (lane() / 8 ^ lane() % 8) * 16;
+    return *reinterpret_cast<const uint4*>(
+        reinterpret_cast<const unsigned char*>(tile_.block(col_ + further).data) + (first ^ i % 2 * 64) +
+        i * 512);
   }
 };
 

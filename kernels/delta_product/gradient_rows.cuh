@@ -15,6 +15,25 @@ __device__ inline void put_rows(const WarpRows<Tile>& rows, const Sums<N>& sums)
     rows.put(8 * n, block.at[0]);
   }
 }
+// A warp's 16 rows to global memory, in whole lines, by way of its rows of a tile, which nobody else has any
+// more. `to`: their first; as many as there are.
+template <typename T, int N, class Tile>
+__device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& sums, T* to, int64_t stride,
+                                     int count, int cols) {
+  if (count <= 0) return;
+  put_rows<T>(rows, sums);
+  __syncwarp();
+  const int row = lane() / 8, col = lane() % 8 * 8;
+  T* at = to + row * stride + col;
+#pragma unroll
+  for (int i = 0; i < kTileRows; i += 4, at += 4 * stride) {
+#pragma unroll
+    for (int n = 0; n < N; n += 8) {
+      if (row + i < count && col + 8 * n < cols)
+        *reinterpret_cast<uint4*>(at + 8 * n) = rows.pack(i / 4, 8 * n);
+    }
+  }
+}
 // The lane's two rows, to where others find them.
 __device__ inline void put_rows(float* to, int row, float2 x) {
   if (lane_col() == 0) to[row + lane_row()] = x.x, to[row + lane_row() + 8] = x.y;

@@ -107,8 +107,8 @@ struct GradientTiles {
   static constexpr int bytes(bool many_tokens) {
     return (Sizes::kApart ? 2 : 1) * kStateBytes + kLackBytes +
            (has_queries(many_tokens) ? 2 : 1) * Rows::kBytes + 3 * Values::kBytes + kDeltaLost +
-           kFactorBytes + static_cast<int>(sizeof(Here)) + static_cast<int>(sizeof(GradientSums<D>)) +
-           (OneSlab ? 0 : kPartialBytes);
+           kFactorBytes + static_cast<int>(sizeof(Here)) + Sizes::kThreads * 4 +
+           static_cast<int>(sizeof(GradientSums<D>)) + (OneSlab ? 0 : kPartialBytes);
   }
 
   unsigned char *states, *gradients, *weights;
@@ -151,9 +151,10 @@ struct GradientTiles {
     later = reinterpret_cast<LaterSums<D>*>(prepared);
     factors = reinterpret_cast<float*>(take(kFactorBytes));
     here = reinterpret_cast<Here*>(take(sizeof(Here)));
+    uint32_t* const of_thread = reinterpret_cast<uint32_t*>(take(Sizes::kThreads * 4));
     sums = reinterpret_cast<GradientSums<D>*>(take(sizeof(GradientSums<D>)));
     partial = reinterpret_cast<float*>(next);
-    origin = Origin(room, &here->origin);
+    origin = Origin(room, &here->origin, of_thread);
   }
 
   // 64 of a slab's columns from `col` on.

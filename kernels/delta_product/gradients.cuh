@@ -20,8 +20,10 @@
 //
 // A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
 // has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
-// multiprocessor are each other's work meanwhile, so what they hold of shared memory counts. At D = 128 dS
-// comes where S was, and queries, where they are no more than 32, stand below the half tile of do.
+// multiprocessor are each other's work meanwhile, so what they hold of shared memory and of registers counts.
+// At D = 128 dS comes where S was; queries, where they are no more than 32, stand below the half tile of do,
+// else they come where U was; and of one slab dq waits where G was while N and dP are weighed, for there are
+// no registers for it (S read once more instead was a sixth of what comes from memory).
 #pragma once
 
 #include "delta_product/gradient_gates.cuh"
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   // Queries come once U is through, whose room they get.
   const bool late = kAside && many_tokens;
 
-  // A slab's columns of v, G, do and of dS.
+  // A slab's columns of v, G and do, and of dS where it has a room.
   const auto load_slab = [&](const Here& here, int v) {
     load_values(p, here, tile, v);
     if (Sizes::kApart) load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
@@ -101,18 +103,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     here.head = here.query_head / members;
     here.first = here.query_head % members == 0;
     here.many_tokens = many_tokens;
-    here.piece = piece_at(shape.tokens, here.chunk, tokens);
-    if (here.piece.length == 0) return;
-    here.rows = here.piece.length * n;
-    if (threadIdx.x == 0) {
-      *tile.here = here;
-      tile.origin.put();
-    }
-
-    load_async<kThreads>(tile.k, at<T>(p.k, here.piece.sequence.batch, here.piece.start * n, here.head, 0),
-                         p.k.stride[1], here.rows, shape.D, threadIdx.x);
+    // What needs no tokens is under way while they are looked up, which takes as long as a tenth of all else.
     load_state<T, D>(tile.states, p.states, shape, here, 0);
-    commit_copies();
     for (int i = threadIdx.x * 16; i < kDeltaLost; i += kThreads * 16) {
       copy_async(shared_address(tile.prepared + i), prepared_at(p.prepared, shape, here.chunk, here.head) + i,
                  true);
@@ -121,6 +113,19 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * 2 * kDeltaRows;
       copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
     }
+    here.piece = piece_at(shape.tokens, here.chunk, tokens);
+    if (here.piece.length == 0) {
+      commit_copies();
+      wait_copies<0>();
+      return;
+    }
+    here.rows = here.piece.length * n;
+    if (threadIdx.x == 0) *tile.here = here;
+    tile.origin.put();
+
+    load_async<kThreads>(tile.k, at<T>(p.k, here.piece.sequence.batch, here.piece.start * n, here.head, 0),
+                         p.k.stride[1], here.rows, shape.D, threadIdx.x);
+    commit_copies();
     if (late) {
       prefetch_queries<T, D>(p, here);
     } else {
@@ -196,6 +201,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     wait_products<0>(e);
     // dQ += dO S^T
     if (!OneSlab) add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
+
     // Z = beta (V - a K S)
     const float2 log = of_rows(kDeltaLog), steps = of_rows(kDeltaBeta);
     if (has_values) {
@@ -226,7 +232,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
         if (p.gated) put_rows(sums.read[place.group], row, sum_over_rows(read_of_g));
       }
     }
-    // dQ += dO S^T, dK -= read * G S^T without rho
+    // dK -= read * G S^T without rho. Where dq waits aside, dQ = dO S^T comes with it, and both after U,
+    // beside whose sums they would have no registers.
     Sums<Sizes::kCols / 8> of_state;
     const auto read_states = [&] {
       const float2 reads = first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)});
@@ -352,10 +359,11 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     commit_copies();
   }
   if (p.gated) put_rows(sums.state[place.group], row, dot_rows<T>(dk, rows_of(tile.k, place.col)));
-  if (place.group == 0) {
-    if (shape.unit) put_rows(later.square[0], row, square_rows<D, T>(rows_of(tile.k, 0)));
-    weigh_steps(p, place, tile, vectors, of_steps);
+  // Of fewer tokens than steps the second warpgroup has less to do.
+  if (shape.unit && place.group == (many_tokens ? 0 : Sizes::kQueries)) {
+    put_rows(later.square[0], row, square_rows<D, T>(rows_of(tile.k, 0)));
   }
+  if (place.group == 0) weigh_steps(p, place, tile, vectors, of_steps);
   if (kLater) {
     fill(both, 0.f);
     add_scores<T>(tile.origin, both, tile.dout, tile.u);
@@ -458,14 +466,16 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     take_along<T>(dq, rows_of(tile.q, place.col), whole(later.along[1], mine), of_q);
   }
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
-  store_rows<T, T>(dq, at<T>(p.dq, batch, here.piece.start, here.query_head, place.col), p.dq.stride[1], row,
-                   here.piece.length, shape.D - place.col);
+  store_rows_by(rows_of(tile.q, place.col), dq,
+                at<T>(p.dq, batch, here.piece.start + row, here.query_head, place.col), p.dq.stride[1],
+                here.piece.length - row, shape.D - place.col);
   if (p.dk.dtype == DType::f32) {
     store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, place.col), p.dk.stride[1],
                          row, here.rows, shape.D - place.col);
   } else {
-    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, place.col), p.dk.stride[1], row,
-                     here.rows, shape.D - place.col);
+    store_rows_by(rows_of(tile.k, place.col), dk,
+                  at<T>(p.dk, batch, first_row + row, here.query_head, place.col), p.dk.stride[1],
+                  here.rows - row, shape.D - place.col);
   }
 
   // What warps added up stands since the last barrier.
@@ -490,8 +500,8 @@ constexpr int gradients_least() {
 template <typename T, int D, bool OneSlab>
 cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   using Tiles = GradientTiles<T, D, OneSlab>;
-  static_assert(D != 64 || !OneSlab || Tiles::bytes(true) <= 75 * 1024,
-                "three blocks have 228 KB, of which each gives away one");
+  static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 75 : 113) * 1024,
+                "three blocks or two have 228 KB, of which each gives away one");
   if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(Tiles::bytes(true));
       error != cudaSuccess) {
     return error;
