@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   GradientSums<D>& sums = *tile.sums;
   LaterSums<D>& later = *tile.later;
   const int row = place.row, mine = place.mine;
+  const bool has_tokens = many_tokens || place.band < kTilesDown / 2;
   const bool has_values = Sizes::kParts == Sizes::kGroups || place.group < Sizes::kParts;
   const int of_values = 64 * place.group;  // the first of the warpgroup's columns of a slab
   const auto of_rows = [&](int vector) -> float2 {
@@ -375,7 +376,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       fence_tiles();
       group_barrier();
     }
-    if (shape.unit) put_rows(later.square[1], row, square_rows<D, T>(rows_of(tile.q, 0)));
+    if (shape.unit && has_tokens) put_rows(later.square[1], row, square_rows<D, T>(rows_of(tile.q, 0)));
     weigh_queries(p, place, tile, vectors, of_queries);
   }
   __syncthreads();
@@ -400,7 +401,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   for (int j = 0; j < kTilesDown; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_k.at[j][i] = 0;
-    if (Here::follow(place.band, j, n)) {
+    if (has_tokens && Here::follow(place.band, j, n)) {
       tile.blocks(Tiles::kOfRows).load(of_k.at[j], Blocks::of_tokens(many_tokens, place.band, j));
     }
   }
@@ -456,14 +457,16 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     scale_rows(dq, {shape.scale * of_q.x, shape.scale * of_q.y});
     scale_rows(dk, of_key);
     put_rows(later.along[0][place.group], row, dot_rows<T>(dk, rows_of(tile.k, place.col)));
-    put_rows(later.along[1][place.group], row, dot_rows<T>(dq, rows_of(tile.q, place.col)));
+    if (has_tokens) {
+      put_rows(later.along[1][place.group], row, dot_rows<T>(dq, rows_of(tile.q, place.col)));
+    }
   } else {
     scale_rows(dq, {shape.scale, shape.scale});
   }
   __syncthreads();
   if (shape.unit) {
     take_along<T>(dk, rows_of(tile.k, place.col), whole(later.along[0], mine), of_key);
-    take_along<T>(dq, rows_of(tile.q, place.col), whole(later.along[1], mine), of_q);
+    if (has_tokens) take_along<T>(dq, rows_of(tile.q, place.col), whole(later.along[1], mine), of_q);
   }
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
   store_rows_by(rows_of(tile.q, place.col), dq,
