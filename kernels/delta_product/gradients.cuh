@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     here.head = here.query_head / members;
     here.first = here.query_head % members == 0;
     here.many_tokens = many_tokens;
-    // What needs no tokens is under way while they are looked up, which takes as long as a tenth of all else.
+    // What needs no tokens is under way while they are looked up, which takes a twentieth of the time.
     load_state<T, D>(tile.states, p.states, shape, here, 0);
     for (int i = threadIdx.x * 16; i < kDeltaLost; i += kThreads * 16) {
       copy_async(shared_address(tile.prepared + i), prepared_at(p.prepared, shape, here.chunk, here.head) + i,
