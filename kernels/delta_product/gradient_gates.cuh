@@ -94,14 +94,11 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
     const int row = lane() + 32 * i;
     float sum = 0.f;
     if (here.first) {
-      float read = 0.f, state = 0.f, square = 0.f;
+      float read = 0.f, state = 0.f;
       for (int w = 0; w < Sizes::kParts; ++w) read += sums.read[w][row];
-      for (int w = 0; w < Sizes::kGroups; ++w) {
-        state += sums.state[w][row];
-        square += later.square[0][w][row];
-      }
+      for (int w = 0; w < Sizes::kGroups; ++w) state += sums.state[w][row];
       read *= vectors.element(kDeltaRead, row);
-      if (p.shape.unit) state *= rsqrtf(square + 1e-6f);
+      if (p.shape.unit) state *= rsqrtf(later.square[0][row] + 1e-6f);
       edge += state + read;
       sum = later.row[row] - state - 2.f * read;
       for (int w = row / kTileRows; w < kTilesDown; ++w) sum -= later.row_cols[w][row];

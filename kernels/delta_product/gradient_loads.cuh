@@ -27,19 +27,18 @@ __device__ inline void prefetch_state(const void* states, const DeltaShape& shap
   const int count = min(GradientSizes<D>::kSlab, shape.V - v) * shape.D;
   for (int i = threadIdx.x * 64; i < count; i += GradientSizes<D>::kThreads * 64) prefetch(from + i);
 }
-// Rows of tokens.
-template <int D, typename T, int Cols>
+// Rows of tokens, by `Threads` of the block.
+template <int Threads, int D, typename T, int Cols>
 __device__ inline void load_rows(const BlockTile<T, Cols>& tile, const T* from, int64_t stride, int cols,
                                  const Here& here) {
-  using Sizes = GradientSizes<D>;
-  if constexpr (!Sizes::kApart) {
+  const int thread = threadIdx.x % Threads;
+  if constexpr (!GradientSizes<D>::kApart) {
     if (!here.many_tokens) {
-      load_async<Sizes::kThreads>(HalfTile<T, Cols>{tile}, from, stride, here.piece.length, cols,
-                                  threadIdx.x);
+      load_async<Threads>(HalfTile<T, Cols>{tile}, from, stride, here.piece.length, cols, thread);
       return;
     }
   }
-  load_async<Sizes::kThreads>(tile, from, stride, here.piece.length, cols, threadIdx.x);
+  load_async<Threads>(tile, from, stride, here.piece.length, cols, thread);
 }
 // And what stands beside them of v, G and do.
 template <typename T, int D, bool OneSlab>
@@ -53,13 +52,21 @@ __device__ inline void load_values(const DeltaGradients& p, const Here& here,
   load_async<Sizes::kThreads>(tile.g, at<T>(p.dz, batch, row, here.head, v), p.dz.stride[1], here.rows, cols,
                               threadIdx.x);
   const T* const dout = at<T>(p.dout, batch, here.piece.start, here.query_head, v);
-  load_rows<D>(tile.dout, dout, p.dout.stride[1], cols, here);
+  load_rows<Sizes::kThreads, D>(tile.dout, dout, p.dout.stride[1], cols, here);
 }
-template <typename T, int D, bool OneSlab>
+template <int Threads, typename T, int D, bool OneSlab>
 __device__ inline void load_queries(const DeltaGradients& p, const Here& here,
                                     const GradientTiles<T, D, OneSlab>& tile) {
-  load_rows<D>(tile.q, at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
-               p.q.stride[1], p.shape.D, here);
+  load_rows<Threads, D>(tile.q, at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
+                        p.q.stride[1], p.shape.D, here);
+}
+// To the L2 cache, of queries that come late.
+template <typename T, int D>
+__device__ inline void prefetch_queries(const DeltaGradients& p, const Here& here) {
+  constexpr int kLines = D / 64;
+  const T* const from = at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0);
+  const int row = threadIdx.x / kLines, col = threadIdx.x % kLines * 64;
+  if (row < here.piece.length && col < p.shape.D) prefetch(from + row * p.q.stride[1] + col);
 }
 
 }  // namespace girih::kernels::delta_product

@@ -7,12 +7,31 @@ namespace girih::kernels::delta_product {
 
 // A warp's 16 rows to a tile, rounded.
 template <typename T, int N, class Tile>
-__device__ inline void put_rows(const Tile& tile, int row, int col, const Sums<N>& sums) {
+__device__ inline void put_rows(const WarpRows<Tile>& rows, const Sums<N>& sums) {
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     Operand<1> block;
     round_to<T>(block, sums, n);
-    store_block(tile, row, col + 8 * n, block.at[0]);
+    rows.put(8 * n, block.at[0]);
+  }
+}
+// A warp's 16 rows to global memory, in whole lines, by way of its rows of a tile, which nobody else has any
+// more. `to`: their first; as many as there are.
+template <typename T, int N, class Tile>
+__device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& sums, T* to, int64_t stride,
+                                     int count, int cols) {
+  if (count <= 0) return;
+  put_rows<T>(rows, sums);
+  __syncwarp();
+  const int row = lane() / 8, col = lane() % 8 * 8;
+  T* at = to + row * stride + col;
+#pragma unroll
+  for (int i = 0; i < kTileRows; i += 4, at += 4 * stride) {
+#pragma unroll
+    for (int n = 0; n < N; n += 8) {
+      if (row + i < count && col + 8 * n < cols)
+        *reinterpret_cast<uint4*>(at + 8 * n) = rows.pack(i / 4, 8 * n);
+    }
   }
 }
 // The lane's two rows, to where others find them.
@@ -31,14 +50,14 @@ __device__ inline void add_scaled(Sums<N>& sums, const Sums<N>& x, float2 by) {
   }
 }
 
-// x . a tile's rows from column `col` on, for the lane's two rows.
+// x . a tile's rows, for the lane's two rows.
 template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, int col) {
+__device__ inline float2 dot_rows(const Sums<N>& x, const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t block[4];
-    load_block(block, tile, row, col + 8 * n);
+    rows.load(block, 8 * n);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float2 y = unpaired<T>(block[m]);
@@ -51,12 +70,12 @@ __device__ inline float2 dot_rows(const Sums<N>& x, const Tile& tile, int row, i
 }
 // The squares of Cols columns of a tile's rows.
 template <int Cols, typename T, class Tile>
-__device__ inline float2 square_rows(const Tile& tile, int row, int col) {
+__device__ inline float2 square_rows(const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < Cols / 8; n += 2) {
     uint32_t block[4];
-    load_block(block, tile, row, col + 8 * n);
+    rows.load(block, 8 * n);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float2 y = unpaired<T>(block[m]);
@@ -69,14 +88,14 @@ __device__ inline float2 square_rows(const Tile& tile, int row, int col) {
 
 // x -= (row . x) row / |row|^2: what is left is orthogonal to the rows of a tile. `along`: row . x.
 template <typename T, int N, class Tile>
-__device__ inline void take_along(Sums<N>& x, const Tile& tile, int row, int col, float2 along,
+__device__ inline void take_along(Sums<N>& x, const WarpRows<Tile>& rows, float2 along,
                                   float2 inverse_length) {
   const float2 of = {-along.x * inverse_length.x * inverse_length.x,
                      -along.y * inverse_length.y * inverse_length.y};
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t block[4];
-    load_block(block, tile, row, col + 8 * n);
+    rows.load(block, 8 * n);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float2 y = unpaired<T>(block[m]);
@@ -117,26 +136,51 @@ __device__ inline float sums_over_col(float (&x)[8]) {
 
 // sums += x y^T
 template <typename T, int N, class Tile>
-__device__ inline void add_scores(Sums<N>& sums, const Tile& x, const Tile& y, int row = 0) {
+__device__ inline void add_scores(const Origin& origin, Sums<N>& sums, const Tile& x, const Tile& y,
+                                  int row = 0) {
   fence_products(sums);
-  start_product_transposed(sums, x, y, row);
+  start_product_transposed(origin, sums, x, y, row);
   commit_products();
   wait_products<0>(sums);
 }
 
 // sums += x S^T of a slab, the columns of D from `col` on.
 template <int D, typename T>
-__device__ inline void add_states(Sums<GradientSizes<D>::kCols / 8>& sums,
-                                  const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
-                                  int col) {
+__device__ inline void start_states(const Origin& origin, Sums<GradientSizes<D>::kCols / 8>& sums,
+                                    const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
+                                    int col) {
   fence_products(sums);
 #pragma unroll
   for (int v = 0; v < GradientSizes<D>::kSlab; v += 64) {
-    start_product(sums, x, v,
+    start_product(origin, sums, x, v,
                   BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)}, col);
   }
   commit_products();
+}
+template <int D, typename T>
+__device__ inline void add_states(const Origin& origin, Sums<GradientSizes<D>::kCols / 8>& sums,
+                                  const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
+                                  int col) {
+  start_states<D>(origin, sums, x, states, col);
   wait_products<0>(sums);
+}
+
+// To where the thread finds them again, and from there: packs of 16 bytes, `Threads` of them apart.
+template <int Threads, int N>
+__device__ inline void put_aside(float4* to, const Sums<N>& sums) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float(&x)[4] = sums.at[n];
+    to[n * Threads] = {x[0], x[1], x[2], x[3]};
+  }
+}
+template <int Threads, int N>
+__device__ inline void take_back(Sums<N>& sums, const float4* from) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float4 x = from[n * Threads];
+    sums.at[n][0] = x.x, sums.at[n][1] = x.y, sums.at[n][2] = x.z, sums.at[n][3] = x.w;
+  }
 }
 
 }  // namespace girih::kernels::delta_product

@@ -1,6 +1,7 @@
 // A block of the gradients: its warpgroups, what it has in shared memory, and where a warp stands in it.
 #pragma once
 
+#include "delta_product/gradient_products.cuh"
 #include "delta_product/tokens.cuh"
 
 namespace girih::kernels::delta_product {
@@ -35,8 +36,51 @@ struct LaterSums {
   using Sizes = GradientSizes<D>;
   float row[kDeltaRows], token[kDeltaRows];  // of N M and of P dP, and their columns
   float row_cols[kTilesDown][kDeltaRows], token_cols[kTilesDown][kDeltaRows];
-  float square[2][Sizes::kGroups][kDeltaRows];  // |k|^2, |q|^2
-  float along[2][Sizes::kGroups][kDeltaRows];   // k . dk, q . dq
+  float square[2][kDeltaRows];                 // |k|^2, |q|^2
+  float along[2][Sizes::kGroups][kDeltaRows];  // k . dk, q . dq
+};
+
+// What a block knows of its chunk. It lies in shared memory: in registers it would be spilled, and the cache
+// has little room to keep that beside shared memory.
+struct Here {
+  Piece piece;
+  int64_t chunk;
+  int head, query_head, rows;
+  bool first;        // of the memory head's query heads
+  bool many_tokens;  // a chunk may have more than 32
+  uint32_t origin;
+
+  __device__ int bands() const { return many_tokens ? kTilesDown : kTilesDown / 2; }  // of 16 tokens
+  // Some of the 16 tokens come after some of the 16 rows.
+  __device__ static bool follow(int of_tokens, int of_rows, int n) { return of_rows < (of_tokens + 1) * n; }
+};
+
+// A warp's place in its block: 16 rows from `row` on, the lane's first is `mine`, and columns of D from `col`
+// on.
+struct Place {
+  int group, band, row, mine, col;
+};
+
+// Blocks of 16 x 16 that become left factors, one after another.
+struct Blocks {
+  static constexpr int kBytes = kDeltaBlocks * 512;
+
+  unsigned char* data;
+
+  __device__ void put(int i, const uint32_t (&x)[4]) const { store_matrices(data + i * 512, x); }
+  __device__ void load(uint32_t (&x)[4], int i) const { load_matrices(x, of_lane(i)); }
+  __device__ void load_transposed(uint32_t (&x)[4], int i) const {
+    uint32_t y[4];
+    load_matrices_transposed(y, of_lane(i));
+    x[0] = y[0], x[1] = y[2], x[2] = y[1], x[3] = y[3];
+  }
+  // Of tokens' rows there are fewer than ten: at most two bands of tokens, or as many as of rows.
+  __device__ static int of_tokens(bool many_tokens, int band, int of_rows) {
+    return many_tokens ? block_of(band, of_rows) : kTilesDown * band + of_rows;
+  }
+
+ private:
+  __device__ uint32_t of_lane(int i) const { return shared_address(data + i * 512 + lane() * 16); }
 };
 
 // OneSlab: V is no wider than a slab.
@@ -45,29 +89,41 @@ struct GradientTiles {
   using Sizes = GradientSizes<D>;
   using Rows = BlockTile<T, D>;               // of k, q; 64 columns of a state
   using Values = BlockTile<T, Sizes::kSlab>;  // of G, do; of v, then Z, then U
-  using Square = BlockTile<T, kDeltaRows>;
   static constexpr int kStateBytes = Sizes::kParts * Rows::kBytes;
   static constexpr int kFactorBytes = kDeltaRows * 4, kPartialBytes = 2 * kDeltaRows * kDeltaRows * 4;
-  // N and dP as they go into products: where dS, U and G were, and where S was if it is not read again.
-  enum { kStepRows, kStepCols, kOfTokens, kOfRows, kSquares };
-  static constexpr int kLackBytes = D == 64 && OneSlab ? Square::kBytes : 0;
+  // N and dP as they go into products: where dS, G and U were, or S and dS.
+  enum { kStepRows, kStepCols, kOfTokens, kOfRows, kWeights };
+  // dq waits behind them, where G was and somewhat further, until they are through.
+  static constexpr bool kAside = OneSlab && !Sizes::kApart;
+  static constexpr int kAsideBytes = kAside ? kDeltaRows * D * 4 : 0;
+  static constexpr int kLackBytes =
+      kAside ? kWeights * Blocks::kBytes + kAsideBytes - kStateBytes - Values::kBytes : 0;
+  static_assert(kLackBytes % 1024 == 0, "");
 
+  // Queries in a room of their own; else below the half tile of do, or where U was.
+  __host__ __device__ static constexpr bool has_queries(bool many_tokens) {
+    return Sizes::kApart || (many_tokens && !OneSlab);
+  }
   static constexpr int bytes(bool many_tokens) {
     return (Sizes::kApart ? 2 : 1) * kStateBytes + kLackBytes +
-           (Sizes::kApart || many_tokens ? 2 : 1) * Rows::kBytes + 3 * Values::kBytes + kDeltaLost +
-           kFactorBytes + static_cast<int>(sizeof(GradientSums<D>)) + (OneSlab ? 0 : kPartialBytes);
+           (has_queries(many_tokens) ? 2 : 1) * Rows::kBytes + 3 * Values::kBytes + kDeltaLost +
+           kFactorBytes + static_cast<int>(sizeof(Here)) + Sizes::kThreads * 4 +
+           static_cast<int>(sizeof(GradientSums<D>)) + (OneSlab ? 0 : kPartialBytes);
   }
 
-  unsigned char *states, *gradients, *squares;
+  unsigned char *states, *gradients, *weights;
   Values u, g, dout;
   Rows k, q;
   unsigned char* prepared;
   float* factors;
+  Here* here;
   GradientSums<D>* sums;
   LaterSums<D>* later;
   float* partial;  // N and dP of the slabs so far
+  Origin origin;
 
   __device__ GradientTiles(unsigned char* next, bool many_tokens) {
+    const unsigned char* const room = next;
     const auto take = [&](int bytes) {
       unsigned char* const here = next;
       next += bytes;
@@ -75,26 +131,30 @@ struct GradientTiles {
     };
     states = take(kStateBytes);
     gradients = Sizes::kApart ? take(kStateBytes) : states;
+    g.data = reinterpret_cast<T*>(take(Values::kBytes));
     take(kLackBytes);
     u.data = reinterpret_cast<T*>(take(Values::kBytes));
-    g.data = reinterpret_cast<T*>(take(Values::kBytes));
-    squares = OneSlab ? gradients : states;
-    static_assert(kSquares * Square::kBytes <= (Sizes::kApart && !OneSlab ? 2 : 1) * kStateBytes +
-                                                   kLackBytes + (D == 64 ? 2 * Values::kBytes : 0),
+    weights = OneSlab ? gradients : states;
+    static_assert(kWeights * Blocks::kBytes <=
+                      (Sizes::kApart && !OneSlab ? 2 : 1) * kStateBytes + (D == 64 ? 2 * Values::kBytes : 0),
                   "");
+    static_assert(!(D == 64 && OneSlab) || 2 * Blocks::kBytes <= kStateBytes + Values::kBytes,
+                  "N leaves U where it is");
     k.data = reinterpret_cast<T*>(take(Rows::kBytes));
-    if (Sizes::kApart) q.data = reinterpret_cast<T*>(take(Rows::kBytes));
     dout.data = reinterpret_cast<T*>(take(Values::kBytes));
-    if (!Sizes::kApart) {
-      // Products of 64 rows that start at row 32 run on into what follows: their last 32 rows are not used.
-      q.data = many_tokens ? reinterpret_cast<T*>(take(Rows::kBytes)) : dout.data + kDeltaRows / 2 * 64;
-    }
+    // Products of 64 rows that start at row 32 run on into what follows: their last 32 rows are not used.
+    q.data = has_queries(many_tokens) ? reinterpret_cast<T*>(take(Rows::kBytes))
+             : many_tokens            ? u.data
+                                      : dout.data + kDeltaRows / 2 * 64;
     prepared = take(kDeltaLost);
     static_assert(sizeof(LaterSums<D>) <= kDeltaInverseBytes, "");
     later = reinterpret_cast<LaterSums<D>*>(prepared);
     factors = reinterpret_cast<float*>(take(kFactorBytes));
+    here = reinterpret_cast<Here*>(take(sizeof(Here)));
+    uint32_t* const of_thread = reinterpret_cast<uint32_t*>(take(Sizes::kThreads * 4));
     sums = reinterpret_cast<GradientSums<D>*>(take(sizeof(GradientSums<D>)));
     partial = reinterpret_cast<float*>(next);
+    origin = Origin(room, &here->origin, of_thread);
   }
 
   // 64 of a slab's columns from `col` on.
@@ -103,23 +163,11 @@ struct GradientTiles {
   }
   __device__ Rows s(int col) const { return part(states, col); }
   __device__ Rows ds(int col) const { return part(gradients, col); }
-  // S once more, where U and G were.
-  __device__ unsigned char* again() const { return reinterpret_cast<unsigned char*>(u.data); }
-  __device__ Square square(int i) const { return {reinterpret_cast<T*>(squares + i * Square::kBytes)}; }
-};
-
-// What a block knows of its chunk, and a warp of its place: 16 rows, and columns of D from `col` on.
-struct Here {
-  Piece piece;
-  int64_t chunk;
-  int head, query_head, rows;
-  bool first;        // of the memory head's query heads
-  bool many_tokens;  // a chunk may have more than 32
-  int group, band, row, mine, col;
-
-  __device__ int bands() const { return many_tokens ? kTilesDown : kTilesDown / 2; }  // of 16 tokens
-  // Some of the 16 tokens come after some of the 16 rows.
-  __device__ static bool follow(int of_tokens, int of_rows, int n) { return of_rows < (of_tokens + 1) * n; }
+  __device__ Blocks blocks(int i) const { return {weights + i * Blocks::kBytes}; }
+  // Where the thread leaves eight times four of its sums, and how far from each other.
+  __device__ float4* aside() const {
+    return reinterpret_cast<float4*>(weights + kWeights * Blocks::kBytes) + threadIdx.x;
+  }
 };
 
 }  // namespace girih::kernels::delta_product

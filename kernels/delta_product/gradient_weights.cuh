@@ -32,17 +32,19 @@ __device__ inline void put_columns(float (&to)[kDeltaRows], int col, float (&x)[
 // Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
 // sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them.
 template <typename T, int D, bool OneSlab>
-__device__ inline void weigh_steps(const DeltaGradients& p, const Here& here,
+__device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
                                    Sums<8>& products) {
   using Tiles = GradientTiles<T, D, OneSlab>;
-  const int n = p.shape.n, mine = here.mine;
+  const Blocks step_rows = tile.blocks(Tiles::kStepRows), step_cols = tile.blocks(Tiles::kStepCols);
+  const int n = p.shape.n, mine = place.mine;
   const int own = mine / n * n, own_below = (mine + 8) / n * n;  // the first row of the same token
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
-  if (p.gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= here.band; });
-  const float2 unit = of_rows(kDeltaUnit), beta = here.first ? of_rows(kDeltaBeta) : make_float2(0.f, 0.f),
+  if (p.gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= place.band; });
+  const float2 unit = of_rows(kDeltaUnit),
+               beta = tile.here->first ? of_rows(kDeltaBeta) : make_float2(0.f, 0.f),
                of_unit = {-beta.x * unit.x, -beta.y * unit.y};
   float2 of_beta = {0.f, 0.f}, of_row = {0.f, 0.f};
 #pragma unroll
@@ -50,13 +52,13 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Here& here,
     // K K^T
     Sums<4> m;
     fill(m, 0.f);
-    add_scores<T>(m, tile.k, tile.k, 32 * half);
-    if (2 * half > here.band) continue;
+    add_scores<T>(tile.origin, m, tile.k, tile.k, 32 * half);
+    if (2 * half > place.band) continue;
     float cols[8];
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const int col = 32 * half + 16 * block;
-      if (col > here.row) {
+      if (col > place.row) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
         continue;
@@ -90,34 +92,36 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Here& here,
           }
         }
       }
-      store_block(tile.square(Tiles::kStepRows), here.row, col, with_col);
-      store_block(tile.square(Tiles::kStepCols), here.row, col, with_row);
+      step_rows.put(block_of(place.band, 2 * half + block), with_col);
+      step_cols.put(block_of(place.band, 2 * half + block), with_row);
     }
-    if (p.gated) put_columns(tile.later->row_cols[here.band], 32 * half, cols);
+    if (p.gated) put_columns(tile.later->row_cols[place.band], 32 * half, cols);
   }
   of_beta = sum_over_rows(of_beta);
-  put_rows(tile.sums->beta[GradientSizes<D>::kParts], here.row, {-unit.x * of_beta.x, -unit.y * of_beta.y});
+  put_rows(tile.sums->beta[GradientSizes<D>::kParts], place.row, {-unit.x * of_beta.x, -unit.y * of_beta.y});
   if (p.gated) {
     of_row = sum_over_rows(of_row);
-    put_rows(tile.later->row, here.row, {of_unit.x * of_row.x, of_unit.y * of_row.y});
+    put_rows(tile.later->row, place.row, {of_unit.x * of_row.x, of_unit.y * of_row.y});
   }
 }
 
 // Of do U^T: dP, weighted, for dk with the token's factor, for dq with the row's; and of P dP the sums.
 // Nobody reads what 16 tokens have of 16 rows after them.
 template <typename T, int D, bool OneSlab>
-__device__ inline void weigh_queries(const DeltaGradients& p, const Here& here,
+__device__ inline void weigh_queries(const DeltaGradients& p, const Place& place,
                                      const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
                                      Sums<8>& products) {
   using Tiles = GradientTiles<T, D, OneSlab>;
-  const int n = p.shape.n, token = here.mine;
+  const Blocks of_tokens = tile.blocks(Tiles::kOfTokens), of_rows = tile.blocks(Tiles::kOfRows);
+  const int n = p.shape.n, token = place.mine;
+  const bool many_tokens = tile.here->many_tokens;
   const int first = token * n, first_below = (token + 8) * n;  // the tokens' rows
   const float2 factor = {tile.factors[token], tile.factors[token + 8]};
-  const bool has_tokens = here.band < here.bands();
+  const bool has_tokens = place.band < tile.here->bands();
   if (p.gated) {
     const float2 log = {vectors.element(kDeltaLog, min(first, kDeltaRows - 1)),
                         vectors.element(kDeltaLog, min(first_below, kDeltaRows - 1))};
-    decay(products, vectors, log, [&](int block) { return here.follow(here.band, block, n); });
+    decay(products, vectors, log, [&](int block) { return Here::follow(place.band, block, n); });
   }
   float2 of_token = {0.f, 0.f};
 #pragma unroll
@@ -125,13 +129,13 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Here& here,
     // Q K^T
     Sums<4> scores;
     fill(scores, 0.f);
-    if (p.gated) add_scores<T>(scores, tile.q, tile.k, 32 * half);
-    if (!has_tokens || !here.follow(here.band, 2 * half, n)) continue;
+    if (p.gated) add_scores<T>(tile.origin, scores, tile.q, tile.k, 32 * half);
+    if (!has_tokens || !Here::follow(place.band, 2 * half, n)) continue;
     float cols[8];
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const int col = 32 * half + 16 * block;
-      if (!here.follow(here.band, col / kTileRows, n)) {
+      if (!Here::follow(place.band, col / kTileRows, n)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
         continue;
@@ -161,14 +165,15 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Here& here,
           }
         }
       }
-      store_block(tile.square(Tiles::kOfTokens), here.row, col, with_token);
-      store_block(tile.square(Tiles::kOfRows), here.row, col, with_row);
+      const int at = Blocks::of_tokens(many_tokens, place.band, 2 * half + block);
+      of_tokens.put(at, with_token);
+      of_rows.put(at, with_row);
     }
-    if (p.gated) put_columns(tile.later->token_cols[here.band], 32 * half, cols);
+    if (p.gated) put_columns(tile.later->token_cols[place.band], 32 * half, cols);
   }
   if (p.gated && has_tokens) {
     of_token = sum_over_rows(of_token);
-    put_rows(tile.later->token, here.row, {factor.x * of_token.x, factor.y * of_token.y});
+    put_rows(tile.later->token, place.row, {factor.x * of_token.x, factor.y * of_token.y});
   }
 }
 

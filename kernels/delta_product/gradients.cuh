@@ -20,8 +20,10 @@
 //
 // A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
 // has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
-// multiprocessor are each other's work meanwhile, so what they hold of shared memory counts. At D = 128 dS
-// comes where S was, and queries, where they are no more than 32, stand below the half tile of do.
+// multiprocessor are each other's work meanwhile, so what they hold of shared memory and of registers counts.
+// At D = 128 dS comes where S was; queries, where they are no more than 32, stand below the half tile of do,
+// else they come where U was; and of one slab dq waits where G was while N and dP are weighed, for there are
+// no registers for it (S read once more instead was a sixth of what comes from memory).
 #pragma once
 
 #include "delta_product/gradient_gates.cuh"
@@ -37,20 +39,25 @@ template <typename T, int D, bool OneSlab>
 __device__ inline void put_value_gradients(const DeltaGradients& p, const Here& here,
                                            const GradientTiles<T, D, OneSlab>& tile, Vectors vectors, int v) {
   using Sizes = GradientSizes<D>;
-  T* const to = at<T>(p.dv, here.piece.sequence.batch, here.piece.start * p.shape.n, here.head, v);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kDeltaRows * Sizes::kSlab / 8; i += Sizes::kThreads) {
-    const int row = i / (Sizes::kSlab / 8), col = i % (Sizes::kSlab / 8) * 8;
-    if (row >= here.rows || col >= p.shape.V - v) continue;
+  constexpr int kPacks = Sizes::kSlab / 8, kStep = Sizes::kThreads / kPacks;
+  const int first = threadIdx.x / kPacks, col = threadIdx.x % kPacks * 8;
+  const int rows = col < p.shape.V - v ? here.rows : 0;
+  static_assert(kStep % 8 == 0, "packs change places alike in all of the thread's rows");
+  const T* const from = &tile.g.at(first, col);
+  T* to = at<T>(p.dv, here.piece.sequence.batch, here.piece.start * p.shape.n + first, here.head, v + col);
+#pragma unroll
+  for (int i = 0; i < kDeltaRows / kStep; ++i, to += kStep * p.dv.stride[1]) {
+    const int row = first + i * kStep;
+    if (row >= rows) continue;
     const float beta = vectors.element(kDeltaBeta, row);
-    const uint4 g = *reinterpret_cast<const uint4*>(&tile.g.at(row, col));
+    const uint4 g = *reinterpret_cast<const uint4*>(from + i * kStep * 64);
     uint32_t pack[4] = {g.x, g.y, g.z, g.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 value = unpaired<T>(pack[j]);
       pack[j] = pair_of<T>(beta * value.x, beta * value.y);
     }
-    *reinterpret_cast<uint4*>(to + row * p.dv.stride[1] + col) = {pack[0], pack[1], pack[2], pack[3]};
+    *reinterpret_cast<uint4*>(to) = {pack[0], pack[1], pack[2], pack[3]};
   }
 }
 
@@ -60,50 +67,91 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     gradients(const __grid_constant__ DeltaGradients p) {
   using Sizes = GradientSizes<D>;
   using Tiles = GradientTiles<T, D, OneSlab>;
-  constexpr int kThreads = Sizes::kThreads;
-  constexpr bool kBoth = Sizes::kGroups == 1, kLater = kBoth && OneSlab, kAgain = OneSlab && !Sizes::kApart;
+  constexpr int kThreads = Sizes::kThreads, kGroup = 128;
+  constexpr bool kBoth = Sizes::kGroups == 1, kLater = kBoth && OneSlab, kAside = Tiles::kAside;
   extern __shared__ __align__(1024) unsigned char room[];
   const DeltaShape& shape = p.shape;
-  const int n = shape.n, tokens = delta_chunk(n), members = shape.query_heads / shape.heads;
-  const int warp = warp_index();
-  Here here;
-  here.query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  here.chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-  here.head = here.query_head / members;
-  here.first = here.query_head % members == 0;
-  here.many_tokens = has_many(tokens);
-  here.piece = piece_at(shape.tokens, here.chunk, tokens);
-  if (here.piece.length == 0) return;
-  here.rows = here.piece.length * n;
-  here.group = warp / 4, here.band = warp % 4;
-  here.row = kTileRows * here.band, here.mine = here.row + lane_row(), here.col = Sizes::kCols * here.group;
-  const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
-  const Tiles tile(room, here.many_tokens);
-  const bool has_edge = p.gated && here.first;
+  const int n = shape.n, warp = warp_index();
+  const bool many_tokens = has_many(delta_chunk(n));
+  const Tiles tile(room, many_tokens);
+  Place place;
+  place.group = warp / 4, place.band = warp % 4;
+  place.row = kTileRows * place.band, place.mine = place.row + lane_row();
+  place.col = Sizes::kCols * place.group;
+  // Queries come once U is through, whose room they get.
+  const bool late = kAside && many_tokens;
 
-  load_async<kThreads>(tile.k, at<T>(p.k, batch, first_row, here.head, 0), p.k.stride[1], here.rows, shape.D,
-                       threadIdx.x);
-  load_state<T, D>(tile.states, p.states, shape, here, 0);
-  commit_copies();
-  for (int i = threadIdx.x * 16; i < kDeltaLost; i += kThreads * 16) {
-    copy_async(shared_address(tile.prepared + i), prepared_at(p.prepared, shape, here.chunk, here.head) + i,
-               true);
+  // A slab's columns of v, G and do, and of dS where it has a room.
+  const auto load_slab = [&](const Here& here, int v) {
+    load_values(p, here, tile, v);
+    if (Sizes::kApart) load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
+    commit_copies();
+  };
+  Edge<T, D, OneSlab> of_states;
+  const auto look_ahead = [&](const Here& here, int v) {
+    if (p.gated && here.first) {
+      of_states.load(p, here, v);
+    } else if (!Sizes::kApart) {
+      prefetch_state<T, D>(p.gradients, shape, here, v);
+    }
+  };
+  {
+    const int tokens = delta_chunk(n), members = shape.query_heads / shape.heads;
+    Here here;
+    here.query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
+    here.chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
+    here.head = here.query_head / members;
+    here.first = here.query_head % members == 0;
+    here.many_tokens = many_tokens;
+    // What needs no tokens is under way while they are looked up, which takes a twentieth of the time.
+    load_state<T, D>(tile.states, p.states, shape, here, 0);
+    for (int i = threadIdx.x * 16; i < kDeltaLost; i += kThreads * 16) {
+      copy_async(shared_address(tile.prepared + i), prepared_at(p.prepared, shape, here.chunk, here.head) + i,
+                 true);
+    }
+    if (threadIdx.x < kDeltaRows / 4) {
+      const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * 2 * kDeltaRows;
+      copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
+    }
+    here.piece = piece_at(shape.tokens, here.chunk, tokens);
+    if (here.piece.length == 0) {
+      commit_copies();
+      wait_copies<0>();
+      return;
+    }
+    here.rows = here.piece.length * n;
+    if (threadIdx.x == 0) *tile.here = here;
+    tile.origin.put();
+
+    load_async<kThreads>(tile.k, at<T>(p.k, here.piece.sequence.batch, here.piece.start * n, here.head, 0),
+                         p.k.stride[1], here.rows, shape.D, threadIdx.x);
+    commit_copies();
+    if (late) {
+      prefetch_queries<T, D>(p, here);
+    } else {
+      load_queries<kThreads>(p, here, tile);
+    }
+    load_slab(here, 0);
+    look_ahead(here, 0);
   }
-  if (threadIdx.x < kDeltaRows / 4) {
-    const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * 2 * kDeltaRows;
-    copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
-  }
-  load_queries(p, here, tile);
+  const Here& here = *tile.here;
 
   const Prepared prepared{tile.prepared};
   const Vectors vectors = prepared.vectors();
   GradientSums<D>& sums = *tile.sums;
   LaterSums<D>& later = *tile.later;
-  const int row = here.row, mine = here.mine;
-  const bool has_values = Sizes::kParts == Sizes::kGroups || here.group < Sizes::kParts;
-  const int of_values = 64 * here.group;  // the first of the warpgroup's columns of a slab
+  const int row = place.row, mine = place.mine;
+  const bool has_tokens = many_tokens || place.band < kTilesDown / 2;
+  const bool has_values = Sizes::kParts == Sizes::kGroups || place.group < Sizes::kParts;
+  const int of_values = 64 * place.group;  // the first of the warpgroup's columns of a slab
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
+  };
+
+  const auto group_barrier = [&] { place.group == 0 ? barrier_wait(1, kGroup) : barrier_wait(2, kGroup); };
+
+  const auto rows_of = [&](const auto& of, int col) {
+    return WarpRows<std::decay_t<decltype(of)>>(tile.origin, of, col);
   };
 
   // Of dk, a memory head's other query heads have their part of dP alone: all else comes in times zero.
@@ -120,56 +168,52 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   float2 of_beta = {0.f, 0.f}, read_of_g = {0.f, 0.f};
   const auto slab = [&](int v) {
     const bool last = OneSlab || v + Sizes::kSlab >= shape.V;
-    const auto add_edge = [&](float part) {
+    const auto add_edge = [&] {
+      float part = of_states.sum(p, here, tile, v);
       part = sum_over_col(sum_over_row(part));
       if (lane() == 0) sums.edge[warp] = v == 0 ? part : sums.edge[warp] + part;
     };
     if (v != 0) {
       load_state<T, D>(tile.states, p.states, shape, here, v);
       commit_copies();
-    }
-    load_values(p, here, tile, v);
-    if (Sizes::kApart) load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
-    commit_copies();
-    Edge<T, D, OneSlab> of_states;
-    if (has_edge) {
-      of_states.load(p, here, v);
-    } else if (!Sizes::kApart) {
-      prefetch_state<T, D>(p.gradients, shape, here, v);
+      load_slab(here, v);
+      look_ahead(here, v);
     }
     wait_copies<1>();
     fence_tiles();
     __syncthreads();
 
-    if (has_edge && !Sizes::kApart) add_edge(of_states.sum(p, here, tile, v));
+    const bool has_edge = p.gated && here.first;
+    if (has_edge && !Sizes::kApart) add_edge();
 
     // K S
     Sums<8> e;
     fill(e, 0.f);
     if (has_values) {
       fence_products(e);
-      start_product_transposed(e, tile.k, tile.s(of_values));
+      start_product_transposed(tile.origin, e, tile.k, tile.s(of_values));
       commit_products();
     }
     wait_copies<0>();
     fence_tiles();
     __syncthreads();
 
-    if (here.first) put_value_gradients(p, here, tile, vectors, v);
+    if (!kAside && here.first) put_value_gradients(p, here, tile, vectors, v);
     wait_products<0>(e);
     // dQ += dO S^T
-    if (!OneSlab) add_states<D>(dq, tile.dout, tile.states, here.col);
+    if (!OneSlab) add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
 
     // Z = beta (V - a K S)
     const float2 log = of_rows(kDeltaLog), steps = of_rows(kDeltaBeta);
     if (has_values) {
       const float2 unit = of_rows(kDeltaUnit);
       const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
+      const auto rows_of_v = rows_of(tile.u, of_values), rows_of_g = rows_of(tile.g, of_values);
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         uint32_t values[4], g_block[4], z[4];
-        load_block(values, tile.u, row, of_values + 8 * i);
-        load_block(g_block, tile.g, row, of_values + 8 * i);
+        rows_of_v.load(values, 8 * i);
+        rows_of_g.load(g_block, 8 * i);
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
           const float2 value = unpaired<T>(values[m]), g = unpaired<T>(g_block[m]);
@@ -182,78 +226,110 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
           of_step = fmaf(g.x, amiss.x, fmaf(g.y, amiss.y, of_step));
           z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
         }
-        store_block(tile.u, row, of_values + 8 * i, z);
+        rows_of_v.put(8 * i, z);
       }
       if (last) {
-        put_rows(sums.beta[here.group], row, sum_over_rows(of_beta));
-        if (p.gated) put_rows(sums.read[here.group], row, sum_over_rows(read_of_g));
+        put_rows(sums.beta[place.group], row, sum_over_rows(of_beta));
+        if (p.gated) put_rows(sums.read[place.group], row, sum_over_rows(read_of_g));
       }
     }
-    // dK -= read * G S^T without rho
+    // dK -= read * G S^T without rho. Where dq waits aside, dQ = dO S^T comes with it, and both after U,
+    // beside whose sums they would have no registers.
     Sums<Sizes::kCols / 8> of_state;
-    fill(of_state, 0.f);
-    add_states<D>(of_state, tile.g, tile.states, here.col);
-    if (OneSlab) fill(dk, 0.f);
-    add_scaled(dk, of_state, first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)}));
-    fence_tiles();
-    __syncthreads();
-    if (!Sizes::kApart) {
+    const auto read_states = [&] {
+      const float2 reads = first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)});
+      if (OneSlab) {
+        if (kAside) {
+          fill(dq, 0.f);
+          start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
+        }
+        fill(dk, 0.f);
+        add_states<D>(tile.origin, dk, tile.g, tile.states, place.col);
+        if (kAside) wait_products<0>(dq);
+        scale_rows(dk, reads);
+      } else {
+        fill(of_state, 0.f);
+        add_states<D>(tile.origin, of_state, tile.g, tile.states, place.col);
+        add_scaled(dk, of_state, reads);
+      }
+    };
+    const auto bring_gradients = [&] {
       load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
       commit_copies();
+    };
+    if (!kAside) read_states();
+    if (!Sizes::kApart && !kAside) {
+      fence_tiles();
+      __syncthreads();
+      bring_gradients();
     }
 
-    // U = X Z
+    // U = X Z, of the warpgroup's own columns
     if (has_values) {
+      fence_tiles();
+      group_barrier();
       Sums<8> u;
       fill(u, 0.f);
-      Operand<kTilesDown> x;
 #pragma unroll
-      for (int j = 0; j < kTilesDown; ++j) {
+      for (int first = 0; first < kTilesDown; first += 2) {
+        Operand<2> x;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x.at[j][i] = 0;
-        if (j <= here.band) prepared.load(x.at[j], here.band, j);
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x.at[j][i] = 0;
+          if (first + j <= place.band) prepared.load(x.at[j], place.band, first + j);
+        }
+        fence_products(u);
+        start_product<T>(tile.origin, u, x, tile.u, of_values, kTileRows * first);
+        commit_products();
+        wait_products<0>(u);
       }
-      fence_products(u);
-      start_product<T>(u, x, tile.u, of_values);
-      commit_products();
-      wait_products<0>(u);
       if (__builtin_expect(prepared.keeps(), false)) {
         const unsigned char* const all = prepared_at(p.prepared, shape, here.chunk, here.head);
 #pragma unroll 1
-        for (int j = 0; j <= here.band; ++j) {
+        for (int j = 0; j <= place.band; ++j) {
           uint32_t lost[4];
-          load_lost(lost, all, here.band, j);
+          load_lost(lost, all, place.band, j);
           add_product<T>(u, lost, tile.u, kTileRows * j, of_values);
         }
       }
-      here.group == 0 ? barrier_wait(1, 128) : barrier_wait(2, 128);
-      put_rows<T>(tile.u, row, of_values, u);
+      group_barrier();
+      put_rows<T>(rows_of(tile.u, of_values), u);
     }
-    wait_copies<0>();
+
+    if (kAside) read_states();
+    if (!Sizes::kApart && !kAside) wait_copies<0>();
     fence_tiles();
     __syncthreads();
+    if (kAside) {
+      bring_gradients();
+      if (here.first) put_value_gradients(p, here, tile, vectors, v);
+      wait_copies<0>();
+      fence_tiles();
+      __syncthreads();
+    }
 
     // dK += w * U dS^T without rho
     const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
     const float2 log_now = of_rows(kDeltaLog);
     fill(of_state, 0.f);
-    add_states<D>(of_state, tile.u, tile.gradients, here.col);
+    add_states<D>(tile.origin, of_state, tile.u, tile.gradients, place.col);
     add_scaled(dk, of_state, first_only({exp2_fast(log_end - log_now.x), exp2_fast(log_end - log_now.y)}));
-    if (has_edge && Sizes::kApart) add_edge(of_states.sum(p, here, tile, v));
+    if (p.gated && here.first && Sizes::kApart) add_edge();
 
     // G U^T, dO U^T
     fill(of_steps, 0.f);
     fence_products(of_steps);
-    if (!kBoth && here.group == Sizes::kQueries) {
-      start_product_transposed(of_steps, tile.dout, tile.u);
+    if (!kBoth && place.group == Sizes::kQueries) {
+      start_product_transposed(tile.origin, of_steps, tile.dout, tile.u);
     } else {
-      start_product_transposed(of_steps, tile.g, tile.u);
+      start_product_transposed(tile.origin, of_steps, tile.g, tile.u);
     }
     commit_products();
     wait_products<0>(of_steps);
     if (kBoth && !kLater) {
       fill(both, 0.f);
-      add_scores<T>(both, tile.dout, tile.u);
+      add_scores<T>(tile.origin, both, tile.dout, tile.u);
     }
     if (!OneSlab) {
       // What earlier slabs gave; it would have no registers beside the next one's.
@@ -266,8 +342,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
           if (!last) so_far[i * 128] = at;
         }
       };
-      if (here.group == 0) add(of_steps, 0);
-      if (here.group == Sizes::kQueries) add(of_queries, 1);
+      if (place.group == 0) add(of_steps, 0);
+      if (place.group == Sizes::kQueries) add(of_queries, 1);
     }
     __syncthreads();
   };
@@ -278,38 +354,46 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     for (int v = 0; v < shape.V; v += Sizes::kSlab) slab(v);
   }
 
-  if (kAgain) {
-    load_state<T, D>(tile.again(), p.states, shape, here, 0);
+  if (kAside) put_aside<kThreads>(tile.aside(), dq);
+  if (place.group == Sizes::kQueries && late) {
+    load_queries<kGroup>(p, here, tile);
     commit_copies();
   }
-
-  if (p.gated) put_rows(sums.state[here.group], row, dot_rows<T>(dk, tile.k, row, here.col));
-  if (shape.unit) {
-    put_rows(later.square[0][here.group], row, square_rows<Sizes::kCols, T>(tile.k, row, here.col));
-    put_rows(later.square[1][here.group], row, square_rows<Sizes::kCols, T>(tile.q, row, here.col));
+  if (p.gated) put_rows(sums.state[place.group], row, dot_rows<T>(dk, rows_of(tile.k, place.col)));
+  // Of fewer tokens than steps the second warpgroup has less to do.
+  if (shape.unit && place.group == (many_tokens ? 0 : Sizes::kQueries)) {
+    put_rows(later.square[0], row, square_rows<D, T>(rows_of(tile.k, 0)));
   }
-  if (here.group == 0) weigh_steps(p, here, tile, vectors, of_steps);
+  if (place.group == 0) weigh_steps(p, place, tile, vectors, of_steps);
   if (kLater) {
     fill(both, 0.f);
-    add_scores<T>(both, tile.dout, tile.u);
+    add_scores<T>(tile.origin, both, tile.dout, tile.u);
     __syncthreads();
   }
-  if (here.group == Sizes::kQueries) weigh_queries(p, here, tile, vectors, of_queries);
-  wait_copies<0>();
-  fence_tiles();
+  if (place.group == Sizes::kQueries) {
+    if (late) {
+      wait_copies<0>();
+      fence_tiles();
+      group_barrier();
+    }
+    if (shape.unit && has_tokens) put_rows(later.square[1], row, square_rows<D, T>(rows_of(tile.q, 0)));
+    weigh_queries(p, place, tile, vectors, of_queries);
+  }
   __syncthreads();
 
-  if (OneSlab) {
+  if (kAside) {
+    take_back<kThreads>(dq, tile.aside());
+  } else if (OneSlab) {
     fill(dq, 0.f);
-    add_states<D>(dq, tile.dout, kAgain ? tile.again() : tile.states, here.col);
+    add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
   }
   const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
                             vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
   scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
   if (p.gated) {
     // r q . S do
-    const float2 state = dot_rows<T>(dq, tile.q, row, here.col);
-    put_rows(sums.query[here.group], row, {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
+    const float2 state = dot_rows<T>(dq, rows_of(tile.q, place.col));
+    put_rows(sums.query[place.group], row, {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
   }
   // dQ += dP K
   Operand<4> of_k;
@@ -317,10 +401,12 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   for (int j = 0; j < kTilesDown; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_k.at[j][i] = 0;
-    if (here.follow(here.band, j, n)) load_block(of_k.at[j], tile.square(Tiles::kOfRows), row, kTileRows * j);
+    if (has_tokens && Here::follow(place.band, j, n)) {
+      tile.blocks(Tiles::kOfRows).load(of_k.at[j], Blocks::of_tokens(many_tokens, place.band, j));
+    }
   }
   fence_products(dq);
-  start_product<T>(dq, of_k, tile.k, here.col);
+  start_product<T>(tile.origin, dq, of_k, tile.k, place.col);
   commit_products();
   // dK += dP^T Q
   const auto add_queries = [&](auto& of_q) {
@@ -329,16 +415,17 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     for (int b = 0; b < kBands; ++b) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) of_q.at[b][i] = 0;
-      if (here.follow(b, here.band, n)) {
-        load_block_transposed(of_q.at[b], tile.square(Tiles::kOfTokens), row, kTileRows * b);
+      if (Here::follow(b, place.band, n)) {
+        tile.blocks(Tiles::kOfTokens)
+            .load_transposed(of_q.at[b], Blocks::of_tokens(many_tokens, b, place.band));
       }
     }
     fence_products(dk);
-    start_product<T>(dk, of_q, tile.q, here.col);
+    start_product<T>(tile.origin, dk, of_q, tile.q, place.col);
     commit_products();
     wait_products<0>(dq, dk);
   };
-  if (here.many_tokens) {
+  if (many_tokens) {
     Operand<4> of_q;
     add_queries(of_q);
   } else {
@@ -353,40 +440,45 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     uint32_t above[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < 4; ++i) block[i] = 0;
-    if (j <= here.band) load_block(block, tile.square(Tiles::kStepRows), row, kTileRows * j);
-    if (j >= here.band) load_block_transposed(above, tile.square(Tiles::kStepCols), row, kTileRows * j);
+    if (j <= place.band) tile.blocks(Tiles::kStepRows).load(block, block_of(place.band, j));
+    if (j >= place.band) tile.blocks(Tiles::kStepCols).load_transposed(above, block_of(j, place.band));
 #pragma unroll
     for (int i = 0; i < 4; ++i) block[i] |= above[i];
   }
   fence_products(dk);
-  start_product<T>(dk, of_rows_of_k, tile.k, here.col);
+  start_product<T>(tile.origin, dk, of_rows_of_k, tile.k, place.col);
   commit_products();
   wait_products<0>(dk);
 
-  const float2 of_key = inverse_length(whole(later.square[0], mine)),
-               of_q = inverse_length(whole(later.square[1], mine));
+  const float2 of_key = inverse_length({later.square[0][mine], later.square[0][mine + 8]}),
+               of_q = inverse_length({later.square[1][mine], later.square[1][mine + 8]});
   if (shape.unit) {
     // rho_j is put to dk_j here, in fp32: 1000 times a sum may be too large for 16 bits.
     scale_rows(dq, {shape.scale * of_q.x, shape.scale * of_q.y});
     scale_rows(dk, of_key);
-    put_rows(later.along[0][here.group], row, dot_rows<T>(dk, tile.k, row, here.col));
-    put_rows(later.along[1][here.group], row, dot_rows<T>(dq, tile.q, row, here.col));
+    put_rows(later.along[0][place.group], row, dot_rows<T>(dk, rows_of(tile.k, place.col)));
+    if (has_tokens) {
+      put_rows(later.along[1][place.group], row, dot_rows<T>(dq, rows_of(tile.q, place.col)));
+    }
   } else {
     scale_rows(dq, {shape.scale, shape.scale});
   }
   __syncthreads();
   if (shape.unit) {
-    take_along<T>(dk, tile.k, row, here.col, whole(later.along[0], mine), of_key);
-    take_along<T>(dq, tile.q, row, here.col, whole(later.along[1], mine), of_q);
+    take_along<T>(dk, rows_of(tile.k, place.col), whole(later.along[0], mine), of_key);
+    if (has_tokens) take_along<T>(dq, rows_of(tile.q, place.col), whole(later.along[1], mine), of_q);
   }
-  store_rows<T, T>(dq, at<T>(p.dq, batch, here.piece.start, here.query_head, here.col), p.dq.stride[1], row,
-                   here.piece.length, shape.D - here.col);
+  const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * n;
+  store_rows_by(rows_of(tile.q, place.col), dq,
+                at<T>(p.dq, batch, here.piece.start + row, here.query_head, place.col), p.dq.stride[1],
+                here.piece.length - row, shape.D - place.col);
   if (p.dk.dtype == DType::f32) {
-    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, here.col), p.dk.stride[1],
-                         row, here.rows, shape.D - here.col);
+    store_rows<float, T>(dk, at<float>(p.dk, batch, first_row, here.query_head, place.col), p.dk.stride[1],
+                         row, here.rows, shape.D - place.col);
   } else {
-    store_rows<T, T>(dk, at<T>(p.dk, batch, first_row, here.query_head, here.col), p.dk.stride[1], row,
-                     here.rows, shape.D - here.col);
+    store_rows_by(rows_of(tile.k, place.col), dk,
+                  at<T>(p.dk, batch, first_row + row, here.query_head, place.col), p.dk.stride[1],
+                  here.rows - row, shape.D - place.col);
   }
 
   // What warps added up stands since the last barrier.
@@ -411,8 +503,8 @@ constexpr int gradients_least() {
 template <typename T, int D, bool OneSlab>
 cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   using Tiles = GradientTiles<T, D, OneSlab>;
-  static_assert(D != 64 || !OneSlab || Tiles::bytes(true) <= 75 * 1024,
-                "three blocks have 228 KB, of which each gives away one");
+  static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 75 : 113) * 1024,
+                "three blocks or two have 228 KB, of which each gives away one");
   if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(Tiles::bytes(true));
       error != cudaSuccess) {
     return error;
