@@ -34,14 +34,22 @@ struct Vectors {
   }
 };
 
-// Those of the lane's rows among a product's columns: loaded while it is under way.
+// Those of the lane's rows among a product's columns: loaded while it is under way, or, where there are no
+// registers for that, when they are used.
+template <bool Held>
 struct RowFactors {
-  float2 at[kDeltaRows / 8];
+  Vectors vectors;
+  int vector;
+  float2 held[Held ? kDeltaRows / 8 : 1];
 
-  __device__ RowFactors(const Vectors& vectors, int vector) {
+  __device__ RowFactors(const Vectors& vectors, int vector) : vectors(vectors), vector(vector) {
 #pragma unroll
-    for (int i = 0; i < kDeltaRows / 8; ++i) at[i] = vectors.pair(vector, 8 * i);
+    for (int i = 0; i < kDeltaRows / 8; ++i) {
+      if (Held) held[i] = vectors.pair(vector, 8 * i);
+    }
   }
+  // Of the eight rows from 8 i on.
+  __device__ float2 at(int i) const { return Held ? held[Held ? i : 0] : vectors.pair(vector, 8 * i); }
 };
 
 // What was prepared of a chunk and head, in shared memory up to kDeltaLost.
@@ -269,7 +277,13 @@ __device__ inline void scale(State<D>& s, float by) {
   for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
 }
 
-// The transpose of what a warp has rounded, to its 16 columns of a slot.
+// What a warp has rounded, to its 16 rows of a slot.
+template <int K, class Tile>
+__device__ inline void leave(const Tile& slot, const Operand<K>& a, int warp) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) store_block(slot, 16 * warp, 16 * k, a.at[k]);
+}
+// And its transpose, to its 16 columns of one.
 template <int K, class Tile>
 __device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
 #pragma unroll

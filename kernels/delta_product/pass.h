@@ -20,8 +20,8 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int stages;  // of keys and values, and of queries
-  int slots;   // for states on their way out
+  int stages, queries;  // of keys and values, of queries
+  int slots;            // of a chunk's state and updates
 };
 
 struct ReversePass {

@@ -217,6 +217,13 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // Y^T = dS^T K^T, and dS decays meanwhile
     Sums<8> y;
     rounded.start_read(y, s, stage.k());
+    uint32_t values[kTilesDown][4];
+    const auto load_values = [&](int j) { load_block_transposed(values[j], stage.v(), 16 * warp, 16 * j); };
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (kWhole) load_values(j);
+    }
+    const RowFactors<kWhole> write(vectors, kDeltaWrite);
     if (stores) {
       wait(&barriers.state_stored[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
@@ -234,19 +241,16 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       query_turn.next(pass.stages);
     };
     add_queries();
-    uint32_t values[kTilesDown][4];
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) load_block_transposed(values[j], stage.v(), 16 * warp, 16 * j);
-    const RowFactors write(vectors, kDeltaWrite);
     wait_products<kWhole ? 1 : 0>(y);
 
     // dU_j += w_j Y_j
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) {
+      if (!kWhole) load_values(j);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
-        const float2 by = write.at[2 * j + half];
+        const float2 by = write.at(2 * j + half);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(values[j][2 * half + i]);
@@ -261,7 +265,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // G^T = dU^T X
     Halves g;
     start_transposed_solution<T>(g, du, stage.inverse());
-    const RowFactors read(vectors, kDeltaRead);
+    const RowFactors<kWhole> read(vectors, kDeltaRead);
     wait_products<0>(g[0], g[1]);
     leave_queries();
 #pragma unroll 1
@@ -287,7 +291,10 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // dS^T <- dS^T - (read * G)^T K
     Operand<kTilesDown> unweighted, update;
     if (stores) round_to<T>(unweighted, g);
-    scale_chunk_rows(g, [&](int row) { return float2{-read.at[row / 8].x, -read.at[row / 8].y}; });
+    scale_chunk_rows(g, [&](int row) {
+      const float2 by = read.at(row / 8);
+      return float2{-by.x, -by.y};
+    });
     round_to<T>(update, g);
     start_update<T>(s, update, stage.k());
     if (stores) {

@@ -5,11 +5,12 @@
 //
 // A block has 64 columns of V of one head's state, for all chunks of a sequence or a segment of one. The time
 // of a chunk is that of its chain of products, each of which waits for the one before: a warpgroup does
-// nothing but these. Beside it four warps make P, two store the output and the states, and two load what all
-// of them read.
+// nothing but these. Beside it a warpgroup makes the output, five warps make P, one stores the states, and
+// two load what all of them read.
 #pragma once
 
 #include "delta_product/scan_chain.cuh"
+#include "delta_product/scan_readers.cuh"
 #include "delta_product/scan_scores.cuh"
 
 namespace girih::kernels::delta_product {
@@ -43,7 +44,7 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
         wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
         q.start(space.query(query_turn.place).q(), c * tokens, length, member * p.q.stride[2]);
         arrive_after_copies(&barriers.query_full[query_turn.place]);
-        query_turn.next(pass.stages);
+        query_turn.next(pass.queries);
       }
     }
   }
@@ -52,71 +53,59 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
 }
 
 template <typename T, int D, int Rows>
-__device__ inline void store(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
-                             int worker) {
-  constexpr int kStores = ScanRoles<Rows>::kStores;
+__device__ inline void store_states(const ScanPass& pass, const Part& part,
+                                    const ScanSpace<T, D, Rows>& space) {
   const DeltaScan& p = pass.scan;
-  const int tokens = delta_chunk(p.shape.n), group = p.shape.query_heads / p.shape.heads,
-            cols = p.shape.V - part.col;
+  if (p.states == nullptr) return;
   ScanBarriers& barriers = space.barriers();
-  Turn state, output;
+  Turn slot;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    if (p.states != nullptr) {
-      T* const to = static_cast<T*>(p.states) +
-                    (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
-      wait(&barriers.state[state.place], state.parity);
-      store_rows<kStores>(space.state(state.place), to, p.shape.D, cols, p.shape.D, worker);
-      arrive(&barriers.state_stored[state.place]);
-      state.next(pass.slots);
-    }
-#pragma unroll 1
-    for (int member = 0; member < group; ++member) {
-      T* const to = at<T>(p.o, part.piece.sequence.batch, part.piece.start + c * tokens,
-                          static_cast<int64_t>(part.head) * group + member, part.col);
-      wait(&barriers.output[output.place], output.parity);
-      store_rows<kStores>(space.output(output.place), to, p.o.stride[1], tokens_in(part, tokens, c), cols,
-                          worker);
-      arrive(&barriers.output_stored[output.place]);
-      output.next(kOutputSlots);
-    }
+    T* const to = static_cast<T*>(p.states) +
+                  (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
+    wait(&barriers.state[slot.place], slot.parity);
+    store_rows<1>(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D, 0);
+    arrive(&barriers.read[slot.place]);
+    slot.next(pass.slots);
   }
 }
 
-// Chains of wide states need more registers than a thread's share of a multiprocessor.
-constexpr int kChainRegisters = 240, kOtherRegisters = 88;
+// Of a thread, by role: the chain's states need more than its share of a multiprocessor.
+template <int D>
+struct ScanRegisters {
+  static constexpr int kChain = D == 256 ? 240 : 216, kReaders = D == 256 ? 96 : 120, kOthers = 88;
+};
 
 template <typename T, int D, int Rows>
 __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __grid_constant__ ScanPass pass) {
   using Roles = ScanRoles<Rows>;
   using Space = ScanSpace<T, D, Rows>;
-  constexpr bool kUneven = Rows != 0;
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of(pass.scan.shape, pass.walk, part)) return;
-  const Space space{shared, pass.stages, pass.slots};
+  const Space space{shared, pass.stages, pass.queries, pass.slots};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], 32 * Roles::kChain);
+      init_barrier(&barriers.empty[i], 32 * (Roles::kChain + Roles::kScores));
+    }
+    for (int i = 0; i < pass.queries; ++i) {
       init_barrier(&barriers.query_full[i], 32 * kLoaders);
       init_barrier(&barriers.scored[i], 32 * Roles::kScores);
-      init_barrier(&barriers.query_empty[i], 32 * Roles::kChain);
+      init_barrier(&barriers.query_empty[i], 32 * Roles::kReaders);
     }
-    for (int i = 0; i < kStateSlots; ++i) {
+    for (int i = 0; i < pass.slots; ++i) {
       init_barrier(&barriers.state[i], 32 * Roles::kChain);
-      init_barrier(&barriers.state_stored[i], 32 * Roles::kStores);
-    }
-    for (int i = 0; i < kOutputSlots; ++i) {
-      init_barrier(&barriers.output[i], 32 * Roles::kChain);
-      init_barrier(&barriers.output_stored[i], 32 * Roles::kStores);
+      init_barrier(&barriers.update[i], 32 * Roles::kChain);
+      init_barrier(&barriers.read[i],
+                   32 * (Roles::kReaders + (pass.scan.states == nullptr ? 0 : Roles::kStores)));
     }
   }
   // P and the factors, of which only what tokens see is ever written.
   if constexpr (Rows != 0) {
     using Query = typename Space::Query;
-    for (int i = 0; i < pass.stages; ++i) {
+    for (int i = 0; i < pass.queries; ++i) {
       for (int at = Query::Q::kBytes + 16 * threadIdx.x; at < Query::kBytes; at += 16 * Roles::kThreads) {
         *reinterpret_cast<uint4*>(space.query(i).data + at) = {0, 0, 0, 0};
       }
@@ -125,15 +114,19 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
   __syncthreads();
   const int warp = warp_index();
   if (warp < Roles::kChain) {
-    if (kUneven) take_registers<kChainRegisters>();
+    if (Rows != 0) take_registers<ScanRegisters<D>::kChain>();
     run_chain<T, D, Rows>(pass, part, space, warp);
     return;
   }
   if constexpr (Rows != 0) {
-    if (kUneven) leave_registers<kOtherRegisters>();
-    const int score = warp - Roles::kChain, worker = score - Roles::kScores;
-    if (worker < 0) return run_scores(pass, part, space, score);
-    if (worker < Roles::kStores) return store(pass, part, space, worker);
+    const int reader = warp - Roles::kChain, score = reader - Roles::kReaders;
+    if (score < 0) {
+      leave_registers<ScanRegisters<D>::kReaders>();
+      return run_readers(pass, part, space, reader);
+    }
+    leave_registers<ScanRegisters<D>::kOthers>();
+    if (score < Roles::kScores) return run_scores(pass, part, space, score);
+    if (score == Roles::kScores) return store_states(pass, part, space);
   }
   load_stages(pass, part, space, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
 }
@@ -141,8 +134,7 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int scan_least() {
-  using Space = ScanSpace<T, D, kDeltaRows>;
-  return Space::bytes(1, 1);
+  return ScanSpace<T, D, kDeltaRows>::bytes(1, 1, 1);
 }
 
 template <typename T, int D, int Rows>
@@ -151,18 +143,33 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   ScanPass pass = given;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const auto stages_beside = [&](int slots) {
-    return std::min((limit - Space::bytes(0, slots)) / Space::kStage, kMaxStages);
-  };
-  pass.slots = Rows == 0 || pass.scan.states == nullptr ? 0 : stages_beside(2) >= 2 ? 2 : 1;
-  // Without output several blocks fit a multiprocessor, if they leave each other shared memory.
-  pass.stages = Rows == 0 ? std::min(stages_beside(0), 3) : stages_beside(pass.slots);
-  if (pass.stages < 1) return cudaErrorInvalidConfiguration;
+  if (Rows == 0) {
+    // Several blocks fit a multiprocessor, if they leave each other shared memory.
+    pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::bytes(1, 0, 0), 3);
+    pass.queries = pass.slots = 0;
+  } else {
+    // As many stages of both kinds as there is room for, two slots if there is room for two of both.
+    const auto fit = [&](int slots) {
+      pass.slots = slots;
+      for (int most = kMaxStages; most > 0; --most) {
+        for (pass.stages = kMaxStages; pass.stages >= most; --pass.stages) {
+          for (pass.queries = kMaxStages; pass.queries >= most; --pass.queries) {
+            if (Space::bytes(pass.stages, pass.queries, slots) <= limit) return most;
+          }
+        }
+      }
+      return 0;
+    };
+    if (fit(kMaxSlots) < 2) fit(1);
+  }
+  if (pass.stages < 1 || Space::bytes(pass.stages, pass.queries, pass.slots) > limit) {
+    return cudaErrorInvalidConfiguration;
+  }
   if (const cudaError_t error = allow_shared<scan<T, D, Rows>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const int bytes = Space::bytes(pass.stages, pass.slots);
+  const int bytes = Space::bytes(pass.stages, pass.queries, pass.slots);
   scan<T, D, Rows><<<static_cast<unsigned>(blocks), ScanRoles<Rows>::kThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

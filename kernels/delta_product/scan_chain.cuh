@@ -1,8 +1,8 @@
 // The chain of the scan: a warpgroup that goes from chunk to chunk, warp w with 16 of the block's columns.
 //
 // It keeps S^T in fp32 and computes everything transposed: then the sums of every product become the left
-// factor of the next by rounding alone, and none of them passes through shared memory. The products that the
-// state does not wait for, O, are under way while the warps work on those that it does.
+// factor of the next by rounding alone, and none that it waits for passes through shared memory. What it has
+// rounded, S and U, it leaves for the readers, and for the warp that stores the states.
 #pragma once
 
 #include "delta_product/scan_space.cuh"
@@ -56,9 +56,9 @@ __device__ inline void add_lost(Halves& u, const Operand<kTilesDown>& z, const u
 template <typename T, int D, int Rows>
 __device__ inline void run_chain(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                  int warp) {
-  constexpr bool kReads = Rows != 0, kWhole = RoundedState<T, D>::kWhole, kEarly = kReads && kWhole;
+  constexpr bool kLeaves = Rows != 0, kWhole = RoundedState<T, D>::kWhole;
   const DeltaScan& p = pass.scan;
-  const int first_col = part.col + 16 * warp, group = p.shape.query_heads / p.shape.heads;
+  const int first_col = part.col + 16 * warp;
   const bool weighted = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1
   ScanBarriers& barriers = space.barriers();
 
@@ -67,75 +67,43 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
   RoundedState<T, D> rounded;
   rounded.take(s);
 
-  // O^T of a query head. What a chunk ends with is left when the next one's products are under way.
-  Sums<kReads ? Rows / 8 : 1> o;
-  Turn turn, query_turn, state_slot, output_slot;
-  const auto leave_output = [&] {
-    if constexpr (kReads) {
-      Operand<Rows / 16> out;
-      round_to<T>(out, o);
-      wait(&barriers.output_stored[output_slot.place], output_slot.parity ^ 1);
-      leave_transposed(space.output(output_slot.place), out, warp);
-      arrive(&barriers.output[output_slot.place]);
-      output_slot.next(kOutputSlots);
-    }
-  };
-  // With a chunk's first scores all that it reads is there.
-  const auto wait_for_scores = [&] { wait(&barriers.scored[query_turn.place], query_turn.parity); };
+  Turn turn, slot;
   const auto wait_for_stage = [&] {
     wait(&barriers.full[turn.place], turn.parity);
     fence_tiles();
   };
-  const auto start_queries = [&] {
-    if constexpr (kReads) rounded.start_read(o, s, space.query(query_turn.place).q());
-  };
-  const auto leave_queries = [&] {
-    arrive(&barriers.query_empty[query_turn.place]);
-    query_turn.next(pass.stages);
-  };
-  const auto scale_output = [&] {
-    if constexpr (kReads) {
-      const float* const factors = space.query(query_turn.place).factors() + lane_col();
-      scale_columns(o, [&](int n) { return *reinterpret_cast<const float2*>(factors + 8 * n); });
-    }
-  };
-
-  if (!kReads && part.chunks > 0) wait_for_stage();
+  if (part.chunks > 0) wait_for_stage();
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
     const Stage<T, D> stage = space.stage(turn.place);
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
-    if (kReads) wait_for_scores();
 
     // Y^T = S^T K^T
     Sums<8> y;
     rounded.start_read(y, s, stage.k());
-    if constexpr (kEarly) {
-      wait_products<1>(o);
-      if (c > 0) leave_output();
-    }
-    if (kReads && p.states != nullptr) {
-      wait(&barriers.state_stored[state_slot.place], state_slot.parity ^ 1);
-      rounded.leave(s, space.state(state_slot.place), warp);
-      arrive(&barriers.state[state_slot.place]);
-      state_slot.next(pass.slots);
-    }
-    if constexpr (kEarly) start_queries();
     uint32_t v[kTilesDown][4];
+    const auto load_values = [&](int j) { load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j); };
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j);
-    const RowFactors beta(vectors, kDeltaBeta), read(vectors, kDeltaRead);
-    const bool keeps = prepared.keeps();
-    wait_products<kEarly ? 1 : 0>(y);
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (kWhole) load_values(j);
+    }
+    const RowFactors<kWhole> beta(vectors, kDeltaBeta), read(vectors, kDeltaRead);
+    if constexpr (kLeaves) {
+      wait(&barriers.read[slot.place], slot.parity ^ 1);
+      rounded.leave(s, space.state(slot.place), warp);
+      arrive(&barriers.state[slot.place]);
+    }
+    wait_products<0>(y);
 
     // Z_i = beta_i v_i - read_i Y_i
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) {
+      if (!kWhole) load_values(j);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
-        const float2 by = beta.at[2 * j + half], less = read.at[2 * j + half];
+        const float2 by = beta.at(2 * j + half), less = read.at(2 * j + half);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(v[j][2 * half + i]);
@@ -150,12 +118,8 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     // U^T = Z^T X^T, and S decays meanwhile
     Halves u;
     start_solution<T>(u, z, stage.inverse());
-    const float decay = p.gated ? exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)) : 1.f;
-    if (kWhole && p.gated) scale(s, decay);
-    if constexpr (kEarly) {
-      wait_products<1>(o);
-      scale_output();
-    }
+    const bool keeps = prepared.keeps();
+    if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     wait_products<0>(u[0], u[1]);
     if (__builtin_expect(keeps, false)) {
       add_lost<T>(u, z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
@@ -170,53 +134,22 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     } else {
       update = unweighted;
     }
-    if (kWhole) start_update<T>(s, update, stage.k());
-
-    // O = scale rho_t e^{L_t} Q S + P U, of the first query head Q S is there
-    const auto add_scores = [&] {
-      if constexpr (kReads) {
-        fence_products(o);
-        start_product_transposed<T>(o, unweighted, space.query(query_turn.place).p());
-        commit_products();
-      }
-    };
-    if constexpr (kEarly) add_scores();
-    if constexpr (kReads) {
-#pragma unroll 1
-      for (int member = kEarly ? 1 : 0; member < group; ++member) {
-        if (kEarly) {
-          wait_products<0>(o);
-          leave_queries();
-          leave_output();
-        }
-        wait_for_scores();
-        start_queries();
-        wait_products<0>(o);
-        scale_output();
-        add_scores();
-        if (!kEarly) {
-          wait_products<0>(o);
-          leave_queries();
-          leave_output();
-        }
-      }
+    start_update<T>(s, update, stage.k());
+    if constexpr (kLeaves) {
+      leave(space.update(slot.place), unweighted, warp);
+      arrive(&barriers.update[slot.place]);
+      slot.next(pass.slots);
     }
-
-    if (!kWhole && p.gated) scale(s, decay);
-    if (!kWhole) start_update<T>(s, update, stage.k());
     uint64_t* const emptied = &barriers.empty[turn.place];
     turn.next(pass.stages);
     // The fence's time is that of the update, if there is another stage.
-    const bool more = !kReads && c + 1 < part.chunks, early = more && pass.stages > 1;
+    const bool more = c + 1 < part.chunks, early = more && pass.stages > 1;
     if (early) wait_for_stage();
-    if constexpr (kReads && kWhole) wait_products<0>(o);
     finish<0>(s);
     rounded.take(s);
-    if (kEarly) leave_queries();
     arrive(emptied);
     if (more && !early) wait_for_stage();
   }
-  if (kEarly && part.chunks > 0) leave_output();
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
 

@@ -88,13 +88,12 @@ __device__ inline void score(const DeltaScan& p, const Stage<T, D>& stage,
   }
 }
 
-// Two tiles of a band of tokens are a warp's, others in every chunk: of four bands with one step a token some
-// have one to see, some two.
+// Two tiles of a band of tokens at a time, dealt out anew in every chunk: of four bands with one step a token
+// some have one to see, some two.
 template <typename T, int D, int Rows>
 __device__ inline void run_scores(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                   int warp) {
-  constexpr int kTiles = 2, kOfBand = kTilesDown / kTiles;
-  static_assert(ScanRoles<Rows>::kScores == kTilesDown * kOfBand, "");
+  constexpr int kTiles = 2, kOfBand = kTilesDown / kTiles, kWarps = ScanRoles<Rows>::kScores;
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, group = p.shape.query_heads / p.shape.heads;
   const int bands = (delta_chunk(n) + kTileRows - 1) / kTileRows;
@@ -102,22 +101,23 @@ __device__ inline void run_scores(const ScanPass& pass, const Part& part, const 
   Turn turn, query_turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const int unit = (warp + c) % ScanRoles<Rows>::kScores, band = bands - 1 - unit / kOfBand,
-              tile = unit % kOfBand * kTiles, count = min(n * (band + 1), kTilesDown) - tile;
     const Stage<T, D> stage = space.stage(turn.place);
     wait(&barriers.full[turn.place], turn.parity);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       wait(&barriers.query_full[query_turn.place], query_turn.parity);
-      if (band >= 0 && count > 0) {
+#pragma unroll 1
+      for (int unit = (warp + c) % kWarps; unit < bands * kOfBand; unit += kWarps) {
+        const int band = bands - 1 - unit / kOfBand, tile = unit % kOfBand * kTiles,
+                  count = min(n * (band + 1), kTilesDown) - tile;
+        if (count <= 0) continue;
         score<kTiles>(p, stage, space.query(query_turn.place), kTileRows * band, kTileRows * tile, count);
       }
-      // For all that was loaded too: the chain does not start before its scores are there, and where it had
-      // the fence this took a tenth of its time.
-      fence_tiles();
+      fence_tiles();  // for the query's tile too, which the products read as they do P
       arrive(&barriers.scored[query_turn.place]);
-      query_turn.next(pass.stages);
+      query_turn.next(pass.queries);
     }
+    arrive(&barriers.empty[turn.place]);
     turn.next(pass.stages);
   }
 }

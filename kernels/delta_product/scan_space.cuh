@@ -10,9 +10,10 @@ namespace girih::kernels::delta_product {
 template <int Rows>
 struct ScanRoles {  // warps
   static constexpr int kChain = 4;
-  static constexpr int kScores = Rows == 0 ? 0 : 8;
-  static constexpr int kStores = Rows == 0 ? 0 : 2;
-  static constexpr int kThreads = 32 * (kChain + kScores + kStores + kLoaders);
+  static constexpr int kReaders = Rows == 0 ? 0 : 4;
+  static constexpr int kScores = Rows == 0 ? 0 : 5;
+  static constexpr int kStores = Rows == 0 ? 0 : 1;
+  static constexpr int kThreads = 32 * (kChain + kReaders + kScores + kStores + kLoaders);
 };
 
 // What one query head brings to a chunk, and what becomes of it.
@@ -31,13 +32,12 @@ struct QueryStage {
   __device__ float* factors() const { return reinterpret_cast<float*>(data + kFactors); }
 };
 
-constexpr int kMaxStages = 4, kStateSlots = 2, kOutputSlots = 2;
+constexpr int kMaxStages = 4, kMaxSlots = 2;
 
 struct ScanBarriers {
   uint64_t full[kMaxStages], empty[kMaxStages];                                  // stages
   uint64_t query_full[kMaxStages], scored[kMaxStages], query_empty[kMaxStages];  // of the query heads
-  uint64_t state[kStateSlots], state_stored[kStateSlots];
-  uint64_t output[kOutputSlots], output_stored[kOutputSlots];
+  uint64_t state[kMaxSlots], update[kMaxSlots], read[kMaxSlots];                 // S and U of a chunk
 };
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
@@ -45,28 +45,33 @@ static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 template <typename T, int D, int Rows>
 struct ScanSpace {
   using Query = QueryStage<T, D, Rows>;
-  using StateSlot = PaddedTile<T, kScanColumns, D>;
-  using OutputSlot = PaddedTile<T, Rows, kScanColumns>;
+  using State = PaddedTile<T, kScanColumns, D>;
+  using Update = PaddedTile<T, kScanColumns, kDeltaRows>;
+  using Output = PaddedTile<T, Rows, kScanColumns>;
 
   unsigned char* data;
-  int stages, slots;
+  int stages, queries, slots;
 
-  static constexpr int kStage = Stage<T, D>::kBytes + (Rows == 0 ? 0 : Query::kBytes);
-  static constexpr int kOutputs = Rows == 0 ? 0 : kOutputSlots * OutputSlot::kBytes;
-  __host__ __device__ static constexpr int bytes(int stages, int slots) {
-    return kScanBarrierBytes + stages * kStage + kOutputs + slots * StateSlot::kBytes;
+  static constexpr int kSlotBytes = State::kBytes + Update::kBytes;
+  // Two tiles of output: one is stored while the other is filled.
+  __host__ __device__ static constexpr int bytes(int stages, int queries, int slots) {
+    return kScanBarrierBytes + stages * Stage<T, D>::kBytes +
+           (Rows == 0 ? 0 : queries * Query::kBytes + slots * kSlotBytes + 2 * Output::kBytes);
   }
 
   __device__ Stage<T, D> stage(int i) const { return {data + i * Stage<T, D>::kBytes}; }
-  __device__ Query query(int i) const { return {data + stages * Stage<T, D>::kBytes + i * Query::kBytes}; }
-  __device__ OutputSlot output(int i) const {
-    return {reinterpret_cast<T*>(data + stages * kStage + i * OutputSlot::kBytes)};
-  }
-  __device__ StateSlot state(int i) const {
-    return {reinterpret_cast<T*>(data + stages * kStage + kOutputs + i * StateSlot::kBytes)};
-  }
+  __device__ Query query(int i) const { return {after_stages() + i * Query::kBytes}; }
+  __device__ State state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
+  __device__ Update update(int i) const { return {reinterpret_cast<T*>(slot(i) + State::kBytes)}; }
+  __device__ Output output(int i) const { return {reinterpret_cast<T*>(slot(slots) + i * Output::kBytes)}; }
   __device__ ScanBarriers& barriers() const {
-    return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, slots) - kScanBarrierBytes);
+    return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, queries, slots) - kScanBarrierBytes);
+  }
+
+ private:
+  __device__ unsigned char* after_stages() const { return data + stages * Stage<T, D>::kBytes; }
+  __device__ unsigned char* slot(int i) const {
+    return after_stages() + queries * Query::kBytes + i * kSlotBytes;
   }
 };
 
