@@ -73,7 +73,13 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part,
 // Of a thread, by role: the chain's states need more than its share of a multiprocessor.
 template <int D>
 struct ScanRegisters {
-  static constexpr int kChain = D == 256 ? 240 : 216, kReaders = D == 256 ? 96 : 120, kOthers = 88;
+  static constexpr int kChain = D == 64    ? 160
+                                : D == 128 ? 200
+                                           : 240,
+                       kReaders = D == 64    ? 120
+                                  : D == 128 ? 112
+                                             : 96,
+                       kOthers = (512 - kChain - kReaders) / 16 * 8;
 };
 
 template <typename T, int D, int Rows>
@@ -148,7 +154,8 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::bytes(1, 0, 0), 3);
     pass.queries = pass.slots = 0;
   } else {
-    // As many stages of both kinds as there is room for, two slots if there is room for two of both.
+    // As many stages of both kinds as there is room for. Two slots beside three of each are better than one
+    // beside more.
     const auto fit = [&](int slots) {
       pass.slots = slots;
       for (int most = kMaxStages; most > 0; --most) {
@@ -160,7 +167,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
       }
       return 0;
     };
-    if (fit(kMaxSlots) < 2) fit(1);
+    if (fit(kMaxSlots) < 3) fit(1);
   }
   if (pass.stages < 1 || Space::bytes(pass.stages, pass.queries, pass.slots) > limit) {
     return cudaErrorInvalidConfiguration;

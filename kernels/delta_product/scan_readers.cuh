@@ -22,7 +22,8 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
             cols = p.shape.V - part.col;
   ScanBarriers& barriers = space.barriers();
   Turn slot, query_turn;
-  int output = 0;
+  // All four have read what they share, or written it.
+  const auto meet = [] { barrier_wait(kReaderBarrier, 32 * ScanRoles<Rows>::kReaders); };
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
     Operand<4> s[kWhole ? kSlabs : 1];
@@ -69,18 +70,17 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
       start_product_transposed<T>(o, u, query.p());
       commit_products();
       wait_products<0>(o);
-      arrive(&barriers.query_empty[query_turn.place]);
-      query_turn.next(pass.queries);
-
       Operand<Rows / 16> out;
       round_to<T>(out, o);
-      leave_transposed(space.output(output), out, warp);
-      barrier_wait(kReaderBarrier, 32 * ScanRoles<Rows>::kReaders);
+      meet();
+      leave_transposed(query.o(), out, warp);
+      meet();
       T* const to = at<T>(p.o, part.piece.sequence.batch, part.piece.start + c * tokens,
                           static_cast<int64_t>(part.head) * group + member, part.col);
-      store_rows<ScanRoles<Rows>::kReaders>(space.output(output), to, p.o.stride[1],
-                                            tokens_in(part, tokens, c), cols, warp);
-      output ^= 1;
+      store_rows<ScanRoles<Rows>::kReaders>(query.o(), to, p.o.stride[1], tokens_in(part, tokens, c), cols,
+                                            warp);
+      arrive(&barriers.query_empty[query_turn.place]);
+      query_turn.next(pass.queries);
     }
     slot.next(pass.slots);
   }

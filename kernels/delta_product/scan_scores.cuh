@@ -20,25 +20,37 @@ __device__ inline void score(const DeltaScan& p, const Stage<T, D>& stage,
 #pragma unroll
   for (int i = 0; i < Tiles; ++i) fill(scores[i], 0.f);
   float2 square = {0.f, 0.f};
-#pragma unroll(D == 256 ? 8 : D / 16)
-  for (int k = 0; k < D / 16; ++k) {
-    uint32_t q[4];
-    load_block(q, query.q(), first, 16 * k);
+  // All of 64 columns first: what follows each load would wait for it alone. A tile too many is there too.
 #pragma unroll
-    for (int i = 0; i < Tiles; ++i) {
-      if (i >= count) continue;
-      uint32_t key[4];
-      load_matrices(key, stage.k().address(row + 16 * i, 16 * k, (lane() & 7) + (lane() >> 4) * 8,
-                                           ((lane() >> 3) & 1) * 8));
-      mma<T>(scores[i].at[0], q, key[0], key[1]);
-      mma<T>(scores[i].at[1], q, key[2], key[3]);
+  for (int col = 0; col < D; col += 64) {
+    Operand<4> q, keys[Tiles];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      load_block(q.at[k], query.q(), first, col + 16 * k);
+#pragma unroll
+      for (int i = 0; i < Tiles; ++i) {
+        load_matrices(keys[i].at[k],
+                      stage.k().address(row + 16 * i, col + 16 * k, (lane() & 7) + (lane() >> 4) * 8,
+                                        ((lane() >> 3) & 1) * 8));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int i = 0; i < Tiles; ++i) {
+        mma<T>(scores[i].at[0], q.at[k], keys[i].at[k][0], keys[i].at[k][1]);
+        mma<T>(scores[i].at[1], q.at[k], keys[i].at[k][2], keys[i].at[k][3]);
+      }
     }
     if (p.shape.unit) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = unpaired<T>(q[i]);
-        float& sum = i % 2 == 0 ? square.x : square.y;
-        sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = unpaired<T>(q.at[k][i]);
+          float& sum = i % 2 == 0 ? square.x : square.y;
+          sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+        }
       }
     }
   }

@@ -21,6 +21,7 @@ template <typename T, int D, int Rows>
 struct QueryStage {
   using Q = BlockTile<T, D, Rows>;
   using P = BlockTile<T, kDeltaRows, Rows>;
+  using O = SharedTile<T, Rows, kScanColumns>;
   static constexpr int kFactors = Q::kBytes + P::kBytes;
   static constexpr int kBytes = (kFactors + Rows * 4 + 1023) / 1024 * 1024;
 
@@ -28,6 +29,8 @@ struct QueryStage {
 
   __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
   __device__ P p() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
+  // The output on its way out, where q was.
+  __device__ O o() const { return {reinterpret_cast<T*>(data)}; }
   // scale rho_t e^{L_t}
   __device__ float* factors() const { return reinterpret_cast<float*>(data + kFactors); }
 };
@@ -47,23 +50,20 @@ struct ScanSpace {
   using Query = QueryStage<T, D, Rows>;
   using State = PaddedTile<T, kScanColumns, D>;
   using Update = PaddedTile<T, kScanColumns, kDeltaRows>;
-  using Output = PaddedTile<T, Rows, kScanColumns>;
 
   unsigned char* data;
   int stages, queries, slots;
 
   static constexpr int kSlotBytes = State::kBytes + Update::kBytes;
-  // Two tiles of output: one is stored while the other is filled.
   __host__ __device__ static constexpr int bytes(int stages, int queries, int slots) {
     return kScanBarrierBytes + stages * Stage<T, D>::kBytes +
-           (Rows == 0 ? 0 : queries * Query::kBytes + slots * kSlotBytes + 2 * Output::kBytes);
+           (Rows == 0 ? 0 : queries * Query::kBytes + slots * kSlotBytes);
   }
 
   __device__ Stage<T, D> stage(int i) const { return {data + i * Stage<T, D>::kBytes}; }
   __device__ Query query(int i) const { return {after_stages() + i * Query::kBytes}; }
   __device__ State state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
   __device__ Update update(int i) const { return {reinterpret_cast<T*>(slot(i) + State::kBytes)}; }
-  __device__ Output output(int i) const { return {reinterpret_cast<T*>(slot(slots) + i * Output::kBytes)}; }
   __device__ ScanBarriers& barriers() const {
     return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, queries, slots) - kScanBarrierBytes);
   }

@@ -53,7 +53,6 @@ __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, 
                 kBatch = kLoads < 8 ? kLoads : 8;
   static_assert(kPacks <= 32 && kLoads % kBatch == 0);
   const int first = worker * (Tile::kRows / Workers) + lane() / kPacks, col = lane() % kPacks * 8;
-  const typename Tile::Element* from = &tile.at(first, col);
   to += first * stride + col;
   int left = col < cols ? rows - first : 0;  // rows from the lane's first on
 #pragma unroll 1
@@ -61,14 +60,13 @@ __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, 
     uint4 pack[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      pack[j] = *reinterpret_cast<const uint4*>(from + j * kStep * Tile::kPitch);
+      pack[j] = *reinterpret_cast<const uint4*>(&tile.at(first + (i + j) * kStep, col));
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (j * kStep < left) *reinterpret_cast<uint4*>(to) = pack[j];
       to += kStep * stride;
     }
-    from += kBatch * kStep * Tile::kPitch;
     left -= kBatch * kStep;
   }
 }
