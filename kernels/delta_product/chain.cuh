@@ -297,7 +297,8 @@ struct Part {
   int64_t chunk;   // the number of its first chunk
   int head, col;   // first column
   int chunks;
-  bool transition, last;  // last: nothing follows
+  bool transition;
+  bool opens, last;  // nothing comes before, nothing follows
 };
 
 __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, Part& part) {
@@ -315,19 +316,21 @@ __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, Part& 
     const Sequence sequence = sequence_at(shape.tokens, number);
     part.piece = {sequence, 0, sequence.start, 0};
     part.chunks = static_cast<int>((sequence.end - sequence.start + tokens - 1) / tokens);
-    part.last = true;
+    part.opens = part.last = true;
     part.number = sequence.index;
   } else {
     part.piece = piece_at(shape.tokens, number, walk.segment);
     if (part.piece.length == 0 && part.piece.index != 0) return false;
     part.chunks = (part.piece.length + tokens - 1) / tokens;
-    part.last = walk.reverse ? part.piece.index == 0
-                             : part.piece.start + part.piece.length == part.piece.sequence.end;
+    const bool starts = part.piece.index == 0,
+               ends = part.piece.start + part.piece.length == part.piece.sequence.end;
+    part.opens = walk.reverse ? ends : starts;
+    part.last = walk.reverse ? starts : ends;
     part.number = number;
   }
   part.chunk = first_piece(shape.tokens, part.piece.sequence, tokens) +
                (part.piece.start - part.piece.sequence.start) / tokens;
-  return !(walk.alone && part.last);
+  return !(walk.alone && (part.last || (part.transition && part.opens)));
 }
 
 // f(element, row of the state, column) for those of the lane's elements that exist.
@@ -352,9 +355,10 @@ __device__ inline void start_state(State<D>& s, const DeltaShape& shape, const W
   for (int i = 0; i < State<D>::kSlabs; ++i) fill(s.slab[i], 0.f);
   if (part.transition) {
     for_each_of_state(s, shape, part, first_col, [](float& x, int d, int v) { x = d == v ? 1.f : 0.f; });
-  } else if (initial.data != nullptr && !walk.alone) {
-    const float* from = static_cast<const float*>(initial.data) + part.number * initial.stride[0] +
-                        part.head * initial.stride[1];
+  } else if (initial.data != nullptr && (part.opens || !walk.alone)) {
+    const int64_t number = walk.alone ? part.piece.sequence.index : part.number;
+    const float* from =
+        static_cast<const float*>(initial.data) + number * initial.stride[0] + part.head * initial.stride[1];
     for_each_of_state(s, shape, part, first_col, [&](float& x, int d, int v) {
       x = from[d * initial.stride[2] + v * initial.stride[3]];
     });

@@ -46,7 +46,8 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
 
 int64_t segment_tokens(const DeltaShape& shape) {
   const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
-  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n));
+  // Two pay already: the first one's end is the other's start as it is, found by the chain alone.
+  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n), 2);
 }
 
 int64_t workspace(const DeltaShape& shape) {
@@ -65,13 +66,12 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   pass.walk = {segment_tokens(shape), false, reverse};
   if (pass.walk.segment == 0) return run(pass, stream);
 
-  // Every segment from zero, and its transition,
+  // The first segment, every other from zero, and their transitions,
   float* const states = static_cast<float*>(problem.workspace);
   const int64_t D = shape.D, cols = shape.V + D;
   const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
   Pass alone = pass;
   alone.walk.alone = true;
-  alone.scan.initial = {};
   alone.scan.final.data = states;
   std::copy(stride, stride + 4, alone.scan.final.stride);
   if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kJoinThreads) join(const TransitionJoin p) {
     }
   }
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i] = transition(0, part + i * kParts);
+  for (int i = 0; i < kAhead; ++i) ahead[i] = transition(1, part + i * kParts);
   for (int64_t n = 0; n < count; ++n) {
     float* const here = states_of(n);
     const bool followed = n + 1 < count;
@@ -64,6 +64,11 @@ __global__ void __launch_bounds__(kJoinThreads) join(const TransitionJoin p) {
       }
     }
     if (!followed) return;
+    if (n == 0) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) next[i] = end[i];
+      continue;
+    }
     __syncthreads();
     float sum[kJoinCols] = {};
     const auto add = [&](float of, int d) {

@@ -3,8 +3,8 @@
 //     S_in(n+1) = M(n) S_in(n) + S_end(n)
 //
 // S_end(n) the state that segment n ends in when it starts from zero, M(n) [D, D] its transition: what it
-// makes of the unit matrix without values. The same whether the segments were scanned by blocks of one GPU or
-// by several GPUs.
+// makes of the unit matrix without values. Segment 0 started from the initial state: S_in(1) = S_end(0). The
+// same whether the segments were scanned by blocks of one GPU or by several GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ struct TransitionJoin {
   int heads, D, V;
   bool reverse;  // segments follow one another from last to first
   // [segments, heads, V + D, D], contiguous: rows 0..V-1 the columns of S_end, overwritten by S_in, then the
-  // columns of M. Neither is read of the segment that nothing follows.
+  // columns of M. Neither is read of the segment that nothing follows, nor M of the first.
   float* states;
   In<4> initial;  // [N, heads, D, V] fp32: what the first segment starts from; absent: zero
 };
