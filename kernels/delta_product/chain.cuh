@@ -34,22 +34,15 @@ struct Vectors {
   }
 };
 
-// Those of the lane's rows among a product's columns: loaded while it is under way, or, where there are no
-// registers for that, when they are used.
-template <bool Held>
+// Those of the lane's rows among a product's columns.
 struct RowFactors {
-  Vectors vectors;
-  int vector;
-  float2 held[Held ? kDeltaRows / 8 : 1];
+  float2 at[kDeltaRows / 8];
 
-  __device__ RowFactors(const Vectors& vectors, int vector) : vectors(vectors), vector(vector) {
+  RowFactors() = default;
+  __device__ RowFactors(const Vectors& vectors, int vector) {
 #pragma unroll
-    for (int i = 0; i < kDeltaRows / 8; ++i) {
-      if (Held) held[i] = vectors.pair(vector, 8 * i);
-    }
+    for (int i = 0; i < kDeltaRows / 8; ++i) at[i] = vectors.pair(vector, 8 * i);
   }
-  // Of the eight rows from 8 i on.
-  __device__ float2 at(int i) const { return Held ? held[Held ? i : 0] : vectors.pair(vector, 8 * i); }
 };
 
 // What was prepared of a chunk and head, in shared memory up to kDeltaLost.

@@ -44,14 +44,16 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
   });
 }
 
-int64_t segment_tokens(const DeltaShape& shape) {
+// Two segments pay already where a chunk's output takes much longer than its chain: the first one's end is
+// the other's start as it is. At D = 64 and in reverse they took longer than one.
+int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
   const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
-  // Two pay already: the first one's end is the other's start as it is, found by the chain alone.
-  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n), 2);
+  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n),
+                                 reverse || shape.D <= 64 ? 3 : 2);
 }
 
-int64_t workspace(const DeltaShape& shape) {
-  const int64_t segment = segment_tokens(shape);
+int64_t workspace(const DeltaShape& shape, bool reverse) {
+  const int64_t segment = segment_tokens(shape, reverse);
   if (segment == 0) return 0;
   return piece_count(shape.tokens, segment) * shape.heads * (shape.V + shape.D) * shape.D *
          static_cast<int64_t>(sizeof(float));
@@ -63,7 +65,7 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
   Pass pass{};
   pass.scan = problem;
-  pass.walk = {segment_tokens(shape), false, reverse};
+  pass.walk = {segment_tokens(shape, reverse), false, reverse};
   if (pass.walk.segment == 0) return run(pass, stream);
 
   // The first segment, every other from zero, and their transitions,
@@ -96,9 +98,11 @@ cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-int64_t delta_scan_workspace(const DeltaScan& problem) { return delta_product::workspace(problem.shape); }
+int64_t delta_scan_workspace(const DeltaScan& problem) {
+  return delta_product::workspace(problem.shape, false);
+}
 int64_t delta_reverse_workspace(const DeltaReverse& problem) {
-  return delta_product::workspace(problem.shape);
+  return delta_product::workspace(problem.shape, true);
 }
 
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream) {

@@ -223,7 +223,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     for (int j = 0; j < kTilesDown; ++j) {
       if (kWhole) load_values(j);
     }
-    const RowFactors<kWhole> write(vectors, kDeltaWrite);
+    const RowFactors write(vectors, kDeltaWrite);
     if (stores) {
       wait(&barriers.state_stored[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
@@ -250,7 +250,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float(&of)[4] = y.at[2 * j + half];
-        const float2 by = write.at(2 * j + half);
+        const float2 by = write.at[2 * j + half];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 value = unpaired<T>(values[j][2 * half + i]);
@@ -265,7 +265,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     // G^T = dU^T X
     Halves g;
     start_transposed_solution<T>(g, du, stage.inverse());
-    const RowFactors<kWhole> read(vectors, kDeltaRead);
+    const RowFactors read(vectors, kDeltaRead);
     wait_products<0>(g[0], g[1]);
     leave_queries();
 #pragma unroll 1
@@ -292,7 +292,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     Operand<kTilesDown> unweighted, update;
     if (stores) round_to<T>(unweighted, g);
     scale_chunk_rows(g, [&](int row) {
-      const float2 by = read.at(row / 8);
+      const float2 by = read.at[row / 8];
       return float2{-by.x, -by.y};
     });
     round_to<T>(update, g);

@@ -73,12 +73,7 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part,
 // Of a thread, by role: the chain's states need more than its share of a multiprocessor.
 template <int D>
 struct ScanRegisters {
-  static constexpr int kChain = D == 64    ? 160
-                                : D == 128 ? 200
-                                           : 240,
-                       kReaders = D == 64    ? 120
-                                  : D == 128 ? 112
-                                             : 96,
+  static constexpr int kChain = D == 256 ? 240 : 200, kReaders = D == 256 ? 96 : 120,
                        kOthers = (512 - kChain - kReaders) / 16 * 8;
 };
 
@@ -94,6 +89,7 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
+      init_barrier(&barriers.ready[i], 32);
       init_barrier(&barriers.empty[i], 32 * (Roles::kChain + Roles::kScores));
     }
     for (int i = 0; i < pass.queries; ++i) {

@@ -68,9 +68,37 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
   rounded.take(s);
 
   Turn turn, slot;
+  // Of the next chunk beta_i v_i and read_i: made while the state's update is under way.
+  Sums<8> given;
+  RowFactors read;
+  const auto prepare = [&](const Stage<T, D>& stage) {
+    const Vectors vectors = stage.prepared().vectors();
+    const RowFactors beta(vectors, kDeltaBeta);
+    read = RowFactors(vectors, kDeltaRead);
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      uint32_t v[4];
+      load_block_transposed(v, stage.v(), 16 * warp, 16 * j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 by = beta.at[2 * j + half];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpaired<T>(v[2 * half + i]);
+          given.at[2 * j + half][2 * i] = by.x * value.x;
+          given.at[2 * j + half][2 * i + 1] = by.y * value.y;
+        }
+      }
+    }
+  };
   const auto wait_for_stage = [&] {
-    wait(&barriers.full[turn.place], turn.parity);
-    fence_tiles();
+    if (kLeaves) {
+      wait(&barriers.ready[turn.place], turn.parity);
+    } else {
+      wait(&barriers.full[turn.place], turn.parity);
+      fence_tiles();
+    }
+    if (kWhole) prepare(space.stage(turn.place));
   };
   if (part.chunks > 0) wait_for_stage();
 #pragma unroll 1
@@ -82,13 +110,6 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     // Y^T = S^T K^T
     Sums<8> y;
     rounded.start_read(y, s, stage.k());
-    uint32_t v[kTilesDown][4];
-    const auto load_values = [&](int j) { load_block_transposed(v[j], stage.v(), 16 * warp, 16 * j); };
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      if (kWhole) load_values(j);
-    }
-    const RowFactors<kWhole> beta(vectors, kDeltaBeta), read(vectors, kDeltaRead);
     if constexpr (kLeaves) {
       wait(&barriers.read[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
@@ -97,19 +118,12 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     wait_products<0>(y);
 
     // Z_i = beta_i v_i - read_i Y_i
+    if (!kWhole) prepare(stage);
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      if (!kWhole) load_values(j);
+    for (int i = 0; i < kDeltaRows / 8; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float(&of)[4] = y.at[2 * j + half];
-        const float2 by = beta.at(2 * j + half), less = read.at(2 * j + half);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(v[j][2 * half + i]);
-          of[2 * i] = fmaf(by.x, value.x, -less.x * of[2 * i]);
-          of[2 * i + 1] = fmaf(by.y, value.y, -less.y * of[2 * i + 1]);
-        }
+      for (int k = 0; k < 4; ++k) {
+        y.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], given.at[i][k]);
       }
     }
     Operand<kTilesDown> z;

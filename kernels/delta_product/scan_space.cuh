@@ -38,7 +38,7 @@ struct QueryStage {
 constexpr int kMaxStages = 4, kMaxSlots = 2;
 
 struct ScanBarriers {
-  uint64_t full[kMaxStages], empty[kMaxStages];                                  // stages
+  uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];               // stages
   uint64_t query_full[kMaxStages], scored[kMaxStages], query_empty[kMaxStages];  // of the query heads
   uint64_t state[kMaxSlots], update[kMaxSlots], read[kMaxSlots];                 // S and U of a chunk
 };
