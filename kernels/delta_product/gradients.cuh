@@ -47,21 +47,24 @@ __device__ inline void put_value_gradients(const DeltaGradients& p, const Here& 
   static_assert(kStep % 8 == 0, "packs change places alike in all of the thread's rows");
   const T* const from = &tile.g.at(first, col);
   T* to = at<T>(p.dv, here.piece.sequence.batch, here.piece.start * p.shape.n + first, here.head, v + col);
+  constexpr int kPasses = kDeltaRows / kStep;
+  uint4 g[kPasses];
+  float beta[kPasses];
 #pragma unroll
-  for (int i = 0; i < kDeltaRows / kStep; ++i, to += kStep * p.dv.stride[1]) {
-    const int row = first + i * kStep;
-    if (row >= rows) continue;
-    const float beta = vectors.element(kDeltaBeta, row);
-    const uint4 g = *reinterpret_cast<const uint4*>(from + i * kStep * 64);
-    uint32_t pack[4] = {g.x, g.y, g.z, g.w};
+  for (int i = 0; i < kPasses; ++i) {
+    g[i] = *reinterpret_cast<const uint4*>(from + i * kStep * 64);
+    beta[i] = vectors.element(kDeltaBeta, first + i * kStep);
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i, to += kStep * p.dv.stride[1]) {
+    if (first + i * kStep >= rows) continue;
+    uint32_t pack[4] = {g[i].x, g[i].y, g[i].z, g[i].w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 value = unpaired<T>(pack[j]);
-      pack[j] = pair_of<T>(beta * value.x, beta * value.y);
+      pack[j] = pair_of<T>(beta[i] * value.x, beta[i] * value.y);
     }
-    // In so many words: of an assignment the compiler made four stores of 4 bytes, which were a fifth of what
-    // went through the L2 cache.
-    __stwb(reinterpret_cast<uint4*>(to), make_uint4(pack[0], pack[1], pack[2], pack[3]));
+    store_pack(to, pack);
   }
 }
 
@@ -378,9 +381,9 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   if (kOwn) {
     // dK += N K
     start_left(left, dk);
-    wait_products<0>(dk);
     fill(both, 0.f);
     add_scores<T>(tile.origin, both, tile.dout, tile.u);
+    wait_products<0>(dk);
     wait_copies<0>();
     fence_tiles();
     __syncthreads();
@@ -394,17 +397,16 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     if (shape.unit && has_tokens) put_rows(later.square[1], mine, square_rows<D, T>(rows_of(tile.q, 0)));
     weigh_queries(p, place, tile, vectors, of_queries);
   }
-  __syncthreads();
-
   if (kOwn) {
     fill(dq, 0.f);
     start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
   }
+  __syncthreads();
 
   if (kAside) take_back<kThreads>(dq, tile.aside());
-  if (kOwn) wait_products<0>(dq);
   const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
                             vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
+  if (kOwn) wait_products<0>(dq);
   scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
   if (p.gated) {
     // r q . S do
