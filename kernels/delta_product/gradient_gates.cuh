@@ -96,7 +96,7 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
     if (here.first) {
       float read = 0.f, state = 0.f;
       for (int w = 0; w < Sizes::kParts; ++w) read += sums.read[w][row];
-      for (int w = 0; w < Sizes::kGroups; ++w) state += sums.state[w][row];
+      for (int w = 0; w < Sizes::kGroups; ++w) state += later.state[w][row];
       read *= vectors.element(kDeltaRead, row);
       if (p.shape.unit) state *= rsqrtf(later.square[0][row] + 1e-6f);
       edge += state + read;
@@ -117,7 +117,7 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
     if (token < here.piece.length) {
       sum = later.token[token];
       float query = 0.f;
-      for (int w = 0; w < Sizes::kGroups; ++w) query += sums.query[w][token];
+      for (int w = 0; w < Sizes::kGroups; ++w) query += later.query[w][token];
       sum += query;
       for (int r = token * n; r < (token + 1) * n; ++r) sum += later.row[r];
     }

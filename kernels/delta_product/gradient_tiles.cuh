@@ -13,9 +13,9 @@ struct GradientSizes {
   static constexpr int kThreads = 128 * kGroups;
   static constexpr int kSlab = D == 128 ? 128 : 64;  // columns of V at a time
   static constexpr int kParts = kSlab / 64;          // warpgroups that have some of them
-  static constexpr bool kApart = D != 128;           // S and dS, and do and q, each have a room
+  static constexpr bool kApart = D != 128;           // S and dS each have a room
   static constexpr int blocks(bool one_slab) {       // of a multiprocessor
-    return D == 256 ? 1 : (D == 64 ? 2 : 1) + (one_slab ? 1 : 0);
+    return D == 256 ? 1 : (D == 64 ? 2 : 1) * (one_slab ? 2 : 1);
   }
   static constexpr int kQueries = kGroups == 1 ? 0 : 1;  // the warpgroup that has dP
 };
@@ -26,8 +26,6 @@ struct GradientSums {
   using Sizes = GradientSizes<D>;
   float beta[Sizes::kParts + 1][kDeltaRows];  // of dbeta; the last part is that of M
   float read[Sizes::kParts][kDeltaRows];      // G . S^T k
-  float state[Sizes::kGroups][kDeltaRows];    // k . dk through the states
-  float query[Sizes::kGroups][kDeltaRows];    // q . dq through the state
   float edge[Sizes::kThreads / 32];
 };
 // And once U is known, where X was.
@@ -36,6 +34,8 @@ struct LaterSums {
   using Sizes = GradientSizes<D>;
   float row[kDeltaRows], token[kDeltaRows];  // of N M and of P dP, and their columns
   float row_cols[kTilesDown][kDeltaRows], token_cols[kTilesDown][kDeltaRows];
+  float state[Sizes::kGroups][kDeltaRows];     // k . dk through the states
+  float query[Sizes::kGroups][kDeltaRows];     // q . dq through the state
   float square[2][kDeltaRows];                 // |k|^2, |q|^2
   float along[2][Sizes::kGroups][kDeltaRows];  // k . dk, q . dq
 };
@@ -91,8 +91,11 @@ struct GradientTiles {
   using Values = BlockTile<T, Sizes::kSlab>;  // of G, do; of v, then Z, then U
   static constexpr int kStateBytes = Sizes::kParts * Rows::kBytes;
   static constexpr int kFactorBytes = kDeltaRows * 4, kPartialBytes = 2 * kDeltaRows * kDeltaRows * 4;
-  // N and dP as they go into products: where dS, G and U were, or S and dS.
-  enum { kStepRows, kStepCols, kOfTokens, kOfRows, kWeights };
+  // N and dP as they go into products: where S and dS were.
+  enum { kStepCols, kOfTokens, kOfRows, kStepRows, kWeights };
+  // But a lone warpgroup's rows of N stay in registers, the rest goes where G and U were, and queries come
+  // where dS was.
+  static constexpr bool kOwn = OneSlab && Sizes::kGroups == 1;
   // dq waits behind them, where G was and somewhat further, until they are through.
   static constexpr bool kAside = OneSlab && !Sizes::kApart;
   static constexpr int kAsideBytes = kAside ? kDeltaRows * D * 4 : 0;
@@ -100,9 +103,9 @@ struct GradientTiles {
       kAside ? kWeights * Blocks::kBytes + kAsideBytes - kStateBytes - Values::kBytes : 0;
   static_assert(kLackBytes % 1024 == 0, "");
 
-  // Queries in a room of their own; else below the half tile of do, or where U was.
+  // Queries in a room of their own; else where dS was, below the half tile of do, or where U was.
   __host__ __device__ static constexpr bool has_queries(bool many_tokens) {
-    return Sizes::kApart || (many_tokens && !OneSlab);
+    return !kOwn && (Sizes::kApart || (many_tokens && !OneSlab));
   }
   static constexpr int bytes(bool many_tokens) {
     return (Sizes::kApart ? 2 : 1) * kStateBytes + kLackBytes +
@@ -134,16 +137,18 @@ struct GradientTiles {
     g.data = reinterpret_cast<T*>(take(Values::kBytes));
     take(kLackBytes);
     u.data = reinterpret_cast<T*>(take(Values::kBytes));
-    weights = OneSlab ? gradients : states;
-    static_assert(kWeights * Blocks::kBytes <=
-                      (Sizes::kApart && !OneSlab ? 2 : 1) * kStateBytes + (D == 64 ? 2 * Values::kBytes : 0),
+    weights = kOwn ? reinterpret_cast<unsigned char*>(g.data) : states;
+    static_assert(kOwn || kWeights * Blocks::kBytes <=
+                              (Sizes::kApart ? 2 : 1) * kStateBytes + (D == 64 ? Values::kBytes : 0),
                   "");
-    static_assert(!(D == 64 && OneSlab) || 2 * Blocks::kBytes <= kStateBytes + Values::kBytes,
+    static_assert(!kOwn || (kStepRows * Blocks::kBytes <= 2 * Values::kBytes && kLackBytes == 0 &&
+                            Blocks::kBytes <= Values::kBytes),
                   "N leaves U where it is");
     k.data = reinterpret_cast<T*>(take(Rows::kBytes));
     dout.data = reinterpret_cast<T*>(take(Values::kBytes));
     // Products of 64 rows that start at row 32 run on into what follows: their last 32 rows are not used.
     q.data = has_queries(many_tokens) ? reinterpret_cast<T*>(take(Rows::kBytes))
+             : kOwn                   ? reinterpret_cast<T*>(gradients)
              : many_tokens            ? u.data
                                       : dout.data + kDeltaRows / 2 * 64;
     prepared = take(kDeltaLost);

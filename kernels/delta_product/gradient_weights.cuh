@@ -30,12 +30,14 @@ __device__ inline void put_columns(float (&to)[kDeltaRows], int col, float (&x)[
 }
 
 // Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
-// sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them.
+// sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them. `left`: with the
+// rho of columns, where the warp has that by itself.
 template <typename T, int D, bool OneSlab>
 __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
-                                   Sums<8>& products) {
+                                   Sums<8>& products, Operand<kTilesDown>& left) {
   using Tiles = GradientTiles<T, D, OneSlab>;
+  if (Tiles::kOwn) fill(left);
   const Blocks step_rows = tile.blocks(Tiles::kStepRows), step_cols = tile.blocks(Tiles::kStepCols);
   const int n = p.shape.n, mine = place.mine;
   const int own = mine / n * n, own_below = (mine + 8) / n * n;  // the first row of the same token
@@ -63,7 +65,8 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
         for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
         continue;
       }
-      uint32_t with_col[4], with_row[4];
+      uint32_t with_row[4], apart[4];
+      uint32_t(&with_col)[4] = Tiles::kOwn ? left.at[col / kTileRows] : apart;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 unit_j = vectors.pair(kDeltaUnit, col + 8 * i);
@@ -92,16 +95,16 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
           }
         }
       }
-      step_rows.put(block_of(place.band, 2 * half + block), with_col);
+      if (!Tiles::kOwn) step_rows.put(block_of(place.band, 2 * half + block), with_col);
       step_cols.put(block_of(place.band, 2 * half + block), with_row);
     }
     if (p.gated) put_columns(tile.later->row_cols[place.band], 32 * half, cols);
   }
   of_beta = sum_over_rows(of_beta);
-  put_rows(tile.sums->beta[GradientSizes<D>::kParts], place.row, {-unit.x * of_beta.x, -unit.y * of_beta.y});
+  put_rows(tile.sums->beta[GradientSizes<D>::kParts], mine, {-unit.x * of_beta.x, -unit.y * of_beta.y});
   if (p.gated) {
     of_row = sum_over_rows(of_row);
-    put_rows(tile.later->row, place.row, {of_unit.x * of_row.x, of_unit.y * of_row.y});
+    put_rows(tile.later->row, mine, {of_unit.x * of_row.x, of_unit.y * of_row.y});
   }
 }
 
@@ -173,7 +176,7 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place
   }
   if (p.gated && has_tokens) {
     of_token = sum_over_rows(of_token);
-    put_rows(tile.later->token, place.row, {factor.x * of_token.x, factor.y * of_token.y});
+    put_rows(tile.later->token, token, {factor.x * of_token.x, factor.y * of_token.y});
   }
 }
 

@@ -20,10 +20,12 @@
 //
 // A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
 // has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
-// multiprocessor are each other's work meanwhile, so what they hold of shared memory and of registers counts.
-// At D = 128 dS comes where S was; queries, where they are no more than 32, stand below the half tile of do,
-// else they come where U was; and of one slab dq waits where G was while N and dP are weighed, for there are
-// no registers for it (S read once more instead was a sixth of what comes from memory).
+// multiprocessor are each other's work meanwhile, so what they hold of shared memory and of registers counts:
+// of one slab there are four at D = 64, two at D = 128. At D = 64 queries come where dS was, and N K is taken
+// of N as it stands in registers. At D = 128 dS comes where S was; queries, where they are no more than 32,
+// stand below the half tile of do, else they come where U was; and of one slab dq waits where G was while N
+// and dP are weighed, for there are no registers for it (S read once more instead was a sixth of what comes
+// from memory).
 #pragma once
 
 #include "delta_product/gradient_gates.cuh"
@@ -45,19 +47,24 @@ __device__ inline void put_value_gradients(const DeltaGradients& p, const Here& 
   static_assert(kStep % 8 == 0, "packs change places alike in all of the thread's rows");
   const T* const from = &tile.g.at(first, col);
   T* to = at<T>(p.dv, here.piece.sequence.batch, here.piece.start * p.shape.n + first, here.head, v + col);
+  constexpr int kPasses = kDeltaRows / kStep;
+  uint4 g[kPasses];
+  float beta[kPasses];
 #pragma unroll
-  for (int i = 0; i < kDeltaRows / kStep; ++i, to += kStep * p.dv.stride[1]) {
-    const int row = first + i * kStep;
-    if (row >= rows) continue;
-    const float beta = vectors.element(kDeltaBeta, row);
-    const uint4 g = *reinterpret_cast<const uint4*>(from + i * kStep * 64);
-    uint32_t pack[4] = {g.x, g.y, g.z, g.w};
+  for (int i = 0; i < kPasses; ++i) {
+    g[i] = *reinterpret_cast<const uint4*>(from + i * kStep * 64);
+    beta[i] = vectors.element(kDeltaBeta, first + i * kStep);
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i, to += kStep * p.dv.stride[1]) {
+    if (first + i * kStep >= rows) continue;
+    uint32_t pack[4] = {g[i].x, g[i].y, g[i].z, g[i].w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 value = unpaired<T>(pack[j]);
-      pack[j] = pair_of<T>(beta * value.x, beta * value.y);
+      pack[j] = pair_of<T>(beta[i] * value.x, beta[i] * value.y);
     }
-    *reinterpret_cast<uint4*>(to) = {pack[0], pack[1], pack[2], pack[3]};
+    store_pack(to, pack);
   }
 }
 
@@ -68,18 +75,18 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   using Sizes = GradientSizes<D>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   constexpr int kThreads = Sizes::kThreads, kGroup = 128;
-  constexpr bool kBoth = Sizes::kGroups == 1, kLater = kBoth && OneSlab, kAside = Tiles::kAside;
+  constexpr bool kBoth = Sizes::kGroups == 1, kOwn = Tiles::kOwn, kAside = Tiles::kAside;
   extern __shared__ __align__(1024) unsigned char room[];
   const DeltaShape& shape = p.shape;
   const int n = shape.n, warp = warp_index();
   const bool many_tokens = has_many(delta_chunk(n));
   const Tiles tile(room, many_tokens);
   Place place;
-  place.group = warp / 4, place.band = warp % 4;
+  place.group = kBoth ? 0 : warp / 4, place.band = warp % 4;
   place.row = kTileRows * place.band, place.mine = place.row + lane_row();
   place.col = Sizes::kCols * place.group;
-  // Queries come once U is through, whose room they get.
-  const bool late = kAside && many_tokens;
+  // Queries come once U is through, or dS, whose room they get.
+  const bool late = kOwn || (kAside && many_tokens);
 
   // A slab's columns of v, G and do, and of dS where it has a room.
   const auto load_slab = [&](const Here& here, int v) {
@@ -229,8 +236,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
         rows_of_v.put(8 * i, z);
       }
       if (last) {
-        put_rows(sums.beta[place.group], row, sum_over_rows(of_beta));
-        if (p.gated) put_rows(sums.read[place.group], row, sum_over_rows(read_of_g));
+        put_rows(sums.beta[place.group], mine, sum_over_rows(of_beta));
+        if (p.gated) put_rows(sums.read[place.group], mine, sum_over_rows(read_of_g));
       }
     }
     // dK -= read * G S^T without rho. Where dq waits aside, dQ = dO S^T comes with it, and both after U,
@@ -327,7 +334,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     }
     commit_products();
     wait_products<0>(of_steps);
-    if (kBoth && !kLater) {
+    if (kBoth && !kOwn) {
       fill(both, 0.f);
       add_scores<T>(tile.origin, both, tile.dout, tile.u);
     }
@@ -359,62 +366,69 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     load_queries<kGroup>(p, here, tile);
     commit_copies();
   }
-  if (p.gated) put_rows(sums.state[place.group], row, dot_rows<T>(dk, rows_of(tile.k, place.col)));
+  if (p.gated) put_rows(later.state[place.group], mine, dot_rows<T>(dk, rows_of(tile.k, place.col)));
   // Of fewer tokens than steps the second warpgroup has less to do.
   if (shape.unit && place.group == (many_tokens ? 0 : Sizes::kQueries)) {
-    put_rows(later.square[0], row, square_rows<D, T>(rows_of(tile.k, 0)));
+    put_rows(later.square[0], mine, square_rows<D, T>(rows_of(tile.k, 0)));
   }
-  if (place.group == 0) weigh_steps(p, place, tile, vectors, of_steps);
-  if (kLater) {
+  Operand<kTilesDown> left;
+  const auto start_left = [&](const Operand<kTilesDown>& x, auto& sums) {
+    fence_products(sums);
+    start_product<T>(tile.origin, sums, x, tile.k, place.col);
+    commit_products();
+  };
+  if (place.group == 0) weigh_steps(p, place, tile, vectors, of_steps, left);
+  if (kOwn) {
+    // dK += N K
+    start_left(left, dk);
     fill(both, 0.f);
     add_scores<T>(tile.origin, both, tile.dout, tile.u);
+    wait_products<0>(dk);
+    wait_copies<0>();
+    fence_tiles();
     __syncthreads();
   }
   if (place.group == Sizes::kQueries) {
-    if (late) {
+    if (late && !kOwn) {
       wait_copies<0>();
       fence_tiles();
       group_barrier();
     }
-    if (shape.unit && has_tokens) put_rows(later.square[1], row, square_rows<D, T>(rows_of(tile.q, 0)));
+    if (shape.unit && has_tokens) put_rows(later.square[1], mine, square_rows<D, T>(rows_of(tile.q, 0)));
     weigh_queries(p, place, tile, vectors, of_queries);
+  }
+  if (kOwn) {
+    fill(dq, 0.f);
+    start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
   }
   __syncthreads();
 
-  if (kAside) {
-    take_back<kThreads>(dq, tile.aside());
-  } else if (OneSlab) {
-    fill(dq, 0.f);
-    add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
-  }
+  if (kAside) take_back<kThreads>(dq, tile.aside());
   const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
                             vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
+  if (kOwn) wait_products<0>(dq);
   scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
   if (p.gated) {
     // r q . S do
     const float2 state = dot_rows<T>(dq, rows_of(tile.q, place.col));
-    put_rows(sums.query[place.group], row, {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
+    put_rows(later.query[place.group], mine,
+             {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
   }
   // dQ += dP K
-  Operand<4> of_k;
+  fill(left);
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) of_k.at[j][i] = 0;
     if (has_tokens && Here::follow(place.band, j, n)) {
-      tile.blocks(Tiles::kOfRows).load(of_k.at[j], Blocks::of_tokens(many_tokens, place.band, j));
+      tile.blocks(Tiles::kOfRows).load(left.at[j], Blocks::of_tokens(many_tokens, place.band, j));
     }
   }
-  fence_products(dq);
-  start_product<T>(tile.origin, dq, of_k, tile.k, place.col);
-  commit_products();
+  start_left(left, dq);
   // dK += dP^T Q
   const auto add_queries = [&](auto& of_q) {
     constexpr int kBands = sizeof(of_q) / sizeof(of_q.at[0]);
+    fill(of_q);
 #pragma unroll
     for (int b = 0; b < kBands; ++b) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) of_q.at[b][i] = 0;
       if (Here::follow(b, place.band, n)) {
         tile.blocks(Tiles::kOfTokens)
             .load_transposed(of_q.at[b], Blocks::of_tokens(many_tokens, b, place.band));
@@ -433,21 +447,16 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     add_queries(of_q);
   }
   // dK += (N + N^T) K: of a block on the diagonal both have a half, the rest is zero
-  Operand<4> of_rows_of_k;
+  fill(left);
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) {
-    uint32_t(&block)[4] = of_rows_of_k.at[j];
     uint32_t above[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) block[i] = 0;
-    if (j <= place.band) tile.blocks(Tiles::kStepRows).load(block, block_of(place.band, j));
+    if (!kOwn && j <= place.band) tile.blocks(Tiles::kStepRows).load(left.at[j], block_of(place.band, j));
     if (j >= place.band) tile.blocks(Tiles::kStepCols).load_transposed(above, block_of(j, place.band));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) block[i] |= above[i];
+    for (int i = 0; i < 4; ++i) left.at[j][i] |= above[i];
   }
-  fence_products(dk);
-  start_product<T>(tile.origin, dk, of_rows_of_k, tile.k, place.col);
-  commit_products();
+  start_left(left, dk);
   wait_products<0>(dk);
 
   const float2 of_key = inverse_length({later.square[0][mine], later.square[0][mine + 8]}),
@@ -456,9 +465,9 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     // rho_j is put to dk_j here, in fp32: 1000 times a sum may be too large for 16 bits.
     scale_rows(dq, {shape.scale * of_q.x, shape.scale * of_q.y});
     scale_rows(dk, of_key);
-    put_rows(later.along[0][place.group], row, dot_rows<T>(dk, rows_of(tile.k, place.col)));
+    put_rows(later.along[0][place.group], mine, dot_rows<T>(dk, rows_of(tile.k, place.col)));
     if (has_tokens) {
-      put_rows(later.along[1][place.group], row, dot_rows<T>(dq, rows_of(tile.q, place.col)));
+      put_rows(later.along[1][place.group], mine, dot_rows<T>(dq, rows_of(tile.q, place.col)));
     }
   } else {
     scale_rows(dq, {shape.scale, shape.scale});
@@ -503,8 +512,8 @@ constexpr int gradients_least() {
 template <typename T, int D, bool OneSlab>
 cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   using Tiles = GradientTiles<T, D, OneSlab>;
-  static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 75 : 113) * 1024,
-                "three blocks or two have 228 KB, of which each gives away one");
+  static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 56 : 113) * 1024,
+                "four blocks or two have 228 KB, of which each gives away one");
   if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(Tiles::bytes(true));
       error != cudaSuccess) {
     return error;
