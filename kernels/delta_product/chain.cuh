@@ -415,7 +415,7 @@ __device__ inline void store_rows(const Sums<N>& sums, To* to, int64_t stride, i
         turn_quad(pack);
         const int col = 8 * n + 4 * lane_col();
         if (r >= rows || col >= cols) continue;
-        *reinterpret_cast<uint4*>(of_row + col) = {pack[0], pack[1], pack[2], pack[3]};
+        store_pack(of_row + col, pack);
       }
     }
   }

@@ -43,12 +43,6 @@ __device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& 
     }
   }
 }
-// 16 bytes to global memory at once: of an assignment the compiler made four stores of 4 bytes, which were a
-// fifth of what went through the L2 cache.
-__device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-               "r"(x[3]));
-}
 // The lane's two rows, from `mine` on, to where others find them.
 __device__ inline void put_rows(float* to, int mine, float2 x) {
   if (lane_col() == 0) to[mine] = x.x, to[mine + 8] = x.y;

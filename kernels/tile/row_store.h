@@ -43,6 +43,14 @@ __device__ inline void store_block_transposed(const Tile& tile, int row, int col
 #endif
 }
 
+// 16 bytes to global memory at once: an assignment of a uint4 is taken apart by the compiler where the
+// address moves on after it, and four times the sectors are written.
+__device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+               "r"(x[3])
+               : "memory");
+}
+
 // A tile's first rows, `cols` elements of each (a multiple of 8): whole rows, 16 bytes a lane, by warp
 // `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a time:
 // they took three times as long as a chain of products that waited for them.)
@@ -57,14 +65,15 @@ __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, 
   int left = col < cols ? rows - first : 0;  // rows from the lane's first on
 #pragma unroll 1
   for (int i = 0; i < kLoads; i += kBatch) {
-    uint4 pack[kBatch];
+    uint32_t pack[kBatch][4];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      pack[j] = *reinterpret_cast<const uint4*>(&tile.at(first + (i + j) * kStep, col));
+      const uint4 x = *reinterpret_cast<const uint4*>(&tile.at(first + (i + j) * kStep, col));
+      pack[j][0] = x.x, pack[j][1] = x.y, pack[j][2] = x.z, pack[j][3] = x.w;
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (j * kStep < left) *reinterpret_cast<uint4*>(to) = pack[j];
+      if (j * kStep < left) store_pack(to, pack[j]);
       to += kStep * stride;
     }
     left -= kBatch * kStep;
