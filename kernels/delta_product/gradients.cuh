@@ -409,8 +409,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   if (kOwn) wait_products<0>(dq);
   scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
   if (p.gated) {
-    // r q . S do
-    const float2 state = dot_rows<T>(dq, rows_of(tile.q, place.col));
+    // r q . S do; what stands below the last tokens' rows is others' to write
+    const float2 state = has_tokens ? dot_rows<T>(dq, rows_of(tile.q, place.col)) : float2{0.f, 0.f};
     put_rows(later.query[place.group], mine,
              {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
   }
