@@ -51,9 +51,6 @@ struct Prepared {
 
   // The block (i, j) of X: as a left factor, or the four matrices transposed.
   __device__ void load(uint32_t (&x)[4], int i, int j) const { load_matrices(x, block(i, j)); }
-  __device__ void load_transposed(uint32_t (&x)[4], int i, int j) const {
-    load_matrices_transposed(x, block(i, j));
-  }
   __device__ bool keeps() const { return *reinterpret_cast<const float*>(data + kDeltaFlag) != 0.f; }
   __device__ Vectors vectors() const { return {reinterpret_cast<const float*>(data + kDeltaInverseBytes)}; }
 

@@ -15,7 +15,7 @@ namespace girih::kernels::delta_product {
 constexpr int kReverseChain = 4, kReverseStores = 2;  // warps
 constexpr int kReverseThreads = 32 * (kReverseChain + kReverseStores + kLoaders);
 
-// What one query head brings to a chunk, in bands of 16 tokens: as many as the chunk has.
+// What one query head brings to a chunk, in bands of 16 tokens: four, or with several steps a token two.
 template <typename T, int D>
 struct GradientStage {
   using Q = BlockTile<T, D, kTileRows>;
@@ -29,7 +29,7 @@ struct GradientStage {
   __device__ Q q(int band) const { return {reinterpret_cast<T*>(data + band * kBandBytes)}; }
   __device__ O dout(int band) const { return {reinterpret_cast<T*>(data + band * kBandBytes + Q::kBytes)}; }
 };
-// Two where there is only one: the chain has two forms.
+// Two also where the tokens fill only one: the chain has two forms.
 __host__ __device__ constexpr int bands_of(int n) { return n == 1 ? kTilesDown : 2; }
 
 constexpr int kReverseStages = 4, kReverseSlots = 2;
@@ -395,7 +395,7 @@ cudaError_t launch_reverse(const ReversePass& given, cudaStream_t stream) {
   };
   // Without stores several blocks fit a multiprocessor, if they leave each other shared memory.
   pass.slots = pass.walk.alone ? 0 : stages_beside(kReverseSlots) >= 2 ? kReverseSlots : 1;
-  pass.stages = std::min(stages_beside(pass.slots), pass.walk.alone ? 2 : kReverseStages);
+  pass.stages = pass.walk.alone ? std::min(stages_beside(0), 2) : stages_beside(pass.slots);
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<reverse<T, D>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);

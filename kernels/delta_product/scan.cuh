@@ -147,7 +147,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (Rows == 0) {
     // Several blocks fit a multiprocessor, if they leave each other shared memory.
-    pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::bytes(1, 0, 0), 3);
+    pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Stage<T, D>::kBytes, 3);
     pass.queries = pass.slots = 0;
   } else {
     // As many stages of both kinds as there is room for. Two slots beside three of each are better than one

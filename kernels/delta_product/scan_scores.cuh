@@ -2,7 +2,7 @@
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)        scale rho_t e^{L_t}
 //
-// rounded to where the chain's products find them. What lies above the diagonal is zero from the start.
+// rounded to where the readers find them. What lies above the diagonal is zero from the start.
 #pragma once
 
 #include "delta_product/scan_space.cuh"

@@ -1,4 +1,4 @@
-// Rows that warps leave in shared memory for another warp, which brings them to global memory.
+// Whole rows on their way to global memory, through shared memory where warps have parts of them.
 #pragma once
 
 #include "tile/matrix.h"
