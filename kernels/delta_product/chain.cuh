@@ -223,17 +223,16 @@ struct RoundedState {
       if (kWhole) round_to<T>(slab[i], s.slab[i]);
     }
   }
-  // sums = S^T x^T, of the 8N rows of x; under way afterwards where the state is whole.
-  template <int N, int Rows>
-  __device__ void start_read(Sums<N>& sums, const State<D>& s, const BlockTile<T, D, Rows>& x) {
+  // sums = S^T keys^T; under way afterwards where the state is whole.
+  __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys) {
     fence_products();
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
       Operand<4>& a = slab[kWhole ? i : 0];
       if (!kWhole) round_to<T>(a, s.slab[i]);
       if (!kWhole) fence_products();
-      if (i == 0) start_product_transposed<T, false>(sums, a, x, 0);
-      if (i > 0) start_product_transposed<T, true>(sums, a, x, 64 * i);
+      if (i == 0) start_product_transposed<T, false>(sums, a, keys, 0);
+      if (i > 0) start_product_transposed<T, true>(sums, a, keys, 64 * i);
       if (!kWhole || i + 1 == kSlabs) commit_products();
       if (!kWhole) wait_products<0>(sums);
     }
@@ -386,6 +385,27 @@ __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int
   using Data = std::conditional_t<std::is_same<Array<4>, In<4>>::value, const T, T>;
   return static_cast<Data*>(array.data) + batch * array.stride[0] + row * array.stride[1] +
          head * array.stride[2] + col;
+}
+
+// What loads a part's stages of keys, and of what stands beside them.
+template <typename T, int D>
+__device__ inline typename Stage<T, D>::Loader stage_loader(const DeltaShape& shape, const In<4>& k,
+                                                            const In<4>& values, const Part& part,
+                                                            int thread) {
+  const int64_t batch = part.piece.sequence.batch, first = part.piece.start * shape.n;
+  return {at<T>(k, batch, first, part.head, 0),
+          k.stride[1],
+          shape.D,
+          at<T>(values, batch, first, part.head, part.col),
+          values.stride[1],
+          shape.V - part.col,
+          thread};
+}
+
+// The row of column `col` of a chunk's state: [pieces, H, V, D].
+template <typename T>
+__device__ inline T* state_at(T* states, const DeltaShape& shape, int64_t chunk, int head, int col) {
+  return states + ((chunk * shape.heads + head) * shape.V + col) * shape.D;
 }
 
 // A warp's 16 rows from `row` on, to global memory; To: T or float.

@@ -10,8 +10,7 @@ template <typename T, int D>
 __device__ inline void load_state(unsigned char* to, const void* states, const DeltaShape& shape,
                                   const Here& here, int v) {
   using Rows = BlockTile<T, D>;
-  const T* const from =
-      static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+  const T* const from = state_at(static_cast<const T*>(states), shape, here.chunk, here.head, v);
 #pragma unroll
   for (int i = 0; i < GradientSizes<D>::kParts; ++i) {
     load_async<GradientSizes<D>::kThreads>(Rows{reinterpret_cast<T*>(to + i * Rows::kBytes)},
@@ -22,8 +21,7 @@ __device__ inline void load_state(unsigned char* to, const void* states, const D
 // To the L2 cache, where what reads dS for <S, dS> brings it else.
 template <typename T, int D>
 __device__ inline void prefetch_state(const void* states, const DeltaShape& shape, const Here& here, int v) {
-  const T* const from =
-      static_cast<const T*>(states) + ((here.chunk * shape.heads + here.head) * shape.V + v) * shape.D;
+  const T* const from = state_at(static_cast<const T*>(states), shape, here.chunk, here.head, v);
   const int count = min(GradientSizes<D>::kSlab, shape.V - v) * shape.D;
   for (int i = threadIdx.x * 64; i < count; i += GradientSizes<D>::kThreads * 64) prefetch(from + i);
 }

@@ -59,39 +59,36 @@ __device__ inline void add_scaled(Sums<N>& sums, const Sums<N>& x, float2 by) {
   }
 }
 
-// x . a tile's rows, for the lane's two rows.
-template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows(const Sums<N>& x, const WarpRows<Tile>& rows) {
-  float2 sum = {0.f, 0.f};
+// f(n, i, two elements): of 8N columns of a tile's rows, those that stand at at[n][2 i] and the next of Sums.
+template <int N, typename T, class Tile, class F>
+__device__ inline void for_each_pair(const WarpRows<Tile>& rows, const F& f) {
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t block[4];
     rows.load(block, 8 * n);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float2 y = unpaired<T>(block[m]);
-      const float(&of)[4] = x.at[n + m / 2];
-      float& of_row = m % 2 == 0 ? sum.x : sum.y;
-      of_row = fmaf(y.x, of[m % 2 * 2], fmaf(y.y, of[m % 2 * 2 + 1], of_row));
-    }
+    for (int m = 0; m < 4; ++m) f(n + m / 2, m % 2, unpaired<T>(block[m]));
   }
+}
+
+// x . a tile's rows, for the lane's two rows.
+template <typename T, int N, class Tile>
+__device__ inline float2 dot_rows(const Sums<N>& x, const WarpRows<Tile>& rows) {
+  float2 sum = {0.f, 0.f};
+  for_each_pair<N, T>(rows, [&](int n, int i, float2 y) {
+    float& of_row = i == 0 ? sum.x : sum.y;
+    of_row = fmaf(y.x, x.at[n][2 * i], fmaf(y.y, x.at[n][2 * i + 1], of_row));
+  });
   return sum_over_rows(sum);
 }
 // The squares of Cols columns of a tile's rows.
 template <int Cols, typename T, class Tile>
 __device__ inline float2 square_rows(const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < Cols / 8; n += 2) {
-    uint32_t block[4];
-    rows.load(block, 8 * n);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float2 y = unpaired<T>(block[m]);
-      float& of_row = m % 2 == 0 ? sum.x : sum.y;
-      of_row = fmaf(y.x, y.x, fmaf(y.y, y.y, of_row));
-    }
-  }
+  for_each_pair<Cols / 8, T>(rows, [&](int, int i, float2 y) {
+    float& of_row = i == 0 ? sum.x : sum.y;
+    of_row = fmaf(y.x, y.x, fmaf(y.y, y.y, of_row));
+  });
   return sum_over_rows(sum);
 }
 
@@ -101,19 +98,11 @@ __device__ inline void take_along(Sums<N>& x, const WarpRows<Tile>& rows, float2
                                   float2 inverse_length) {
   const float2 of = {-along.x * inverse_length.x * inverse_length.x,
                      -along.y * inverse_length.y * inverse_length.y};
-#pragma unroll
-  for (int n = 0; n < N; n += 2) {
-    uint32_t block[4];
-    rows.load(block, 8 * n);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float2 y = unpaired<T>(block[m]);
-      float(&of_x)[4] = x.at[n + m / 2];
-      const float by = m % 2 == 0 ? of.x : of.y;
-      of_x[m % 2 * 2] = fmaf(by, y.x, of_x[m % 2 * 2]);
-      of_x[m % 2 * 2 + 1] = fmaf(by, y.y, of_x[m % 2 * 2 + 1]);
-    }
-  }
+  for_each_pair<N, T>(rows, [&](int n, int i, float2 y) {
+    const float by = i == 0 ? of.x : of.y;
+    x.at[n][2 * i] = fmaf(by, y.x, x.at[n][2 * i]);
+    x.at[n][2 * i + 1] = fmaf(by, y.y, x.at[n][2 * i + 1]);
+  });
 }
 
 // What all warpgroups found of the lane's two rows.

@@ -29,6 +29,20 @@ __device__ inline void put_columns(float (&to)[kDeltaRows], int col, float (&x)[
   to[col + lane_row() / 2 * 8 + lane_col() + lane_row() % 2] = sums_over_col(x);
 }
 
+// Eight columns of a left factor's 16, rounded.
+template <typename T>
+__device__ inline void put_half(uint32_t (&to)[4], int half, const float (&x)[4]) {
+  to[2 * half] = pair_of<T>(x[0], x[1]);
+  to[2 * half + 1] = pair_of<T>(x[2], x[3]);
+}
+// What the lane's two rows and two columns have of it: of the rows to their sums, of the columns by the rows'
+// factors.
+__device__ inline void add_kept(float2& of_rows, float* cols, const float (&kept)[4], float2 by) {
+  of_rows.x += kept[0] + kept[1], of_rows.y += kept[2] + kept[3];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) cols[j] = fmaf(kept[j], by.x, kept[j + 2] * by.y);
+}
+
 // Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
 // sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them. `left`: with the
 // rho of columns, where the warp has that by itself.
@@ -83,17 +97,9 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
           of_col[j] = fmaf(with_rho, j < 2 ? -beta.x : -beta.y, 0.f);
           of_own[j] = fmaf(x, j < 2 ? of_unit.x : of_unit.y, 0.f);
         }
-        with_col[2 * i] = pair_of<T>(of_col[0], of_col[1]);
-        with_col[2 * i + 1] = pair_of<T>(of_col[2], of_col[3]);
-        with_row[2 * i] = pair_of<T>(of_own[0], of_own[1]);
-        with_row[2 * i + 1] = pair_of<T>(of_own[2], of_own[3]);
-        if (p.gated) {
-          of_row.x += kept[0] + kept[1], of_row.y += kept[2] + kept[3];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            cols[4 * block + 2 * i + j] = fmaf(kept[j], of_unit.x, kept[j + 2] * of_unit.y);
-          }
-        }
+        put_half<T>(with_col, i, of_col);
+        put_half<T>(with_row, i, of_own);
+        if (p.gated) add_kept(of_row, cols + 4 * block + 2 * i, kept, of_unit);
       }
       if (!Tiles::kOwn) step_rows.put(block_of(place.band, 2 * half + block), with_col);
       step_cols.put(block_of(place.band, 2 * half + block), with_row);
@@ -156,17 +162,9 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place
           of_rho[j] = (j % 2 == 0 ? unit_j.x : unit_j.y) * x;
           kept[j] = r < start ? scores.at[2 * block + i][j] * of_rho[j] : 0.f;
         }
-        with_token[2 * i] = pair_of<T>(of_factor[0], of_factor[1]);
-        with_token[2 * i + 1] = pair_of<T>(of_factor[2], of_factor[3]);
-        with_row[2 * i] = pair_of<T>(of_rho[0], of_rho[1]);
-        with_row[2 * i + 1] = pair_of<T>(of_rho[2], of_rho[3]);
-        if (p.gated) {
-          of_token.x += kept[0] + kept[1], of_token.y += kept[2] + kept[3];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            cols[4 * block + 2 * i + j] = fmaf(kept[j], factor.x, kept[j + 2] * factor.y);
-          }
-        }
+        put_half<T>(with_token, i, of_factor);
+        put_half<T>(with_row, i, of_rho);
+        if (p.gated) add_kept(of_token, cols + 4 * block + 2 * i, kept, factor);
       }
       const int at = Blocks::of_tokens(many_tokens, place.band, 2 * half + block);
       of_tokens.put(at, with_token);

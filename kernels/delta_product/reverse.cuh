@@ -84,11 +84,8 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   using Query = typename ReverseSpace<T, D>::Query;
   const DeltaReverse& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  const int64_t batch = part.piece.sequence.batch, first = part.piece.start * n,
-                first_head = static_cast<int64_t>(part.head) * group;
-  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, first, part.head, 0), p.k.stride[1], p.shape.D,
-                                            at<T>(p.du, batch, first, part.head, part.col), p.du.stride[1],
-                                            p.shape.V - part.col, thread);
+  const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
+  const auto loader = stage_loader<T, D>(p.shape, p.k, p.du, part, thread);
   const TileCopier<kThreads, typename Query::Q> q(at<T>(p.q, batch, part.piece.start, first_head, 0),
                                                   p.q.stride[1], p.shape.D, thread);
   const TileCopier<kThreads, typename Query::O> dout(
@@ -155,6 +152,21 @@ __device__ inline void start_queries(State<D>& s, const GradientStage<T, D>& que
   commit_products();
 }
 
+// G^T += dU^T X by the blocks that `load` gives, transposed, warp by warp.
+template <typename T, class Load>
+__device__ inline void add_transposed_solution(Halves& g, const Operand<kTilesDown>& du, const Load& load) {
+#pragma unroll
+  for (int i = 0; i < kTilesDown; ++i) {
+#pragma unroll
+    for (int j = 0; j <= i; ++j) {
+      uint32_t x[4];
+      load(x, i, j);
+      mma<T>(g[j / 2].at[j % 2 * 2], du.at[i], x[0], x[1]);
+      mma<T>(g[j / 2].at[j % 2 * 2 + 1], du.at[i], x[2], x[3]);
+    }
+  }
+}
+
 // G^T = dU^T X, under way afterwards.
 template <typename T>
 __device__ inline void start_transposed_solution(Halves& g, const Operand<kTilesDown>& du,
@@ -171,16 +183,8 @@ __device__ inline void start_transposed_solution(Halves& g, const Operand<kTiles
   for (int i = 1; i < kTilesDown; ++i) group_mma<T, Lines::columns, 32>(g[0].at, du.at[i], matrices(i, 0));
 #else
   fill(g[0], 0.f), fill(g[1], 0.f);
-#pragma unroll
-  for (int i = 0; i < kTilesDown; ++i) {
-#pragma unroll
-    for (int j = 0; j <= i; ++j) {
-      uint32_t block[4];
-      x.load_transposed(block, i, j);
-      mma<T>(g[j / 2].at[j % 2 * 2], du.at[i], block[0], block[1]);
-      mma<T>(g[j / 2].at[j % 2 * 2 + 1], du.at[i], block[2], block[3]);
-    }
-  }
+  add_transposed_solution<T>(g, du,
+                             [&](uint32_t(&block)[4], int i, int j) { x.load_transposed(block, i, j); });
 #endif
   commit_products();
 }
@@ -229,6 +233,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       rounded.leave(s, space.state(slot.place), warp);
       arrive(&barriers.state[slot.place]);
     }
+    // S is there. Without a word of it the compiler waits for Y too.
     finish<1>(s);
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
@@ -276,16 +281,11 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     }
     if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
+      add_transposed_solution<T>(g, du, [&](uint32_t(&x)[4], int i, int j) {
+        load_lost(x, all, i, j);
 #pragma unroll
-      for (int i = 0; i < kTilesDown; ++i) {
-#pragma unroll
-        for (int j = 0; j <= i; ++j) {
-          uint32_t x[4];
-          load_lost(x, all, i, j);
-          mma<T>(g[j / 2].at[j % 2 * 2], du.at[i], transpose_pairs(x[0]), transpose_pairs(x[1]));
-          mma<T>(g[j / 2].at[j % 2 * 2 + 1], du.at[i], transpose_pairs(x[2]), transpose_pairs(x[3]));
-        }
-      }
+        for (int m = 0; m < 4; ++m) x[m] = transpose_pairs(x[m]);
+      });
     }
 
     // dS^T <- dS^T - (read * G)^T K
@@ -325,8 +325,7 @@ __device__ inline void store(const ReversePass& pass, const Part& part, const Re
   Turn slot;
 #pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
-    T* const gradients = static_cast<T*>(p.gradients) +
-                         (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
+    T* const gradients = state_at(static_cast<T*>(p.gradients), p.shape, part.chunk + c, part.head, part.col);
     wait(&barriers.state[slot.place], slot.parity);
     store_rows<kReverseStores>(space.state(slot.place), gradients, p.shape.D, cols, p.shape.D, worker);
     arrive(&barriers.state_stored[slot.place]);

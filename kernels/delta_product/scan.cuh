@@ -20,12 +20,9 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
                                    int thread) {
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  const int64_t batch = part.piece.sequence.batch, first = part.piece.start * n,
-                first_head = static_cast<int64_t>(part.head) * group;
+  const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
   ScanBarriers& barriers = space.barriers();
-  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, first, part.head, 0), p.k.stride[1], p.shape.D,
-                                            at<T>(p.v, batch, first, part.head, part.col), p.v.stride[1],
-                                            p.shape.V - part.col, thread);
+  const auto loader = stage_loader<T, D>(p.shape, p.k, p.v, part, thread);
   // Without output no row of q is touched.
   const TileCopier<32 * kLoaders, BlockTile<T, D, Rows == 0 ? 32 : Rows>> q(
       at<T>(p.q, batch, part.piece.start, first_head, 0), p.q.stride[1], p.shape.D, thread);
@@ -61,8 +58,7 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part,
   Turn slot;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    T* const to = static_cast<T*>(p.states) +
-                  (((part.chunk + c) * p.shape.heads + part.head) * p.shape.V + part.col) * p.shape.D;
+    T* const to = state_at(static_cast<T*>(p.states), p.shape, part.chunk + c, part.head, part.col);
     wait(&barriers.state[slot.place], slot.parity);
     store_rows<1>(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D, 0);
     arrive(&barriers.read[slot.place]);

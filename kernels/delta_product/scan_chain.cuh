@@ -9,6 +9,21 @@
 
 namespace girih::kernels::delta_product {
 
+// U^T += Z^T X^T by the blocks that `load` gives, warp by warp.
+template <typename T, class Load>
+__device__ inline void add_solution(Halves& u, const Operand<kTilesDown>& z, const Load& load) {
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+    for (int i = j; i < kTilesDown; ++i) {
+      uint32_t x[4];
+      load(x, i, j);
+      mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], x[0], x[2]);
+      mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], x[1], x[3]);
+    }
+  }
+}
+
 // U^T = Z^T X^T, of 32 columns of it after the other 32, under way afterwards.
 template <typename T>
 __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, const InverseRows& x) {
@@ -24,33 +39,9 @@ __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, c
   for (int j = 1; j < kTilesDown; ++j) group_mma<T, Lines::rows, 32>(u[1].at, z.at[j], matrices(1, j));
 #else
   fill(u[0], 0.f), fill(u[1], 0.f);
-#pragma unroll
-  for (int j = 0; j < kTilesDown; ++j) {
-#pragma unroll
-    for (int i = j; i < kTilesDown; ++i) {
-      uint32_t block[4];
-      x.load(block, i, j);
-      mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], block[0], block[2]);
-      mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], block[1], block[3]);
-    }
-  }
+  add_solution<T>(u, z, [&](uint32_t(&block)[4], int i, int j) { x.load(block, i, j); });
 #endif
   commit_products();
-}
-
-// What rounding took from X, times Z.
-template <typename T>
-__device__ inline void add_lost(Halves& u, const Operand<kTilesDown>& z, const unsigned char* prepared) {
-#pragma unroll
-  for (int j = 0; j < kTilesDown; ++j) {
-#pragma unroll
-    for (int i = j; i < kTilesDown; ++i) {
-      uint32_t x[4];
-      load_lost(x, prepared, i, j);
-      mma<T>(u[i / 2].at[i % 2 * 2], z.at[j], x[0], x[2]);
-      mma<T>(u[i / 2].at[i % 2 * 2 + 1], z.at[j], x[1], x[3]);
-    }
-  }
 }
 
 template <typename T, int D, int Rows>
@@ -136,7 +127,8 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     wait_products<0>(u[0], u[1]);
     if (__builtin_expect(keeps, false)) {
-      add_lost<T>(u, z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+      const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
+      add_solution<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, all, i, j); });
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K
