@@ -6,20 +6,94 @@
 //
 // dstate is dx at the W - 1 positions before the start.
 //
-// A thread owns N channels and a run of 64 tokens and reads W - 1 tokens beyond it, whose dz reach back into
+// A thread owns N channels and a run of tokens and reads W - 1 tokens beyond it, whose dz reach back into
 // it. A block adds up its runs' parts of dweight and dbias in order and writes one partial, and a second
 // kernel adds the partials in order.
 #include "short_conv/window.h"
+#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-constexpr int kRun = 64;
+constexpr int kBlocks = 2;  // a multiprocessor's, of 128 registers a thread
+
+// The same as Ahead for packs of 8 or 16 bytes, several turns ahead by way of a ring in shared memory. A
+// thread has places of its own there, so nobody waits for another, and what is under way takes no registers:
+// weights and sums need them. Of 4 x 4096 tokens of 2048 channels in fp32, width 4, backward took 232.6 us
+// with the next turn in registers, which spilled, and takes 118.0.
+template <typename T, int N, int Arrays>
+class Ring {
+  static constexpr int kPackBytes = Raw<T, N>::kBytes, kRow = kThreads * kPackBytes;
+  static_assert(kPackBytes == 8 || kPackBytes == 16);
+  static constexpr int kStages = 64 / kPackBytes;  // turns; x and dy: 64 KB, for two blocks
+
+ public:
+  static constexpr int kTurn = 2;  // four: spills up to 188 bytes
+  static constexpr int kBytes = kStages * Arrays * kTurn * kRow;
+  using Turn = Raw<T, N>[Arrays][kTurn];
+
+  __device__ Ring(const Rows<T> (&rows)[Arrays], int count) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    own_ = shared + (threadIdx.y * kLanes + threadIdx.x) * kPackBytes;
+#pragma unroll
+    for (int a = 0; a < Arrays; ++a) rows_[a] = rows[a];
+#pragma unroll
+    for (int i = 0; i + 1 < kStages; ++i) fetch(count - i * kTurn);
+  }
+  // The zeros past the end have arrived before anything else takes their places.
+  __device__ ~Ring() { wait_copies<0>(); }
+
+  __device__ void next(Turn& turn, int left) {
+    wait_copies<kStages - 2>();
+    fetch(left - (kStages - 1) * kTurn);
+    // What was under way longest stands where the next turn will.
+#pragma unroll
+    for (int a = 0; a < Arrays; ++a) {
+#pragma unroll
+      for (int i = 0; i < kTurn; ++i) {
+        turn[a][i].load(reinterpret_cast<const T*>(own_ + place_ + (a * kTurn + i) * kRow));
+      }
+    }
+  }
+
+ private:
+  Rows<T> rows_[Arrays];
+  int place_ = 0;
+  unsigned char* own_;
+
+  __device__ void fetch(int left) {
+#pragma unroll
+    for (int a = 0; a < Arrays; ++a) {
+#pragma unroll
+      for (int i = 0; i < kTurn; ++i) {
+        const uint32_t to = shared_address(own_ + place_ + (a * kTurn + i) * kRow);
+        const T* from = rows_[a].first + i * rows_[a].stride;
+        if constexpr (kPackBytes == 16) {
+          copy_async(to, from, i < left);
+        } else {
+          copy_async_8(to, from, i < left);
+        }
+      }
+      rows_[a].first += kTurn * rows_[a].stride;
+    }
+    commit_copies();
+    place_ += kBytes / kStages;
+    if (place_ == kBytes) place_ = 0;
+  }
+};
+
+// Of x and dy. One channel a thread leaves registers enough.
+template <typename T, int N>
+using Reader = std::conditional_t<N == 1, Ahead<T, N, 2>, Ring<T, N, 2>>;
 
 // A thread's parts of dweight, and of dbias behind them.
 template <int W, int N>
 using Parts = Pack<N>[W + 1];
+
+// What x and dy come by, and then the block's parts.
+template <typename T, int W, int N>
+constexpr int kSharedBytes = std::max(Reader<T, N>::kBytes, int(sizeof(Parts<W, N>)) * kThreads);
 
 // dx over the `count` tokens of one run that one sequence owns, from `first` on; adds to dweight and dbias.
 template <typename T, int W, int N>
@@ -29,13 +103,12 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
   // Tokens to the sequence's end, as far as they reach back into the run.
   const auto to_end = static_cast<int>(min(sequence.end - first, int64_t{count} + W - 1));
   const int end = p.dy.data == nullptr ? 0 : to_end;
-  const int64_t x_stride = p.x.stride[1], dy_stride = p.dy.stride[1], dx_stride = p.dx.stride[1];
-  const T* x = &at<T>(p.x, sequence.batch, first, channel);
-  const T* dy = &at<T>(p.dy, sequence.batch, first, channel);
+  constexpr int kTurn = Reader<T, N>::kTurn;
+  Reader<T, N> rows({{&at<T>(p.x, sequence.batch, first, channel), p.x.stride[1]},
+                     {&at<T>(p.dy, sequence.batch, first, channel), p.dy.stride[1]}},
+                    end);
+  const int64_t dx_stride = p.dx.stride[1];
   T* to = &at<T>(p.dx, sequence.batch, first, channel) - (W - 1) * dx_stride;
-  Turn<T, N> next_x, next_dy;
-  next_x.load(x, x_stride, 0, end);
-  next_dy.load(dy, dy_stride, 0, end);
   Pack<N> window[W - 1 + kTurn], dx[W - 1 + kTurn];  // at t - (W-1).. of a turn
 #pragma unroll
   for (int j = 0; j + 1 < W; ++j) {
@@ -45,21 +118,14 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
   // whole: the run has all its tokens.
   const auto turn = [&](int t, auto all) {
     constexpr bool whole = decltype(all)::value;
+    typename Reader<T, N>::Turn raw;
+    rows.next(raw, end - t);
     Pack<N> z[kTurn], dz[kTurn];
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {
-      window[W - 1 + i] = next_x.at[i].pack();
+      window[W - 1 + i] = raw[0][i].pack();
       dx[W - 1 + i] = zeros<N>();
-      dz[i] = next_dy.at[i].pack();
-    }
-    x += kTurn * x_stride;
-    dy += kTurn * dy_stride;
-    if (t + 2 * kTurn <= end) {
-      next_x.load(x, x_stride);
-      next_dy.load(dy, dy_stride);
-    } else {
-      next_x.load(x, x_stride, t + kTurn, end);
-      next_dy.load(dy, dy_stride, t + kTurn, end);
+      dz[i] = raw[1][i].pack();
     }
 
     // dz_t = dy_t act'(z_t)
@@ -109,10 +175,9 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
 }
 
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads, 2) backward(const ShortConvBackward p) {
-  constexpr int kColumns = kLanes * N;
-  __shared__ __align__(16) float place[kRuns][W + 1][kColumns];
-  const Job<N> job(p.shape, blockIdx.x, kRun);
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    backward(const ShortConvBackward p, const int run_length) {
+  const Job<N> job(p.shape, blockIdx.x, run_length);
   job.template prefetch_first<T>(p.x);
   if (p.dy.data != nullptr) job.template prefetch_first<T>(p.dy);
   const Filter<T, W, N> filter(p.weight, p.bias, job.first_channel, p.shape.channels, p.shape.silu);
@@ -128,6 +193,10 @@ __global__ void __launch_bounds__(kThreads, 2) backward(const ShortConvBackward 
   });
 
   // partials [groups, W + 1, channels]: the taps, then the bias
+  constexpr int kColumns = kLanes * N;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const auto place = reinterpret_cast<float(*)[W + 1][kColumns]>(shared);  // [kRuns]
+  __syncthreads();                                                         // the rings have been read
 #pragma unroll
   for (int j = 0; j <= W; ++j) store(&place[threadIdx.y][j][threadIdx.x * N], parts[j]);
   __syncthreads();  // every thread's part stands in shared memory
@@ -145,11 +214,10 @@ __global__ void __launch_bounds__(kThreads, 2) backward(const ShortConvBackward 
 
 // The partials' sum: a thread adds every eighth group, then eight threads' sums are added, always in this
 // order.
-__global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward p) {
+__global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward p, const int64_t count) {
   __shared__ float parts[kRuns][kLanes];
   const int64_t channels = p.shape.channels;
   const int64_t columns = (p.shape.width + 1) * channels;
-  const int64_t count = groups_of_runs(p.shape.tokens, kRun);
   for (int64_t block = blockIdx.x; block * kLanes < columns; block += gridDim.x) {
     const int64_t column = block * kLanes + threadIdx.x;
     float sum = 0.f;
@@ -209,11 +277,17 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
   }
 }
 
+int64_t groups_of(const ShortConvShape& shape, int pack) {
+  return groups_of_runs(shape.tokens, run_length(shape, pack, kBlocks));
+}
+
 }  // namespace
 }  // namespace short_conv
 
+// Of either pack, whichever the tensors will fit.
 int64_t short_conv_partials(const ShortConvShape& shape) {
-  return short_conv::groups_of_runs(shape.tokens, short_conv::kRun) * (shape.width + 1) * shape.channels;
+  using namespace short_conv;
+  return std::max(groups_of(shape, 1), groups_of(shape, kPack)) * (shape.width + 1) * shape.channels;
 }
 
 cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream) {
@@ -225,14 +299,19 @@ cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream)
   return with_instance(p.shape, packs, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
-    const int64_t blocks = divide_up(p.shape.channels, kLanes * I::N) * groups_of_runs(all, kRun);
+    const int length = run_length(p.shape, I::N, kBlocks);
+    const int64_t groups = groups_of_runs(all, length);
+    const int64_t blocks = divide_up(p.shape.channels, kLanes * I::N) * groups;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
     if (blocks > 0) {
-      backward<T, I::W, I::N><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
+      constexpr auto kernel = backward<T, I::W, I::N>;
+      constexpr int bytes = kSharedBytes<T, I::W, I::N>;
+      if (const cudaError_t error = allow_shared<kernel>(bytes); error != cudaSuccess) return error;
+      kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p, length);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
     const int64_t columns = (I::W + 1) * p.shape.channels;
-    sum_partials<<<blocks_for(divide_up(columns, kLanes)), threads, 0, stream>>>(p);
+    sum_partials<<<blocks_for(divide_up(columns, kLanes)), threads, 0, stream>>>(p, groups);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     if constexpr (I::W > 1) {
       const int64_t rows = all.sequences * (I::W - 1) * p.shape.channels;

@@ -56,6 +56,11 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes));
 }
+// 8 bytes, or zero.
+__device__ inline void copy_async_8(uint32_t to, const void* from, bool valid) {
+  const int bytes = valid ? 8 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to), "l"(from), "r"(bytes));
+}
 // 4 bytes, or zero.
 __device__ inline void copy_async_4(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 4 : 0;

@@ -7,9 +7,8 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Around a turn of 4 tokens, a thread of 32 forward and 64 backward, a block of 256 and 512; none, one, fewer
-# than W - 1.
-LENGTHS = [0, 1, 2, 3, 4, 5, 8, 31, 32, 33, 63, 64, 65, 255, 257, 511, 513]
+# Around turns of 2 and 4 tokens, runs of 8, blocks of 8 runs; none, one, fewer than W - 1.
+LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 255, 257, 511, 513]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
 LAYOUTS = {
@@ -90,6 +89,20 @@ def test_every_layout_and_dtype(layout, dtype, channels):
     pad.assert_untouched()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_runs_of_many_turns(packed, dtype):
+    # Runs are as long as leave one wave of blocks: 8 tokens but for many of them.
+    if packed:
+        inputs = draw(1, 140_000, 4, 4, dtype=dtype, sequences=1001)
+        cu_seqlens = (torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 140_000).sort()[0].long()
+        cu_seqlens = torch.cat([torch.zeros(1).long(), cu_seqlens, torch.full((1,), 140_000)])
+    else:
+        inputs, cu_seqlens = draw(2200, 61, 4, 4, dtype=dtype), None
+    cuda = None if cu_seqlens is None else cu_seqlens.cuda()
+    assert_as_right_as_aten(run(*(t.cuda() for t in inputs), cu_seqlens=cuda), inputs, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
 def test_weights_of_any_dtype(weight_dtype):
     inputs = draw(2, 33, 8, 3, dtype=torch.bfloat16, weight_dtype=weight_dtype)
@@ -97,8 +110,9 @@ def test_weights_of_any_dtype(weight_dtype):
 
 
 @pytest.mark.parametrize("absent", ["state", "dy", "dfinal"])
-def test_absent_parts_are_zero(absent):
-    inputs = list(draw(2, 33, 8, 4, dtype=torch.float32))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_absent_parts_are_zero(absent, dtype):
+    inputs = list(draw(2, 33, 8, 4, dtype=dtype))
     inputs[{"state": 3, "dy": 4, "dfinal": 5}[absent]] = None
     assert_as_right_as_aten(run(*(None if t is None else t.cuda() for t in inputs)), inputs)
 
@@ -116,8 +130,9 @@ def test_expanded_gradients():
 )
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", ["packs", "tokens inside"])
-def test_packed_sequences(bounds, index, layout):
-    inputs = draw(1, 70, 8, 4, dtype=torch.float32, sequences=len(bounds) - 1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences(bounds, index, layout, dtype):
+    inputs = draw(1, 70, 8, 4, dtype=dtype, sequences=len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds, dtype=index)
     pad = Padded(*LAYOUTS[layout])
     found = run(*map(pad, inputs), cu_seqlens=cu_seqlens.cuda())
@@ -128,8 +143,9 @@ def test_packed_sequences(bounds, index, layout):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds):
-    inputs = draw(1, 40, 8, 4, dtype=torch.float32, sequences=3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
+    inputs = draw(1, 40, 8, 4, dtype=dtype, sequences=3)
     pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), cu_seqlens=torch.tensor(bounds, device="cuda"))
     assert all(t.isfinite().all() for t in found)
