@@ -1,6 +1,6 @@
 // A block has a few columns of one head's state and walks its sequence's segments. M is read once a block and
-// segment, from the L2 cache: its rows are split among the threads, and while one segment's are used, the
-// next one's are under way, for what the walk waits for is memory.
+// segment, from the L2 cache: its columns are split among the threads, and while one segment's are used, the
+// next one's are under way, and its end too, for what the walk waits for is memory.
 #include "delta_product/join.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -9,94 +9,124 @@ namespace girih::kernels {
 namespace delta_product {
 namespace {
 
-constexpr int kJoinThreads = 512;
-constexpr int kJoinCols = 8;  // of V, a block's: with 4 the blocks read twice as much of M
+constexpr int kJoinCols = 8;   // of V, a block's: with 4 the blocks read twice as much of M
+constexpr int kJoinTerms = 4;  // of a sum, read at once of each column of the state
 
-// Wide: D rounded up to a power of two; kJoinThreads / Wide threads share a row of the state, of the sums a
-// part of the terms each and of the row some of the columns.
+// Wide: D rounded up to a power of two. A thread has two rows of the state: a part of the terms of the sums
+// of all columns, then the whole sums of one column, or of two.
 template <int Wide>
-__global__ void __launch_bounds__(kJoinThreads) join(const TransitionJoin p) {
-  constexpr int kParts = kJoinThreads / Wide, kOwn = kJoinCols / kParts;
-  constexpr int kAhead = Wide / kParts < 32 ? Wide / kParts : 32;  // elements of M under way
-  __shared__ float4 state[Wide][2];
-  __shared__ float4 parts[kParts][2][Wide];
-  const int row = threadIdx.x % Wide, part = threadIdx.x / Wide, own = part * kOwn;
-  const int groups = (p.V + kJoinCols - 1) / kJoinCols;
-  const int col = static_cast<int>(blockIdx.x % groups) * kJoinCols + own;
-  const int64_t head = blockIdx.x / groups % p.heads;
-  const Sequence sequence = sequence_at(p.tokens, blockIdx.x / groups / p.heads);
+struct JoinShape {
+  static constexpr int kThreads = Wide <= 64 ? 256 : 512, kParts = 2 * kThreads / Wide,
+                       kOwn = kJoinCols / kParts, kTerms = Wide / kParts,
+                       kAhead = kTerms < 16 ? kTerms : 16;  // pairs of M under way
+};
+
+template <int Wide>
+__global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const TransitionJoin p) {
+  using Shape = JoinShape<Wide>;
+  constexpr int kParts = Shape::kParts, kOwn = Shape::kOwn, kTerms = Shape::kTerms, kAhead = Shape::kAhead;
+  // By columns: rows next to one another are read four at a time and written without conflicts.
+  __shared__ __align__(16) float state[kJoinCols][Wide];
+  __shared__ __align__(16) float parts[kParts][kJoinCols][Wide];
+  const int row = static_cast<int>(threadIdx.x) % (Wide / 2) * 2,
+            part = static_cast<int>(threadIdx.x) / (Wide / 2);
+  const unsigned groups = (p.V + kJoinCols - 1) / kJoinCols, heads = p.heads;
+  const int first_col = static_cast<int>(blockIdx.x % groups) * kJoinCols;
+  const int64_t head = blockIdx.x / groups % heads;
+  const Sequence sequence = sequence_at(p.tokens, blockIdx.x / groups / heads);
   const int64_t first = first_piece(p.tokens, sequence, p.segment);
   const int64_t segments = divide_up(sequence.end - sequence.start, p.segment);
   // An empty sequence has one segment, and that one hands on what it starts from.
   const int64_t count = segments > 0 ? segments : 1;
 
-  const auto states_of = [&](int64_t n) {
-    const int64_t number = first + (p.reverse ? count - 1 - n : n);
-    return p.states + (number * p.heads + head) * (p.V + p.D) * p.D + row;
+  const int64_t D = p.D, size = (p.V + D) * D;
+  const int64_t step = (p.reverse ? -p.heads : p.heads) * size;  // from a segment to the one it hands on to
+  float* const states = p.states + ((first + (p.reverse ? count - 1 : 0)) * p.heads + head) * size;
+
+  // The thread's part of M: columns `d` on, of which `terms` exist. Rows past the last repeat it.
+  const int d = part * kTerms, terms = p.D - d;
+  const float* matrix = states + step + (p.V + d) * D + (row < p.D ? row : p.D - 2);
+  float2 ahead[kAhead];
+  const auto fetch = [&](int at, const float* from, bool exist) {
+#pragma unroll
+    for (int j = 0; j < kJoinTerms; ++j) {
+      ahead[at + j] = exist ? *reinterpret_cast<const float2*>(from + j * D) : float2{0.f, 0.f};
+    }
   };
-  const auto transition = [&](int64_t n, int d) {
-    const bool has = row < p.D && d < p.D && n + 1 < count;
-    return has ? states_of(n)[(static_cast<int64_t>(p.V) + d) * p.D] : 0.f;
-  };
-  float next[kOwn] = {}, ahead[kAhead];
-  if (row < p.D && p.initial.data != nullptr) {
-    const float* from = static_cast<const float*>(p.initial.data) + sequence.index * p.initial.stride[0] +
-                        head * p.initial.stride[1] + row * p.initial.stride[2];
+#pragma unroll
+  for (int t = 0; t < kAhead; t += kJoinTerms) fetch(t, matrix + t * D, count > 2 && t < terms);
+
+  // Its elements of the state, of columns kParts apart; those past the last are zero.
+  float* here[kOwn];
+  bool has[kOwn];
+  float2 in[kOwn], end[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int at = part + i * kParts, col = first_col + at;
+    here[i] = states + col * D + row;
+    has[i] = row < p.D && col < p.V;
+    float2 start = {0.f, 0.f};
+    in[i] = end[i] = {0.f, 0.f};
+    if (has[i] && count > 1) in[i] = *reinterpret_cast<const float2*>(here[i]);
+    if (has[i] && count > 2) end[i] = *reinterpret_cast<const float2*>(here[i] + step);
+    if (has[i] && p.initial.data != nullptr) {
+      const float* from = static_cast<const float*>(p.initial.data) + sequence.index * p.initial.stride[0] +
+                          head * p.initial.stride[1] + row * p.initial.stride[2] + col * p.initial.stride[3];
+      start = {from[0], from[p.initial.stride[2]]};
+    }
+    if (has[i]) *reinterpret_cast<float2*>(here[i]) = start;
+    *reinterpret_cast<float2*>(&state[at][row]) = {0.f, 0.f};
+  }
+#pragma unroll 1
+  for (int64_t n = 1; n < count; ++n) {
+    const bool followed = n + 1 < count, reads = n + 2 < count;
+    float2 next[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      if (col + i < p.V) next[i] = from[(col + i) * p.initial.stride[3]];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) ahead[i] = transition(1, part + i * kParts);
-  for (int64_t n = 0; n < count; ++n) {
-    float* const here = states_of(n);
-    const bool followed = n + 1 < count;
-    float end[kOwn] = {};
-    if (row < p.D) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        reinterpret_cast<float*>(state[row])[own + i] = next[i];
-        if (col + i >= p.V) continue;
-        float& element = here[static_cast<int64_t>(col + i) * p.D];
-        if (followed) end[i] = element;
-        element = next[i];
-      }
+      here[i] += step;
+      next[i] = end[i];
+      if (!has[i]) continue;
+      *reinterpret_cast<float2*>(&state[part + i * kParts][row]) = in[i];
+      if (reads) end[i] = *reinterpret_cast<const float2*>(here[i] + step);
+      *reinterpret_cast<float2*>(here[i]) = in[i];
     }
     if (!followed) return;
-    if (n == 0) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) next[i] = end[i];
-      continue;
-    }
     __syncthreads();
-    float sum[kJoinCols] = {};
-    const auto add = [&](float of, int d) {
+    float2 sums[kJoinCols] = {};
+#pragma unroll 1
+    for (int batch = 0; batch < kTerms; batch += kAhead) {
+      const bool last = batch + kAhead == kTerms;
+      const float* from = matrix + (last ? step : (batch + kAhead) * D);
+      const int left = !last ? terms - (batch + kAhead) : reads ? terms : 0;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 x = state[d][half];
-        float* const to = sum + 4 * half;
-        to[0] = fmaf(of, x.x, to[0]), to[1] = fmaf(of, x.y, to[1]);
-        to[2] = fmaf(of, x.z, to[2]), to[3] = fmaf(of, x.w, to[3]);
+      for (int t = 0; t < kAhead; t += kJoinTerms) {
+#pragma unroll
+        for (int col = 0; col < kJoinCols; ++col) {
+          const float4 x = *reinterpret_cast<const float4*>(&state[col][d + batch + t]);
+          const float s[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+          for (int j = 0; j < kJoinTerms; ++j) {
+            sums[col].x = fmaf(ahead[t + j].x, s[j], sums[col].x);
+            sums[col].y = fmaf(ahead[t + j].y, s[j], sums[col].y);
+          }
+        }
+        fetch(t, from, t < left);
+        from += kJoinTerms * D;
       }
-    };
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int d = part + i * kParts;
-      if (d < p.D) add(ahead[i], d);
-      ahead[i] = transition(n + 1, d);
     }
-#pragma unroll 16
-    for (int d = part + kAhead * kParts; d < p.D; d += kParts) add(transition(n, d), d);
-    parts[part][0][row] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    parts[part][1][row] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    matrix += step;
+#pragma unroll
+    for (int col = 0; col < kJoinCols; ++col) {
+      *reinterpret_cast<float2*>(&parts[part][col][row]) = sums[col];
+    }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      next[i] = end[i];
+      in[i] = next[i];
 #pragma unroll
       for (int j = 0; j < kParts; ++j) {
-        next[i] += reinterpret_cast<const float*>(&parts[j][(own + i) / 4][row])[(own + i) % 4];
+        const float2 x = *reinterpret_cast<const float2*>(&parts[j][part + i * kParts][row]);
+        in[i].x += x.x, in[i].y += x.y;
       }
     }
   }
@@ -107,7 +137,7 @@ cudaError_t launch(const TransitionJoin& p, cudaStream_t stream) {
   const int64_t blocks = p.tokens.sequences * p.heads * divide_up(p.V, kJoinCols);
   if (blocks == 0 || piece_count(p.tokens, p.segment) == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  join<Wide><<<static_cast<unsigned>(blocks), kJoinThreads, 0, stream>>>(p);
+  join<Wide><<<static_cast<unsigned>(blocks), JoinShape<Wide>::kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -19,8 +19,8 @@ namespace girih::kernels {
 struct TransitionJoin {
   Tokens tokens;
   int64_t segment;  // tokens; segments are numbered as pieces of this size
-  int heads, D, V;
-  bool reverse;  // segments follow one another from last to first
+  int heads, D, V;  // D a multiple of 4
+  bool reverse;     // segments follow one another from last to first
   // [segments, heads, V + D, D], contiguous: rows 0..V-1 the columns of S_end, overwritten by S_in, then the
   // columns of M. Neither is read of the segment that nothing follows, nor M of the first.
   float* states;
