@@ -44,8 +44,9 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
   });
 }
 
-// Two segments pay already in the scan at D = 128 (2 x 16384 tokens, 16 heads: 0.42 ms instead of 0.49): the
-// first one's end is the other's start as it is. At D = 64 and in reverse they took longer than one.
+// Two segments pay already in the scan at D = 128 (2 x 16384 tokens, 16 heads: 0.42 ms instead of 0.49 when
+// it was tried): the first one's end is the other's start as it is. At D = 64 and in reverse they took longer
+// than one.
 int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
   const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
   return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n),

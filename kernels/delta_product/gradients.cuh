@@ -384,6 +384,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     fill(both, 0.f);
     add_scores<T>(tile.origin, both, tile.dout, tile.u);
     wait_products<0>(dk);
+    keep(left);
     wait_copies<0>();
     fence_tiles();
     __syncthreads();
@@ -438,6 +439,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     start_product<T>(tile.origin, dk, of_q, tile.q, place.col);
     commit_products();
     wait_products<0>(dq, dk);
+    keep(left);
+    keep(of_q);
   };
   if (many_tokens) {
     Operand<4> of_q;
@@ -458,6 +461,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   }
   start_left(left, dk);
   wait_products<0>(dk);
+  keep(left);
 
   const float2 of_key = inverse_length({later.square[0][mine], later.square[0][mine + 8]}),
                of_q = inverse_length({later.square[1][mine], later.square[1][mine + 8]});

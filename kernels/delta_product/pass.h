@@ -21,8 +21,9 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int stages, queries;  // of keys and values, of queries
-  int slots;            // of a chunk's state and updates
+  int stages;   // of keys and values
+  int slots;    // of a chunk's state and updates
+  int readers;  // warpgroups that take chunks in turn
 };
 
 struct ReversePass {

@@ -125,21 +125,21 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   wait_copies<0>();
 }
 
-// S^T += (r * dO)^T Q of the warp's columns, under way afterwards.
+// S^T += a Q, a = (r * dO)^T of the warp's columns, under way afterwards.
 template <int Bands, typename T, int D>
-__device__ inline void start_queries(State<D>& s, const GradientStage<T, D>& query, int warp) {
-  uint32_t a[Bands][4];
+__device__ inline void start_queries(State<D>& s, Operand<Bands>& a, const GradientStage<T, D>& query,
+                                     int warp) {
 #pragma unroll
   for (int b = 0; b < Bands; ++b) {
-    load_block_transposed(a[b], query.dout(b), 16 * warp, 0);
+    load_block_transposed(a.at[b], query.dout(b), 16 * warp, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float2 read =
           *reinterpret_cast<const float2*>(query.factors + kTileRows * b + 8 * half + lane_col());
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 value = unpaired<T>(a[b][2 * half + i]);
-        a[b][2 * half + i] = pair_of<T>(value.x * read.x, value.y * read.y);
+        const float2 value = unpaired<T>(a.at[b][2 * half + i]);
+        a.at[b][2 * half + i] = pair_of<T>(value.x * read.x, value.y * read.y);
       }
     }
   }
@@ -147,7 +147,7 @@ __device__ inline void start_queries(State<D>& s, const GradientStage<T, D>& que
 #pragma unroll
   for (int b = 0; b < Bands; ++b) {
 #pragma unroll
-    for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T>(s.slab[i], a[b], query.q(b), 64 * i);
+    for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T>(s.slab[i], a.at[b], query.q(b), 64 * i);
   }
   commit_products();
 }
@@ -239,14 +239,17 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     const bool keeps = prepared.keeps();
 
     // dS^T += (r * dO)^T Q, the first query head's still under way when Y is there
-    const auto add_queries = [&] { start_queries<Bands>(s, space.query(query_turn.place), warp); };
+    Operand<Bands> read_by;
+    const auto add_queries = [&] { start_queries(s, read_by, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
       finish<0>(s);
+      keep(read_by);
       arrive(&barriers.query_empty[query_turn.place]);
       query_turn.next(pass.stages);
     };
     add_queries();
     wait_products<kWhole ? 1 : 0>(y);
+    rounded.keep();
 
     // dU_j += w_j Y_j
 #pragma unroll
@@ -272,6 +275,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     start_transposed_solution<T>(g, du, stage.inverse());
     const RowFactors read(vectors, kDeltaRead);
     wait_products<0>(g[0], g[1]);
+    keep(du);
     leave_queries();
 #pragma unroll 1
     for (int member = 1; member < group; ++member) {
@@ -309,6 +313,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     const bool more = c > 0, early = more && pass.stages > 1;
     if (early) wait_for_stage();
     finish<0>(s);
+    keep(update);
     rounded.take(s);
     arrive(emptied);
     if (more && !early) wait_for_stage();

@@ -5,13 +5,12 @@
 //
 // A block has 64 columns of V of one head's state, for all chunks of a sequence or a segment of one. The time
 // of a chunk is that of its chain of products, each of which waits for the one before: a warpgroup does
-// nothing but these. Beside it a warpgroup makes the output, five warps make P, one stores the states, and
-// two load what all of them read.
+// nothing but these. Beside it one or two warpgroups make the output, a warp stores the states, two load
+// keys, values and what has been prepared, and one says when they are there.
 #pragma once
 
 #include "delta_product/scan_chain.cuh"
 #include "delta_product/scan_readers.cuh"
-#include "delta_product/scan_scores.cuh"
 
 namespace girih::kernels::delta_product {
 
@@ -19,31 +18,17 @@ template <typename T, int D, int Rows>
 __device__ inline void load_stages(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                    int thread) {
   const DeltaScan& p = pass.scan;
-  const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
+  const int n = p.shape.n, tokens = delta_chunk(n);
   ScanBarriers& barriers = space.barriers();
   const auto loader = stage_loader<T, D>(p.shape, p.k, p.v, part, thread);
-  // Without output no row of q is touched.
-  const TileCopier<32 * kLoaders, BlockTile<T, D, Rows == 0 ? 32 : Rows>> q(
-      at<T>(p.q, batch, part.piece.start, first_head, 0), p.q.stride[1], p.shape.D, thread);
-  Turn turn, query_turn;
+  Turn turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const int length = tokens_in(part, tokens, c);
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
-    loader.start(space.stage(turn.place), c * tokens * n, length * n, !part.transition,
+    loader.start(space.stage(turn.place), c * tokens * n, tokens_in(part, tokens, c) * n, !part.transition,
                  prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
-    if constexpr (Rows != 0) {
-#pragma unroll 1
-      for (int member = 0; member < group; ++member) {
-        wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
-        q.start(space.query(query_turn.place).q(), c * tokens, length, member * p.q.stride[2]);
-        arrive_after_copies(&barriers.query_full[query_turn.place]);
-        query_turn.next(pass.queries);
-      }
-    }
   }
   commit_copies();
   wait_copies<0>();
@@ -66,65 +51,80 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part,
   }
 }
 
+// What the loaders bring is the products' once a fence has passed: a tenth of the chain's time where its own
+// warps had to wait for it.
+template <typename T, int D, int Rows>
+__device__ inline void fence_stages(const ScanPass& pass, const Part& part,
+                                    const ScanSpace<T, D, Rows>& space) {
+  ScanBarriers& barriers = space.barriers();
+  Turn turn;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    wait(&barriers.full[turn.place], turn.parity);
+    fence_tiles();
+    arrive(&barriers.ready[turn.place]);
+    turn.next(pass.stages);
+  }
+}
+
 // Of a thread, by role: the chain's states need more than its share of a multiprocessor.
 template <int D>
-struct ScanRegisters {
-  static constexpr int kChain = D == 256 ? 240 : 200, kReaders = D == 256 ? 96 : 120,
-                       kOthers = (512 - kChain - kReaders) / 16 * 8;
+struct ScanRegisters;
+template <>
+struct ScanRegisters<64> {
+  static constexpr int kChain = 168, kReaders = 128, kOthers = 88;
+};
+template <>
+struct ScanRegisters<128> {
+  static constexpr int kChain = 184, kReaders = 128, kOthers = 72;
+};
+template <>
+struct ScanRegisters<256> {
+  static constexpr int kChain = 240, kReaders = 168, kOthers = 96;
 };
 
 template <typename T, int D, int Rows>
-__global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __grid_constant__ ScanPass pass) {
-  using Roles = ScanRoles<Rows>;
+__global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
+    scan(const __grid_constant__ ScanPass pass) {
+  using Roles = ScanRoles<D, Rows>;
   using Space = ScanSpace<T, D, Rows>;
+  using Registers = ScanRegisters<D>;
+  // Warpgroups of the chain, of readers, and of all others: no more than they have at the start.
+  static_assert(Rows == 0 || Registers::kChain + Roles::kReaders * Registers::kReaders + Registers::kOthers <=
+                                 Roles::kThreads / 128 * (65536 / Roles::kThreads / 8 * 8));
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of(pass.scan.shape, pass.walk, part)) return;
-  const Space space{shared, pass.stages, pass.queries, pass.slots};
+  const Space space{shared, pass.stages, pass.slots};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
       init_barrier(&barriers.ready[i], 32);
-      init_barrier(&barriers.empty[i], 32 * (Roles::kChain + Roles::kScores));
-    }
-    for (int i = 0; i < pass.queries; ++i) {
-      init_barrier(&barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&barriers.scored[i], 32 * Roles::kScores);
-      init_barrier(&barriers.query_empty[i], 32 * Roles::kReaders);
+      init_barrier(&barriers.empty[i], 32 * (Roles::kChain + Roles::kReader));
     }
     for (int i = 0; i < pass.slots; ++i) {
       init_barrier(&barriers.state[i], 32 * Roles::kChain);
       init_barrier(&barriers.update[i], 32 * Roles::kChain);
       init_barrier(&barriers.read[i],
-                   32 * (Roles::kReaders + (pass.scan.states == nullptr ? 0 : Roles::kStores)));
-    }
-  }
-  // P and the factors, of which only what tokens see is ever written.
-  if constexpr (Rows != 0) {
-    using Query = typename Space::Query;
-    for (int i = 0; i < pass.queries; ++i) {
-      for (int at = Query::Q::kBytes + 16 * threadIdx.x; at < Query::kBytes; at += 16 * Roles::kThreads) {
-        *reinterpret_cast<uint4*>(space.query(i).data + at) = {0, 0, 0, 0};
-      }
+                   32 * (Roles::kReader + (pass.scan.states == nullptr ? 0 : Roles::kStores)));
     }
   }
   __syncthreads();
   const int warp = warp_index();
   if (warp < Roles::kChain) {
-    if (Rows != 0) take_registers<ScanRegisters<D>::kChain>();
+    if (Rows != 0) take_registers<Registers::kChain>();
     run_chain<T, D, Rows>(pass, part, space, warp);
     return;
   }
   if constexpr (Rows != 0) {
-    const int reader = warp - Roles::kChain, score = reader - Roles::kReaders;
-    if (score < 0) {
-      leave_registers<ScanRegisters<D>::kReaders>();
-      return run_readers(pass, part, space, reader);
+    const int reader = warp - Roles::kChain, other = reader - Roles::kReaders * Roles::kReader;
+    if (other < 0) {  // with as many as at the start
+      return run_readers(pass, part, space, reader / Roles::kReader, reader % Roles::kReader);
     }
-    leave_registers<ScanRegisters<D>::kOthers>();
-    if (score < Roles::kScores) return run_scores(pass, part, space, score);
-    if (score == Roles::kScores) return store_states(pass, part, space);
+    leave_registers<Registers::kOthers>();
+    if (other == 0) return store_states(pass, part, space);
+    if (other == 1) return fence_stages(pass, part, space);
   }
   load_stages(pass, part, space, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
 }
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(ScanRoles<Rows>::kThreads, 1) scan(const __gri
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int scan_least() {
-  return ScanSpace<T, D, kDeltaRows>::bytes(1, 1, 1);
+  return ScanSpace<T, D, kDeltaRows>::bytes(1, 1);
 }
 
 template <typename T, int D, int Rows>
@@ -143,33 +143,30 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (Rows == 0) {
     // Several blocks fit a multiprocessor, if they leave each other shared memory.
-    pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Stage<T, D>::kBytes, 3);
-    pass.queries = pass.slots = 0;
+    pass.stages = std::min((limit - Space::bytes(0, 0)) / Stage<T, D>::kBytes, 3);
+    pass.slots = 0;
   } else {
-    // As many stages of both kinds as there is room for. Two slots beside three of each are better than one
-    // beside more.
+    // As many stages as there is room for. Two slots beside three of them are better than one beside more.
     const auto fit = [&](int slots) {
       pass.slots = slots;
-      for (int most = kMaxStages; most > 0; --most) {
-        for (pass.stages = kMaxStages; pass.stages >= most; --pass.stages) {
-          for (pass.queries = kMaxStages; pass.queries >= most; --pass.queries) {
-            if (Space::bytes(pass.stages, pass.queries, slots) <= limit) return most;
-          }
-        }
+      for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
+        if (Space::bytes(pass.stages, slots) <= limit) break;
       }
-      return 0;
+      return pass.stages;
     };
-    if (fit(kMaxSlots) < 3) fit(1);
+    if (const int stages = fit(kMaxSlots); stages < 3 && fit(1) <= stages) fit(stages > 0 ? kMaxSlots : 1);
+    // A reader that skips a turn needs another place for it.
+    pass.readers = std::min({ScanRoles<D, Rows>::kReaders, pass.stages, pass.slots});
   }
-  if (pass.stages < 1 || Space::bytes(pass.stages, pass.queries, pass.slots) > limit) {
+  if (pass.stages < 1 || Space::bytes(pass.stages, pass.slots) > limit) {
     return cudaErrorInvalidConfiguration;
   }
   if (const cudaError_t error = allow_shared<scan<T, D, Rows>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const int bytes = Space::bytes(pass.stages, pass.queries, pass.slots);
-  scan<T, D, Rows><<<static_cast<unsigned>(blocks), ScanRoles<Rows>::kThreads, bytes, stream>>>(pass);
+  const int bytes = Space::bytes(pass.stages, pass.slots);
+  scan<T, D, Rows><<<static_cast<unsigned>(blocks), ScanRoles<D, Rows>::kThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 

@@ -100,13 +100,15 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
 
     // Y^T = S^T K^T
     Sums<8> y;
-    rounded.start_read(y, s, stage.k());
-    if constexpr (kLeaves) {
-      wait(&barriers.read[slot.place], slot.parity ^ 1);
-      rounded.leave(s, space.state(slot.place), warp);
-      arrive(&barriers.state[slot.place]);
-    }
+    rounded.start_read(y, s, stage.k(), [&](int i, const Operand<4>& slab) {
+      if constexpr (kLeaves) {
+        if (i == 0) wait(&barriers.read[slot.place], slot.parity ^ 1);
+        store_blocks(space.state(slot.place), 16 * warp, 64 * i, slab);
+      }
+    });
+    if constexpr (kLeaves) arrive(&barriers.state[slot.place]);
     wait_products<0>(y);
+    rounded.keep();
 
     // Z_i = beta_i v_i - read_i Y_i
     if (!kWhole) prepare(stage);
@@ -126,6 +128,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     const bool keeps = prepared.keeps();
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     wait_products<0>(u[0], u[1]);
+    keep(z);
     if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
       add_solution<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, all, i, j); });
@@ -152,6 +155,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     const bool more = c + 1 < part.chunks, early = more && pass.stages > 1;
     if (early) wait_for_stage();
     finish<0>(s);
+    keep(update);
     rounded.take(s);
     arrive(emptied);
     if (more && !early) wait_for_stage();

@@ -1,88 +1,174 @@
-// The readers of the scan: a warpgroup that makes the output of what the chain leaves,
+// The readers of the scan: warpgroups that take chunks in turn and make their output, warp w of tokens 16 w
+// to 16 w + 15,
 //
+//     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
 //
-// transposed, warp w with the same 16 columns as in the chain. Products whose left factor lies in registers
-// hold their warps until the tensor cores take them: in the chain's warps these two were a third of its time.
+// q stays in registers for both of its products and P never leaves them. The scores need nothing of the
+// chain: they are a step ahead. S and U are what it has left.
 #pragma once
 
 #include "delta_product/scan_space.cuh"
 
 namespace girih::kernels::delta_product {
 
-constexpr int kReaderBarrier = 1;
+// 1 / |q_t| of the lane's two rows.
+template <typename T, int K>
+__device__ inline float2 inverse_lengths(const Operand<K>& q) {
+  float2 square = {0.f, 0.f};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpaired<T>(q.at[k][i]);
+      float& sum = i % 2 == 0 ? square.x : square.y;
+      sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+    }
+  }
+  return {rsqrtf(sum_over_row(square.x) + 1e-6f), rsqrtf(sum_over_row(square.y) + 1e-6f)};
+}
+
+// P out of q_t . k_j, of the 16 tokens from `first` on. factor: scale rho_t of the lane's rows, log: their
+// L_t.
+__device__ inline void weigh(Sums<8>& scores, const Vectors& vectors, int n, int first, bool weighted,
+                             float2 factor, float2 log) {
+  const int seen_by_all = (first + 1) * n, seen = (first + kTileRows) * n;
+  if (weighted) {
+#pragma unroll
+    for (int tile = 0; tile < kTilesDown; ++tile) {
+      if (tile * kTileRows >= seen) continue;
+#pragma unroll
+      for (int i = 2 * tile; i < 2 * tile + 2; ++i) {
+        float(&x)[4] = scores.at[i];
+        const float2 before = vectors.pair(kDeltaLog, 8 * i), unit = vectors.pair(kDeltaUnit, 8 * i);
+        x[0] *= factor.x * unit.x * exp2_fast(log.x - before.x);
+        x[1] *= factor.x * unit.y * exp2_fast(log.x - before.y);
+        x[2] *= factor.y * unit.x * exp2_fast(log.y - before.x);
+        x[3] *= factor.y * unit.y * exp2_fast(log.y - before.y);
+      }
+    }
+  } else {
+    scale_rows(scores, factor);
+  }
+  const int left = (first + lane_row() + 1) * n - lane_col();
+#pragma unroll
+  for (int tile = 0; tile < kTilesDown; ++tile) {
+    if ((tile + 1) * kTileRows <= seen_by_all) continue;
+#pragma unroll
+    for (int i = 2 * tile; i < 2 * tile + 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        scores.at[i][j] = 8 * i + j % 2 < left + j / 2 * 8 * n ? scores.at[i][j] : 0.f;
+      }
+    }
+  }
+}
 
 template <typename T, int D, int Rows>
 __device__ inline void run_readers(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
-                                   int warp) {
-  constexpr bool kWhole = D < 256;  // all of S in registers
-  constexpr int kSlabs = D / 64;
+                                   int reader, int warp) {
+  if (reader >= pass.readers || reader >= part.chunks) return;
+  // The next scores are under way while an output leaves, where there are registers for both. (Across the
+  // loop's end the compiler would wait for each of their products.)
+  constexpr bool kAhead = D == 64;
   const DeltaScan& p = pass.scan;
-  const int tokens = delta_chunk(p.shape.n), group = p.shape.query_heads / p.shape.heads,
+  using Space = ScanSpace<T, D, Rows>;
+  const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads,
             cols = p.shape.V - part.col;
+  const int first = kTileRows * warp, row = first + lane_row();
+  const bool weighted = p.gated || p.shape.unit;  // else every factor but the scale is 1
   ScanBarriers& barriers = space.barriers();
-  Turn slot, query_turn;
-  // All four have read what they share, or written it.
-  const auto meet = [] { barrier_wait(kReaderBarrier, 32 * ScanRoles<Rows>::kReaders); };
-#pragma unroll 1
-  for (int c = 0; c < part.chunks; ++c) {
-    Operand<4> s[kWhole ? kSlabs : 1];
-    const auto load_slab = [&](int i) -> Operand<4>& {
-      Operand<4>& a = s[kWhole ? i : 0];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        load_block(a.at[k], space.state(slot.place), 16 * warp, 64 * i + 16 * k);
-      }
-      return a;
-    };
-    wait(&barriers.state[slot.place], slot.parity);
-#pragma unroll
-    for (int i = 0; i < kSlabs; ++i) {
-      if (kWhole) load_slab(i);
+  Turn turn, slot;
+  if (reader > 0) turn.skip(reader, pass.stages), slot.skip(reader, pass.slots);
+  // A reader that skips a turn never waits for a barrier two phases on: it has seen the stage or the state
+  // two chunks before.
+
+  // A warp fetches its own rows of q, once it has those before in registers: the two loaders have no time for
+  // them (with them, 87% of theirs, and all others waited).
+  const auto rows_of_q = space.query(reader * Space::kWarpsOfRows + warp);
+  const auto fetch = [&](int chunk, int member) {
+    if (first < Rows && chunk < part.chunks) {
+      const TileCopier<32, typename Space::Query> rows(
+          at<T>(p.q, part.piece.sequence.batch, part.piece.start,
+                static_cast<int64_t>(part.head) * group + member, 0),
+          p.q.stride[1], p.shape.D, lane());
+      const int token = chunk * tokens + first;
+      rows.start(rows_of_q, token, tokens_in(part, tokens, chunk) - first);
     }
-    Operand<kTilesDown> u;
+    commit_copies();
+  };
+  Operand<D / 16> q;
+  Sums<8> scores;
+  // Of a query head and the chunk's keys; after the last, of whatever lies there.
+  const auto start_scores = [&](int chunk, int member) {
+    if (chunk < part.chunks && member == 0) wait(&barriers.ready[turn.place], turn.parity);
+    wait_copies<0>();
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q.at[k][i] = 0;
+      if (first < Rows) load_block(q.at[k], rows_of_q, 0, 16 * k);
+    }
+    __syncwarp();
+    member + 1 < group ? fetch(chunk, member + 1) : fetch(chunk + pass.readers, 0);
+    fence_products();
+    start_product_transposed<T, false>(scores, q, space.stage(turn.place).k());
+    commit_products();
+  };
+  fetch(reader, 0);
+  start_scores(reader, 0);
+  wait_products<0>(scores);
+#pragma unroll 1
+  for (int c = reader; c < part.chunks; c += pass.readers) {
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
-      const QueryStage<T, D, Rows> query = space.query(query_turn.place);
-      wait(&barriers.scored[query_turn.place], query_turn.parity);
-      Sums<Rows / 8> o;
-      fence_products();
-#pragma unroll
-      for (int i = 0; i < kSlabs; ++i) {
-        const Operand<4>& a = kWhole ? s[kWhole ? i : 0] : load_slab(i);
-        if (!kWhole) fence_products();
-        if (i == 0) start_product_transposed<T, false>(o, a, query.q(), 0);
-        if (i > 0) start_product_transposed<T, true>(o, a, query.q(), 64 * i);
-        if (!kWhole || i + 1 == kSlabs) {
-          commit_products();
-          wait_products<0>(o);
-        }
+      const bool last = member + 1 == group;
+      const Vectors vectors = space.stage(turn.place).prepared().vectors();
+      if (member == 0) {
+        wait(&barriers.state[slot.place], slot.parity);
+        fence_tiles();
       }
-      const float* const factors = query.factors() + lane_col();
-      scale_columns(o, [&](int n) { return *reinterpret_cast<const float2*>(factors + 8 * n); });
+      Sums<8> o;
+      fence_products();
+      start_product_transposed<T, false>(o, q, space.state(slot.place));
+      commit_products();
+
+      float2 factor = {p.shape.scale, p.shape.scale};  // scale rho_t
+      if (p.shape.unit) {
+        const float2 unit = inverse_lengths<T>(q);
+        factor.x *= unit.x, factor.y *= unit.y;
+      }
+      const float2 log = {vectors.element(kDeltaLog, min(row * n, kDeltaRows - 1)),
+                          vectors.element(kDeltaLog, min((row + 8) * n, kDeltaRows - 1))};
+      weigh(scores, vectors, n, first, weighted, factor, log);
+      if (last) arrive(&barriers.empty[turn.place]);
+      Operand<kTilesDown> near;
+      round_to<T>(near, scores);
+      wait_products<0>(o);
+      keep(q);
+      scale_rows(o, {factor.x * exp2_fast(log.x), factor.y * exp2_fast(log.y)});
+
       if (member == 0) {
         wait(&barriers.update[slot.place], slot.parity);
-#pragma unroll
-        for (int k = 0; k < kTilesDown; ++k) load_block(u.at[k], space.update(slot.place), 16 * warp, 16 * k);
+        fence_tiles();
       }
-      if (kWhole ? member == 0 : member + 1 == group) arrive(&barriers.read[slot.place]);
       fence_products(o);
-      start_product_transposed<T>(o, u, query.p());
+      start_product_transposed<T>(o, near, space.update(slot.place));
       commit_products();
-      wait_products<0>(o);
-      Operand<Rows / 16> out;
-      round_to<T>(out, o);
-      meet();
-      leave_transposed(query.o(), out, warp);
-      meet();
+      if (last) turn.skip(pass.readers, pass.stages);
+      const int next_chunk = last ? c + pass.readers : c, next_member = last ? 0 : member + 1;
+      if (kAhead) start_scores(next_chunk, next_member);
+      wait_products<kAhead ? 1 : 0>(o);
+      keep(near);
+      if (last) arrive(&barriers.read[slot.place]);
       T* const to = at<T>(p.o, part.piece.sequence.batch, part.piece.start + c * tokens,
                           static_cast<int64_t>(part.head) * group + member, part.col);
-      store_rows<ScanRoles<Rows>::kReaders>(query.o(), to, p.o.stride[1], tokens_in(part, tokens, c), cols,
-                                            warp);
-      arrive(&barriers.query_empty[query_turn.place]);
-      query_turn.next(pass.queries);
+      if (first < Rows) store_rows<T, T>(o, to, p.o.stride[1], first, tokens_in(part, tokens, c), cols);
+      if (!kAhead) start_scores(next_chunk, next_member);
+      wait_products<0>(scores);
     }
-    slot.next(pass.slots);
+    slot.skip(pass.readers, pass.slots);
   }
 }
 

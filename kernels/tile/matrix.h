@@ -166,6 +166,11 @@ __device__ inline void store_block(const Tile& tile, int row, int col, const uin
   }
 #endif
 }
+template <class Tile, int K>
+__device__ inline void store_blocks(const Tile& tile, int row, int col, const Operand<K>& a) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) store_block(tile, row, col + 16 * k, a.at[k]);
+}
 // A block of the tile's transpose as a left factor: its rows are columns of the tile.
 template <class Tile>
 __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {

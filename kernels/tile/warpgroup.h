@@ -49,6 +49,26 @@ struct BlockTile {
   __device__ Block block(int col) const { return {data + col / 64 * (Rows * 64)}; }
 };
 
+// A left factor to 16 rows of a tile from `col` on, a multiple of 16. Columns of a block change bits of an
+// address and blocks are added, so that one address serves for all.
+template <typename T, int Cols, int Rows, int K>
+__device__ inline void store_blocks(const BlockTile<T, Cols, Rows>& tile, int row, int col,
+                                    const Operand<K>& a) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t to = tile.address(row, 0, lane() & 15, (lane() >> 4) * 8);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const int at = col + 16 * k;
+    put_matrices(
+        (to ^ static_cast<uint32_t>(at % 64 * 2)) + at / 64 * BlockTile<T, Cols, Rows>::Block::kBytes,
+        a.at[k]);
+  }
+#else
+#pragma unroll
+  for (int k = 0; k < K; ++k) store_block(tile, row, col + 16 * k, a.at[k]);
+#endif
+}
+
 // The warp's place in its warpgroup.
 __device__ inline int group_warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }
 
@@ -201,6 +221,19 @@ __device__ inline void wait_products(Sums<N>&... sums) {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
 #endif
   (pin(sums), ...);
+}
+
+// A left factor stays in its registers until here, behind the wait for its products: they read it while they
+// are under way, and the compiler takes registers that it sees no use of for others before.
+template <int K>
+__device__ inline void keep(const Operand<K>& a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" ::"r"(a.at[k][i]) : "memory");
+  }
+#endif
 }
 
 // sums += x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
