@@ -15,7 +15,7 @@ struct HeadPass {
   // sums of their gates go here, [segments, heads, keys]; nothing is read, and segments that nothing follows
   // are left out.
   float* segment_decay;
-  int stages, slots, readers;
+  int stages, values, slots, readers;
 };
 
 // Heads that have a state of their own.

@@ -15,6 +15,8 @@
 // of the columns, all 64 tokens of them, so that their sums stay within a warp, and then 16 rows a slab of U.
 #pragma once
 
+#include <type_traits>
+
 #include "gsa/gsa.h"
 #include "tile/gates.h"
 #include "tile/grid.h"
@@ -244,16 +246,29 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   if (thread < Slots) carried.gates[warpgroup][thread] = 0.f;
   const int rows_before = p.memory[0].width, width = rows_before + p.memory[1].width;
 
-  // Calls f(element, memory, row, column) for those of the thread's elements that exist.
-  const auto for_each_element = [&](auto f) {
+  // f(element, its place) for those of the thread's elements that exist in an array of states, array(memory)
+  // one of each. Places move on from one to the next.
+  const auto for_each_element = [&](const auto& array, int64_t index, const auto& f) {
+    using Place = std::conditional_t<std::is_same_v<decltype(array(0)), const In<4>&>, const float, float>;
 #pragma unroll 1
     for (int i = 0; i < Slabs; ++i) {
       const Slab here = i == 0 ? slab[0] : slab[Slabs - 1];
-#pragma unroll
-      for (int j = 0; j < kN * 4; ++j) {
-        const int row = kRows * warp + lane_row() + j % 4 / 2 * 8, m = j / 4 * 8 + lane_col() + j % 2;
-        float* const element = reinterpret_cast<float*>(&state[(i * kN + j / 4) * kWarpgroup]) + j % 4;
-        if (row < here.cols && m < cols) f(*element, here.memory, here.col + row, col + m);
+      const auto& of = array(here.memory);
+      if (of.data == nullptr) continue;
+      const int row = kRows * warp + lane_row(), slots = cols - lane_col();
+      const bool has[2] = {row < here.cols, row + 8 < here.cols};
+      const int64_t by_row = 8 * of.stride[2], by_slot = of.stride[3];
+      Place* first = static_cast<Place*>(of.data) + index * of.stride[0] + head * of.stride[1] +
+                     (here.col + row) * of.stride[2] + (col + lane_col()) * by_slot;
+      Place* next = first + by_slot;
+      float4* element = state + i * kN * kWarpgroup;
+#pragma unroll 4
+      for (int n = 0; n < kN; ++n) {
+        if (has[0] && 8 * n < slots) f(element->x, first[0]);
+        if (has[0] && 8 * n + 1 < slots) f(element->y, next[0]);
+        if (has[1] && 8 * n < slots) f(element->z, first[by_row]);
+        if (has[1] && 8 * n + 1 < slots) f(element->w, next[by_row]);
+        first += 8 * by_slot, next += 8 * by_slot, element += kWarpgroup;
       }
     }
   };
@@ -262,13 +277,9 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   if (warpgroup == 0) {
 #pragma unroll
     for (int i = 0; i < Slabs * kN; ++i) state[i * kWarpgroup] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (p.memory[0].initial.data != nullptr || p.memory[1].initial.data != nullptr) {
-      const int64_t index = pass.segment == 0 ? sequence.index : number;
-      for_each_element([&](float& element, int memory, int row, int m) {
-        const In<4>& in = p.memory[memory].initial;
-        if (in.data != nullptr) element = at<float>(in, index, head, row, 0)[m * in.stride[3]];
-      });
-    }
+    for_each_element([&](int memory) -> const In<4>& { return p.memory[memory].initial; },
+                     pass.segment == 0 ? sequence.index : number,
+                     [](float& element, const float& at) { element = at; });
   }
 
   // Where the thread's packs of a published state go.
@@ -428,14 +439,8 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   // The warpgroup that had the last chunk has the last state.
   if (warpgroup != (chunks == 0 ? 0 : (chunks - 1) % pass.warpgroups)) return;
   if (!alone && !nothing_follows) return;
-  const int64_t index = alone ? number : sequence.index;
-  for_each_element([&](float element, int memory, int row, int m) {
-    const Out<4>& out = p.memory[memory].final;
-    if (out.data == nullptr) return;
-    static_cast<float*>(
-        out.data)[index * out.stride[0] + head * out.stride[1] + row * out.stride[2] + m * out.stride[3]] =
-        element;
-  });
+  for_each_element([&](int memory) -> const Out<4>& { return p.memory[memory].final; },
+                   alone ? number : sequence.index, [](float element, float& at) { at = element; });
 }
 
 }  // namespace girih::kernels::gsa
