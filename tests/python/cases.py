@@ -489,7 +489,7 @@ RECURRENT = [case for case in CASES if case.has_state]
 PACKED = [case for case in CASES if case.packing]
 
 # Operators whose CUDA kernels stop at fp32.
-FP32_ON_CUDA = {"gated_rms_norm", "gla", "gsa", "short_conv"}
+FP32_ON_CUDA = {"delta_product", "gated_rms_norm", "gla", "gsa", "short_conv"}
 
 
 def precision(case, device):
