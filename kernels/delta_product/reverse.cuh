@@ -131,17 +131,7 @@ __device__ inline void start_queries(State<D>& s, Operand<Bands>& a, const Gradi
                                      int warp) {
 #pragma unroll
   for (int b = 0; b < Bands; ++b) {
-    load_block_transposed(a.at[b], query.dout(b), 16 * warp, 0);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 read =
-          *reinterpret_cast<const float2*>(query.factors + kTileRows * b + 8 * half + lane_col());
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 value = unpaired<T>(a.at[b][2 * half + i]);
-        a.at[b][2 * half + i] = pair_of<T>(value.x * read.x, value.y * read.y);
-      }
-    }
+    load_weighed_transposed<T>(a.at[b], query.dout(b), 16 * warp, 0, query.factors + kTileRows * b);
   }
   begin(s);
 #pragma unroll

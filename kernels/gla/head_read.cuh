@@ -279,18 +279,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
       const Values v = values_at(of.place);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint32_t(&a)[4] = to.at[k];
-        load_block_transposed(a, v, first_value, 16 * k);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 w =
-              *reinterpret_cast<const float2*>(ring.weights[of.place] + 16 * k + 8 * half + lane_col());
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float2 x = unpaired<T>(a[2 * half + i]);
-            a[2 * half + i] = pair_of<T>(w.x * x.x, w.y * x.y);
-          }
-        }
+        load_weighed_transposed<T>(to.at[k], v, first_value, 16 * k, ring.weights[of.place] + 16 * k);
       }
     };
     Turn at, of_values, to;

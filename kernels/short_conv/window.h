@@ -285,8 +285,6 @@ struct Instance {
 // Channels a thread: 8 or 16 bytes an access.
 constexpr int kPack = 4;
 
-inline int64_t element_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
-
 template <typename T, int N, typename Launch>
 cudaError_t with_width(int width, Launch launch) {
   switch (width) {
@@ -326,7 +324,7 @@ cudaError_t with_instance(const ShortConvShape& shape, bool packs, Launch launch
 
 template <typename... Arrays>
 bool all_fit_packs(const ShortConvShape& shape, const Arrays&... arrays) {
-  return shape.channels % kPack == 0 && (fits_packs(arrays, kPack, element_size(shape.dtype)) && ...);
+  return shape.channels % kPack == 0 && (fits_packs(arrays, kPack, bytes_of(shape.dtype)) && ...);
 }
 
 }  // namespace girih::kernels::short_conv

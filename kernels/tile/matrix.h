@@ -178,6 +178,22 @@ __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile,
   load_matrices_transposed(a, tile.address(col, row, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
 }
 
+// The same with its columns weighed, column i of the 16 by weights[i], and rounded again.
+template <typename T, class Tile>
+__device__ inline void load_weighed_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col,
+                                               const float* weights) {
+  load_block_transposed(a, tile, row, col);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float2 w = *reinterpret_cast<const float2*>(weights + 8 * half + lane_col());
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 x = unpaired<T>(a[2 * half + i]);
+      a[2 * half + i] = pair_of<T>(w.x * x.x, w.y * x.y);
+    }
+  }
+}
+
 // Columns 8n..8n+16K-1 of sums rounded to T, as a left factor.
 template <typename T, int K, int N>
 __device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {

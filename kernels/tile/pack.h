@@ -70,7 +70,9 @@ __device__ inline void store(T* to, const Pack<N>& pack) {
   *reinterpret_cast<Elements<T, N>*>(to) = raw;
 }
 
-__device__ inline int bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+__host__ __device__ inline int bytes_of(DType dtype) {
+  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+}
 
 // One element whose type is known at run time only: for small tensors, read once and outside of loops.
 __device__ inline float load_any(const void* data, DType dtype, int64_t index) {
