@@ -38,7 +38,6 @@ struct Vectors {
 struct RowFactors {
   float2 at[kDeltaRows / 8];
 
-  RowFactors() = default;
   __device__ RowFactors(const Vectors& vectors, int vector) {
 #pragma unroll
     for (int i = 0; i < kDeltaRows / 8; ++i) at[i] = vectors.pair(vector, 8 * i);
@@ -99,38 +98,41 @@ struct InverseRows {
   }
 };
 
-// A chunk's keys and, of a block's columns, what stands beside them: v, or the gradient that starts a row.
-template <typename T, int D>
+// A chunk's rows of a block's columns.
+template <typename T>
+using Values = SharedTile<T, kDeltaRows, kScanColumns>;
+
+// A chunk's keys, what was prepared of it and, in the scan, v.
+template <typename T, int D, bool HasValues = true>
 struct Stage {
   using K = BlockTile<T, D>;
-  using V = SharedTile<T, kDeltaRows, kScanColumns>;
-  static constexpr int kInverse = K::kBytes + V::kBytes,
+  using V = Values<T>;
+  static constexpr int kInverse = K::kBytes + (HasValues ? V::kBytes : 0),
                        kPrepared = kInverse + InverseRows::kBytes - kDeltaInverseBytes;
   static constexpr int kBytes = (kPrepared + kDeltaLost + 1023) / 1024 * 1024;
 
   unsigned char* data;
 
   __device__ K k() const { return {reinterpret_cast<T*>(data)}; }
-  __device__ V v() const { return {reinterpret_cast<T*>(data + K::kBytes)}; }
+  __device__ V v() const {
+    static_assert(HasValues);
+    return {reinterpret_cast<T*>(data + K::kBytes)};
+  }
   __device__ InverseRows inverse() const { return {data + kInverse}; }
   __device__ Prepared prepared() const { return {data + kPrepared}; }
 
-  // Fills a stage; a thread's share.
+  // Fills a stage, but for what stands beside the keys; a thread's share.
   class Loader {
     static constexpr int kThreads = 32 * kLoaders;
     TileCopier<kThreads, K> k_;
-    TileCopier<kThreads, V> v_;
     int thread_;
 
    public:
-    __device__ Loader(const T* k, int64_t k_stride, int D_, const T* v, int64_t v_stride, int cols,
-                      int thread)
-        : k_(k, k_stride, D_, thread), v_(v, v_stride, cols, thread), thread_(thread) {}
+    __device__ Loader(const T* k, int64_t stride, int cols, int thread)
+        : k_(k, stride, cols, thread), thread_(thread) {}
 
-    __device__ void start(const Stage& stage, int first, int rows, bool values,
-                          const unsigned char* prepared) const {
+    __device__ void start(const Stage& stage, int first, int rows, const unsigned char* prepared) const {
       k_.start(stage.k(), first, rows);
-      v_.start(stage.v(), first, values ? rows : 0);
       const uint32_t inverse = shared_address(stage.data + kInverse),
                      to = shared_address(stage.data + kPrepared + thread_ * 16);
       const unsigned char* const from = prepared + thread_ * 16;
@@ -305,12 +307,15 @@ struct Part {
   bool opens, last;  // nothing comes before, nothing follows
 };
 
-__device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, Part& part) {
+// Of a block that has `of` of them, number `which`; where it has none of that number, none after it either.
+__device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsigned block, Part& part,
+                               int which = 0, int of = 1) {
   const auto groups_of = [](int cols) { return (cols + kScanColumns - 1) / kScanColumns; };
-  const int values = groups_of(shape.V), groups = values + (walk.alone ? groups_of(shape.D) : 0);
-  unsigned job = blockIdx.x;
-  const int group = static_cast<int>(job % groups);
-  job /= groups;
+  const int values = groups_of(shape.V), groups = values + (walk.alone ? groups_of(shape.D) : 0),
+            blocks = (groups + of - 1) / of;
+  const int group = static_cast<int>(block % blocks) * of + which;
+  const unsigned job = block / blocks;
+  if (group >= groups) return false;
   part.head = static_cast<int>(job % shape.heads);
   const int64_t number = job / shape.heads;
   part.transition = group >= values;
@@ -395,11 +400,18 @@ __device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Wal
                     [](float x, float& at) { at = x; });
 }
 
-// Blocks of a walk.
-inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk) {
+// Blocks of a walk, each of which has `of` parts.
+inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int of = 1) {
   const int64_t pieces = walk.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, walk.segment);
-  return pieces * shape.heads *
-         (divide_up(shape.V, kScanColumns) + (walk.alone ? divide_up(shape.D, kScanColumns) : 0));
+  const int64_t groups =
+      divide_up(shape.V, kScanColumns) + (walk.alone ? divide_up(shape.D, kScanColumns) : 0);
+  return pieces * shape.heads * divide_up(groups, of);
+}
+
+// Parts of a walk of segments alone that are not left out, where a sequence has two or more.
+inline int64_t parts_alone(const DeltaShape& shape, const Walk& walk) {
+  const int64_t values = divide_up(shape.V, kScanColumns), keys = divide_up(shape.D, kScanColumns);
+  return blocks_of(shape, walk) - shape.tokens.sequences * shape.heads * (values + 2 * keys);
 }
 
 // Tokens of the part's chunk c.
@@ -414,21 +426,6 @@ __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int
   using Data = std::conditional_t<std::is_same<Array<4>, In<4>>::value, const T, T>;
   return static_cast<Data*>(array.data) + batch * array.stride[0] + row * array.stride[1] +
          head * array.stride[2] + col;
-}
-
-// What loads a part's stages of keys, and of what stands beside them.
-template <typename T, int D>
-__device__ inline typename Stage<T, D>::Loader stage_loader(const DeltaShape& shape, const In<4>& k,
-                                                            const In<4>& values, const Part& part,
-                                                            int thread) {
-  const int64_t batch = part.piece.sequence.batch, first = part.piece.start * shape.n;
-  return {at<T>(k, batch, first, part.head, 0),
-          k.stride[1],
-          shape.D,
-          at<T>(values, batch, first, part.head, part.col),
-          values.stride[1],
-          shape.V - part.col,
-          thread};
 }
 
 // The row of column `col` of a chunk's state: [pieces, H, V, D].

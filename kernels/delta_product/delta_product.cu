@@ -113,11 +113,6 @@ cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream) {
   return delta_product::walk<delta_product::ReversePass>(problem, true, stream);
 }
 
-cudaError_t delta_values(const DeltaValues& p, cudaStream_t stream) {
-  if (p.shape.dtype == DType::bf16) return delta_product::launch_values<__nv_bfloat16>(p, stream);
-  if (p.shape.dtype == DType::f16) return delta_product::launch_values<__half>(p, stream);
-  return cudaErrorInvalidValue;
-}
 cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {
   return delta_product::by_instance(p.shape, [&](auto element, auto width) {
     return delta_product::launch_gradients<decltype(element), width()>(p, stream);

@@ -16,9 +16,8 @@
 // in two kernels:
 //   prepare    every chunk by itself: X and the factors of its rows
 //   scan       from chunk to chunk, in order: U, S and the output
-// and backward three, with what forward kept. dS: the gradient of the state after the chunk,
+// and backward two, with what forward kept. dS: the gradient of the state after the chunk,
 // r_t = scale rho_t e^{L_t}:
-//   values     every chunk by itself: sum_t P_tj do_t, what U's gradient is without dS
 //   reverse    from chunk to chunk, from the end:
 //                  dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU, the gradient of Z
 //                  dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i beta_i rho_i e^{L_i} G_i^T
@@ -96,27 +95,17 @@ struct DeltaScan {
 int64_t delta_scan_workspace(const DeltaScan& problem);
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
 
-struct DeltaValues {
-  DeltaShape shape;
-  In<4> q, k, dout;      // [B, T, HQ, D], [B, T n, H, D], [B, T, HQ, V]
-  const void* prepared;  // of forward
-  Out<4> du;             // [B, T n, H, V], dtype
-  float* factors;        // [pieces, HQ, 2, 64]: of a chunk's tokens scale rho_t, and r_t
-};
-
-cudaError_t delta_values(const DeltaValues& problem, cudaStream_t stream);
-
 struct DeltaReverse {
   DeltaShape shape;
-  In<4> q, k, dout, du;
+  In<4> q, k, dout;  // [B, T, HQ, D], [B, T n, H, D], [B, T, HQ, V]
   bool gated;
-  const void* prepared;
-  const float* factors;
-  In<4> initial;    // [N, H, D, V] fp32: the final state's gradient, optional: zero
-  Out<4> final;     // [N, H, D, V] fp32: the initial state's
-  Out<4> dz;        // [B, T n, H, V], dtype: G
-  void* gradients;  // dtype [pieces, H, V, D]: dS of every chunk, transposed
-  void* workspace;  // delta_reverse_workspace() bytes, may be null when that is 0
+  const void* prepared;  // of forward
+  float* factors;        // [pieces, HQ, 64]: of a chunk's tokens scale rho_t
+  In<4> initial;         // [N, H, D, V] fp32: the final state's gradient, optional: zero
+  Out<4> final;          // [N, H, D, V] fp32: the initial state's
+  Out<4> dz;             // [B, T n, H, V], dtype: G
+  void* gradients;       // dtype [pieces, H, V, D]: dS of every chunk, transposed
+  void* workspace;       // delta_reverse_workspace() bytes, may be null when that is 0
 };
 
 int64_t delta_reverse_workspace(const DeltaReverse& problem);

@@ -5,6 +5,12 @@
 
 namespace girih::kernels::delta_product {
 
+// The first rows of a tile, to be loaded by themselves.
+template <typename T, int Cols>
+struct HalfTile : BlockTile<T, Cols> {
+  static constexpr int kRows = kDeltaRows / 2;
+};
+
 // All of the block: starts to load a slab's columns of a state.
 template <typename T, int D>
 __device__ inline void load_state(unsigned char* to, const void* states, const DeltaShape& shape,

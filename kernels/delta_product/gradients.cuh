@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
                  true);
     }
     if (threadIdx.x < kDeltaRows / 4) {
-      const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * 2 * kDeltaRows;
+      const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * kDeltaRows;
       copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
     }
     here.piece = piece_at(shape.tokens, here.chunk, tokens);

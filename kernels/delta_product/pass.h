@@ -21,6 +21,7 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
+  int chains;   // parts of a block
   int stages;   // of keys and values
   int slots;    // of a chunk's state and updates
   int readers;  // warpgroups that take chunks in turn
@@ -40,8 +41,6 @@ cudaError_t launch_prepare(const DeltaPrepare& problem, cudaStream_t stream);
 // By tile of D; each element type is compiled in a file of its own.
 template <typename T, int D>
 cudaError_t launch_scan(const ScanPass& pass, cudaStream_t stream);
-template <typename T>
-cudaError_t launch_values(const DeltaValues& problem, cudaStream_t stream);
 template <typename T, int D>
 cudaError_t launch_reverse(const ReversePass& pass, cudaStream_t stream);
 template <typename T, int D>

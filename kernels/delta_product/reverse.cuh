@@ -4,88 +4,93 @@
 //     dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i read_i G_i^T
 //
 // A block as in the scan, of whose products these are the mirror images: a chain that keeps dS^T in
-// registers, two warps that store dS and G, two that load. A memory head's query heads come one after another
-// in stages of their own.
+// registers, a warpgroup that makes P and its part of dU ahead of it, two warps that store dS and G, two that
+// load. A memory head's query heads come one after another in stages of their own.
 #pragma once
 
 #include "delta_product/chain.cuh"
+#include "delta_product/tokens.cuh"
 
 namespace girih::kernels::delta_product {
 
-constexpr int kReverseChain = 4, kReverseStores = 2;  // warps
-constexpr int kReverseThreads = 32 * (kReverseChain + kReverseStores + kLoaders);
+constexpr int kReverseChain = 4, kReverseMakers = 4, kReverseStores = 2;  // warps
+constexpr int kReverseThreads = 32 * (kReverseChain + kReverseMakers + kReverseStores + kLoaders);
 
-// What one query head brings to a chunk, in bands of 16 tokens: four, or with several steps a token two.
-template <typename T, int D>
+// What one query head brings to a chunk: `Rows` tokens, 64, or with several steps a token 32.
+template <typename T, int D, int Rows>
 struct GradientStage {
-  using Q = BlockTile<T, D, kTileRows>;
-  using O = SharedTile<T, kTileRows, kScanColumns>;
-  static constexpr int kFactorBytes = kDeltaRows * 4, kBandBytes = Q::kBytes + O::kBytes;
+  using Q = BlockTile<T, D, Rows>;
+  using O = BlockTile<T, kScanColumns, Rows>;
+  static constexpr int kBytes = Q::kBytes + O::kBytes, kFactorBytes = Rows * 12;
 
-  unsigned char* data;
-  float* factors;
+  unsigned char *data, *after;
 
-  __host__ __device__ static constexpr int bytes(int bands) { return bands * kBandBytes; }
-  __device__ Q q(int band) const { return {reinterpret_cast<T*>(data + band * kBandBytes)}; }
-  __device__ O dout(int band) const { return {reinterpret_cast<T*>(data + band * kBandBytes + Q::kBytes)}; }
+  __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
+  __device__ O dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
+  // Of every token scale rho_t and L_t, and r_t.
+  __device__ float2* tokens() const { return reinterpret_cast<float2*>(after); }
+  __device__ float* read() const { return reinterpret_cast<float*>(after + Rows * 8); }
 };
-// Two also where the tokens fill only one: the chain has two forms.
-__host__ __device__ constexpr int bands_of(int n) { return n == 1 ? kTilesDown : 2; }
 
-constexpr int kReverseStages = 4, kReverseSlots = 2;
+constexpr int kReverseStages = 4, kReverseSlots = 2, kReverseMade = 2;
 
 struct ReverseBarriers {
-  uint64_t full[kReverseStages], empty[kReverseStages];              // stages
-  uint64_t query_full[kReverseStages], query_empty[kReverseStages];  // of the query heads
-  uint64_t state[kReverseSlots], state_stored[kReverseSlots];        // dS
-  uint64_t update[kReverseSlots], update_stored[kReverseSlots];      // G
+  uint64_t full[kReverseStages], empty[kReverseStages];  // stages
+  uint64_t made[kReverseMade], used[kReverseMade];       // dU's part
+  // Of the query heads; ready: their factors.
+  uint64_t query_full[kReverseStages], query_ready[kReverseStages], query_empty[kReverseStages];
+  uint64_t state[kReverseSlots], state_stored[kReverseSlots];    // dS
+  uint64_t update[kReverseSlots], update_stored[kReverseSlots];  // G
 };
-constexpr int kReverseBarrierBytes = 256;
+constexpr int kReverseBarrierBytes = 384;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 
-template <typename T, int D>
+template <typename T, int D, int Rows>
 struct ReverseSpace {
-  using Query = GradientStage<T, D>;
+  using Keys = Stage<T, D, false>;
+  using Query = GradientStage<T, D, Rows>;
   using StateSlot = PaddedTile<T, kScanColumns, D>;
   using UpdateSlot = PaddedTile<T, kDeltaRows, kScanColumns>;
   static constexpr int kSlotBytes = StateSlot::kBytes + UpdateSlot::kBytes;
+  // Of one stage of both kinds.
+  static constexpr int kStageBytes = Keys::kBytes + Query::kBytes + Query::kFactorBytes;
 
   unsigned char* data;
-  int stages, slots, bands;
+  int stages, slots;
 
-  // Of one stage of both kinds.
-  __host__ __device__ static constexpr int stage_bytes(int bands) {
-    return Stage<T, D>::kBytes + Query::bytes(bands) + Query::kFactorBytes;
-  }
-  __host__ __device__ static constexpr int bytes(int stages, int slots, int bands) {
-    return kReverseBarrierBytes + stages * stage_bytes(bands) + slots * kSlotBytes;
+  __host__ __device__ static constexpr int bytes(int stages, int slots) {
+    return kReverseBarrierBytes + kReverseMade * Values<T>::kBytes + stages * kStageBytes +
+           slots * kSlotBytes;
   }
 
-  __device__ Stage<T, D> stage(int i) const { return {data + i * Stage<T, D>::kBytes}; }
+  __device__ Values<T> made(int i) const { return {reinterpret_cast<T*>(data + i * Values<T>::kBytes)}; }
+  __device__ Keys stage(int i) const { return {after_made() + i * Keys::kBytes}; }
   __device__ Query query(int i) const {
-    unsigned char* const queries = data + stages * Stage<T, D>::kBytes;
-    unsigned char* const factors = queries + stages * Query::bytes(bands);
-    return {queries + i * Query::bytes(bands), reinterpret_cast<float*>(factors + i * Query::kFactorBytes)};
+    unsigned char* const queries = after_made() + stages * Keys::kBytes;
+    unsigned char* const after = queries + stages * Query::kBytes;
+    return {queries + i * Query::kBytes, after + i * Query::kFactorBytes};
   }
   __device__ StateSlot state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
   __device__ UpdateSlot update(int i) const { return {reinterpret_cast<T*>(slot(i) + StateSlot::kBytes)}; }
   __device__ ReverseBarriers& barriers() const {
-    return *reinterpret_cast<ReverseBarriers*>(data + bytes(stages, slots, bands) - kReverseBarrierBytes);
+    return *reinterpret_cast<ReverseBarriers*>(data + bytes(stages, slots) - kReverseBarrierBytes);
   }
 
  private:
-  __device__ unsigned char* slot(int i) const { return data + stages * stage_bytes(bands) + i * kSlotBytes; }
+  __device__ unsigned char* after_made() const { return data + kReverseMade * Values<T>::kBytes; }
+  __device__ unsigned char* slot(int i) const { return after_made() + stages * kStageBytes + i * kSlotBytes; }
 };
 
-template <typename T, int D>
+template <typename T, int D, int Rows>
 __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
-                                    const ReverseSpace<T, D>& space, int thread) {
+                                    const ReverseSpace<T, D, Rows>& space, int thread) {
   constexpr int kThreads = 32 * kLoaders;
-  using Query = typename ReverseSpace<T, D>::Query;
+  using Query = typename ReverseSpace<T, D, Rows>::Query;
   const DeltaReverse& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
   const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
-  const auto loader = stage_loader<T, D>(p.shape, p.k, p.du, part, thread);
+  const typename ReverseSpace<T, D, Rows>::Keys::Loader loader(
+      at<T>(p.k, batch, part.piece.start * n, part.head, 0), p.k.stride[1], p.shape.D, thread);
   const TileCopier<kThreads, typename Query::Q> q(at<T>(p.q, batch, part.piece.start, first_head, 0),
                                                   p.q.stride[1], p.shape.D, thread);
   const TileCopier<kThreads, typename Query::O> dout(
@@ -97,26 +102,16 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   for (int i = 0; i < part.chunks; ++i) {
     const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
-    loader.start(space.stage(turn.place), c * tokens * n, length * n, !part.transition,
+    loader.start(space.stage(turn.place), c * tokens * n, length * n,
                  prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
-      const auto stage = space.query(query_turn.place);
-#pragma unroll 1
-      for (int b = 0; b < space.bands; ++b) {
-        const int before = b * kTileRows;
-        q.start(stage.q(b), c * tokens + before, length - before, member * p.q.stride[2]);
-        dout.start(stage.dout(b), c * tokens + before, part.transition ? 0 : length - before,
-                   member * p.dout.stride[2]);
-      }
-      if (thread < kDeltaRows / 4) {
-        const float* from =
-            p.factors + (((part.chunk + c) * p.shape.query_heads + first_head + member) * 2 + 1) * kDeltaRows;
-        copy_async(shared_address(stage.factors + thread * 4), from + thread * 4, true);
-      }
+      const Query stage = space.query(query_turn.place);
+      q.start(stage.q(), c * tokens, length, member * p.q.stride[2]);
+      dout.start(stage.dout(), c * tokens, part.transition ? 0 : length, member * p.dout.stride[2]);
       arrive_after_copies(&barriers.query_full[query_turn.place]);
       query_turn.next(pass.stages);
     }
@@ -125,19 +120,87 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   wait_copies<0>();
 }
 
+// sum_t P_tj do_t of every chunk, what is known of dU without dS; warp w has the rows 16 w to 16 w + 15. What
+// it finds of tokens goes to memory too, for the gradients.
+template <typename T, int D, int Rows>
+__device__ inline void make_given(const ReversePass& pass, const Part& part,
+                                  const ReverseSpace<T, D, Rows>& space, int warp) {
+  constexpr int kEights = Rows / 8;
+  const DeltaReverse& p = pass.scan;
+  const int n = p.shape.n, group = p.shape.query_heads / p.shape.heads;
+  const bool tells = !pass.walk.alone && part.col == 0;
+  ReverseBarriers& barriers = space.barriers();
+  Turn turn, query_turn, made;
+#pragma unroll 1
+  for (int c = part.chunks - 1; c >= 0; --c) {
+    Sums<8> du;
+    fill(du, 0.f);
+    wait(&barriers.full[turn.place], turn.parity);
+#pragma unroll 1
+    for (int member = 0; member < group; ++member) {
+      const ReverseSpace<T, D, Rows> here{space.data + worked_out_here(0), space.stages, space.slots};
+      const auto stage = here.stage(turn.place);
+      const Vectors vectors = stage.prepared().vectors();
+      const auto query = here.query(query_turn.place);
+      wait(&barriers.query_full[query_turn.place], query_turn.parity);
+      fence_tiles();
+
+      // K Q^T
+      Sums<kEights> scores;
+      fence_products();
+      start_product_transposed<false>(scores, stage.k(), query.q());
+      commit_products();
+      float* const factors = p.factors + ((part.chunk + c) * p.shape.query_heads +
+                                          static_cast<int64_t>(part.head) * group + member) *
+                                             kDeltaRows;
+      for_each_token(query.q(), p.shape, vectors, warp, [&](int token, float factor, float log) {
+        query.tokens()[token] = {factor, log};
+        query.read()[token] = factor * exp2_fast(log);
+        if (!tells) return;
+        factors[token] = factor;
+        if (Rows < kDeltaRows) factors[Rows + token] = p.shape.scale;  // no token's
+      });
+      barrier_wait(1, 32 * kReverseMakers);
+      arrive_once(&barriers.query_ready[query_turn.place]);
+      wait_products<0>(scores);
+
+      // dU += P^T dO
+      weigh_transposed(scores, vectors, worked_out_here(n), warp, query.tokens());
+      Operand<kEights / 2> weights;
+      round_to<T>(weights, scores);
+      fence_products(du);
+      start_product<T>(du, weights, query.dout());
+      commit_products();
+      wait_products<0>(du);
+      keep(weights);
+      arrive_once(&barriers.query_empty[query_turn.place]);
+      query_turn.next(pass.stages);
+    }
+    Operand<kTilesDown> rounded;
+    round_to<T>(rounded, du);
+    wait(&barriers.used[made.place], made.parity ^ 1);
+    store_blocks(space.made(made.place), kTileRows * warp, 0, rounded);
+    arrive_once(&barriers.made[made.place]);
+    made.next(kReverseMade);
+    turn.next(pass.stages);
+  }
+}
+
 // S^T += a Q, a = (r * dO)^T of the warp's columns, under way afterwards.
-template <int Bands, typename T, int D>
-__device__ inline void start_queries(State<D>& s, Operand<Bands>& a, const GradientStage<T, D>& query,
+template <int Bands, typename T, int D, int Rows>
+__device__ inline void start_queries(State<D>& s, Operand<Bands>& a, const GradientStage<T, D, Rows>& query,
                                      int warp) {
 #pragma unroll
   for (int b = 0; b < Bands; ++b) {
-    load_weighed_transposed<T>(a.at[b], query.dout(b), 16 * warp, 0, query.factors + kTileRows * b);
+    load_weighed_transposed<T>(a.at[b], query.dout(), 16 * warp, kTileRows * b, query.read() + kTileRows * b);
   }
   begin(s);
 #pragma unroll
   for (int b = 0; b < Bands; ++b) {
 #pragma unroll
-    for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T>(s.slab[i], a.at[b], query.q(b), 64 * i);
+    for (int i = 0; i < State<D>::kSlabs; ++i) {
+      start_product<T>(s.slab[i], a.at[b], query.q(), 64 * i, kTileRows * b);
+    }
   }
   commit_products();
 }
@@ -179,9 +242,9 @@ __device__ inline void start_transposed_solution(Halves& g, const Operand<kTiles
   commit_products();
 }
 
-template <typename T, int D, int Bands>
+template <typename T, int D, int Rows>
 __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& part,
-                                         const ReverseSpace<T, D>& space, int warp) {
+                                         const ReverseSpace<T, D, Rows>& space, int warp) {
   constexpr bool kWhole = RoundedState<T, D>::kWhole;
   const DeltaReverse& p = pass.scan;
   const int group = p.shape.query_heads / p.shape.heads, first_col = part.col + 16 * warp;
@@ -192,9 +255,9 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
   RoundedState<T, D> rounded;
   rounded.take(s);
 
-  Turn turn, query_turn, slot;
+  Turn turn, query_turn, slot, made;
   const auto wait_for_queries = [&] {
-    wait(&barriers.query_full[query_turn.place], query_turn.parity);
+    wait(&barriers.query_ready[query_turn.place], query_turn.parity);
     fence_tiles();
   };
   const auto wait_for_stage = [&] {
@@ -204,40 +267,50 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
   if (part.chunks > 0) wait_for_stage();
 #pragma unroll 1
   for (int c = part.chunks - 1; c >= 0; --c) {
-    const Stage<T, D> stage = space.stage(turn.place);
+    const auto stage = space.stage(turn.place);
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
 
     // Y^T = dS^T K^T, and dS decays meanwhile
     Sums<8> y;
     rounded.start_read(y, s, stage.k());
-    uint32_t values[kTilesDown][4];
-    const auto load_values = [&](int j) { load_block_transposed(values[j], stage.v(), 16 * warp, 16 * j); };
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      if (kWhole) load_values(j);
-    }
     const RowFactors write(vectors, kDeltaWrite);
     if (stores) {
       wait(&barriers.state_stored[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
-      arrive(&barriers.state[slot.place]);
+      arrive_once(&barriers.state[slot.place]);
     }
     // S is there. Without a word of it the compiler waits for Y too.
     finish<1>(s);
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
-    // dS^T += (r * dO)^T Q, the first query head's still under way when Y is there
-    Operand<Bands> read_by;
+    // dS^T += (r * dO)^T Q, the last query head's still under way when Y is there. All of them before the
+    // values, which are made of all.
+    Operand<Rows / kTileRows> read_by;
     const auto add_queries = [&] { start_queries(s, read_by, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
       finish<0>(s);
       keep(read_by);
-      arrive(&barriers.query_empty[query_turn.place]);
+      arrive_once(&barriers.query_empty[query_turn.place]);
       query_turn.next(pass.stages);
     };
+#pragma unroll 1
+    for (int member = 1; member < group; ++member) {
+      add_queries();
+      leave_queries();
+      wait_for_queries();
+    }
     add_queries();
+    wait(&barriers.made[made.place], made.parity);
+    uint32_t values[kTilesDown][4];
+    const auto load_values = [&](int j) {
+      load_block_transposed(values[j], space.made(made.place), 16 * warp, 16 * j);
+    };
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (kWhole) load_values(j);
+    }
     wait_products<kWhole ? 1 : 0>(y);
     rounded.keep();
 
@@ -257,6 +330,8 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
         }
       }
     }
+    arrive_once(&barriers.used[made.place]);
+    made.next(kReverseMade);
     Operand<kTilesDown> du;
     round_to<T>(du, y);
 
@@ -267,12 +342,6 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     wait_products<0>(g[0], g[1]);
     keep(du);
     leave_queries();
-#pragma unroll 1
-    for (int member = 1; member < group; ++member) {
-      wait_for_queries();
-      add_queries();
-      leave_queries();
-    }
     if (__builtin_expect(keeps, false)) {
       const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
       add_transposed_solution<T>(g, du, [&](uint32_t(&x)[4], int i, int j) {
@@ -294,7 +363,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     if (stores) {
       wait(&barriers.update_stored[slot.place], slot.parity ^ 1);
       leave_transposed(space.update(slot.place), unweighted, warp);
-      arrive(&barriers.update[slot.place]);
+      arrive_once(&barriers.update[slot.place]);
       slot.next(pass.slots);
     }
     uint64_t* const emptied = &barriers.empty[turn.place];
@@ -305,14 +374,14 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     finish<0>(s);
     keep(update);
     rounded.take(s);
-    arrive(emptied);
+    arrive_once(emptied);
     if (more && !early) wait_for_stage();
   }
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
 
-template <typename T, int D>
-__device__ inline void store(const ReversePass& pass, const Part& part, const ReverseSpace<T, D>& space,
+template <typename T, int D, int Rows>
+__device__ inline void store(const ReversePass& pass, const Part& part, const ReverseSpace<T, D, Rows>& space,
                              int worker) {
   const DeltaReverse& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), cols = p.shape.V - part.col;
@@ -323,82 +392,102 @@ __device__ inline void store(const ReversePass& pass, const Part& part, const Re
     T* const gradients = state_at(static_cast<T*>(p.gradients), p.shape, part.chunk + c, part.head, part.col);
     wait(&barriers.state[slot.place], slot.parity);
     store_rows<kReverseStores>(space.state(slot.place), gradients, p.shape.D, cols, p.shape.D, worker);
-    arrive(&barriers.state_stored[slot.place]);
+    arrive_once(&barriers.state_stored[slot.place]);
     T* const dz =
         at<T>(p.dz, part.piece.sequence.batch, (part.piece.start + c * tokens) * n, part.head, part.col);
     wait(&barriers.update[slot.place], slot.parity);
     store_rows<kReverseStores>(space.update(slot.place), dz, p.dz.stride[1], tokens_in(part, tokens, c) * n,
                                cols, worker);
-    arrive(&barriers.update_stored[slot.place]);
+    arrive_once(&barriers.update_stored[slot.place]);
     slot.next(pass.slots);
   }
 }
 
-template <typename T, int D>
+// Of a thread, by role.
+template <int D>
+struct ReverseRegisters {
+  static constexpr int kChain = D == 256 ? 240 : 216, kMakers = D == 256 ? 152 : 168,
+                       kOthers = 504 - kChain - kMakers;
+};
+
+template <typename T, int D, int Rows>
 __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_constant__ ReversePass pass) {
+  using Registers = ReverseRegisters<D>;
+  static_assert(Registers::kChain + Registers::kMakers + Registers::kOthers <=
+                kReverseThreads / 128 * (65536 / kReverseThreads / 8 * 8));
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
-  if (!part_of(pass.scan.shape, pass.walk, part)) return;
-  const int stores = pass.walk.alone ? 0 : kReverseStores;
-  const ReverseSpace<T, D> space{shared, pass.stages, pass.slots, bands_of(pass.scan.shape.n)};
+  if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part)) return;
+  const ReverseSpace<T, D, Rows> space{shared, pass.stages, pass.slots};
   if (threadIdx.x == 0) {
     ReverseBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], 32 * kReverseChain);
+      init_barrier(&barriers.empty[i], kReverseChain);
       init_barrier(&barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&barriers.query_empty[i], 32 * kReverseChain);
+      init_barrier(&barriers.query_ready[i], kReverseMakers);
+      init_barrier(&barriers.query_empty[i], kReverseChain + kReverseMakers);
+    }
+    for (int i = 0; i < kReverseMade; ++i) {
+      init_barrier(&barriers.made[i], kReverseMakers);
+      init_barrier(&barriers.used[i], kReverseChain);
     }
     for (int i = 0; i < pass.slots; ++i) {
-      init_barrier(&barriers.state[i], 32 * kReverseChain);
-      init_barrier(&barriers.state_stored[i], 32 * kReverseStores);
-      init_barrier(&barriers.update[i], 32 * kReverseChain);
-      init_barrier(&barriers.update_stored[i], 32 * kReverseStores);
+      init_barrier(&barriers.state[i], kReverseChain);
+      init_barrier(&barriers.state_stored[i], kReverseStores);
+      init_barrier(&barriers.update[i], kReverseChain);
+      init_barrier(&barriers.update_stored[i], kReverseStores);
     }
   }
   __syncthreads();
-  const int warp = warp_index(), worker = warp - kReverseChain;
-  if (warp < kReverseChain) {
-    if (space.bands == kTilesDown) {
-      run_reverse_chain<T, D, kTilesDown>(pass, part, space, warp);
-    } else {
-      run_reverse_chain<T, D, 2>(pass, part, space, warp);
-    }
-  } else if (worker >= stores) {
-    load_reverse<T, D>(pass, part, space, threadIdx.x - 32 * (kReverseChain + stores));
+  const int warp = warp_index(), maker = warp - kReverseChain, worker = maker - kReverseMakers;
+  if (maker < 0) {
+    take_registers<Registers::kChain>();
+    run_reverse_chain(pass, part, space, warp);
+  } else if (worker < 0) {
+    leave_registers<Registers::kMakers>();
+    make_given(pass, part, space, maker);
   } else {
-    store(pass, part, space, worker);
+    leave_registers<Registers::kOthers>();
+    if (worker >= kReverseStores) {
+      load_reverse(pass, part, space, threadIdx.x - (kReverseThreads - 32 * kLoaders));
+    } else if (!pass.walk.alone) {
+      store(pass, part, space, worker);
+    }
   }
 }
 
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int reverse_least() {
-  return ReverseSpace<T, D>::bytes(1, 1, kTilesDown);
+  return ReverseSpace<T, D, kDeltaRows>::bytes(1, 1);
 }
 
-template <typename T, int D>
-cudaError_t launch_reverse(const ReversePass& given, cudaStream_t stream) {
-  using Space = ReverseSpace<T, D>;
+template <typename T, int D, int Rows>
+cudaError_t launch_reverse_of(const ReversePass& given, cudaStream_t stream) {
+  using Space = ReverseSpace<T, D, Rows>;
   ReversePass pass = given;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int bands = bands_of(pass.scan.shape.n);
   const auto stages_beside = [&](int slots) {
-    return std::min((limit - Space::bytes(0, slots, bands)) / Space::stage_bytes(bands), kReverseStages);
+    return std::min((limit - Space::bytes(0, slots)) / Space::kStageBytes, kReverseStages);
   };
-  // Without stores several blocks fit a multiprocessor, if they leave each other shared memory.
   pass.slots = pass.walk.alone ? 0 : stages_beside(kReverseSlots) >= 2 ? kReverseSlots : 1;
-  pass.stages = pass.walk.alone ? std::min(stages_beside(0), 2) : stages_beside(pass.slots);
+  pass.stages = stages_beside(pass.slots);
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
-  if (const cudaError_t error = allow_shared<reverse<T, D>>(limit); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<reverse<T, D, Rows>>(limit); error != cudaSuccess) return error;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const int threads = kReverseThreads - (pass.walk.alone ? 32 * kReverseStores : 0);
-  const int bytes = Space::bytes(pass.stages, pass.slots, bands);
-  reverse<T, D><<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(pass);
+  const int bytes = Space::bytes(pass.stages, pass.slots);
+  reverse<T, D, Rows><<<static_cast<unsigned>(blocks), kReverseThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
+}
+
+template <typename T, int D>
+cudaError_t launch_reverse(const ReversePass& pass, cudaStream_t stream) {
+  return has_many(delta_chunk(pass.scan.shape.n)) ? launch_reverse_of<T, D, kDeltaRows>(pass, stream)
+                                                  : launch_reverse_of<T, D, kDeltaRows / 2>(pass, stream);
 }
 
 }  // namespace girih::kernels::delta_product

@@ -46,8 +46,8 @@ __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, c
 
 template <typename T, int D, int Rows>
 __device__ inline void run_chain(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
-                                 int warp) {
-  constexpr bool kLeaves = Rows != 0, kWhole = RoundedState<T, D>::kWhole;
+                                 int chain, int warp) {
+  constexpr bool kLeaves = Rows != 0;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
   const bool weighted = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1
@@ -59,29 +59,6 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
   rounded.take(s);
 
   Turn turn, slot;
-  // Of the next chunk beta_i v_i and read_i: made while the state's update is under way.
-  Sums<8> given;
-  RowFactors read;
-  const auto prepare = [&](const Stage<T, D>& stage) {
-    const Vectors vectors = stage.prepared().vectors();
-    const RowFactors beta(vectors, kDeltaBeta);
-    read = RowFactors(vectors, kDeltaRead);
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      uint32_t v[4];
-      load_block_transposed(v, stage.v(), 16 * warp, 16 * j);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 by = beta.at[2 * j + half];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(v[2 * half + i]);
-          given.at[2 * j + half][2 * i] = by.x * value.x;
-          given.at[2 * j + half][2 * i + 1] = by.y * value.y;
-        }
-      }
-    }
-  };
   const auto wait_for_stage = [&] {
     if (kLeaves) {
       wait(&barriers.ready[turn.place], turn.parity);
@@ -89,7 +66,6 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
       wait(&barriers.full[turn.place], turn.parity);
       fence_tiles();
     }
-    if (kWhole) prepare(space.stage(turn.place));
   };
   if (part.chunks > 0) wait_for_stage();
 #pragma unroll 1
@@ -106,12 +82,30 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
         store_blocks(space.state(slot.place), 16 * warp, 64 * i, slab);
       }
     });
-    if constexpr (kLeaves) arrive(&barriers.state[slot.place]);
+    if constexpr (kLeaves) arrive_once(&barriers.state[slot.place]);
+    // beta_i v_i and read_i, meanwhile
+    Sums<8> given;
+    const RowFactors beta(vectors, kDeltaBeta), read(vectors, kDeltaRead);
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      uint32_t values[4];
+      load_block_transposed(values, space.values(turn.place, chain), 16 * warp, 16 * j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 by = beta.at[2 * j + half];
+        float(&to)[4] = given.at[2 * j + half];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 value = unpaired<T>(values[2 * half + i]);
+          to[2 * i] = by.x * value.x, to[2 * i + 1] = by.y * value.y;
+        }
+      }
+    }
+    pin(given);
     wait_products<0>(y);
     rounded.keep();
 
     // Z_i = beta_i v_i - read_i Y_i
-    if (!kWhole) prepare(stage);
 #pragma unroll
     for (int i = 0; i < kDeltaRows / 8; ++i) {
 #pragma unroll
@@ -146,7 +140,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     start_update<T>(s, update, stage.k());
     if constexpr (kLeaves) {
       leave(space.update(slot.place), unweighted, warp);
-      arrive(&barriers.update[slot.place]);
+      arrive_once(&barriers.update[slot.place]);
       slot.next(pass.slots);
     }
     uint64_t* const emptied = &barriers.empty[turn.place];
@@ -157,7 +151,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     finish<0>(s);
     keep(update);
     rounded.take(s);
-    arrive(emptied);
+    arrive_once(emptied);
     if (more && !early) wait_for_stage();
   }
   end_state(s, p.shape, pass.walk, part, first_col, p.final);

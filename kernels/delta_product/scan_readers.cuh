@@ -1,5 +1,5 @@
-// The readers of the scan: warpgroups that take chunks in turn and make their output, warp w of tokens 16 w
-// to 16 w + 15,
+// The readers of the scan where a token has one step: warpgroups that take chunks in turn and make their
+// output, warp w of tokens 16 w to 16 w + 15,
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
@@ -64,7 +64,7 @@ __device__ inline void weigh(Sums<8>& scores, const Vectors& vectors, int n, int
   }
 }
 
-template <typename T, int D, int Rows>
+template <bool Apart, typename T, int D, int Rows>
 __device__ inline void run_readers(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                    int reader, int warp) {
   if (reader >= pass.readers || reader >= part.chunks) return;
@@ -85,9 +85,9 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
 
   // A warp fetches its own rows of q, once it has those before in registers: the two loaders have no time for
   // them (with them, 87% of theirs, and all others waited).
-  const auto rows_of_q = space.query(reader * Space::kWarpsOfRows + warp);
+  const auto rows_of_q = space.query(4 * reader + warp);
   const auto fetch = [&](int chunk, int member) {
-    if (first < Rows && chunk < part.chunks) {
+    if (chunk < part.chunks) {
       const TileCopier<32, typename Space::Query> rows(
           at<T>(p.q, part.piece.sequence.batch, part.piece.start,
                 static_cast<int64_t>(part.head) * group + member, 0),
@@ -105,11 +105,7 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
     wait_copies<0>();
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) q.at[k][i] = 0;
-      if (first < Rows) load_block(q.at[k], rows_of_q, 0, 16 * k);
-    }
+    for (int k = 0; k < D / 16; ++k) load_block(q.at[k], rows_of_q, 0, 16 * k);
     __syncwarp();
     member + 1 < group ? fetch(chunk, member + 1) : fetch(chunk + pass.readers, 0);
     fence_products();
@@ -142,7 +138,7 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
       const float2 log = {vectors.element(kDeltaLog, min(row * n, kDeltaRows - 1)),
                           vectors.element(kDeltaLog, min((row + 8) * n, kDeltaRows - 1))};
       weigh(scores, vectors, n, first, weighted, factor, log);
-      if (last) arrive(&barriers.empty[turn.place]);
+      if (last) arrive_once(&barriers.empty[turn.place]);
       Operand<kTilesDown> near;
       round_to<T>(near, scores);
       wait_products<0>(o);
@@ -161,10 +157,10 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
       if (kAhead) start_scores(next_chunk, next_member);
       wait_products<kAhead ? 1 : 0>(o);
       keep(near);
-      if (last) arrive(&barriers.read[slot.place]);
+      if (last) leave_slot<Apart>(barriers.read[slot.place]);
       T* const to = at<T>(p.o, part.piece.sequence.batch, part.piece.start + c * tokens,
                           static_cast<int64_t>(part.head) * group + member, part.col);
-      if (first < Rows) store_rows<T, T>(o, to, p.o.stride[1], first, tokens_in(part, tokens, c), cols);
+      store_rows<T, T>(o, to, p.o.stride[1], first, tokens_in(part, tokens, c), cols);
       if (!kAhead) start_scores(next_chunk, next_member);
       wait_products<0>(scores);
     }

@@ -3,6 +3,7 @@
 
 #include "delta_product/chain.cuh"
 #include "delta_product/tokens.cuh"
+#include "tile/cluster.h"
 
 namespace girih::kernels::delta_product {
 
@@ -10,14 +11,18 @@ namespace girih::kernels::delta_product {
 template <int D, int Rows>
 struct ScanRoles {  // warps
   static constexpr int kChain = 4;
+  // Alone, two chains share what is loaded: while one waits for its products the other has its turn.
+  static constexpr int kChains = Rows == 0 && D <= 128 ? 2 : 1;
   // Of more than D = 128 there are registers for one reader alone.
   static constexpr int kReader = Rows == 0 ? 0 : 4, kReaders = Rows == 0 ? 0 : D <= 128 ? 2 : 1;
   static constexpr int kStores = Rows == 0 ? 0 : 1;
   static constexpr int kFences = Rows == 0 ? 0 : 1;
-  static constexpr int kThreads = 32 * (kChain + kReaders * kReader + kStores + kFences + kLoaders);
+  static constexpr int kIdle = kChains == 2 ? 2 : 0;  // registers change owners by whole warpgroups
+  static constexpr int kThreads =
+      32 * (kChains * kChain + kReaders * kReader + kStores + kFences + kIdle + kLoaders);
 };
 
-constexpr int kMaxStages = 4, kMaxSlots = 2;
+constexpr int kMaxStages = 4, kMaxSlots = 4;
 
 struct ScanBarriers {
   uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];  // stages
@@ -26,25 +31,62 @@ struct ScanBarriers {
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
+// A reader has read a slot. Apart: it is the first block's.
+template <bool Apart>
+__device__ inline void leave_slot(uint64_t& barrier) {
+  Apart ? arrive_far(&barrier, 0) : arrive_once(&barrier);
+}
+
 template <typename T, int D, int Rows>
 struct ScanSpace {
-  using Query = BlockTile<T, D, kTileRows>;               // a reader's warp's rows of q
   using State = BlockTile<T, D, kScanColumns>;            // S^T
   using Update = BlockTile<T, kDeltaRows, kScanColumns>;  // U^T
+
+  using Query = BlockTile<T, D, kTileRows>;  // a reader's warp's rows of q
+  // What a reader of half as many tokens has of its own.
+  static constexpr int kTokens = kDeltaRows / 2;
+  struct HalfReader {
+    using Query = BlockTile<T, D, kTokens>;
+    using Near = BlockTile<T, 64>;  // P^T
+    using Out = SharedTile<T, kTokens, kScanColumns>;
+    static constexpr int kTokenBytes = kTokens * 8;
+    static constexpr int kBytes =
+        (Query::kBytes + Near::kBytes + Out::kBytes + kTokenBytes + 1023) / 1024 * 1024;
+
+    Query q;
+    Near near;
+    Out out;
+    float2* tokens;  // of every token scale rho_t, L_t
+
+    __device__ explicit HalfReader(unsigned char* data)
+        : q{reinterpret_cast<T*>(data)},
+          near{reinterpret_cast<T*>(data + Query::kBytes)},
+          out{reinterpret_cast<T*>(data + Query::kBytes + Near::kBytes)},
+          tokens(reinterpret_cast<float2*>(data + Query::kBytes + Near::kBytes + Out::kBytes)) {}
+  };
 
   unsigned char* data;
   int stages, slots;
 
-  static constexpr int kWarpsOfRows = Rows / kTileRows;
+  static constexpr int kStageBytes =
+      Stage<T, D>::kBytes + (ScanRoles<D, Rows>::kChains - 1) * Values<T>::kBytes;
   static constexpr int kSlotBytes = State::kBytes + Update::kBytes,
-                       kQueryBytes = ScanRoles<D, Rows>::kReaders * kWarpsOfRows * Query::kBytes;
+                       kReaderBytes =
+                           ScanRoles<D, Rows>::kReaders *
+                           (Rows == kTokens ? HalfReader::kBytes : Rows / kTileRows * Query::kBytes);
   __host__ __device__ static constexpr int bytes(int stages, int slots) {
-    return kScanBarrierBytes + stages * Stage<T, D>::kBytes +
-           (Rows == 0 ? 0 : kQueryBytes + slots * kSlotBytes);
+    return kScanBarrierBytes + stages * kStageBytes + (Rows == 0 ? 0 : kReaderBytes + slots * kSlotBytes);
   }
 
-  __device__ Stage<T, D> stage(int i) const { return {data + i * Stage<T, D>::kBytes}; }
+  __device__ Stage<T, D> stage(int i) const { return {data + i * kStageBytes}; }
+  __device__ Values<T> values(int i, int chain) const {
+    return chain == 0 ? stage(i).v()
+                      : Values<T>{reinterpret_cast<T*>(data + i * kStageBytes + Stage<T, D>::kBytes)};
+  }
   __device__ Query query(int i) const { return {reinterpret_cast<T*>(after_stages() + i * Query::kBytes)}; }
+  __device__ HalfReader half_reader(int i) const {
+    return HalfReader(after_stages() + i * HalfReader::kBytes);
+  }
   __device__ State state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
   __device__ Update update(int i) const { return {reinterpret_cast<T*>(slot(i) + State::kBytes)}; }
   __device__ ScanBarriers& barriers() const {
@@ -52,8 +94,8 @@ struct ScanSpace {
   }
 
  private:
-  __device__ unsigned char* after_stages() const { return data + stages * Stage<T, D>::kBytes; }
-  __device__ unsigned char* slot(int i) const { return after_stages() + kQueryBytes + i * kSlotBytes; }
+  __device__ unsigned char* after_stages() const { return data + stages * kStageBytes; }
+  __device__ unsigned char* slot(int i) const { return after_stages() + kReaderBytes + i * kSlotBytes; }
 };
 
 }  // namespace girih::kernels::delta_product

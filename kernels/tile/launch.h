@@ -22,6 +22,27 @@ inline cudaError_t allow_shared(int bytes) {
   return error;
 }
 
+// Whether `Kernel` may be launched in clusters on the current device: it is there as compiled for a card that
+// has them, not made of what was compiled for others. Asked once a device.
+template <auto Kernel>
+inline cudaError_t has_clusters(bool& has) {
+  static std::atomic<uint64_t> asked{0}, found{0};  // one bit a device
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (asked.load(std::memory_order_acquire) & bit) {
+    has = found.load(std::memory_order_relaxed) & bit;
+    return cudaSuccess;
+  }
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, Kernel);
+  if (error != cudaSuccess) return error;
+  has = attributes.ptxVersion >= 90;
+  if (has) found.fetch_or(bit, std::memory_order_relaxed);
+  asked.fetch_or(bit, std::memory_order_release);
+  return cudaSuccess;
+}
+
 // Bytes of shared memory that a block may have on the current device.
 inline cudaError_t shared_limit(int& bytes) {
   int device = 0;

@@ -109,15 +109,24 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   ", 0;\n"                                    \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " sums "}, "
 #define GIRIH_FROM_TILE(type)                                                               \
-  if constexpr (N == 64) {                                                                  \
+  if constexpr (N == 64 && Add) {                                                           \
     asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "%32, %33, add, 1, 1, 0, %34;\n}\n" \
                  : GIRIH_ALL("+f")                                                          \
-                 : "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0));                    \
-  } else {                                                                                  \
+                 : GIRIH_TILES);                                                            \
+  } else if constexpr (N == 64) {                                                           \
+    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "%32, %33, add, 1, 1, 0, %34;\n}\n" \
+                 : GIRIH_ALL("=f")                                                          \
+                 : GIRIH_TILES);                                                            \
+  } else if constexpr (Add) {                                                               \
     asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "%16, %17, add, 1, 1, 0, %18;\n}\n" \
                  : GIRIH_HALF("+f")                                                         \
-                 : "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0));                    \
+                 : GIRIH_TILES);                                                            \
+  } else {                                                                                  \
+    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "%16, %17, add, 1, 1, 0, %18;\n}\n" \
+                 : GIRIH_HALF("=f")                                                         \
+                 : GIRIH_TILES);                                                            \
   }
+#define GIRIH_TILES "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0)
 #define GIRIH_FROM_REGISTERS(type)                                                                        \
   if constexpr (N == 64 && Add) {                                                                         \
     asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n" \
@@ -138,7 +147,7 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   }
 #define GIRIH_LEFT "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0)
 
-template <typename T, Lines of_b, int N = 64>
+template <typename T, Lines of_b, int N = 64, bool Add = true>
 __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
   static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
@@ -164,6 +173,7 @@ __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 #undef GIRIH_ALL
 #undef GIRIH_WGMMA
 #undef GIRIH_FROM_TILE
+#undef GIRIH_TILES
 #undef GIRIH_FROM_REGISTERS
 #undef GIRIH_LEFT
 
@@ -236,17 +246,21 @@ __device__ inline void keep(const Operand<K>& a) {
 #endif
 }
 
-// sums += x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
-template <typename T, int N, int Cols>
+// sums += x y^T, or with `Add` false sums = x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
+template <bool Add = true, typename T, int N, int Cols, int Rows>
 __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T, Cols>& x,
-                                                const BlockTile<T, Cols>& y, int row = 0) {
+                                                const BlockTile<T, Cols, Rows>& y, int row = 0) {
+  static_assert(8 * N <= Rows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  group_mma<T, Lines::rows, 8 * N, Add>(sums.at, descriptor<Lines::rows>(x, 0, 0),
+                                        descriptor<Lines::rows>(y, row, 0));
 #pragma unroll
-  for (int col = 0; col < Cols; col += 16) {
+  for (int col = 16; col < Cols; col += 16) {
     group_mma<T, Lines::rows, 8 * N>(sums.at, descriptor<Lines::rows>(x, 0, col),
                                      descriptor<Lines::rows>(y, row, col));
   }
 #else
+  if (!Add) fill(sums, 0.f);
 #pragma unroll 4
   for (int col = 0; col < Cols; col += 16) {
     uint32_t a[4];
@@ -273,7 +287,8 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
 #endif
 }
 
-// sums[:, 0..8N-1] += x y: columns from `x_col` on of x, 64; from `col` on of y, 64 rows of it.
+// sums[:, 0..8N-1] += x y: columns from `x_col` on of x, 64; from `col` on of y, 64 rows of it. N: 4, or
+// eights.
 template <typename T, int N, int XCols, int Cols>
 __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,
                                      const BlockTile<T, Cols>& y, int col = 0) {
@@ -282,8 +297,8 @@ __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns>(sums.at + n, descriptor<Lines::rows>(x, 0, x_col + k),
-                                   descriptor<Lines::columns>(y, k, col + 8 * n));
+      group_mma<T, Lines::columns, N == 4 ? 32 : 64>(sums.at + n, descriptor<Lines::rows>(x, 0, x_col + k),
+                                                     descriptor<Lines::columns>(y, k, col + 8 * n));
     }
 #else
     uint32_t a[4];
@@ -293,8 +308,8 @@ __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x
   }
 }
 // 16 K rows of y, from `row` on.
-template <typename T, int K, int N, int Cols>
-__device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const BlockTile<T, Cols>& y,
+template <typename T, int K, int N, int Cols, int Rows>
+__device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const BlockTile<T, Cols, Rows>& y,
                                      int col = 0, int row = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -310,14 +325,14 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const B
   }
 }
 
-// sums += a y: 16 rows of y and 64 columns of it from `col` on.
+// sums += a y: 16 rows of y from `row` on and 64 columns from `col` on.
 template <typename T, int Cols, int Rows>
 __device__ inline void start_product(Sums<8>& sums, const uint32_t (&a)[4], const BlockTile<T, Cols, Rows>& y,
-                                     int col) {
+                                     int col, int row) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  group_mma<T, Lines::columns>(sums.at, a, descriptor<Lines::columns>(y, 0, col));
+  group_mma<T, Lines::columns>(sums.at, a, descriptor<Lines::columns>(y, row, col));
 #else
-  add_product<T>(sums, a, y, 0, col);
+  add_product<T>(sums, a, y, row, col);
 #endif
 }
 

@@ -232,6 +232,18 @@ def test_grouped_queries(G, n, kind):
     assert_as_right_as_the_formula(draw(G=G, n=n, scale=0.3, **kind))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_more_query_heads_than_places_for_them(n):
+    assert_as_right_as_the_formula(draw(H=1, G=5, D=256, V=256, T=130, n=n, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 2])
+def test_many_heads(n, dtype):
+    """So many that none has two multiprocessors for itself."""
+    assert_as_right_as_the_formula(draw(H=40, T=130, n=n, dtype=dtype))
+
+
 @of_every_kind
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
 def test_gates_and_steps_of_any_dtype(gate_dtype, kind):
@@ -449,6 +461,20 @@ def test_long_sequences_of_few_heads(T, n, D):
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T * n)
     assert_as_right(in_pieces(inputs, 3000), exact, rounded, T * n)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "H, G, D, V, n", [(16, 1, 128, 64, 1), (3, 2, 64, 192, 1), (2, 1, 256, 200, 1), (4, 1, 72, 72, 3)]
+)
+def test_segments_of_every_width(H, G, D, V, n, packed):
+    """With one part of a state in a block or two, or values and transitions in one."""
+    sizes = {"H": H, "G": G, "D": D, "V": V, "n": n, "sequences": 2 if packed else None}
+    inputs = draw(B=1, T=8192, dtype=torch.bfloat16, **sizes).map(lambda x: x.to(DEVICE))
+    cu_seqlens = torch.tensor([0, 3000, 8192], device=DEVICE) if packed else None
+    exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
+    rounded = by_formula(run, inputs, cu_seqlens=cu_seqlens)
+    assert_as_right(run(inputs, cu_seqlens=cu_seqlens), exact, rounded, 8192 * n)
 
 
 @exact_only

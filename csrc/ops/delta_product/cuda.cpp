@@ -157,23 +157,15 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto in_fp32 = q.options().dtype(at::kFloat);
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HQ, shape.V, type).zero_();
 
-  auto du = at::empty({q.size(0), rows, H, shape.V}, q.options());
-  const auto factors = at::empty({a.chunks(), HQ, 2, kernels::kDeltaRows}, in_fp32);
-  kernels::DeltaValues values;
-  values.shape = shape;
-  values.q = input<4>(a.q), values.k = input<4>(a.k), values.dout = input<4>(dout);
-  values.prepared = prepared.const_data_ptr();
-  values.du = output<4>(du);
-  values.factors = factors.mutable_data_ptr<float>();
-  check_launch("delta_values", kernels::delta_values(values, stream));
-
-  const auto dz = at::empty_like(du), gradients = a.states(), first = a.last_state(), last = a.padded(grad_s);
+  const auto factors = at::empty({a.chunks(), HQ, kernels::kDeltaRows}, in_fp32);
+  const auto dz = at::empty({q.size(0), rows, H, shape.V}, q.options());
+  const auto gradients = a.states(), first = a.last_state(), last = a.padded(grad_s);
   kernels::DeltaReverse reverse;
   reverse.shape = shape;
-  reverse.q = values.q, reverse.k = values.k, reverse.dout = values.dout, reverse.du = input<4>(du);
+  reverse.q = input<4>(a.q), reverse.k = input<4>(a.k), reverse.dout = input<4>(dout);
   reverse.gated = a.g.defined();
-  reverse.prepared = values.prepared;
-  reverse.factors = values.factors;
+  reverse.prepared = prepared.const_data_ptr();
+  reverse.factors = factors.mutable_data_ptr<float>();
   reverse.initial = input<4>(last);
   reverse.final = output<4>(first);
   reverse.dz = output<4>(dz);
@@ -183,7 +175,6 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     reverse.workspace = workspace.mutable_data_ptr();
     check_launch("delta_reverse", kernels::delta_reverse(reverse, stream));
   }
-  du = Tensor();
 
   // Several query heads of one memory: each gives its part in fp32.
   const bool alone = H == HQ;
@@ -192,10 +183,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto dg = a.g.defined() ? a.rows(T, HQ, 1, at::kFloat).squeeze(-1) : Tensor();
   kernels::DeltaGradients p;
   p.shape = shape;
-  p.q = values.q, p.k = values.k, p.v = input<4>(a.v), p.dout = values.dout, p.dz = input<4>(dz);
+  p.q = reverse.q, p.k = reverse.k, p.v = input<4>(a.v), p.dout = reverse.dout, p.dz = input<4>(dz);
   p.gated = reverse.gated;
-  p.prepared = values.prepared;
-  p.factors = values.factors;
+  p.prepared = reverse.prepared;
+  p.factors = reverse.factors;
   p.states = states.const_data_ptr();
   p.gradients = gradients.const_data_ptr();
   const auto initial = a.padded(state_s);

@@ -1,0 +1,97 @@
+// The scan's warps beside its chain and readers, and what registers all of them have.
+#pragma once
+
+#include "delta_product/scan_space.cuh"
+
+namespace girih::kernels::delta_product {
+
+template <typename T, int D, int Rows>
+__device__ inline void load_stages(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
+                                   bool with_values, int thread) {
+  const DeltaScan& p = pass.scan;
+  const int n = p.shape.n, tokens = delta_chunk(n);
+  ScanBarriers& barriers = space.barriers();
+  const int64_t batch = part.piece.sequence.batch, row = part.piece.start * n;
+  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, row, part.head, 0), p.k.stride[1], p.shape.D,
+                                            thread);
+  const TileCopier<32 * kLoaders, Values<T>> values(at<T>(p.v, batch, row, part.head, part.col),
+                                                    p.v.stride[1], p.shape.V - part.col, thread);
+  Turn turn;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    wait(&barriers.empty[turn.place], turn.parity ^ 1);
+    const Stage<T, D> stage = space.stage(turn.place);
+    const int rows = tokens_in(part, tokens, c) * n;
+    loader.start(stage, c * tokens * n, rows, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    if (with_values) values.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
+    if (ScanRoles<D, Rows>::kChains == 2 && pass.chains == 2) {  // the next columns too
+      const TileCopier<32 * kLoaders, Values<T>> next(
+          at<T>(p.v, batch, row, part.head, part.col + kScanColumns), p.v.stride[1],
+          p.shape.V - part.col - kScanColumns, thread);
+      next.start(space.values(turn.place, 1), c * tokens * n, part.transition ? 0 : rows);
+    }
+    arrive_after_copies(&barriers.full[turn.place]);
+    turn.next(pass.stages);
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+template <typename T, int D, int Rows>
+__device__ inline void store_states(const ScanPass& pass, const Part& part,
+                                    const ScanSpace<T, D, Rows>& space) {
+  const DeltaScan& p = pass.scan;
+  if (p.states == nullptr) return;
+  ScanBarriers& barriers = space.barriers();
+  Turn slot;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    T* const to = state_at(static_cast<T*>(p.states), p.shape, part.chunk + c, part.head, part.col);
+    wait(&barriers.state[slot.place], slot.parity);
+    store_rows<1>(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D, 0);
+    arrive_once(&barriers.read[slot.place]);
+    slot.next(pass.slots);
+  }
+}
+
+// What the loaders bring is the products' once a fence has passed: a tenth of the chain's time where its own
+// warps had to wait for it.
+template <typename T, int D, int Rows>
+__device__ inline void fence_stages(const ScanPass& pass, const Part& part,
+                                    const ScanSpace<T, D, Rows>& space) {
+  ScanBarriers& barriers = space.barriers();
+  Turn turn;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    wait(&barriers.full[turn.place], turn.parity);
+    fence_tiles();
+    arrive_once(&barriers.ready[turn.place]);
+    turn.next(pass.stages);
+  }
+}
+
+// Of a thread, by role: the chain's states need more than its share of a multiprocessor. kShared: warpgroups
+// give and take, else all keep what they start with.
+template <int D, int Rows>
+struct ScanRegisters {  // D <= 128
+  static constexpr bool kShared = true;
+  static constexpr int kOthers = D == 64 ? 88 : 72, kReaders = Rows < kDeltaRows ? 112 : 128,
+                       kChain = 512 - kOthers - 2 * kReaders;
+};
+template <int D>
+struct ScanRegisters<D, 0> {  // D <= 128
+  static constexpr bool kShared = true;
+  static constexpr int kOthers = 88, kReaders = 0, kChain = 208;
+};
+template <int Rows>
+struct ScanRegisters<256, Rows> {
+  static constexpr bool kShared = true;
+  static constexpr int kChain = 240, kReaders = 168, kOthers = 96;
+};
+template <>
+struct ScanRegisters<256, 0> {
+  static constexpr bool kShared = false;
+  static constexpr int kChain = 0, kReaders = 0, kOthers = 0;
+};
+
+}  // namespace girih::kernels::delta_product
