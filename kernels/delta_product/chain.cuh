@@ -16,6 +16,11 @@
 
 namespace girih::kernels::delta_product {
 
+// What the warpgroups of a block of so many threads have of registers at the start, a thread of each.
+__host__ __device__ constexpr int registers_of(int threads) {
+  return threads / 128 * (65536 / threads / 8 * 8);
+}
+
 constexpr int kLoaders = 2;    // warps
 constexpr int kTileRows = 16;  // of a warp's products
 constexpr int kTilesDown = kDeltaRows / kTileRows;
@@ -284,12 +289,7 @@ __device__ inline void scale(State<D>& s, float by) {
   for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
 }
 
-// What a warp has rounded, to its 16 rows of a slot.
-template <int K, class Tile>
-__device__ inline void leave(const Tile& slot, const Operand<K>& a, int warp) {
-  store_blocks(slot, 16 * warp, 0, a);
-}
-// And its transpose, to its 16 columns of one.
+// The transpose of what a warp has rounded, to its 16 columns of a slot.
 template <int K, class Tile>
 __device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
 #pragma unroll

@@ -285,8 +285,8 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
-    // dS^T += (r * dO)^T Q, the last query head's still under way when Y is there. All of them before the
-    // values, which are made of all.
+    // dS^T += (r * dO)^T Q, the last query head's still under way when Y is there. All of them come before
+    // what has been made of dU, to which each adds.
     Operand<Rows / kTileRows> read_by;
     const auto add_queries = [&] { start_queries(s, read_by, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
@@ -413,8 +413,7 @@ struct ReverseRegisters {
 template <typename T, int D, int Rows>
 __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_constant__ ReversePass pass) {
   using Registers = ReverseRegisters<D>;
-  static_assert(Registers::kChain + Registers::kMakers + Registers::kOthers <=
-                kReverseThreads / 128 * (65536 / kReverseThreads / 8 * 8));
+  static_assert(Registers::kChain + Registers::kMakers + Registers::kOthers <= registers_of(kReverseThreads));
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part)) return;

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   // Warpgroups of chains, of readers, and of all others: no more than they have at the start.
   static_assert(Roles::kChains * Registers::kChain + Roles::kReaders * Registers::kReaders +
                     Registers::kOthers <=
-                Roles::kThreads / 128 * (65536 / Roles::kThreads / 8 * 8));
+                registers_of(Roles::kThreads));
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part, 0, pass.chains)) return;

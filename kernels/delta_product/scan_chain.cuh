@@ -139,7 +139,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     }
     start_update<T>(s, update, stage.k());
     if constexpr (kLeaves) {
-      leave(space.update(slot.place), unweighted, warp);
+      store_blocks(space.update(slot.place), 16 * warp, 0, unweighted);
       arrive_once(&barriers.update[slot.place]);
       slot.next(pass.slots);
     }

@@ -73,25 +73,17 @@ __device__ inline void fence_stages(const ScanPass& pass, const Part& part,
 // Of a thread, by role: the chain's states need more than its share of a multiprocessor. kShared: warpgroups
 // give and take, else all keep what they start with.
 template <int D, int Rows>
-struct ScanRegisters {  // D <= 128
-  static constexpr bool kShared = true;
-  static constexpr int kOthers = D == 64 ? 88 : 72, kReaders = Rows < kDeltaRows ? 112 : 128,
-                       kChain = 512 - kOthers - 2 * kReaders;
-};
-template <int D>
-struct ScanRegisters<D, 0> {  // D <= 128
-  static constexpr bool kShared = true;
-  static constexpr int kOthers = 88, kReaders = 0, kChain = 208;
-};
-template <int Rows>
-struct ScanRegisters<256, Rows> {
-  static constexpr bool kShared = true;
-  static constexpr int kChain = 240, kReaders = 168, kOthers = 96;
-};
-template <>
-struct ScanRegisters<256, 0> {
-  static constexpr bool kShared = false;
-  static constexpr int kChain = 0, kReaders = 0, kOthers = 0;
+struct ScanRegisters {
+  static constexpr bool kShared = Rows != 0 || D <= 128;
+  static constexpr int kOthers = D == 256               ? 96
+                                 : D == 64 || Rows == 0 ? 88
+                                                        : 72,
+                       kReaders = D == 256            ? 168
+                                  : Rows < kDeltaRows ? 112
+                                                      : 128,
+                       kChain = D == 256    ? 240
+                                : Rows == 0 ? 208
+                                            : 512 - kOthers - 2 * kReaders;
 };
 
 }  // namespace girih::kernels::delta_product
