@@ -1,5 +1,5 @@
-// What the forward of an operator keeps for backward: the states before every chunk, of the kernels that run
-// on the tensor cores.
+// What the forward of an operator keeps for backward: the states before every chunk, or before every pair of
+// them, of the kernels that run on the tensor cores.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -10,7 +10,8 @@
 
 namespace girih {
 
-constexpr int64_t kKeptChunk = 64;  // tokens of gsa's and gla's chunks
+constexpr int64_t kKeptChunk = 64;             // tokens of gsa's and gla's chunks
+constexpr int64_t kKeptPair = 2 * kKeptChunk;  // gla's with a gate a head, or none
 
 // The sizes that have kernels: columns of a state and rows of a memory, at most.
 struct KernelSizes {

@@ -44,17 +44,13 @@ cudaError_t run(const HeadPass& pass, cudaStream_t stream) {
   });
 }
 
-// Wider keys go by tiles of 128: more gradients than that a thread has no registers for.
-int gradient_tile(int D) { return std::min(D, 128); }
-
 }  // namespace
 
-int head_gate_parts(int D) { return static_cast<int>(divide_up(D, gradient_tile(D) <= 64 ? 64 : 128)); }
-
 cudaError_t head_gradients(const HeadGradients& p, cudaStream_t stream) {
-  return by_tile(p.shape, gradient_tile(p.shape.D), [&](auto element, auto keys) {
+  const cudaError_t error = by_tile(p.shape, p.tile, [&](auto element, auto keys) {
     return launch_head_gradients<decltype(element), std::min(keys(), 128)>(p, stream);
   });
+  return error != cudaSuccess || p.dg.data == nullptr ? error : sum_head_gates(p, stream);
 }
 
 int64_t head_read_workspace(const HeadRead& p) {

@@ -11,7 +11,11 @@
 //     dv_t = G_t^T k_t
 //
 //   forward    one read: the state from chunk to chunk, and every chunk's rows as soon as it has it
-//   backward   the same for dv in reverse, then every chunk by itself: dq, dk, dg
+//   backward   the same for dv in reverse, then every chunk: dq, dk, dg
+//
+// Backward takes the time of its memory traffic, and with one a chunk states would be a third of that: only
+// every second one goes to global memory, before a pair of chunks in forward and after it in reverse. What a
+// chunk's rows exchange with those of the pair's other chunk, its partner, they take from these.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +27,8 @@
 
 namespace girih::kernels {
 
-constexpr int kHeadMaxKeys = 256;  // D
+constexpr int kHeadMaxKeys = 256;      // D
+constexpr int kHeadPair = 2 * kChunk;  // tokens from one state in global memory to the next
 
 // Rows of 16-bit arrays start at 16 bytes. D and V are their widths, in packs of 8; those that exist in a
 // state are keys and values. Every query head walks by itself; what it gives to a memory head that serves
@@ -37,9 +42,9 @@ struct HeadShape {
   In<3> g;  // [B, T, H], any type; absent: no decay
 };
 
-// Forward: o of (q, k, v); states[c] is the state before chunk c.
-// Reverse: o is dv, q the keys, k the queries and v do; states[c] is the gradient that reaches the state
-// after chunk c from later tokens, `initial` the final state's gradient, `final` the initial state's.
+// Forward: o of (q, k, v); states[n] is the state before pair n.
+// Reverse: o is dv, q the keys, k the queries and v do; states[n] is the gradient that reaches the state
+// after pair n from later tokens, `initial` the final state's gradient, `final` the initial state's.
 struct HeadRead {
   HeadShape shape;
   bool reverse;
@@ -48,7 +53,7 @@ struct HeadRead {
   In<4> initial;    // [N, H, V, D] fp32, in reverse HQ heads; optional: zero
   Out<4> final;     // the same
   Out<4> o;         // [B, T, HQ, V], dtype or fp32
-  void* states;     // dtype [piece_count(tokens, 64), H, V, D], in reverse HQ heads; null: not wanted
+  void* states;     // dtype [piece_count(tokens, kHeadPair), H, V, D], in reverse HQ heads; null: not wanted
   void* workspace;  // head_read_workspace() bytes, may be null when that is 0
 };
 
@@ -58,17 +63,21 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream);
 struct HeadGradients {
   HeadShape shape;
   In<4> q, k, v, dout;    // [B, T, HQ, D], [B, T, H, D], [B, T, H, V], [B, T, HQ, V]
-  const void* states;     // [chunks, H, V, D] of the read of o
-  const void* gradients;  // [chunks, HQ, V, D] of the read of dv
+  const void* states;     // [pairs, H, V, D] of the read of o
+  const void* gradients;  // [pairs, HQ, V, D] of the read of dv
   // Before a sequence's first token: the state, optional, and its gradient, [N, H or HQ, V, D] fp32.
   In<4> initial, start;
   Out<4> dq;  // [B, T, HQ, D]
   Out<4> dk;  // [B, T, HQ, D], dtype or fp32
-  Out<4> dg;  // [B, T, HQ, head_gate_parts(D)] fp32: parts of a sum; optional
+  Out<3> dg;  // [B, T, H], any type; optional, and the rest with it
+  // fp32, a part of sums from each tile of keys: [B, T, HQ, tiles] what a chunk's block has for the gates of
+  // its tokens, and [piece_count(tokens, 64), HQ, tiles] for every gate of its partner.
+  float *dg_parts = nullptr, *across = nullptr;
+  int tile = 64;  // keys of one: head_gradient_tile()
 };
 
-// Columns of keys go by tiles, each with its part of dg.
-int head_gate_parts(int D);
+// 64 or 128, as the current device has shared memory for.
+cudaError_t head_gradient_tile(int D, int& tile);
 cudaError_t head_gradients(const HeadGradients& problem, cudaStream_t stream);
 
 // Whether the current device has the shared memory for these kernels at D.

@@ -6,15 +6,25 @@
 
 namespace girih::kernels {
 
+namespace {
+using T = __half;  // as large as bf16
+}
+
 cudaError_t head_fits(int D, bool& fits) {
-  using T = __half;  // as large as bf16
   const int read = D <= 64    ? kLeastHeadReadBytes<T, 64>
                    : D <= 128 ? kLeastHeadReadBytes<T, 128>
                               : kLeastHeadReadBytes<T, 256>;
-  const int gradients = D <= 64 ? HeadGradientTiles<T, 64>::kBytes : HeadGradientTiles<T, 128>::kBytes;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  fits = std::max(read, gradients) <= limit;
+  fits = std::max(read, HeadGradientTiles<T, 64>::kBytes) <= limit;
+  return cudaSuccess;
+}
+
+// More gradients than those of 128 keys a thread has no registers for.
+cudaError_t head_gradient_tile(int D, int& tile) {
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  tile = D <= 64 || HeadGradientTiles<T, 128>::kBytes > limit ? 64 : 128;
   return cudaSuccess;
 }
 

@@ -1,23 +1,35 @@
-// The gradients of queries, keys and gates, one block a chunk, query head and tile of keys. S the state
-// before the chunk, G the gradient that reaches the state after it:
+// The gradients of queries, keys and gates, one block a chunk, query head and tile of keys. A chunk's partner
+// is the other one of its pair; ' marks what is the partner's. S the state before the pair, G the gradient
+// that reaches the state after it:
 //
-//     near_ij = scale (do_i . v_j) e^{L_i - L_j}
-//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j
-//     dk_j = e^{L_C - L_j} v_j G^T  + sum_{i>=j} near_ij q_i
+//     near_ij = scale e^{L_i - L_j} (do_i . v_j)
+//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j                         in a pair's first chunk
+//     dq_i = e^{L_i} (scale e^{L'_C} do_i S^T + sum_j cross_ij k'_j) + ...           in its second
+//            cross_ij = scale e^{L'_C - L'_j} (do_i . v'_j)
+//     dk_j = e^{L_C - L_j} v_j G^T + sum_{i>=j} near_ij q_i                          in its second
+//     dk_j = e^{L_C - L_j} (e^{L'_C} v_j G^T + sum_i cross_ij q'_i) + ...            in its first
+//            cross_ij = scale e^{L'_i} (do'_i . v_j)
 //
-// They are the same but for what stands where: a block has a warpgroup for each, which makes near with its
-// own rows as rows. The scores come first, of all of V, and what the gate's gradient has of them, before the
-// gradients need the registers.
+// They are the same but for what stands where: a block has a warpgroup for each, which makes the scores with
+// its own rows as rows, and one of the two crosses to the partner. A partner that is not there has no rows,
+// and e^{L'_C} = 1. The scores come first, of all of V, and what the gate's gradient has of them; then the
+// gradients by 64 columns, for which there are registers beside both scores.
 //
 // A gate decays what pairs of rows j < t <= i exchange:
 //
-//     dg_t = e^{L_C} <S, G>                                         both outside of the chunk
+//     dg_t = e^{L_C + L'_C} <S, G>                                  both outside of the pair
 //          + sum_{i>=t} q_i . (dq_i through S) + sum_{j<t} k_j . (dk_j through G)
 //          + sum_{j<t<=i} near_ij (q_i . k_j)
 //
 // The last is a sum over i >= t of what rows have less what columns have: the same products in fp32, so that
-// what does not belong cancels. A tile of keys has its part of every term. Before a sequence's first token
-// both states are there in fp32; there <S, dS>, less what the chunk's own rows read, is the first term.
+// what does not belong cancels. Rows of the own chunk have what crosses to the partner beside what goes
+// through S or G: the same gates decay it. Of the partner's rows all count, without what crosses: for gates
+// of a pair's first chunk its second has sum_i q'_i . (dq'_i through S), for those of the second the first
+// has sum_j k'_j . (dk'_j through G). So a block gives its partner one number for all gates, that sum and its
+// half of <S, G>. A tile of keys has its part of every term.
+//
+// Before a sequence's first token both states are there in fp32; there <S, dS>, less what the pair's own rows
+// read, is the first term: the first chunk has all of it but what the second's rows read.
 #pragma once
 
 #include "gla/head_gates.cuh"
@@ -31,23 +43,43 @@ constexpr int kHeadGradientThreads = 256;
 
 template <typename T, int D>
 struct HeadGradientTiles {
-  BlockTile<T, D> q, k, s, ds;  // s, ds: 64 values of S^T and G^T
-  BlockTile<T, 2 * kSlab> v, dout;
-  float *sums, *of_row, *of_col, *pairs, *edge;
+  BlockTile<T, D> q, k;
+  BlockTile<T, 2 * kSlab> s, ds;  // 64 keys of S and G: of 64 values, and of 64 more, [values, keys]
+  BlockTile<T, 2 * kSlab> v, dout, partner;  // partner: of v' or do', then of k' or q'
+  // L, L' and a row's part of dg: of all gates up to it, and of all after it.
+  float *sums, *partner_sums, *of_row, *of_col;
 
-  static constexpr int kFloats = 4 * kChunk + 8;
+  static constexpr int kFloats = 4 * kChunk;
   static constexpr int kBytes =
-      4 * BlockTile<T, D>::kBytes + 2 * BlockTile<T, 2 * kSlab>::kBytes + kFloats * 4;
+      2 * BlockTile<T, D>::kBytes + 5 * BlockTile<T, 2 * kSlab>::kBytes + kFloats * 4;
 
   __device__ explicit HeadGradientTiles(unsigned char* shared) {
-    Layout(shared)(q)(k)(s)(ds)(v)(dout)(sums, kChunk)(of_row, kChunk)(of_col, kChunk)(pairs, kChunk)(edge,
-                                                                                                      8);
+    Layout(shared)(q)(k)(s)(ds)(v)(dout)(partner)(sums, kChunk)(partner_sums, kChunk)(of_row, kChunk)(of_col,
+                                                                                                      kChunk);
   }
+  // What every warp has for all own gates, and for all of the partner's. Two blocks of a multiprocessor leave
+  // no room for these: they take that of L' once the scores are decayed, of which only the last is read then.
+  __device__ float* own_edge() const { return partner_sums; }
+  __device__ float* partner_edge() const { return partner_sums + kHeadGradientThreads / 32; }
+  __device__ const float& partner_whole() const { return partner_sums[kChunk - 1]; }
 };
 
-// x_i . y_i of the warp's rows, those of y in `rows`; to `to`. The sum over all of them.
+// Back from rounded ones.
+template <typename T>
+__device__ inline void widen(Sums<8>& sums, const Operand<4>& a) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 pair = unpaired<T>(a.at[n / 2][n % 2 * 2 + i]);
+      sums.at[n][2 * i] = pair.x, sums.at[n][2 * i + 1] = pair.y;
+    }
+  }
+}
+
+// x_i . y_i of the lane's two rows, those of y in `rows`.
 template <typename T, int N, class Tile>
-__device__ inline float put_row_products(float* to, const Sums<N>& x, const Tile& rows, int warp) {
+__device__ inline float2 row_products(const Sums<N>& x, const Tile& rows, int warp) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -56,12 +88,7 @@ __device__ inline float put_row_products(float* to, const Sums<N>& x, const Tile
     sum.x = fmaf(x.at[n][0], upper.x, fmaf(x.at[n][1], upper.y, sum.x));
     sum.y = fmaf(x.at[n][2], lower.x, fmaf(x.at[n][3], lower.y, sum.y));
   }
-  sum = {sum_over_row(sum.x), sum_over_row(sum.y)};
-  if (lane() % 4 == 0) {
-    to[kRows * warp + lane_row()] = sum.x;
-    to[kRows * warp + lane_row() + 8] = sum.y;
-  }
-  return sum_over_col(sum.x + sum.y);
+  return {sum_over_row(sum.x), sum_over_row(sum.y)};
 }
 
 // A thread's share of <S, dS> before the sequence's first token, keys `key` and the D - 1 after it.
@@ -94,66 +121,100 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   const bool of_keys = all_warps >= 4;
   const unsigned parts = (shape.D + D - 1) / D;
   unsigned job = blockIdx.x;
-  const int part = static_cast<int>(job % parts), key = part * D, keys = min(D, shape.D - key);
+  const int key = static_cast<int>(job % parts) * D, keys = min(D, shape.D - key);
   job /= parts;
   const int query_head = static_cast<int>(job % shape.query_heads), head = query_head / group;
   const int64_t chunk = job / shape.query_heads;
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
-  if (piece.length == 0) return;
+  const bool wants_gates = p.dg.data != nullptr;
+  if (piece.length == 0) {
+    if (wants_gates && threadIdx.x == 0) p.across[blockIdx.x] = 0.f;
+    return;
+  }
+  const Piece partner = partner_of(piece);
+  const bool second = piece.index % 2 == 1;
+  // Which warpgroup has rows of the partner.
+  const bool crosses = __shfl_sync(~0u, static_cast<int>(of_keys != second), 0) != 0;
 
   constexpr int kThreads = kHeadGradientThreads, kWide = 2 * kSlab;
   const T* const dout = chunk_rows<T>(p.dout, piece, query_head);
   const T* const values = chunk_rows<T>(p.v, piece, head);
   const int64_t state = static_cast<int64_t>(shape.V) * shape.D;
-  const T* const s = static_cast<const T*>(p.states) + (chunk * shape.heads + head) * state + key;
+  const int64_t pair = first_piece(shape.tokens, piece.sequence, kHeadPair) + piece.index / 2;
+  const T* const s = static_cast<const T*>(p.states) + (pair * shape.heads + head) * state + key;
   const T* const ds =
-      static_cast<const T*>(p.gradients) + (chunk * shape.query_heads + query_head) * state + key;
+      static_cast<const T*>(p.gradients) + (pair * shape.query_heads + query_head) * state + key;
+  const auto load_partner = [&](int v) {
+    const T* const rows =
+        second ? chunk_rows<T>(p.v, partner, head) : chunk_rows<T>(p.dout, partner, query_head);
+    load_async<kThreads>(tile.partner, rows + v, second ? p.v.stride[1] : p.dout.stride[1], partner.length,
+                         shape.V - v, threadIdx.x);
+  };
   const auto load_rows = [&](int v) {
     load_async<kThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, shape.V - v, threadIdx.x);
     load_async<kThreads>(tile.v, values + v, p.v.stride[1], piece.length, shape.V - v, threadIdx.x);
   };
-  const auto load_states = [&](int v) {
-    const int cols = shape.V - v, first = v * shape.D;
-    load_async<kThreads>(tile.s, s + first, shape.D, cols, keys, threadIdx.x);
-    load_async<kThreads>(tile.ds, ds + first, shape.D, cols, keys, threadIdx.x);
+  // The states by slabs of 64 keys and 128 values, of the first keys all values first.
+  struct Slab {
+    int col, v;
   };
-  // There is room for one slab of the states: the next waits in the L2 cache. A line of 128 bytes a thread.
-  const auto prefetch_states = [&](int v) {
-    const int row = threadIdx.x % kSlab, col = static_cast<int>(threadIdx.x) / kSlab % 2 * 64;
-    if (row < shape.V - v && col < keys) {
-      prefetch((of_keys ? ds : s) + static_cast<int64_t>(v + row) * shape.D + col);
+  const auto next_of = [&](const Slab& at) {
+    return at.v + kWide < shape.V ? Slab{at.col, at.v + kWide} : Slab{at.col + kSlab, 0};
+  };
+  const auto half = [](const BlockTile<T, kWide>& slab, int i) {
+    return BlockTile<T, kSlab>{slab.data + i * kSlab * kSlab};
+  };
+  const auto load_states = [&](const Slab& at) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int v = at.v + i * kSlab;
+      if (v >= shape.V) break;
+      const int64_t first = static_cast<int64_t>(v) * shape.D + at.col;
+      load_async<kThreads>(half(tile.s, i), s + first, shape.D, shape.V - v, keys - at.col, threadIdx.x);
+      load_async<kThreads>(half(tile.ds, i), ds + first, shape.D, shape.V - v, keys - at.col, threadIdx.x);
     }
   };
+  // There is room for one slab: the next waits in the L2 cache. A line of 128 bytes a thread.
+  const auto prefetch_states = [&](const Slab& at) {
+    const int v = at.v + static_cast<int>(threadIdx.x) % kWide;
+    if (v < shape.V && at.col < keys)
+      prefetch((of_keys ? ds : s) + static_cast<int64_t>(v) * shape.D + at.col);
+  };
   load_rows(0);
+  load_partner(0);
   load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length, keys,
                        threadIdx.x);
   load_async<kThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
                        threadIdx.x);
   commit_copies();
-  load_states(0);
+  load_states({0, 0});
   commit_copies();
-  if (shape.V > kSlab) prefetch_states(kSlab);
-  if (all_warps == 0) {
-    GatePair::load(shape.g, piece.sequence, piece.start, head, piece.length).put_sums(tile.sums);
+  prefetch_states(next_of({0, 0}));
+  if (warp == 0) {
+    GatePair::load(shape.g, piece.sequence, of_keys ? partner.start : piece.start, head,
+                   of_keys ? partner.length : piece.length)
+        .put_sums(of_keys ? tile.partner_sums : tile.sums);
   }
-  const bool wants_gates = p.dg.data != nullptr;
-  const bool from_start = piece.index == 0 && p.initial.data != nullptr;
+  const bool from_start = piece.index < 2 && p.initial.data != nullptr;
 
-  // A warpgroup's x, y, H, z: dq of do, v, S, k; dk of v, do, G, q.
+  // A warpgroup's x, y, H, z: dq of do, v, S, k; dk of v, do, G, q. The partner's y', then z'.
   const BlockTile<T, kWide> x{of_keys ? tile.v.data : tile.dout.data};
   const BlockTile<T, kWide> y{of_keys ? tile.dout.data : tile.v.data};
-  const BlockTile<T, D> h{of_keys ? tile.ds.data : tile.s.data}, z{of_keys ? tile.q.data : tile.k.data},
-      own{of_keys ? tile.k.data : tile.q.data};
+  const BlockTile<T, kWide> h{of_keys ? tile.ds.data : tile.s.data};
+  const BlockTile<T, D> z{of_keys ? tile.q.data : tile.k.data}, own{of_keys ? tile.k.data : tile.q.data},
+      partner_z{tile.partner.data};
 
-  // near, x y^T so far
-  Sums<8> near;
+  // near and cross, x y^T and x y'^T so far
+  Sums<8> near, cross;
   fill(near, 0.f);
+  fill(cross, 0.f);
   for (int v = 0; v < shape.V; v += kWide) {
     if (v == 0) {
       wait_copies<1>();
     } else {
       __syncthreads();
       load_rows(v);
+      load_partner(v);
       commit_copies();
       wait_copies<0>();
     }
@@ -163,13 +224,35 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
     start_product_transposed(near, x, y);
     commit_products();
     wait_products<0>(near);
+    if (crosses) {
+      fence_products(cross);
+      start_product_transposed(cross, x, tile.partner);
+      commit_products();
+      wait_products<0>(cross);
+    }
   }
+  Operand<4> far{};
+  if (crosses) {
+    // All of the warpgroup have their scores: z' takes the place of y'.
+    of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128);
+    const T* const rows =
+        second ? chunk_rows<T>(p.k, partner, head) : chunk_rows<T>(p.q, partner, query_head);
+    load_async<128>(partner_z, rows + key, second ? p.k.stride[1] : p.q.stride[1], partner.length, keys,
+                    threadIdx.x % 128);
+    scale_columns(cross, [&](int n) {
+      const float2 sum = *reinterpret_cast<const float2*>(tile.partner_sums + 8 * n + lane_col());
+      const float whole = tile.partner_whole();
+      return second ? float2{shape.scale * exp2_fast(whole - sum.x), shape.scale * exp2_fast(whole - sum.y)}
+                    : float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)};
+    });
+    round_to<T>(far, cross);
+  }
+  commit_copies();
   decay_scores(near, tile.sums, shape.scale, warp, of_keys);
 
   const int first = kRows * warp + lane_row();
-  float2 pair = {0.f, 0.f};
+  float2 read = {0.f, 0.f};  // a row's part of dg
   if (wants_gates) {
-    // near_ij (q_i . k_j), j < i: the sums over the other side's rows
     Sums<8> pairs;
     fill(pairs, 0.f);
     fence_products(pairs);
@@ -182,32 +265,53 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
       for (int i = 0; i < 4; ++i) {
         // A row's own token passes no gate.
         const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
-        (i < 2 ? pair.x : pair.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
+        (i < 2 ? read.x : read.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
       }
     }
-    pair = {sum_over_row(pair.x), sum_over_row(pair.y)};
+    read = {sum_over_row(read.x), sum_over_row(read.y)};
+    // What columns have is taken from rows: those add to it behind the next barriers.
+    if (of_keys) {
+      if (lane() % 4 == 0) tile.of_row[first] = -read.x, tile.of_row[first + 8] = -read.y;
+      read = {0.f, 0.f};
+    }
   }
+  Operand<4> scores;
+  round_to<T>(scores, near);
 
-  // x H, and <S, G>
-  Sums<D / 8> gradient;
+  // By 64 columns: x H, and <S, G>, of which each chunk of the pair has every second share; then
+  // gradient = r (to_state x H + cross z') + near z, while the next slab of the states is on its way.
+  const Out<4>& out = of_keys ? p.dk : p.dq;
+  const int share = second ? kThreads : 0, shares = partner.length > 0 ? 2 * kThreads : kThreads;
+  Sums<8> gradient;
+  Operand<4> done{};  // the block before
   fill(gradient, 0.f);
-  float edge = 0.f;
-  for (int v = 0; v < shape.V; v += kSlab) {
-    const bool rows_too = shape.V > kWide && v % kWide == 0;
-    if (v != 0 || rows_too) __syncthreads();
-    if (v != 0) load_states(v);
-    if (rows_too) load_rows(v);
+  float edge = 0.f, of_state = 0.f;  // <S, G>; own . (gradient through H)
+  if (wants_gates && from_start && !second) edge = product_at_start(p, piece, query_head, key, D);
+  if (shape.V > kWide) {
+    __syncthreads();
+    load_rows(0);
     commit_copies();
-    if (v != 0 && v + kSlab < shape.V) prefetch_states(v + kSlab);
     wait_copies<0>();
+  } else {
+    wait_copies<1>();  // for the slab, not for z'
+  }
+#pragma unroll 1
+  for (Slab at{0, 0};;) {
     fence_tiles();
     __syncthreads();
     fence_products(gradient);
-    start_product(gradient, x, v % kWide, h);
+    start_product(gradient, x, 0, half(h, 0));
     commit_products();
+    const bool both = shape.V - at.v > kSlab;
+    if (both) {
+      fence_products(gradient);
+      start_product(gradient, x, kSlab, half(h, 1));
+      commit_products();
+    }
     if (wants_gates && !from_start) {
+      const int packs = (both ? 2 : 1) * kSlab * kSlab / 8;
 #pragma unroll 2
-      for (int i = threadIdx.x; i < kSlab * D / 8; i += kThreads) {
+      for (int i = threadIdx.x + share; i < packs; i += shares) {
         const uint4 of_s = reinterpret_cast<const uint4*>(tile.s.data)[i];
         const uint4 of_ds = reinterpret_cast<const uint4*>(tile.ds.data)[i];
         const uint32_t s[4] = {of_s.x, of_s.y, of_s.z, of_s.w};
@@ -220,54 +324,95 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
       }
     }
     wait_products<0>(gradient);
+
+    const Slab next = next_of(at);
+    const bool follows = next.col < keys;
+    if (follows) {
+      __syncthreads();
+      load_states(next);
+      if (shape.V > kWide) load_rows(next.v);
+      prefetch_states(next_of(next));
+    }
+    commit_copies();
+    const int col = at.col;
+    at = next;
+    if (next.col == col) {
+      wait_copies<0>();
+      continue;
+    }
+
+    const float whole = tile.sums[kChunk - 1], upper = tile.sums[first], lower = tile.sums[first + 8];
+    const float2 r = of_keys ? float2{exp2_fast(whole - upper), exp2_fast(whole - lower)}
+                             : float2{exp2_fast(upper), exp2_fast(lower)};
+    const float to_state = (of_keys ? 1.f : shape.scale) * (crosses ? exp2_fast(tile.partner_whole()) : 1.f);
+    scale_rows(gradient, {to_state, to_state});
+    float2 products = {0.f, 0.f};
+    if (wants_gates) {
+      products = row_products<T>(gradient, own.block(col), warp);
+      of_state += r.x * products.x + r.y * products.y;
+    }
+    if (crosses) {
+      wait_copies<1>();  // for z', not for the next slab
+      fence_tiles();
+      of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128);
+      fence_products(gradient);
+      start_product<T>(gradient, far, partner_z, col);
+      commit_products();
+      wait_products<0>(gradient);
+      keep(far);
+      if (wants_gates) products = row_products<T>(gradient, own.block(col), warp);
+    }
+    read = {fmaf(r.x, products.x, read.x), fmaf(r.y, products.y, read.y)};
+    scale_rows(gradient, r);
+    fence_products(gradient);
+    start_product<T>(gradient, scores, z, col);
+    commit_products();
+    wait_products<0>(gradient);
+    keep(scores);
+    if (D <= kSlab || !follows) break;
+    if (out.dtype == DType::f32) {
+      store_rows_of<T>(gradient, x.block(0), warp, out, piece, query_head, key + col, shape.D);
+    } else {
+      round_to<T>(done, gradient);
+    }
+    fill(gradient, 0.f);
+    wait_copies<0>();
   }
 
-  const float upper = tile.sums[first], lower = tile.sums[first + 8], whole = tile.sums[kChunk - 1];
-  if (of_keys) {
-    scale_rows(gradient, {exp2_fast(whole - upper), exp2_fast(whole - lower)});
-  } else {
-    scale_rows(gradient, {shape.scale * exp2_fast(upper), shape.scale * exp2_fast(lower)});
-  }
   if (wants_gates) {
-    const float read = put_row_products<T>(of_keys ? tile.of_col : tile.of_row, gradient, own, warp);
-    if (lane() % 4 == 0) {
-      float* pairs = of_keys ? tile.pairs : tile.of_row;
-      pairs[first] = of_keys ? pair.x : pairs[first] + pair.x;
-      pairs[first + 8] = of_keys ? pair.y : pairs[first + 8] + pair.y;
-    }
-    if (from_start) edge = product_at_start(p, piece, query_head, key, D);
     edge = sum_over_col(sum_over_row(edge));
+    of_state = sum_over_col(of_state);
     if (!from_start) {
-      edge *= exp2_fast(whole);
+      edge *= exp2_fast(tile.sums[kChunk - 1] + tile.partner_whole());
     } else if (!of_keys) {
-      edge -= read;
+      edge -= of_state;
     }
-    if (lane() == 0) tile.edge[all_warps] = edge;
+    if (lane() == 0) {
+      tile.own_edge()[threadIdx.x / 32] = edge;
+      tile.partner_edge()[threadIdx.x / 32] = crosses ? edge + of_state : edge;
+    }
+    if (lane() % 4 == 0) {
+      if (of_keys) {
+        tile.of_col[first] = read.x, tile.of_col[first + 8] = read.y;
+      } else {
+        tile.of_row[first] += read.x, tile.of_row[first + 8] += read.y;
+      }
+    }
   }
-
-  // and near z: rounded here, as ptxas finds no registers for products between else
-  Operand<4> scores;
-  round_to<T>(scores, near);
-  fence_products(gradient);
-  start_product<T>(gradient, scores, z);
-  commit_products();
-  wait_products<0>(gradient);
   // x has no reader left: its rows are the warp's room for rows on their way out.
   of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128);
-  const Out<4>& out = of_keys ? p.dk : p.dq;
-#pragma unroll
-  for (int col = 0; col < D; col += kSlab) {
-    if (col >= keys) break;
-    store_rows_of<T>(gradient, x.block(0), warp, out, piece, query_head, key + col, shape.D, 0, col / 8);
+  const int last = (keys - 1) / kSlab * kSlab;
+  store_rows_of<T>(gradient, x.block(0), warp, out, piece, query_head, key + last, shape.D);
+  if (D > kSlab && last > 0 && out.dtype != DType::f32) {
+    widen<T>(gradient, done);
+    store_rows_of<T>(gradient, x.block(kSlab), warp, out, piece, query_head, key, shape.D);
   }
   __syncthreads();
 
-  if (!wants_gates || all_warps != 0) return;
+  if (!wants_gates || threadIdx.x >= 32) return;
   // Rows 2 l and 2 l + 1 a lane.
-  float2 row = *reinterpret_cast<const float2*>(tile.of_row + 2 * lane());
+  const float2 row = *reinterpret_cast<const float2*>(tile.of_row + 2 * lane());
   const float2 col = *reinterpret_cast<const float2*>(tile.of_col + 2 * lane());
-  const float2 pairs = *reinterpret_cast<const float2*>(tile.pairs + 2 * lane());
-  row.x -= pairs.x, row.y -= pairs.y;
   float after = row.x + row.y, before = col.x + col.y;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -278,14 +423,17 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   float later = __shfl_down_sync(~0u, after, 1), earlier = __shfl_up_sync(~0u, before, 1);
   if (lane() == 31) later = 0.f;
   if (lane() == 0) earlier = 0.f;
-  float outside = 0.f;
+  float outside = 0.f, of_partner = 0.f;
 #pragma unroll
-  for (int i = 0; i < kHeadGradientThreads / 32; ++i) outside += tile.edge[i];
-  float* dg = static_cast<float*>(p.dg.data) + piece.sequence.batch * p.dg.stride[0] +
-              (piece.start + 2 * lane()) * p.dg.stride[1] + query_head * p.dg.stride[2] +
-              part * p.dg.stride[3];
+  for (int i = 0; i < kHeadGradientThreads / 32; ++i) {
+    outside += tile.own_edge()[i], of_partner += tile.partner_edge()[i];
+  }
+  if (lane() == 0) p.across[blockIdx.x] = of_partner;
+  const unsigned of_token = shape.query_heads * parts;  // of a token
+  const int64_t token = piece.sequence.batch * shape.tokens.tokens + piece.start + 2 * lane();
+  float* dg = p.dg_parts + token * of_token + blockIdx.x % of_token;
   if (2 * lane() < piece.length) *dg = outside + after + earlier;
-  if (2 * lane() + 1 < piece.length) dg[p.dg.stride[1]] = outside + later + row.y + earlier + col.x;
+  if (2 * lane() + 1 < piece.length) dg[of_token] = outside + later + row.y + earlier + col.x;
 }
 
 template <typename T, int D>

@@ -23,9 +23,17 @@ __host__ __device__ inline int state_heads(const HeadRead& read) {
   return read.reverse ? read.shape.query_heads : read.shape.heads;
 }
 
+// The other chunk of a chunk's pair; without tokens where the sequence ends before it.
+__device__ inline Piece partner_of(const Piece& piece) {
+  const int64_t index = piece.index ^ 1, start = piece.sequence.start + index * kChunk;
+  return {piece.sequence, index, start, static_cast<int>(clamp(piece.sequence.end - start, 0, kChunk))};
+}
+
 template <typename T, int D, bool Reverse>
 cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream);
 template <typename T, int D>
 cudaError_t launch_head_gradients(const HeadGradients& problem, cudaStream_t stream);
+// dg of its parts.
+cudaError_t sum_head_gates(const HeadGradients& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

@@ -14,7 +14,7 @@
 //   keepers     warpgroups that have S in registers in fp32, transposed, 16 values a warp: round it into a
 //               slot of another ring, then S <- e^{L_C} S + (w v)^T k
 //   readers     warpgroups that take chunks in turn: rows of o
-//   publishers  bring S to global memory
+//   publishers  bring S to global memory, once in a pair of chunks
 // So the state never leaves the block for its readers, and only S itself goes from chunk to chunk. Warp by
 // warp the products took 3000 of a chunk's 3900 cycles of shared memory: they are warpgroups'. What keepers
 // and readers have in registers is read from there once; a keeper weighs the next chunk's values while its
@@ -213,27 +213,36 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     return;
   }
 
-  const int64_t first_chunk = first_piece(shape.tokens, sequence, kChunk) + (start - sequence.start) / kChunk;
   if (warp < kFirstKeeper) {
     leave_registers<kPublisherRegisters>();
     if (!publishes) return;
     constexpr int kPublished = 32 * kPublishers * 8 / D;  // rows at once
     const int thread = static_cast<int>(threadIdx.x) % 128, row = thread / (D / 8),
               key = thread % (D / 8) * 8;
+    // Chunks are counted from the sequence's start: a segment may begin inside of a pair.
+    const int64_t first_chunk = (start - sequence.start) / kChunk,
+                  last_chunk = (sequence.end - sequence.start - 1) / kChunk,
+                  first_pair = first_piece(shape.tokens, sequence, kHeadPair);
     Turn from;
 #pragma unroll 1
     for (int turn = 0; turn < chunks; ++turn, from.next(pass.slots)) {
-      T* to = static_cast<T*>(p.states) +
-              ((first_chunk + token_of(turn) / kChunk) * state_heads(p) + state_head) * shape.V * shape.D +
-              (col + row) * static_cast<int64_t>(shape.D) + key;
+      const int64_t chunk = first_chunk + token_of(turn) / kChunk;
+      // Before a pair's first chunk, in reverse before its last. The others are waited for as well: two turns
+      // of a slot must not become one.
+      const bool published = Reverse ? chunk % 2 == 1 || chunk == last_chunk : chunk % 2 == 0;
       wait(&ring.carried[from.place], from.parity);
-      const State carried = state_at(from.place);
+      if (published) {
+        T* to = static_cast<T*>(p.states) +
+                ((first_pair + chunk / 2) * state_heads(p) + state_head) * shape.V * shape.D +
+                (col + row) * static_cast<int64_t>(shape.D) + key;
+        const State carried = state_at(from.place);
 #pragma unroll 2
-      for (int i = 0; i < kSlab; i += kPublished) {
-        const uint4 x = *reinterpret_cast<const uint4*>(&carried.at(row + i, key));
-        const uint32_t pack[4] = {x.x, x.y, x.z, x.w};
-        if (row + i < cols && key < shape.D) store_pack(to, pack);
-        to += kPublished * shape.D;
+        for (int i = 0; i < kSlab; i += kPublished) {
+          const uint4 x = *reinterpret_cast<const uint4*>(&carried.at(row + i, key));
+          const uint32_t pack[4] = {x.x, x.y, x.z, x.w};
+          if (row + i < cols && key < shape.D) store_pack(to, pack);
+          to += kPublished * shape.D;
+        }
       }
       arrive(&ring.used[from.place]);
     }

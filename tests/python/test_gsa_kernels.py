@@ -256,6 +256,19 @@ def test_packed_sequences(kind, dtype, bounds):
     pad.assert_untouched()
 
 
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("G, D, V", [(1, 64, 72), (2, 128, 128), (2, 200, 264)])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "head"])
+def test_pairs_of_chunks(kind, dtype, G, D, V, resumed):
+    """One to five chunks a sequence: the last is alone in its pair or not, full or of one token."""
+    bounds = [0, 1, 129, 129, 193, 258, 450, 707]
+    inputs = draw(kind, B=1, T=710, H=2, G=G, D=D, V=V, dtype=dtype, sequences=len(bounds) - 1)
+    if not resumed:
+        inputs = replace(inputs, state={})
+    assert_as_right_as_the_formula(inputs, torch.tensor(bounds))
+
+
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc", "plain", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bounds_of_rows(dtype, kind):

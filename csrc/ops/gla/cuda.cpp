@@ -13,7 +13,7 @@
 namespace girih::gla {
 namespace {
 
-static_assert(kByHead.columns == kernels::kHeadMaxKeys);
+static_assert(kByHead.columns == kernels::kHeadMaxKeys && kKeptPair == kernels::kHeadPair);
 
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor>;
@@ -128,7 +128,7 @@ struct HeadArguments {
     return shape.query_heads == shape.heads ? q.scalar_type() : at::ScalarType(at::kFloat);
   }
   Tensor states(int64_t heads) const {
-    return at::empty({kernels::piece_count(shape.tokens, kernels::kChunk), heads, shape.V, shape.D},
+    return at::empty({kernels::piece_count(shape.tokens, kernels::kHeadPair), heads, shape.V, shape.D},
                      q.options());
   }
 };
@@ -187,21 +187,36 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto start = head_read(a, p, first, dv, gradients);
 
   const auto dq = a.rows(shape.D, type), dk = a.rows(shape.D, a.part());
-  const auto dg = given(g) ? a.rows(kernels::head_gate_parts(shape.D), at::kFloat) : Tensor();
+  int tile = 0;
+  check_launch("head_gradient_tile", kernels::head_gradient_tile(shape.D, tile));
+  OptionalTensor dg;
+  Tensor dg_parts, across;
+  if (given(g)) {
+    const auto parts = (shape.D + tile - 1) / tile;
+    dg = at::empty(g->sizes(), g->options());
+    dg_parts = a.rows(parts, at::kFloat);
+    across = at::empty({kernels::piece_count(shape.tokens, kernels::kChunk), shape.query_heads, parts},
+                       dg_parts.options());
+  }
   kernels::HeadGradients of;
   of.shape = shape;
+  of.tile = tile;
   of.q = input<4>(a.q), of.k = input<4>(a.k), of.v = input<4>(a.v), of.dout = input<4>(dout);
   of.states = states.const_data_ptr();
   of.gradients = gradients.const_data_ptr();
   if (given(state_s)) of.initial = input<4>(state_s->mT());
   of.start = input<4>(start.mT());
-  of.dq = output<4>(dq), of.dk = output<4>(dk), of.dg = output<4>(dg);
+  of.dq = output<4>(dq), of.dk = output<4>(dk);
+  if (given(g)) {
+    of.dg = output<3>(*dg);
+    of.dg_parts = dg_parts.mutable_data_ptr<float>(), of.across = across.mutable_data_ptr<float>();
+  }
   check_launch("head_gradients", kernels::head_gradients(of, c10::cuda::getCurrentCUDAStream()));
 
   return {without_packs(dq, shape.keys),
           gathered(dk, H, shape.keys, k),
           gathered(dv, H, shape.values, v),
-          if_given(g, [&] { return gathered(dg.sum(-1, true), H, 1, *g).squeeze(-1); }),
+          dg,
           if_given(state_s,
                    [&] {
                      return group == 1 ? start : start.unflatten(1, {H, group}).sum(2);

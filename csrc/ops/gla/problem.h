@@ -32,7 +32,8 @@ struct Problem {
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
     if (!save) return {0};
-    return kept_states(q, N, H, {V}, D, cu_seqlens, by_channel(g) ? kByChannel : kByHead);
+    return by_channel(g) ? kept_states(q, N, H, {V}, D, cu_seqlens, kByChannel, kKeptChunk)
+                         : kept_states(q, N, H, {V}, D, cu_seqlens, kByHead, kKeptPair);
   }
 };
 
