@@ -422,20 +422,20 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
     ReverseBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.empty[i], kReverseChain);
+      init_barrier(&barriers.empty[i], once(kReverseChain));
       init_barrier(&barriers.query_full[i], 32 * kLoaders);
-      init_barrier(&barriers.query_ready[i], kReverseMakers);
-      init_barrier(&barriers.query_empty[i], kReverseChain + kReverseMakers);
+      init_barrier(&barriers.query_ready[i], once(kReverseMakers));
+      init_barrier(&barriers.query_empty[i], once(kReverseChain + kReverseMakers));
     }
     for (int i = 0; i < kReverseMade; ++i) {
-      init_barrier(&barriers.made[i], kReverseMakers);
-      init_barrier(&barriers.used[i], kReverseChain);
+      init_barrier(&barriers.made[i], once(kReverseMakers));
+      init_barrier(&barriers.used[i], once(kReverseChain));
     }
     for (int i = 0; i < pass.slots; ++i) {
-      init_barrier(&barriers.state[i], kReverseChain);
-      init_barrier(&barriers.state_stored[i], kReverseStores);
-      init_barrier(&barriers.update[i], kReverseChain);
-      init_barrier(&barriers.update_stored[i], kReverseStores);
+      init_barrier(&barriers.state[i], once(kReverseChain));
+      init_barrier(&barriers.state_stored[i], once(kReverseStores));
+      init_barrier(&barriers.update[i], once(kReverseChain));
+      init_barrier(&barriers.update_stored[i], once(kReverseStores));
     }
   }
   __syncthreads();

@@ -39,13 +39,14 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.ready[i], 1);
-      init_barrier(&barriers.empty[i], (two ? 2 : 1) * Roles::kChain + Roles::kReader);
+      init_barrier(&barriers.ready[i], once(1));
+      init_barrier(&barriers.empty[i], once((two ? 2 : 1) * Roles::kChain + Roles::kReader));
     }
     for (int i = 0; i < pass.slots; ++i) {
-      init_barrier(&barriers.state[i], Roles::kChain);
-      init_barrier(&barriers.update[i], Roles::kChain);
-      init_barrier(&barriers.read[i], Roles::kReader + (pass.scan.states == nullptr ? 0 : Roles::kStores));
+      init_barrier(&barriers.state[i], once(Roles::kChain));
+      init_barrier(&barriers.update[i], once(Roles::kChain));
+      init_barrier(&barriers.read[i],
+                   once(Roles::kReader + (pass.scan.states == nullptr ? 0 : Roles::kStores)));
     }
   }
   __syncthreads();

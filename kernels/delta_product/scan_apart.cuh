@@ -78,13 +78,14 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.ready[i], 1);
-      init_barrier(&barriers.empty[i], reads ? Roles::kReader : Roles::kChain);
+      init_barrier(&barriers.ready[i], once(1));
+      init_barrier(&barriers.empty[i], once(reads ? Roles::kReader : Roles::kChain));
     }
     for (int i = 0; i < pass.slots; ++i) {
-      init_barrier(&barriers.state[i], reads ? 1 : Roles::kChain);
-      init_barrier(&barriers.update[i], reads ? 1 : Roles::kChain);
-      init_barrier(&barriers.read[i], Roles::kReader + (pass.scan.states == nullptr ? 0 : Roles::kStores));
+      init_barrier(&barriers.state[i], reads ? 1 : once(Roles::kChain));
+      init_barrier(&barriers.update[i], reads ? 1 : once(Roles::kChain));
+      init_barrier(&barriers.read[i],
+                   Roles::kReader + (pass.scan.states == nullptr ? 0 : once(Roles::kStores)));
     }
     publish_barriers();
   }
