@@ -90,9 +90,11 @@ __device__ inline Block split_product(const Split& left, const Split& right) {
   return sums;
 }
 
-// What a warp has in shared memory: of its rows beta, L and rho, the small blocks, and the slabs of keys
-// under way.
-template <typename T>
+// What a warp has in shared memory: of its rows beta, L and rho, the small blocks, and slabs of keys in turn.
+// Keys of more than 64 channels have one, for two would leave room for three blocks of a multiprocessor
+// instead of four, and the other slabs wait in the L2 cache. Those of up to 64 channels are one, and the code
+// of two is for them, as it needs fewer registers.
+template <typename T, int Slabs>
 struct PrepareSpace {
   using Keys = SharedTile<T, kDeltaRows, kSlab>;
   static constexpr int kVectorBytes = kDeltaRows * 4;
@@ -101,12 +103,11 @@ struct PrepareSpace {
 
   unsigned char* data;
 
-  // One slab or two.
   __host__ __device__ static constexpr int bytes(int D) {
-    return kKeys + (D <= kSlab ? 1 : 2) * Keys::kBytes;
+    return kKeys + (D <= kSlab ? 1 : Slabs) * Keys::kBytes;
   }
   __device__ Keys keys(int slab) const {
-    return {reinterpret_cast<T*>(data + kKeys + slab % 2 * Keys::kBytes)};
+    return {reinterpret_cast<T*>(data + kKeys + slab % Slabs * Keys::kBytes)};
   }
   __device__ float* beta() const { return reinterpret_cast<float*>(data); }
   __device__ float* log() const { return reinterpret_cast<float*>(data + kVectorBytes); }
@@ -116,23 +117,30 @@ struct PrepareSpace {
   }
 };
 
-// An element whose type is known at run time only, as it lies in memory: to convert it is to wait for it.
-__device__ inline uint32_t load_bits(const void* data, DType dtype, int64_t index) {
-  switch (dtype) {
-    case DType::f16:
-    case DType::bf16:
-      return static_cast<const uint16_t*>(data)[index];
-    case DType::f64:
-      return __float_as_uint(static_cast<float>(static_cast<const double*>(data)[index]));
-    case DType::f32:
-      break;
+// An element whose type is known at run time only, on its way to shared memory: the four bytes that hold it,
+// which memory has whole though the tensor may end within them, or of fp64 the element itself, in fp32. In
+// registers it would be spilled, and that waits for it.
+__device__ inline void start_element(float* to, const void* data, DType dtype, int64_t index, bool exists) {
+  if (dtype == DType::f64) {
+    *to = exists ? static_cast<float>(static_cast<const double*>(data)[index]) : 0.f;
+    return;
   }
-  return static_cast<const uint32_t*>(data)[index];
+  // A copy of no bytes does not touch its source.
+  const auto address = reinterpret_cast<uintptr_t>(data) + (exists ? index * bytes_of(dtype) : 0);
+  copy_async_4(shared_address(to), reinterpret_cast<const void*>(address & ~uintptr_t{3}), exists);
 }
-
-__device__ inline float from_bits(uint32_t bits, DType dtype) {
-  if (dtype == DType::f16) return unpaired<__half>(bits).x;
-  return __uint_as_float(dtype == DType::bf16 ? bits << 16 : bits);
+// Of 16 bits, whether it is the upper half of those four bytes.
+__device__ inline uint32_t is_upper(const void* data, int64_t index) {
+  return static_cast<uint32_t>((reinterpret_cast<uintptr_t>(data) >> 1) + index) & 1;
+}
+__device__ inline float arrived_element(const float* at, DType dtype, bool upper) {
+  uint32_t bits = __float_as_uint(*at);
+  if (bytes_of(dtype) == 2) {
+    bits = upper ? bits >> 16 : bits & 0xffff;
+    if (dtype == DType::f16) return unpaired<__half>(bits).x;
+    bits <<= 16;
+  }
+  return __uint_as_float(bits);
 }
 
 // The sum over lanes 0 to this one.
@@ -149,13 +157,13 @@ __device__ inline double sum_through(double x) {
 template <typename T>
 struct Chunk {
   const T* keys;
-  int rows = 0;               // 0: there is no such chunk
-  uint32_t beta[2], gate[2];  // bits of the lane's rows, l and 32 further
+  int rows = 0;        // 0: there is no such chunk, or it has no tokens
+  uint32_t upper = 0;  // of the lane's rows, l and 32 further, a bit each for beta, and for gates
 };
 
-template <typename T>
-__device__ inline void load_keys(const DeltaPrepare& p, const PrepareSpace<T>& space, const Chunk<T>& chunk,
-                                 int slab) {
+template <typename T, int Slabs>
+__device__ inline void load_keys(const DeltaPrepare& p, const PrepareSpace<T, Slabs>& space,
+                                 const Chunk<T>& chunk, int slab) {
   if (slab * kSlab < p.shape.D && chunk.rows > 0) {
     const auto keys = space.keys(slab);
     const int row = lane() / 8, col = lane() % 8 * 8;
@@ -184,6 +192,18 @@ __device__ inline void load_keys(const DeltaPrepare& p, const PrepareSpace<T>& s
   commit_copies();
 }
 
+// To the L2 cache, the slabs that have no room yet.
+template <typename T>
+__device__ inline void prefetch_keys(const DeltaPrepare& p, const Chunk<T>& chunk) {
+#pragma unroll
+  for (int row = lane(); row < kDeltaRows; row += 32) {
+    if (row >= chunk.rows) continue;
+    const T* from = chunk.keys + row * p.k.stride[1];
+#pragma unroll 1
+    for (int col = kSlab; col < p.shape.D; col += kSlab) prefetch(from + col);
+  }
+}
+
 // The chunks and heads that a warp has, every step-th: head by head.
 struct Job {
   int64_t number;
@@ -205,10 +225,11 @@ __device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, 
   return {sequence, index, start, static_cast<int>(clamp(sequence.end - start, 0, tokens))};
 }
 
-// Two slabs of its keys are under way afterwards, beta and gates.
-template <typename T>
-__device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace<T>& space, const Job& job,
-                                       int64_t numbers, uint32_t each) {
+// beta, gates, where those of the chunk before were, and the first slabs of its keys are under way
+// afterwards.
+template <typename T, int Slabs>
+__device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace<T, Slabs>& space,
+                                       const Job& job, int64_t numbers, uint32_t each) {
   const int n = p.shape.n;
   Chunk<T> chunk;
   if (job.number < numbers) {
@@ -216,31 +237,35 @@ __device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace
     const int64_t batch = piece.sequence.batch, first_row = piece.start * n;
     chunk.rows = piece.length * n;
     chunk.keys = at<T>(p.k, batch, first_row, job.head, 0);
+    if (chunk.rows > 0) {  // else nobody waits for what comes
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = half * 32 + lane();
-      chunk.beta[half] = chunk.gate[half] = 0;
-      if (row >= chunk.rows) continue;
-      chunk.beta[half] = load_bits(
-          p.beta.data, p.beta.dtype,
-          batch * p.beta.stride[0] + (first_row + row) * p.beta.stride[1] + job.head * p.beta.stride[2]);
-      if (p.g.data != nullptr && row % n == 0) {
-        chunk.gate[half] = load_bits(
-            p.g.data, p.g.dtype,
-            batch * p.g.stride[0] + (piece.start + row / n) * p.g.stride[1] + job.head * p.g.stride[2]);
+      for (int half = 0; half < 2; ++half) {
+        const int row = half * 32 + lane();
+        const bool exists = row < chunk.rows;
+        const int64_t beta =
+            batch * p.beta.stride[0] + (first_row + row) * p.beta.stride[1] + job.head * p.beta.stride[2];
+        start_element(space.beta() + row, p.beta.data, p.beta.dtype, beta, exists);
+        chunk.upper |= is_upper(p.beta.data, beta) << half;
+        if (p.g.data == nullptr) continue;
+        const int64_t gate =
+            batch * p.g.stride[0] + (piece.start + row / n) * p.g.stride[1] + job.head * p.g.stride[2];
+        start_element(space.log() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
+        chunk.upper |= is_upper(p.g.data, gate) << (half + 2);
       }
     }
   }
+  commit_copies();
 #pragma unroll 1
-  for (int slab = 0; slab < 2; ++slab) load_keys(p, space, chunk, slab);
+  for (int slab = 0; slab < Slabs; ++slab) load_keys(p, space, chunk, slab);
   return chunk;
 }
 
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Of blocks below the diagonal the power
 // is a row's, a column's and the block's: L_i less L at the rows' start, that less L at the columns' end, and
 // that less L_j, none of them more than 0.
-template <typename T>
-__device__ inline void weigh(Block (&a)[kDeltaBlocks], const PrepareSpace<T>& space, bool gated, bool unit) {
+template <typename T, int Slabs>
+__device__ inline void weigh(Block (&a)[kDeltaBlocks], const PrepareSpace<T, Slabs>& space, bool gated,
+                             bool unit) {
   const float *const beta = space.beta(), *const log = space.log(), *const rho = space.unit();
 #pragma unroll
   for (int i = 0; i < kTilesDown; ++i) {
@@ -319,8 +344,8 @@ __device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
 // The 8 x 8 blocks of X on the diagonal, in place of those of N: x_i = [i is the column] + sum_{j<i} n_ij
 // x_j. A lane has a column of block l / 8 and of the fourth after it, and leaves it as a row: columns 0, 2,
 // 4, 6, 1, 3, 5, 7, so that a read of pairs meets no conflicts.
-template <typename T>
-__device__ inline void invert_small(const PrepareSpace<T>& space) {
+template <typename T, int Slabs>
+__device__ inline void invert_small(const PrepareSpace<T, Slabs>& space) {
   const int column = lane() % kSmall;
   float own[2][kSmall];
 #pragma unroll
@@ -350,14 +375,14 @@ __device__ inline void invert_small(const PrepareSpace<T>& space) {
   }
 }
 
-// Blocks of a multiprocessor: three with the keys of more than 64 channels.
-template <typename T>
+template <typename T, int Slabs>
 __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
     prepare(const __grid_constant__ DeltaPrepare p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index(), l = lane();
-  const PrepareSpace<T> space{shared + warp * PrepareSpace<T>::bytes(shape.D)};
+  using Space = PrepareSpace<T, Slabs>;
+  const Space space{shared + warp * Space::bytes(shape.D)};
   const int tokens = delta_chunk(shape.n);
   const int64_t numbers = piece_count(shape.tokens, tokens);
   const auto each = static_cast<uint32_t>((shape.tokens.tokens + tokens - 1) / tokens);
@@ -378,17 +403,20 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
     if (rows > 0) {
       // beta, and L in fp64: its differences are what counts.
       double log_before = 0;
+      if (Slabs == 1) prefetch_keys(p, chunk);
+      wait_copies<Slabs>();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = half * 32 + l;
         float log = 0.f;
         if (gated) {
-          const float gate = summable(from_bits(chunk.gate[half], p.g.dtype));
+          const float gate =
+              summable(arrived_element(space.log() + row, p.g.dtype, chunk.upper >> (half + 2) & 1));
           const double sum = log_before + sum_through(static_cast<double>(gate) * 1.4426950408889634);
           log_before = __shfl_sync(~0u, sum, 31);
           log = static_cast<float>(sum);
         }
-        space.beta()[row] = from_bits(chunk.beta[half], p.beta.dtype);
+        space.beta()[row] = arrived_element(space.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
         space.log()[row] = log;
         space.unit()[row] = row < rows ? 1.f : 0.f;
       }
@@ -396,7 +424,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
       // K K^T
 #pragma unroll 1
       for (int slab = 0; slab * kSlab < shape.D; ++slab) {
-        wait_copies<1>();
+        wait_copies<Slabs - 1>();
         __syncwarp();
         const auto keys = space.keys(slab);
 #pragma unroll 2
@@ -417,12 +445,14 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
           }
         }
         __syncwarp();
-        load_keys(p, space, chunk, slab + 2);
+        if (Slabs > 1 || slab * kSlab + kSlab < shape.D) load_keys(p, space, chunk, slab + Slabs);
       }
     }
     next.next(step, shape.heads);
-    chunk = start_chunk(p, space, next, numbers, each);
-    if (rows == 0) continue;
+    if (rows == 0) {
+      chunk = start_chunk(p, space, next, numbers, each);
+      continue;
+    }
 
     // rho_i from the diagonal of K K^T; a row that is not there has none.
     if (shape.unit) {
@@ -457,6 +487,8 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
     weigh(a, space, gated, shape.unit);
     const bool keeps = repeat(a, rows);
     if (l == 0) *reinterpret_cast<float*>(out + kDeltaFlag) = keeps;
+    __syncwarp();
+    chunk = start_chunk(p, space, next, numbers, each);
 
     // Out: a block as its four 8 x 8 matrices, in the order of a left factor, so that ldmatrix reads it as
     // any.
@@ -549,10 +581,12 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
   }
 }
 
-template <typename T>
-cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
-  constexpr int kMostBytes = kPrepareWarps * PrepareSpace<T>::bytes(kDeltaMaxWidth);
-  if (const cudaError_t error = allow_shared<prepare<T>>(kMostBytes); error != cudaSuccess) return error;
+template <typename T, int Slabs>
+cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
+  constexpr auto kKernel = prepare<T, Slabs>;
+  constexpr int kMost = Slabs == 1 ? kDeltaMaxWidth : kSlab;
+  const auto bytes_of = [](int D) { return kPrepareWarps * PrepareSpace<T, Slabs>::bytes(D); };
+  if (const cudaError_t error = allow_shared<kKernel>(bytes_of(kMost)); error != cudaSuccess) return error;
   const int64_t jobs = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;
   int device = 0, processors = 0, blocks = 0;
@@ -561,16 +595,26 @@ cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  const int bytes = kPrepareWarps * PrepareSpace<T>::bytes(p.shape.D);
+  const int bytes = bytes_of(p.shape.D);
   if (const cudaError_t error =
-          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, prepare<T>, kPrepareWarps * 32, bytes);
+          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kPrepareWarps * 32, bytes);
       error != cudaSuccess) {
     return error;
   }
   const int64_t most = static_cast<int64_t>(processors) * std::max(blocks, 1);
   const auto grid = static_cast<unsigned>(std::min(divide_up(jobs, kPrepareWarps), most));
-  prepare<T><<<grid, kPrepareWarps * 32, bytes, stream>>>(p);
+  kKernel<<<grid, kPrepareWarps * 32, bytes, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
+  return p.shape.D <= kSlab ? launch_prepare_of<T, 2>(p, stream) : launch_prepare_of<T, 1>(p, stream);
+}
+// Bytes of a block's shared memory.
+template <typename T, int D>
+constexpr int prepare_least() {
+  return kPrepareWarps * PrepareSpace<T, 1>::bytes(D);
 }
 
 }  // namespace girih::kernels::delta_product

@@ -280,7 +280,8 @@ def test_expanded_gradients(kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_layout(n, layout, dtype):
-    inputs = draw(B=3, T=67, D=24, V=40, n=n, dtype=dtype)
+    # Gates and steps of 16 bits too, at even and at odd places.
+    inputs = draw(B=3, H=3, T=67, D=24, V=40, n=n, dtype=dtype, gate_dtype=dtype if n == 2 else torch.float32)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
