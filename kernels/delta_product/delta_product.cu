@@ -60,7 +60,8 @@ int64_t workspace(const DeltaShape& shape, bool reverse) {
          static_cast<int64_t>(sizeof(float));
 }
 
-// A scan in either direction.
+// A scan in either direction. (Started early, while the kernel before still ran, it was ready 2 us sooner,
+// and whatever followed took 5 us longer.)
 template <class Pass, class Problem>
 cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
