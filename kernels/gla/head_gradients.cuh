@@ -439,6 +439,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
 template <typename T, int D>
 cudaError_t launch_head_gradients(const HeadGradients& p, cudaStream_t stream) {
   constexpr int kBytes = HeadGradientTiles<T, D>::kBytes;
+  static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks of a multiprocessor, each gives 1 KB away");
   if (const cudaError_t error = allow_shared<head_gradients_kernel<T, D>>(kBytes); error != cudaSuccess) {
     return error;
   }
