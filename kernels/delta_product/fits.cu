@@ -16,7 +16,7 @@ cudaError_t delta_fits(int D, bool& fits) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const auto bytes_of = [](auto width) {
     return std::max({scan_least<T, width()>(), reverse_least<T, width()>(), gradients_least<T, width()>(),
-                     prepare_least<T, width()>()});
+                     PrepareSpace<T, 1>::kBlockBytes});
   };
   fits = (D <= 64    ? bytes_of(std::integral_constant<int, 64>())
           : D <= 128 ? bytes_of(std::integral_constant<int, 128>())

@@ -90,22 +90,21 @@ __device__ inline Block split_product(const Split& left, const Split& right) {
   return sums;
 }
 
-// What a warp has in shared memory: of its rows beta, L and rho, the small blocks, and slabs of keys in turn.
-// Keys of more than 64 channels have one, for two would leave room for three blocks of a multiprocessor
-// instead of four, and the other slabs wait in the L2 cache. Those of up to 64 channels are one, and the code
-// of two is for them, as it needs fewer registers.
+// What a warp has in shared memory: of its rows beta, L and rho, the small blocks, and a slab of keys. Two
+// would leave room for three blocks of a multiprocessor instead of four: of keys of more than 64 channels the
+// other slabs wait in the L2 cache. Keys of up to 64 are one slab, and go by the code of two Slabs in turn,
+// of which they never have the second: it needs fewer registers.
 template <typename T, int Slabs>
 struct PrepareSpace {
   using Keys = SharedTile<T, kDeltaRows, kSlab>;
   static constexpr int kVectorBytes = kDeltaRows * 4;
   static constexpr int kSmallBytes = kSmall * kSmall * 4;
   static constexpr int kKeys = 3 * kVectorBytes + kDeltaRows / kSmall * kSmallBytes;
+  static constexpr int kBytes = kKeys + Keys::kBytes;
+  static constexpr int kBlockBytes = kPrepareWarps * kBytes;
 
   unsigned char* data;
 
-  __host__ __device__ static constexpr int bytes(int D) {
-    return kKeys + (D <= kSlab ? 1 : Slabs) * Keys::kBytes;
-  }
   __device__ Keys keys(int slab) const {
     return {reinterpret_cast<T*>(data + kKeys + slab % Slabs * Keys::kBytes)};
   }
@@ -382,7 +381,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
   const DeltaShape& shape = p.shape;
   const int warp = warp_index(), l = lane();
   using Space = PrepareSpace<T, Slabs>;
-  const Space space{shared + warp * Space::bytes(shape.D)};
+  const Space space{shared + warp * Space::kBytes};
   const int tokens = delta_chunk(shape.n);
   const int64_t numbers = piece_count(shape.tokens, tokens);
   const auto each = static_cast<uint32_t>((shape.tokens.tokens + tokens - 1) / tokens);
@@ -445,7 +444,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
           }
         }
         __syncwarp();
-        if (Slabs > 1 || slab * kSlab + kSlab < shape.D) load_keys(p, space, chunk, slab + Slabs);
+        load_keys(p, space, chunk, slab + Slabs);
       }
     }
     next.next(step, shape.heads);
@@ -584,9 +583,8 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
 template <typename T, int Slabs>
 cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
   constexpr auto kKernel = prepare<T, Slabs>;
-  constexpr int kMost = Slabs == 1 ? kDeltaMaxWidth : kSlab;
-  const auto bytes_of = [](int D) { return kPrepareWarps * PrepareSpace<T, Slabs>::bytes(D); };
-  if (const cudaError_t error = allow_shared<kKernel>(bytes_of(kMost)); error != cudaSuccess) return error;
+  constexpr int kBytes = PrepareSpace<T, Slabs>::kBlockBytes;
+  if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
   const int64_t jobs = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;
   int device = 0, processors = 0, blocks = 0;
@@ -595,26 +593,20 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  const int bytes = bytes_of(p.shape.D);
   if (const cudaError_t error =
-          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kPrepareWarps * 32, bytes);
+          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kPrepareWarps * 32, kBytes);
       error != cudaSuccess) {
     return error;
   }
   const int64_t most = static_cast<int64_t>(processors) * std::max(blocks, 1);
   const auto grid = static_cast<unsigned>(std::min(divide_up(jobs, kPrepareWarps), most));
-  kKernel<<<grid, kPrepareWarps * 32, bytes, stream>>>(p);
+  kKernel<<<grid, kPrepareWarps * 32, kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
   return p.shape.D <= kSlab ? launch_prepare_of<T, 2>(p, stream) : launch_prepare_of<T, 1>(p, stream);
-}
-// Bytes of a block's shared memory.
-template <typename T, int D>
-constexpr int prepare_least() {
-  return kPrepareWarps * PrepareSpace<T, 1>::bytes(D);
 }
 
 }  // namespace girih::kernels::delta_product

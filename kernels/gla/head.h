@@ -74,6 +74,8 @@ struct HeadGradients {
   // its tokens, and [piece_count(tokens, 64), HQ, tiles] for every gate of its partner.
   float *dg_parts = nullptr, *across = nullptr;
   int tile = 64;  // keys of one: head_gradient_tile()
+
+  int tiles() const { return (shape.D + tile - 1) / tile; }
 };
 
 // 64 or 128, as the current device has shared memory for.

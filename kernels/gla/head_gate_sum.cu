@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t sum_head_gates(const HeadGradients& p, cudaStream_t stream) {
   const int64_t gates = p.shape.tokens.batch * p.shape.tokens.tokens * p.shape.heads;
   if (gates == 0) return cudaSuccess;
-  const auto parts = static_cast<int>(divide_up(p.shape.D, p.tile));
-  head_gate_sum<<<blocks_for(divide_up(gates, kThreads)), kThreads, 0, stream>>>(p, parts);
+  head_gate_sum<<<blocks_for(divide_up(gates, kThreads)), kThreads, 0, stream>>>(p, p.tiles());
   return cudaGetLastError();
 }
 

@@ -187,27 +187,22 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto start = head_read(a, p, first, dv, gradients);
 
   const auto dq = a.rows(shape.D, type), dk = a.rows(shape.D, a.part());
-  int tile = 0;
-  check_launch("head_gradient_tile", kernels::head_gradient_tile(shape.D, tile));
-  OptionalTensor dg;
-  Tensor dg_parts, across;
-  if (given(g)) {
-    const auto parts = (shape.D + tile - 1) / tile;
-    dg = at::empty(g->sizes(), g->options());
-    dg_parts = a.rows(parts, at::kFloat);
-    across = at::empty({kernels::piece_count(shape.tokens, kernels::kChunk), shape.query_heads, parts},
-                       dg_parts.options());
-  }
   kernels::HeadGradients of;
   of.shape = shape;
-  of.tile = tile;
   of.q = input<4>(a.q), of.k = input<4>(a.k), of.v = input<4>(a.v), of.dout = input<4>(dout);
   of.states = states.const_data_ptr();
   of.gradients = gradients.const_data_ptr();
   if (given(state_s)) of.initial = input<4>(state_s->mT());
   of.start = input<4>(start.mT());
   of.dq = output<4>(dq), of.dk = output<4>(dk);
+  check_launch("head_gradient_tile", kernels::head_gradient_tile(shape.D, of.tile));
+  OptionalTensor dg;
+  Tensor dg_parts, across;
   if (given(g)) {
+    dg = at::empty(g->sizes(), g->options());
+    dg_parts = a.rows(of.tiles(), at::kFloat);
+    across = at::empty({kernels::piece_count(shape.tokens, kernels::kChunk), shape.query_heads, of.tiles()},
+                       dg_parts.options());
     of.dg = output<3>(*dg);
     of.dg_parts = dg_parts.mutable_data_ptr<float>(), of.across = across.mutable_data_ptr<float>();
   }
