@@ -24,6 +24,7 @@ struct ScanPass {
   int chains;   // parts of a block
   int stages;   // of keys and values
   int slots;    // of a chunk's state and updates
+  int places;   // of queries and scores
   int readers;  // warpgroups that take chunks in turn
 };
 

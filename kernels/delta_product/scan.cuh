@@ -7,11 +7,13 @@
 // of a chunk is that of its chain of products, each of which waits for the one before: a warpgroup does
 // nothing but these. Beside it one or two warpgroups make the output, a warp stores the states, two load
 // keys, values and what has been prepared, and one says when they are there. Where a card has two
-// multiprocessors for each at D = 64, two blocks do it (scan_apart.cuh). What segments add to the state is
-// made alone, without any output, two parts in a block where there are too many for one each.
+// multiprocessors for each at D = 64, two blocks do it (scan_apart.cuh); at D = 128 the chain makes the
+// output itself where it can (scan_output.cuh). What segments add to the state is made alone, without any
+// output, two parts in a block where there are too many for one each.
 #pragma once
 
 #include "delta_product/scan_apart.cuh"
+#include "delta_product/scan_output.cuh"
 #include "tile/segments.h"
 
 namespace girih::kernels::delta_product {
@@ -76,10 +78,10 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
       }
     }
     leave_registers<Registers::kOthers>();
-    if (other == 0) return store_states(pass, part, space);
+    if (other == 0) return store_states<T>(pass, part, space);
     if (other == 1) return fence_stages(pass, part, space);
   }
-  load_stages(pass, part, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
+  load_stages<T, D>(pass, part, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
 }
 
 // Bytes of shared memory without which a block does not run.
@@ -126,6 +128,11 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
         return error;
       if (can) return launch_apart<T, D, Rows>(pass, blocks, limit, stream);
     }
+  }
+  if constexpr (D == 128 && Rows != 0) {
+    bool launched = false;
+    const cudaError_t error = try_output<T, D, Rows>(pass, blocks, limit, stream, launched);
+    if (launched || error != cudaSuccess) return error;
   }
   const int bytes = Space::bytes(pass.stages, pass.slots);
   scan<T, D, Rows><<<static_cast<unsigned>(blocks), ScanRoles<D, Rows>::kThreads, bytes, stream>>>(pass);

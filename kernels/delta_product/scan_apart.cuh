@@ -57,11 +57,11 @@ __device__ inline void run_apart(const ScanPass& pass, const Part& part, const S
   }
   leave_registers<Registers::kOthers>();
   if (other == 0) {
-    if (!reads) store_states(pass, part, space);
+    if (!reads) store_states<T>(pass, part, space);
   } else if (other == 1) {
     fence_stages(pass, part, space);
   } else {
-    load_stages(pass, part, space, !reads, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
+    load_stages<T, D>(pass, part, space, !reads, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
   }
 }
 

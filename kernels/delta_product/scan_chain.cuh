@@ -89,21 +89,26 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     if constexpr (kLeaves) arrive_once(&barriers.state[slot.place]);
     // beta_i v_i and read_i, meanwhile
     Sums<8> given;
-    const RowFactors beta(vectors, kDeltaBeta), read(vectors, kDeltaRead);
+    const RowFactors read(vectors, kDeltaRead);
+    if (kLeaves || !part.transition) {
+      const RowFactors beta(vectors, kDeltaBeta);
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      uint32_t values[4];
-      load_block_transposed(values, space.values(turn.place, chain), 16 * warp, 16 * j);
+      for (int j = 0; j < kTilesDown; ++j) {
+        uint32_t values[4];
+        load_block_transposed(values, space.values(turn.place, chain), 16 * warp, 16 * j);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 by = beta.at[2 * j + half];
-        float(&to)[4] = given.at[2 * j + half];
+        for (int half = 0; half < 2; ++half) {
+          const float2 by = beta.at[2 * j + half];
+          float(&to)[4] = given.at[2 * j + half];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(values[2 * half + i]);
-          to[2 * i] = by.x * value.x, to[2 * i + 1] = by.y * value.y;
+          for (int i = 0; i < 2; ++i) {
+            const float2 value = unpaired<T>(values[2 * half + i]);
+            to[2 * i] = by.x * value.x, to[2 * i + 1] = by.y * value.y;
+          }
         }
       }
+    } else {
+      fill(given, 0.f);
     }
     pin(given);
     wait_products<0>(y);

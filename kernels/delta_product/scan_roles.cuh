@@ -5,17 +5,20 @@
 
 namespace girih::kernels::delta_product {
 
-template <typename T, int D, int Rows>
-__device__ inline void load_stages(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
+// Space: this file's, or output_space.cuh's.
+template <typename T, int D, class Space>
+__device__ inline void load_stages(const ScanPass& pass, const Part& part, const Space& space,
                                    bool with_values, int thread) {
   const DeltaScan& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n);
-  ScanBarriers& barriers = space.barriers();
+  auto& barriers = space.barriers();
   const int64_t batch = part.piece.sequence.batch, row = part.piece.start * n;
   const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, row, part.head, 0), p.k.stride[1], p.shape.D,
                                             thread);
   const TileCopier<32 * kLoaders, Values<T>> values(at<T>(p.v, batch, row, part.head, part.col),
                                                     p.v.stride[1], p.shape.V - part.col, thread);
+  // The next columns' too, where the block's second chain has them.
+  const bool next_too = pass.chains == 2 && !pairs_transitions(p.shape, pass.walk, 2);
   Turn turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
@@ -24,7 +27,7 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
     const int rows = tokens_in(part, tokens, c) * n;
     loader.start(stage, c * tokens * n, rows, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     if (with_values) values.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
-    if (ScanRoles<D, Rows>::kChains == 2 && pass.chains == 2) {  // the next columns too
+    if (Space::kChains == 2 && next_too) {
       const TileCopier<32 * kLoaders, Values<T>> next(
           at<T>(p.v, batch, row, part.head, part.col + kScanColumns), p.v.stride[1],
           p.shape.V - part.col - kScanColumns, thread);
@@ -37,12 +40,11 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   wait_copies<0>();
 }
 
-template <typename T, int D, int Rows>
-__device__ inline void store_states(const ScanPass& pass, const Part& part,
-                                    const ScanSpace<T, D, Rows>& space) {
+template <typename T, class Space>
+__device__ inline void store_states(const ScanPass& pass, const Part& part, const Space& space) {
   const DeltaScan& p = pass.scan;
   if (p.states == nullptr) return;
-  ScanBarriers& barriers = space.barriers();
+  auto& barriers = space.barriers();
   Turn slot;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {

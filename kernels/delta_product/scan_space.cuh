@@ -39,6 +39,8 @@ __device__ inline void leave_slot(uint64_t& barrier) {
 
 template <typename T, int D, int Rows>
 struct ScanSpace {
+  static constexpr int kChains = ScanRoles<D, Rows>::kChains;
+
   using State = BlockTile<T, D, kScanColumns>;            // S^T
   using Update = BlockTile<T, kDeltaRows, kScanColumns>;  // U^T
 
@@ -68,8 +70,7 @@ struct ScanSpace {
   unsigned char* data;
   int stages, slots;
 
-  static constexpr int kStageBytes =
-      Stage<T, D>::kBytes + (ScanRoles<D, Rows>::kChains - 1) * Values<T>::kBytes;
+  static constexpr int kStageBytes = Stage<T, D>::kBytes + (kChains - 1) * Values<T>::kBytes;
   static constexpr int kSlotBytes = State::kBytes + Update::kBytes,
                        kReaderBytes =
                            ScanRoles<D, Rows>::kReaders *

@@ -22,25 +22,35 @@ inline cudaError_t allow_shared(int bytes) {
   return error;
 }
 
-// Whether `Kernel` may be launched in clusters on the current device: it is there as compiled for a card that
-// has them, not made of what was compiled for others. Asked once a device.
-template <auto Kernel>
-inline cudaError_t has_clusters(bool& has) {
+// Whether `Kernel`, on the current device, is there as compiled for an architecture from `Least` to `Most`,
+// not made of what was compiled for others. Asked once a device.
+template <auto Kernel, int Least, int Most>
+inline cudaError_t is_compiled_for(bool& is) {
   static std::atomic<uint64_t> asked{0}, found{0};  // one bit a device
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (asked.load(std::memory_order_acquire) & bit) {
-    has = found.load(std::memory_order_relaxed) & bit;
+    is = found.load(std::memory_order_relaxed) & bit;
     return cudaSuccess;
   }
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, Kernel);
   if (error != cudaSuccess) return error;
-  has = attributes.ptxVersion >= 90;
-  if (has) found.fetch_or(bit, std::memory_order_relaxed);
+  is = Least <= attributes.ptxVersion && attributes.ptxVersion <= Most;
+  if (is) found.fetch_or(bit, std::memory_order_relaxed);
   asked.fetch_or(bit, std::memory_order_release);
   return cudaSuccess;
+}
+// Whether it may be launched in clusters.
+template <auto Kernel>
+inline cudaError_t has_clusters(bool& has) {
+  return is_compiled_for<Kernel, 90, 1000>(has);
+}
+// Whether it has warpgroup products, if it was compiled for 90a and not for 90, where it is right, and slow.
+template <auto Kernel>
+inline cudaError_t has_warpgroups(bool& has) {
+  return is_compiled_for<Kernel, 90, 90>(has);
 }
 
 // Bytes of shared memory that a block may have on the current device.

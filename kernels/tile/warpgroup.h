@@ -127,25 +127,26 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
                  : GIRIH_TILES);                                                            \
   }
 #define GIRIH_TILES "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0)
-#define GIRIH_FROM_REGISTERS(type)                                                                        \
-  if constexpr (N == 64 && Add) {                                                                         \
-    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n" \
-                 : GIRIH_ALL("+f")                                                                        \
-                 : GIRIH_LEFT);                                                                           \
-  } else if constexpr (N == 64) {                                                                         \
-    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n" \
-                 : GIRIH_ALL("=f")                                                                        \
-                 : GIRIH_LEFT);                                                                           \
-  } else if constexpr (Add) {                                                                             \
-    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, 1, %21;\n}\n" \
-                 : GIRIH_HALF("+f")                                                                       \
-                 : GIRIH_LEFT);                                                                           \
-  } else {                                                                                                \
-    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, 1, %21;\n}\n" \
-                 : GIRIH_HALF("=f")                                                                       \
-                 : GIRIH_LEFT);                                                                           \
+#define GIRIH_FROM_REGISTERS(type)                                                                          \
+  if constexpr (N == 64 && Add) {                                                                           \
+    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n" \
+                 : GIRIH_ALL("+f")                                                                          \
+                 : GIRIH_LEFT);                                                                             \
+  } else if constexpr (N == 64) {                                                                           \
+    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n" \
+                 : GIRIH_ALL("=f")                                                                          \
+                 : GIRIH_LEFT);                                                                             \
+  } else if constexpr (Add) {                                                                               \
+    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n" \
+                 : GIRIH_HALF("+f")                                                                         \
+                 : GIRIH_LEFT);                                                                             \
+  } else {                                                                                                  \
+    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n" \
+                 : GIRIH_HALF("=f")                                                                         \
+                 : GIRIH_LEFT);                                                                             \
   }
-#define GIRIH_LEFT "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0)
+#define GIRIH_LEFT \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
 
 template <typename T, Lines of_b, int N = 64, bool Add = true>
 __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
@@ -156,7 +157,8 @@ __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
     GIRIH_FROM_TILE("bf16")
   }
 }
-template <typename T, Lines of_b, int N = 64, bool Add = true>
+// Sign: 1, or -1 for -b.
+template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
 __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
@@ -270,20 +272,28 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T
 #endif
 }
 
-// sums += a y^T, or with `Add` false sums = a y^T: of y 8N rows (64 or 32), and 16K columns from `col` on.
-template <typename T, bool Add = true, int N, int K, int Cols, int Rows>
+// sums += a y^T, with `Sign` -1 sums -= a y^T, or with `Add` false sums = a y^T: of y 8N rows (64 or 32), and
+// 16K columns from `col` on.
+template <typename T, bool Add = true, int Sign = 1, int N, int K, int Cols, int Rows>
 __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>& a,
                                                 const BlockTile<T, Cols, Rows>& y, int col = 0) {
   static_assert(8 * N <= Rows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  group_mma<T, Lines::rows, 8 * N, Add>(sums.at, a.at[0], descriptor<Lines::rows>(y, 0, col));
+  group_mma<T, Lines::rows, 8 * N, Add, Sign>(sums.at, a.at[0], descriptor<Lines::rows>(y, 0, col));
 #pragma unroll
   for (int k = 1; k < K; ++k) {
-    group_mma<T, Lines::rows, 8 * N>(sums.at, a.at[k], descriptor<Lines::rows>(y, 0, col + 16 * k));
+    group_mma<T, Lines::rows, 8 * N, true, Sign>(sums.at, a.at[k],
+                                                 descriptor<Lines::rows>(y, 0, col + 16 * k));
   }
 #else
   if (!Add) fill(sums, 0.f);
-  add_product_transposed<T>(sums, a, y, 0, col);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    uint32_t signed_a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) signed_a[i] = Sign < 0 ? a.at[k][i] ^ 0x80008000u : a.at[k][i];
+    add_product_transposed<T>(sums, signed_a, y, 0, col + 16 * k);
+  }
 #endif
 }
 
@@ -316,8 +326,8 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const B
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns>(sums.at + n, a.at[k],
-                                   descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
+      group_mma<T, Lines::columns, N == 4 ? 32 : 64>(
+          sums.at + n, a.at[k], descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
     }
 #else
     add_product<T>(sums, a.at[k], y, row + 16 * k, col);

@@ -36,11 +36,17 @@ EXACT = {
     "gelu": {"dtype": torch.float16, "chunk": 16, "between_chunks": "gelu"},
     "tanh vector": {"dtype": torch.float32, "vector": True, "chunk": 24, "between_chunks": "tanh"},
 }
-KINDS = {"bf16": {"dtype": torch.bfloat16}} | EXACT
+KINDS = {
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # their scan is another
+} | EXACT
 of_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 exact_only = pytest.mark.parametrize("kind", EXACT.values(), ids=EXACT)
+# Widths of heads that scans of their own take.
+of_every_head = pytest.mark.parametrize("D", [64, 128])
 # Of sequences that do not depend on their place among others.
-of_every_scan = pytest.mark.parametrize("kind", [*KINDS.values()][:3], ids=[*KINDS][:3])
+SCANS = ["bf16", "bf16 of 128", "fp32", "vector"]
+of_every_scan = pytest.mark.parametrize("kind", [KINDS[name] for name in SCANS], ids=SCANS)
 
 
 def keys(kind, shape, generator):
@@ -106,8 +112,33 @@ def draw(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T", LENGTHS)
-def test_every_length(T, dtype):
-    assert_as_right_as_the_formula(draw(T=T, dtype=dtype))
+@of_every_head
+def test_every_length(D, T, dtype):
+    assert_as_right_as_the_formula(draw(T=T, D=D, dtype=dtype))
+
+
+@pytest.mark.parametrize("pattern, l2norm_qk", [(None, False), ("mild", False), ("sudden", True)])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("G", [1, 2])
+@of_every_head
+def test_more_chunks_than_places(D, G, n, pattern, l2norm_qk):
+    """Whatever goes round in a ring has gone round more than twice."""
+    options = {"pattern": pattern, "l2norm_qk": l2norm_qk, "dtype": torch.bfloat16}
+    assert_as_right_as_the_formula(draw(B=1, T=650, G=G, D=D, V=72, n=n, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("pattern", [None, "mild", "closed"])
+@pytest.mark.parametrize("n, T", [(1, 400), (1, 2100), (2, 330), (3, 20)])
+@of_every_head
+def test_the_output_where_no_gradient_is_wanted(D, n, T, pattern, dtype):
+    """Nothing is kept then, and the output is the same to the bit."""
+    inputs = draw(B=1, T=T, D=D, V=D, n=n, pattern=pattern, dtype=dtype).map(lambda x: x.to(DEVICE))
+    found = run(inputs)
+    with torch.no_grad():
+        o, state = ops.delta_product(**inputs.data, **inputs.options, state=start_of(inputs))
+    assert torch.equal(o, found["o"])
+    assert torch.equal(state.s, found["s"])
 
 
 @exact_only
@@ -118,8 +149,9 @@ def test_every_length_of_the_exact_kernels(T, kind):
 
 @pytest.mark.parametrize("n", STEPS)
 @pytest.mark.parametrize("T", [1, 3, 4, 5, 12, 13, 31, 33, 50])
-def test_every_number_of_steps(T, n):
-    assert_as_right_as_the_formula(draw(T=T, n=n, dtype=DTYPES[1 + T % 2]))
+@of_every_head
+def test_every_number_of_steps(D, T, n):
+    assert_as_right_as_the_formula(draw(T=T, D=D, n=n, dtype=DTYPES[1 + T % 2]))
 
 
 @exact_only
@@ -166,8 +198,9 @@ def test_every_width(D, V, dtype, n):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_gates_from_0_to_minus_20(n, pattern, dtype):
-    assert_as_right_as_the_formula(draw(T=130, n=n, pattern=pattern, dtype=dtype))
+@of_every_head
+def test_gates_from_0_to_minus_20(D, n, pattern, dtype):
+    assert_as_right_as_the_formula(draw(T=130, D=D, n=n, pattern=pattern, dtype=dtype))
 
 
 @exact_only
@@ -201,16 +234,18 @@ def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("key", ["random", "parallel", "one", "zero"])
-def test_every_kind_of_keys(key, beta, dtype):
+@of_every_head
+def test_every_kind_of_keys(D, key, beta, dtype):
     """Nearly parallel ones make large inverses; with beta = 2 every step is a reflection."""
-    assert_as_right_as_the_formula(draw(T=130, key=key, beta=beta, pattern=None, dtype=dtype))
+    assert_as_right_as_the_formula(draw(T=130, D=D, key=key, beta=beta, pattern=None, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("key", ["random", "one", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_keys_and_queries_of_any_length(n, key, dtype):
-    inputs = draw(n=n, T=100, key=key, l2norm_qk=True, dtype=dtype)
+@of_every_head
+def test_keys_and_queries_of_any_length(D, n, key, dtype):
+    inputs = draw(n=n, T=100, D=D, key=key, l2norm_qk=True, dtype=dtype)
     inputs.data["q"][:, 3] = 0
     inputs.data["k"][:, 5] = 0
     assert_as_right_as_the_formula(inputs)
@@ -436,7 +471,8 @@ def test_nothing_is_left_unwritten(n, kind):
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, D in ((0, 8), (1, 8), (65, 20), (130, 64)):
-            found = run(draw(T=T, D=D, V=D, n=n, **kind).map(lambda x: x.to(DEVICE)))
+            sizes = {"T": T, "D": D, "V": D, "n": n} | kind
+            found = run(draw(**sizes).map(lambda x: x.to(DEVICE)))
             assert all(x.isfinite().all() for x in found.values())
     finally:
         torch.use_deterministic_algorithms(False)
@@ -466,7 +502,14 @@ def test_long_sequences_of_few_heads(T, n, D):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "H, G, D, V, n", [(16, 1, 128, 64, 1), (3, 2, 64, 192, 1), (2, 1, 256, 200, 1), (4, 1, 72, 72, 3)]
+    "H, G, D, V, n",
+    [
+        (16, 1, 128, 64, 1),
+        (3, 2, 64, 192, 1),
+        (2, 1, 256, 200, 1),
+        (4, 1, 72, 72, 3),
+        (4, 2, 128, 128, 1),
+    ],
 )
 def test_segments_of_every_width(H, G, D, V, n, packed):
     """With one part of a state in a block or two, or values and transitions in one."""

@@ -1,0 +1,169 @@
+// The chain of a scan that makes the output too (scan_output.cuh).
+#pragma once
+
+#include "delta_product/output_space.cuh"
+#include "delta_product/scan_chain.cuh"
+
+namespace girih::kernels::delta_product {
+
+// The chain, as in scan_chain.cuh. Weighted: not every rho is 1 and every L 0.
+template <bool Weighted, typename T, int D, int Rows>
+__device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
+                                        const OutputSpace<T, D, Rows>& space, int warp) {
+  static_assert(RoundedState<T, D>::kWhole);
+  constexpr int kEights = Rows / 8, kSlabs = State<D>::kSlabs;
+  const DeltaScan& p = pass.scan;
+  const int first_col = part.col + 16 * warp;
+  const bool leaves = p.states != nullptr;
+  OutputBarriers& barriers = space.barriers();
+
+  State<D> s;  // S^T
+  start_state(s, p.shape, pass.walk, part, first_col, p.initial);
+  RoundedState<T, D> rounded;
+  rounded.take(s);
+  Sums<8> z;                    // v
+  Operand<kEights / 2> output;  // of the chunk before
+
+  Turn turn, place, slot;
+  const auto take_values = [&] {
+    uint32_t values[kTilesDown][4];
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      load_block_transposed(values[j], space.stage(turn.place).v(), 16 * warp, 16 * j);
+    }
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpaired<T>(values[j][i]);
+        z.at[2 * j + i / 2][i % 2 * 2] = pair.x, z.at[2 * j + i / 2][i % 2 * 2 + 1] = pair.y;
+      }
+    }
+  };
+  // Where the queries were: no warp reads them any more, for a product is the whole warpgroup's, and this
+  // warp has waited for it.
+  const auto leave_output = [&](int at) {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    barrier_wait(1 + OutputRoles::kMakers, 32 * OutputRoles::kChain);  // each warp has products of its own
+#endif
+    leave_transposed(space.output(at), output, warp);
+    arrive_once(&barriers.output[at]);
+  };
+  if (part.chunks > 0) {
+    wait(&barriers.made[0], 0);
+    take_values();
+  }
+  int before = 0;  // the place of the chunk before
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    const Stage<T, D> stage = space.stage(turn.place);
+    const Prepared prepared = stage.prepared();
+    const Vectors vectors = prepared.vectors();
+
+    // Loads are started before products, whose time they take.
+    const bool keeps = prepared.keeps();
+    const float log_end = Weighted ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f;
+    const bool mild = is_mild<T>(keeps, log_end);
+    const RowFactors read = Weighted ? RowFactors(vectors, kDeltaRead) : RowFactors();
+
+    // Y^T = S^T K^T, or at once v^T - Y^T; and S^T Q^T
+    Sums<8> y;
+    fence_products(z);
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if constexpr (!Weighted) {
+        start_product_transposed<T, true, -1>(z, rounded.slab[i], stage.k(), 64 * i);
+      } else if (i == 0) {
+        start_product_transposed<T, false>(y, rounded.slab[i], stage.k(), 0);
+      } else {
+        start_product_transposed<T>(y, rounded.slab[i], stage.k(), 64 * i);
+      }
+    }
+    commit_products();
+    Sums<kEights> o;
+    start_product_transposed<T, false>(o, rounded.slab[0], space.query(place.place), 0);
+#pragma unroll
+    for (int i = 1; i < kSlabs; ++i) {
+      start_product_transposed<T>(o, rounded.slab[i], space.query(place.place), 64 * i);
+    }
+    commit_products();
+    if (leaves) {
+      wait(&barriers.read[slot.place], slot.parity ^ 1);
+      rounded.leave(s, space.state(slot.place), warp);
+      arrive_once(&barriers.state[slot.place]);
+      slot.next(pass.slots);
+    }
+    // Z_i = v_i - r_i Y_i (the makers have left r where beta r was), or where X has no beta in it beta_i
+    // times that
+    if constexpr (Weighted) {
+      wait_products<1>(y);
+#pragma unroll
+      for (int i = 0; i < kDeltaRows / 8; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
+        }
+      }
+    } else {
+      wait_products<1>(z);
+    }
+    if (__builtin_expect(keeps, false)) {
+      scale_columns(z, [&](int i) { return vectors.pair(kDeltaBeta, 8 * i); });
+    }
+    Operand<kTilesDown> rounded_z;
+    round_to<T>(rounded_z, z);
+
+    // U^T = Z^T Xb^T; S decays meanwhile
+    Halves u;
+    start_solution<T>(u, rounded_z, stage.inverse());
+    if (c > 0) leave_output(before);
+    if (Weighted) scale(s, exp2_fast(log_end));
+    wait_products<0>(u[0], u[1]);
+    keep(rounded_z);
+    rounded.keep();
+    if (__builtin_expect(keeps, false)) {
+      const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
+      add_solution<T>(u, rounded_z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, all, i, j); });
+    }
+
+    // S^T <- e^{L_C} S^T + (w * U)^T K
+    Operand<kTilesDown> solution, update;  // U, w U; of a mild chunk both are w U, as X makes it
+    round_to<T>(solution, u);
+    update = solution;
+    if (Weighted && __builtin_expect(!mild, false)) {
+      scale_chunk_rows(u, [&](int row) { return vectors.pair(kDeltaWrite, row); });
+      round_to<T>(update, u);
+    }
+    start_update<T>(s, update, stage.k());
+
+    // The next values, meanwhile; and o^T += U^T P^T
+    uint64_t* const emptied = &barriers.empty[turn.place];
+    before = place.place;
+    turn.next(pass.stages), place.next(pass.places);
+    if (c + 1 < part.chunks) {
+      wait(&barriers.made[place.place], place.parity);
+      take_values();
+    }
+    pin(o);
+    if constexpr (Weighted) {
+      const float* const far = space.far(before);
+      scale_columns(o, [&](int i) { return *reinterpret_cast<const float2*>(far + 8 * i + lane_col()); });
+    } else {
+      scale_columns(o, [&](int) { return float2{p.shape.scale, p.shape.scale}; });
+    }
+    fence_products(o);
+    start_product<T>(o, solution, space.near(before));
+    commit_products();
+    finish<1>(s);
+    keep(update);
+    rounded.take(s);
+    wait_products<0>(o);
+    keep(solution);
+    arrive_once(emptied);
+    round_to<T>(output, o);
+  }
+  if (part.chunks > 0) leave_output(before);
+  end_state(s, p.shape, pass.walk, part, first_col, p.final);
+}
+
+}  // namespace girih::kernels::delta_product

@@ -1,0 +1,107 @@
+// The scan whose chain makes the output too, for heads of 128 with a query head each, on cards with warpgroup
+// products: what the chain has rounded, S and U, is already the left factor of both of the output's products,
+//
+//     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
+//     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
+//
+// and passes through no shared memory. A chunk takes as long as the chain's instructions (a product with its
+// left factor in registers holds its warps), so whatever needs nothing of S is done by makers, two warpgroups
+// that take chunks in turn: P, and the weights of
+//
+//     U = Xb (v - r Y)        Xb = X diag(beta), r_i = rho_i e^{L_i}
+//
+// Warps of their own fetch queries and store what the chain leaves of the output, store states, and load keys
+// and values. At n = 2, 4 x 4096 tokens, 16 heads, without gates, it takes 135 us; readers beside the chain,
+// which had S and U through shared memory, took 163.
+#pragma once
+
+#include "delta_product/output_chain.cuh"
+#include "delta_product/output_makers.cuh"
+#include "delta_product/scan_roles.cuh"
+#include "tile/launch.h"
+
+namespace girih::kernels::delta_product {
+
+template <typename T, int D, int Rows, bool Weighted>
+__global__ void __launch_bounds__(OutputRoles::kThreads, 1)
+    scan_output(const __grid_constant__ ScanPass pass) {
+#if __CUDA_ARCH__ >= 900  // never launched elsewhere
+  using Roles = OutputRoles;
+  using Space = OutputSpace<T, D, Rows>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  Part part;
+  if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part)) return;
+  const Space space{shared, pass.stages, pass.places, pass.slots};
+  OutputBarriers& barriers = space.barriers();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < pass.stages; ++i) {
+      init_barrier(&barriers.full[i], 32 * kLoaders);
+      init_barrier(&barriers.empty[i], once(Roles::kChain));
+    }
+    for (int i = 0; i < pass.places; ++i) {
+      init_barrier(&barriers.queried[i], pass.scan.states == nullptr ? 64 : 32);
+      init_barrier(&barriers.made[i], once(Roles::kMaker));
+      init_barrier(&barriers.output[i], once(Roles::kChain));
+    }
+    for (int i = 0; i < pass.slots; ++i) {
+      init_barrier(&barriers.state[i], once(Roles::kChain));
+      init_barrier(&barriers.read[i], once(1));
+    }
+  }
+  __syncthreads();
+  const int warp = warp_index(), maker = warp - Roles::kChain, other = maker - Roles::kMakers * Roles::kMaker;
+  if (maker < 0) {
+    take_registers<Roles::kChainRegisters>();
+    return run_output_chain<Weighted>(pass, part, space, warp);
+  }
+  if (other < 0) {
+    leave_registers<Roles::kMakerRegisters>();
+    return run_makers<Weighted>(pass, part, space, maker / Roles::kMaker, maker % Roles::kMaker);
+  }
+  leave_registers<Roles::kOtherRegisters>();
+  // Where no states are kept, both of these warps have tokens.
+  if (other < 2 && pass.scan.states == nullptr) return run_tokens<2>(pass, part, space, other);
+  if (other == 0) return store_states<T>(pass, part, space);
+  if (other == 1) return run_tokens<1>(pass, part, space, 0);
+  load_stages<T, D>(pass, part, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
+#endif
+}
+
+// Stages and places that there is room for; false: there is none.
+template <class Space>
+inline bool fit_output(ScanPass& pass, int limit) {
+  pass.slots = pass.scan.states == nullptr ? 0 : 2;
+  pass.places = kMaxPlaces;
+  for (pass.stages = kMaxStages; pass.stages > 2; --pass.stages) {
+    if (Space::bytes(pass.stages, pass.places, pass.slots) <= limit) return true;
+  }
+  return false;
+}
+
+template <bool Weighted, typename T, int D, int Rows>
+cudaError_t launch_output(const ScanPass& pass, int64_t blocks, int limit, cudaStream_t stream) {
+  constexpr auto kernel = scan_output<T, D, Rows, Weighted>;
+  if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
+  const int bytes = OutputSpace<T, D, Rows>::bytes(pass.stages, pass.places, pass.slots);
+  kernel<<<static_cast<unsigned>(blocks), OutputRoles::kThreads, bytes, stream>>>(pass);
+  return cudaGetLastError();
+}
+
+// Where the card and the shape are such that the chain makes the output, launches that; else leaves
+// `launched` as it is.
+template <typename T, int D, int Rows>
+cudaError_t try_output(ScanPass pass, int64_t blocks, int limit, cudaStream_t stream, bool& launched) {
+  const DeltaShape& shape = pass.scan.shape;
+  if (shape.heads != shape.query_heads || !fit_output<OutputSpace<T, D, Rows>>(pass, limit))
+    return cudaSuccess;
+  bool can = false;
+  if (const cudaError_t error = has_warpgroups<scan_output<T, D, Rows, false>>(can); error != cudaSuccess) {
+    return error;
+  }
+  if (!can) return cudaSuccess;
+  launched = true;
+  return pass.scan.gated || shape.unit ? launch_output<true, T, D, Rows>(pass, blocks, limit, stream)
+                                       : launch_output<false, T, D, Rows>(pass, blocks, limit, stream);
+}
+
+}  // namespace girih::kernels::delta_product
