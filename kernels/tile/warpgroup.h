@@ -287,12 +287,16 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
   }
 #else
   if (!Add) fill(sums, 0.f);
+  if constexpr (Sign > 0) {
+    add_product_transposed<T>(sums, a, y, 0, col);
+  } else {
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    uint32_t signed_a[4];
+    for (int k = 0; k < K; ++k) {
+      uint32_t minus[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) signed_a[i] = Sign < 0 ? a.at[k][i] ^ 0x80008000u : a.at[k][i];
-    add_product_transposed<T>(sums, signed_a, y, 0, col + 16 * k);
+      for (int i = 0; i < 4; ++i) minus[i] = a.at[k][i] ^ 0x80008000u;
+      add_product_transposed<T>(sums, minus, y, 0, col + 16 * k);
+    }
   }
 #endif
 }
