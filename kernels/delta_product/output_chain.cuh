@@ -6,12 +6,24 @@
 
 namespace girih::kernels::delta_product {
 
+// sums = S^T x^T, or with `Add` sums += Sign S^T x^T; under way afterwards.
+template <bool Add, int Sign, typename T, int D, int N, int Rows>
+__device__ inline void start_read(Sums<N>& sums, const RoundedState<T, D>& s,
+                                  const BlockTile<T, D, Rows>& x) {
+  static_assert(RoundedState<T, D>::kWhole);
+  start_product_transposed<T, Add, Sign>(sums, s.slab[0], x, 0);
+#pragma unroll
+  for (int i = 1; i < State<D>::kSlabs; ++i) {
+    start_product_transposed<T, true, Sign>(sums, s.slab[i], x, 64 * i);
+  }
+  commit_products();
+}
+
 // The chain, as in scan_chain.cuh. Weighted: not every rho is 1 and every L 0.
 template <bool Weighted, typename T, int D, int Rows>
 __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
                                         const OutputSpace<T, D, Rows>& space, int warp) {
-  static_assert(RoundedState<T, D>::kWhole);
-  constexpr int kEights = Rows / 8, kSlabs = State<D>::kSlabs;
+  constexpr int kEights = Rows / 8;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
   const bool leaves = p.states != nullptr;
@@ -69,24 +81,13 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     // Y^T = S^T K^T, or at once v^T - Y^T; and S^T Q^T
     Sums<8> y;
     fence_products(z);
-#pragma unroll
-    for (int i = 0; i < kSlabs; ++i) {
-      if constexpr (!Weighted) {
-        start_product_transposed<T, true, -1>(z, rounded.slab[i], stage.k(), 64 * i);
-      } else if (i == 0) {
-        start_product_transposed<T, false>(y, rounded.slab[i], stage.k(), 0);
-      } else {
-        start_product_transposed<T>(y, rounded.slab[i], stage.k(), 64 * i);
-      }
+    if constexpr (Weighted) {
+      start_read<false, 1>(y, rounded, stage.k());
+    } else {
+      start_read<true, -1>(z, rounded, stage.k());
     }
-    commit_products();
     Sums<kEights> o;
-    start_product_transposed<T, false>(o, rounded.slab[0], space.query(place.place), 0);
-#pragma unroll
-    for (int i = 1; i < kSlabs; ++i) {
-      start_product_transposed<T>(o, rounded.slab[i], space.query(place.place), 64 * i);
-    }
-    commit_products();
+    start_read<false, 1>(o, rounded, space.query(place.place));
     if (leaves) {
       wait(&barriers.read[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
@@ -97,13 +98,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     // times that
     if constexpr (Weighted) {
       wait_products<1>(y);
-#pragma unroll
-      for (int i = 0; i < kDeltaRows / 8; ++i) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
-        }
-      }
+      take_read(z, read, y);
     } else {
       wait_products<1>(z);
     }

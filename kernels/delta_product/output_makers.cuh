@@ -31,21 +31,6 @@ __device__ inline void weigh_inverse(const InverseRows& x, const Vectors& vector
   }
 }
 
-// P^T / w out of k_j . q_t: of every token scale rho_t e^{L_t - L_C}.
-template <int N>
-__device__ inline void weigh_mildly(Sums<N>& scores, int n, int warp, const float2* tokens) {
-  const int row = kTileRows * warp + lane_row() - (lane_col() + 1) * n;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float4 two = *reinterpret_cast<const float4*>(tokens + 8 * i + lane_col());
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float& x = scores.at[i][j];
-      x = row + j / 2 * 8 < (8 * i + j % 2) * n ? x * (j % 2 == 0 ? two.x : two.z) : 0.f;
-    }
-  }
-}
-
 // A warpgroup that makes P of every second chunk, and weighs its X.
 template <bool Weighted, typename T, int D, int Rows>
 __device__ inline void run_makers(const ScanPass& pass, const Part& part,
@@ -92,11 +77,14 @@ __device__ inline void run_makers(const ScanPass& pass, const Part& part,
     wait_products<0>(scores);
     const int n_here = Rows == kDeltaRows ? 1 : worked_out_here(n);
     if (mild) {
-      weigh_mildly(scores, n_here, warp, of_tokens);
+      scale_transposed(scores, n_here, warp, [&](int i) {  // P / w
+        const float4 two = *reinterpret_cast<const float4*>(of_tokens + 8 * i + lane_col());
+        return float2{two.x, two.z};
+      });
     } else if (Weighted) {
       weigh_transposed(scores, vectors, n_here, warp, of_tokens);
     } else {
-      scale_transposed(scores, n_here, warp, p.shape.scale);
+      scale_transposed(scores, n_here, warp, [&](int) { return float2{p.shape.scale, p.shape.scale}; });
     }
     Operand<Rows / 16> near;
     round_to<T>(near, scores);

@@ -13,6 +13,17 @@
 
 namespace girih::kernels::delta_product {
 
+// z_i -= read_i y_i, of a chunk's rows as columns.
+__device__ inline void take_read(Sums<8>& z, const RowFactors& read, const Sums<8>& y) {
+#pragma unroll
+  for (int i = 0; i < kDeltaRows / 8; ++i) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
+    }
+  }
+}
+
 // U^T += Z^T X^T by the blocks that `load` gives, warp by warp.
 template <typename T, class Load>
 __device__ inline void add_solution(Halves& u, const Operand<kTilesDown>& z, const Load& load) {
@@ -115,15 +126,9 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     rounded.keep();
 
     // Z_i = beta_i v_i - read_i Y_i
-#pragma unroll
-    for (int i = 0; i < kDeltaRows / 8; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        y.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], given.at[i][k]);
-      }
-    }
+    take_read(given, read, y);
     Operand<kTilesDown> z;
-    round_to<T>(z, y);
+    round_to<T>(z, given);
 
     // U^T = Z^T X^T, and S decays meanwhile
     Halves u;

@@ -13,16 +13,17 @@
 
 namespace girih::kernels::delta_product {
 
-// P^T where every factor but the scale is 1.
-template <int N>
-__device__ inline void scale_transposed(Sums<N>& scores, int n, int warp, float scale) {
+// P^T out of k_j . q_t where its factors are those of its tokens alone, `factors(i)` the lane's two of eight.
+template <int N, class Factors>
+__device__ inline void scale_transposed(Sums<N>& scores, int n, int warp, const Factors& factors) {
   const int row = kTileRows * warp + lane_row() - (lane_col() + 1) * n;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
+    const float2 by = factors(i);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float& x = scores.at[i][j];
-      x = row + j / 2 * 8 < (8 * i + j % 2) * n ? x * scale : 0.f;
+      x = row + j / 2 * 8 < (8 * i + j % 2) * n ? x * (j % 2 == 0 ? by.x : by.y) : 0.f;
     }
   }
 }
@@ -92,7 +93,9 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
       if (weighted) {
         weigh_transposed(scores, vectors, worked_out_here(n), warp, own.tokens);
       } else {
-        scale_transposed(scores, worked_out_here(n), warp, p.shape.scale);
+        scale_transposed(scores, worked_out_here(n), warp, [&](int) {
+          return float2{p.shape.scale, p.shape.scale};
+        });
       }
       if (last) arrive_once(&barriers.empty[turn.place]);
       Operand<kEights / 2> near;
