@@ -231,17 +231,22 @@ struct RoundedState {
       if (kWhole) round_to<T>(slab[i], s.slab[i]);
     }
   }
-  // sums = S^T keys^T; under way afterwards where the state is whole. beside(i, slab i): done meanwhile.
-  template <class Beside>
+  // sums = S^T keys^T, or with `Add` sums += S^T keys^T; under way afterwards where the state is whole.
+  // beside(i, slab i): done meanwhile.
+  template <bool Add = false, class Beside>
   __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
                              const Beside& beside) {
-    fence_products();
+    if constexpr (Add) {
+      fence_products(sums);
+    } else {
+      fence_products();
+    }
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
       Operand<4>& a = slab[kWhole ? i : 0];
       if (!kWhole) round_to<T>(a, s.slab[i]);
       if (!kWhole) fence_products();
-      if (i == 0) start_product_transposed<T, false>(sums, a, keys, 0);
+      if (i == 0) start_product_transposed<T, Add>(sums, a, keys, 0);
       if (i > 0) start_product_transposed<T, true>(sums, a, keys, 64 * i);
       if (!kWhole || i + 1 == kSlabs) commit_products();
       if (!kWhole) beside(i, a);
@@ -252,8 +257,9 @@ struct RoundedState {
       if (kWhole) beside(i, slab[kWhole ? i : 0]);
     }
   }
+  template <bool Add = false>
   __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys) {
-    start_read(sums, s, keys, [](int, const Operand<4>&) {});
+    start_read<Add>(sums, s, keys, [](int, const Operand<4>&) {});
   }
   // Behind the wait for start_read's products.
   __device__ void keep() const {
@@ -295,6 +301,20 @@ template <int K, class Tile>
 __device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
 #pragma unroll
   for (int k = 0; k < K; ++k) store_block_transposed(slot, 16 * warp, 16 * k, a.at[k]);
+}
+
+// A sequence's chunks, where sequences are not packed.
+inline Divider chunks_of_each(const DeltaShape& shape) {
+  return Divider(std::max<int64_t>(divide_up(shape.tokens.tokens, delta_chunk(shape.n)), 1));
+}
+// As piece_at(); of sequences that are not packed `each` pieces a sequence.
+__device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, const Divider& each) {
+  if (is_packed(all)) return piece_at(all, number, tokens);
+  const uint32_t row = each.divide(static_cast<uint32_t>(number));
+  const Sequence sequence = sequence_at(all, row);
+  const int64_t index = static_cast<uint32_t>(number) - row * each.by,
+                start = sequence.start + index * tokens;
+  return {sequence, index, start, static_cast<int>(clamp(sequence.end - start, 0, tokens))};
 }
 
 // Which tokens of which state a block has.

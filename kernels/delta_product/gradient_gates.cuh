@@ -16,7 +16,7 @@ class Edge {
   __device__ static int row(int pack) { return (pack * Sizes::kThreads + threadIdx.x) / (D / 8); }
   __device__ static int col(int pack) { return (pack * Sizes::kThreads + threadIdx.x) % (D / 8) * 8; }
   __device__ static const T* of_chunk(const void* states, const DeltaShape& shape, const Here& here, int v) {
-    return state_at(static_cast<const T*>(states), shape, here.chunk, here.head, v);
+    return here.state<T>(states, shape, v);
   }
 
  public:

@@ -16,20 +16,24 @@ template <typename T, int D>
 __device__ inline void load_state(unsigned char* to, const void* states, const DeltaShape& shape,
                                   const Here& here, int v) {
   using Rows = BlockTile<T, D>;
-  const T* const from = state_at(static_cast<const T*>(states), shape, here.chunk, here.head, v);
+  const T* const from = here.state<T>(states, shape, v);
 #pragma unroll
   for (int i = 0; i < GradientSizes<D>::kParts; ++i) {
     load_async<GradientSizes<D>::kThreads>(Rows{reinterpret_cast<T*>(to + i * Rows::kBytes)},
-                                           from + static_cast<int64_t>(64 * i) * shape.D, shape.D,
-                                           shape.V - v - 64 * i, shape.D, threadIdx.x);
+                                           from + 64 * i * shape.D, shape.D, shape.V - v - 64 * i, shape.D,
+                                           threadIdx.x);
   }
 }
 // To the L2 cache, where what reads dS for <S, dS> brings it else.
 template <typename T, int D>
 __device__ inline void prefetch_state(const void* states, const DeltaShape& shape, const Here& here, int v) {
-  const T* const from = state_at(static_cast<const T*>(states), shape, here.chunk, here.head, v);
-  const int count = min(GradientSizes<D>::kSlab, shape.V - v) * shape.D;
-  for (int i = threadIdx.x * 64; i < count; i += GradientSizes<D>::kThreads * 64) prefetch(from + i);
+  using Sizes = GradientSizes<D>;
+  const int first = threadIdx.x * 64, count = min(Sizes::kSlab, shape.V - v) * shape.D;
+  const T* const from = here.state<T>(states, shape, v) + first;
+#pragma unroll
+  for (int i = 0; i < Sizes::kSlab * D; i += Sizes::kThreads * 64) {
+    if (first + i < count) prefetch(from + i);
+  }
 }
 // Rows of tokens, by `Threads` of the block.
 template <int Threads, int D, typename T, int Cols>

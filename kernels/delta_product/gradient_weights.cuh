@@ -49,12 +49,13 @@ __device__ inline void add_kept(float2& of_rows, float* cols, const float (&kept
 template <typename T, int D, bool OneSlab>
 __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
-                                   Sums<8>& products, Operand<kTilesDown>& left) {
+                                   const Divider& steps, Sums<8>& products, Operand<kTilesDown>& left) {
   using Tiles = GradientTiles<T, D, OneSlab>;
   if (Tiles::kOwn) fill(left);
   const Blocks step_rows = tile.blocks(Tiles::kStepRows), step_cols = tile.blocks(Tiles::kStepCols);
-  const int n = p.shape.n, mine = place.mine;
-  const int own = mine / n * n, own_below = (mine + 8) / n * n;  // the first row of the same token
+  const int mine = place.mine;
+  const auto first_of = [&](int row) { return static_cast<int>(steps.divide(row) * steps.by); };
+  const int own = first_of(mine), own_below = first_of(mine + 8);  // the first row of the same token
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };

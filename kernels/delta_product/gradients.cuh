@@ -71,7 +71,7 @@ __device__ inline void put_value_gradients(const DeltaGradients& p, const Here& 
 // OneSlab: V is no wider; then what is summed over slabs needs no registers before them.
 template <typename T, int D, bool OneSlab>
 __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::blocks(OneSlab))
-    gradients(const __grid_constant__ DeltaGradients p) {
+    gradients(const __grid_constant__ DeltaGradients p, const __grid_constant__ GradientGrid grid) {
   using Sizes = GradientSizes<D>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   constexpr int kThreads = Sizes::kThreads, kGroup = 128;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   extern __shared__ __align__(1024) unsigned char room[];
   const DeltaShape& shape = p.shape;
   const int n = shape.n, warp = warp_index();
-  const bool many_tokens = has_many(delta_chunk(n));
+  const bool many_tokens = has_many(grid.tokens);
   const Tiles tile(room, many_tokens);
   Place place;
   place.group = kBoth ? 0 : warp / 4, place.band = warp % 4;
@@ -103,24 +103,28 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     }
   };
   {
-    const int tokens = delta_chunk(n), members = shape.query_heads / shape.heads;
+    const uint32_t chunk = grid.query_heads.divide(blockIdx.x),
+                   query_head = blockIdx.x - chunk * grid.query_heads.by,
+                   head = grid.members.divide(query_head);
     Here here;
-    here.query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-    here.chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-    here.head = here.query_head / members;
-    here.first = here.query_head % members == 0;
+    here.query_head = static_cast<int>(query_head);
+    here.head = static_cast<int>(head);
+    here.number = chunk * shape.heads + head;
+    here.first = query_head == head * grid.members.by;
     here.many_tokens = many_tokens;
-    // What needs no tokens is under way while they are looked up, which takes a twentieth of the time.
+    // What needs no tokens is under way while they are looked up.
     load_state<T, D>(tile.states, p.states, shape, here, 0);
-    for (int i = threadIdx.x * 16; i < kDeltaLost; i += kThreads * 16) {
-      copy_async(shared_address(tile.prepared + i), prepared_at(p.prepared, shape, here.chunk, here.head) + i,
-                 true);
+    const unsigned char* const prepared = here.prepared(p) + threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
+      if (i + static_cast<int>(threadIdx.x) * 16 < kDeltaLost)
+        copy_async(shared_address(tile.prepared + threadIdx.x * 16) + i, prepared + i, true);
     }
     if (threadIdx.x < kDeltaRows / 4) {
-      const float* from = p.factors + (here.chunk * shape.query_heads + here.query_head) * kDeltaRows;
+      const float* from = p.factors + static_cast<uint64_t>(blockIdx.x) * kDeltaRows;
       copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
     }
-    here.piece = piece_at(shape.tokens, here.chunk, tokens);
+    here.piece = chunk_at(shape.tokens, chunk, grid.tokens, grid.each);
     if (here.piece.length == 0) {
       commit_copies();
       wait_copies<0>();
@@ -205,8 +209,14 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     fence_tiles();
     __syncthreads();
 
-    if (!kAside && here.first) put_value_gradients(p, here, tile, vectors, v);
-    wait_products<0>(e);
+    // Where dq is to wait aside, dQ = dO S^T is made while Z is.
+    if (kAside) {
+      fill(dq, 0.f);
+      start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
+    } else if (here.first) {
+      put_value_gradients(p, here, tile, vectors, v);
+    }
+    wait_products<kAside ? 1 : 0>(e);
     // dQ += dO S^T
     if (!OneSlab) add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
 
@@ -226,38 +236,43 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
           const float2 value = unpaired<T>(values[m]), g = unpaired<T>(g_block[m]);
           const float left = e.at[i + m / 2][m % 2 * 2], right = e.at[i + m / 2][m % 2 * 2 + 1];
           const float by = m % 2 == 0 ? a.x : a.y, step = m % 2 == 0 ? steps.x : steps.y;
-          float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
           float& of_step = m % 2 == 0 ? of_beta.x : of_beta.y;
-          read = fmaf(g.x, left, fmaf(g.y, right, read));
           const float2 amiss = {fmaf(-by, left, value.x), fmaf(-by, right, value.y)};
           of_step = fmaf(g.x, amiss.x, fmaf(g.y, amiss.y, of_step));
           z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
         }
         rows_of_v.put(8 * i, z);
+        if (!p.gated) continue;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float2 g = unpaired<T>(g_block[m]);
+          float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
+          read = fmaf(g.x, e.at[i + m / 2][m % 2 * 2], fmaf(g.y, e.at[i + m / 2][m % 2 * 2 + 1], read));
+        }
       }
       if (last) {
         put_rows(sums.beta[place.group], mine, sum_over_rows(of_beta));
         if (p.gated) put_rows(sums.read[place.group], mine, sum_over_rows(read_of_g));
       }
     }
-    // dK -= read * G S^T without rho. Where dq waits aside, dQ = dO S^T comes with it, and both after U,
-    // beside whose sums they would have no registers.
-    Sums<Sizes::kCols / 8> of_state;
+    // dK -= read * G S^T without rho. Of one slab this is divided by e^{L_C - L_j}, with which U dS^T will
+    // come: both then have the same sums, and those of G U^T room beside them. The exponent is held at 2^-60,
+    // so that the quotient stays in range; what that lets through of U dS^T is 2^-60 of it.
+    constexpr float kLeast = -60.f;
+    const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
     const auto read_states = [&] {
-      const float2 reads = first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)});
-      if (OneSlab) {
-        if (kAside) {
-          fill(dq, 0.f);
-          start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
-        }
+      if constexpr (OneSlab) {
+        const auto reads = [&](float log) { return exp2_fast(log - fmaxf(log_end - log, kLeast)); };
         fill(dk, 0.f);
-        add_states<D>(tile.origin, dk, tile.g, tile.states, place.col);
+        start_states<D>(tile.origin, dk, tile.g, tile.states, place.col);
         if (kAside) wait_products<0>(dq);
-        scale_rows(dk, reads);
+        wait_products<0>(dk);
+        scale_rows(dk, first_only({-steps.x * reads(log.x), -steps.y * reads(log.y)}));
       } else {
+        Sums<Sizes::kCols / 8> of_state;
         fill(of_state, 0.f);
         add_states<D>(tile.origin, of_state, tile.g, tile.states, place.col);
-        add_scaled(dk, of_state, reads);
+        add_scaled(dk, of_state, first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)}));
       }
     };
     const auto bring_gradients = [&] {
@@ -292,7 +307,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
         wait_products<0>(u);
       }
       if (__builtin_expect(prepared.keeps(), false)) {
-        const unsigned char* const all = prepared_at(p.prepared, shape, here.chunk, here.head);
+        const unsigned char* const all = here.prepared(p);
 #pragma unroll 1
         for (int j = 0; j <= place.band; ++j) {
           uint32_t lost[4];
@@ -308,8 +323,20 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     if (!Sizes::kApart && !kAside) wait_copies<0>();
     fence_tiles();
     __syncthreads();
+    // G U^T, dO U^T; while dS is on its way, where it has no room before
+    const auto start_steps = [&] {
+      fill(of_steps, 0.f);
+      fence_products(of_steps);
+      if (!kBoth && place.group == Sizes::kQueries) {
+        start_product_transposed(tile.origin, of_steps, tile.dout, tile.u);
+      } else {
+        start_product_transposed(tile.origin, of_steps, tile.g, tile.u);
+      }
+      commit_products();
+    };
     if (kAside) {
       bring_gradients();
+      start_steps();
       if (here.first) put_value_gradients(p, here, tile, vectors, v);
       wait_copies<0>();
       fence_tiles();
@@ -317,23 +344,23 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     }
 
     // dK += w * U dS^T without rho
-    const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
     const float2 log_now = of_rows(kDeltaLog);
-    fill(of_state, 0.f);
-    add_states<D>(tile.origin, of_state, tile.u, tile.gradients, place.col);
-    add_scaled(dk, of_state, first_only({exp2_fast(log_end - log_now.x), exp2_fast(log_end - log_now.y)}));
-    if (p.gated && here.first && Sizes::kApart) add_edge();
-
-    // G U^T, dO U^T
-    fill(of_steps, 0.f);
-    fence_products(of_steps);
-    if (!kBoth && place.group == Sizes::kQueries) {
-      start_product_transposed(tile.origin, of_steps, tile.dout, tile.u);
+    if constexpr (OneSlab) {
+      start_states<D>(tile.origin, dk, tile.u, tile.gradients, place.col);
+      if (!kAside) start_steps();
+      wait_products<0>(of_steps);
+      wait_products<0>(dk);
+      const auto write = [&](float log) { return exp2_fast(fmaxf(log_end - log, kLeast)); };
+      scale_rows(dk, first_only({write(log_now.x), write(log_now.y)}));
     } else {
-      start_product_transposed(tile.origin, of_steps, tile.g, tile.u);
+      Sums<Sizes::kCols / 8> of_state;
+      fill(of_state, 0.f);
+      add_states<D>(tile.origin, of_state, tile.u, tile.gradients, place.col);
+      add_scaled(dk, of_state, first_only({exp2_fast(log_end - log_now.x), exp2_fast(log_end - log_now.y)}));
+      start_steps();
+      wait_products<0>(of_steps);
     }
-    commit_products();
-    wait_products<0>(of_steps);
+    if (p.gated && here.first && Sizes::kApart) add_edge();
     if (kBoth && !kOwn) {
       fill(both, 0.f);
       add_scores<T>(tile.origin, both, tile.dout, tile.u);
@@ -377,7 +404,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     start_product<T>(tile.origin, sums, x, tile.k, place.col);
     commit_products();
   };
-  if (place.group == 0) weigh_steps(p, place, tile, vectors, of_steps, left);
+  if (place.group == 0) weigh_steps(p, place, tile, vectors, grid.steps, of_steps, left);
   if (kOwn) {
     // dK += N K
     start_left(left, dk);
@@ -405,11 +432,11 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   __syncthreads();
 
   if (kAside) take_back<kThreads>(dq, tile.aside());
-  const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
-                            vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
   if (kOwn) wait_products<0>(dq);
-  scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
   if (p.gated) {
+    const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
+                              vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
+    scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
     // r q . S do; what stands below the last tokens' rows is others' to write
     const float2 state = has_tokens ? dot_rows<T>(dq, rows_of(tile.q, place.col)) : float2{0.f, 0.f};
     put_rows(later.query[place.group], mine,
@@ -528,7 +555,8 @@ cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   constexpr int kThreads = GradientSizes<D>::kThreads;
   const int bytes = Tiles::bytes(has_many(tokens));
-  gradients<T, D, OneSlab><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
+  gradients<T, D, OneSlab>
+      <<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, GradientGrid(p.shape));
   return cudaGetLastError();
 }
 

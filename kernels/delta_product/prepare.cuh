@@ -215,20 +215,11 @@ struct Job {
   }
 };
 
-// As piece_at(); of sequences that are not packed `each` pieces a sequence.
-__device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, uint32_t each) {
-  if (is_packed(all)) return piece_at(all, number, tokens);
-  const uint32_t row = static_cast<uint32_t>(number) / each;
-  const Sequence sequence = sequence_at(all, row);
-  const int64_t index = static_cast<uint32_t>(number) - row * each, start = sequence.start + index * tokens;
-  return {sequence, index, start, static_cast<int>(clamp(sequence.end - start, 0, tokens))};
-}
-
 // beta, gates, where those of the chunk before were, and the first slabs of its keys are under way
 // afterwards.
 template <typename T, int Slabs>
 __device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace<T, Slabs>& space,
-                                       const Job& job, int64_t numbers, uint32_t each) {
+                                       const Job& job, int64_t numbers, const Divider& each) {
   const int n = p.shape.n;
   Chunk<T> chunk;
   if (job.number < numbers) {
@@ -376,7 +367,7 @@ __device__ inline void invert_small(const PrepareSpace<T, Slabs>& space) {
 
 template <typename T, int Slabs>
 __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
-    prepare(const __grid_constant__ DeltaPrepare p) {
+    prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider each) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index(), l = lane();
@@ -384,7 +375,6 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
   const Space space{shared + warp * Space::kBytes};
   const int tokens = delta_chunk(shape.n);
   const int64_t numbers = piece_count(shape.tokens, tokens);
-  const auto each = static_cast<uint32_t>((shape.tokens.tokens + tokens - 1) / tokens);
   const bool gated = p.g.data != nullptr;
 
   const unsigned first = blockIdx.x * kPrepareWarps + warp, warps = gridDim.x * kPrepareWarps,
@@ -600,7 +590,7 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
   }
   const int64_t most = static_cast<int64_t>(processors) * std::max(blocks, 1);
   const auto grid = static_cast<unsigned>(std::min(divide_up(jobs, kPrepareWarps), most));
-  kKernel<<<grid, kPrepareWarps * 32, kBytes, stream>>>(p);
+  kKernel<<<grid, kPrepareWarps * 32, kBytes, stream>>>(p, chunks_of_each(p.shape));
   return cudaGetLastError();
 }
 

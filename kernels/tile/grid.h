@@ -16,4 +16,35 @@ inline unsigned blocks_for(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff));
 }
 
+// Division by a number that the host knows, of numbers below 2^31: a product and a shift, where a division is
+// a chain of twenty instructions. With 2^l >= by, of factor = ceil(2^(31+l) / by) the part that was rounded
+// up adds x / 2^(31+l) < 2^-l <= 1 / by at most, too little to reach the next whole number.
+struct Divider {
+  uint32_t by, factor;
+  int shift;
+
+  constexpr explicit Divider(int64_t by) : by(static_cast<uint32_t>(by)), factor(0), shift(31) {
+    while ((int64_t{1} << (shift - 31)) < by) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + by - 1) / by);
+  }
+  __host__ __device__ constexpr uint32_t divide(uint32_t x) const {
+    return static_cast<uint32_t>(static_cast<uint64_t>(x) * factor >> shift);
+  }
+};
+
+namespace grid {
+// Around multiples of `by`, from the first to the last.
+constexpr bool divides(uint32_t by) {
+  const Divider divider(by);
+  constexpr uint32_t kMost = 0x7fffffff;
+  const uint32_t step = kMost / by / 97 + 1;
+  for (uint32_t n = 0; n <= kMost / by; n += step) {
+    if (divider.divide(n * by) != n || (n > 0 && divider.divide(n * by - 1) != n - 1)) return false;
+  }
+  return divider.divide(kMost) == kMost / by;
+}
+static_assert(divides(1) && divides(2) && divides(3) && divides(7) && divides(12) && divides(641));
+static_assert(divides(65536) && divides(65537) && divides(0x40000001) && divides(0x7fffffff));
+}  // namespace grid
+
 }  // namespace girih::kernels

@@ -267,9 +267,12 @@ def test_grouped_queries(G, n, kind):
     assert_as_right_as_the_formula(draw(G=G, n=n, scale=0.3, **kind))
 
 
+@pytest.mark.parametrize("D, pattern", [(64, None), (128, None), (256, "mild")])
 @pytest.mark.parametrize("n", [1, 2])
-def test_more_query_heads_than_places_for_them(n):
-    assert_as_right_as_the_formula(draw(H=1, G=5, D=256, V=256, T=130, n=n, dtype=torch.bfloat16))
+@pytest.mark.parametrize("G", [3, 4, 5])
+def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
+    options = {"pattern": pattern, "dtype": torch.bfloat16}
+    assert_as_right_as_the_formula(draw(H=1, G=G, D=D, V=D, T=330, n=n, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
