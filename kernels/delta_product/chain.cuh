@@ -65,10 +65,14 @@ struct Prepared {
   }
 };
 
-// Where it lies in global memory.
+// Where it lies in global memory; `number`: of the chunk and head among all.
+template <typename Number>
+__device__ inline const unsigned char* prepared_at(const void* prepared, Number number) {
+  return static_cast<const unsigned char*>(prepared) + number * kDeltaPreparedBytes;
+}
 __device__ inline const unsigned char* prepared_at(const void* prepared, const DeltaShape& shape,
                                                    int64_t chunk, int head) {
-  return static_cast<const unsigned char*>(prepared) + (chunk * shape.heads + head) * kDeltaPreparedBytes;
+  return prepared_at(prepared, chunk * shape.heads + head);
 }
 
 // What rounding took from the block (i, j) of X.
@@ -296,6 +300,21 @@ __device__ inline void scale(State<D>& s, float by) {
   for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
 }
 
+// A warp's 16 columns of a chunk's rows, transposed, as load_block_transposed gives them.
+using ColumnBlocks = uint32_t[kTilesDown][4];
+
+template <typename T>
+__device__ inline void widen(Sums<8>& sums, const ColumnBlocks& blocks) {
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpaired<T>(blocks[j][i]);
+      sums.at[2 * j + i / 2][i % 2 * 2] = pair.x, sums.at[2 * j + i / 2][i % 2 * 2 + 1] = pair.y;
+    }
+  }
+}
+
 // The transpose of what a warp has rounded, to its 16 columns of a slot.
 template <int K, class Tile>
 __device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
@@ -458,9 +477,13 @@ __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int
 }
 
 // The row of column `col` of a chunk's state: [pieces, H, V, D].
+template <typename T, typename Number>
+__device__ inline T* state_at(T* states, const DeltaShape& shape, Number number, int col) {
+  return states + (number * shape.V + col) * shape.D;
+}
 template <typename T>
 __device__ inline T* state_at(T* states, const DeltaShape& shape, int64_t chunk, int head, int col) {
-  return states + ((chunk * shape.heads + head) * shape.V + col) * shape.D;
+  return state_at(states, shape, chunk * shape.heads + head, col);
 }
 
 // A warp's 16 rows from `row` on, to global memory; To: T or float.

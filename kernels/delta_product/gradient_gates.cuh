@@ -15,14 +15,11 @@ class Edge {
 
   __device__ static int row(int pack) { return (pack * Sizes::kThreads + threadIdx.x) / (D / 8); }
   __device__ static int col(int pack) { return (pack * Sizes::kThreads + threadIdx.x) % (D / 8) * 8; }
-  __device__ static const T* of_chunk(const void* states, const DeltaShape& shape, const Here& here, int v) {
-    return here.state<T>(states, shape, v);
-  }
 
  public:
   __device__ void load(const DeltaGradients& p, const Here& here, int v) {
     if (Sizes::kApart) return;
-    const T* const from = of_chunk(p.gradients, p.shape, here, v);
+    const T* const from = here.state<T>(p.gradients, p.shape, v);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const bool valid = v + row(i) < p.shape.V && col(i) < p.shape.D;
@@ -41,7 +38,7 @@ class Edge {
       const auto given = [&](const In<4>& state, const void* rounded, bool exact, int d, int col) {
         if (!exact) {
           return unpaired<T>(
-              *reinterpret_cast<const uint32_t*>(of_chunk(rounded, p.shape, here, v) + col * p.shape.D + d));
+              *reinterpret_cast<const uint32_t*>(here.state<T>(rounded, p.shape, v) + col * p.shape.D + d));
         }
         const float* const at = static_cast<const float*>(state.data) +
                                 here.piece.sequence.index * state.stride[0] + here.head * state.stride[1] +

@@ -68,13 +68,12 @@ struct Here {
 
   __device__ int bands() const { return many_tokens ? kTilesDown : kTilesDown / 2; }  // of 16 tokens
   __device__ const unsigned char* prepared(const DeltaGradients& p) const {
-    return static_cast<const unsigned char*>(p.prepared) +
-           static_cast<uint64_t>(number) * kDeltaPreparedBytes;
+    return prepared_at(p.prepared, uint64_t{number});
   }
   // The row of column `col` of the chunk's state.
   template <typename T>
   __device__ const T* state(const void* states, const DeltaShape& shape, int col) const {
-    return static_cast<const T*>(states) + (static_cast<uint64_t>(number) * shape.V + col) * shape.D;
+    return state_at(static_cast<const T*>(states), shape, uint64_t{number}, col);
   }
   // Some of the 16 tokens come after some of the 16 rows.
   __device__ static bool follow(int of_tokens, int of_rows, int n) { return of_rows < (of_tokens + 1) * n; }

@@ -256,13 +256,14 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       }
     }
     // dK -= read * G S^T without rho. Of one slab this is divided by e^{L_C - L_j}, with which U dS^T will
-    // come: both then have the same sums, and those of G U^T room beside them. The exponent is held at 2^-60,
+    // come: both then have the same sums, and those of G U^T room beside them. The power is held at 2^-60,
     // so that the quotient stays in range; what that lets through of U dS^T is 2^-60 of it.
     constexpr float kLeast = -60.f;
     const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
+    const auto until_end = [&](float log) { return fmaxf(log_end - log, kLeast); };
     const auto read_states = [&] {
       if constexpr (OneSlab) {
-        const auto reads = [&](float log) { return exp2_fast(log - fmaxf(log_end - log, kLeast)); };
+        const auto reads = [&](float log) { return exp2_fast(log - until_end(log)); };
         fill(dk, 0.f);
         start_states<D>(tile.origin, dk, tile.g, tile.states, place.col);
         if (kAside) wait_products<0>(dq);
@@ -350,8 +351,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       if (!kAside) start_steps();
       wait_products<0>(of_steps);
       wait_products<0>(dk);
-      const auto write = [&](float log) { return exp2_fast(fmaxf(log_end - log, kLeast)); };
-      scale_rows(dk, first_only({write(log_now.x), write(log_now.y)}));
+      scale_rows(dk, first_only({exp2_fast(until_end(log_now.x)), exp2_fast(until_end(log_now.y))}));
     } else {
       Sums<Sizes::kCols / 8> of_state;
       fill(of_state, 0.f);

@@ -38,19 +38,12 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
 
   Turn turn, place, slot;
   const auto take_values = [&] {
-    uint32_t values[kTilesDown][4];
+    ColumnBlocks values;
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) {
       load_block_transposed(values[j], space.stage(turn.place).v(), 16 * warp, 16 * j);
     }
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpaired<T>(values[j][i]);
-        z.at[2 * j + i / 2][i % 2 * 2] = pair.x, z.at[2 * j + i / 2][i % 2 * 2 + 1] = pair.y;
-      }
-    }
+    widen<T>(z, values);
   };
   // Where the queries were: no warp reads them any more, for a product is the whole warpgroup's, and this
   // warp has waited for it.

@@ -84,7 +84,7 @@ __device__ inline void run_makers(const ScanPass& pass, const Part& part,
     } else if (Weighted) {
       weigh_transposed(scores, vectors, n_here, warp, of_tokens);
     } else {
-      scale_transposed(scores, n_here, warp, [&](int) { return float2{p.shape.scale, p.shape.scale}; });
+      scale_transposed(scores, n_here, warp, p.shape.scale);
     }
     Operand<Rows / 16> near;
     round_to<T>(near, scores);

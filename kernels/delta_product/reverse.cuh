@@ -170,9 +170,7 @@ __device__ inline void make_given(const ReversePass& pass, const Part& part,
 
       // dU += P^T dO
       if constexpr (Direct) {
-        scale_transposed(scores, worked_out_here(n), warp, [&](int) {
-          return float2{p.shape.scale, p.shape.scale};
-        });
+        scale_transposed(scores, worked_out_here(n), warp, p.shape.scale);
       } else {
         weigh_transposed(scores, vectors, worked_out_here(n), warp, query.tokens());
       }
@@ -270,7 +268,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     wait(&barriers.query_ready[query_turn.place], query_turn.parity);
     fence_tiles();
   };
-  uint32_t values[kTilesDown][4];
+  ColumnBlocks values;
   const auto load_values = [&](int j) {
     load_block_transposed(values[j], space.made(made.place), 16 * warp, 16 * j);
   };
@@ -282,14 +280,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       wait(&barriers.made[made.place], made.parity);
 #pragma unroll
       for (int j = 0; j < kTilesDown; ++j) load_values(j);
-#pragma unroll
-      for (int j = 0; j < kTilesDown; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 value = unpaired<T>(values[j][i]);
-          y.at[2 * j + i / 2][i % 2 * 2] = value.x, y.at[2 * j + i / 2][i % 2 * 2 + 1] = value.y;
-        }
-      }
+      widen<T>(y, values);
     }
   };
   if (part.chunks > 0) wait_for_stage();
@@ -338,19 +329,20 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     rounded.keep();
 
     // dU_j += w_j Y_j
+    if constexpr (!Direct) {
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      if (Direct) break;
-      if (!kWhole) load_values(j);
+      for (int j = 0; j < kTilesDown; ++j) {
+        if (!kWhole) load_values(j);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float(&of)[4] = y.at[2 * j + half];
-        const float2 by = write.at[2 * j + half];
+        for (int half = 0; half < 2; ++half) {
+          float(&of)[4] = y.at[2 * j + half];
+          const float2 by = write.at[2 * j + half];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 value = unpaired<T>(values[j][2 * half + i]);
-          of[2 * i] = fmaf(by.x, of[2 * i], value.x);
-          of[2 * i + 1] = fmaf(by.y, of[2 * i + 1], value.y);
+          for (int i = 0; i < 2; ++i) {
+            const float2 value = unpaired<T>(values[j][2 * half + i]);
+            of[2 * i] = fmaf(by.x, of[2 * i], value.x);
+            of[2 * i + 1] = fmaf(by.y, of[2 * i + 1], value.y);
+          }
         }
       }
     }

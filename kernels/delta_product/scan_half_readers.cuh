@@ -78,9 +78,7 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
       if (weighted) {
         weigh_transposed(scores, vectors, worked_out_here(n), warp, own.tokens);
       } else {
-        scale_transposed(scores, worked_out_here(n), warp, [&](int) {
-          return float2{p.shape.scale, p.shape.scale};
-        });
+        scale_transposed(scores, worked_out_here(n), warp, p.shape.scale);
       }
       if (last) arrive_once(&barriers.empty[turn.place]);
       Operand<kEights / 2> near;

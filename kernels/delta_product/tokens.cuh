@@ -47,6 +47,11 @@ __device__ inline void scale_transposed(Sums<N>& scores, int n, int warp, const 
   }
 }
 
+template <int N>
+__device__ inline void scale_transposed(Sums<N>& scores, int n, int warp, float factor) {
+  scale_transposed(scores, n, warp, [&](int) { return float2{factor, factor}; });
+}
+
 // |q_t|^2 of eight tokens from `row` on, the lane's token `row` + lane_row().
 template <typename T, int D, int Rows>
 __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) {

@@ -32,19 +32,19 @@ struct Divider {
   }
 };
 
-namespace grid {
+namespace divider {
 // Around multiples of `by`, from the first to the last.
 constexpr bool divides(uint32_t by) {
-  const Divider divider(by);
+  const Divider by_it(by);
   constexpr uint32_t kMost = 0x7fffffff;
   const uint32_t step = kMost / by / 97 + 1;
   for (uint32_t n = 0; n <= kMost / by; n += step) {
-    if (divider.divide(n * by) != n || (n > 0 && divider.divide(n * by - 1) != n - 1)) return false;
+    if (by_it.divide(n * by) != n || (n > 0 && by_it.divide(n * by - 1) != n - 1)) return false;
   }
-  return divider.divide(kMost) == kMost / by;
+  return by_it.divide(kMost) == kMost / by;
 }
 static_assert(divides(1) && divides(2) && divides(3) && divides(7) && divides(12) && divides(641));
 static_assert(divides(65536) && divides(65537) && divides(0x40000001) && divides(0x7fffffff));
-}  // namespace grid
+}  // namespace divider
 
 }  // namespace girih::kernels
