@@ -50,13 +50,14 @@ struct RowFactors {
   }
 };
 
-// What was prepared of a chunk and head, in shared memory up to kDeltaLost.
+// What was prepared of a chunk and head, in shared memory up to what rounding took from X.
 struct Prepared {
   const unsigned char* data;
 
   // The block (i, j) of X: as a left factor, or the four matrices transposed.
   __device__ void load(uint32_t (&x)[4], int i, int j) const { load_matrices(x, block(i, j)); }
   __device__ bool keeps() const { return *reinterpret_cast<const float*>(data + kDeltaFlag) != 0.f; }
+  __device__ bool divides() const { return *reinterpret_cast<const float*>(data + kDeltaDivides) != 0.f; }
   __device__ Vectors vectors() const { return {reinterpret_cast<const float*>(data + kDeltaInverseBytes)}; }
 
  private:
@@ -73,6 +74,16 @@ __device__ inline const unsigned char* prepared_at(const void* prepared, Number 
 __device__ inline const unsigned char* prepared_at(const void* prepared, const DeltaShape& shape,
                                                    int64_t chunk, int head) {
   return prepared_at(prepared, chunk * shape.heads + head);
+}
+
+// Whether what is rounded may have a factor in it that is put in, or taken out, elsewhere. (fp16 has no
+// exponents for that: small elements would lose digits.)
+template <typename T>
+constexpr bool kHasRange = std::is_same_v<T, __nv_bfloat16>;
+// Whether reverse leaves dv = beta G in place of G; p: of reverse or the gradients.
+template <typename T, class Pass>
+__device__ inline bool divides(const Pass& p, const Prepared& prepared) {
+  return kHasRange<T> && p.in_place && prepared.divides();
 }
 
 // What rounding took from the block (i, j) of X.
@@ -284,13 +295,13 @@ struct RoundedState {
   }
 };
 
-// S^T <- S^T + update K, under way afterwards.
-template <typename T, int D>
+// S^T <- S^T + update K, or with `Sign` -1 S^T - update K, under way afterwards.
+template <typename T, int Sign = 1, int D>
 __device__ inline void start_update(State<D>& s, const Operand<kTilesDown>& update,
                                     const BlockTile<T, D>& keys) {
   begin(s);
 #pragma unroll
-  for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T>(s.slab[i], update, keys, 64 * i);
+  for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T, Sign>(s.slab[i], update, keys, 64 * i);
   commit_products();
 }
 

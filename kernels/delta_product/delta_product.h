@@ -53,9 +53,12 @@ struct DeltaShape {
 };
 
 // What prepare leaves of a chunk and head: the blocks of X on and below the diagonal, 16 x 16 each, rounded;
-// vectors of 64 floats; a float that says whether the next matter; and what rounding took from X. It matters
-// where strong steps repeat their keys: then products with X cancel all but little of their sums, or, of
-// steps that are nearly reflections, do not fade, and what X's elements lose is the same in row after row.
+// vectors of 64 floats; two floats that say yes or no; and what rounding took from X.
+//   flag     what rounding took matters: where strong steps repeat their keys products with X cancel all but
+//            little of their sums, or, of steps that are nearly reflections, do not fade, and what X's
+//            elements lose is the same in row after row
+//   divides  G can be had out of dv = beta G, which reverse leaves in its place: no beta_i is near zero, and
+//            without gates and unit vectors that is what the state takes, too
 constexpr int kDeltaBlocks = 10;
 constexpr int kDeltaInverseBytes = kDeltaBlocks * 512;
 enum DeltaVector : int {
@@ -67,6 +70,7 @@ enum DeltaVector : int {
   kDeltaVectors
 };
 constexpr int kDeltaFlag = kDeltaInverseBytes + kDeltaVectors * kDeltaRows * 4;
+constexpr int kDeltaDivides = kDeltaFlag + 4;
 constexpr int kDeltaLost = kDeltaFlag + 128;
 constexpr int kDeltaPreparedBytes = kDeltaLost + kDeltaInverseBytes;
 
@@ -103,7 +107,8 @@ struct DeltaReverse {
   float* factors;        // [pieces, HQ, 64]: of a chunk's tokens scale rho_t
   In<4> initial;         // [N, H, D, V] fp32: the final state's gradient, optional: zero
   Out<4> final;          // [N, H, D, V] fp32: the initial state's
-  Out<4> dz;             // [B, T n, H, V], dtype: G
+  Out<4> dz;             // [B, T n, H, V], dtype: G, or dv
+  bool in_place;         // dz becomes dv: it may have that already
   void* gradients;       // dtype [pieces, H, V, D]: dS of every chunk, transposed
   void* workspace;       // delta_reverse_workspace() bytes, may be null when that is 0
 };
@@ -116,6 +121,7 @@ cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream);
 struct DeltaGradients {
   DeltaShape shape;
   In<4> q, k, v, dout, dz;
+  bool in_place;  // dz and dv are one: where no other query head reads dz
   bool gated;
   const void* prepared;
   const float* factors;

@@ -102,7 +102,8 @@ __device__ inline void start_product_transposed(const Origin& origin, Sums<N>& s
 }
 
 // sums[:, 0..8N-1] += x y: columns from `x_col` on of x, 64; from `col` on of y, 64 rows of it.
-template <typename T, int N, int XCols, int Cols>
+// `Sign` -1: sums -= x y.
+template <typename T, int Sign = 1, int N, int XCols, int Cols>
 __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const BlockTile<T, XCols>& x,
                                      int x_col, const BlockTile<T, Cols>& y, int col) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -112,16 +113,16 @@ __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const 
   for (int k = 0; k < 64; k += 16) {
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns>(sums.at + n, Origin::whole(a + Origin::further<64>(0, k)),
-                                   Origin::whole(b + Origin::further<64>(k, 8 * n)));
+      group_mma<T, Lines::columns, 64, true, Sign>(sums.at + n, Origin::whole(a + Origin::further<64>(0, k)),
+                                                   Origin::whole(b + Origin::further<64>(k, 8 * n)));
     }
   }
 #else
-  start_product(sums, x, x_col, y, col);
+  start_product<T, Sign>(sums, x, x_col, y, col);
 #endif
 }
 // The same of 16 K rows of y, from `row` on.
-template <typename T, int K, int N, int Cols>
+template <typename T, int Sign = 1, int K, int N, int Cols>
 __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const Operand<K>& a,
                                      const BlockTile<T, Cols>& y, int col, int row = 0) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -130,12 +131,12 @@ __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const 
   for (int k = 0; k < K; ++k) {
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns>(sums.at + n, a.at[k],
-                                   Origin::whole(b + Origin::further<64>(16 * k, 8 * n)));
+      group_mma<T, Lines::columns, 64, true, Sign>(sums.at + n, a.at[k],
+                                                   Origin::whole(b + Origin::further<64>(16 * k, 8 * n)));
     }
   }
 #else
-  start_product<T>(sums, a, y, col, row);
+  start_product<T, Sign>(sums, a, y, col, row);
 #endif
 }
 

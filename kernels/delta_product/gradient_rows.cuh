@@ -142,16 +142,17 @@ __device__ inline void add_scores(const Origin& origin, Sums<N>& sums, const Til
   wait_products<0>(sums);
 }
 
-// sums += x S^T of a slab, the columns of D from `col` on.
-template <int D, typename T>
+// sums += x S^T of a slab, or with `Sign` -1 sums -= x S^T, the columns of D from `col` on.
+template <int D, int Sign = 1, typename T>
 __device__ inline void start_states(const Origin& origin, Sums<GradientSizes<D>::kCols / 8>& sums,
                                     const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
                                     int col) {
   fence_products(sums);
 #pragma unroll
   for (int v = 0; v < GradientSizes<D>::kSlab; v += 64) {
-    start_product(origin, sums, x, v,
-                  BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)}, col);
+    start_product<T, Sign>(origin, sums, x, v,
+                           BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)},
+                           col);
   }
   commit_products();
 }

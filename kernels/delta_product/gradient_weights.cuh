@@ -46,11 +46,14 @@ __device__ inline void add_kept(float2& of_rows, float* cols, const float (&kept
 // Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
 // sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them. `left`: with the
 // rho of columns, where the warp has that by itself.
-template <typename T, int D, bool OneSlab>
+// Without factors `step_cols` has what `step_rows` would.
+template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
                                    const Divider& steps, Sums<8>& products, Operand<kTilesDown>& left) {
   using Tiles = GradientTiles<T, D, OneSlab>;
+  constexpr bool kDirect = factors == Factors::none;
+  const bool gated = factors == Factors::any && p.gated;
   if (Tiles::kOwn) fill(left);
   const Blocks step_rows = tile.blocks(Tiles::kStepRows), step_cols = tile.blocks(Tiles::kStepCols);
   const int mine = place.mine;
@@ -59,9 +62,11 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
   };
-  if (p.gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= place.band; });
-  const float2 unit = of_rows(kDeltaUnit),
-               beta = tile.here->first ? of_rows(kDeltaBeta) : make_float2(0.f, 0.f),
+  if (gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= place.band; });
+  const float2 unit = kDirect ? make_float2(1.f, 1.f) : of_rows(kDeltaUnit),
+               beta = !tile.here->first                        ? make_float2(0.f, 0.f)
+                      : divides<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
+                                                               : of_rows(kDeltaBeta),
                of_unit = {-beta.x * unit.x, -beta.y * unit.y};
   float2 of_beta = {0.f, 0.f}, of_row = {0.f, 0.f};
 #pragma unroll
@@ -84,7 +89,7 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
       uint32_t(&with_col)[4] = Tiles::kOwn ? left.at[col / kTileRows] : apart;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 unit_j = vectors.pair(kDeltaUnit, col + 8 * i);
+        const float2 unit_j = kDirect ? make_float2(1.f, 1.f) : vectors.pair(kDeltaUnit, col + 8 * i);
         float kept[4], of_col[4], of_own[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -99,17 +104,17 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
           of_own[j] = fmaf(x, j < 2 ? of_unit.x : of_unit.y, 0.f);
         }
         put_half<T>(with_col, i, of_col);
-        put_half<T>(with_row, i, of_own);
-        if (p.gated) add_kept(of_row, cols + 4 * block + 2 * i, kept, of_unit);
+        if (!kDirect) put_half<T>(with_row, i, of_own);
+        if (gated) add_kept(of_row, cols + 4 * block + 2 * i, kept, of_unit);
       }
-      if (!Tiles::kOwn) step_rows.put(block_of(place.band, 2 * half + block), with_col);
-      step_cols.put(block_of(place.band, 2 * half + block), with_row);
+      if (!Tiles::kOwn && !kDirect) step_rows.put(block_of(place.band, 2 * half + block), with_col);
+      step_cols.put(block_of(place.band, 2 * half + block), kDirect ? with_col : with_row);
     }
-    if (p.gated) put_columns(tile.later->row_cols[place.band], 32 * half, cols);
+    if (gated) put_columns(tile.later->row_cols[place.band], 32 * half, cols);
   }
   of_beta = sum_over_rows(of_beta);
   put_rows(tile.sums->beta[GradientSizes<D>::kParts], mine, {-unit.x * of_beta.x, -unit.y * of_beta.y});
-  if (p.gated) {
+  if (gated) {
     of_row = sum_over_rows(of_row);
     put_rows(tile.later->row, mine, {of_unit.x * of_row.x, of_unit.y * of_row.y});
   }
@@ -117,7 +122,8 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
 
 // Of do U^T: dP, weighted, for dk with the token's factor, for dq with the row's; and of P dP the sums.
 // Nobody reads what 16 tokens have of 16 rows after them.
-template <typename T, int D, bool OneSlab>
+// Where that is the scale alone, it may serve for both.
+template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place,
                                      const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
                                      Sums<8>& products) {
@@ -126,9 +132,12 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place
   const int n = p.shape.n, token = place.mine;
   const bool many_tokens = tile.here->many_tokens;
   const int first = token * n, first_below = (token + 8) * n;  // the tokens' rows
-  const float2 factor = {tile.factors[token], tile.factors[token + 8]};
+  constexpr bool kDirect = factors == Factors::none, kScaled = kScalesBefore<T, factors>;
+  const bool gated = factors == Factors::any && p.gated;
+  const float2 factor = kDirect ? make_float2(p.shape.scale, p.shape.scale)
+                                : make_float2(tile.factors[token], tile.factors[token + 8]);
   const bool has_tokens = place.band < tile.here->bands();
-  if (p.gated) {
+  if (gated) {
     const float2 log = {vectors.element(kDeltaLog, min(first, kDeltaRows - 1)),
                         vectors.element(kDeltaLog, min(first_below, kDeltaRows - 1))};
     decay(products, vectors, log, [&](int block) { return Here::follow(place.band, block, n); });
@@ -139,7 +148,7 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place
     // Q K^T
     Sums<4> scores;
     fill(scores, 0.f);
-    if (p.gated) add_scores<T>(tile.origin, scores, tile.q, tile.k, 32 * half);
+    if (gated) add_scores<T>(tile.origin, scores, tile.q, tile.k, 32 * half);
     if (!has_tokens || !Here::follow(place.band, 2 * half, n)) continue;
     float cols[8];
 #pragma unroll
@@ -153,7 +162,7 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place
       uint32_t with_token[4], with_row[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 unit_j = vectors.pair(kDeltaUnit, col + 8 * i);
+        const float2 unit_j = kDirect ? make_float2(1.f, 1.f) : vectors.pair(kDeltaUnit, col + 8 * i);
         float kept[4], of_factor[4], of_rho[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -164,16 +173,16 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const Place& place
           kept[j] = r < start ? scores.at[2 * block + i][j] * of_rho[j] : 0.f;
         }
         put_half<T>(with_token, i, of_factor);
-        put_half<T>(with_row, i, of_rho);
-        if (p.gated) add_kept(of_token, cols + 4 * block + 2 * i, kept, factor);
+        if (!kScaled) put_half<T>(with_row, i, of_rho);
+        if (gated) add_kept(of_token, cols + 4 * block + 2 * i, kept, factor);
       }
       const int at = Blocks::of_tokens(many_tokens, place.band, 2 * half + block);
       of_tokens.put(at, with_token);
-      of_rows.put(at, with_row);
+      if (!kScaled) of_rows.put(at, with_row);
     }
-    if (p.gated) put_columns(tile.later->token_cols[place.band], 32 * half, cols);
+    if (gated) put_columns(tile.later->token_cols[place.band], 32 * half, cols);
   }
-  if (p.gated && has_tokens) {
+  if (gated && has_tokens) {
     of_token = sum_over_rows(of_token);
     put_rows(tile.later->token, token, {factor.x * of_token.x, factor.y * of_token.y});
   }

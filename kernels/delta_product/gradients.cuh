@@ -18,6 +18,9 @@
 //
 // without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
 //
+// Where reverse has left dv in place of G, G's factor beta_i is left out of N and dk, and dbeta_i divided by
+// it.
+//
 // A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
 // has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
 // multiprocessor are each other's work meanwhile, so what they hold of shared memory and of registers counts:
@@ -69,9 +72,10 @@ __device__ inline void put_value_gradients(const DeltaGradients& p, const Here& 
 }
 
 // OneSlab: V is no wider; then what is summed over slabs needs no registers before them.
-template <typename T, int D, bool OneSlab>
+template <typename T, int D, bool OneSlab, Factors factors>
 __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::blocks(OneSlab))
-    gradients(const __grid_constant__ DeltaGradients p, const __grid_constant__ GradientGrid grid) {
+    gradients(const __grid_constant__ DeltaGradients p, const __grid_constant__ GradientGrid grid,
+              const __grid_constant__ GradientBoxes boxes) {
   using Sizes = GradientSizes<D>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   constexpr int kThreads = Sizes::kThreads, kGroup = 128;
@@ -79,6 +83,10 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   extern __shared__ __align__(1024) unsigned char room[];
   const DeltaShape& shape = p.shape;
   const int n = shape.n, warp = warp_index();
+  constexpr bool kDirect = factors == Factors::none, kGates = factors == Factors::any,
+                 kScaled = kScalesBefore<T, factors>;
+  const bool gated = kGates && p.gated, unit_rows = !kDirect && shape.unit;
+  const auto power = [](float x) { return kGates ? exp2_fast(x) : 1.f; };
   const bool many_tokens = has_many(grid.tokens);
   const Tiles tile(room, many_tokens);
   Place place;
@@ -88,64 +96,49 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   // Queries come once U is through, or dS, whose room they get.
   const bool late = kOwn || (kAside && many_tokens);
 
-  // A slab's columns of v, G and do, and of dS where it has a room.
-  const auto load_slab = [&](const Here& here, int v) {
-    load_values(p, here, tile, v);
-    if (Sizes::kApart) load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
-    commit_copies();
+  using Loads = GradientLoads<T, D, OneSlab>;
+  const Loads loads(p, boxes, tile);
+  const uint32_t chunk = grid.query_heads.divide(blockIdx.x),
+                 query_head = blockIdx.x - chunk * grid.query_heads.by,
+                 head = grid.members.divide(query_head), chunk_and_head = chunk * shape.heads + head;
+  // But for S, all that comes first.
+  const auto start = [&](const Here& here) {
+    loads.start_keys(here);
+    late ? loads.prefetch_queries(here) : loads.template start_queries<kThreads>(here);
+    loads.start_values(here, 0);
   };
-  Edge<T, D, OneSlab> of_states;
-  const auto look_ahead = [&](const Here& here, int v) {
-    if (p.gated && here.first) {
-      of_states.load(p, here, v);
-    } else if (!Sizes::kApart) {
-      prefetch_state<T, D>(p.gradients, shape, here, v);
+  if (threadIdx.x == 0) {
+    if (kBoxes) {
+      // Under way while tokens are looked up, which it does not need.
+      loads.init();
+      loads.start_states(chunk_and_head, 0);
     }
-  };
-  {
-    const uint32_t chunk = grid.query_heads.divide(blockIdx.x),
-                   query_head = blockIdx.x - chunk * grid.query_heads.by,
-                   head = grid.members.divide(query_head);
     Here here;
     here.query_head = static_cast<int>(query_head);
     here.head = static_cast<int>(head);
-    here.number = chunk * shape.heads + head;
+    here.number = chunk_and_head;
     here.first = query_head == head * grid.members.by;
     here.many_tokens = many_tokens;
-    // What needs no tokens is under way while they are looked up.
-    load_state<T, D>(tile.states, p.states, shape, here, 0);
-    const unsigned char* const prepared = here.prepared(p) + threadIdx.x * 16;
-#pragma unroll
-    for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
-      if (i + static_cast<int>(threadIdx.x) * 16 < kDeltaLost)
-        copy_async(shared_address(tile.prepared + threadIdx.x * 16) + i, prepared + i, true);
-    }
-    if (threadIdx.x < kDeltaRows / 4) {
-      const float* from = p.factors + static_cast<uint64_t>(blockIdx.x) * kDeltaRows;
-      copy_async(shared_address(tile.factors + threadIdx.x * 4), from + threadIdx.x * 4, true);
-    }
     here.piece = chunk_at(shape.tokens, chunk, grid.tokens, grid.each);
-    if (here.piece.length == 0) {
-      commit_copies();
-      wait_copies<0>();
-      return;
-    }
     here.rows = here.piece.length * n;
-    if (threadIdx.x == 0) *tile.here = here;
-    tile.origin.put();
-
-    load_async<kThreads>(tile.k, at<T>(p.k, here.piece.sequence.batch, here.piece.start * n, here.head, 0),
-                         p.k.stride[1], here.rows, shape.D, threadIdx.x);
-    commit_copies();
-    if (late) {
-      prefetch_queries<T, D>(p, here);
-    } else {
-      load_queries<kThreads>(p, here, tile);
-    }
-    load_slab(here, 0);
-    look_ahead(here, 0);
+    *tile.here = here;
+    // (The others could go on meanwhile, to their own wait: it took longer.)
+    if (kBoxes && here.rows > 0) start(here);
   }
+  tile.origin.put();
+  __syncthreads();
   const Here& here = *tile.here;
+  if (here.rows == 0) {
+    if (kBoxes) wait(&tile.barriers->states, 0);
+    return;
+  }
+  if (!kBoxes) {
+    loads.start_states(here.number, 0);
+    start(here);
+  }
+  const bool has_edge = gated && here.first;
+  Edge<T, D, OneSlab> of_states;
+  if (has_edge) of_states.load(p, here, 0);
 
   const Prepared prepared{tile.prepared};
   const Vectors vectors = prepared.vectors();
@@ -157,6 +150,12 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   const int of_values = 64 * place.group;  // the first of the warpgroup's columns of a slab
   const auto of_rows = [&](int vector) -> float2 {
     return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
+  };
+  const auto logs = [&] { return kGates ? of_rows(kDeltaLog) : make_float2(0.f, 0.f); };
+
+  // Of beta what the rows of G do not have yet.
+  const auto steps_left = [&](float2 steps) {
+    return divides<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
   };
 
   const auto group_barrier = [&] { place.group == 0 ? barrier_wait(1, kGroup) : barrier_wait(2, kGroup); };
@@ -184,17 +183,13 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       part = sum_over_col(sum_over_row(part));
       if (lane() == 0) sums.edge[warp] = v == 0 ? part : sums.edge[warp] + part;
     };
+    const int number = v / Sizes::kSlab;
     if (v != 0) {
-      load_state<T, D>(tile.states, p.states, shape, here, v);
-      commit_copies();
-      load_slab(here, v);
-      look_ahead(here, v);
+      loads.start_states(here.number, v);
+      loads.start_values(here, v);
+      if (has_edge) of_states.load(p, here, v);
     }
-    wait_copies<1>();
-    fence_tiles();
-    __syncthreads();
-
-    const bool has_edge = p.gated && here.first;
+    loads.wait_states(here, number);
     if (has_edge && !Sizes::kApart) add_edge();
 
     // K S
@@ -205,15 +200,13 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       start_product_transposed(tile.origin, e, tile.k, tile.s(of_values));
       commit_products();
     }
-    wait_copies<0>();
-    fence_tiles();
-    __syncthreads();
+    loads.wait_values(here, number);
 
     // Where dq is to wait aside, dQ = dO S^T is made while Z is.
     if (kAside) {
       fill(dq, 0.f);
       start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
-    } else if (here.first) {
+    } else if (here.first && !divides<T>(p, prepared)) {
       put_value_gradients(p, here, tile, vectors, v);
     }
     wait_products<kAside ? 1 : 0>(e);
@@ -221,10 +214,10 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     if (!OneSlab) add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
 
     // Z = beta (V - a K S)
-    const float2 log = of_rows(kDeltaLog), steps = of_rows(kDeltaBeta);
+    const float2 log = logs(), steps = of_rows(kDeltaBeta);
     if (has_values) {
-      const float2 unit = of_rows(kDeltaUnit);
-      const float2 a = {unit.x * exp2_fast(log.x), unit.y * exp2_fast(log.y)};
+      const float2 unit = kDirect ? make_float2(1.f, 1.f) : of_rows(kDeltaUnit);
+      const float2 a = {unit.x * power(log.x), unit.y * power(log.y)};
       const auto rows_of_v = rows_of(tile.u, of_values), rows_of_g = rows_of(tile.g, of_values);
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
@@ -242,9 +235,9 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
           z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
         }
         rows_of_v.put(8 * i, z);
-        if (!p.gated) continue;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
+          if (!gated) continue;
           const float2 g = unpaired<T>(g_block[m]);
           float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
           read = fmaf(g.x, e.at[i + m / 2][m % 2 * 2], fmaf(g.y, e.at[i + m / 2][m % 2 * 2 + 1], read));
@@ -252,39 +245,39 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       }
       if (last) {
         put_rows(sums.beta[place.group], mine, sum_over_rows(of_beta));
-        if (p.gated) put_rows(sums.read[place.group], mine, sum_over_rows(read_of_g));
+        if (gated) put_rows(sums.read[place.group], mine, sum_over_rows(read_of_g));
       }
     }
     // dK -= read * G S^T without rho. Of one slab this is divided by e^{L_C - L_j}, with which U dS^T will
     // come: both then have the same sums, and those of G U^T room beside them. The power is held at 2^-60,
     // so that the quotient stays in range; what that lets through of U dS^T is 2^-60 of it.
     constexpr float kLeast = -60.f;
-    const float log_end = vectors.element(kDeltaLog, kDeltaRows - 1);
+    const float log_end = kGates ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f;
     const auto until_end = [&](float log) { return fmaxf(log_end - log, kLeast); };
     const auto read_states = [&] {
       if constexpr (OneSlab) {
-        const auto reads = [&](float log) { return exp2_fast(log - until_end(log)); };
+        const auto reads = [&](float log) { return power(log - until_end(log)); };
         fill(dk, 0.f);
-        start_states<D>(tile.origin, dk, tile.g, tile.states, place.col);
+        start_states<D, -1>(tile.origin, dk, tile.g, tile.states, place.col);
         if (kAside) wait_products<0>(dq);
         wait_products<0>(dk);
-        scale_rows(dk, first_only({-steps.x * reads(log.x), -steps.y * reads(log.y)}));
+        if (!kDirect || !divides<T>(p, prepared)) {
+          const float2 left = steps_left(steps);
+          scale_rows(dk, first_only({left.x * reads(log.x), left.y * reads(log.y)}));
+        }
       } else {
         Sums<Sizes::kCols / 8> of_state;
         fill(of_state, 0.f);
         add_states<D>(tile.origin, of_state, tile.g, tile.states, place.col);
-        add_scaled(dk, of_state, first_only({-steps.x * exp2_fast(log.x), -steps.y * exp2_fast(log.y)}));
+        const float2 left = steps_left(steps);
+        add_scaled(dk, of_state, first_only({-left.x * exp2_fast(log.x), -left.y * exp2_fast(log.y)}));
       }
-    };
-    const auto bring_gradients = [&] {
-      load_state<T, D>(tile.gradients, p.gradients, shape, here, v);
-      commit_copies();
     };
     if (!kAside) read_states();
     if (!Sizes::kApart && !kAside) {
       fence_tiles();
       __syncthreads();
-      bring_gradients();
+      loads.start_gradients(here, v);
     }
 
     // U = X Z, of the warpgroup's own columns
@@ -321,7 +314,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     }
 
     if (kAside) read_states();
-    if (!Sizes::kApart && !kAside) wait_copies<0>();
+    if (!Sizes::kApart && !kAside) loads.wait_gradients(number);
     fence_tiles();
     __syncthreads();
     // G U^T, dO U^T; while dS is on its way, where it has no room before
@@ -336,22 +329,24 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       commit_products();
     };
     if (kAside) {
-      bring_gradients();
+      loads.start_gradients(here, v);
       start_steps();
-      if (here.first) put_value_gradients(p, here, tile, vectors, v);
-      wait_copies<0>();
-      fence_tiles();
-      __syncthreads();
+      if (here.first && !divides<T>(p, prepared)) put_value_gradients(p, here, tile, vectors, v);
+      loads.wait_gradients(number);
     }
 
     // dK += w * U dS^T without rho
-    const float2 log_now = of_rows(kDeltaLog);
+    const float2 log_now = logs();
     if constexpr (OneSlab) {
       start_states<D>(tile.origin, dk, tile.u, tile.gradients, place.col);
       if (!kAside) start_steps();
       wait_products<0>(of_steps);
       wait_products<0>(dk);
-      scale_rows(dk, first_only({exp2_fast(until_end(log_now.x)), exp2_fast(until_end(log_now.y))}));
+      if (kGates) {
+        scale_rows(dk, first_only({power(until_end(log_now.x)), power(until_end(log_now.y))}));
+      } else if (!here.first) {
+        fill(dk, 0.f);
+      }
     } else {
       Sums<Sizes::kCols / 8> of_state;
       fill(of_state, 0.f);
@@ -360,7 +355,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       start_steps();
       wait_products<0>(of_steps);
     }
-    if (p.gated && here.first && Sizes::kApart) add_edge();
+    if (gated && here.first && Sizes::kApart) add_edge();
     if (kBoth && !kOwn) {
       fill(both, 0.f);
       add_scores<T>(tile.origin, both, tile.dout, tile.u);
@@ -389,13 +384,10 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   }
 
   if (kAside) put_aside<kThreads>(tile.aside(), dq);
-  if (place.group == Sizes::kQueries && late) {
-    load_queries<kGroup>(p, here, tile);
-    commit_copies();
-  }
-  if (p.gated) put_rows(later.state[place.group], mine, dot_rows<T>(dk, rows_of(tile.k, place.col)));
+  if (place.group == Sizes::kQueries && late) loads.template start_queries<kGroup>(here);
+  if (gated) put_rows(later.state[place.group], mine, dot_rows<T>(dk, rows_of(tile.k, place.col)));
   // Of fewer tokens than steps the second warpgroup has less to do.
-  if (shape.unit && place.group == (many_tokens ? 0 : Sizes::kQueries)) {
+  if (unit_rows && place.group == (many_tokens ? 0 : Sizes::kQueries)) {
     put_rows(later.square[0], mine, square_rows<D, T>(rows_of(tile.k, 0)));
   }
   Operand<kTilesDown> left;
@@ -404,7 +396,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     start_product<T>(tile.origin, sums, x, tile.k, place.col);
     commit_products();
   };
-  if (place.group == 0) weigh_steps(p, place, tile, vectors, grid.steps, of_steps, left);
+  if (place.group == 0) weigh_steps<factors>(p, place, tile, vectors, grid.steps, of_steps, left);
   if (kOwn) {
     // dK += N K
     start_left(left, dk);
@@ -412,18 +404,18 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     add_scores<T>(tile.origin, both, tile.dout, tile.u);
     wait_products<0>(dk);
     keep(left);
-    wait_copies<0>();
+    loads.template wait_queries<kGroup>(here);
     fence_tiles();
     __syncthreads();
   }
   if (place.group == Sizes::kQueries) {
-    if (late && !kOwn) {
-      wait_copies<0>();
+    if (!kOwn) {
+      loads.template wait_queries<kGroup>(here);
       fence_tiles();
       group_barrier();
     }
-    if (shape.unit && has_tokens) put_rows(later.square[1], mine, square_rows<D, T>(rows_of(tile.q, 0)));
-    weigh_queries(p, place, tile, vectors, of_queries);
+    if (unit_rows && has_tokens) put_rows(later.square[1], mine, square_rows<D, T>(rows_of(tile.q, 0)));
+    weigh_queries<factors>(p, place, tile, vectors, of_queries);
   }
   if (kOwn) {
     fill(dq, 0.f);
@@ -433,7 +425,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
 
   if (kAside) take_back<kThreads>(dq, tile.aside());
   if (kOwn) wait_products<0>(dq);
-  if (p.gated) {
+  if (gated) {
     const float2 token_log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
                               vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
     scale_rows(dq, {exp2_fast(token_log.x), exp2_fast(token_log.y)});
@@ -442,12 +434,14 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     put_rows(later.query[place.group], mine,
              {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
   }
+  if (kScaled) scale_rows(dq, {shape.scale, shape.scale});
   // dQ += dP K
   fill(left);
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) {
     if (has_tokens && Here::follow(place.band, j, n)) {
-      tile.blocks(Tiles::kOfRows).load(left.at[j], Blocks::of_tokens(many_tokens, place.band, j));
+      tile.blocks(kScaled ? Tiles::kOfTokens : Tiles::kOfRows)
+          .load(left.at[j], Blocks::of_tokens(many_tokens, place.band, j));
     }
   }
   start_left(left, dq);
@@ -481,7 +475,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) {
     uint32_t above[4] = {0, 0, 0, 0};
-    if (!kOwn && j <= place.band) tile.blocks(Tiles::kStepRows).load(left.at[j], block_of(place.band, j));
+    if (!kOwn && j <= place.band)
+      tile.blocks(kDirect ? Tiles::kStepCols : Tiles::kStepRows).load(left.at[j], block_of(place.band, j));
     if (j >= place.band) tile.blocks(Tiles::kStepCols).load_transposed(above, block_of(j, place.band));
 #pragma unroll
     for (int i = 0; i < 4; ++i) left.at[j][i] |= above[i];
@@ -490,9 +485,10 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   wait_products<0>(dk);
   keep(left);
 
-  const float2 of_key = inverse_length({later.square[0][mine], later.square[0][mine + 8]}),
-               of_q = inverse_length({later.square[1][mine], later.square[1][mine + 8]});
-  if (shape.unit) {
+  float2 of_key, of_q;
+  if (unit_rows) {
+    of_key = inverse_length({later.square[0][mine], later.square[0][mine + 8]});
+    of_q = inverse_length({later.square[1][mine], later.square[1][mine + 8]});
     // rho_j is put to dk_j here, in fp32: 1000 times a sum may be too large for 16 bits.
     scale_rows(dq, {shape.scale * of_q.x, shape.scale * of_q.y});
     scale_rows(dk, of_key);
@@ -500,11 +496,11 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     if (has_tokens) {
       put_rows(later.along[1][place.group], mine, dot_rows<T>(dq, rows_of(tile.q, place.col)));
     }
-  } else {
+  } else if (!kScaled) {
     scale_rows(dq, {shape.scale, shape.scale});
   }
   __syncthreads();
-  if (shape.unit) {
+  if (unit_rows) {
     take_along<T>(dk, rows_of(tile.k, place.col), whole(later.along[0], mine), of_key);
     if (has_tokens) take_along<T>(dq, rows_of(tile.q, place.col), whole(later.along[1], mine), of_q);
   }
@@ -526,11 +522,12 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i <= Sizes::kParts; ++i) sum += sums.beta[i][threadIdx.x];
+    if (divides<T>(p, prepared)) sum = divide_fast(sum, vectors.element(kDeltaBeta, threadIdx.x));
     static_cast<float*>(
         p.dbeta.data)[batch * p.dbeta.stride[0] + (first_row + threadIdx.x) * p.dbeta.stride[1] +
                       here.head * p.dbeta.stride[2]] = sum;
   }
-  if (p.gated && warp == kThreads / 32 - 1) put_gate_gradients<D>(p, here, sums, later, vectors);
+  if (gated && warp == kThreads / 32 - 1) put_gate_gradients<D>(p, here, sums, later, vectors);
 }
 
 // Bytes of shared memory without which a block does not run.
@@ -540,30 +537,44 @@ constexpr int gradients_least() {
                   GradientTiles<T, D, false>::bytes(true));
 }
 
-template <typename T, int D, bool OneSlab>
+template <typename T, int D, bool OneSlab, Factors factors = Factors::any>
 cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
+  constexpr auto kernel = gradients<T, D, OneSlab, factors>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 56 : 113) * 1024,
                 "four blocks or two have 228 KB, of which each gives away one");
-  if (const cudaError_t error = allow_shared<gradients<T, D, OneSlab>>(Tiles::bytes(true));
-      error != cudaSuccess) {
+  if (const cudaError_t error = allow_shared<kernel>(Tiles::bytes(true)); error != cudaSuccess) {
     return error;
   }
   const int tokens = delta_chunk(p.shape.n);
   const int64_t blocks = piece_count(p.shape.tokens, tokens) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
+  if (blocks == 0 || p.shape.tokens.tokens == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  GradientBoxes boxes{};
+  bool has = false;
+  if (const cudaError_t error = has_boxes<kernel>(has); error != cudaSuccess) return error;
+  if (has) {
+    if (const cudaError_t error = describe(boxes, p); error != cudaSuccess) return error;
+  }
   constexpr int kThreads = GradientSizes<D>::kThreads;
   const int bytes = Tiles::bytes(has_many(tokens));
-  gradients<T, D, OneSlab>
-      <<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, GradientGrid(p.shape));
+  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, GradientGrid(p.shape), boxes);
   return cudaGetLastError();
 }
 
 template <typename T, int D>
 cudaError_t launch_gradients(const DeltaGradients& p, cudaStream_t stream) {
   if constexpr (D <= 128) {
-    if (p.shape.V <= GradientSizes<D>::kSlab) return launch_gradients_of<T, D, true>(p, stream);
+    if (p.shape.V <= GradientSizes<D>::kSlab) {
+      // (At D = 64 the compiler then lets no product run beside another.)
+      if constexpr (D == 128) {
+        if (!p.gated) {
+          return p.shape.unit ? launch_gradients_of<T, D, true, Factors::lengths>(p, stream)
+                              : launch_gradients_of<T, D, true, Factors::none>(p, stream);
+        }
+      }
+      return launch_gradients_of<T, D, true>(p, stream);
+    }
   }
   return launch_gradients_of<T, D, false>(p, stream);
 }

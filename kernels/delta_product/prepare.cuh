@@ -462,10 +462,13 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
         static_cast<unsigned char*>(p.prepared) + (job.number * shape.heads + job.head) * kDeltaPreparedBytes;
     float* const vectors = reinterpret_cast<float*>(out + kDeltaInverseBytes);
     const float log_end = space.log()[kDeltaRows - 1];
+    constexpr float kLeastStep = 0x1p-40f;
+    bool divides = kHasRange<T> && !gated && !shape.unit;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = half * 32 + l;
       const float beta = space.beta()[row], log = space.log()[row], unit = space.unit()[row];
+      divides = divides && (row >= rows || fabsf(beta) >= kLeastStep);
       vectors[kDeltaBeta * kDeltaRows + row] = beta;
       vectors[kDeltaRead * kDeltaRows + row] = beta * unit * exp2_fast(log);
       vectors[kDeltaWrite * kDeltaRows + row] = unit * exp2_fast(log_end - log);
@@ -475,7 +478,11 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
 
     weigh(a, space, gated, shape.unit);
     const bool keeps = repeat(a, rows);
-    if (l == 0) *reinterpret_cast<float*>(out + kDeltaFlag) = keeps;
+    divides = __all_sync(~0u, divides);
+    if (l == 0) {
+      *reinterpret_cast<float*>(out + kDeltaFlag) = keeps;
+      *reinterpret_cast<float*>(out + kDeltaDivides) = divides;
+    }
     __syncwarp();
     chunk = start_chunk(p, space, next, numbers, each);
 

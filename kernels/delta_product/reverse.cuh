@@ -40,7 +40,7 @@ struct ReverseBarriers {
   // Of the query heads; ready: their factors.
   uint64_t query_full[kReverseStages], query_ready[kReverseStages], query_empty[kReverseStages];
   uint64_t state[kReverseSlots], state_stored[kReverseSlots];    // dS
-  uint64_t update[kReverseSlots], update_stored[kReverseSlots];  // G
+  uint64_t update[kReverseSlots], update_stored[kReverseSlots];  // G, or dv
 };
 constexpr int kReverseBarrierBytes = 384;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
@@ -367,18 +367,20 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       });
     }
 
-    // dS^T <- dS^T - (read * G)^T K
-    Operand<kTilesDown> unweighted, update;
-    if (stores) round_to<T>(unweighted, g);
-    scale_chunk_rows(g, [&](int row) {
-      const float2 by = read.at[row / 8];
-      return float2{-by.x, -by.y};
-    });
+    // dS^T <- dS^T - (read * G)^T K. What is left of it is G, or dv where that is the same as read * G.
+    Operand<kTilesDown> left, update;
+    const bool same = divides<T>(p, prepared);
+    if (stores && !same) round_to<T>(left, g);
+    scale_chunk_rows(g, [&](int row) { return read.at[row / 8]; });
     round_to<T>(update, g);
-    start_update<T>(s, update, stage.k());
+    start_update<T, -1>(s, update, stage.k());
     if (stores) {
       wait(&barriers.update_stored[slot.place], slot.parity ^ 1);
-      leave_transposed(space.update(slot.place), unweighted, warp);
+      if (same) {
+        leave_transposed(space.update(slot.place), update, warp);
+      } else {
+        leave_transposed(space.update(slot.place), left, warp);
+      }
       arrive_once(&barriers.update[slot.place]);
       slot.next(pass.slots);
     }

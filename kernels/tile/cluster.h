@@ -18,7 +18,7 @@ __device__ inline int cluster_rank() {
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
-// Barriers made so far are there for the other blocks.
+// Barriers made so far are there for the other blocks, and for copies (boxes.h).
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }

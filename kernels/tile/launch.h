@@ -47,6 +47,11 @@ template <auto Kernel>
 inline cudaError_t has_clusters(bool& has) {
   return is_compiled_for<Kernel, 90, 1000>(has);
 }
+// Whether it takes boxes (boxes.h).
+template <auto Kernel>
+inline cudaError_t has_boxes(bool& has) {
+  return is_compiled_for<Kernel, 90, 1000>(has);
+}
 // Whether it has warpgroup products, if it was compiled for 90a and not for 90, where it is right, and slow.
 template <auto Kernel>
 inline cudaError_t has_warpgroups(bool& has) {

@@ -108,25 +108,25 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
   ", 0;\n"                                    \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " sums "}, "
-#define GIRIH_FROM_TILE(type)                                                               \
-  if constexpr (N == 64 && Add) {                                                           \
-    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "%32, %33, add, 1, 1, 0, %34;\n}\n" \
-                 : GIRIH_ALL("+f")                                                          \
-                 : GIRIH_TILES);                                                            \
-  } else if constexpr (N == 64) {                                                           \
-    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "%32, %33, add, 1, 1, 0, %34;\n}\n" \
-                 : GIRIH_ALL("=f")                                                          \
-                 : GIRIH_TILES);                                                            \
-  } else if constexpr (Add) {                                                               \
-    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "%16, %17, add, 1, 1, 0, %18;\n}\n" \
-                 : GIRIH_HALF("+f")                                                         \
-                 : GIRIH_TILES);                                                            \
-  } else {                                                                                  \
-    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "%16, %17, add, 1, 1, 0, %18;\n}\n" \
-                 : GIRIH_HALF("=f")                                                         \
-                 : GIRIH_TILES);                                                            \
+#define GIRIH_FROM_TILE(type)                                                                 \
+  if constexpr (N == 64 && Add) {                                                             \
+    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "%32, %33, add, 1, %35, 0, %34;\n}\n" \
+                 : GIRIH_ALL("+f")                                                            \
+                 : GIRIH_TILES);                                                              \
+  } else if constexpr (N == 64) {                                                             \
+    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "%32, %33, add, 1, %35, 0, %34;\n}\n" \
+                 : GIRIH_ALL("=f")                                                            \
+                 : GIRIH_TILES);                                                              \
+  } else if constexpr (Add) {                                                                 \
+    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "%16, %17, add, 1, %19, 0, %18;\n}\n" \
+                 : GIRIH_HALF("+f")                                                           \
+                 : GIRIH_TILES);                                                              \
+  } else {                                                                                    \
+    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "%16, %17, add, 1, %19, 0, %18;\n}\n" \
+                 : GIRIH_HALF("=f")                                                           \
+                 : GIRIH_TILES);                                                              \
   }
-#define GIRIH_TILES "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0)
+#define GIRIH_TILES "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
 #define GIRIH_FROM_REGISTERS(type)                                                                          \
   if constexpr (N == 64 && Add) {                                                                           \
     asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n" \
@@ -148,7 +148,8 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
 #define GIRIH_LEFT \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
 
-template <typename T, Lines of_b, int N = 64, bool Add = true>
+// Sign: 1, or -1 for -b.
+template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
 __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
   static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
@@ -157,7 +158,6 @@ __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
     GIRIH_FROM_TILE("bf16")
   }
 }
-// Sign: 1, or -1 for -b.
 template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
 __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(N == 64 || N == 32);
@@ -195,9 +195,10 @@ __device__ inline void leave_registers() {
 #endif
 }
 
-// What the thread has written to shared memory, or seen written, products started later find there.
+// What the thread has written to shared memory, or seen written, products started later find there, and boxes
+// (boxes.h) come after it.
 __device__ inline void fence_tiles() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 #endif
 }
@@ -248,6 +249,13 @@ __device__ inline void keep(const Operand<K>& a) {
 #endif
 }
 
+// A left factor, or with `Sign` -1 what it is less than zero; `to` may be `a`.
+template <int Sign>
+__device__ inline void with_sign(uint32_t (&to)[4], const uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = a[i] ^ (Sign < 0 ? 0x80008000u : 0u);
+}
+
 // sums += x y^T, or with `Add` false sums = x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
 template <bool Add = true, typename T, int N, int Cols, int Rows>
 __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T, Cols>& x,
@@ -293,8 +301,7 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       uint32_t minus[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) minus[i] = a.at[k][i] ^ 0x80008000u;
+      with_sign<Sign>(minus, a.at[k]);
       add_product_transposed<T>(sums, minus, y, 0, col + 16 * k);
     }
   }
@@ -303,7 +310,8 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
 
 // sums[:, 0..8N-1] += x y: columns from `x_col` on of x, 64; from `col` on of y, 64 rows of it. N: 4, or
 // eights.
-template <typename T, int N, int XCols, int Cols>
+// `Sign` -1: sums -= x y.
+template <typename T, int Sign = 1, int N, int XCols, int Cols>
 __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,
                                      const BlockTile<T, Cols>& y, int col = 0) {
 #pragma unroll
@@ -311,18 +319,20 @@ __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns, N == 4 ? 32 : 64>(sums.at + n, descriptor<Lines::rows>(x, 0, x_col + k),
-                                                     descriptor<Lines::columns>(y, k, col + 8 * n));
+      group_mma<T, Lines::columns, N == 4 ? 32 : 64, true, Sign>(
+          sums.at + n, descriptor<Lines::rows>(x, 0, x_col + k),
+          descriptor<Lines::columns>(y, k, col + 8 * n));
     }
 #else
     uint32_t a[4];
     load_block(a, x, 16 * group_warp(), x_col + k);
+    with_sign<Sign>(a, a);
     add_product<T>(sums, a, y, k, col);
 #endif
   }
 }
-// 16 K rows of y, from `row` on.
-template <typename T, int K, int N, int Cols, int Rows>
+// sums += a y, or with `Sign` -1 sums -= a y: 16 K rows of y, from `row` on.
+template <typename T, int Sign = 1, int K, int N, int Cols, int Rows>
 __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const BlockTile<T, Cols, Rows>& y,
                                      int col = 0, int row = 0) {
 #pragma unroll
@@ -330,11 +340,13 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const B
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns, N == 4 ? 32 : 64>(
+      group_mma<T, Lines::columns, N == 4 ? 32 : 64, true, Sign>(
           sums.at + n, a.at[k], descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
     }
 #else
-    add_product<T>(sums, a.at[k], y, row + 16 * k, col);
+    uint32_t left[4];
+    with_sign<Sign>(left, a.at[k]);
+    add_product<T>(sums, left, y, row + 16 * k, col);
 #endif
   }
 }

@@ -360,6 +360,51 @@ def test_packed_sequences(kind, n, bounds):
     pad.assert_untouched()
 
 
+@pytest.mark.parametrize("l2norm_qk", [False, True])
+@pytest.mark.parametrize("G", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 3, 16])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("D, V", [(64, 64), (72, 200), (128, 128), (128, 256), (256, 136)])
+def test_no_gates(D, V, dtype, n, G, l2norm_qk):
+    """The gradients have kernels of their own for that, with and without lengths."""
+    options = {"pattern": None, "l2norm_qk": l2norm_qk, "dtype": dtype}
+
+    def drawn(**sizes):
+        inputs = draw(D=D, G=G, n=n, **sizes, **options)
+        k = inputs.data["k"]
+        if l2norm_qk and dtype == torch.float16:  # no exponents for a gradient over a short key's length
+            inputs.data["k"] = k * (0.1 / k.norm(dim=-1, keepdim=True)).clamp(min=1)
+        return inputs
+
+    assert_as_right_as_the_formula(drawn(T=70, V=V))
+    packed = drawn(B=1, T=150, V=V - 8, sequences=3)
+    assert_as_right_as_the_formula(packed, torch.tensor([9, 70, 70, 140]))
+
+
+@pytest.mark.parametrize("G", [1, 2])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@of_every_head
+def test_steps_of_almost_nothing(D, dtype, n, G):
+    """A gradient of beta that is found out of beta G needs a beta to divide by, and beta G digits."""
+    inputs = draw(T=200, D=D, G=G, n=n, dtype=dtype, pattern=None)
+    beta = inputs.data["beta"]
+    beta[0, :64], beta[0, 70], beta[0, -1] = 0, 1e-38, 1e-39
+    beta[1, 64:128], beta[1, 130], beta[1, -1] = 1e-11, 1e-38, -0.5
+    assert_as_right_as_the_formula(inputs)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@of_every_kind
+def test_expanded_inputs(kind, dim):
+    """Of the same batch row, token or head all along."""
+    inputs = draw(**kind).map(lambda x: x.to(DEVICE))
+    first = {name: x.narrow(dim, 0, 1).expand(x.shape) for name, x in inputs.data.items()}
+    found = run(replace(inputs, data=first))
+    dense = run(replace(inputs, data={name: x.contiguous() for name, x in first.items()}))
+    assert all(torch.equal(found[name], dense[name]) for name in dense)
+
+
 def random_surroundings(choose, packed, seed):
     """What draw() takes beside sizes and options."""
     return {

@@ -158,7 +158,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HQ, shape.V, type).zero_();
 
   const auto factors = at::empty({a.chunks(), HQ, kernels::kDeltaRows}, in_fp32);
-  const auto dz = at::empty({q.size(0), rows, H, shape.V}, q.options());
+  // Of one query head a memory head nobody else reads a block's G: dv comes in its place, or is there
+  // already.
+  const bool alone = H == HQ;
+  const auto dv = a.rows(rows, H, shape.V, type), dz = alone ? dv : at::empty_like(dv);
   const auto gradients = a.states(), first = a.last_state(), last = a.padded(grad_s);
   kernels::DeltaReverse reverse;
   reverse.shape = shape;
@@ -169,6 +172,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   reverse.initial = input<4>(last);
   reverse.final = output<4>(first);
   reverse.dz = output<4>(dz);
+  reverse.in_place = alone;
   reverse.gradients = gradients.mutable_data_ptr();
   {
     const auto workspace = at::empty({kernels::delta_reverse_workspace(reverse)}, in_fp32.dtype(at::kByte));
@@ -177,14 +181,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   }
 
   // Several query heads of one memory: each gives its part in fp32.
-  const bool alone = H == HQ;
   const auto dq = a.rows(T, HQ, shape.D, type), dk = a.rows(rows, HQ, shape.D, alone ? type : at::kFloat),
-             dv = a.rows(rows, H, shape.V, type), dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
+             dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
   const auto dg = a.g.defined() ? a.rows(T, HQ, 1, at::kFloat).squeeze(-1) : Tensor();
   kernels::DeltaGradients p;
   p.shape = shape;
   p.q = reverse.q, p.k = reverse.k, p.v = input<4>(a.v), p.dout = reverse.dout, p.dz = input<4>(dz);
   p.gated = reverse.gated;
+  p.in_place = reverse.in_place;
   p.prepared = reverse.prepared;
   p.factors = reverse.factors;
   p.states = states.const_data_ptr();

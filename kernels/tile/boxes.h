@@ -1,0 +1,107 @@
+// Boxes of a tensor on their way to shared memory (sm_90). One thread asks for a box, a barrier tells when all
+// of it is there, and no thread has an instruction for its rows.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+#include "tile/cluster.h"
+#include "tile/shared.h"
+
+namespace girih::kernels {
+
+// What the copy engine is told of a tensor [B, T, H, D] of 16-bit elements: boxes of 64 columns and `rows`
+// rows of a head, laid out as a block of a BlockTile. What a box has beyond the tensor is zero.
+using Boxes = CUtensorMap;
+
+// In a kernel: whether there are boxes where it runs. The host asks has_boxes().
+#if __CUDA_ARCH__ >= 900
+constexpr bool kBoxes = true;
+#else
+constexpr bool kBoxes = false;
+#endif
+
+namespace boxes {
+// libcuda's own, which is there wherever a kernel is launched, without a link to it.
+inline cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)& function) {
+  static void* found = nullptr;
+  static const cudaError_t error = [] {
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                               cudaEnableDefault, &result);
+    if (error != cudaSuccess) return error;
+    return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorSymbolNotFound;
+  }();
+  function = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  return error;
+}
+}  // namespace boxes
+
+// Rows start at 16 bytes; every size is at least 1.
+inline cudaError_t describe(Boxes& boxes, const In<4>& tensor, const int64_t (&sizes)[4], int rows) {
+  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  if (const cudaError_t error = boxes::encoder(encode); error != cudaSuccess) return error;
+  // Innermost first.
+  const cuuint64_t size[4] = {static_cast<cuuint64_t>(sizes[3]), static_cast<cuuint64_t>(sizes[1]),
+                              static_cast<cuuint64_t>(sizes[2]), static_cast<cuuint64_t>(sizes[0])};
+  const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(2 * tensor.stride[1]),
+                               static_cast<cuuint64_t>(2 * tensor.stride[2]),
+                               static_cast<cuuint64_t>(2 * tensor.stride[0])};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, each[4] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(&boxes,
+             tensor.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             4, const_cast<void*>(tensor.data), size, bytes, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Where a box lies in its tensor: its first column and row.
+struct BoxPlace {
+  int col, row, head, batch;
+};
+
+#if __CUDA_ARCH__ >= 900
+
+// One arrival, and so many bytes more that the phase waits for.
+__device__ inline void arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void copy_box(uint32_t to, const Boxes& boxes, BoxPlace at, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];\n" ::"r"(to),
+      "l"(&boxes), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.batch), "r"(shared_address(barrier))
+      : "memory");
+}
+// To the L2 cache.
+__device__ inline void prefetch_box(const Boxes& boxes, BoxPlace at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];\n" ::"l"(&boxes),
+               "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+// `bytes` as they lie, a multiple of 16.
+__device__ inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+#else  // never called
+
+__device__ inline void arrive_expecting(uint64_t*, int) {}
+__device__ inline void copy_box(uint32_t, const Boxes&, BoxPlace, uint64_t*) {}
+__device__ inline void prefetch_box(const Boxes&, BoxPlace) {}
+__device__ inline void copy_bytes(void*, const void*, int, uint64_t*) {}
+
+#endif
+
+}  // namespace girih::kernels
