@@ -1,5 +1,5 @@
-// Boxes of a tensor on their way to shared memory (sm_90). One thread asks for a box, a barrier tells when all
-// of it is there, and no thread has an instruction for its rows.
+// Boxes of a tensor on their way to shared memory (sm_90). One thread asks for a box, a barrier tells when
+// all of it is there, and no thread has an instruction for its rows.
 #pragma once
 
 #include <cuda.h>
@@ -30,8 +30,8 @@ inline cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)& function) {
   static void* found = nullptr;
   static const cudaError_t error = [] {
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                               cudaEnableDefault, &result);
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
     if (error != cudaSuccess) return error;
     return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorSymbolNotFound;
   }();
@@ -51,12 +51,10 @@ inline cudaError_t describe(Boxes& boxes, const In<4>& tensor, const int64_t (&s
                                static_cast<cuuint64_t>(2 * tensor.stride[2]),
                                static_cast<cuuint64_t>(2 * tensor.stride[0])};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, each[4] = {1, 1, 1, 1};
-  const CUresult result =
-      encode(&boxes,
-             tensor.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             4, const_cast<void*>(tensor.data), size, bytes, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      &boxes, tensor.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      4, const_cast<void*>(tensor.data), size, bytes, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
