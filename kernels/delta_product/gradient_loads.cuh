@@ -19,7 +19,7 @@ inline cudaError_t describe(GradientBoxes& boxes, const DeltaGradients& p) {
   const int64_t batch = shape.tokens.batch, tokens = shape.tokens.tokens, rows = tokens * shape.n,
                 chunks = piece_count(shape.tokens, delta_chunk(shape.n)), heads = shape.heads,
                 query_heads = shape.query_heads, D = shape.D, V = shape.V;
-  const int of_tokens = has_many(delta_chunk(shape.n)) ? kDeltaRows : kDeltaRows / 2;
+  const int of_tokens = token_rows(has_many(delta_chunk(shape.n)));
   const auto state = [&](const void* data) { return In<4>{data, shape.dtype, {V * D, D, V * D, 1}}; };
   const struct {
     Boxes& boxes;
@@ -119,7 +119,7 @@ class GradientLoads {
       if (threadIdx.x != 0) return;
       uint64_t* const barrier = &tile.barriers->values;
       const int64_t row = here.piece.start * p.shape.n;
-      arrive_expecting(barrier, 2 * Values::kBytes + token_rows(here) * Sizes::kSlab * 2 +
+      arrive_expecting(barrier, 2 * Values::kBytes + token_rows(here.many_tokens) * Sizes::kSlab * 2 +
                                     (Sizes::kApart ? Tiles::kStateBytes : 0));
       copy_rows(tile.u, boxes.v, row, v, here.head, here, barrier);
       copy_rows(tile.dout, boxes.dout, here.piece.start, v, here.query_head, here, barrier);
@@ -127,10 +127,8 @@ class GradientLoads {
       if (Sizes::kApart) {
         copy_state(tile.gradients, boxes.gradients, here.number, v, barrier);
       } else if (!(p.gated && here.first)) {
-        for_each_box_of_state(v, [&](int, BoxPlace at) {
-          at.batch = static_cast<int>(here.number);
-          prefetch_box(boxes.gradients, at);
-        });
+        for_each_box_of_state(here.number, v,
+                              [&](int, const BoxPlace& at) { prefetch_box(boxes.gradients, at); });
       }
     } else {
       const int64_t batch = here.piece.sequence.batch, row = here.piece.start * p.shape.n;
@@ -144,7 +142,7 @@ class GradientLoads {
       if (Sizes::kApart) {
         load_state(tile.gradients, p.gradients, here.number, v);
       } else if (!(p.gated && here.first)) {
-        prefetch_state(p.gradients, here, v);
+        prefetch_state(p.gradients, here.number, v);
       }
       commit_copies();
     }
@@ -165,7 +163,7 @@ class GradientLoads {
   __device__ void start_queries(const Here& here) const {
     if constexpr (kBoxes) {
       if (threadIdx.x % Threads != 0) return;
-      arrive_expecting(&tile.barriers->queries, token_rows(here) * D * 2);
+      arrive_expecting(&tile.barriers->queries, token_rows(here.many_tokens) * D * 2);
       copy_rows(tile.q, boxes.q, here.piece.start, 0, here.query_head, here, &tile.barriers->queries);
     } else {
       load_tokens<Threads>(tile.q,
@@ -208,10 +206,10 @@ class GradientLoads {
   __device__ void wait_values(const Here& here, int slab) const {
     if constexpr (kBoxes) {
       wait(&tile.barriers->values, slab & 1);
-      if (here.rows < kDeltaRows || here.piece.length < token_rows(here)) {
+      if (here.rows < kDeltaRows || here.piece.length < token_rows(here.many_tokens)) {
         clear_after<kThreads>(tile.u, here.rows, kDeltaRows);
         clear_after<kThreads>(tile.g, here.rows, kDeltaRows);
-        clear_after<kThreads>(tile.dout, here.piece.length, token_rows(here));
+        clear_after<kThreads>(tile.dout, here.piece.length, token_rows(here.many_tokens));
         meet();
       }
     } else {
@@ -232,17 +230,13 @@ class GradientLoads {
   __device__ void wait_queries(const Here& here) const {
     if constexpr (kBoxes) {
       wait(&tile.barriers->queries, 0);
-      clear_after<Threads>(tile.q, here.piece.length, token_rows(here));
+      clear_after<Threads>(tile.q, here.piece.length, token_rows(here.many_tokens));
     } else {
       wait_copies<0>();
     }
   }
 
  private:
-  // Rows of a tile of tokens.
-  __device__ static int token_rows(const Here& here) {
-    return here.many_tokens ? kDeltaRows : kDeltaRows / 2;
-  }
   __device__ static void meet() {
     fence_tiles();
     __syncthreads();
@@ -266,19 +260,20 @@ class GradientLoads {
                {col + i, static_cast<int>(row), head, static_cast<int>(here.piece.sequence.batch)}, barrier);
     }
   }
+  // f(how many bytes further in shared memory, where): of a slab's columns of a state.
   template <class F>
-  __device__ static void for_each_box_of_state(int v, const F& f) {
+  __device__ static void for_each_box_of_state(uint32_t number, int v, const F& f) {
 #pragma unroll
     for (int i = 0; i < Sizes::kParts; ++i) {
 #pragma unroll
-      for (int d = 0; d < D; d += 64)
-        f(i * Rows::kBytes + d / 64 * Rows::Block::kBytes, {d, v + 64 * i, 0, 0});
+      for (int d = 0; d < D; d += 64) {
+        f(i * Rows::kBytes + d / 64 * Rows::Block::kBytes, {d, v + 64 * i, 0, static_cast<int>(number)});
+      }
     }
   }
   __device__ static void copy_state(unsigned char* to, const Boxes& boxes, uint32_t number, int v,
                                     uint64_t* barrier) {
-    for_each_box_of_state(v, [&](int further, BoxPlace at) {
-      at.batch = static_cast<int>(number);
+    for_each_box_of_state(number, v, [&](int further, const BoxPlace& at) {
       copy_box(shared_address(to + further), boxes, at, barrier);
     });
   }
@@ -292,9 +287,9 @@ class GradientLoads {
                            shape.D, shape.V - v - 64 * i, shape.D, threadIdx.x);
     }
   }
-  __device__ void prefetch_state(const void* states, const Here& here, int v) const {
+  __device__ void prefetch_state(const void* states, uint32_t number, int v) const {
     const int first = threadIdx.x * 64, count = min(Sizes::kSlab, p.shape.V - v) * p.shape.D;
-    const T* const from = here.state<T>(states, p.shape, v) + first;
+    const T* const from = state_at(static_cast<const T*>(states), p.shape, uint64_t{number}, v) + first;
 #pragma unroll
     for (int i = 0; i < Sizes::kSlab * D; i += kThreads * 64) {
       if (first + i < count) prefetch(from + i);

@@ -101,8 +101,8 @@ __device__ inline void start_product_transposed(const Origin& origin, Sums<N>& s
 #endif
 }
 
-// sums[:, 0..8N-1] += x y: columns from `x_col` on of x, 64; from `col` on of y, 64 rows of it.
-// `Sign` -1: sums -= x y.
+// sums[:, 0..8N-1] += x y, or with `Sign` -1 sums -= x y: columns from `x_col` on of x, 64; from `col` on of
+// y, 64 rows of it.
 template <typename T, int Sign = 1, int N, int XCols, int Cols>
 __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const BlockTile<T, XCols>& x,
                                      int x_col, const BlockTile<T, Cols>& y, int col) {

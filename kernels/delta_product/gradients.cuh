@@ -183,6 +183,9 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       part = sum_over_col(sum_over_row(part));
       if (lane() == 0) sums.edge[warp] = v == 0 ? part : sums.edge[warp] + part;
     };
+    const auto put_values = [&] {
+      if (here.first && !divides<T>(p, prepared)) put_value_gradients(p, here, tile, vectors, v);
+    };
     const int number = v / Sizes::kSlab;
     if (v != 0) {
       loads.start_states(here.number, v);
@@ -206,8 +209,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     if (kAside) {
       fill(dq, 0.f);
       start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
-    } else if (here.first && !divides<T>(p, prepared)) {
-      put_value_gradients(p, here, tile, vectors, v);
+    } else {
+      put_values();
     }
     wait_products<kAside ? 1 : 0>(e);
     // dQ += dO S^T
@@ -235,12 +238,13 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
           z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
         }
         rows_of_v.put(8 * i, z);
+        if (gated) {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          if (!gated) continue;
-          const float2 g = unpaired<T>(g_block[m]);
-          float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
-          read = fmaf(g.x, e.at[i + m / 2][m % 2 * 2], fmaf(g.y, e.at[i + m / 2][m % 2 * 2 + 1], read));
+          for (int m = 0; m < 4; ++m) {
+            const float2 g = unpaired<T>(g_block[m]);
+            float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
+            read = fmaf(g.x, e.at[i + m / 2][m % 2 * 2], fmaf(g.y, e.at[i + m / 2][m % 2 * 2 + 1], read));
+          }
         }
       }
       if (last) {
@@ -331,7 +335,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     if (kAside) {
       loads.start_gradients(here, v);
       start_steps();
-      if (here.first && !divides<T>(p, prepared)) put_value_gradients(p, here, tile, vectors, v);
+      put_values();
       loads.wait_gradients(number);
     }
 

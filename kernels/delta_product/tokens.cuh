@@ -9,6 +9,10 @@ namespace girih::kernels::delta_product {
 
 // More tokens than half a tile has rows.
 __host__ __device__ constexpr bool has_many(int tokens) { return tokens > kDeltaRows / 2; }
+// Rows of a tile that has them.
+__host__ __device__ constexpr int token_rows(bool many_tokens) {
+  return many_tokens ? kDeltaRows : kDeltaRows / 2;
+}
 
 // P^T out of k_j . q_t, a warp's rows: of every token scale rho_t, and L_t.
 template <int N>

@@ -108,45 +108,26 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
   ", 0;\n"                                    \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " sums "}, "
-#define GIRIH_FROM_TILE(type)                                                                 \
-  if constexpr (N == 64 && Add) {                                                             \
-    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "%32, %33, add, 1, %35, 0, %34;\n}\n" \
-                 : GIRIH_ALL("+f")                                                            \
-                 : GIRIH_TILES);                                                              \
-  } else if constexpr (N == 64) {                                                             \
-    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "%32, %33, add, 1, %35, 0, %34;\n}\n" \
-                 : GIRIH_ALL("=f")                                                            \
-                 : GIRIH_TILES);                                                              \
-  } else if constexpr (Add) {                                                                 \
-    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "%16, %17, add, 1, %19, 0, %18;\n}\n" \
-                 : GIRIH_HALF("+f")                                                           \
-                 : GIRIH_TILES);                                                              \
-  } else {                                                                                    \
-    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "%16, %17, add, 1, %19, 0, %18;\n}\n" \
-                 : GIRIH_HALF("=f")                                                           \
-                 : GIRIH_TILES);                                                              \
+// by_64, by_32: what follows the sums, of which there are 32 or 16 before them.
+#define GIRIH_PRODUCT(type, by_64, by_32, factors)                                           \
+  if constexpr (N == 64 && Add) {                                                            \
+    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) by_64 : GIRIH_ALL("+f") : factors);  \
+  } else if constexpr (N == 64) {                                                            \
+    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) by_64 : GIRIH_ALL("=f") : factors);  \
+  } else if constexpr (Add) {                                                                \
+    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) by_32 : GIRIH_HALF("+f") : factors); \
+  } else {                                                                                   \
+    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) by_32 : GIRIH_HALF("=f") : factors); \
   }
 #define GIRIH_TILES "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
-#define GIRIH_FROM_REGISTERS(type)                                                                          \
-  if constexpr (N == 64 && Add) {                                                                           \
-    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n" \
-                 : GIRIH_ALL("+f")                                                                          \
-                 : GIRIH_LEFT);                                                                             \
-  } else if constexpr (N == 64) {                                                                           \
-    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n" \
-                 : GIRIH_ALL("=f")                                                                          \
-                 : GIRIH_LEFT);                                                                             \
-  } else if constexpr (Add) {                                                                               \
-    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n" \
-                 : GIRIH_HALF("+f")                                                                         \
-                 : GIRIH_LEFT);                                                                             \
-  } else {                                                                                                  \
-    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n" \
-                 : GIRIH_HALF("=f")                                                                         \
-                 : GIRIH_LEFT);                                                                             \
-  }
+#define GIRIH_FROM_TILE(type)                                                                       \
+  GIRIH_PRODUCT(type, "%32, %33, add, 1, %35, 0, %34;\n}\n", "%16, %17, add, 1, %19, 0, %18;\n}\n", \
+                GIRIH_TILES)
 #define GIRIH_LEFT \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
+#define GIRIH_FROM_REGISTERS(type)                                         \
+  GIRIH_PRODUCT(type, "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n", \
+                "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n", GIRIH_LEFT)
 
 // Sign: 1, or -1 for -b.
 template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
@@ -174,6 +155,7 @@ __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 #undef GIRIH_HALF
 #undef GIRIH_ALL
 #undef GIRIH_WGMMA
+#undef GIRIH_PRODUCT
 #undef GIRIH_FROM_TILE
 #undef GIRIH_TILES
 #undef GIRIH_FROM_REGISTERS
@@ -249,7 +231,7 @@ __device__ inline void keep(const Operand<K>& a) {
 #endif
 }
 
-// A left factor, or with `Sign` -1 what it is less than zero; `to` may be `a`.
+// A left factor, with `Sign` -1 negated; `to` may be `a`.
 template <int Sign>
 __device__ inline void with_sign(uint32_t (&to)[4], const uint32_t (&a)[4]) {
 #pragma unroll
@@ -295,22 +277,17 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
   }
 #else
   if (!Add) fill(sums, 0.f);
-  if constexpr (Sign > 0) {
-    add_product_transposed<T>(sums, a, y, 0, col);
-  } else {
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      uint32_t minus[4];
-      with_sign<Sign>(minus, a.at[k]);
-      add_product_transposed<T>(sums, minus, y, 0, col + 16 * k);
-    }
+  for (int k = 0; k < K; ++k) {
+    uint32_t left[4];
+    with_sign<Sign>(left, a.at[k]);
+    add_product_transposed<T>(sums, left, y, 0, col + 16 * k);
   }
 #endif
 }
 
-// sums[:, 0..8N-1] += x y: columns from `x_col` on of x, 64; from `col` on of y, 64 rows of it. N: 4, or
-// eights.
-// `Sign` -1: sums -= x y.
+// sums[:, 0..8N-1] += x y, or with `Sign` -1 sums -= x y: columns from `x_col` on of x, 64; from `col` on of
+// y, 64 rows of it. N: 4, or eights.
 template <typename T, int Sign = 1, int N, int XCols, int Cols>
 __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,
                                      const BlockTile<T, Cols>& y, int col = 0) {
