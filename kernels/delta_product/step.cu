@@ -1,8 +1,9 @@
 // One token of delta_product, the state in place: it is read and written once.
 //
 // A block has 32 columns of one head's state, in registers through all steps: columns do not need each other.
-// A thread has `Pack` neighbouring columns of every kGroups-th row, Rows of them. What the steps and the
-// reads need of k, q, v and beta is fetched at once, beside the state.
+// A thread has `Pack` neighbouring columns of `Rows` neighbouring rows. What the token has of q, k, v, beta
+// and g is asked for at once, ahead of the state, and nothing waits for a part of it alone: a trip to memory
+// is a quarter of a block's time.
 #include "delta_product/delta_product.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -16,149 +17,197 @@ constexpr int kStepCols = 32;
 constexpr int kStepWarps = kStepThreads / 32;
 
 template <int Rank>
-__device__ float element(const In<Rank>& x, int64_t n, int64_t i, int64_t j, int64_t k = 0) {
+__device__ Raw element(const In<Rank>& x, int64_t n, int64_t i, int64_t j, int64_t k = 0) {
   int64_t at = n * x.stride[0] + i * x.stride[1] + j * x.stride[2];
   if constexpr (Rank == 4) at += k * x.stride[3];
-  return load_any(x.data, x.dtype, at);
+  return load_raw(x.data, x.dtype, at);
 }
 
-// 1 / |x| of D elements, by every warp for itself.
-__device__ float inverse_length(const float* x, int D) {
+// 1 / |x| of `width` elements, by every warp for itself.
+template <int width>
+__device__ float inverse_length(const float* x) {
   float sum = 0.f;
-  for (int d = threadIdx.x % 32; d < D; d += 32) sum = fmaf(x[d], x[d], sum);
+  for (int d = threadIdx.x % 32; d < width; d += 32) sum = fmaf(x[d], x[d], sum);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
   return rsqrtf(sum + 1e-6f);
 }
 
-// A block's part of the state, in its threads' registers.
+// A block's part of the state, in its threads' registers; rows from D on are zeros.
 template <int Pack_, int Rows>
 struct StepState {
   static constexpr int kPacks = kStepCols / Pack_;
-  static constexpr int kGroups = kStepThreads / kPacks;
+  static constexpr int kRows = Rows * kStepThreads / kPacks;  // of the block
 
   Pack<Pack_> at[Rows];
 
-  // f(a row's pack, its row) for those of the thread's rows that exist.
+  static __device__ int first_row() { return static_cast<int>(threadIdx.x) / kPacks * Rows; }
+  static __device__ int first_col() { return static_cast<int>(threadIdx.x) % kPacks * Pack_; }
+
+  // f(a row's pack, that row of x) for the thread's rows.
   template <class F>
-  __device__ void for_each_row(int D, const F& f) {
+  __device__ void with(const float* x, const F& f) {
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      const int d = static_cast<int>(threadIdx.x) / kPacks + r * kGroups;
-      if (d < D) f(at[r], d);
+    for (int r = 0; r < Rows; r += 4) {
+      const Pack<4> four = load<4>(x + first_row() + r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(at[r + i], four.at[i]);
     }
   }
 
   // sum over rows d of S[d, c] x[d], for the thread's columns. parts: kStepWarps * kStepCols floats that
   // nobody reads.
-  __device__ Pack<Pack_> read(const float* x, int D, float* parts) {
+  __device__ Pack<Pack_> read(const float* x, float* parts) {
     Pack<Pack_> sum = zeros<Pack_>();
-    for_each_row(D, [&](const Pack<Pack_>& s, int d) {
+    with(x, [&](const Pack<Pack_>& s, float of_row) {
 #pragma unroll
-      for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(s.at[i], x[d], sum.at[i]);
+      for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(s.at[i], of_row, sum.at[i]);
     });
 #pragma unroll
     for (int distance = 16; distance >= kPacks; distance /= 2) {
 #pragma unroll
       for (int i = 0; i < Pack_; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], distance);
     }
-    const int col = static_cast<int>(threadIdx.x) % kPacks * Pack_;
-    if (threadIdx.x % 32 < kPacks) {
-#pragma unroll
-      for (int i = 0; i < Pack_; ++i) parts[threadIdx.x / 32 * kStepCols + col + i] = sum.at[i];
-    }
+    if (threadIdx.x % 32 < kPacks) store(parts + threadIdx.x / 32 * kStepCols + first_col(), sum);
     __syncthreads();
-    sum = zeros<Pack_>();
+    sum = load<Pack_>(parts + first_col());
 #pragma unroll
-    for (int w = 0; w < kStepWarps; ++w) {
+    for (int w = 1; w < kStepWarps; ++w) {
+      const auto other = load<Pack_>(parts + w * kStepCols + first_col());
 #pragma unroll
-      for (int i = 0; i < Pack_; ++i) sum.at[i] += parts[w * kStepCols + col + i];
+      for (int i = 0; i < Pack_; ++i) sum.at[i] += other.at[i];
     }
     return sum;
   }
 };
 
-// 16 blocks a multiprocessor where the state leaves registers for that: 26.7 us instead of 30.7 at 128
-// sequences of 16 heads, 64 x 64.
+// 16 blocks a multiprocessor where the state leaves registers for that: 4 us less at that shape.
 template <int Pack_, int Rows>
 __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1)
     delta_step_kernel(const __grid_constant__ DeltaStep p) {
   using State = StepState<Pack_, Rows>;
-  extern __shared__ float shared[];
+  constexpr int kRows = State::kRows, kEach = kRows / kStepThreads;
+  extern __shared__ __align__(16) float shared[];
   const int D = p.D, group = p.query_heads / p.heads, slices = (p.V + kStepCols - 1) / kStepCols;
   const int head = static_cast<int>(blockIdx.x / slices % p.heads);
   const int64_t n = blockIdx.x / slices / p.heads;
-  const int first_col = static_cast<int>(blockIdx.x % slices) * kStepCols;
-  const int pack = static_cast<int>(threadIdx.x) % State::kPacks, col = first_col + pack * Pack_;
-  const bool mine = col < p.V;  // V is a multiple of the pack
+  const int block_col = static_cast<int>(blockIdx.x % slices) * kStepCols;
+  const int thread = static_cast<int>(threadIdx.x), col = State::first_col();
 
-  float* parts = shared;  // two sets, in turns
-  float* const k = parts + 2 * kStepWarps * kStepCols;
-  float* const b = k + p.n * D;  // beta k
-  float* const w = b + p.n * D;  // beta v, [n, kStepCols]
-  float* const q = w + p.n * kStepCols;
+  float* parts = shared;                                // two sets, in turns
+  float* const k = parts + 2 * kStepWarps * kStepCols;  // [n, kRows], zeros from D on
+  float* const b = k + p.n * kRows;                     // beta k
+  float* const w = b + p.n * kRows;                     // beta v, [n, kStepCols]
+  float* const q = w + p.n * kStepCols;                 // [group, kRows]
   const auto next_parts = [&] {
     float* const now = parts;
     parts = parts == shared ? shared + kStepWarps * kStepCols : shared;
     return now;
   };
 
-  State s;
-  float* const S = static_cast<float*>(p.state.data) + n * p.state.stride[0] + head * p.state.stride[1] +
-                   col * p.state.stride[3];
-  s.for_each_row(D, [&](Pack<Pack_>& row, int d) {
-    row = mine ? load<Pack_>(S + d * p.state.stride[2]) : zeros<Pack_>();
-  });
-  for (int j = 0; j < p.n; ++j) {
-    for (int d = threadIdx.x; d < D; d += kStepThreads) {
-      k[j * D + d] = element(p.k, n, j, head, d);
-      b[j * D + d] = element(p.beta, n, j, head, d) * k[j * D + d];
+  // The thread's share of a step's vectors, and of a query.
+  struct Step {
+    Raw k[kEach], beta_k[kEach], v, beta_v;
+  };
+  struct Query {
+    Raw at[kEach];
+  };
+  const auto step_of = [&](int j) {
+    Step x;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int d = thread + e * kStepThreads;
+      if (d < D) x.k[e] = element(p.k, n, j, head, d), x.beta_k[e] = element(p.beta, n, j, head, d);
     }
-    if (threadIdx.x < kStepCols) {
-      const int v = first_col + static_cast<int>(threadIdx.x);
-      w[j * kStepCols + threadIdx.x] =
-          v < p.V ? element(p.beta, n, j, head, v) * element(p.v, n, j, head, v) : 0.f;
+    const int c = block_col + thread;
+    if (thread < kStepCols && c < p.V) {
+      x.v = element(p.v, n, j, head, c), x.beta_v = element(p.beta, n, j, head, c);
+    }
+    return x;
+  };
+  const auto query_of = [&](int member) {
+    Query x;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int d = thread + e * kStepThreads;
+      if (d < D) x.at[e] = element(p.q, n, head * group + member, d);
+    }
+    return x;
+  };
+  Step step = step_of(0);
+  Query query = query_of(0);
+  Raw g;
+  if (p.g.data != nullptr) g = load_raw(p.g.data, p.g.dtype, n * p.g.stride[0] + head * p.g.stride[1]);
+
+  State s;
+  const bool mine = block_col + col < p.V;  // V is a multiple of the pack
+  float* const S = static_cast<float*>(p.state.data) + n * p.state.stride[0] + head * p.state.stride[1] +
+                   (block_col + col) * p.state.stride[3];
+  // (In this form: as steps from row to row the compiler stores a pack's elements one by one.)
+  const auto row_at = [&](int r) { return S + (State::first_row() + r) * p.state.stride[2]; };
+  const int rows = mine ? D - State::first_row() : 0;  // of the thread's that exist
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) s.at[r] = r < rows ? load<Pack_>(row_at(r)) : zeros<Pack_>();
+
+  for (int j = 0; j < p.n; ++j) {
+    const Step now = step;
+    if (j + 1 < p.n) step = step_of(j + 1);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int at = j * kRows + thread + e * kStepThreads;
+      k[at] = value_of(now.k[e], p.k.dtype);
+      b[at] = value_of(now.beta_k[e], p.beta.dtype) * k[at];
+    }
+    if (thread < kStepCols) {
+      w[j * kStepCols + thread] = value_of(now.beta_v, p.beta.dtype) * value_of(now.v, p.v.dtype);
     }
   }
-  for (int i = threadIdx.x; i < group * D; i += kStepThreads)
-    q[i] = element(p.q, n, head * group + i / D, i % D);
+  for (int member = 0; member < group; ++member) {
+    const Query now = query;
+    if (member + 1 < group) query = query_of(member + 1);
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      q[member * kRows + thread + e * kStepThreads] = value_of(now.at[e], p.q.dtype);
+    }
+  }
   __syncthreads();
 
   // S <- e^g S
   if (p.g.data != nullptr) {
-    const float decay = expf(load_any(p.g.data, p.g.dtype, n * p.g.stride[0] + head * p.g.stride[1]));
-    s.for_each_row(D, [&](Pack<Pack_>& row, int) {
+    const float decay = expf(value_of(g, p.g.dtype));
 #pragma unroll
-      for (int i = 0; i < Pack_; ++i) row.at[i] *= decay;
-    });
+    for (int r = 0; r < Rows; ++r) {
+#pragma unroll
+      for (int i = 0; i < Pack_; ++i) s.at[r].at[i] *= decay;
+    }
   }
 
   // S <- S + k (beta v - S^T (beta k))^T
   for (int j = 0; j < p.n; ++j) {
-    const float unit = p.unit ? inverse_length(k + j * D, D) : 1.f;
-    Pack<Pack_> error = s.read(b + j * D, D, next_parts());
+    const float unit = p.unit ? inverse_length<kRows>(k + j * kRows) : 1.f;
+    Pack<Pack_> error = s.read(b + j * kRows, next_parts());
 #pragma unroll
-    for (int i = 0; i < Pack_; ++i) {
-      error.at[i] = unit * (w[j * kStepCols + pack * Pack_ + i] - unit * error.at[i]);
-    }
-    s.for_each_row(D, [&](Pack<Pack_>& row, int d) {
+    for (int i = 0; i < Pack_; ++i) error.at[i] = unit * (w[j * kStepCols + col + i] - unit * error.at[i]);
+    s.with(k + j * kRows, [&](Pack<Pack_>& row, float of_row) {
 #pragma unroll
-      for (int i = 0; i < Pack_; ++i) row.at[i] = fmaf(k[j * D + d], error.at[i], row.at[i]);
+      for (int i = 0; i < Pack_; ++i) row.at[i] = fmaf(of_row, error.at[i], row.at[i]);
     });
   }
-  s.for_each_row(D, [&](const Pack<Pack_>& row, int d) {
-    if (mine) store<Pack_>(S + d * p.state.stride[2], row);
-  });
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+    if (r < rows) store<Pack_>(row_at(r), s.at[r]);
+  }
 
   // o = scale * S^T q
   for (int member = 0; member < group; ++member) {
-    const float factor = p.scale * (p.unit ? inverse_length(q + member * D, D) : 1.f);
-    const Pack<Pack_> o = s.read(q + member * D, D, next_parts());
-    if (threadIdx.x < State::kPacks && mine) {
+    const float factor = p.scale * (p.unit ? inverse_length<kRows>(q + member * kRows) : 1.f);
+    const Pack<Pack_> o = s.read(q + member * kRows, next_parts());
+    if (thread < State::kPacks && mine) {
 #pragma unroll
       for (int i = 0; i < Pack_; ++i) {
         store_any(p.o.data, p.o.dtype,
-                  n * p.o.stride[0] + (head * group + member) * p.o.stride[1] + (col + i) * p.o.stride[2],
+                  n * p.o.stride[0] + (head * group + member) * p.o.stride[1] +
+                      (block_col + col + i) * p.o.stride[2],
                   factor * o.at[i]);
       }
     }
@@ -170,7 +219,9 @@ cudaError_t launch(const DeltaStep& p, cudaStream_t stream) {
   const int64_t blocks = p.sequences * p.heads * divide_up(p.V, kStepCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const int floats = 2 * kStepWarps * kStepCols + p.n * (2 * p.D + kStepCols) + p.query_heads / p.heads * p.D;
+  constexpr int kRows = StepState<Pack_, Rows>::kRows;
+  const int floats =
+      2 * kStepWarps * kStepCols + p.n * (2 * kRows + kStepCols) + p.query_heads / p.heads * kRows;
   delta_step_kernel<Pack_, Rows>
       <<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
   return cudaGetLastError();

@@ -74,19 +74,27 @@ __host__ __device__ inline int bytes_of(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
-// One element whose type is known at run time only: for small tensors, read once and outside of loops.
+// One element whose type is known at run time only, as it lies in memory. value_of() waits for it: who has
+// several to load takes them all before the first value. An fp64 element is rounded, and waited for, at once.
+struct Raw {
+  uint32_t bits = 0;  // zero in every type
+};
+
+__device__ inline Raw load_raw(const void* data, DType dtype, int64_t index) {
+  if (dtype == DType::f64) return {__float_as_uint(to_float(static_cast<const double*>(data)[index]))};
+  if (dtype == DType::f32) return {static_cast<const uint32_t*>(data)[index]};
+  return {static_cast<const uint16_t*>(data)[index]};
+}
+
+__device__ inline float value_of(Raw raw, DType dtype) {
+  const float half = to_float(__ushort_as_half(static_cast<unsigned short>(raw.bits)));
+  const float other = __uint_as_float(raw.bits << (dtype == DType::bf16 ? 16 : 0));
+  return dtype == DType::f16 ? half : other;
+}
+
+// For small tensors, read once and outside of loops.
 __device__ inline float load_any(const void* data, DType dtype, int64_t index) {
-  switch (dtype) {
-    case DType::f16:
-      return to_float(static_cast<const __half*>(data)[index]);
-    case DType::bf16:
-      return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
-    case DType::f64:
-      return to_float(static_cast<const double*>(data)[index]);
-    case DType::f32:
-      break;
-  }
-  return static_cast<const float*>(data)[index];
+  return value_of(load_raw(data, dtype, index), dtype);
 }
 
 __device__ inline void store_any(void* data, DType dtype, int64_t index, float value) {
