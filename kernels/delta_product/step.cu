@@ -17,7 +17,7 @@ constexpr int kStepCols = 32;
 constexpr int kStepWarps = kStepThreads / 32;
 
 template <int Rank>
-__device__ Raw element(const In<Rank>& x, int64_t n, int64_t i, int64_t j, int64_t k = 0) {
+__device__ RawElement element(const In<Rank>& x, int64_t n, int64_t i, int64_t j, int64_t k = 0) {
   int64_t at = n * x.stride[0] + i * x.stride[1] + j * x.stride[2];
   if constexpr (Rank == 4) at += k * x.stride[3];
   return load_raw(x.data, x.dtype, at);
@@ -38,6 +38,7 @@ template <int Pack_, int Rows>
 struct StepState {
   static constexpr int kPacks = kStepCols / Pack_;
   static constexpr int kRows = Rows * kStepThreads / kPacks;  // of the block
+  static_assert(Rows % 4 == 0 && kRows % kStepThreads == 0);
 
   Pack<Pack_> at[Rows];
 
@@ -107,10 +108,10 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
 
   // The thread's share of a step's vectors, and of a query.
   struct Step {
-    Raw k[kEach], beta_k[kEach], v, beta_v;
+    RawElement k[kEach], beta_k[kEach], v, beta_v;
   };
   struct Query {
-    Raw at[kEach];
+    RawElement at[kEach];
   };
   const auto step_of = [&](int j) {
     Step x;
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
   };
   Step step = step_of(0);
   Query query = query_of(0);
-  Raw g;
+  RawElement g;
   if (p.g.data != nullptr) g = load_raw(p.g.data, p.g.dtype, n * p.g.stride[0] + head * p.g.stride[1]);
 
   State s;
@@ -230,10 +231,10 @@ cudaError_t launch(const DeltaStep& p, cudaStream_t stream) {
 // Registers for as many rows as D needs: the fewer, the more blocks are under way.
 template <int Pack_>
 cudaError_t launch_rows(const DeltaStep& p, cudaStream_t stream) {
-  constexpr int kEach = Pack_ * kStepThreads / kStepCols;  // rows that one of each thread covers: 8 or 2
-  if (p.D <= 64) return launch<Pack_, 64 / kEach>(p, stream);
-  if (p.D <= 128) return launch<Pack_, 128 / kEach>(p, stream);
-  return launch<Pack_, kDeltaMaxWidth / kEach>(p, stream);
+  constexpr int kGroups = Pack_ * kStepThreads / kStepCols;  // of threads with the same columns
+  if (p.D <= 64) return launch<Pack_, 64 / kGroups>(p, stream);
+  if (p.D <= 128) return launch<Pack_, 128 / kGroups>(p, stream);
+  return launch<Pack_, kDeltaMaxWidth / kGroups>(p, stream);
 }
 
 }  // namespace

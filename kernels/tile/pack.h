@@ -76,17 +76,17 @@ __host__ __device__ inline int bytes_of(DType dtype) {
 
 // One element whose type is known at run time only, as it lies in memory. value_of() waits for it: who has
 // several to load takes them all before the first value. An fp64 element is rounded, and waited for, at once.
-struct Raw {
+struct RawElement {
   uint32_t bits = 0;  // zero in every type
 };
 
-__device__ inline Raw load_raw(const void* data, DType dtype, int64_t index) {
+__device__ inline RawElement load_raw(const void* data, DType dtype, int64_t index) {
   if (dtype == DType::f64) return {__float_as_uint(to_float(static_cast<const double*>(data)[index]))};
   if (dtype == DType::f32) return {static_cast<const uint32_t*>(data)[index]};
   return {static_cast<const uint16_t*>(data)[index]};
 }
 
-__device__ inline float value_of(Raw raw, DType dtype) {
+__device__ inline float value_of(RawElement raw, DType dtype) {
   const float half = to_float(__ushort_as_half(static_cast<unsigned short>(raw.bits)));
   const float other = __uint_as_float(raw.bits << (dtype == DType::bf16 ? 16 : 0));
   return dtype == DType::f16 ? half : other;
