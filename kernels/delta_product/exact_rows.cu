@@ -41,11 +41,6 @@ int64_t jobs_of(const DeltaExactShape& shape) {
   return tokens.batch * tokens.tokens * (static_cast<int64_t>(shape.n) * shape.heads + shape.query_heads);
 }
 
-template <class Array>
-__device__ inline int64_t offset(const Array& x, const RowOf& at) {
-  return at.batch * x.stride[0] + at.row * x.stride[1] + at.head * x.stride[2];
-}
-
 __device__ inline double over_warp(double x) {
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
@@ -65,7 +60,7 @@ struct Elements32 {
     }
   }
   __device__ Elements32(const In<4>& x, const RowOf& row, int width) {
-    const int64_t from = offset(x, row);
+    const int64_t from = offset_of(x, row.batch, row.row, row.head);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) at[i] = 0.f;
     switch (x.dtype) {
@@ -105,12 +100,11 @@ struct Elements32 {
     }
   }
   __device__ void store(const Out<4>& x, const RowOf& row, int width) const {
-    const int64_t to = offset(x, row);
-    each(width, [&](int i, int d) { store_any(x.data, x.dtype, to + d * x.stride[3], at[i]); });
+    each(width, [&](int i, int d) { store_any(x, at[i], row.batch, row.row, row.head, d); });
   }
   // fp32, and zeros up to a multiple of 4.
   __device__ void store_padded(const Out<4>& x, const RowOf& row, int width) const {
-    float* const to = static_cast<float*>(x.data) + offset(x, row);
+    float* const to = static_cast<float*>(x.data) + offset_of(x, row.batch, row.row, row.head);
     each(in_fours(width), [&](int i, int d) { to[d] = at[i]; });
   }
 
@@ -190,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       sum = over_warp(sum);
       if (threadIdx.x % 32 == 0) {
-        store_any(p.dbeta.data, p.dbeta.dtype, offset(p.dbeta, job.at), static_cast<float>(sum));
+        store_any(p.dbeta, static_cast<float>(sum), job.at.batch, job.at.row, job.at.head);
       }
     }
     (dw * beta_of_v).store(p.dv, job.at, shape.V);

@@ -16,13 +16,6 @@ constexpr int kStepThreads = 64;
 constexpr int kStepCols = 32;
 constexpr int kStepWarps = kStepThreads / 32;
 
-template <int Rank>
-__device__ RawElement element(const In<Rank>& x, int64_t n, int64_t i, int64_t j, int64_t k = 0) {
-  int64_t at = n * x.stride[0] + i * x.stride[1] + j * x.stride[2];
-  if constexpr (Rank == 4) at += k * x.stride[3];
-  return load_raw(x.data, x.dtype, at);
-}
-
 // 1 / |x| of `width` elements, by every warp for itself.
 template <int width>
 __device__ float inverse_length(const float* x) {
@@ -43,7 +36,7 @@ struct StepState {
   Pack<Pack_> at[Rows];
 
   static __device__ int first_row() { return static_cast<int>(threadIdx.x) / kPacks * Rows; }
-  static __device__ int first_col() { return static_cast<int>(threadIdx.x) % kPacks * Pack_; }
+  static __device__ int first_col() { return static_cast<int>(threadIdx.x % kPacks) * Pack_; }
 
   // f(a row's pack, that row of x) for the thread's rows.
   template <class F>
@@ -138,12 +131,11 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
   Step step = step_of(0);
   Query query = query_of(0);
   RawElement g;
-  if (p.g.data != nullptr) g = load_raw(p.g.data, p.g.dtype, n * p.g.stride[0] + head * p.g.stride[1]);
+  if (p.g.data != nullptr) g = element(p.g, n, head);
 
   State s;
   const bool mine = block_col + col < p.V;  // V is a multiple of the pack
-  float* const S = static_cast<float*>(p.state.data) + n * p.state.stride[0] + head * p.state.stride[1] +
-                   (block_col + col) * p.state.stride[3];
+  float* const S = static_cast<float*>(p.state.data) + offset_of(p.state, n, head, 0, block_col + col);
   // (In this form: as steps from row to row the compiler stores a pack's elements one by one.)
   const auto row_at = [&](int r) { return S + (State::first_row() + r) * p.state.stride[2]; };
   const int rows = mine ? D - State::first_row() : 0;  // of the thread's that exist
@@ -206,10 +198,7 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
     if (thread < State::kPacks && mine) {
 #pragma unroll
       for (int i = 0; i < Pack_; ++i) {
-        store_any(p.o.data, p.o.dtype,
-                  n * p.o.stride[0] + (head * group + member) * p.o.stride[1] +
-                      (block_col + col + i) * p.o.stride[2],
-                  factor * o.at[i]);
+        store_any(p.o, factor * o.at[i], n, head * group + member, block_col + col + i);
       }
     }
   }

@@ -147,9 +147,7 @@ __global__ void __launch_bounds__(kColumns* kAdders)
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
   const int own = blockIdx.x * kColumns + warp;
-  if (lane == 0 && own < dim) {
-    store_any(p.dweight.data, p.dweight.dtype, own * p.dweight.stride[0], total);
-  }
+  if (lane == 0 && own < dim) store_any(p.dweight, total, own);
 }
 
 }  // namespace

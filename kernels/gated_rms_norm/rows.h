@@ -131,7 +131,7 @@ class Weight {
     for (int column = threadIdx.x; column < R::kWidth; column += R::kThreads) {
       const int pack = column / R::kPack, i = column % R::kPack;
       place[offset(pack / R::kLanes, pack % R::kLanes, i) + i % 4] =
-          column < dim ? load_any(weight.data, weight.dtype, column * weight.stride[0]) : 0.f;
+          column < dim ? load_any(weight, column) : 0.f;
     }
     __syncthreads();
   }

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(kThreads)
       const float* across = p.across + (number * heads + head) * each;
       for (int part = 0; part < each; ++part) sum += own[part] + (partner.length > 0 ? across[part] : 0.f);
     }
-    store_any(p.dg.data, p.dg.dtype, batch * p.dg.stride[0] + token * p.dg.stride[1] + head * p.dg.stride[2],
-              sum);
+    store_any(p.dg, sum, batch, token, head);
   }
 }
 

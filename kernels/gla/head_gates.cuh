@@ -16,8 +16,7 @@ struct GatePair {
                                   int rows) {
     const auto gate = [&](int row) {
       if (g.data == nullptr || row >= rows) return 0.f;
-      return load_any(g.data, g.dtype,
-                      sequence.batch * g.stride[0] + (start + row) * g.stride[1] + head * g.stride[2]);
+      return load_any(g, sequence.batch, start + row, head);
     };
     return {gate(2 * lane()), gate(2 * lane() + 1)};
   }
@@ -26,7 +25,7 @@ struct GatePair {
   __device__ static void prefetch(const In<3>& g, const Sequence& sequence, int64_t start, int head,
                                   int rows) {
     if (g.data == nullptr) return;
-    const int64_t at = sequence.batch * g.stride[0] + start * g.stride[1] + head * g.stride[2];
+    const int64_t at = offset_of(g, sequence.batch, start, head);
     const int size = bytes_of(g.dtype);
 #pragma unroll
     for (int row = lane(); row < kChunk; row += 32) {

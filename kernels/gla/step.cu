@@ -5,48 +5,64 @@
 namespace girih::kernels {
 namespace {
 
-template <int Pack_>
+template <int Pack_, bool Held>
 __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_constant__ GlaStep p) {
-  extern __shared__ float shared[];
-  float* const parts = shared;  // kStepThreads * Pack_
-  float* const decay = parts + kStepThreads * Pack_;
+  extern __shared__ __align__(16) float shared[];
+  float* const held = shared;
+  float* const parts = held + (Held ? p.D * p.V : 0);  // kStepThreads * Pack_
+  float* const v = parts + kStepThreads * Pack_;       // whole packs
+  float* const decay = v + p.V;
   float* const k = decay + p.D;
   float* const q = k + p.D;
-  float* const v = q + p.D;
-  float* const o = v + p.V + Pack_;
   const int64_t n = blockIdx.x / p.heads;
   const int head = static_cast<int>(blockIdx.x % p.heads), group = p.query_heads / p.heads;
 
-  for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
-    decay[d] = p.g.data == nullptr ? 1.f : expf(element(p.g, n, head, d));
-    k[d] = element(p.k, n, head, d);
+  const StepMemory<Pack_, Held> S(p.state, n, head, p.D, p.V, held, group > 1);
+
+  // All of the token that a thread takes is asked for before any of it is waited for.
+  for (int i = threadIdx.x; i < max(p.D, p.V); i += kStepThreads) {
+    RawElement of_g, of_k, of_q, of_v;
+    if (i < p.D) {
+      if (p.g.data != nullptr) of_g = element(p.g, n, head, i);
+      of_k = element(p.k, n, head, i), of_q = element(p.q, n, head * group, i);
+    }
+    if (i < p.V) of_v = element(p.v, n, head, i);
+
+    if (i < p.D) {
+      decay[i] = expf(value_of(of_g, p.g.dtype));  // no gate: e^0
+      k[i] = value_of(of_k, p.k.dtype), q[i] = p.scale * value_of(of_q, p.q.dtype);
+    }
+    if (i < p.V) v[i] = value_of(of_v, p.v.dtype);
   }
-  for (int i = threadIdx.x; i < p.V; i += kStepThreads) v[i] = element(p.v, n, head, i);
-  for (int i = 0; i < group; ++i) {
-    const int query_head = head * group + i;
-    __syncthreads();
-    for (int d = threadIdx.x; d < p.D; d += kStepThreads) q[d] = p.scale * element(p.q, n, query_head, d);
-    __syncthreads();
+  __syncthreads();
+
+  wait_copies<0>();
+  for (int member = 0; member < group; ++member) {
+    const int query_head = head * group + member;
     // S <- Diag(e^g) S + k v^T,   o = scale S^T q
-    update_and_read<Pack_>(
-        p.state, n, head, p.D, p.V, i == 0, [&](int d, int) { return decay[d]; }, k, v, q, o, parts);
-    for (int c = threadIdx.x; c < p.V; c += kStepThreads) {
-      store_any(p.o.data, p.o.dtype, n * p.o.stride[0] + query_head * p.o.stride[1] + c * p.o.stride[2],
-                o[c]);
+    update_and_read(
+        S, member == 0, [&](int d, int) { return decay[d]; }, k, v, q, parts,
+        [&](int c, float sum) { store_any(p.o, sum, n, query_head, c); });
+    if (member + 1 < group) {
+      for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
+        q[d] = p.scale * load_any(p.q, n, query_head + 1, d);
+      }
+      __syncthreads();
     }
   }
 }
 
-template <int Pack_>
+template <int Pack_, bool Held>
 cudaError_t launch(const GlaStep& p, cudaStream_t stream) {
-  const int floats = kStepThreads * Pack_ + 3 * p.D + 2 * p.V + Pack_;
-  return launch_step<gla_step_kernel<Pack_>>(p, floats, stream);
+  const int64_t held = Held ? int64_t{p.D} * p.V : 0;
+  return launch_step<gla_step_kernel<Pack_, Held>>(p, held + kStepThreads * Pack_ + 3 * p.D + p.V, stream);
 }
 
 }  // namespace
 
 cudaError_t gla_step(const GlaStep& p, cudaStream_t stream) {
-  return p.V % 4 == 0 && fits_packs(p.state, 4, sizeof(float)) ? launch<4>(p, stream) : launch<1>(p, stream);
+  if (p.V % 4 != 0 || !fits_packs(p.state, 4, sizeof(float))) return launch<1, false>(p, stream);
+  return int64_t{p.D} * p.V <= kStepHeld ? launch<4, true>(p, stream) : launch<4, false>(p, stream);
 }
 
 }  // namespace girih::kernels

@@ -38,63 +38,94 @@ __device__ void apply_feature(float* p, int M, Feature feature, float scale, flo
   __syncthreads();
 }
 
-template <int Pack_>
+// What a slot keeps of its memory, and how much of the token it takes.
+struct Gate {
+  float decay, weight;
+};
+
+// ABC: z <- logaddexp(z, s), g = z before - z, the weight e^{s - z}
+__device__ Gate abc_gate(float& z, float logit) {
+  if (logit == -INFINITY) return {1.f, 0.f};
+  const float before = z, top = fmaxf(z, logit);
+  if (before == -INFINITY) {  // an empty memory has nothing to decay
+    z = logit;
+    return {1.f, 1.f};
+  }
+  z = top + log1pf(expf(fminf(before, logit) - top));
+  return {expf(before - z), expf(logit - z)};
+}
+
+template <int Pack_, bool Held>
 __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_constant__ GsaStep p) {
-  extern __shared__ float shared[];
-  float* const parts = shared;  // kStepThreads * Pack_
-  float* const s = parts + kStepThreads * Pack_;
-  float* const decay = s + p.M + Pack_;
-  float* const k = decay + p.M + Pack_;
-  float* const v = k + p.D;
-  float* const q = v + p.V + Pack_;
-  float* const slots = q + p.D;
-  float* const o = slots + p.M;
+  extern __shared__ __align__(16) float shared[];
+  float* const held_k = shared;
+  float* const held_v = held_k + (Held ? p.D * p.M : 0);
+  float* const parts = held_v + (Held ? p.M * p.V : 0);  // kStepThreads * Pack_
+  float* const s = parts + kStepThreads * Pack_;         // from here to k, whole packs
+  float* const decay = s + p.M;
+  float* const v = decay + p.M;
+  float* const slots = v + p.V;
+  float* const k = slots + p.M;
+  float* const q = k + p.D;
   const int64_t n = blockIdx.x / p.heads;
   const int head = static_cast<int>(blockIdx.x % p.heads), group = p.query_heads / p.heads;
 
-  for (int m = threadIdx.x; m < p.M; m += kStepThreads) {
-    if (p.z.data != nullptr) {  // ABC: z <- logaddexp(z, s), g = z before - z, s <- e^{s - z}
-      float& z = static_cast<float*>(p.z.data)[n * p.z.stride[0] + head * p.z.stride[1] + m * p.z.stride[2]];
-      const float logit = element(p.s, n, head, m), top = fmaxf(z, logit);
-      if (logit == -INFINITY) {
-        s[m] = 0.f, decay[m] = 1.f;
-      } else if (z == -INFINITY) {
-        s[m] = 1.f, decay[m] = 1.f, z = logit;  // an empty memory has nothing to decay
-      } else {
-        const float next = top + log1pf(expf(fminf(z, logit) - top));
-        s[m] = expf(logit - next), decay[m] = expf(z - next), z = next;
-      }
-    } else {
-      const float g = element(p.g, n, head, m);
-      s[m] = p.s.data == nullptr ? -expm1f(g) : element(p.s, n, head, m);
-      decay[m] = expf(g);
+  const StepMemory<Pack_, Held> Hk(p.state_k, n, head, p.D, p.M, held_k, group > 1);
+  const StepMemory<Pack_, Held> Hv(p.state_v, n, head, p.M, p.V, held_v, group > 1);
+
+  // All of the token that a thread takes is asked for before any of it is waited for.
+  const bool abc = p.z.data != nullptr;
+  for (int i = threadIdx.x; i < max(p.M, max(p.D, p.V)); i += kStepThreads) {
+    RawElement of_s, of_g, of_k, of_q, of_v;
+    float z = 0.f;
+    if (i < p.M) {
+      if (p.s.data != nullptr) of_s = element(p.s, n, head, i);
+      if (abc) z = static_cast<const float*>(p.z.data)[offset_of(p.z, n, head, i)];
+      if (!abc) of_g = element(p.g, n, head, i);
     }
+    if (i < p.D) of_k = element(p.k, n, head, i), of_q = element(p.q, n, head * group, i);
+    if (i < p.V) of_v = element(p.v, n, head, i);
+
+    if (i < p.M) {
+      Gate gate;
+      if (abc) {
+        gate = abc_gate(z, value_of(of_s, p.s.dtype));
+        static_cast<float*>(p.z.data)[offset_of(p.z, n, head, i)] = z;
+      } else {
+        const float g = value_of(of_g, p.g.dtype);
+        gate = {expf(g), p.s.data == nullptr ? -expm1f(g) : value_of(of_s, p.s.dtype)};
+      }
+      decay[i] = gate.decay, s[i] = gate.weight;
+    }
+    if (i < p.D) k[i] = value_of(of_k, p.k.dtype), q[i] = value_of(of_q, p.q.dtype);
+    if (i < p.V) v[i] = value_of(of_v, p.v.dtype);
   }
-  for (int d = threadIdx.x; d < p.D; d += kStepThreads) k[d] = element(p.k, n, head, d);
-  for (int d = threadIdx.x; d < p.V; d += kStepThreads) v[d] = element(p.v, n, head, d);
-  for (int i = 0; i < group; ++i) {
-    const int query_head = head * group + i;
-    __syncthreads();
-    for (int d = threadIdx.x; d < p.D; d += kStepThreads) q[d] = element(p.q, n, query_head, d);
-    __syncthreads();
+  __syncthreads();
+
+  for (int member = 0; member < group; ++member) {
+    const int query_head = head * group + member;
     // Hk <- Hk Diag(e^g) + k s^T,   logits = Hk^T q
-    update_and_read<Pack_>(
-        p.state_k, n, head, p.D, p.M, i == 0, [&](int, int m) { return decay[m]; }, k, s, q, slots, parts);
+    wait_copies<1>();
+    update_and_read(
+        Hk, member == 0, [&](int, int m) { return decay[m]; }, k, s, q, parts,
+        [&](int m, float logit) { slots[m] = logit; });
+    if (member + 1 < group) {  // q has been read; barriers of the feature's come before it is read again
+      for (int d = threadIdx.x; d < p.D; d += kStepThreads) q[d] = load_any(p.q, n, query_head + 1, d);
+    }
     apply_feature(slots, p.M, p.feature, p.scale, parts);
     // Hv <- Diag(e^g) Hv + s v^T,   o = Hv^T p
-    update_and_read<Pack_>(
-        p.state_v, n, head, p.M, p.V, i == 0, [&](int m, int) { return decay[m]; }, s, v, slots, o, parts);
-    for (int d = threadIdx.x; d < p.V; d += kStepThreads) {
-      store_any(p.o.data, p.o.dtype, n * p.o.stride[0] + query_head * p.o.stride[1] + d * p.o.stride[2],
-                o[d]);
-    }
+    wait_copies<0>();
+    update_and_read(
+        Hv, member == 0, [&](int m, int) { return decay[m]; }, s, v, slots, parts,
+        [&](int c, float sum) { store_any(p.o, sum, n, query_head, c); });
   }
 }
 
-template <int Pack_>
+template <int Pack_, bool Held>
 cudaError_t launch(const GsaStep& p, cudaStream_t stream) {
-  const int floats = kStepThreads * Pack_ + 3 * p.M + 2 * p.D + 2 * p.V + 3 * Pack_;
-  return launch_step<gsa_step_kernel<Pack_>>(p, floats, stream);
+  const int64_t held = Held ? int64_t{p.M} * (p.D + p.V) : 0;
+  return launch_step<gsa_step_kernel<Pack_, Held>>(p, held + kStepThreads * Pack_ + 3 * p.M + 2 * p.D + p.V,
+                                                   stream);
 }
 
 }  // namespace
@@ -103,7 +134,8 @@ cudaError_t gsa_step(const GsaStep& p, cudaStream_t stream) {
   const auto fits = [](const Out<4>& state, int cols) {
     return cols % 4 == 0 && fits_packs(state, 4, sizeof(float));
   };
-  return fits(p.state_k, p.M) && fits(p.state_v, p.V) ? launch<4>(p, stream) : launch<1>(p, stream);
+  if (!fits(p.state_k, p.M) || !fits(p.state_v, p.V)) return launch<1, false>(p, stream);
+  return int64_t{p.M} * (p.D + p.V) <= kStepHeld ? launch<4, true>(p, stream) : launch<4, false>(p, stream);
 }
 
 }  // namespace girih::kernels

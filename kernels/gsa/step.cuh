@@ -8,62 +8,118 @@
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
+#include "tile/shared.h"
 
 namespace girih::kernels {
 
 constexpr int kStepThreads = 128;
 
-__device__ inline float element(const In<3>& x, int64_t n, int64_t head, int64_t i) {
-  return load_any(x.data, x.dtype, n * x.stride[0] + head * x.stride[1] + i * x.stride[2]);
-}
+// A block's memories are held in shared memory up to so many floats in all: what six blocks of a
+// multiprocessor with 228 KB, or two with 100, read of them is then under way at once. In larger ones a
+// thread has many turns, whose loads keep memory busy as they are.
+constexpr int64_t kStepHeld = 8192;
 
-// out[c] = sum over rows r of read[r] * H[r, c], after H[r, c] <- row_decay * col_decay * H + row[r] col[c];
-// by the whole block. `update` is false where H holds the token already. parts: kStepThreads * Pack floats.
-template <int Pack_, class Decay>
-__device__ inline void update_and_read(const Out<4>& state, int64_t n, int64_t head, int rows, int cols,
-                                       bool update, const Decay& decay, const float* row, const float* col,
-                                       const float* read, float* out, float* parts) {
-  float* H = static_cast<float*>(state.data) + n * state.stride[0] + head * state.stride[1];
-  const int packs = (cols + Pack_ - 1) / Pack_;
+// Which packs of a memory are the thread's, of `packs` a row from `first` on: one column of them, in every
+// `turns`th row from `turn` on.
+struct StepShare {
+  int wide, turns, turn, pack;
+
+  __device__ StepShare(int packs, int first)
+      : wide(min(packs - first, kStepThreads)),
+        turns(kStepThreads / wide),
+        turn(static_cast<int>(threadIdx.x) / wide),
+        pack(first + static_cast<int>(threadIdx.x) % wide) {}
+  __device__ bool exists() const { return turn < turns; }
+};
+
+// The block's memory H, [rows, cols], cols a multiple of Pack. Held, it is under way to shared memory from
+// its construction on: a thread copies the packs that are its own in every update, so it has to wait for its
+// own copies alone, and for nobody.
+template <int Pack_, bool Held>
+struct StepMemory {
+  float* H;
+  int64_t row_stride, col_stride;
+  int rows, cols;
+  float* held;  // rows * cols floats from a multiple of 16 bytes on
+  bool again;   // there are queries after the first, which read the memory once more
+
+  __device__ StepMemory(const Out<4>& state, int64_t n, int head, int rows, int cols, float* held, bool again)
+      : H(static_cast<float*>(state.data) + offset_of(state, n, head)),
+        row_stride(state.stride[2]),
+        col_stride(state.stride[3]),
+        rows(rows),
+        cols(cols),
+        held(held),
+        again(again) {
+    if constexpr (Held) {
+      static_assert(Pack_ == 4, "copies of 16 bytes");
+      for (int first = 0; first < cols / Pack_; first += kStepThreads) {
+        const StepShare share(cols / Pack_, first);
+        const int c = share.pack * Pack_;
+        for (int r = share.turn; share.exists() && r < rows; r += share.turns) {
+          copy_async(shared_address(held_at(r, c)), at(r, c), true);
+        }
+      }
+      commit_copies();
+    }
+  }
+
+  __device__ Pack<Pack_> get(int r, int c) const { return load<Pack_>(Held ? held_at(r, c) : at(r, c)); }
+  __device__ void put(int r, int c, const Pack<Pack_>& h) const {
+    store<Pack_>(at(r, c), h);
+    if (Held && again) store<Pack_>(held_at(r, c), h);
+  }
+
+ private:
+  __device__ float* at(int r, int c) const { return H + r * row_stride + c * col_stride; }
+  __device__ float* held_at(int r, int c) const { return held + r * cols + c; }
+};
+
+// out(c, sum over rows r of read[r] * H[r, c]), after H[r, c] <- decay(r, c) H[r, c] + row[r] col[c]; by the
+// whole block. `update` is false where H holds the token already. col starts at a whole pack. parts:
+// kStepThreads * Pack floats that nobody reads.
+template <int Pack_, bool Held, class Decay, class Result>
+__device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool update, const Decay& decay,
+                                       const float* row, const float* col, const float* read, float* parts,
+                                       const Result& out) {
+  const int packs = H.cols / Pack_;
   for (int first = 0; first < packs; first += kStepThreads) {
-    // Threads in `turns` rows of `wide` packs.
-    const int wide = min(packs - first, kStepThreads), turns = kStepThreads / wide;
-    const int turn = threadIdx.x / wide, c = (first + static_cast<int>(threadIdx.x) % wide) * Pack_;
+    const StepShare share(packs, first);
     Pack<Pack_> sum = zeros<Pack_>();
-    if (turn < turns) {
+    if (share.exists()) {
+      const int c = share.pack * Pack_;
+      const Pack<Pack_> of_col = load<Pack_>(col + c);
       // Four rows are under way at once: nothing says that a later row is not an earlier one's store.
       constexpr int kAtOnce = 4;
-      for (int first_row = turn; first_row < rows; first_row += kAtOnce * turns) {
+      for (int first_row = share.turn; first_row < H.rows; first_row += kAtOnce * share.turns) {
         Pack<Pack_> h[kAtOnce];
-        const auto row_at = [&](int j) { return first_row + j * turns; };
-        const auto at = [&](int j) { return H + row_at(j) * state.stride[2] + c * state.stride[3]; };
+        const auto row_at = [&](int j) { return first_row + j * share.turns; };
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          if (row_at(j) < rows) h[j] = load<Pack_>(at(j));
+          if (row_at(j) < H.rows) h[j] = H.get(row_at(j), c);
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int r = row_at(j);
-          if (r >= rows) break;
+          if (r >= H.rows) break;
           if (update) {
 #pragma unroll
             for (int i = 0; i < Pack_; ++i) {
-              h[j].at[i] = fmaf(h[j].at[i], decay(r, c + i), row[r] * col[c + i]);
+              h[j].at[i] = fmaf(h[j].at[i], decay(r, c + i), row[r] * of_col.at[i]);
             }
-            store<Pack_>(at(j), h[j]);
+            H.put(r, c, h[j]);
           }
 #pragma unroll
           for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(read[r], h[j].at[i], sum.at[i]);
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < Pack_; ++i) parts[threadIdx.x * Pack_ + i] = sum.at[i];
+    store(parts + threadIdx.x * Pack_, sum);
     __syncthreads();
-    for (int i = threadIdx.x; i < wide * Pack_ && first * Pack_ + i < cols; i += kStepThreads) {
+    for (int i = threadIdx.x; i < share.wide * Pack_; i += kStepThreads) {
       float total = 0.f;
-      for (int t = 0; t < turns; ++t) total += parts[t * wide * Pack_ + i];
-      out[first * Pack_ + i] = total;
+      for (int t = 0; t < share.turns; ++t) total += parts[t * share.wide * Pack_ + i];
+      out(first * Pack_ + i, total);
     }
     __syncthreads();
   }
@@ -71,7 +127,7 @@ __device__ inline void update_and_read(const Out<4>& state, int64_t n, int64_t h
 
 // A block for every sequence and memory head, with so many floats of shared memory.
 template <auto Kernel, class Problem>
-cudaError_t launch_step(const Problem& p, int floats, cudaStream_t stream) {
+cudaError_t launch_step(const Problem& p, int64_t floats, cudaStream_t stream) {
   const int64_t blocks = p.sequences * p.heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;

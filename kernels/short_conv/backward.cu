@@ -233,10 +233,9 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
       for (int y = 0; y < kRuns; ++y) total += parts[y][threadIdx.x];
       const int64_t tap = column / channels, channel = column % channels;
       if (tap < p.shape.width) {
-        store_any(p.dweight.data, p.dweight.dtype, channel * p.dweight.stride[0] + tap * p.dweight.stride[1],
-                  total);
+        store_any(p.dweight, total, channel, tap);
       } else if (p.dbias.data != nullptr) {
-        store_any(p.dbias.data, p.dbias.dtype, channel * p.dbias.stride[0], total);
+        store_any(p.dbias, total, channel);
       }
     }
     __syncthreads();  // read before the next columns overwrite it
@@ -254,7 +253,8 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
     const int64_t channel = job % channels;
     const int row = static_cast<int>(job / channels % (W - 1));
     const Sequence sequence = sequence_at(p.shape.tokens, job / channels / (W - 1));
-    const Filter<T, W, 1> filter(p.weight, p.bias, channel, p.shape.silu);
+    const Filter<T, W, 1> filter(RawFilter<W, 1>(p.weight, p.bias, channel), p.weight.dtype, p.bias.dtype,
+                                 p.shape.silu);
     Pack<1> dstate = zeros<1>();
 #pragma unroll
     for (int j = 0; j + 1 < W; ++j) {

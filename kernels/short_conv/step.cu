@@ -19,16 +19,22 @@ __global__ void __launch_bounds__(kStepThreads) step(const ShortConvStep p) {
   for (int64_t job = static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x; job < jobs; job += grid) {
     const int64_t channel = job % packs * N;
     const int64_t batch = job / packs;
-    const Filter<T, W, N> filter(p.weight, p.bias, channel, p.shape.silu);
+    // All that the thread reads is asked for before any of it is waited for.
+    Raw<T, N> rows[W];
+#pragma unroll
+    for (int j = 0; j + 1 < W; ++j) rows[j].load(&at<T>(p.state, batch, j, channel));
+    rows[W - 1].load(&at<T>(p.x, batch, 0, channel));
+    const RawFilter<W, N> taps(p.weight, p.bias, channel);
+
+    const Filter<T, W, N> filter(taps, p.weight.dtype, p.bias.dtype, p.shape.silu);
     Pack<N> window[W];
 #pragma unroll
-    for (int j = 0; j + 1 < W; ++j) window[j] = load<N>(&at<T>(p.state, batch, j, channel));
-    window[W - 1] = load<N>(&at<T>(p.x, batch, 0, channel));
+    for (int j = 0; j < W; ++j) window[j] = rows[j].pack();
     Pack<N> z[1] = {filter.apply(window)};
     filter.activate(z);
     store(&at<T>(p.y, batch, 0, channel), z[0]);
 #pragma unroll
-    for (int j = 0; j + 1 < W; ++j) store(&at<T>(p.state, batch, j, channel), window[j + 1]);
+    for (int j = 0; j + 1 < W; ++j) rows[j + 1].store(&at<T>(p.state, batch, j, channel));
   }
 }
 

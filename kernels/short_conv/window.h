@@ -27,19 +27,45 @@ __device__ inline float sigmoid(float z) {
   return reciprocal(1.f + exp2_fast(-kLog2E * z));
 }
 
+// The filters of N channels as they lie in memory: asked for, and not waited for.
+template <int W, int N>
+struct RawFilter {
+  RawElement weight[W][N];
+  RawElement bias[N];  // zeros where there is none
+
+  __device__ RawFilter(const In<2>& weights, const In<1>& biases, int64_t channel) {
+    with_stored(weights.dtype, [&](auto zero) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          weight[j][i] = stored_as<decltype(zero)>(weights.data, offset_of(weights, channel + i, j));
+        }
+      }
+    });
+    if (biases.data == nullptr) return;
+    with_stored(biases.dtype, [&](auto zero) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        bias[i] = stored_as<decltype(zero)>(biases.data, offset_of(biases, channel + i));
+      }
+    });
+  }
+};
+
 template <typename T, int W, int N>
 struct Filter {
   Pack<N> weight[W];
   Pack<N> bias;
   bool silu;
 
-  __device__ Filter(const In<2>& weights, const In<1>& biases, int64_t channel, bool with_silu)
+  __device__ Filter(const RawFilter<W, N>& raw, DType of_weights, DType of_biases, bool with_silu)
       : silu(with_silu) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) weight[j].at[i] = tap(weights, channel + i, j);
-      bias.at[i] = bias_of(biases, channel + i);
+      for (int j = 0; j < W; ++j) weight[j].at[i] = value_of(raw.weight[j][i], of_weights);
+      bias.at[i] = value_of(raw.bias[i], of_biases);
     }
   }
 
@@ -53,8 +79,8 @@ struct Filter {
     const int column = threadIdx.y * kLanes + threadIdx.x;
     if (column < kColumns && first_channel + column < channels) {  // its loads are under way together
 #pragma unroll
-      for (int j = 0; j < W; ++j) place[j][column] = tap(weights, first_channel + column, j);
-      place[W][column] = bias_of(biases, first_channel + column);
+      for (int j = 0; j < W; ++j) place[j][column] = load_any(weights, first_channel + column, j);
+      place[W][column] = biases.data == nullptr ? 0.f : load_any(biases, first_channel + column);
     }
     __syncthreads();
 #pragma unroll
@@ -97,24 +123,16 @@ struct Filter {
       }
     }
   }
-
- private:
-  __device__ static float tap(const In<2>& weights, int64_t channel, int j) {
-    return load_any(weights.data, weights.dtype, channel * weights.stride[0] + j * weights.stride[1]);
-  }
-  __device__ static float bias_of(const In<1>& biases, int64_t channel) {
-    return biases.data == nullptr ? 0.f : load_any(biases.data, biases.dtype, channel * biases.stride[0]);
-  }
 };
 
 template <typename T>
 __device__ inline const T& at(const In<3>& array, int64_t a, int64_t b, int64_t c) {
-  return static_cast<const T*>(array.data)[a * array.stride[0] + b * array.stride[1] + c * array.stride[2]];
+  return static_cast<const T*>(array.data)[offset_of(array, a, b, c)];
 }
 
 template <typename T>
 __device__ inline T& at(const Out<3>& array, int64_t a, int64_t b, int64_t c) {
-  return static_cast<T*>(array.data)[a * array.stride[0] + b * array.stride[1] + c * array.stride[2]];
+  return static_cast<T*>(array.data)[offset_of(array, a, b, c)];
 }
 
 // The input at a token of a sequence; the W - 1 positions before its start are its state's rows.
@@ -205,6 +223,16 @@ struct Raw {
       const auto all = *reinterpret_cast<const Elements<uint32_t, kWords>*>(from);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = all.at[i];
+    }
+  }
+  __device__ void store(T* to) const {
+    if constexpr (kBytes == 2) {
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(words[0]);
+    } else {
+      Elements<uint32_t, kWords> all;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) all.at[i] = words[i];
+      *reinterpret_cast<Elements<uint32_t, kWords>*>(to) = all;
     }
   }
   __device__ void clear() {

@@ -74,16 +74,44 @@ __host__ __device__ inline int bytes_of(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
+// Where an element of these indices lies, or the first of those that begin with them.
+template <template <int> class Array, int Rank, class... Index>
+__device__ inline int64_t offset_of(const Array<Rank>& array, Index... index) {
+  static_assert(sizeof...(index) <= Rank);
+  int64_t offset = 0;
+  int d = 0;
+  ((offset += index * array.stride[d++]), ...);
+  return offset;
+}
+
 // One element whose type is known at run time only, as it lies in memory. value_of() waits for it: who has
 // several to load takes them all before the first value. An fp64 element is rounded, and waited for, at once.
 struct RawElement {
   uint32_t bits = 0;  // zero in every type
 };
 
-__device__ inline RawElement load_raw(const void* data, DType dtype, int64_t index) {
-  if (dtype == DType::f64) return {__float_as_uint(to_float(static_cast<const double*>(data)[index]))};
-  if (dtype == DType::f32) return {static_cast<const uint32_t*>(data)[index]};
-  return {static_cast<const uint16_t*>(data)[index]};
+template <typename Stored>
+__device__ inline RawElement stored_as(const void* data, int64_t at) {
+  const Stored stored = static_cast<const Stored*>(data)[at];
+  if constexpr (sizeof(Stored) == 8) {
+    return {__float_as_uint(to_float(stored))};
+  } else {
+    return {stored};
+  }
+}
+
+// f(0 of what stored_as() reads): who has many elements of a type asks for it once.
+template <class F>
+__device__ inline auto with_stored(DType dtype, const F& f) {
+  if (dtype == DType::f64) return f(double{});
+  if (dtype == DType::f32) return f(uint32_t{});
+  return f(uint16_t{});
+}
+
+template <int Rank, class... Index>
+__device__ inline RawElement element(const In<Rank>& array, Index... index) {
+  const int64_t at = offset_of(array, index...);
+  return with_stored(array.dtype, [&](auto zero) { return stored_as<decltype(zero)>(array.data, at); });
 }
 
 __device__ inline float value_of(RawElement raw, DType dtype) {
@@ -93,23 +121,26 @@ __device__ inline float value_of(RawElement raw, DType dtype) {
 }
 
 // For small tensors, read once and outside of loops.
-__device__ inline float load_any(const void* data, DType dtype, int64_t index) {
-  return value_of(load_raw(data, dtype, index), dtype);
+template <int Rank, class... Index>
+__device__ inline float load_any(const In<Rank>& array, Index... index) {
+  return value_of(element(array, index...), array.dtype);
 }
 
-__device__ inline void store_any(void* data, DType dtype, int64_t index, float value) {
-  switch (dtype) {
+template <int Rank, class... Index>
+__device__ inline void store_any(const Out<Rank>& array, float value, Index... index) {
+  const int64_t at = offset_of(array, index...);
+  switch (array.dtype) {
     case DType::f16:
-      static_cast<__half*>(data)[index] = from_float<__half>(value);
+      static_cast<__half*>(array.data)[at] = from_float<__half>(value);
       return;
     case DType::bf16:
-      static_cast<__nv_bfloat16*>(data)[index] = from_float<__nv_bfloat16>(value);
+      static_cast<__nv_bfloat16*>(array.data)[at] = from_float<__nv_bfloat16>(value);
       return;
     case DType::f64:
-      static_cast<double*>(data)[index] = from_float<double>(value);
+      static_cast<double*>(array.data)[at] = from_float<double>(value);
       return;
     case DType::f32:
-      static_cast<float*>(data)[index] = value;
+      static_cast<float*>(array.data)[at] = value;
       return;
   }
 }

@@ -614,17 +614,35 @@ def token(data, t, n):
 def test_a_step_of_every_size(n):
     for D in [*WIDTHS, 1, 3]:
         for V in (1, 30, 64, 256):
-            inputs = draw(T=1, D=D, V=V, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
-            state = start_of(inputs.map(torch.clone))
-            o = ops.delta_product_step(**inputs.data, **inputs.options, state=state)
-            double = inputs.map(torch.Tensor.double)
-            want_o, want = ops.delta_product(**double.data, **inputs.options, state=start_of(double))
-            near_o, near = rounded_formula.delta_product(
-                **inputs.data, **inputs.options, state=start_of(inputs)
-            )
-            assert_as_right(
-                {"o": o, "s": state.s}, {"o": want_o, "s": want.s}, [{"o": near_o, "s": near.s}], D + n
-            )
+            assert_step_as_right(draw(T=1, D=D, V=V, n=n, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("l2norm_qk", [False, True])
+@pytest.mark.parametrize("D, V", [(64, 64), (72, 30), (256, 36)])
+@torch.no_grad()
+def test_a_step_of_every_number_of_writes_and_queries(D, V, l2norm_qk, dtype):
+    for n, G in ((1, 1), (1, 8), (2, 3), (3, 2), (5, 7), (8, 1), (8, 8)):
+        assert_step_as_right(draw(T=1, D=D, V=V, n=n, G=G, l2norm_qk=l2norm_qk, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["no gates", "vector"])
+@torch.no_grad()
+def test_a_step_of_every_kind_of_gates_and_betas(kind):
+    options = {"pattern": None} if kind == "no gates" else {"vector": True}
+    for gate_dtype in (*DTYPES, torch.float64):
+        assert_step_as_right(draw(T=1, n=2, G=2, dtype=torch.bfloat16, gate_dtype=gate_dtype, **options))
+
+
+def assert_step_as_right(inputs):
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    state = start_of(inputs.map(torch.clone))
+    o = ops.delta_product_step(**inputs.data, **inputs.options, state=state)
+    double = inputs.map(torch.Tensor.double)
+    want_o, want = ops.delta_product(**double.data, **inputs.options, state=start_of(double))
+    near_o, near = rounded_formula.delta_product(**inputs.data, **inputs.options, state=start_of(inputs))
+    terms = inputs.data["q"].shape[-1] + inputs.options["n"]
+    assert_as_right({"o": o, "s": state.s}, {"o": want_o, "s": want.s}, [{"o": near_o, "s": near.s}], terms)
 
 
 @of_every_kind

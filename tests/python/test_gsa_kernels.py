@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import recurrences
 import rounded_formula
 import torch
 from girih import ops
@@ -29,6 +30,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 BOTH = [torch.float32, torch.bfloat16]
 WIDTHS = [8, 20, 64, 72, 128, 256, 512]
 SLOTS = [1, 8, 20, 64, 65, 128, 200, 256]
+# Of a step: memories that a block just holds in shared memory, gsa's or gla's, or a bit too large; rows that
+# are no whole packs, that have a few packs, or more than a block has threads.
+STEPS = {
+    "gsa held": {"D": 64, "V": 64, "M": 64},
+    "gsa too large": {"D": 64, "V": 64, "M": 68},
+    "gla held": {"D": 64, "V": 128, "M": 40},
+    "gla too large": {"D": 64, "V": 132, "M": 40},
+    "no packs": {"D": 20, "V": 30, "M": 17},
+    "few packs": {"D": 7, "V": 12, "M": 20},
+    "wide": {"D": 9, "V": 520, "M": 12},
+    "many slots": {"D": 9, "V": 4, "M": 520},
+}
 # Which inputs there are: s and g, g alone, s alone (ABC); no gate, one a head, one a key channel.
 KINDS = {"s_g": "gsa", "g": "gsa", "abc": "gsa", "plain": "gla", "head": "gla", "channel": "gla"}
 
@@ -424,20 +437,83 @@ def test_steps_in_place_are_the_forward(kind, G, layout, dtype):
 @torch.no_grad()
 def test_a_step_of_every_size(M):
     for D, V in zip(WIDTHS, reversed(WIDTHS), strict=True):
-        inputs = draw(T=1, D=D, V=V, M=M, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
-        state = start_of(inputs.map(torch.clone))
-        o = ops.gsa_step(**inputs.data, state=state)
-        keywords = inputs.data | {"state": start_of(inputs)}
-        want_o, want = ops.gsa(
-            **inputs.map(torch.Tensor.double).data, state=start_of(inputs.map(torch.Tensor.double))
-        )
-        near_o, near = rounded_formula.gsa(**keywords)
-        assert_as_right(
-            {"o": o, "k": state.k, "v": state.v},
-            {"o": want_o, "k": want.k, "v": want.v},
-            [{"o": near_o, "k": near.k, "v": near.v}],
-            D + M,
-        )
+        assert_step_as_right(draw(T=1, D=D, V=V, M=M, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+@pytest.mark.parametrize("size", STEPS)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_step_of_grouped_queries(kind, size, dtype):
+    for G in (1, 2, 8):
+        assert_step_as_right(draw(kind, T=1, G=G, **STEPS[size], dtype=dtype))
+
+
+@pytest.mark.parametrize("feature", ["softmax", "none", "silu", "relu", "relu2"])
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc"])
+@torch.no_grad()
+def test_a_step_of_every_feature(kind, feature):
+    for M in (17, 64, 68, 300):
+        for scale in (None, 0.01):
+            inputs = draw(kind, T=1, G=2, M=M, dtype=torch.float16, feature=feature, scale=scale)
+            assert_step_as_right(inputs)
+
+
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("M", [17, 64, 68])
+@torch.no_grad()
+def test_a_step_with_closed_slots_of_abc(M, G):
+    """Logits of -inf, slots that were empty, both at once; then all of them."""
+    inputs = draw("abc", T=1, G=G, M=M, dtype=torch.float32)
+    inputs.data["s"][..., ::3] = -torch.inf
+    inputs.state["z"][..., ::2] = -torch.inf
+    inputs.state["k"][..., ::2] = 0
+    inputs.state["v"][..., ::2, :] = 0
+    assert_step_as_right(inputs, formula=recurrences)  # chunks' has no such slots
+    inputs.data["s"][:] = -torch.inf
+    assert_step_as_right(inputs, formula=recurrences)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["s_g", "g", "abc", "channel"])
+@torch.no_grad()
+def test_a_step_with_gates_of_any_dtype(kind, dtype):
+    assert_step_as_right(draw(kind, T=1, M=20, dtype=torch.bfloat16, gate_dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
+@torch.no_grad()
+def test_a_step_in_every_layout(kind, layout):
+    """A state whose rows fit packs, or would if they stood otherwise; in shared memory, or too large."""
+    for M in (20, 68):
+        inputs = draw(kind, B=3, T=1, G=2, D=72, V=M + 52, M=M, dtype=torch.bfloat16)
+        pad = Padded(*LAYOUTS[layout], device=DEVICE)
+        assert_step_as_right(inputs, stepped=inputs.map(pad))
+        state = [view for _, _, view, values in pad.views if values.shape[1] == 2]
+        pad.assert_untouched(written=state)
+
+
+def assert_step_as_right(inputs, stepped=None, formula=rounded_formula):
+    """One token, the state in place; `stepped`: the same numbers in another layout."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    stepped = inputs.map(torch.clone) if stepped is None else stepped
+
+    def named(o, state):
+        tensors = {"o": o} | dict(zip(inputs.state, state, strict=False))
+        if "z" in tensors:  # of slots that no token has opened, -inf
+            z = tensors.pop("z")
+            tensors |= {"closed": z.isneginf().long(), "z": z.masked_fill(z.isneginf(), 0)}
+        return tensors
+
+    def forward(inputs, source=ops):
+        return named(*getattr(source, inputs.op)(**inputs.data, **inputs.options, state=start_of(inputs)))
+
+    state = start_of(stepped)
+    o = getattr(ops, f"{inputs.op}_step")(**stepped.data, **inputs.options, state=state)
+    exact, rounded = forward(inputs.map(torch.Tensor.double)), forward(inputs, formula)
+    terms = sum(x.shape[-2] for name, x in inputs.state.items() if name != "z")
+    assert_as_right(named(o, state), exact, [rounded], terms)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -166,12 +166,24 @@ def test_a_hundred_runs_have_the_same_bits(packed):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("W", [1, 2, 4])
-def test_a_step_is_a_forward_of_one_token(layout, dtype, W):
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
+@pytest.mark.parametrize("bias, activation", [(True, "silu"), (False, "silu"), (True, None), (False, None)])
+def test_a_step_is_a_forward_of_one_token(layout, dtype, W, bias, activation):
     pad = Padded(*LAYOUTS[layout])
-    x, weight, bias, state = map(pad, draw(3, 1, 36, W, dtype=dtype)[:4])
-    y, (final,) = ops.short_conv(x, weight, bias, activation="silu", state=ops.ShortConvState(state))
-    found = ops.short_conv_step(x, weight, bias, activation="silu", state=ops.ShortConvState(state))
+    assert_step_is_the_forward(pad, draw(3, 1, 36, W, dtype=dtype, bias=bias), activation)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 4, 508, 1028])
+def test_a_step_of_any_weights_and_channels(channels, weight_dtype):
+    inputs = draw(5, 1, channels, 4, dtype=torch.bfloat16, weight_dtype=weight_dtype)
+    assert_step_is_the_forward(Padded(*LAYOUTS["packs"]), inputs, "silu")
+
+
+def assert_step_is_the_forward(pad, inputs, activation):
+    x, weight, bias, state = map(pad, inputs[:4])
+    y, (final,) = ops.short_conv(x, weight, bias, activation=activation, state=ops.ShortConvState(state))
+    found = ops.short_conv_step(x, weight, bias, activation=activation, state=ops.ShortConvState(state))
     assert torch.equal(found, y) and torch.equal(state, final)
     pad.assert_untouched(written=[state])
 
