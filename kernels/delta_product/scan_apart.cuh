@@ -3,9 +3,9 @@
 // 4 x 4096 tokens, 16 heads of 64, took 1.10 us, and takes 0.84.
 //
 // (What was tried there: chunks prepared by the warpgroups that either block has no work for took 126 us in
-// all instead of 85, and 178 with gates, as prepare's 2100 instructions in a row leave nothing of the chain in
-// the instruction caches; prepared by all warps before the chain begins, 102. With beta in X and v - Y in one
-// product, as where the chain makes the output (scan_output.cuh), it took as long as without.)
+// all instead of 85, and 178 with gates, as prepare's 2100 instructions in a row leave nothing of the chain
+// in the instruction caches; prepared by all warps before the chain begins, 102. With beta in X and v - Y in
+// one product, as where the chain makes the output (scan_output.cuh), it took as long as without.)
 #pragma once
 
 #include "delta_product/scan_chain.cuh"
