@@ -16,7 +16,8 @@ constexpr int kStepThreads = 128;
 
 // A block's memories are held in shared memory up to so many floats in all: what six blocks of a
 // multiprocessor with 228 KB, or two with 100, read of them is then under way at once. In larger ones a
-// thread has many turns, whose loads keep memory busy as they are.
+// thread has many turns, whose loads keep memory busy as they are. (128 sequences of 16 heads, 64 x 64, on an
+// H200: gla 22.0 us instead of 25.0, gsa with its two of them 41.5 instead of 43.2.)
 constexpr int64_t kStepHeld = 8192;
 
 // Which packs of a memory are the thread's, of `packs` a row from `first` on: one column of them, in every
