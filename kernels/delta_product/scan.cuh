@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   if constexpr (Roles::kChains == 2) {
     two = pass.chains == 2 && part_of(pass.scan.shape, pass.walk, blockIdx.x, second, 1, 2);
   }
-  const Space space{shared, pass.stages, pass.slots};
+  const Space space{shared, pass.stages, pass.slots, pass.readers};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
 // Bytes of shared memory without which a block does not run.
 template <typename T, int D>
 constexpr int scan_least() {
-  return std::max(ScanSpace<T, D, kDeltaRows>::bytes(1, 1), ScanSpace<T, D, kDeltaRows / 2>::bytes(1, 1));
+  return std::max(ScanSpace<T, D, kDeltaRows>::bytes(1, 1, 1),
+                  ScanSpace<T, D, kDeltaRows / 2>::bytes(1, 1, 1));
 }
 
 template <typename T, int D, int Rows>
@@ -97,24 +98,22 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (Rows == 0) {
-    pass.stages = std::min((limit - Space::bytes(0, 0)) / Space::kStageBytes, kMaxStages);
-    pass.slots = 0;
+    pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
+    pass.slots = pass.readers = 0;
   } else {
     // As many stages as there is room for. Two slots beside three of them are better than one beside more.
     const auto fit = [&](int slots) {
       pass.slots = slots;
       for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
-        if (Space::bytes(pass.stages, slots) <= limit) break;
+        // A reader that skips a turn needs another place for it.
+        pass.readers = std::min({ScanRoles<D, Rows>::kReaders, pass.stages, slots});
+        if (Space::bytes(pass.stages, slots, pass.readers) <= limit) break;
       }
       return pass.stages;
     };
     if (const int stages = fit(2); stages < 3 && fit(1) <= stages) fit(stages > 0 ? 2 : 1);
-    // A reader that skips a turn needs another place for it.
-    pass.readers = std::min({ScanRoles<D, Rows>::kReaders, pass.stages, pass.slots});
   }
-  if (pass.stages < 1 || Space::bytes(pass.stages, pass.slots) > limit) {
-    return cudaErrorInvalidConfiguration;
-  }
+  if (pass.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<scan<T, D, Rows>>(limit); error != cudaSuccess) return error;
   // At 1 x 32768 tokens, 8 heads of 128, 94 us instead of 122.
   pass.chains = ScanRoles<D, Rows>::kChains == 2 && parts_alone(pass.scan.shape, pass.walk) > kCard ? 2 : 1;
@@ -122,19 +121,20 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if constexpr (D == 64 && Rows != 0) {  // (beyond, stages and slots of both leave too little room)
-    if (blocks <= kCard / 2 && pass.readers == 2) {
-      bool can = false;
+    bool can = false;
+    if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
+        Space::bytes(pass.stages, kApartReaders, kApartReaders) <= limit) {
       if (const cudaError_t error = has_clusters<scan_apart<T, D, Rows>>(can); error != cudaSuccess)
         return error;
-      if (can) return launch_apart<T, D, Rows>(pass, blocks, limit, stream);
     }
+    if (can) return launch_apart<T, D, Rows>(pass, blocks, limit, stream);
   }
   if constexpr (D == 128 && Rows != 0) {
     bool launched = false;
     const cudaError_t error = try_output<T, D, Rows>(pass, blocks, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
   }
-  const int bytes = Space::bytes(pass.stages, pass.slots);
+  const int bytes = Space::bytes(pass.stages, pass.slots, pass.readers);
   scan<T, D, Rows><<<static_cast<unsigned>(blocks), ScanRoles<D, Rows>::kThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }

@@ -1,6 +1,9 @@
 // The scan by two blocks beside each other, where a card has two multiprocessors for each: one has the chain,
-// the other the readers. In one block they wait for each other's products and instructions: a chunk of
-// 4 x 4096 tokens, 16 heads of 64, took 1.10 us, and takes 0.84.
+// the other the readers, three instead of two: the warpgroup that is the chain in the first is one in the
+// second. In one block they wait for each other's products and instructions: a chunk of 4 x 4096 tokens, 16
+// heads of 64, took 1.10 us, and with two readers apart 0.84. Those had no time left, and the chain waited
+// for them an eighth of its own: with three the forward took 83 us instead of 84.5, with gates and lengths 89
+// instead of 97; of half as many tokens, n = 2 and gates, 85 instead of 92.
 //
 // (What was tried there: chunks prepared by the warpgroups that either block has no work for took 126 us in
 // all instead of 85, and 178 with gates, as prepare's 2100 instructions in a row leave nothing of the chain
@@ -14,6 +17,8 @@
 #include "delta_product/scan_roles.cuh"
 
 namespace girih::kernels::delta_product {
+
+constexpr int kApartReaders = 3;
 
 // By a warp of the first block: a slot of S, and of U, to the second as soon as it is there.
 template <typename T, int D, int Rows>
@@ -40,24 +45,23 @@ __device__ inline void run_apart(const ScanPass& pass, const Part& part, const S
                                  bool reads) {
   using Roles = ScanRoles<D, Rows>;
   using Registers = ScanRegisters<D, Rows>;
-  const int warp = warp_index();
-  if (warp < Roles::kChain) {
+  const int warp = warp_index(), other = warp - Roles::kChain - Roles::kReaders * Roles::kReader;
+  if (warp < Roles::kChain && !reads) {
     take_registers<Registers::kChain>();
-    if (!reads) run_chain(pass, part, space, 0, warp);
-    return;
+    return run_chain(pass, part, space, 0, warp);
   }
-  const int reader = warp - Roles::kChain, other = reader - Roles::kReaders * Roles::kReader;
   if (other < 0) {
-    const int which = reader / Roles::kReader, its_warp = reader % Roles::kReader;
+    static_assert(kApartReaders * Roles::kReader == Roles::kChain + Roles::kReaders * Roles::kReader);
+    const int reader = warp / Roles::kReader, its_warp = warp % Roles::kReader;
     leave_registers<Registers::kReaders>();
     if (!reads) {
-      if (reader == 0) send_slots(part, pass.slots, space);
+      if (warp == Roles::kChain) send_slots(part, pass.slots, space);
       return;
     }
     if constexpr (Rows == ScanSpace<T, D, Rows>::kTokens) {
-      return run_half_readers<true>(pass, part, space, which, its_warp);
+      return run_half_readers<true>(pass, part, space, reader, its_warp);
     } else {
-      return run_readers<true>(pass, part, space, which, its_warp);
+      return run_readers<true>(pass, part, space, reader, its_warp);
     }
   }
   leave_registers<Registers::kOthers>();
@@ -78,7 +82,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   Part part;
   if (!part_of(pass.scan.shape, pass.walk, blockIdx.x / 2, part)) return;
   const bool reads = cluster_rank() == 1;
-  const ScanSpace<T, D, Rows> space{shared, pass.stages, pass.slots};
+  const ScanSpace<T, D, Rows> space{shared, pass.stages, pass.slots, pass.readers};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
@@ -104,14 +108,13 @@ template <typename T, int D, int Rows>
 cudaError_t launch_apart(ScanPass pass, int64_t blocks, int limit, cudaStream_t stream) {
   using Space = ScanSpace<T, D, Rows>;
   // Copies may overtake each other: a slot is always the same reader's, which sees all of its phases.
-  if (pass.slots % pass.readers != 0) return cudaErrorInvalidConfiguration;
-  if (Space::bytes(pass.stages, 2 * pass.slots) <= limit) pass.slots *= 2;
+  pass.slots = pass.readers = kApartReaders;
   if (const cudaError_t error = allow_shared<scan_apart<T, D, Rows>>(limit); error != cudaSuccess)
     return error;
   cudaLaunchConfig_t launch{};
   launch.gridDim = static_cast<unsigned>(2 * blocks);
   launch.blockDim = ScanRoles<D, Rows>::kThreads;
-  launch.dynamicSmemBytes = Space::bytes(pass.stages, pass.slots);
+  launch.dynamicSmemBytes = Space::bytes(pass.stages, pass.slots, pass.readers);
   launch.stream = stream;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

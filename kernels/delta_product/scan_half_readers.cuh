@@ -27,8 +27,7 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
   const auto together = [&] { barrier_wait(1 + reader, 128); };
   Turn turn, slot;
   if (reader > 0) turn.skip(reader, pass.stages), slot.skip(reader, pass.slots);
-  // A reader that skips a turn never waits for a barrier two phases on: it has seen the stage or the state
-  // two chunks before.
+  // Barriers and their phases as in run_readers().
 
   const TileCopier<128, typename Space::HalfReader::Query> queries(
       at<T>(p.q, part.piece.sequence.batch, part.piece.start, static_cast<int64_t>(part.head) * group, 0),
@@ -47,7 +46,7 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       const bool last = member + 1 == group;
-      const Space here{space.data + worked_out_here(0), space.stages, space.slots};
+      const Space here{space.data + worked_out_here(0), space.stages, space.slots, space.readers};
       const typename Space::HalfReader own = here.half_reader(reader);
       const Stage<T, D> stage = here.stage(turn.place);
       const Vectors vectors = stage.prepared().vectors();

@@ -80,12 +80,13 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
   ScanBarriers& barriers = space.barriers();
   Turn turn, slot;
   if (reader > 0) turn.skip(reader, pass.stages), slot.skip(reader, pass.slots);
-  // A reader that skips a turn never waits for a barrier two phases on: it has seen the stage or the state
-  // two chunks before.
+  // A reader that skips turns never waits for a barrier two phases on: it has seen the stage of a chunk at
+  // most as long ago as there are stages, and stages are told in the order of chunks; slots too, or they are
+  // always the same reader's.
 
   // A warp fetches its own rows of q, once it has those before in registers: the two loaders have no time for
   // them (with them, 87% of theirs, and all others waited).
-  const auto rows_of_q = space.query(4 * reader + warp);
+  const auto rows_of_q = space.query(reader, warp);
   const auto fetch = [&](int chunk, int member) {
     if (chunk < part.chunks) {
       const TileCopier<32, typename Space::Query> rows(

@@ -68,15 +68,13 @@ struct ScanSpace {
   };
 
   unsigned char* data;
-  int stages, slots;
+  int stages, slots, readers;
 
   static constexpr int kStageBytes = Stage<T, D>::kBytes + (kChains - 1) * Values<T>::kBytes;
   static constexpr int kSlotBytes = State::kBytes + Update::kBytes,
-                       kReaderBytes =
-                           ScanRoles<D, Rows>::kReaders *
-                           (Rows == kTokens ? HalfReader::kBytes : Rows / kTileRows * Query::kBytes);
-  __host__ __device__ static constexpr int bytes(int stages, int slots) {
-    return kScanBarrierBytes + stages * kStageBytes + (Rows == 0 ? 0 : kReaderBytes + slots * kSlotBytes);
+                       kReaderBytes = Rows == kTokens ? HalfReader::kBytes : Rows / kTileRows * Query::kBytes;
+  __host__ __device__ static constexpr int bytes(int stages, int slots, int readers) {
+    return kScanBarrierBytes + stages * kStageBytes + slots * kSlotBytes + readers * kReaderBytes;
   }
 
   __device__ Stage<T, D> stage(int i) const { return {data + i * kStageBytes}; }
@@ -84,19 +82,20 @@ struct ScanSpace {
     return chain == 0 ? stage(i).v()
                       : Values<T>{reinterpret_cast<T*>(data + i * kStageBytes + Stage<T, D>::kBytes)};
   }
-  __device__ Query query(int i) const { return {reinterpret_cast<T*>(after_stages() + i * Query::kBytes)}; }
-  __device__ HalfReader half_reader(int i) const {
-    return HalfReader(after_stages() + i * HalfReader::kBytes);
+  // Of a reader's warp.
+  __device__ Query query(int reader, int warp) const {
+    return {reinterpret_cast<T*>(of_reader(reader) + warp * Query::kBytes)};
   }
+  __device__ HalfReader half_reader(int i) const { return HalfReader(of_reader(i)); }
   __device__ State state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
   __device__ Update update(int i) const { return {reinterpret_cast<T*>(slot(i) + State::kBytes)}; }
   __device__ ScanBarriers& barriers() const {
-    return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, slots) - kScanBarrierBytes);
+    return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, slots, readers) - kScanBarrierBytes);
   }
 
  private:
-  __device__ unsigned char* after_stages() const { return data + stages * kStageBytes; }
-  __device__ unsigned char* slot(int i) const { return after_stages() + kReaderBytes + i * kSlotBytes; }
+  __device__ unsigned char* slot(int i) const { return data + stages * kStageBytes + i * kSlotBytes; }
+  __device__ unsigned char* of_reader(int i) const { return slot(slots) + i * kReaderBytes; }
 };
 
 }  // namespace girih::kernels::delta_product
