@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       sum = over_warp(sum);
       if (threadIdx.x % 32 == 0) {
-        store_any(p.dbeta, static_cast<float>(sum), job.at.batch, job.at.row, job.at.head);
+        store_any(p.dbeta, static_cast<float>(sum), job.at.batch, job.at.row, job.at.head, 0);
       }
     }
     (dw * beta_of_v).store(p.dv, job.at, shape.V);

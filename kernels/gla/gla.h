@@ -36,7 +36,8 @@ cudaError_t gla_rows(const GlaRows& problem, cudaStream_t stream);
 // s is k; the memory is (v, do, q).
 cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
 
-// One token; any kind of gate, sizes, strides and types but fp64. The state is written in place.
+// One token; any kind of gate, any sizes whose vectors have room in shared memory, strides and types but
+// fp64. The state is written in place.
 struct GlaStep {
   int64_t sequences;
   int heads, query_heads;

@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
 
   const StepMemory<Pack_, Held> S(p.state, n, head, p.D, p.V, held, group > 1);
 
-  // All of the token that a thread takes is asked for before any of it is waited for.
+  // What a thread takes of the token, of the first query, is asked for before any of it is waited for: all
+  // of it where no vector is longer than the block.
   for (int i = threadIdx.x; i < max(p.D, p.V); i += kStepThreads) {
     RawElement of_g, of_k, of_q, of_v;
     if (i < p.D) {
@@ -54,8 +55,8 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
 
 template <int Pack_, bool Held>
 cudaError_t launch(const GlaStep& p, cudaStream_t stream) {
-  const int64_t held = Held ? int64_t{p.D} * p.V : 0;
-  return launch_step<gla_step_kernel<Pack_, Held>>(p, held + kStepThreads * Pack_ + 3 * p.D + p.V, stream);
+  const int64_t D = p.D, V = p.V, held = Held ? D * V : 0;
+  return launch_step<gla_step_kernel<Pack_, Held>>(p, held + kStepThreads * Pack_ + 3 * D + V, stream);
 }
 
 }  // namespace

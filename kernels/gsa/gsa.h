@@ -131,7 +131,8 @@ cudaError_t gsa_columns(const GatedColumns& problem, cudaStream_t stream);
 // Whether the current device has the shared memory for these kernels at M slots.
 cudaError_t gsa_fits(int M, bool& fits);
 
-// One token; any sizes, strides and types but fp64. The state is written in place.
+// One token; any sizes whose vectors have room in shared memory, strides and types but fp64. The state is
+// written in place.
 struct GsaStep {
   int64_t sequences;
   int heads, query_heads;

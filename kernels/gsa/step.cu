@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
   const StepMemory<Pack_, Held> Hk(p.state_k, n, head, p.D, p.M, held_k, group > 1);
   const StepMemory<Pack_, Held> Hv(p.state_v, n, head, p.M, p.V, held_v, group > 1);
 
-  // All of the token that a thread takes is asked for before any of it is waited for.
+  // What a thread takes of the token, of the first query, is asked for before any of it is waited for: all
+  // of it where no vector is longer than the block.
   const bool abc = p.z.data != nullptr;
   for (int i = threadIdx.x; i < max(p.M, max(p.D, p.V)); i += kStepThreads) {
     RawElement of_s, of_g, of_k, of_q, of_v;
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
 
 template <int Pack_, bool Held>
 cudaError_t launch(const GsaStep& p, cudaStream_t stream) {
-  const int64_t held = Held ? int64_t{p.M} * (p.D + p.V) : 0;
-  return launch_step<gsa_step_kernel<Pack_, Held>>(p, held + kStepThreads * Pack_ + 3 * p.M + 2 * p.D + p.V,
+  const int64_t D = p.D, V = p.V, M = p.M, held = Held ? M * (D + V) : 0;
+  return launch_step<gsa_step_kernel<Pack_, Held>>(p, held + kStepThreads * Pack_ + 3 * M + 2 * D + V,
                                                    stream);
 }
 

@@ -1,11 +1,11 @@
-// What the steps of gsa and gla do with a memory: it is read and written once.
+// What the steps of gsa and gla do with a memory: it is read and written once. (One that is too large to be
+// held is read again by every further query of its head.)
 //
 // A block has one sequence and memory head. Its threads cover a memory's rows in turns, each with `Pack`
-// neighbouring columns; what they read out of it is added through shared memory, in the order of the rows.
+// neighbouring columns; what they read out of it is added through shared memory, always in the same order.
 #pragma once
 
 #include "gsa/gsa.h"
-#include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
 #include "tile/shared.h"
@@ -15,9 +15,10 @@ namespace girih::kernels {
 constexpr int kStepThreads = 128;
 
 // A block's memories are held in shared memory up to so many floats in all: what six blocks of a
-// multiprocessor with 228 KB, or two with 100, read of them is then under way at once. In larger ones a
-// thread has many turns, whose loads keep memory busy as they are. (128 sequences of 16 heads, 64 x 64, on an
-// H200: gla 22.0 us instead of 25.0, gsa with its two of them 41.5 instead of 43.2.)
+// multiprocessor with 228 KB, or two with 100, read of them is then under way at once, where the token's
+// vectors are small beside them. In larger ones a thread has many turns, whose loads keep memory busy as they
+// are. (128 sequences of 16 heads, 64 x 64, on an H200: gla 22.0 us instead of 25.0, gsa with its two of them
+// 41.5 instead of 43.2.)
 constexpr int64_t kStepHeld = 8192;
 
 // Which packs of a memory are the thread's, of `packs` a row from `first` on: one column of them, in every
@@ -68,7 +69,9 @@ struct StepMemory {
   __device__ Pack<Pack_> get(int r, int c) const { return load<Pack_>(Held ? held_at(r, c) : at(r, c)); }
   __device__ void put(int r, int c, const Pack<Pack_>& h) const {
     store<Pack_>(at(r, c), h);
-    if (Held && again) store<Pack_>(held_at(r, c), h);
+    if constexpr (Held) {
+      if (again) store<Pack_>(held_at(r, c), h);
+    }
   }
 
  private:
@@ -134,6 +137,7 @@ cudaError_t launch_step(const Problem& p, int64_t floats, cudaStream_t stream) {
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  if (floats > limit / static_cast<int64_t>(sizeof(float))) return cudaErrorInvalidValue;
   if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
   Kernel<<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
   return cudaGetLastError();

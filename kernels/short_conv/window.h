@@ -39,7 +39,7 @@ struct RawFilter {
       for (int i = 0; i < N; ++i) {
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-          weight[j][i] = stored_as<decltype(zero)>(weights.data, offset_of(weights, channel + i, j));
+          weight[j][i] = load_stored<decltype(zero)>(weights.data, offset_of(weights, channel + i, j));
         }
       }
     });
@@ -47,7 +47,7 @@ struct RawFilter {
     with_stored(biases.dtype, [&](auto zero) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        bias[i] = stored_as<decltype(zero)>(biases.data, offset_of(biases, channel + i));
+        bias[i] = load_stored<decltype(zero)>(biases.data, offset_of(biases, channel + i));
       }
     });
   }

@@ -91,7 +91,7 @@ struct RawElement {
 };
 
 template <typename Stored>
-__device__ inline RawElement stored_as(const void* data, int64_t at) {
+__device__ inline RawElement load_stored(const void* data, int64_t at) {
   const Stored stored = static_cast<const Stored*>(data)[at];
   if constexpr (sizeof(Stored) == 8) {
     return {__float_as_uint(to_float(stored))};
@@ -100,7 +100,7 @@ __device__ inline RawElement stored_as(const void* data, int64_t at) {
   }
 }
 
-// f(0 of what stored_as() reads): who has many elements of a type asks for it once.
+// f(0 of what load_stored() reads): who has many elements of a type asks for it once.
 template <class F>
 __device__ inline auto with_stored(DType dtype, const F& f) {
   if (dtype == DType::f64) return f(double{});
@@ -110,8 +110,9 @@ __device__ inline auto with_stored(DType dtype, const F& f) {
 
 template <int Rank, class... Index>
 __device__ inline RawElement element(const In<Rank>& array, Index... index) {
+  static_assert(sizeof...(index) == Rank);
   const int64_t at = offset_of(array, index...);
-  return with_stored(array.dtype, [&](auto zero) { return stored_as<decltype(zero)>(array.data, at); });
+  return with_stored(array.dtype, [&](auto zero) { return load_stored<decltype(zero)>(array.data, at); });
 }
 
 __device__ inline float value_of(RawElement raw, DType dtype) {
@@ -120,7 +121,7 @@ __device__ inline float value_of(RawElement raw, DType dtype) {
   return dtype == DType::f16 ? half : other;
 }
 
-// For small tensors, read once and outside of loops.
+// For small tensors that are read once.
 template <int Rank, class... Index>
 __device__ inline float load_any(const In<Rank>& array, Index... index) {
   return value_of(element(array, index...), array.dtype);
@@ -128,6 +129,7 @@ __device__ inline float load_any(const In<Rank>& array, Index... index) {
 
 template <int Rank, class... Index>
 __device__ inline void store_any(const Out<Rank>& array, float value, Index... index) {
+  static_assert(sizeof...(index) == Rank);
   const int64_t at = offset_of(array, index...);
   switch (array.dtype) {
     case DType::f16:
