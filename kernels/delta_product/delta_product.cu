@@ -65,9 +65,7 @@ int64_t workspace(const DeltaShape& shape, bool reverse) {
 template <class Pass, class Problem>
 cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
-  Pass pass{};
-  pass.scan = problem;
-  pass.walk = {segment_tokens(shape, reverse), false, reverse};
+  Pass pass{problem, Walk(shape, segment_tokens(shape, reverse), reverse)};
   if (pass.walk.segment == 0) return run(pass, stream);
 
   // The first segment, every other from zero, and their transitions,

@@ -1,7 +1,10 @@
 // Launches, and the sizes that their host needs to know.
 #pragma once
 
+#include <algorithm>
+
 #include "delta_product/delta_product.h"
+#include "tile/grid.h"
 
 namespace girih::kernels::delta_product {
 
@@ -16,22 +19,35 @@ struct Walk {
   // are the segments'; segments that nothing follows are left out.
   bool alone;
   bool reverse;  // from the last token to the first
+  // H, and, where there are no cu_seqlens, of every sequence its segments (uncut 1), its chunks, and a
+  // segment's: a block has nothing to divide by then.
+  Divider heads, segments;
+  int64_t chunks, segment_chunks;
+
+  Walk(const DeltaShape& shape, int64_t segment, bool reverse)
+      : segment(segment),
+        alone(false),
+        reverse(reverse),
+        heads(std::max(shape.heads, 1)),
+        segments(segment == 0 ? 1 : divide_up(shape.tokens.tokens, segment)),
+        chunks(divide_up(shape.tokens.tokens, delta_chunk(shape.n))),
+        segment_chunks(segment == 0 ? chunks : segment / delta_chunk(shape.n)) {}
 };
 
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int chains;   // parts of a block
-  int stages;   // of keys and values
-  int slots;    // of a chunk's state and updates
-  int places;   // of queries and scores
-  int readers;  // warpgroups that take chunks in turn
+  int chains = 0;   // parts of a block
+  int stages = 0;   // of keys and values
+  int slots = 0;    // of a chunk's state and updates
+  int places = 0;   // of queries and scores
+  int readers = 0;  // warpgroups that take chunks in turn
 };
 
 struct ReversePass {
   DeltaReverse scan;
   Walk walk;
-  int stages, slots;
+  int stages = 0, slots = 0;
 };
 
 // Columns of V that a block has: the rows of a warpgroup's products.

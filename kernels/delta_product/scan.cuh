@@ -102,16 +102,17 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     pass.slots = pass.readers = 0;
   } else {
     // As many stages as there is room for. Two slots beside three of them are better than one beside more.
-    const auto fit = [&](int slots) {
-      pass.slots = slots;
+    const auto fit = [&](int slots, int readers = ScanRoles<D, Rows>::kReaders) {
       for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
-        // A reader that skips a turn needs another place for it.
-        pass.readers = std::min({ScanRoles<D, Rows>::kReaders, pass.stages, slots});
-        if (Space::bytes(pass.stages, slots, pass.readers) <= limit) break;
+        if (Space::bytes(pass.stages, slots, readers) <= limit) break;
       }
+      pass.slots = slots;
+      // A reader that skips a turn needs another place for it.
+      pass.readers = std::min({readers, pass.stages, slots});
       return pass.stages;
     };
     if (const int stages = fit(2); stages < 3 && fit(1) <= stages) fit(stages > 0 ? 2 : 1);
+    if (pass.stages == 0) fit(1, 1);
   }
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<scan<T, D, Rows>>(limit); error != cudaSuccess) return error;
@@ -120,7 +121,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if constexpr (D == 64 && Rows != 0) {  // (beyond, stages and slots of both leave too little room)
+  if constexpr (D == 64 && Rows != 0) {  // (at D = 128 the chain makes the output, in one block)
     bool can = false;
     if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
         Space::bytes(pass.stages, kApartReaders, kApartReaders) <= limit) {

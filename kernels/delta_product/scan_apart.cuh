@@ -5,7 +5,7 @@
 // for them an eighth of its own: with three the forward took 83 us instead of 84.5, with gates and lengths 89
 // instead of 97; of half as many tokens, n = 2 and gates, 85 instead of 92.
 //
-// (What was tried there: chunks prepared by the warpgroups that either block has no work for took 126 us in
+// (What was tried there: chunks prepared by the warpgroups that either block had no work for took 126 us in
 // all instead of 85, and 178 with gates, as prepare's 2100 instructions in a row leave nothing of the chain
 // in the instruction caches; prepared by all warps before the chain begins, 102. With beta in X and v - Y in
 // one product, as where the chain makes the output (scan_output.cuh), it took as long as without.)
@@ -19,6 +19,7 @@
 namespace girih::kernels::delta_product {
 
 constexpr int kApartReaders = 3;
+static_assert(kApartReaders <= kMaxStages && kApartReaders <= kMaxSlots, "a place for each");
 
 // By a warp of the first block: a slot of S, and of U, to the second as soon as it is there.
 template <typename T, int D, int Rows>
@@ -52,6 +53,7 @@ __device__ inline void run_apart(const ScanPass& pass, const Part& part, const S
   }
   if (other < 0) {
     static_assert(kApartReaders * Roles::kReader == Roles::kChain + Roles::kReaders * Roles::kReader);
+    static_assert(kApartReaders * Registers::kReaders + Registers::kOthers <= registers_of(Roles::kThreads));
     const int reader = warp / Roles::kReader, its_warp = warp % Roles::kReader;
     leave_registers<Registers::kReaders>();
     if (!reads) {

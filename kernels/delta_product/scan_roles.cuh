@@ -19,13 +19,14 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
                                                     p.v.stride[1], p.shape.V - part.col, thread);
   // The next columns' too, where the block's second chain has them.
   const bool next_too = pass.chains == 2 && !pairs_transitions(p.shape, pass.walk, 2);
+  const unsigned char* prepared = prepared_at(p.prepared, p.shape, part.chunk, part.head);
   Turn turn;
 #pragma unroll 1
-  for (int c = 0; c < part.chunks; ++c) {
+  for (int c = 0; c < part.chunks; ++c, prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes) {
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
     const Stage<T, D> stage = space.stage(turn.place);
     const int rows = tokens_in(part, tokens, c) * n;
-    loader.start(stage, c * tokens * n, rows, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    loader.start(stage, c * tokens * n, rows, prepared);
     if (with_values) values.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
     if (Space::kChains == 2 && next_too) {
       const TileCopier<32 * kLoaders, Values<T>> next(

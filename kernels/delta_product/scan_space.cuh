@@ -22,7 +22,7 @@ struct ScanRoles {  // warps
       32 * (kChains * kChain + kReaders * kReader + kStores + kFences + kIdle + kLoaders);
 };
 
-constexpr int kMaxStages = 4, kMaxSlots = 4;
+constexpr int kMaxStages = 4, kMaxSlots = 3;
 
 struct ScanBarriers {
   uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];  // stages

@@ -41,9 +41,8 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
   for (int member = 0; member < group; ++member) {
     const int query_head = head * group + member;
     // S <- Diag(e^g) S + k v^T,   o = scale S^T q
-    update_and_read(
-        S, member == 0, [&](int d, int) { return decay[d]; }, k, v, q, parts,
-        [&](int c, float sum) { store_any(p.o, sum, n, query_head, c); });
+    update_and_read<Decays::rows>(S, member == 0, decay, k, v, q, parts,
+                                  [&](int c, float sum) { store_any(p.o, sum, n, query_head, c); });
     if (member + 1 < group) {
       for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
         q[d] = p.scale * load_any(p.q, n, query_head + 1, d);

@@ -107,18 +107,16 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
     const int query_head = head * group + member;
     // Hk <- Hk Diag(e^g) + k s^T,   logits = Hk^T q
     wait_copies<1>();
-    update_and_read(
-        Hk, member == 0, [&](int, int m) { return decay[m]; }, k, s, q, parts,
-        [&](int m, float logit) { slots[m] = logit; });
+    update_and_read<Decays::columns>(Hk, member == 0, decay, k, s, q, parts,
+                                     [&](int m, float logit) { slots[m] = logit; });
     if (member + 1 < group) {  // q has been read; barriers of the feature's come before it is read again
       for (int d = threadIdx.x; d < p.D; d += kStepThreads) q[d] = load_any(p.q, n, query_head + 1, d);
     }
     apply_feature(slots, p.M, p.feature, p.scale, parts);
     // Hv <- Diag(e^g) Hv + s v^T,   o = Hv^T p
     wait_copies<0>();
-    update_and_read(
-        Hv, member == 0, [&](int m, int) { return decay[m]; }, s, v, slots, parts,
-        [&](int c, float sum) { store_any(p.o, sum, n, query_head, c); });
+    update_and_read<Decays::rows>(Hv, member == 0, decay, s, v, slots, parts,
+                                  [&](int c, float sum) { store_any(p.o, sum, n, query_head, c); });
   }
 }
 

@@ -79,11 +79,14 @@ struct StepMemory {
   __device__ float* held_at(int r, int c) const { return held + r * cols + c; }
 };
 
-// out(c, sum over rows r of read[r] * H[r, c]), after H[r, c] <- decay(r, c) H[r, c] + row[r] col[c]; by the
-// whole block. `update` is false where H holds the token already. col starts at a whole pack. parts:
-// kStepThreads * Pack floats that nobody reads.
-template <int Pack_, bool Held, class Decay, class Result>
-__device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool update, const Decay& decay,
+// What a memory's decay has an element for.
+enum class Decays { rows, columns };
+
+// out(c, sum over rows r of read[r] * H[r, c]), after H[r, c] <- decay[r or c] H[r, c] + row[r] col[c]; by
+// the whole block. `update` is false where H holds the token already. col, and decay where it is of columns,
+// start at a whole pack. parts: kStepThreads * Pack floats that nobody reads.
+template <Decays Of, int Pack_, bool Held, class Result>
+__device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool update, const float* decay,
                                        const float* row, const float* col, const float* read, float* parts,
                                        const Result& out) {
   const int packs = H.cols / Pack_;
@@ -93,6 +96,8 @@ __device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool up
     if (share.exists()) {
       const int c = share.pack * Pack_;
       const Pack<Pack_> of_col = load<Pack_>(col + c);
+      Pack<Pack_> by_col = zeros<Pack_>();
+      if (Of == Decays::columns) by_col = load<Pack_>(decay + c);
       // Four rows are under way at once: nothing says that a later row is not an earlier one's store.
       constexpr int kAtOnce = 4;
       for (int first_row = share.turn; first_row < H.rows; first_row += kAtOnce * share.turns) {
@@ -109,7 +114,8 @@ __device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool up
           if (update) {
 #pragma unroll
             for (int i = 0; i < Pack_; ++i) {
-              h[j].at[i] = fmaf(h[j].at[i], decay(r, c + i), row[r] * of_col.at[i]);
+              const float by = Of == Decays::columns ? by_col.at[i] : decay[r];
+              h[j].at[i] = fmaf(h[j].at[i], by, row[r] * of_col.at[i]);
             }
             H.put(r, c, h[j]);
           }
