@@ -159,6 +159,10 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   };
 
   const auto group_barrier = [&] { place.group == 0 ? barrier_wait(1, kGroup) : barrier_wait(2, kGroup); };
+  // Where the other warpgroup alone has `times` of them.
+  const auto group_barrier_for_racecheck = [&](int times = 1) {
+    for (int i = 0; kCountsBarriers && i < times; ++i) group_barrier();
+  };
 
   const auto rows_of = [&](const auto& of, int col) {
     return WarpRows<std::decay_t<decltype(of)>>(tile.origin, of, col);
@@ -315,6 +319,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
       }
       group_barrier();
       put_rows<T>(rows_of(tile.u, of_values), u);
+    } else {
+      group_barrier_for_racecheck(2);
     }
 
     if (kAside) read_states();
@@ -420,6 +426,8 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     }
     if (unit_rows && has_tokens) put_rows(later.square[1], mine, square_rows<D, T>(rows_of(tile.q, 0)));
     weigh_queries<factors>(p, place, tile, vectors, of_queries);
+  } else if (!kOwn) {
+    group_barrier_for_racecheck();
   }
   if (kOwn) {
     fill(dq, 0.f);

@@ -123,6 +123,15 @@ __device__ inline void barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Racecheck of compute-sanitizer seems to count how many barriers a warp has been at, whichever they were,
+// and reports what one warp wrote before a barrier of all and another reads after it where the first had met
+// others once more: with -DGIRIH_RACECHECK=ON warps that meet at a barrier of all have been at equally many.
+#ifdef GIRIH_RACECHECK
+constexpr bool kCountsBarriers = true;
+#else
+constexpr bool kCountsBarriers = false;
+#endif
+
 // A barrier in shared memory: `arrivals` complete a phase. For a producer that does not wait for its
 // consumer.
 __device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
