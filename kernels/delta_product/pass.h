@@ -18,11 +18,13 @@ struct Walk {
   // initial state and has no transition, the others start from zero. The final states [pieces, H, D, V + D]
   // are the segments'; segments that nothing follows are left out.
   bool alone;
-  bool reverse;  // from the last token to the first
-  // H, and, where there are no cu_seqlens, of every sequence its segments (uncut 1), its chunks, and a
-  // segment's: a block has nothing to divide by then.
-  Divider heads, segments;
-  int64_t chunks, segment_chunks;
+  bool reverse;   // from the last token to the first
+  Divider heads;  // H
+  // Of every sequence, where there are no cu_seqlens (with them nobody reads these): a block then finds its
+  // part without 64-bit divisions.
+  Divider segments;        // 1 where uncut
+  int64_t chunks;          // of the sequence
+  int64_t segment_chunks;  // of a segment, or of the sequence
 
   Walk(const DeltaShape& shape, int64_t segment, bool reverse)
       : segment(segment),

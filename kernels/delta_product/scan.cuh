@@ -101,7 +101,8 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
     pass.slots = pass.readers = 0;
   } else {
-    // As many stages as there is room for. Two slots beside three of them are better than one beside more.
+    // As many stages as there is room for beside all readers, or beside one where there is none. Two slots
+    // beside three of them are better than one beside more.
     const auto fit = [&](int slots, int readers = ScanRoles<D, Rows>::kReaders) {
       for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
         if (Space::bytes(pass.stages, slots, readers) <= limit) break;
@@ -121,7 +122,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if constexpr (D == 64 && Rows != 0) {  // (at D = 128 the chain makes the output, in one block)
+  if constexpr (D == 64 && Rows != 0) {  // (at D = 128 the chain makes the output where it can, in one block)
     bool can = false;
     if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
         Space::bytes(pass.stages, kApartReaders, kApartReaders) <= limit) {

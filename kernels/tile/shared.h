@@ -125,7 +125,8 @@ __device__ inline void barrier_wait(int id, int threads) {
 
 // Racecheck of compute-sanitizer seems to count how many barriers a warp has been at, whichever they were,
 // and reports what one warp wrote before a barrier of all and another reads after it where the first had met
-// others once more: with -DGIRIH_RACECHECK=ON warps that meet at a barrier of all have been at equally many.
+// others once more: with -DGIRIH_RACECHECK=ON delta_product's gradients have been at equally many in all
+// warps.
 #ifdef GIRIH_RACECHECK
 constexpr bool kCountsBarriers = true;
 #else
