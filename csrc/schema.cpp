@@ -1,4 +1,8 @@
-// Every operator's signature. Data first, then state, then packing, then options.
+// Every operator: its tensors with their shapes, its options with their defaults, words and ranges. Data
+// first, then state, then packing, then options. Nothing else says these things again: see ops/operator.h.
+//
+// Letters: B batch, T tokens, HQ query heads, H memory heads, D key width, V value width, M slots, N
+// sequences, n steps a token, W taps.
 #include <torch/library.h>
 
 #include "ops/operator.h"
@@ -6,69 +10,112 @@
 namespace girih {
 
 const std::vector<Operator>& operators() {
+  constexpr auto floating = Kind::floating, position = Kind::position, data = Kind::data;
+  constexpr double any = std::numeric_limits<double>::max(), longest_chunk = 64;
+  const std::vector<std::string> maps = {"identity", "silu",    "l2norm", "layer_norm",
+                                         "l2_silu",  "ln_silu", "softmax"};
   static const std::vector<Operator> all = {
-      {.name = "gsa",
-       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor? s", "Tensor? g"},
-       .state = {"Tensor k", "Tensor v", "Tensor? z"},
-       .packing = "cu_seqlens",
-       .options = {"float? scale=None", "str feature='softmax'"},
-       .saved = {"Tensor states"},
-       .low = {"q", "k", "v"}},
-      {.name = "gla",
-       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor? g"},
-       .state = {"Tensor s"},
-       .packing = "cu_seqlens",
-       .options = {"float? scale=None"},
-       .saved = {"Tensor states"},
-       .low = {"q", "k", "v"}},
-      {.name = "delta_product",
-       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor beta", "Tensor? g"},
-       .state = {"Tensor s", "Tensor? position"},
-       .packing = "cu_seqlens",
-       .options = {"int n", "float? scale=None", "bool l2norm_qk=False", "int? chunk=None",
-                   "str? between_chunks=None"},
-       .saved = {"Tensor states", "Tensor prepared"},
-       .low = {"q", "k", "v"}},
-      {.name = "trellis",
-       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor a", "Tensor gamma", "Tensor? g"},
-       .state = {"Tensor first_k", "Tensor k", "Tensor first_v", "Tensor v", "Tensor position"},
-       .packing = "cu_seqlens",
-       .options = {"int chunk", "str phi='ln_silu'", "str f='ln_silu'"},
-       .low = {"q", "k", "v", "a"}},
-      {.name = "lattice",
-       .data = {"Tensor q", "Tensor k", "Tensor v", "Tensor gamma", "Tensor? g"},
-       .state = {"Tensor first", "Tensor step", "Tensor? decay", "Tensor position"},
-       .packing = "cu_seqlens",
-       .options = {"int chunk", "str objective='decode'", "bool normalize=True", "float shrinkage=0."},
-       .low = {"q", "k", "v"}},
-      {.name = "short_conv",
-       .data = {"Tensor x", "Tensor weight", "Tensor? bias"},
-       .state = {"Tensor x"},
-       .packing = "cu_seqlens",
-       .options = {"str? activation=None"},
-       .output = "y",
-       .low = {"x", "state_x"}},
-      {.name = "gated_rms_norm",
-       .data = {"Tensor x", "Tensor weight", "Tensor? gate"},
-       .options = {"str activation='silu'", "float eps=1e-06"},
-       .output = "y",
-       .low = {"x", "gate"}},
-      {.name = "cat_attention",
-       .data = {"Tensor q", "Tensor k", "Tensor v"},
-       .packing = "cu_chunks",
-       .options = {"int chunk", "float? scale=None"},
-       .saved = {"Tensor lse"},
-       .low = {"q", "k", "v"}},
+      Operator(
+          {.name = "gsa",
+           .data = {{"Tensor q", "[B, T, HQ, D]"},
+                    {"Tensor k", "[B, T, H, D]"},
+                    {"Tensor v", "[B, T, H, V]"},
+                    {"Tensor? s", "[B, T, H, M]", floating},
+                    {"Tensor? g", "[B, T, H, M]", floating}},
+           .state = {{"Tensor k", "[N, H, D, M]"}, {"Tensor v", "[N, H, M, V]"}, {"Tensor? z", "[N, H, M]"}},
+           .packing = "cu_seqlens",
+           .options = {{"float? scale=None"},
+                       {"str feature='softmax'", {"softmax", "none", "silu", "relu", "relu2"}}},
+           .saved = {"states"}}),
+      Operator({.name = "gla",
+                .data = {{"Tensor q", "[B, T, HQ, D]"},
+                         {"Tensor k", "[B, T, H, D]"},
+                         {"Tensor v", "[B, T, H, V]"},
+                         {"Tensor? g", "[B, T, H] or [B, T, H, D]", floating}},
+                .state = {{"Tensor s", "[N, H, D, V]"}},
+                .packing = "cu_seqlens",
+                .options = {{"float? scale=None"}},
+                .saved = {"states"}}),
+      Operator({.name = "delta_product",
+                .data = {{"Tensor q", "[B, T, HQ, D]"},
+                         {"Tensor k", "[B, T * n, H, D]"},
+                         {"Tensor v", "[B, T * n, H, V]"},
+                         {"Tensor beta", "[B, T * n, H] or [B, T * n, H, D]", floating},
+                         {"Tensor? g", "[B, T, H]", floating}},
+                .state = {{"Tensor s", "[N, H, D, V]"}, {"Tensor? position", "[N]", position}},
+                .packing = "cu_seqlens",
+                .options = {{"int n", {}, 1},
+                            {"float? scale=None"},
+                            {"bool l2norm_qk=False"},
+                            {"int? chunk=None", {}, 1, longest_chunk},
+                            {"str? between_chunks=None", {"gelu", "tanh"}}},
+                .saved = {"states", "prepared"}}),
+      Operator({.name = "trellis",
+                .data = {{"Tensor q", "[B, T, HQ, D]"},
+                         {"Tensor k", "[B, T, H, D]"},
+                         {"Tensor v", "[B, T, H, V]"},
+                         {"Tensor a", "[B, T, H, M]"},
+                         {"Tensor gamma", "[B, T, H]", floating},
+                         {"Tensor? g", "[B, T, H]", floating}},
+                .state = {{"Tensor first_k", "[N, H, M, D]"},
+                          {"Tensor k", "[N, H, M, D]"},
+                          {"Tensor first_v", "[N, H, M, V]"},
+                          {"Tensor v", "[N, H, M, V]"},
+                          {"Tensor position", "[N]", position}},
+                .packing = "cu_seqlens",
+                .options = {{"int chunk", {}, 1, longest_chunk},
+                            {"str phi='ln_silu'", maps},
+                            {"str f='ln_silu'", maps}}}),
+      Operator({.name = "lattice",
+                .data = {{"Tensor q", "[B, T, HQ, M]"},
+                         {"Tensor k", "[B, T, H, M]"},
+                         {"Tensor v", "[B, T, H, D]"},
+                         {"Tensor gamma", "[B, T, H]", floating},
+                         {"Tensor? g", "[B, T, H]", floating}},
+                .state = {{"Tensor first", "[N, H, D, M]"},
+                          {"Tensor step", "[N, H, D, M]"},
+                          {"Tensor? decay", "[N, H]"},
+                          {"Tensor position", "[N]", position}},
+                .packing = "cu_seqlens",
+                .options = {{"int chunk", {}, 1, longest_chunk},
+                            {"str objective='decode'", {"decode", "encode", "similarity"}},
+                            {"bool normalize=True"},
+                            {"float shrinkage=0.", {}, 0, any}}}),
+      Operator({.name = "short_conv",
+                .data = {{"Tensor x", "[B, T, channels]"},
+                         {"Tensor weight", "[channels, W]", floating},
+                         {"Tensor? bias", "[channels]", floating}},
+                .state = {{"Tensor x", "[N, W - 1, channels]", data}},
+                .packing = "cu_seqlens",
+                .options = {{"str? activation=None", {"silu"}}},
+                .limits = {{"W", 1, 4}},
+                .output = "y"}),
+      Operator({.name = "gated_rms_norm",
+                .data = {{"Tensor x", "[..., dim]"},
+                         {"Tensor weight", "[dim]", floating},
+                         {"Tensor? gate", "[..., dim]"}},
+                .options = {{"str activation='silu'", {"silu", "gelu", "sigmoid"}},
+                            {"float eps=1e-06", {}, 0, any}},
+                .output = "y"}),
+      Operator({.name = "cat_attention",
+                .data = {{"Tensor q", "[B, T, HQ, D]"},
+                         {"Tensor k", "[B, T, H, D]"},
+                         {"Tensor v", "[B, T, H, V]"}},
+                .packing = "cu_chunks",
+                .options = {{"int chunk", {}, 2, 256}, {"float? scale=None"}},
+                .saved = {"lse"}}),
   };
   return all;
 }
 
 TORCH_LIBRARY(girih, m) {
+  m.def("describe() -> str", &description);
   for (const auto& op : operators()) {
     m.def(op.schema().c_str());
     m.def(op.forward_schema().c_str());
     m.def(op.backward_schema().c_str());
-    if (!op.state.empty()) m.def(op.step_schema().c_str());
+    m.def(op.explain_schema().c_str());
+    if (op.states() > 0) m.def(op.step_schema().c_str());
   }
 }
 

@@ -1,8 +1,6 @@
-// Autocast, the same for every operator: the inputs named in Operator::low go down to the region's dtype,
-// gates, step sizes and states go to fp32, and nothing inside an operator is cast again.
+// Autocast, the same for every operator: data go down to the region's dtype, gates, step sizes and states go
+// to fp32, and nothing inside an operator is cast again.
 #include <ATen/autocast_mode.h>
-
-#include <algorithm>
 
 #include "dispatch.h"
 
@@ -10,24 +8,24 @@ namespace girih {
 namespace {
 
 template <c10::DispatchKey key, c10::DeviceType device>
-void cast(const c10::OperatorHandle& handle, Stack* stack) {
+void cast(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-  const Operator& op = describe(handle.operator_name().name);
-  const auto& names = handle.schema().arguments();
-  auto arguments = pop_arguments(handle, stack);
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool in_place = names[i].alias_info() != nullptr;
-    if (in_place || !arguments[i].isTensor() || !arguments[i].toTensor().is_floating_point()) continue;
-    const bool low = std::find(op.low.begin(), op.low.end(), names[i].name()) != op.low.end();
-    const auto dtype = low ? at::autocast::get_autocast_dtype(device) : at::kFloat;
-    arguments[i] = at::autocast::cached_cast(dtype, arguments[i].toTensor(), device);
+  const auto& schema = handle.schema().arguments();
+  const auto arguments = stack->end() - ptrdiff_t(schema.size());
+  for (size_t i = 0; i < op.tensors.size(); ++i) {
+    auto& argument = arguments[i];
+    const bool in_place = schema[i].alias_info() != nullptr;
+    const auto tensor = tensor_of(argument);
+    if (in_place || !tensor.defined() || !tensor.is_floating_point()) continue;
+    const auto dtype =
+        op.tensors[i].kind == Kind::data ? at::autocast::get_autocast_dtype(device) : at::kFloat;
+    argument = at::autocast::cached_cast(dtype, tensor, device);
   }
-  stack->insert(stack->end(), arguments.begin(), arguments.end());
   handle.callBoxed(stack);
 }
 
 template <c10::DispatchKey key>
-void without_autocast(const c10::OperatorHandle& handle, Stack* stack) {
+void without_autocast(const Operator&, const c10::OperatorHandle& handle, Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
   handle.callBoxed(stack);
 }
@@ -35,13 +33,11 @@ void without_autocast(const c10::OperatorHandle& handle, Stack* stack) {
 template <c10::DispatchKey key, c10::DeviceType device>
 void register_autocast(torch::Library& m) {
   for (const auto& op : operators()) {
-    m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&cast<key, device>>());
-    if (!op.state.empty()) {
-      m.impl((op.name + "_step").c_str(), torch::CppFunction::makeFromBoxedFunction<&cast<key, device>>());
-    }
-    for (const char* suffix : {"_forward", "_backward"}) {
-      m.impl((op.name + suffix).c_str(), torch::CppFunction::makeFromBoxedFunction<&without_autocast<key>>());
-    }
+    register_boxed<&cast<key, device>>(m, op.name, op);
+    register_boxed<&cast<key, device>>(m, op.name + "_explain", op);
+    if (op.states() > 0) register_boxed<&cast<key, device>>(m, op.name + "_step", op);
+    register_boxed<&without_autocast<key>>(m, op.name + "_forward", op);
+    register_boxed<&without_autocast<key>>(m, op.name + "_backward", op);
   }
 }
 

@@ -3,74 +3,49 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "check.h"
 #include "dispatch.h"
 
 namespace girih {
+
+const Forms& forms_of(const Operator& op) {
+  static const auto all = [] {
+    std::vector<Forms> found;
+    for (const auto& each : operators())
+      found.push_back({find(each.name + "_forward"), find(each.name + "_backward")});
+    return found;
+  }();
+  return all[&op - operators().data()];
+}
+
 namespace {
 
 using c10::IValue;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Expects X's arguments on the stack, leaves X_forward's results.
-void call_forward(const Operator& op, bool save, Stack* stack) {
-  stack->emplace_back(save);
-  find(op.name + "_forward").callBoxed(stack);
-}
+// Of a node: which operator, which of its outputs have a gradient (bit i: output i), and its options.
+constexpr const char* kCall = "call";
 
-// One call of X: its arguments, and which of its outputs exist.
-struct Call {
-  const Operator& op;
-  std::vector<at::Tensor> inputs;  // undefined: absent
-  std::vector<IValue> options;
-  std::vector<bool> present;
-};
-
-// Function counts and returns defined tensors only: `inputs` are call->inputs without the absent ones, and
-// absent outputs are left out.
-struct Differentiable : torch::autograd::Function<Differentiable> {
-  static variable_list forward(AutogradContext* ctx, Call* call, at::TensorList) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    const Operator& op = call->op;
-    Stack stack;
-    for (const auto& input : call->inputs) stack.push_back(value_of(input));
-    stack.insert(stack.end(), call->options.begin(), call->options.end());
-    call_forward(op, true, &stack);
-
-    variable_list results, constant, kept = call->inputs;
-    for (size_t i = op.outputs(); i < stack.size(); ++i) kept.push_back(tensor_of(stack[i]));
-    c10::List<bool> present;
-    for (size_t i = 0; i < op.outputs(); ++i) {
-      const auto result = tensor_of(stack[i]);
-      call->present.push_back(result.defined());
-      present.push_back(result.defined());
-      if (!result.defined()) continue;
-      results.push_back(result);
-      if (!result.is_floating_point()) constant.push_back(result);
-    }
-    ctx->save_for_backward(std::move(kept));
-    ctx->mark_non_differentiable(constant);
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["operator"] = op.name;
-    ctx->saved_data["options"] = c10::ivalue::Tuple::create(call->options);
-    ctx->saved_data["present"] = present;
-    return results;
-  }
+// What a node of the graph runs.
+struct Backward {
+  static constexpr bool is_traceable = false;
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Operator& op = describe("girih::" + ctx->saved_data["operator"].toStringRef());
+    const auto call = ctx->saved_data[kCall].toTuple();
+    const auto& op = operators()[call->elements()[0].toInt()];
     Stack stack;
+    const auto differentiable = call->elements()[1].toInt();
     size_t next = 0;
-    for (const bool present : ctx->saved_data["present"].toBoolList()) {
-      stack.push_back(present ? value_of(grads[next++]) : IValue());
+    for (size_t i = 0; i < op.outputs(); ++i) {
+      stack.push_back(differentiable >> i & 1 ? value_of(grads[next++]) : IValue());
     }
     const auto kept = ctx->get_saved_variables();
     for (const auto& tensor : kept) stack.push_back(value_of(tensor));
-    const auto options = ctx->saved_data["options"].toTuple();
-    stack.insert(stack.end(), options->elements().begin(), options->elements().end());
-    find(op.name + "_backward").callBoxed(stack);
+    stack.insert(stack.end(), call->elements().begin() + 2, call->elements().end());
+    forms_of(op).backward.callBoxed(&stack);
 
-    variable_list results(1);  // call has no gradient
+    variable_list results;
     for (size_t i = 0; i < op.inputs(); ++i) {
       if (kept[i].defined()) results.push_back(tensor_of(stack[i]));
     }
@@ -78,62 +53,168 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
   }
 };
 
-void differentiable(const c10::OperatorHandle& handle, Stack* stack) {
-  const Operator& op = describe(handle.operator_name().name);
-  const auto arguments = pop_arguments(handle, stack);
-  Call call{op, {}, {arguments.begin() + op.inputs(), arguments.end()}, {}};
+// torch::autograd::Function gives its nodes the name of their C++ type; this one has its operator's, as
+// profilers and error messages show it.
+class Node : public torch::autograd::CppNode<Backward> {
+ public:
+  explicit Node(const Operator& op) : op_(op) {}
+  std::string name() const override { return "girih::" + op_.name + "_backward"; }
+
+ private:
+  const Operator& op_;
+};
+
+// Absent inputs and outputs have no edge; `inputs` are the arguments that are tensors, with those.
+Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValue> arguments) {
   variable_list defined;
+  for (const auto& input : inputs) {
+    if (input.defined()) defined.push_back(input);
+  }
+  const std::shared_ptr<Node> node(new Node(op), torch::autograd::deleteNode);
+  node->set_ctx_grad_fn(node);
+  node->set_next_edges(torch::autograd::collect_next_edges(defined));
+  node->clear_input_metadata();
+  node->is_variable_input_.assign(defined.size(), true);
+  for (const auto& input : defined) node->input_info_.emplace_back(input);
+
+  Stack stack(arguments.begin(), arguments.end());
+  variable_list outputs, kept = inputs;
+  int64_t differentiable = 0;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::AutoGradMode off(false);
+    stack.emplace_back(true);
+    forms_of(op).forward.callBoxed(&stack);
+  }
+  for (size_t i = op.outputs(); i < stack.size(); ++i) kept.push_back(tensor_of(stack[i]));
+  for (size_t i = 0; i < op.outputs(); ++i) {
+    const auto output = tensor_of(stack[i]);
+    if (!output.defined() || !output.is_floating_point()) continue;
+    differentiable |= int64_t(1) << i;
+    outputs.push_back(output);
+  }
+  std::vector<IValue> call{int64_t(&op - operators().data()), differentiable};
+  call.insert(call.end(), arguments.begin() + op.inputs(), arguments.end());
+  node->ctx_.saved_data[kCall] = c10::ivalue::Tuple::create(std::move(call));
+  node->ctx_.save_for_backward(std::move(kept));
+  node->ctx_.set_materialize_grads(false);
+
+  const auto wrapped = torch::autograd::_wrap_outputs(
+      defined, node->ctx_.get_non_differentiable(), node->ctx_.get_and_bump_dirty(),
+      torch::autograd::to_optional(outputs), node, /*jvp_user_function=*/{},
+      /*to_save_if_setup_context=*/{}, [](const at::Tensor& x) { return x.view_as(x); },
+      /*pure_view=*/false);
+  for (const auto& output : wrapped) node->output_info_.emplace_back(*output);
+  node->save_variables_to_ctx();
+
+  stack.resize(op.outputs());
+  auto output = wrapped.begin();
+  for (size_t i = 0; i < op.outputs(); ++i) {
+    if (differentiable >> i & 1) stack[i] = **output++;
+  }
+  return stack;
+}
+
+void refuse_forward_mode(const Operator& op, const char* form, const std::string& name,
+                         const at::Tensor& input) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!input._fw_grad(/*level=*/0).defined(), "girih.", op.name, form, ": ", name,
+                              " has a tangent, but girih has no forward-mode derivatives (torch.func.jvp, "
+                              "jacfwd, linearize): use reverse mode");
+}
+
+const std::string& name_of(const Operator& op, size_t input) {
+  return input < op.tensors.size() ? op.tensors[input].name : op.packing;
+}
+
+void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
+  variable_list inputs;
   bool save = false;
   for (size_t i = 0; i < op.inputs(); ++i) {
-    call.inputs.push_back(tensor_of(arguments[i]));
-    if (!call.inputs.back().defined()) continue;
-    defined.push_back(call.inputs.back());
-    save |= defined.back().requires_grad();
+    inputs.push_back(tensor_of(arguments[i]));
+    if (!inputs.back().defined()) continue;
+    refuse_forward_mode(op, "", name_of(op, i), inputs.back());
+    save |= inputs.back().requires_grad();
   }
-  if (!save || !at::GradMode::is_enabled()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    stack->insert(stack->end(), arguments.begin(), arguments.end());
-    call_forward(op, false, stack);
-    stack->resize(stack->size() - op.saved.size());
+  if (save && at::GradMode::is_enabled()) {
+    // torch.func's transforms cannot see through a node that is written in C++.
+    if (const auto& functorch = at::functorch::functorchTLSAccessor())
+      functorch->checkSupportsCppAutogradFunction();
+    auto results = record(op, inputs, arguments);
+    torch::jit::drop(*stack, arguments.size());
+    stack->insert(stack->end(), results.begin(), results.end());
     return;
   }
-  const auto results = Differentiable::apply(&call, at::TensorList(defined));
-  auto result = results.begin();
-  for (const bool present : call.present) stack->push_back(present ? IValue(*result++) : IValue());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  stack->emplace_back(false);
+  forms_of(op).forward.callBoxed(stack);
+  stack->resize(stack->size() - op.saved.size());
 }
 
 // Without autograd (inference mode) X is X_forward.
-void not_differentiable(const c10::OperatorHandle& handle, Stack* stack) {
-  const Operator& op = describe(handle.operator_name().name);
-  call_forward(op, false, stack);
+void not_differentiable(const Operator& op, const c10::OperatorHandle&, Stack* stack) {
+  stack->emplace_back(false);
+  forms_of(op).forward.callBoxed(stack);
   stack->resize(stack->size() - op.saved.size());
+}
+
+// A step writes its state in place, so there is nothing to differentiate it by.
+void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
+  for (size_t i = 0; i < op.tensors.size(); ++i) {
+    const auto input = tensor_of(arguments[i]);
+    if (!input.defined()) continue;
+    refuse_forward_mode(op, "_step", name_of(op, i), input);
+    GIRIH_CHECK(!at::GradMode::is_enabled() || !input.requires_grad(), op.name, "_step: ", op.tensors[i].name,
+                " requires a gradient but a step has none: call it under torch.no_grad(), or ", "girih.",
+                op.name);
+  }
+  const at::AutoDispatchBelowAutograd below;
+  handle.callBoxed(stack);
+}
+
+// Views that are to be negated on reading: data are, a state cannot be written so.
+void step_of_negated(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+  const auto arguments = stack->end() - ptrdiff_t(handle.schema().arguments().size());
+  for (size_t i = 0; i < op.tensors.size(); ++i) {
+    const auto input = tensor_of(arguments[i]);
+    if (!input.defined() || !input.is_neg()) continue;
+    GIRIH_CHECK(
+        i < op.data, op.name, "_step: ", op.tensors[i].name,
+        " is an expanded or negated view but is written in place: give a tensor with memory of its own");
+    arguments[i] = input.resolve_neg();
+  }
+  handle.callBoxed(stack);
 }
 
 }  // namespace
 
+TORCH_LIBRARY_IMPL(girih, Negative, m) {
+  for (const auto& op : operators()) {
+    if (op.states() > 0) register_boxed<&step_of_negated>(m, op.name + "_step", op);
+  }
+}
+
 TORCH_LIBRARY_IMPL(girih, Autograd, m) {
   for (const auto& op : operators()) {
-    m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&differentiable>());
+    register_boxed<&differentiable>(m, op.name, op);
     // A second derivative is an error that names the operator, never a silent zero.
     for (const char* suffix : {"_forward", "_backward"}) {
       m.impl((op.name + suffix).c_str(), torch::autograd::autogradNotImplementedFallback());
     }
-    if (!op.state.empty())
-      m.impl((op.name + "_step").c_str(), torch::autograd::autogradNotImplementedFallback());
+    if (op.states() > 0) register_boxed<&step>(m, op.name + "_step", op);
   }
 }
 
 TORCH_LIBRARY_IMPL(girih, ADInplaceOrView, m) {
   for (const auto& op : operators()) {
-    if (op.state.empty()) continue;
+    if (op.states() == 0) continue;
     m.impl((op.name + "_step").c_str(), torch::autograd::autogradNotImplementedInplaceOrViewFallback());
   }
 }
 
 TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
-  for (const auto& op : operators()) {
-    m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&not_differentiable>());
-  }
+  for (const auto& op : operators()) register_boxed<&not_differentiable>(m, op.name, op);
 }
 
 }  // namespace girih

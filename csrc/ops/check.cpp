@@ -1,163 +1,260 @@
 #include "check.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <algorithm>
-#include <sstream>
+#include <cmath>
 
 namespace girih {
 namespace {
 
-bool is_data_type(at::ScalarType type) {
+bool is_floating(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }
 
 bool equal(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 
+// Of symbolic sizes, and without memory.
+bool is_traced(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
+
+// "1 to 64", "at least 1"; a bound without an end is a number that has one.
+template <class Number>
+std::string range(Number least, Number most) {
+  const bool below = least > std::numeric_limits<Number>::lowest(),
+             above = most < std::numeric_limits<Number>::max();
+  if (below && above) return c10::str(least, " to ", most);
+  return below ? c10::str("at least ", least) : "a finite number";
+}
+
+// A bound of an integer.
+int64_t whole(double bound) {
+  constexpr auto most = std::numeric_limits<int64_t>::max();
+  return std::abs(bound) < 0x1p63 ? int64_t(bound) : bound > 0 ? most : -most - 1;
+}
+
+// One call, and the sizes found so far.
+class Call {
+ public:
+  Call(const Operator& op, std::initializer_list<Argument> arguments)
+      : sizes(op), op_(op), arguments_(arguments.begin()) {
+    TORCH_INTERNAL_ASSERT(arguments.size() == op.inputs() + op.options.size());
+  }
+
+  void options() {
+    for (size_t i = 0; i < op_.options.size(); ++i) {
+      const auto& option = op_.options[i];
+      const auto& value = arguments_[op_.inputs() + i];
+      if (value.word()) check_word(option, *value.word());
+      if (value.number()) {
+        GIRIH_CHECK(std::isfinite(*value.number()) && *value.number() >= option.least &&
+                        *value.number() <= option.most,
+                    op_.name, ": ", option.name, " is ", *value.number(), " but should be ",
+                    range(option.least, option.most));
+      }
+      if (!value.integer()) continue;
+      const auto least = whole(option.least), most = whole(option.most);
+      GIRIH_CHECK(*value.integer() >= least && *value.integer() <= most, op_.name, ": ", option.name, " is ",
+                  *value.integer(), " but should be ", range(least, most));
+      const auto letter = std::ranges::find(op_.letters, option.name, &Operator::Letter::name);
+      if (letter != op_.letters.end()) sizes.at(int(letter - op_.letters.begin())) = *value.integer();
+    }
+  }
+
+  void tensors() {
+    for (size_t i = 0; i < op_.tensors.size(); ++i) {
+      const auto& argument = op_.tensors[i];
+      const auto* tensor = arguments_[i].tensor();
+      if (tensor == nullptr) {
+        GIRIH_CHECK(argument.optional || i >= op_.data, op_.name, ": ", argument.name,
+                    " is None but should be a tensor ", argument.shapes);
+        continue;
+      }
+      dtype(argument, *tensor);
+      shape(int(i), *tensor);
+      if (i == 0) packing();
+    }
+    heads();
+  }
+
+  Sizes sizes;
+
+ private:
+  const Tensor& first() const { return *arguments_[0].tensor(); }
+  const std::string& first_name() const { return op_.tensors[0].name; }
+
+  void check_word(const Option& option, std::string_view value) const {
+    GIRIH_CHECK(std::ranges::find(option.words, value) != option.words.end(), op_.name, ": ", option.name,
+                " is '", value, "' but should be one of ", c10::Join(", ", option.words));
+  }
+
+  void dtype(const TensorArgument& argument, const Tensor& tensor) const {
+    const auto type = tensor.scalar_type();
+    GIRIH_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), op_.name, ": ", argument.name,
+                " is a sparse or nested tensor but should be a dense one");
+    GIRIH_CHECK(tensor.device() == first().device(), op_.name, ": ", argument.name, " is on ",
+                tensor.device(), " but should be on the device of ", first_name(), ", ", first().device());
+    switch (argument.kind) {
+      case Kind::data:
+        if (&tensor != &first()) {
+          GIRIH_CHECK(type == first().scalar_type(), op_.name, ": ", argument.name, " is ", type,
+                      " but should have the dtype of ", first_name(), ", ", first().scalar_type());
+          break;
+        }
+        [[fallthrough]];
+      case Kind::floating:
+        GIRIH_CHECK(is_floating(type), op_.name, ": ", argument.name, " is ", type,
+                    " but should be float32, float64, bfloat16 or float16");
+        break;
+      case Kind::state:
+        GIRIH_CHECK(type == accumulate_type(first()), op_.name, ": ", argument.name, " is ", type,
+                    " but should be ", accumulate_type(first()), " when ", first_name(), " is ",
+                    first().scalar_type());
+        break;
+      case Kind::position:
+        GIRIH_CHECK(type == at::kLong, op_.name, ": ", argument.name, " is ", type, " but should be int64");
+    }
+  }
+
+  // The pattern with the tensor's number of dimensions, or none.
+  static const Pattern* pattern_of(const TensorArgument& argument, const Tensor& tensor) {
+    for (const auto& pattern : argument.patterns) {
+      const auto own = int64_t(pattern.dimensions.size());
+      if (pattern.leading ? tensor.dim() >= own : tensor.dim() == own) return &pattern;
+    }
+    return nullptr;
+  }
+
+  // The sizes that a pattern asks for; a letter that no tensor has had so far takes `tensor`'s own.
+  std::vector<c10::SymInt> expected(const Pattern& pattern, const Tensor& tensor) const {
+    std::vector<c10::SymInt> all;
+    const auto own = int64_t(pattern.dimensions.size());
+    if (pattern.leading) {
+      const auto front = first().sym_sizes().slice(0, first().dim() - own);
+      all.assign(front.begin(), front.end());
+    }
+    for (int64_t d = 0; d < own; ++d) {
+      const auto& dimension = pattern.dimensions[d];
+      if (dimension.letter < 0) {
+        all.emplace_back(dimension.plus);
+      } else if (const auto& size = sizes.at(dimension.letter)) {
+        auto value = *size;
+        if (dimension.times >= 0) value = value * *sizes.at(dimension.times);
+        all.push_back(dimension.plus != 0 ? value + dimension.plus : value);
+      } else {
+        all.push_back(tensor.sym_size(d - own));
+      }
+    }
+    return all;
+  }
+
+  // Which tensor asks for the size of a pattern's dimension.
+  std::string whose(const Pattern& pattern, int64_t d) const {
+    if (d < 0) return c10::str(", as in ", first_name(), " ", first().sym_sizes());
+    if (d >= int64_t(pattern.dimensions.size()) || pattern.dimensions[d].letter < 0) return "";
+    const auto& letter = op_.letters[pattern.dimensions[d].letter];
+    if (letter.tensor < 0) return "";
+    return c10::str(", ", letter.name, " as in ", op_.tensors[letter.tensor].name, " ",
+                    arguments_[letter.tensor].tensor()->sym_sizes());
+  }
+
+  void shape(int i, const Tensor& tensor) {
+    const auto& argument = op_.tensors[i];
+    const auto* pattern = pattern_of(argument, tensor);
+    GIRIH_CHECK(pattern != nullptr, op_.name, ": ", argument.name, " has shape ", tensor.sym_sizes(),
+                " but should be ", argument.shapes);
+    const auto want = expected(*pattern, tensor);
+    const auto have = tensor.sym_sizes();
+    const auto other = std::mismatch(have.begin(), have.end(), want.begin(), want.end(), equal).first;
+    const auto own = int64_t(pattern->dimensions.size());
+    GIRIH_CHECK(other == have.end() && have.size() == want.size(), op_.name, ": ", argument.name,
+                " has shape ", have, " but should be ", argument.shapes, " = ", c10::SymIntArrayRef(want),
+                whose(*pattern, other - have.end() + own));
+    for (int64_t d = 0; d < own; ++d) {
+      const auto letter = pattern->dimensions[d].letter;
+      if (letter < 0 || sizes.at(letter)) continue;
+      const auto& limit = op_.letters[letter];
+      const auto& size = sizes.at(letter) = tensor.sym_size(d - own);
+      GIRIH_CHECK((limit.least == 0 || *size >= limit.least) &&
+                      (limit.most == std::numeric_limits<int64_t>::max() || *size <= limit.most),
+                  op_.name, ": ", argument.name, "'s ", limit.name, " is ", *size, " but should be ",
+                  range(limit.least, limit.most));
+    }
+  }
+
+  // N: the sequences that cu [N + 1] packs into the one row; otherwise there is one in every row. cu_seqlens
+  // may also be [B, 2], the bounds of the one sequence in every row.
+  void packing() {
+    if (op_.packing.empty()) return;
+    const auto &name = op_.packing, &first = op_.tensors[0].name;
+    const auto& B = *sizes.at(op_.letter("B"));
+    auto& N = sizes.at(op_.letter("N"));
+    const auto* cu = arguments_[op_.tensors.size()].tensor();
+    if (cu == nullptr) {
+      N = B;
+      return;
+    }
+    const bool rows = cu->dim() == 2 && name == "cu_seqlens";
+    GIRIH_CHECK(cu->device() == this->first().device(), op_.name, ": ", name, " is on ", cu->device(),
+                " but should be on the device of ", first, ", ", this->first().device());
+    GIRIH_CHECK(cu->scalar_type() == at::kLong || cu->scalar_type() == at::kInt, op_.name, ": ", name, " is ",
+                cu->scalar_type(), " but should be int32 or int64");
+    const char* shapes = name == "cu_seqlens" ? "[N + 1] or [B, 2]" : "[N + 1]";
+    GIRIH_CHECK(rows ? equal(cu->sym_size(0), B) && equal(cu->sym_size(1), 2)
+                     : cu->dim() == 1 && cu->sym_size(0) >= 1,
+                op_.name, ": ", name, " has shape ", cu->sym_sizes(), " but should be ", shapes,
+                " where B = ", B);
+    GIRIH_CHECK(rows || equal(B, 1), op_.name, ": ", name,
+                " packs sequences into one row, so B should be 1 and is ", B);
+    N = rows ? B : cu->sym_size(0) - 1;
+  }
+
+  // Queries come in groups, each with one memory head.
+  void heads() const {
+    const auto has = [&](const char* name) {
+      return std::ranges::find(op_.letters, name, &Operator::Letter::name) != op_.letters.end();
+    };
+    if (!has("HQ")) return;
+    const auto &HQ = sizes["HQ"], &H = sizes["H"];
+    GIRIH_CHECK(equal(HQ % H, 0), op_.name, ": ", first_name(), " has ", HQ,
+                " heads but should have a multiple of ",
+                op_.tensors[op_.letters[op_.letter("H")].tensor].name, "'s ", H);
+  }
+
+  const Operator& op_;
+  const Argument* arguments_;
+};
+
 }  // namespace
 
-Check::Check(std::string_view op, std::string_view first_name, const Tensor& first)
-    : op_(op), first_name_(first_name), first_(first) {
-  GIRIH_CHECK(is_data_type(first.scalar_type()), op_, ": ", first_name_, " is ", first.scalar_type(),
-              " but should be float32, float64, bfloat16 or float16");
+Sizes check(const Operator& op, std::initializer_list<Argument> arguments) {
+  Call call(op, arguments);
+  call.options();
+  call.tensors();
+  return std::move(call.sizes);
 }
 
-void Check::device(std::string_view name, const Tensor& tensor) const {
-  GIRIH_CHECK(tensor.device() == first_.device(), op_, ": ", name, " is on ", tensor.device(),
-              " but should be on the device of ", first_name_, ", ", first_.device());
-}
-
-void Check::same_dtype(std::string_view name, const Tensor& tensor) const {
-  device(name, tensor);
-  GIRIH_CHECK(tensor.scalar_type() == first_.scalar_type(), op_, ": ", name, " is ", tensor.scalar_type(),
-              " but should have the dtype of ", first_name_, ", ", first_.scalar_type());
-}
-
-void Check::floating(std::string_view name, const Tensor& tensor) const {
-  device(name, tensor);
-  GIRIH_CHECK(is_data_type(tensor.scalar_type()), op_, ": ", name, " is ", tensor.scalar_type(),
-              " but should be float32, float64, bfloat16 or float16");
-}
-
-// fp32, or fp64 when the inputs are fp64
-void Check::state_dtype(std::string_view name, const Tensor& tensor) const {
-  device(name, tensor);
-  GIRIH_CHECK(tensor.scalar_type() == accumulate_type(first_), op_, ": ", name, " is ", tensor.scalar_type(),
-              " but should be ", accumulate_type(first_), " when ", first_name_, " is ",
-              first_.scalar_type());
-}
-
-void Check::position(const Tensor& tensor, const c10::SymInt& N) const {
-  device("state_position", tensor);
-  GIRIH_CHECK(tensor.scalar_type() == at::kLong, op_, ": state_position is ", tensor.scalar_type(),
-              " but should be int64");
-  shape("state_position", tensor, {N}, "[N]");
-}
-
-void Check::rank(std::string_view name, const Tensor& tensor, int64_t dims, std::string_view letters) const {
-  GIRIH_CHECK(tensor.dim() == dims, op_, ": ", name, " has shape ", tensor.sym_sizes(), " but should be ",
-              letters);
-}
-
-void Check::shape(std::string_view name, const Tensor& tensor, Shape expected,
-                  std::string_view letters) const {
-  const auto sizes = tensor.sym_sizes();
-  const bool same =
-      sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin(), equal);
-  GIRIH_CHECK(same, op_, ": ", name, " has shape ", sizes, " but should be ", letters, " = ",
-              c10::SymIntArrayRef(expected.begin(), expected.size()));
-}
-
-void Check::same_shape(std::string_view name, const Tensor& tensor) const {
-  const auto sizes = tensor.sym_sizes(), expected = first_.sym_sizes();
-  const bool same =
-      sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin(), equal);
-  GIRIH_CHECK(same, op_, ": ", name, " has shape ", sizes, " but should have the shape of ", first_name_,
-              ", ", expected);
-}
-
-void Check::over_last(std::string_view name, const Tensor& tensor, std::string_view letters) const {
-  GIRIH_CHECK(tensor.dim() == 1 && equal(tensor.sym_size(0), first_.sym_size(-1)), op_, ": ", name,
-              " has shape ", tensor.sym_sizes(), " but should be ", letters, ", the last dimension of ",
-              first_name_, ", whose shape is ", first_.sym_sizes());
-}
-
-void Check::at_least_one(std::string_view letters, const c10::SymInt& size) const {
-  GIRIH_CHECK(size >= 1, op_, ": ", letters, " is ", size, " but should be at least 1");
-}
-
-void Check::grouped(const c10::SymInt& query_heads, const c10::SymInt& heads) const {
-  at_least_one("k's H", heads);
-  GIRIH_CHECK(query_heads >= 1, op_, ": ", first_name_, " has ", query_heads,
-              " heads but should have at least 1");
-  GIRIH_CHECK(equal(query_heads % heads, 0), op_, ": ", first_name_, " has ", query_heads,
-              " heads but should have a multiple of k's ", heads);
-}
-
-void Check::one_of(std::string_view name, std::string_view value,
-                   std::initializer_list<std::string_view> allowed) const {
-  std::ostringstream list;
-  for (const auto& word : allowed) list << (list.tellp() > 0 ? ", " : "") << word;
-  GIRIH_CHECK(std::find(allowed.begin(), allowed.end(), value) != allowed.end(), op_, ": ", name, " is '",
-              value, "' but should be one of ", list.str());
-}
-
-void Check::integers(std::string_view name, const Tensor& tensor) const {
-  device(name, tensor);
-  GIRIH_CHECK(tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt, op_, ": ", name, " is ",
-              tensor.scalar_type(), " but should be int32 or int64");
-}
-
-c10::SymInt Check::packed(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const {
-  if (!given(cu)) return B;
-  integers(name, *cu);
-  GIRIH_CHECK(cu->dim() == 1 && cu->sym_size(0) >= 1, op_, ": ", name, " has shape ", cu->sym_sizes(),
-              " but should be [N + 1]");
-  GIRIH_CHECK(equal(B, 1), op_, ": ", name, " packs sequences into one row, so B should be 1 and is ", B);
-  return cu->sym_size(0) - 1;
-}
-
-c10::SymInt Check::sequences(const OptionalTensor& cu_seqlens, const c10::SymInt& B) const {
-  if (!given(cu_seqlens) || cu_seqlens->dim() != 2) return packed("cu_seqlens", cu_seqlens, B);
-  integers("cu_seqlens", *cu_seqlens);
-  shape("cu_seqlens", *cu_seqlens, {B, 2}, "[N + 1] or [B, 2]");
-  return B;
-}
-
-Check::Sizes Check::qkv(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens,
-                        const Letters& letters, int64_t n) const {
-  const auto of_q = c10::str("[B, T, HQ, ", letters.key, "]"),
-             of_k = c10::str("[B, ", letters.rows, ", H, ", letters.key, "]"),
-             of_v = c10::str("[B, ", letters.rows, ", H, ", letters.value, "]");
-  rank("q", q, 4, of_q);
-  rank("k", k, 4, of_k);
-  rank("v", v, 4, of_v);
-  const Sizes s{q.sym_size(0),
-                q.sym_size(1),
-                q.sym_size(2),
-                k.sym_size(2),
-                q.sym_size(3),
-                v.sym_size(3),
-                sequences(cu_seqlens, q.sym_size(0))};
-  grouped(s.HQ, s.H);
-  at_least_one(letters.key, s.key);
-  at_least_one(letters.value, s.value);
-  same_dtype("k", k);
-  same_dtype("v", v);
-  shape("k", k, {s.B, s.T * n, s.H, s.key}, of_k);
-  shape("v", v, {s.B, s.T * n, s.H, s.value}, of_v);
-  return s;
-}
-
-void Check::per_head(std::string_view name, const OptionalTensor& tensor, const Sizes& sizes) const {
-  if (!given(tensor)) return;
-  floating(name, *tensor);
-  shape(name, *tensor, {sizes.B, sizes.T, sizes.H}, "[B, T, H]");
-}
-
-void Check::state(std::string_view name, const OptionalTensor& tensor, Shape expected,
-                  std::string_view letters) const {
-  if (!given(tensor)) return;
-  state_dtype(name, *tensor);
-  shape(name, *tensor, expected, letters);
+void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states) {
+  GIRIH_CHECK(!first.defined() || (first.dim() > 1 && first.sym_size(1) == 1), op.name,
+              "_step takes one token: ", op.tensors[0].name, " must have T = 1 and has shape ",
+              first.sym_sizes());
+  for (size_t i = 0; i < states.size(); ++i) {
+    const auto& argument = op.tensors[op.data + i];
+    const auto* state = states[i].tensor();
+    GIRIH_CHECK(state != nullptr || argument.optional, op.name, "_step: ", argument.name,
+                " is None but is written in place: start() makes a state before its first token");
+    if (state == nullptr) continue;
+    GIRIH_CHECK(
+        at::has_internal_overlap(*state) != at::MemOverlap::Yes, op.name, "_step: ", argument.name,
+        " is an expanded or negated view but is written in place: give a tensor with memory of its own");
+    for (size_t j = 0; j < i; ++j) {
+      const auto* other = states[j].tensor();
+      if (other == nullptr || is_traced(*state) || is_traced(*other)) continue;
+      const auto overlap = at::get_overlap_status(*state, *other);
+      GIRIH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op.name,
+                  "_step: ", argument.name, " shares memory with ", op.tensors[op.data + j].name,
+                  " but both are written in place: give each a tensor of its own");
+    }
+  }
 }
 
 }  // namespace girih

@@ -6,7 +6,8 @@
 #include <initializer_list>
 #include <optional>
 #include <string_view>
-#include <utility>
+
+#include "operator.h"
 
 // ValueError in Python; the message names the argument, what it is and what it should be.
 #define GIRIH_CHECK(condition, ...) TORCH_CHECK_VALUE(condition, "girih.", __VA_ARGS__)
@@ -15,69 +16,60 @@ namespace girih {
 
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
-using Shape = std::initializer_list<c10::SymInt>;
 
 inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// The checks of one call of one operator. `first` is the argument whose device and dtype the others follow.
-class Check {
+// One argument of a call, whatever its type: a tensor, or the value of an option. It refers to what it is
+// made of.
+class Argument {
  public:
-  Check(std::string_view op, std::string_view first_name, const Tensor& first);
+  // NOLINTBEGIN(google-explicit-constructor): a call's arguments are listed as they are
+  Argument(const Tensor& tensor) : tensor_(&tensor) {}
+  Argument(const OptionalTensor& tensor) : tensor_(tensor ? &*tensor : nullptr) {}
+  Argument(bool) {}
+  Argument(int64_t number) : integer_(number) {}
+  Argument(double number) : number_(number) {}
+  Argument(std::string_view word) : word_(word) {}
+  template <class T>
+  requires(!std::is_same_v<T, Tensor>) Argument(const std::optional<T>& value) {
+    if (value) *this = Argument(*value);
+  }
+  // NOLINTEND(google-explicit-constructor)
 
-  // q, k, v, ...: first's dtype, one of the four floating dtypes
-  void same_dtype(std::string_view name, const Tensor& tensor) const;
-  // gates, step sizes: any floating dtype
-  void floating(std::string_view name, const Tensor& tensor) const;
-  // int64 [N] on the same device
-  void position(const Tensor& tensor, const c10::SymInt& N) const;
-
-  void rank(std::string_view name, const Tensor& tensor, int64_t dims, std::string_view letters) const;
-  void shape(std::string_view name, const Tensor& tensor, Shape expected, std::string_view letters) const;
-  // first's shape
-  void same_shape(std::string_view name, const Tensor& tensor) const;
-  // one element for every index of first's last dimension
-  void over_last(std::string_view name, const Tensor& tensor, std::string_view letters) const;
-  void at_least_one(std::string_view letters, const c10::SymInt& size) const;
-  // heads of q: a multiple of the memory's heads
-  void grouped(const c10::SymInt& query_heads, const c10::SymInt& heads) const;
-  void one_of(std::string_view name, std::string_view value,
-              std::initializer_list<std::string_view> allowed) const;
-
-  // The number of sequences: B, or what `cu` packs into one row. cu: int32 or int64 [N + 1], with B == 1.
-  c10::SymInt packed(std::string_view name, const OptionalTensor& cu, const c10::SymInt& B) const;
-  // The same of cu_seqlens, which may also be [B, 2], the bounds of the one sequence in every row.
-  c10::SymInt sequences(const OptionalTensor& cu_seqlens, const c10::SymInt& B) const;
-
-  // Sizes of q [B, T, HQ, key], k [B, T * n, H, key] and v [B, T * n, H, value], checked in all they share.
-  struct Sizes {
-    c10::SymInt B, T, HQ, H, key, value, N;
-  };
-  // What messages call the sizes; `rows` is the one of k and v along time.
-  struct Letters {
-    std::string_view key = "D", value = "V", rows = "T";
-  };
-  Sizes qkv(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens,
-            const Letters& letters, int64_t n = 1) const;
-  // one gate or step size a head
-  void per_head(std::string_view name, const OptionalTensor& tensor, const Sizes& sizes) const;
-  // a state's part, unless it is absent
-  void state(std::string_view name, const OptionalTensor& tensor, Shape expected,
-             std::string_view letters) const;
+  const Tensor* tensor() const { return tensor_ != nullptr && tensor_->defined() ? tensor_ : nullptr; }
+  const std::optional<int64_t>& integer() const { return integer_; }
+  const std::optional<double>& number() const { return number_; }
+  const std::optional<std::string_view>& word() const { return word_; }
 
  private:
-  void state_dtype(std::string_view name, const Tensor& tensor) const;
-  void integers(std::string_view name, const Tensor& tensor) const;
-  void device(std::string_view name, const Tensor& tensor) const;
-
-  std::string_view op_, first_name_;
-  const Tensor& first_;
+  const Tensor* tensor_ = nullptr;
+  std::optional<int64_t> integer_;
+  std::optional<double> number_;
+  std::optional<std::string_view> word_;
 };
 
-// A step's `first` argument has one token.
-inline void check_one_token(std::string_view op, std::string_view first_name, const Tensor& first) {
-  GIRIH_CHECK(first.dim() > 1 && first.sym_size(1) == 1, op, "_step takes one token: ", first_name,
-              " must have T = 1 and has shape ", first.sym_sizes());
-}
+// The sizes of one call, by the letters of the operator's shapes. A letter that only absent tensors have has
+// none.
+class Sizes {
+ public:
+  explicit Sizes(const Operator& op) : op_(&op), sizes_(op.letters.size()) {}
+
+  const c10::SymInt& operator[](std::string_view letter) const { return *sizes_[op_->letter(letter)]; }
+  std::optional<c10::SymInt>& at(int letter) { return sizes_[letter]; }
+  const std::optional<c10::SymInt>& at(int letter) const { return sizes_[letter]; }
+
+ private:
+  const Operator* op_;
+  c10::SmallVector<std::optional<c10::SymInt>, 12> sizes_;
+};
+
+// Checks a call's arguments, in the order of X's schema, against all that the description says: devices,
+// dtypes, shapes, heads, packing, words and ranges. What an operator asks beyond that is in its problem.h.
+Sizes check(const Operator& op, std::initializer_list<Argument> arguments);
+
+// What X_step asks beyond X: one token, and a state whose tensors can be written, each in memory of its own.
+// To be called before anything is written; `states` in the order of the description.
+void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states);
 
 // The dtype of states and of what is summed: fp32, fp64 for fp64.
 inline at::ScalarType accumulate_type(const Tensor& like) {

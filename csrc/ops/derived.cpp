@@ -14,10 +14,10 @@ using torch::autograd::variable_list;
 
 // The kernel of the device itself, past autograd and autocast of X_forward.
 void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
-  const auto key = like.is_meta()   ? c10::DispatchKey::Meta
-                   : like.is_cuda() ? c10::DispatchKey::CUDA
-                                    : c10::DispatchKey::CPU;
-  find(op.name + "_forward").callBoxedForDispatchKey(key, *stack);
+  const auto key = !like.defined() || like.is_cpu() ? c10::DispatchKey::CPU
+                   : like.is_cuda()                 ? c10::DispatchKey::CUDA
+                                                    : c10::DispatchKey::Meta;
+  forms_of(op).forward.callBoxedForDispatchKey(key, *stack);
 }
 
 // Autograd runs on the calling thread, where the guards of the caller hold: called from outside of a backward
@@ -37,13 +37,18 @@ class OnThisThread {
 
 bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_floating_point(); }
 
+// A tensor that autograd can record: one made in inference mode becomes a copy that is not.
+at::Tensor recordable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_inference() ? tensor.clone() : tensor;
+}
+
 // X_backward: the ATen forward is run again under autograd. It holds what the chunk form holds (O(T), a state
 // per chunk) and frees it on return.
-void backward(const c10::OperatorHandle& handle, Stack* stack) {
-  const Operator& op = describe(handle.operator_name().name);
+void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = pop_arguments(handle, stack);
   const size_t given = op.outputs() + op.inputs() + op.saved.size();
 
+  const c10::InferenceMode recorded(false);
   at::AutoGradMode on(true);
   const auto tls = c10::impl::tls_local_dispatch_key_set();
   c10::impl::ForceDispatchKeyGuard above(
@@ -55,21 +60,21 @@ void backward(const c10::OperatorHandle& handle, Stack* stack) {
   Stack forward;
   variable_list leaves;
   for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
-    auto input = tensor_of(arguments[i]);
+    auto input = recordable(tensor_of(arguments[i]));
     if (has_gradient(input)) {
       input = input.detach().requires_grad_(true);
       leaves.push_back(input);
     }
     forward.push_back(value_of(input));
   }
-  const auto like = forward[0].toTensor();
+  const auto like = tensor_of(forward[0]);
   forward.insert(forward.end(), arguments.begin() + given, arguments.end());
   forward.emplace_back(false);
   run_forward(op, like, &forward);
 
   variable_list outputs, grads;
   for (size_t i = 0; i < op.outputs(); ++i) {
-    const auto grad = tensor_of(arguments[i]);
+    const auto grad = recordable(tensor_of(arguments[i]));
     const auto output = tensor_of(forward[i]);
     if (!grad.defined() || !output.requires_grad()) continue;
     outputs.push_back(output);
@@ -97,30 +102,37 @@ void backward(const c10::OperatorHandle& handle, Stack* stack) {
   }
 }
 
-void backward_meta(const c10::OperatorHandle& handle, Stack* stack) {
-  const Operator& op = describe(handle.operator_name().name);
+// Sizes are the inputs', once X_forward has accepted them.
+void backward_meta(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = pop_arguments(handle, stack);
-  for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
-    const auto input = tensor_of(arguments[i]);
+  const auto inputs = arguments.begin() + op.outputs();
+  Stack forward(inputs, inputs + op.inputs());
+  forward.insert(forward.end(), inputs + op.inputs() + op.saved.size(), arguments.end());
+  forward.emplace_back(false);
+  forms_of(op).forward.callBoxedForDispatchKey(c10::DispatchKey::Meta, forward);
+  for (size_t i = 0; i < op.inputs(); ++i) {
+    const auto input = tensor_of(inputs[i]);
     stack->push_back(has_gradient(input) ? IValue(at::empty_symint(input.sym_sizes(), input.options()))
                                          : IValue());
   }
 }
 
 // X_step: state <- the state after one more token; the state tensors are written in place.
-void step(const c10::OperatorHandle& handle, Stack* stack) {
-  const Operator& op = describe(handle.operator_name().name);
+void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   auto arguments = pop_arguments(handle, stack);
-  const auto like = arguments[0].toTensor();
-  check_one_token(op.name, handle.schema().arguments()[0].name(), like);
-  Stack forward(arguments.begin(), arguments.begin() + op.data.size() + op.state.size());
+  const auto like = tensor_of(arguments[0]);
+  const auto options = arguments.begin() + op.tensors.size();
+  std::vector<at::Tensor> states;
+  for (auto state = arguments.begin() + op.data; state != options; ++state)
+    states.push_back(tensor_of(*state));
+  check_step(op, like, std::vector<Argument>(states.begin(), states.end()));
+  Stack forward(arguments.begin(), options);
   if (!op.packing.empty()) forward.emplace_back();
-  forward.insert(forward.end(), arguments.begin() + op.data.size() + op.state.size(), arguments.end());
+  forward.insert(forward.end(), options, arguments.end());
   forward.emplace_back(false);
   run_forward(op, like, &forward);
-  for (size_t i = 0; i < op.state.size(); ++i) {
-    const auto state = tensor_of(arguments[op.data.size() + i]);
-    if (state.defined()) state.copy_(forward[1 + i].toTensor());
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (states[i].defined()) states[i].copy_(forward[1 + i].toTensor());
   }
   stack->push_back(forward[0]);
 }
@@ -129,17 +141,13 @@ void step(const c10::OperatorHandle& handle, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
   for (const auto& op : operators()) {
-    m.impl((op.name + "_backward").c_str(), torch::CppFunction::makeFromBoxedFunction<&backward>());
-    if (!op.state.empty()) {
-      m.impl((op.name + "_step").c_str(), torch::CppFunction::makeFromBoxedFunction<&step>());
-    }
+    register_boxed<&backward>(m, op.name + "_backward", op);
+    if (op.states() > 0) register_boxed<&step>(m, op.name + "_step", op);
   }
 }
 
 TORCH_LIBRARY_IMPL(girih, Meta, m) {
-  for (const auto& op : operators()) {
-    m.impl((op.name + "_backward").c_str(), torch::CppFunction::makeFromBoxedFunction<&backward_meta>());
-  }
+  for (const auto& op : operators()) register_boxed<&backward_meta>(m, op.name + "_backward", op);
 }
 
 }  // namespace girih

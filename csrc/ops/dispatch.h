@@ -6,6 +6,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -17,6 +18,26 @@ using torch::jit::Stack;
 
 inline c10::OperatorHandle find(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(("girih::" + name).c_str(), "");
+}
+
+// An operator's registered forms. Looking one up takes a lock, so it is done once for all.
+struct Forms {
+  c10::OperatorHandle forward, backward;
+};
+const Forms& forms_of(const Operator& op);
+
+// Registers `function(op, handle, stack)` under `name`: a kernel that serves every operator and knows which.
+using BoxedForm = void (*)(const Operator& op, const c10::OperatorHandle& handle, Stack* stack);
+template <BoxedForm function>
+void register_boxed(torch::Library& m, const std::string& name, const Operator& op) {
+  struct Kernel : c10::OperatorKernel {
+    explicit Kernel(const Operator& op) : op(op) {}
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
+      function(op, handle, stack);
+    }
+    const Operator& op;
+  };
+  m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
 }
 
 // The call of `name`, which `kernel` serves, as every device without a kernel runs it.

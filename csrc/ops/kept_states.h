@@ -2,8 +2,6 @@
 // them, of the kernels that run on the tensor cores.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
 #include <limits>
 
 #include "check.h"
@@ -13,7 +11,7 @@ namespace girih {
 constexpr int64_t kKeptChunk = 64;             // tokens of gsa's and gla's chunks
 constexpr int64_t kKeptPair = 2 * kKeptChunk;  // gla's with a gate a head, or none
 
-// The sizes that have kernels: columns of a state and rows of a memory, at most.
+// The sizes that have kernels on the tensor cores: columns of a state and rows of a memory, at most.
 struct KernelSizes {
   int64_t columns, rows;
 };
@@ -31,20 +29,14 @@ inline c10::SymInt kept_chunks(const Tensor& q, const c10::SymInt& sequences,
 // In packs of 8 elements.
 inline c10::SymInt kept_width(const c10::SymInt& width) { return (width + 7) / 8 * 8; }
 
-// [chunks, H, rows, columns], with the rows of every memory and the columns in packs of 8; {0}, nothing,
-// where there are no kernels.
+// [chunks, H, rows, columns], with the rows of every memory and the columns in packs of 8.
 inline std::vector<c10::SymInt> kept_states(const Tensor& q, const c10::SymInt& sequences,
                                             const c10::SymInt& heads,
                                             std::initializer_list<c10::SymInt> memories,
                                             const c10::SymInt& columns, const OptionalTensor& cu_seqlens,
-                                            const KernelSizes& most = kByChannel,
                                             int64_t tokens = kKeptChunk) {
-  if (!c10::isReducedFloatingType(q.scalar_type()) || columns > most.columns) return {0};
   c10::SymInt rows = 0;
-  for (const auto& width : memories) {
-    if (width > most.rows) return {0};
-    rows = rows + kept_width(width);
-  }
+  for (const auto& width : memories) rows = rows + kept_width(width);
   return {kept_chunks(q, sequences, cu_seqlens, tokens), heads, rows, kept_width(columns)};
 }
 

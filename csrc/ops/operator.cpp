@@ -2,13 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
 namespace girih {
 namespace {
 
 using Strings = std::vector<std::string>;
-
-bool is_optional(const std::string& argument) { return argument.starts_with("Tensor?"); }
-std::string name_of(const std::string& argument) { return argument.substr(argument.find(' ') + 1); }
 
 std::string join(const Strings& parts) {
   std::string text;
@@ -16,73 +16,243 @@ std::string join(const Strings& parts) {
   return text;
 }
 
-// "a, b" and "c, d" -> "a, b, *, c, d"
+Strings split(std::string_view text, std::string_view separator) {
+  Strings parts;
+  for (size_t at = 0; at != std::string_view::npos;) {
+    const auto end = text.find(separator, at);
+    parts.emplace_back(text.substr(at, end - at));
+    at = end == std::string_view::npos ? end : end + separator.size();
+  }
+  return parts;
+}
+
+bool is_number(const std::string& text) { return text.find_first_not_of("0123456789") == std::string::npos; }
+
+// Reads the shapes of one operator; every letter that it meets becomes one of the operator's.
+class Shapes {
+ public:
+  Shapes(std::vector<Operator::Letter>& letters, const std::vector<Declaration::Limit>& limits)
+      : letters_(letters), limits_(limits) {}
+
+  std::vector<Pattern> patterns(const std::string& shapes, int tensor) {
+    std::vector<Pattern> all;
+    for (const auto& shape : split(shapes, " or ")) {
+      Pattern pattern;
+      for (const auto& size : split(std::string_view(shape).substr(1, shape.size() - 2), ", ")) {
+        if (size == "...") {
+          pattern.leading = true;
+        } else {
+          pattern.dimensions.push_back(dimension(size, tensor));
+        }
+      }
+      all.push_back(std::move(pattern));
+    }
+    return all;
+  }
+
+  int letter(const std::string& name, int tensor) {
+    const auto found = std::ranges::find(letters_, name, &Operator::Letter::name);
+    if (found != letters_.end()) return int(found - letters_.begin());
+    const auto limit = std::ranges::find(limits_, name, &Declaration::Limit::letter);
+    const bool counts = name == "B" || name == "T" || name == "N";
+    const auto most = std::numeric_limits<int64_t>::max();
+    letters_.push_back(limit != limits_.end() ? Operator::Letter{name, limit->least, limit->most, tensor}
+                                              : Operator::Letter{name, counts ? 0 : 1, most, tensor});
+    return int(letters_.size()) - 1;
+  }
+
+ private:
+  Dimension dimension(const std::string& text, int tensor) {
+    if (is_number(text)) return {.plus = std::stoll(text)};
+    if (const auto factors = split(text, " * "); factors.size() == 2) {
+      return {.letter = letter(factors[0], tensor), .times = letter(factors[1], -1)};
+    }
+    const auto terms = split(text, " - ");
+    return {.letter = letter(terms[0], tensor), .plus = terms.size() == 2 ? -std::stoll(terms[1]) : 0};
+  }
+
+  std::vector<Operator::Letter>& letters_;
+  const std::vector<Declaration::Limit>& limits_;
+};
+
+// "int? chunk=None" -> type "int?", name "chunk", default "None"
+Option read(const OptionDeclaration& from) {
+  const auto space = from.declaration.find(' '), equals = from.declaration.find('=');
+  return {.declaration = from.declaration,
+          .type = from.declaration.substr(0, space),
+          .name = from.declaration.substr(space + 1, equals - space - 1),
+          .otherwise = equals == std::string::npos ? "" : from.declaration.substr(equals + 1),
+          .words = from.words,
+          .least = from.least,
+          .most = from.most};
+}
+
+// "a, b" and "c, d" -> "(a, b, *, c, d)"
 std::string arguments(const Strings& positional, const Strings& keywords) {
   return "(" + join(positional) + (keywords.empty() ? "" : ", *, " + join(keywords)) + ")";
 }
 
-Strings inputs_of(const Operator& op, bool defaults) {
-  const std::string none = defaults ? "=None" : "";
+Strings declarations(const std::vector<Option>& options) {
   Strings all;
-  for (const auto& a : op.data) all.push_back(is_optional(a) ? a + none : a);
-  for (const auto& a : op.state) all.push_back("Tensor? state_" + name_of(a) + none);
-  if (!op.packing.empty()) all.push_back("Tensor? " + op.packing + none);
+  for (const auto& option : options) all.push_back(option.declaration);
+  return all;
+}
+
+// Data as declared, a state and packing always optional.
+Strings inputs_of(const Operator& op, bool defaults) {
+  Strings all;
+  for (size_t i = 0; i < op.tensors.size(); ++i) {
+    const auto& tensor = op.tensors[i];
+    const bool optional = tensor.optional || i >= op.data;
+    all.push_back((optional ? "Tensor? " : "Tensor ") + tensor.name + (optional && defaults ? "=None" : ""));
+  }
+  if (!op.packing.empty()) all.push_back("Tensor? " + op.packing + (defaults ? "=None" : ""));
   return all;
 }
 
 Strings outputs_of(const Operator& op) {
   Strings all{"Tensor " + op.output};
-  for (const auto& a : op.state)
-    all.push_back((is_optional(a) ? "Tensor? state_" : "Tensor state_") + name_of(a));
+  for (size_t i = op.data; i < op.tensors.size(); ++i)
+    all.push_back((op.tensors[i].optional ? "Tensor? " : "Tensor ") + op.tensors[i].name);
   return all;
 }
 
-std::string returns(const Strings& types) { return types.size() == 1 ? types[0] : "(" + join(types) + ")"; }
+std::string returns(const Strings& types) {
+  return " -> " + (types.size() == 1 ? types[0] : "(" + join(types) + ")");
+}
+
+nlohmann::ordered_json default_of(const Option& option) {
+  const auto& text = option.otherwise;
+  if (text == "None") return nullptr;
+  if (option.type.starts_with("str")) return text.substr(1, text.size() - 2);
+  if (option.type.starts_with("bool")) return text == "True";
+  if (option.type.starts_with("int")) return std::stoll(text);
+  return std::stod(text);
+}
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::data:
+      return "data";
+    case Kind::floating:
+      return "floating";
+    case Kind::state:
+      return "state";
+    case Kind::position:
+      return "position";
+  }
+  return "";
+}
 
 }  // namespace
 
+Operator::Operator(const Declaration& from)
+    : name(from.name), output(from.output), packing(from.packing), data(from.data.size()), saved(from.saved) {
+  Shapes shapes(letters, from.limits);
+  const auto add = [&](const TensorDeclaration& tensor, const char* prefix, Kind kind) {
+    const auto own = tensor.declaration.substr(tensor.declaration.find(' ') + 1);
+    tensors.push_back({.name = prefix + own,
+                       .optional = tensor.declaration.starts_with("Tensor?"),
+                       .shapes = tensor.shapes,
+                       .patterns = shapes.patterns(tensor.shapes, int(tensors.size())),
+                       .kind = tensor.kind.value_or(kind)});
+  };
+  for (const auto& tensor : from.data) add(tensor, "", Kind::data);
+  for (const auto& tensor : from.state) add(tensor, "state_", Kind::state);
+  shapes.letter("N", -1);
+  for (const auto& option : from.options) options.push_back(read(option));
+}
+
+const Option& Operator::option(std::string_view wanted) const {
+  const auto found = std::ranges::find(options, wanted, &Option::name);
+  TORCH_INTERNAL_ASSERT(found != options.end(), name, " has no option ", wanted);
+  return *found;
+}
+
+int Operator::letter(std::string_view wanted) const {
+  const auto found = std::ranges::find(letters, wanted, &Letter::name);
+  TORCH_INTERNAL_ASSERT(found != letters.end(), "no shape of ", name, " has ", wanted);
+  return int(found - letters.begin());
+}
+
 std::string Operator::schema() const {
-  return name + arguments(inputs_of(*this, true), options) + " -> " + returns(outputs_of(*this));
+  return name + arguments(inputs_of(*this, true), declarations(options)) + returns(outputs_of(*this));
 }
 
 std::string Operator::forward_schema() const {
-  auto keywords = options;
+  auto keywords = declarations(options);
   keywords.push_back("bool save");
   auto results = outputs_of(*this);
-  results.insert(results.end(), saved.begin(), saved.end());
-  return name + "_forward" + arguments(inputs_of(*this, false), keywords) + " -> " + returns(results);
+  for (const auto& kept : saved) results.push_back("Tensor " + kept);
+  return name + "_forward" + arguments(inputs_of(*this, false), keywords) + returns(results);
 }
 
 std::string Operator::backward_schema() const {
   Strings positional, results;
-  for (const auto& a : outputs_of(*this)) positional.push_back("Tensor? grad_" + name_of(a));
-  for (const auto& a : inputs_of(*this, false)) {
-    positional.push_back(a);
-    results.push_back("Tensor? grad_in_" + name_of(a));
+  positional.push_back("Tensor? grad_" + output);
+  for (size_t i = data; i < tensors.size(); ++i) {
+    positional.push_back("Tensor? grad_" + tensors[i].name);
   }
-  positional.insert(positional.end(), saved.begin(), saved.end());
-  return name + "_backward" + arguments(positional, options) + " -> " + returns(results);
+  for (const auto& input : inputs_of(*this, false)) {
+    positional.push_back(input);
+    results.push_back("Tensor? grad_in_" + input.substr(input.find(' ') + 1));
+  }
+  for (const auto& kept : saved) positional.push_back("Tensor " + kept);
+  return name + "_backward" + arguments(positional, declarations(options)) + returns(results);
 }
 
 std::string Operator::step_schema() const {
-  Strings positional = data;
+  Strings positional;
   char alias = 'a';
-  for (const auto& a : state) {
-    positional.push_back(std::string("Tensor(") + alias++ + "!)" + (is_optional(a) ? "? " : " ") + "state_" +
-                         name_of(a));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto written = i < data ? "" : std::string("(") + alias++ + "!)";
+    positional.push_back("Tensor" + written + (tensors[i].optional ? "? " : " ") + tensors[i].name);
   }
-  return name + "_step" + arguments(positional, options) + " -> Tensor " + output;
+  return name + "_step" + arguments(positional, declarations(options)) + " -> Tensor " + output;
 }
 
-const Operator& describe(std::string_view registered_name) {
-  std::string_view name = registered_name.substr(registered_name.find("::") + 2);
-  for (std::string_view suffix : {"_forward", "_backward", "_step"}) {
-    if (name.ends_with(suffix)) name.remove_suffix(suffix.size());
-  }
+std::string Operator::explain_schema() const {
+  auto keywords = declarations(options);
+  keywords.insert(keywords.end(), {"str device", "bool step"});
+  return name + "_explain" + arguments(inputs_of(*this, true), keywords) + " -> (str path, str why)";
+}
+
+const Operator& describe(std::string_view name) {
   for (const auto& op : operators()) {
     if (op.name == name) return op;
   }
-  TORCH_CHECK(false, "girih: no operator is named ", name);
+  TORCH_CHECK_VALUE(false, "girih: no operator is named ", name);
+}
+
+std::string description() {
+  using nlohmann::ordered_json;
+  ordered_json all;
+  for (const auto& op : operators()) {
+    ordered_json tensors = ordered_json::array(), options = ordered_json::array(), sizes;
+    for (size_t i = 0; i < op.tensors.size(); ++i) {
+      const auto& tensor = op.tensors[i];
+      tensors.push_back({{"name", tensor.name},
+                         {"state", i >= op.data},
+                         {"optional", tensor.optional},
+                         {"shapes", tensor.shapes},
+                         {"kind", name_of(tensor.kind)}});
+    }
+    for (const auto& option : op.options) {
+      ordered_json entry = {{"name", option.name}, {"type", option.type}};
+      if (!option.otherwise.empty()) entry["default"] = default_of(option);
+      if (!option.words.empty()) entry["words"] = option.words;
+      if (option.least > std::numeric_limits<double>::lowest()) entry["least"] = option.least;
+      if (option.most < std::numeric_limits<double>::max()) entry["most"] = option.most;
+      options.push_back(std::move(entry));
+    }
+    for (const auto& letter : op.letters) {
+      sizes[letter.name] = {{"least", letter.least}};
+      if (letter.most < std::numeric_limits<int64_t>::max()) sizes[letter.name]["most"] = letter.most;
+    }
+    all[op.name] = {{"tensors", tensors}, {"options", options}, {"sizes", sizes}, {"output", op.output}};
+    if (!op.packing.empty()) all[op.name]["packing"] = op.packing;
+  }
+  return all.dump();
 }
 
 }  // namespace girih

@@ -34,3 +34,41 @@ def test_a_step_at_bf16_keeps_an_fp32_state(case, device):
     kinds = {name: x.dtype for name, x in inputs.given.items()}
     assert step(inputs).dtype == torch.bfloat16
     assert kinds == {name: x.dtype for name, x in inputs.given.items()}
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_what_cannot_be_stepped_is_refused_by_name_and_nothing_is_written(case, device):
+    """A gradient, a part that is absent, an expanded or negated part, two parts in one memory."""
+    inputs = concrete(case.draw(1, resumed=True, dtype=torch.float32, device=device))
+    kept = {name: x.clone() for name, x in inputs.given.items()}
+
+    def refused(change, words, name):
+        with pytest.raises(ValueError, match=f"girih.{case.op}_step: {name}{words}"):
+            step(replace(inputs, given=inputs.given | change))
+        assert_within(inputs.given, kept, 0.0)
+
+    names = [name for name, x in inputs.given.items() if name != "position" and x.numel()]
+    for name in names:
+        x = inputs.given[name]
+        refused({name: x.detach().requires_grad_()}, " requires a gradient", f"state_{name}")
+        refused({name: x[:1].expand(x.shape)}, " is an expanded or negated view", f"state_{name}")
+        refused({name: torch._neg_view(x)}, " is an expanded or negated view", f"state_{name}")
+    optional = {"z", "decay", "position"}
+    for name in set(inputs.given) - (optional - {"position"} if case.op != "delta_product" else optional):
+        refused({name: None}, " is None but is written in place", f"state_{name}")
+    twins = [(a, b) for a in names for b in names if a < b and inputs.given[a].shape == inputs.given[b].shape]
+    for a, b in twins:
+        refused({b: inputs.given[a]}, " shares memory with", "state_[a-z_]*")
+    x = next(iter(inputs.data.values()))
+    with pytest.raises(ValueError, match=f"girih.{case.op}_step: .* requires a gradient but a step has none"):
+        step(replace(inputs, data=inputs.data | {next(iter(inputs.data)): x.clone().requires_grad_()}))
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_a_wrong_last_part_leaves_the_first_as_it_was(case, device):
+    inputs = concrete(case.draw(1, resumed=True, dtype=torch.float32, device=device))
+    kept = {name: x.clone() for name, x in inputs.given.items()}
+    last = list(inputs.given)[-1]
+    with pytest.raises(ValueError, match=f"state_{last} "):
+        step(replace(inputs, given=inputs.given | {last: inputs.given[last].half()}))
+    assert_within(inputs.given, kept, 0.0)

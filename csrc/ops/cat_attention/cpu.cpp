@@ -117,7 +117,7 @@ class Attention {
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const OptionalTensor& cu_chunks, int64_t chunk,
                                    std::optional<double> scale, bool save) {
-  Problem::check(q, k, v, cu_chunks, chunk);
+  Problem::check(q, k, v, cu_chunks, chunk, scale);
   const Attention x(q, k, v, cu_chunks, chunk, scale);
   auto sizes = x.q.sizes().vec();
   sizes.back() = v.size(3);
@@ -147,6 +147,7 @@ using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, Opt
 Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_chunks, const Tensor& lse, int64_t chunk,
                    std::optional<double> scale) {
+  Problem::check(q, k, v, cu_chunks, chunk, scale);
   if (!given(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
   const Attention x(q, k, v, cu_chunks, chunk, scale);
   const auto grad = x.split(*grad_o), norms = x.split(lse.unsqueeze(-1));

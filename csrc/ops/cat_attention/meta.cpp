@@ -5,16 +5,23 @@ namespace girih::cat_attention {
 namespace {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                   const OptionalTensor& cu_chunks, int64_t chunk, std::optional<double>,
-                                   bool save) {
-  const auto p = Problem::check(q, k, v, cu_chunks, chunk);
+                                   const OptionalTensor& cu_chunks, int64_t chunk,
+                                   std::optional<double> scale, bool save) {
+  const auto p = Problem::check(q, k, v, cu_chunks, chunk, scale);
   const auto options = q.options().dtype(accumulate_type(q));
   return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
           save ? at::empty_symint({p.B, p.T, p.HQ}, options) : at::empty({0}, options)};
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
+                    int64_t chunk, std::optional<double> scale, std::string_view device, bool) {
+  Problem::check(q, k, v, cu_chunks, chunk, scale);
+  return explained(Problem::path(), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("cat_attention_forward", &forward); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("cat_attention_explain", &explain); }
 
 }  // namespace girih::cat_attention

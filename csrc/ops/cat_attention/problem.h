@@ -1,7 +1,8 @@
-// What cat_attention accepts. Forward saves lse [B, T, HQ], fp32 or fp64: the log-sum-exp of a row's scores.
+// The sizes of a call of cat_attention. Forward saves lse [B, T, HQ], fp32 or fp64: the log-sum-exp of a
+// row's scores.
 #pragma once
 
-#include "../check.h"
+#include "../path.h"
 
 namespace girih::cat_attention {
 
@@ -9,14 +10,13 @@ struct Problem {
   c10::SymInt B, T, HQ, H, D, V;
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
-                       int64_t chunk) {
-    const Check check("cat_attention", "q", q);
-    const auto s = check.qkv(q, k, v, std::nullopt, {});
-    const Problem p{s.B, s.T, s.HQ, s.H, s.key, s.value};
-    GIRIH_CHECK(chunk >= 2 && chunk <= 256, "cat_attention: chunk is ", chunk, " but should be 2 to 256");
-    check.packed("cu_chunks", cu_chunks, p.B);
-    return p;
+                       int64_t chunk, std::optional<double> scale) {
+    static const auto& op = describe("cat_attention");
+    const auto at = girih::check(op, {q, k, v, cu_chunks, chunk, scale});
+    return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"]};
   }
+
+  static Path path() { return aten("cat_attention has no kernels yet"); }
 };
 
 }  // namespace girih::cat_attention

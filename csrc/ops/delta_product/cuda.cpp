@@ -1,7 +1,5 @@
 // delta_product by its kernels: on the tensor cores 16-bit elements with one beta a step and nothing between
 // chunks; the exact ones for the rest but fp64. Both have widths of up to 256.
-#include <ATen/MemoryOverlap.h>
-
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "../packs.h"
@@ -14,22 +12,19 @@ namespace girih::delta_product {
 namespace {
 
 static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == kernels::kDeltaRows &&
-              kMostSteps == kernels::kDeltaMaxSteps && kDelta.columns == kernels::kDeltaMaxWidth &&
-              kDelta.rows == kernels::kDeltaMaxWidth);
+              kMostSteps == kernels::kDeltaMaxSteps && kWidest == kernels::kDeltaMaxWidth &&
+              kStepMost == kernels::kDeltaStepMost);
 
-using Kernels = Problem::Kernels;
-
-// None where there is nothing to do, or too little shared memory.
-Kernels kernels_for(const Problem& problem, const Tensor& q, const Tensor& beta, int64_t n,
-                    const Between& between_chunks) {
-  const auto which = problem.kernels(q, beta, n, between_chunks);
-  if (problem.N == 0) return Kernels::none;
-  if (which == Kernels::tensor_cores) {
-    bool fits = false;
-    check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), fits));
-    if (!fits) return Kernels::none;
-  }
-  return which;
+// The problem's path, as far as this card and these sequences go. What forward keeps is sized by the
+// problem's alone, so that a card too small for the tensor cores' kernels runs none.
+Path path_of(const Problem& problem, const Tensor& q, const Tensor& beta, int64_t n,
+             const Between& between_chunks) {
+  const auto path = problem.path(q, beta, n, between_chunks);
+  if (problem.N == 0) return aten(kNoSequence);
+  if (path != Path::Code::tensor_cores) return path;
+  bool fits = false;
+  check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), fits));
+  return fits ? path : aten(kSmallCard);
 }
 
 // One call's tensors as the kernels read them: rows in packs of 16 bytes.
@@ -90,16 +85,16 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
                      std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
                      Between between_chunks, bool save) {
-  const auto problem =
-      Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+  const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
+                                      l2norm_qk, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto which = kernels_for(problem, q, beta, n, between_chunks);
-  if (which == Kernels::exact) {
+  const auto path = path_of(problem, q, beta, n, between_chunks);
+  if (path == Path::Code::exact) {
     const ExactCall call(q, k, v, beta, g, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
                          between_chunks);
     return call.forward(state_s, problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save));
   }
-  if (which == Kernels::none) {
+  if (path == Path::Code::aten) {
     at::NoTF32Guard exact;
     return forward(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
                    between_chunks, save);
@@ -131,11 +126,11 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const OptionalTensor& cu_seqlens, const Tensor& states, const Tensor& prepared,
                         int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
                         Between between_chunks) {
-  const auto problem =
-      Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+  const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
+                                      l2norm_qk, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto which = kernels_for(problem, q, beta, n, between_chunks);
-  if (which == Kernels::none) {
+  const auto path = path_of(problem, q, beta, n, between_chunks);
+  if (path == Path::Code::aten) {
     // What every device without a kernel runs: autograd of the ATen form.
     return run_without_kernel<&backward_cuda>("delta_product_backward", grad_o, grad_s, grad_position, q, k,
                                               v, beta, g, state_s, state_position, cu_seqlens, states,
@@ -144,7 +139,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto kept = problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, true);
   check_kept("delta_product", "states", states, kept.states, kept.states_type);
   check_kept("delta_product", "prepared", prepared, kept.prepared, kept.prepared_type);
-  if (which == Kernels::exact) {
+  if (path == Path::Code::exact) {
     const ExactCall call(q, k, v, beta, g, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
                          between_chunks);
     return call.backward(grad_o, grad_s, state_s, states, prepared);
@@ -213,14 +208,13 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                  const OptionalTensor& g, const Tensor& state_s, const OptionalTensor& state_position,
                  int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
                  Between between_chunks) {
-  Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, chunk, between_chunks);
-  check_one_token("delta_product", "q", q);
-  if (q.scalar_type() == at::kDouble || between_chunks || q.size(3) > kernels::kDeltaMaxWidth ||
-      n > kernels::kDeltaStepMost || q.size(2) > kernels::kDeltaStepMost * k.size(2)) {
+  check_step(describe("delta_product"), q, {state_s, state_position});
+  const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, scale,
+                                      l2norm_qk, chunk, between_chunks);
+  if (problem.step_path(q, n, between_chunks) == Path::Code::aten) {
     return run_without_kernel<&step_cuda>("delta_product_step", q, k, v, beta, g, state_s, state_position, n,
                                           scale, l2norm_qk, chunk, between_chunks);
   }
-  at::assert_no_internal_overlap(state_s);
   const c10::cuda::CUDAGuard device(q.device());
   const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
   kernels::DeltaStep p;
@@ -239,9 +233,21 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return o;
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                    const OptionalTensor& g, const OptionalTensor& state_s,
+                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
+                    std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                    Between between_chunks, std::string_view device, bool step) {
+  const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
+                                chunk, between_chunks);
+  const c10::cuda::CUDAGuard guard(q.device());
+  return explained(step ? p.step_path(q, n, between_chunks) : path_of(p, q, beta, n, between_chunks), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("delta_product_explain", &explain);
   m.impl("delta_product_forward", &forward_cuda);
   m.impl("delta_product_backward", &backward_cuda);
   m.impl("delta_product_step", &step_cuda);

@@ -7,10 +7,10 @@ namespace {
 std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const OptionalTensor& g,
     const OptionalTensor& state_s, const OptionalTensor& state_position, const OptionalTensor& cu_seqlens,
-    int64_t n, std::optional<double>, bool, std::optional<int64_t> chunk,
-    std::optional<std::string_view> between_chunks, bool save) {
-  const auto p =
-      Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, chunk, between_chunks);
+    int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+    Between between_chunks, bool save) {
+  const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
+                                chunk, between_chunks);
   const auto kept = p.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save);
   OptionalTensor position;
   if (between_chunks) position = at::empty_symint({p.N}, q.options().dtype(at::kLong));
@@ -20,8 +20,19 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor> forward(
           at::empty_symint(kept.prepared, q.options().dtype(kept.prepared_type))};
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                    const OptionalTensor& g, const OptionalTensor& state_s,
+                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
+                    std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                    Between between_chunks, std::string_view device, bool step) {
+  const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
+                                chunk, between_chunks);
+  return explained(step ? p.step_path(q, n, between_chunks) : p.path(q, beta, n, between_chunks), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("delta_product_forward", &forward); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("delta_product_explain", &explain); }
 
 }  // namespace girih::delta_product

@@ -1,14 +1,16 @@
-// What delta_product accepts: sizes in the paper's letters.
+// What delta_product asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
 #include <algorithm>
 
 #include "../kept_states.h"
+#include "../path.h"
 
 namespace girih::delta_product {
 
-constexpr KernelSizes kDelta{256, 256};
+constexpr int64_t kWidest = 256;                            // D and V of all kernels
 constexpr int64_t kMostSteps = 16, kPreparedBytes = 11648;  // on the tensor cores: n; a chunk of a head
+constexpr int64_t kStepMost = 8;  // of the kernel for one token: n, and query heads a memory head
 
 using Between = std::optional<std::string_view>;
 
@@ -18,48 +20,44 @@ struct Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                        const OptionalTensor& g, const OptionalTensor& state_s,
                        const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
-                       std::optional<int64_t> chunk, const Between& between_chunks) {
-    const Check check("delta_product", "q", q);
-    check.at_least_one("n", n);
-    const auto s = check.qkv(q, k, v, cu_seqlens, {.rows = "T * n"}, n);
-    const Problem p{s.B, s.T, s.HQ, s.H, s.key, s.value, s.N};
-    const auto rows = p.T * n;
-    check.floating("beta", beta);
-    if (beta.dim() == 4) {
-      check.shape("beta", beta, {p.B, rows, p.H, p.D}, "[B, T * n, H] or [B, T * n, H, D]");
-      GIRIH_CHECK(p.D.sym_eq(p.V).expect_true(__FILE__, __LINE__),
-                  "delta_product: beta is a vector [B, T * n, H, D], so v's width V should be D = ", p.D,
-                  " but is ", p.V);
-    } else {
-      check.shape("beta", beta, {p.B, rows, p.H}, "[B, T * n, H] or [B, T * n, H, D]");
-    }
-    check.per_head("g", g, s);
-    if (between_chunks) {
-      check.one_of("between_chunks", *between_chunks, {"gelu", "tanh"});
-      GIRIH_CHECK(
-          chunk,
-          "delta_product: chunk is None but should be 1 to 64 with between_chunks: it is part of the model");
-      GIRIH_CHECK(*chunk >= 1 && *chunk <= 64, "delta_product: chunk is ", *chunk, " but should be 1 to 64");
-    } else {
-      GIRIH_CHECK(!chunk, "delta_product: chunk is ", *chunk,
-                  " but should be None without between_chunks: it cannot change the result");
-    }
-    check.state("state_s", state_s, {p.N, p.H, p.D, p.V}, "[N, H, D, V]");
+                       std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
+                       const Between& between_chunks) {
+    static const auto& op = describe("delta_product");
+    const auto at = girih::check(op, {q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
+                                      l2norm_qk, chunk, between_chunks});
+    const Problem p{at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["N"]};
+    GIRIH_CHECK(beta.dim() == 3 || p.D.sym_eq(p.V).expect_true(__FILE__, __LINE__),
+                "delta_product: beta is a vector [B, T * n, H, D], so v's width V should be D = ", p.D,
+                " but is ", p.V);
+    GIRIH_CHECK(!between_chunks || chunk,
+                "delta_product: chunk is None but should be 1 to 64 with between_chunks: it is part of the "
+                "model");
+    GIRIH_CHECK(between_chunks || !chunk, "delta_product: chunk is ", chunk.value_or(0),
+                " but should be None without between_chunks: it cannot change the result");
     GIRIH_CHECK(given(state_position) == (between_chunks.has_value() && given(state_s)),
                 "delta_product: state_position is ", given(state_position) ? "given" : "None",
                 " but should be given exactly when state_s and between_chunks are");
-    if (given(state_position)) check.position(*state_position, p.N);
     return p;
   }
 
-  // Which kernels take a call of these sizes and options on a GPU. The exact ones have more than 64 rows of a
-  // token nowhere to put.
-  enum class Kernels { none, tensor_cores, exact };
-  Kernels kernels(const Tensor& q, const Tensor& beta, int64_t n, const Between& between_chunks) const {
-    if (D > kDelta.columns || V > kDelta.rows || n > kKeptChunk) return Kernels::none;
-    if (c10::isReducedFloatingType(q.scalar_type()) && beta.dim() == 3 && !between_chunks && n <= kMostSteps)
-      return Kernels::tensor_cores;
-    return q.scalar_type() == at::kDouble ? Kernels::none : Kernels::exact;
+  Path path(const Tensor& q, const Tensor& beta, int64_t n, const Between& between_chunks) const {
+    static_assert(kWidest == 256 && kMostSteps == 16 && kKeptChunk == 64);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
+    if (n > kKeptChunk) return aten("more than 64 steps a token");  // their rows fit no block
+    if (q.scalar_type() == at::kFloat) return exact(kFloat32);
+    if (beta.dim() == 4) return exact("a beta for every channel");
+    if (between_chunks) return exact("between_chunks is given");
+    if (n > kMostSteps) return exact("more than 16 steps a token");
+    return tensor_cores();
+  }
+  Path step_path(const Tensor& q, int64_t n, const Between& between_chunks) const {
+    static_assert(kWidest == 256 && kStepMost == 8);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (between_chunks) return aten("between_chunks is given");
+    if (D > kWidest) return aten("keys wider than 256");
+    if (n > kStepMost || HQ > kStepMost * H) return aten("more than 8 steps a token or 8 queries a memory");
+    return exact(kMemoryBound);
   }
 
   // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the state
@@ -71,13 +69,13 @@ struct Problem {
   };
   Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& cu_seqlens, int64_t n,
               std::optional<int64_t> chunk, const Between& between_chunks, bool save) const {
-    const auto which = kernels(q, beta, n, between_chunks);
+    const auto by = path(q, beta, n, between_chunks);
     const auto chunk_of_kernels = n > kKeptChunk ? 1 : kKeptChunk / n;
     Saved kept{{0}, {0}, q.scalar_type(), at::kByte};
-    if (which == Kernels::exact) kept.states_type = kept.prepared_type = at::kFloat;
-    if (!save || which == Kernels::none) return kept;
-    if (which == Kernels::tensor_cores) {
-      kept.states = kept_states(q, N, H, {V}, D, cu_seqlens, kDelta, chunk_of_kernels);
+    if (by == Path::Code::exact) kept.states_type = kept.prepared_type = at::kFloat;
+    if (!save || by == Path::Code::aten) return kept;
+    if (by == Path::Code::tensor_cores) {
+      kept.states = kept_states(q, N, H, {V}, D, cu_seqlens, chunk_of_kernels);
       kept.prepared = {kept_chunks(q, N, cu_seqlens, chunk_of_kernels), H, kPreparedBytes};
     } else {
       kept.states = {exact_pieces(cu_seqlens, chunk_of_kernels, between_chunks ? chunk : std::nullopt), H, V,

@@ -30,7 +30,7 @@ Tensor through_activation(const Tensor& dact, const Tensor& gate, std::string_vi
 
 Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate, std::string_view activation,
                double eps, bool) {
-  Problem::check(x, weight, gate, activation);
+  Problem::check(x, weight, gate, activation, eps);
   const auto type = accumulate_type(x);
   auto y = normalised(x, eps).mul_(weight.to(type));
   if (given(gate)) y.mul_(activated(gate->to(type), activation));
@@ -39,7 +39,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate
 
 Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& gate, std::string_view activation, double eps) {
-  Problem::check(x, weight, gate, activation);
+  Problem::check(x, weight, gate, activation, eps);
   const auto zeros = [](const Tensor& like) { return at::zeros(like.sizes(), like.options()); };
   if (!given(grad_y)) {
     return {zeros(x), zeros(weight), given(gate) ? OptionalTensor(zeros(*gate)) : std::nullopt};

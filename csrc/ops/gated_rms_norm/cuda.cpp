@@ -9,9 +9,7 @@
 namespace girih::gated_rms_norm {
 namespace {
 
-bool has_kernel(const Tensor& x) {
-  return x.scalar_type() != at::kDouble && x.size(-1) <= kernels::kGatedRmsNormMaxDim;
-}
+static_assert(kWidest == kernels::kGatedRmsNormMaxDim);
 
 kernels::GatedRmsNormShape shape_of(const Tensor& x, const OptionalTensor& gate, std::string_view activation,
                                     double eps) {
@@ -30,8 +28,8 @@ const void* data(const Tensor& tensor) { return tensor.defined() ? tensor.const_
 
 Tensor forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& gate,
                     std::string_view activation, double eps, bool save) {
-  Problem::check(x, weight, gate, activation);
-  if (!has_kernel(x)) return forward(x, weight, gate, activation, eps, save);
+  Problem::check(x, weight, gate, activation, eps);
+  if (Problem::path(x) == Path::Code::aten) return forward(x, weight, gate, activation, eps, save);
   const c10::cuda::CUDAGuard device(x.device());
   const auto rows = dense(x), gates = dense(gate), y = at::empty(x.sizes(), x.options());
   kernels::GatedRmsNormForward p;
@@ -47,8 +45,9 @@ Tensor forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor&
 
 Gradients backward_cuda(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& gate, std::string_view activation, double eps) {
-  Problem::check(x, weight, gate, activation);
-  if (!has_kernel(x) || !given(grad_y)) return backward(grad_y, x, weight, gate, activation, eps);
+  Problem::check(x, weight, gate, activation, eps);
+  if (Problem::path(x) == Path::Code::aten || !given(grad_y))
+    return backward(grad_y, x, weight, gate, activation, eps);
   const c10::cuda::CUDAGuard device(x.device());
   const auto rows = dense(x), gates = dense(gate), dy = dense(grad_y);
   const auto dx = at::empty(x.sizes(), x.options()), dweight = at::empty(weight.sizes(), weight.options());

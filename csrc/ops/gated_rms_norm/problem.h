@@ -1,23 +1,23 @@
-// What gated_rms_norm accepts.
+// Which kernels take a call of gated_rms_norm.
 #pragma once
 
-#include "../check.h"
+#include "../path.h"
 
 namespace girih::gated_rms_norm {
 
+constexpr int64_t kWidest = 8192;  // of the kernels
+
 struct Problem {
   static void check(const Tensor& x, const Tensor& weight, const OptionalTensor& gate,
-                    std::string_view activation) {
-    const Check check("gated_rms_norm", "x", x);
-    GIRIH_CHECK(x.dim() >= 1, "gated_rms_norm: x has shape ", x.sym_sizes(), " but should be [..., dim]");
-    check.floating("weight", weight);
-    check.over_last("weight", weight, "[dim]");
-    check.at_least_one("dim", x.sym_size(-1));
-    if (given(gate)) {
-      check.same_dtype("gate", *gate);
-      check.same_shape("gate", *gate);
-    }
-    check.one_of("activation", activation, {"silu", "gelu", "sigmoid"});
+                    std::string_view activation, double eps) {
+    static const auto& op = describe("gated_rms_norm");
+    girih::check(op, {x, weight, gate, activation, eps});
+  }
+
+  static Path path(const Tensor& x) {
+    static_assert(kWidest == 8192);
+    if (x.scalar_type() == at::kDouble) return aten(kFloat64);
+    return x.sym_size(-1) > kWidest ? aten("rows wider than 8192") : exact(kMemoryBound);
   }
 };
 

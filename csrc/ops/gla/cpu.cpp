@@ -11,7 +11,7 @@ namespace girih::gla {
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                 const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, std::optional<double> scale,
                 bool save) {
-  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens);
+  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
   const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
   const auto type = accumulate_type(q);
   const Chunks chunks(q, B, T, exact_chunk(T), cu_seqlens);

@@ -1,8 +1,6 @@
 // gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys
 // of up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
 // none: the ATen form serves it.
-#include <ATen/MemoryOverlap.h>
-
 #include "../dispatch.h"
 #include "../gated_exact.h"
 #include "aten.h"
@@ -18,22 +16,19 @@ static_assert(kByHead.columns == kernels::kHeadMaxKeys && kKeptPair == kernels::
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor>;
 
-enum class By { head, channel, exact };
-
-std::optional<By> kernels_for(const Tensor& q, const Tensor& v, const OptionalTensor& g,
-                              const c10::SymInt& sequences) {
-  if (q.scalar_type() == at::kDouble || sequences == 0) return std::nullopt;
-  if (q.scalar_type() == at::kFloat) return By::exact;
+// The problem's path, as far as this card and these sequences go.
+Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
+  const auto path = problem.path(q, g);
+  if (problem.N == 0) return aten(kNoSequence);
+  if (path != Path::Code::tensor_cores) return path;
   const auto D = static_cast<int>(q.size(3));
   bool fits = false;
-  if (!by_channel(g)) {
-    if (D > kernels::kHeadMaxKeys) return By::exact;
+  if (by_channel(g)) {
+    check_launch("gsa_fits", kernels::gsa_fits(D, fits));  // gla's ask for less than gsa's
+  } else {
     check_launch("head_fits", kernels::head_fits(D, fits));
-    return fits ? By::head : By::exact;
   }
-  if (D > kernels::kGsaMaxSlots || v.size(3) > kernels::kGsaMaxWidth) return By::exact;
-  check_launch("gsa_fits", kernels::gsa_fits(D, fits));  // gla's ask for less than gsa's
-  return fits ? By::channel : By::exact;
+  return fits ? path : exact(kSmallCard);
 }
 
 // A gate for every channel.
@@ -222,16 +217,16 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                      const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, bool save) {
-  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens);
+  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto by = kernels_for(q, v, g, problem.N);
-  if (!by) return forward(q, k, v, g, state_s, cu_seqlens, scale, save);
-  if (by == By::head) return forward_head(q, k, v, g, state_s, cu_seqlens, scale, save);
-  if (by == By::exact) {
+  const auto path = path_of(problem, q, g);
+  if (path == Path::Code::aten) return forward(q, k, v, g, state_s, cu_seqlens, scale, save);
+  if (path == Path::Code::exact) {
     const auto saved =
         at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
     return forward_exact(q, k, v, g, state_s, cu_seqlens, scale, saved);
   }
+  if (!by_channel(g)) return forward_head(q, k, v, g, state_s, cu_seqlens, scale, save);
   const auto a = arguments(Kernels::tensor, q, k, v, g, cu_seqlens, scale);
   const auto& shape = a.shape;
   const auto states = a.states();
@@ -251,19 +246,19 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const Tensor& k, const Tensor& v, const OptionalTensor& g,
                         const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, const Tensor& states,
                         std::optional<double> scale) {
-  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens);
+  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto by = kernels_for(q, v, g, problem.N);
-  if (!by) {
+  const auto path = path_of(problem, q, g);
+  if (path == Path::Code::aten) {
     // What every device without a kernel runs: autograd of the ATen form.
     return run_without_kernel<&backward_cuda>("gla_backward", grad_o, grad_s, q, k, v, g, state_s, cu_seqlens,
                                               states, scale);
   }
-  if (by == By::exact) {
+  if (path == Path::Code::exact) {
     return backward_exact(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, scale);
   }
   check_kept("gla", "states", states, problem.saved(q, g, cu_seqlens, true), q.scalar_type());
-  if (by == By::head) {
+  if (!by_channel(g)) {
     return backward_head(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, states, scale);
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -314,12 +309,11 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                  const Tensor& state_s, std::optional<double> scale) {
-  Problem::check(q, k, v, g, state_s, std::nullopt);
-  check_one_token("gla", "q", q);
-  if (q.scalar_type() == at::kDouble) {
+  check_step(describe("gla"), q, {state_s});
+  Problem::check(q, k, v, g, state_s, std::nullopt, scale);
+  if (Problem::step_path(q) == Path::Code::aten) {
     return run_without_kernel<&step_cuda>("gla_step", q, k, v, g, state_s, scale);
   }
-  at::assert_no_internal_overlap(state_s);
   const c10::cuda::CUDAGuard device(q.device());
   const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
   kernels::GlaStep p;
@@ -335,9 +329,18 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   return o;
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                    const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
+                    std::optional<double> scale, std::string_view device, bool step) {
+  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
+  const c10::cuda::CUDAGuard guard(q.device());
+  return explained(step ? Problem::step_path(q) : path_of(p, q, g), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("gla_explain", &explain);
   m.impl("gla_forward", &forward_cuda);
   m.impl("gla_backward", &backward_cuda);
   m.impl("gla_step", &step_cuda);

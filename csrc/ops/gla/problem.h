@@ -1,7 +1,9 @@
-// What gla accepts: linear attention, plain, with one gate a head, or with one a key channel.
+// Which kernels take a call of gla - linear attention, plain, with one gate a head, or with one a key channel
+// - and what forward keeps.
 #pragma once
 
 #include "../kept_states.h"
+#include "../path.h"
 
 namespace girih::gla {
 
@@ -12,28 +14,33 @@ struct Problem {
   c10::SymInt B, T, HQ, H, D, V, N;
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                       const OptionalTensor& state_s, const OptionalTensor& cu_seqlens) {
-    const Check check("gla", "q", q);
-    const auto s = check.qkv(q, k, v, cu_seqlens, {});
-    const Problem p{s.B, s.T, s.HQ, s.H, s.key, s.value, s.N};
-    if (given(g)) {
-      check.floating("g", *g);
-      if (g->dim() == 3) {
-        check.shape("g", *g, {p.B, p.T, p.H}, "[B, T, H]");
-      } else {
-        check.shape("g", *g, {p.B, p.T, p.H, p.D}, "[B, T, H] or [B, T, H, D]");
-      }
-    }
-    check.state("state_s", state_s, {p.N, p.H, p.D, p.V}, "[N, H, D, V]");
-    return p;
+                       const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
+                       std::optional<double> scale) {
+    static const auto& op = describe("gla");
+    const auto at = girih::check(op, {q, k, v, g, state_s, cu_seqlens, scale});
+    return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["N"]};
   }
 
-  // What forward keeps for backward.
+  Path path(const Tensor& q, const OptionalTensor& g) const {
+    static_assert(kByChannel.columns == 128 && kByChannel.rows == 512 && kByHead.columns == 256);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (q.scalar_type() == at::kFloat) return exact(kFloat32);
+    if (!by_channel(g)) {
+      return D > kByHead.columns ? exact("keys wider than 256 with a gate a head, or none") : tensor_cores();
+    }
+    if (D > kByChannel.columns) return exact("keys wider than 128 with a gate a channel");
+    if (V > kByChannel.rows) return exact("values wider than 512 with a gate a channel");
+    return tensor_cores();
+  }
+  static Path step_path(const Tensor& q) {
+    return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
+  }
+
+  // The states before every chunk, or every pair of chunks, of the kernels on the tensor cores.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
-    if (!save) return {0};
-    return by_channel(g) ? kept_states(q, N, H, {V}, D, cu_seqlens, kByChannel, kKeptChunk)
-                         : kept_states(q, N, H, {V}, D, cu_seqlens, kByHead, kKeptPair);
+    if (!save || path(q, g) != Path::Code::tensor_cores) return {0};
+    return kept_states(q, N, H, {V}, D, cu_seqlens, by_channel(g) ? kKeptChunk : kKeptPair);
   }
 };
 

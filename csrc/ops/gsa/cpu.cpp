@@ -54,7 +54,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
                 const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                 const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, std::optional<double> scale,
                 std::string_view feature, bool save) {
-  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
   const auto type = accumulate_type(q);
   const auto options = q.options().dtype(type);

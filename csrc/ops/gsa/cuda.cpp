@@ -1,7 +1,5 @@
 // gsa by its kernels: those of the tensor cores for 16-bit elements with gates and up to 128 slots, the exact
 // ones for the rest. float64 has none: the ATen form serves it.
-#include <ATen/MemoryOverlap.h>
-
 #include "../dispatch.h"
 #include "../gated_exact.h"
 #include "aten.h"
@@ -13,18 +11,14 @@ namespace {
 using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-// ABC's gates (g is None) come from running sums of its logits, whose gradients cancel to less than 16-bit
-// products keep.
-std::optional<Kernels> kernels_for(const Tensor& q, const Tensor& v, const OptionalTensor& g,
-                                   const c10::SymInt& sequences) {
-  if (q.scalar_type() == at::kDouble || sequences == 0) return std::nullopt;
-  if (!given(g) || q.scalar_type() == at::kFloat || g->size(3) > kernels::kGsaMaxSlots ||
-      q.size(3) > kernels::kGsaMaxWidth || v.size(3) > kernels::kGsaMaxWidth) {
-    return Kernels::exact;
-  }
+// The problem's path, as far as this card and these sequences go.
+Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
+  const auto path = problem.path(q, g);
+  if (problem.N == 0) return aten(kNoSequence);
+  if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
   check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(g->size(3)), fits));
-  return fits ? Kernels::tensor : Kernels::exact;
+  return fits ? path : exact(kSmallCard);
 }
 
 kernels::Feature feature_of(std::string_view name) {
@@ -167,11 +161,12 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
                      std::optional<double> scale, std::string_view feature, bool save) {
-  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto by = kernels_for(q, v, g, problem.N);
-  if (!by) return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
-  if (by == Kernels::exact) {
+  const auto path = path_of(problem, q, g);
+  if (path == Path::Code::aten)
+    return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
+  if (path == Path::Code::exact) {
     const auto saved =
         at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
     return forward_exact(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, saved);
@@ -198,16 +193,16 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const OptionalTensor& state_k, const OptionalTensor& state_v,
                         const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, const Tensor& states,
                         std::optional<double> scale, std::string_view feature) {
-  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+  const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto by = kernels_for(q, v, g, problem.N);
-  if (!by) {
+  const auto path = path_of(problem, q, g);
+  if (path == Path::Code::aten) {
     // gsa has no backward of its own on the CPU: this is what serves every device without one, autograd of
     // the ATen form.
     return run_without_kernel<&backward_cuda>("gsa_backward", grad_o, grad_k, grad_v, grad_z, q, k, v, s, g,
                                               state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
-  if (by == Kernels::exact) {
+  if (path == Path::Code::exact) {
     return backward_exact(grad_o, grad_k, grad_v, grad_z, q, k, v, s, g, state_k, state_v, state_z,
                           cu_seqlens, scale, feature);
   }
@@ -274,19 +269,11 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                  const OptionalTensor& g, const Tensor& state_k, const Tensor& state_v,
                  const OptionalTensor& state_z, std::optional<double> scale, std::string_view feature) {
-  Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, feature);
-  check_one_token("gsa", "q", q);
-  if (q.scalar_type() == at::kDouble) {
+  check_step(describe("gsa"), q, {state_k, state_v, state_z});
+  Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, scale, feature);
+  if (Problem::step_path(q) == Path::Code::aten) {
     return run_without_kernel<&step_cuda>("gsa_step", q, k, v, s, g, state_k, state_v, state_z, scale,
                                           feature);
-  }
-  at::assert_no_internal_overlap(state_k);
-  at::assert_no_internal_overlap(state_v);
-  at::assert_no_overlap(state_k, state_v);
-  if (given(state_z)) {
-    at::assert_no_internal_overlap(*state_z);
-    at::assert_no_overlap(*state_z, state_k);
-    at::assert_no_overlap(*state_z, state_v);
   }
   const c10::cuda::CUDAGuard device(q.device());
   const auto token = [](const OptionalTensor& x) { return given(x) ? x->select(1, 0) : Tensor(); };
@@ -307,9 +294,20 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
   return o;
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                    const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                    const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                    std::optional<double> scale, std::string_view feature, std::string_view device,
+                    bool step) {
+  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
+  const c10::cuda::CUDAGuard guard(q.device());
+  return explained(step ? Problem::step_path(q) : path_of(p, q, g), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("gsa_explain", &explain);
   m.impl("gsa_forward", &forward_cuda);
   m.impl("gsa_backward", &backward_cuda);
   m.impl("gsa_step", &step_cuda);

@@ -7,8 +7,8 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
     const OptionalTensor& state_k, const OptionalTensor& state_v, const OptionalTensor& state_z,
-    const OptionalTensor& cu_seqlens, std::optional<double>, std::string_view feature, bool save) {
-  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, feature);
+    const OptionalTensor& cu_seqlens, std::optional<double> scale, std::string_view feature, bool save) {
+  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const auto options = q.options().dtype(accumulate_type(q));
   OptionalTensor z;
   if (!given(g)) z = at::empty_symint({p.N, p.H, p.M}, options);
@@ -17,8 +17,18 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
           at::empty_symint(p.saved(q, g, cu_seqlens, save), q.options())};
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                    const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                    const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                    std::optional<double> scale, std::string_view feature, std::string_view device,
+                    bool step) {
+  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
+  return explained(step ? Problem::step_path(q) : p.path(q, g), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("gsa_forward", &forward); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("gsa_explain", &explain); }
 
 }  // namespace girih::gsa

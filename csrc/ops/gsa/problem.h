@@ -1,7 +1,8 @@
-// What gsa accepts: sizes in the paper's letters.
+// What gsa asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
 #include "../kept_states.h"
+#include "../path.h"
 
 namespace girih::gsa {
 
@@ -11,38 +12,37 @@ struct Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                        const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
                        const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
-                       std::string_view feature) {
-    const Check check("gsa", "q", q);
-    const auto sizes = check.qkv(q, k, v, cu_seqlens, {});
+                       std::optional<double> scale, std::string_view feature) {
+    static const auto& op = describe("gsa");
     GIRIH_CHECK(given(s) || given(g),
                 "gsa: s and g are both None; give s (slot weights), g (log gates), or both");
-    const auto& slots = given(s) ? *s : *g;
-    check.rank(given(s) ? "s" : "g", slots, 4, "[B, T, H, M]");
-    const Problem p{sizes.B, sizes.T, sizes.HQ, sizes.H, sizes.key, sizes.value, slots.sym_size(3), sizes.N};
-    check.at_least_one("M", p.M);
-    if (given(s)) {
-      check.floating("s", *s);
-      check.shape("s", *s, {p.B, p.T, p.H, p.M}, "[B, T, H, M]");
-    }
-    if (given(g)) {
-      check.floating("g", *g);
-      check.shape("g", *g, {p.B, p.T, p.H, p.M}, "[B, T, H, M]");
-    }
-    check.one_of("feature", feature, {"softmax", "none", "silu", "relu", "relu2"});
+    const auto at = girih::check(op, {q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature});
     GIRIH_CHECK(given(state_k) == given(state_v), "gsa: state_k and state_v come together; only ",
                 given(state_k) ? "state_k" : "state_v", " is given");
-    check.state("state_k", state_k, {p.N, p.H, p.D, p.M}, "[N, H, D, M]");
-    check.state("state_v", state_v, {p.N, p.H, p.M, p.V}, "[N, H, M, V]");
     GIRIH_CHECK(given(state_z) == (!given(g) && given(state_k)), "gsa: state_z is ",
                 given(state_z) ? "given" : "None", " but belongs to a state exactly when g is None (ABC)");
-    check.state("state_z", state_z, {p.N, p.H, p.M}, "[N, H, M]");
-    return p;
+    return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["M"], at["N"]};
   }
 
-  // What forward keeps for backward; nothing without g.
+  Path path(const Tensor& q, const OptionalTensor& g) const {
+    static_assert(kByChannel.columns == 128 && kByChannel.rows == 512);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (q.scalar_type() == at::kFloat) return exact(kFloat32);
+    if (!given(g)) {
+      return exact("g is None: ABC's gates are differences of running sums, more than 16-bit products keep");
+    }
+    if (M > kByChannel.columns) return exact("more than 128 slots");
+    if (D > kByChannel.rows || V > kByChannel.rows) return exact("keys or values wider than 512");
+    return tensor_cores();
+  }
+  static Path step_path(const Tensor& q) {
+    return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
+  }
+
+  // The states before every chunk, of the kernels on the tensor cores.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
-    if (!save || !given(g)) return {0};
+    if (!save || path(q, g) != Path::Code::tensor_cores) return {0};
     return kept_states(q, N, H, {D, V}, M, cu_seqlens);
   }
 };

@@ -19,8 +19,20 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
           decay, at::empty_symint({p.N}, q.options().dtype(at::kLong))};
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
+                    const OptionalTensor& g, const OptionalTensor& state_first,
+                    const OptionalTensor& state_step, const OptionalTensor& state_decay,
+                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
+                    std::string_view objective, bool normalize, double shrinkage, std::string_view device,
+                    bool) {
+  Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens, chunk,
+                 objective, normalize, shrinkage);
+  return explained(Problem::path(), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("lattice_forward", &forward); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("lattice_explain", &explain); }
 
 }  // namespace girih::lattice

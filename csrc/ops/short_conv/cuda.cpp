@@ -1,6 +1,4 @@
 // short_conv by its kernels. float64 has none: the ATen form serves it.
-#include <ATen/MemoryOverlap.h>
-
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "aten.h"
@@ -25,7 +23,8 @@ Tensor contiguous(const OptionalTensor& cu_seqlens) {
 Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, Activation activation,
                      bool save) {
-  if (x.scalar_type() == at::kDouble) return forward(x, weight, bias, state_x, cu_seqlens, activation, save);
+  if (Problem::path(x) == Path::Code::aten)
+    return forward(x, weight, bias, state_x, cu_seqlens, activation, save);
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
   const c10::cuda::CUDAGuard device(x.device());
   const auto cu = contiguous(cu_seqlens);
@@ -46,7 +45,7 @@ Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor
 Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
                         const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
                         const OptionalTensor& cu_seqlens, Activation activation) {
-  if (x.scalar_type() == at::kDouble) {
+  if (Problem::path(x) == Path::Code::aten) {
     return backward(grad_y, grad_state_x, x, weight, bias, state_x, cu_seqlens, activation);
   }
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
@@ -78,14 +77,13 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
 
 Tensor step_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state_x,
                  Activation activation) {
+  check_step(describe("short_conv"), x, {state_x});
   Problem::check(x, weight, bias, state_x, std::nullopt, activation);
-  check_one_token("short_conv", "x", x);
-  if (x.scalar_type() == at::kDouble) {
+  if (Problem::path(x) == Path::Code::aten) {
     const auto [y, last] = forward(x, weight, bias, state_x, std::nullopt, activation, false);
     state_x.copy_(last);
     return y;
   }
-  at::assert_no_internal_overlap(state_x);
   const c10::cuda::CUDAGuard device(x.device());
   const auto y = at::empty(x.sizes(), x.options());
   kernels::ShortConvStep p;

@@ -23,8 +23,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
           at::empty_symint({p.N}, q.options().dtype(at::kLong))};
 }
 
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                    const OptionalTensor& g, const OptionalTensor& state_first_k,
+                    const OptionalTensor& state_k, const OptionalTensor& state_first_v,
+                    const OptionalTensor& state_v, const OptionalTensor& state_position,
+                    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f,
+                    std::string_view device, bool) {
+  Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                 cu_seqlens, chunk, phi, f);
+  return explained(Problem::path(), device);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("trellis_forward", &forward); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("trellis_explain", &explain); }
 
 }  // namespace girih::trellis

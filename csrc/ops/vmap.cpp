@@ -1,0 +1,91 @@
+// torch.vmap, the same for every operator: the mapped dimension becomes part of the batch, since sequences of
+// a batch know nothing of each other.
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/functorch/PlumbingHelper.h>
+
+#include "check.h"
+#include "dispatch.h"
+
+namespace girih {
+namespace {
+
+using c10::IValue;
+
+// How a tensor of these shapes joins the batch: by its first dimension, or not at all.
+bool has_batch(const Operator& op, const TensorArgument& tensor) {
+  const auto& pattern = tensor.patterns.front();
+  if (pattern.leading) return true;
+  const auto letter = pattern.dimensions.front().letter;
+  return letter >= 0 && (op.letters[letter].name == "B" || op.letters[letter].name == "N");
+}
+
+void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+  namespace functorch = at::functorch;
+  const auto layer = functorch::maybeCurrentDynamicLayer();
+  TORCH_INTERNAL_ASSERT(layer.has_value());
+  const auto level = layer->layerId();
+  const c10::impl::ExcludeDispatchKeyGuard unmapped(c10::DispatchKey::FuncTorchBatched);
+
+  auto arguments = pop_arguments(handle, stack);
+  std::vector<std::optional<int64_t>> mapped(op.inputs());
+  c10::SymInt count = -1;
+  for (size_t i = 0; i < op.inputs(); ++i) {
+    const auto tensor = tensor_of(arguments[i]);
+    if (!tensor.defined()) continue;
+    auto [inside, dimension] = functorch::unwrapTensorAtLevel(tensor, level);
+    if (dimension) count = inside.sym_size(*dimension);
+    arguments[i] = inside;
+    mapped[i] = dimension;
+  }
+  for (size_t i = 0; i < op.inputs(); ++i) {
+    auto tensor = tensor_of(arguments[i]);
+    if (!tensor.defined()) continue;
+    const bool packing = i == op.tensors.size();
+    GIRIH_CHECK(!packing || tensor.dim() - int(mapped[i].has_value()) == 2, op.name, ": ", op.packing,
+                " packs sequences into one row, which torch.vmap cannot put into a batch; call it without vmap");
+    if (!packing && !has_batch(op, op.tensors[i])) {
+      GIRIH_CHECK(!mapped[i], op.name, ": ", op.tensors[i].name,
+                  " is mapped by torch.vmap but is one for the whole batch; call it without vmap");
+      continue;
+    }
+    // [count, B, ...] -> [count * B, ...]
+    if (mapped[i]) {
+      tensor = tensor.movedim(*mapped[i], 0);
+    } else {
+      auto sizes = tensor.sym_sizes().vec();
+      sizes.insert(sizes.begin(), count);
+      tensor = tensor.expand_symint(sizes);
+    }
+    if (packing || !op.tensors[i].patterns.front().leading) tensor = tensor.flatten(0, 1);
+    arguments[i] = tensor;
+  }
+  const auto first = stack->size();
+  stack->insert(stack->end(), arguments.begin(), arguments.end());
+  handle.callBoxed(stack);
+  for (size_t i = first; i < stack->size(); ++i) {
+    auto result = tensor_of((*stack)[i]);
+    if (!result.defined()) continue;
+    if (!op.tensors[0].patterns.front().leading) {
+      const auto rows = result.sym_size(0) / count;
+      result = result.unflatten_symint(0, {count, rows});
+    }
+    (*stack)[i] = functorch::makeBatched(result, 0, level);
+  }
+}
+
+void refuse_step(const Operator& op, const c10::OperatorHandle&, Stack*) {
+  GIRIH_CHECK(false, op.name, "_step: torch.vmap cannot map a state that is written in place; call girih.",
+              op.name);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, FuncTorchBatched, m) {
+  for (const auto& op : operators()) {
+    register_boxed<&map>(m, op.name, op);
+    if (op.states() > 0) register_boxed<&refuse_step>(m, op.name + "_step", op);
+  }
+}
+
+}  // namespace girih

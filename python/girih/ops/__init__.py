@@ -1,0 +1,50 @@
+"""The operators, as functions. All differentiate, compile under ``torch.compile`` and run on CPU and CUDA.
+
+Letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``D`` key width, ``V`` value width, ``M`` slots, ``N``
+sequences (``B``, or what ``cu_seqlens`` says). Gates are logs, at most 0; a positive one makes the memory
+grow and is not refused, for looking would mean to wait for the device. ``q`` may have a multiple of the other
+tensors' heads. States are fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence.
+``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``; ``[B, 2]`` says
+where in each row its one sequence begins and ends. Tokens outside belong to no sequence: they do nothing and
+their ``o`` is 0. What ``cu_seqlens`` and a state's ``position`` hold is not checked either: bounds that do
+not increase, or lie outside, are clamped, nothing is read outside of a tensor, and the result means nothing.
+``X_step`` reads one token (``T == 1``), writes the state's tensors in place and returns ``o`` alone; it has
+no gradient. A wrong argument raises ``ValueError`` and names the argument. ``explain("gsa", q, k, v, ...)``
+says which code a call takes.
+"""
+
+from girih.ops._cat_attention import cat_attention
+from girih.ops._delta_product import DeltaProductState, delta_product, delta_product_step
+from girih.ops._describe import Explanation, describe, explain
+from girih.ops._gated_rms_norm import gated_rms_norm
+from girih.ops._gla import GLAState, gla, gla_step
+from girih.ops._gsa import GSAState, gsa, gsa_step
+from girih.ops._lattice import LatticeState, lattice, lattice_step
+from girih.ops._short_conv import ShortConvState, short_conv, short_conv_step
+from girih.ops._trellis import TrellisState, trellis, trellis_step
+
+__all__ = [
+    "DeltaProductState",
+    "Explanation",
+    "GLAState",
+    "GSAState",
+    "LatticeState",
+    "ShortConvState",
+    "TrellisState",
+    "cat_attention",
+    "delta_product",
+    "delta_product_step",
+    "describe",
+    "explain",
+    "gated_rms_norm",
+    "gla",
+    "gla_step",
+    "gsa",
+    "gsa_step",
+    "lattice",
+    "lattice_step",
+    "short_conv",
+    "short_conv_step",
+    "trellis",
+    "trellis_step",
+]

@@ -1,0 +1,27 @@
+"""The attention of CAT."""
+
+import torch
+from torch import Tensor
+
+
+def cat_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    chunk: int,
+    scale: float | None = None,
+    cu_chunks: Tensor | None = None,
+) -> Tensor:
+    """The attention of CAT, compress and attend: K chunks cost T (K + chunk) / 2 scores, not T^2 / 2.
+
+    Row 0 of every chunk of ``chunk`` rows (2 to 256) is its header. A row attends to the headers of the
+    chunks before its own and to the rows of its own chunk up to itself; its own header is one of those. So a
+    header attends to headers alone. T need not be a multiple of ``chunk``.
+
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``; o ``[B, T, HQ, V]``. ``scale``
+    defaults to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole
+    chunks into ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding
+    step is attention over the headers and the current chunk's rows.
+    """
+    return torch.ops.girih.cat_attention(q, k, v, cu_chunks, chunk=chunk, scale=scale)

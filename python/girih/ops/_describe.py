@@ -1,0 +1,99 @@
+"""What the library says of its operators."""
+
+import functools
+import inspect
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@functools.cache
+def describe() -> dict[str, dict[str, Any]]:
+    """Every operator by name: its tensors with shapes, options with defaults, words and ranges, sizes.
+
+    The checks of every call, the configurations of the models and the tests read the same description.
+
+    >>> [tensor["name"] for tensor in describe()["gla"]["tensors"]]
+    ['q', 'k', 'v', 'g', 'state_s']
+    """
+    return json.loads(torch.ops.girih.describe())
+
+
+def option(op: str, name: str) -> dict[str, Any]:
+    """One option of an operator: name, type, and where it has them default, words, least, most.
+
+    >>> option("trellis", "chunk")["most"]
+    64.0
+    """
+    return next(option for option in describe()[op]["options"] if option["name"] == name)
+
+
+def words(op: str, name: str) -> tuple[str, ...]:
+    """What a word of an operator's options may be.
+
+    >>> words("lattice", "objective")
+    ('decode', 'encode', 'similarity')
+    """
+    return tuple(option(op, name)["words"])
+
+
+class Explanation(NamedTuple):
+    """path: "tensor cores", "exact fp32" (kernels without tensor cores) or "aten" (PyTorch's operators).
+
+    why: what decides it, and keeps the call from a faster path.
+    """
+
+    path: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.why}"
+
+
+class _Flat(Exception):
+    """The registered operator of a call, with the arguments that it takes."""
+
+
+class _Catch(TorchFunctionMode):
+    """Ends a function of girih.ops where it calls its registered operator."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if isinstance(function, torch._ops.OpOverloadPacket):
+            raise _Flat(args, kwargs or {})
+        return function(*args, **kwargs or {})
+
+
+def explain(name: str, /, *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
+    """Which code a call of `girih.ops.<name>` takes, and why; nothing is computed.
+
+    name: "gsa", "gsa_step", ...; args, kwargs: the call's own. device: "cuda" or "cpu", by default where the
+    tensors are; tensors on the meta device stand for ones on the GPU. Refuses what the call would refuse.
+
+    >>> q = k = v = torch.empty(1, 512, 4, 64, dtype=torch.bfloat16)
+    >>> print(explain("gla", q, k, v, device="cuda"))
+    tensor cores: 16-bit products, sums and states in fp32
+    >>> explain("gla", q.float(), k.float(), v.float(), device="cuda").path
+    'exact fp32'
+    """
+    from girih import ops
+
+    op = name.removesuffix("_step")
+    if op not in describe() or not hasattr(ops, name):
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(describe())}, or one with _step")
+    function = getattr(ops, name)
+    inspect.signature(function).bind(*args, **kwargs)
+    try:
+        with _Catch():
+            function(*args, **kwargs)
+    except _Flat as call:
+        flat, options = call.args
+    if name != op and "packing" in describe()[op]:  # a step's arguments are X's without packing
+        flat = (*flat, None)
+    if device is None:
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        device = "cpu" if all(x.device.type == "cpu" for x in tensors) else "cuda"
+    registered = getattr(torch.ops.girih, f"{op}_explain")
+    return Explanation(*registered(*flat, **options, device=device, step=name != op))

@@ -1,0 +1,49 @@
+"""Linear attention with every kind of decay."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from girih.ops._state import parts, written
+
+
+class GLAState(NamedTuple):
+    """Memory of :func:`gla`: ``s [N, H, D, V]``."""
+
+    s: Tensor
+
+    @classmethod
+    def start(cls, batch: int, heads: int, D: int, V: int, *, dtype=torch.float32, device=None) -> "GLAState":
+        """The state before the first token, in tensors of its own."""
+        return cls(torch.zeros(batch, heads, D, V, dtype=dtype, device=device))
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state: GLAState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, GLAState]:
+    """Gated linear attention (Yang et al. 2024): plain, with one gate a head, or with one a key channel.
+
+    ::
+
+        S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
+
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``;
+    o ``[B, T, HQ, V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
+    """
+    o, *after = torch.ops.girih.gla(q, k, v, g, *parts("gla", GLAState, state), cu_seqlens, scale=scale)
+    return o, GLAState(*after)
+
+
+def gla_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, scale: float | None = None, state: GLAState
+) -> Tensor:
+    """One token of :func:`gla`; ``state`` is written in place."""
+    return torch.ops.girih.gla_step(q, k, v, g, *written("gla_step", GLAState, state), scale=scale)

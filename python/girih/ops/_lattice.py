@@ -1,0 +1,103 @@
+"""Lattice."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from girih.ops._state import for_each, is_memory, own, parts, written
+
+
+class LatticeState(NamedTuple):
+    """Memory of :func:`lattice`: ``first [N, H, D, M]`` at the start of the chunk, ``step [N, H, D, M]`` what
+    the chunk has added in its tangent spaces, ``decay [N, H]`` the sum of its gates so far (with ``g`` only),
+    ``position`` int64 ``[N]``, how many tokens of the chunk are read.
+    """
+
+    first: Tensor
+    step: Tensor | None = None
+    decay: Tensor | None = None
+    position: Tensor | None = None
+
+    @classmethod
+    def start(cls, batch: int, first: Tensor, *, gated: bool = False, device=None) -> "LatticeState":
+        """The state before the first token, in its own tensors, from a first memory (shared or ``N``)."""
+        first = own("LatticeState", "first", first, batch, device)
+        decay = first.new_zeros(first.shape[:2]) if gated else None
+        position = torch.zeros(batch, dtype=torch.int64, device=first.device)
+        return cls(first, torch.zeros_like(first), decay, position)
+
+
+def lattice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk: int,
+    objective: str = "decode",
+    normalize: bool = True,
+    shrinkage: float = 0.0,
+    state: LatticeState | Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LatticeState]:
+    """Lattice: a memory of unit columns ``s_i``, each written only along what it does not hold yet.
+
+    With ``S`` the memory at the start of the chunk and ``(h, c)`` the objective's pair::
+
+        decode: h = S k - v, c = k      encode: h = v, c = S^T v - k      similarity: h = -v, c = k
+        d_i = -gamma_t c_i (h - s_i (s_i.h))        X_t = e^{g_t} X_{t-1} + d        o_t = unit(X_t) q_t
+
+    (Karami and Mirrokni, eq. 10, 11 and 15 with the true norm; their factor 2 is in gamma.) At ``chunk=1``
+    alone: ``normalize=False`` leaves the norm of the columns free (eq. 10), ``shrinkage`` is the weight of an
+    l1 penalty on the memory (eq. 17).
+    Shapes: q ``[B, T, HQ, M]``, k ``[B, T, H, M]``, v ``[B, T, H, D]``, gamma and g ``[B, T, H]``; o
+    ``[B, T, HQ, D]``. ``chunk``, 1 to 64, is part of the model. There is no zero start: ``state`` is a
+    :class:`LatticeState` or the first memory ``S [H, D, M]``, ``N`` in front or not. Its columns are taken to
+    be unit vectors, and its gradient is projected to their tangent spaces.
+    """
+    if is_memory(state):
+        state = LatticeState(for_each(state, q, cu_seqlens))
+    o, *after = torch.ops.girih.lattice(
+        q,
+        k,
+        v,
+        gamma,
+        g,
+        *parts("lattice", LatticeState, state, start="the first memory S [H, D, M]"),
+        cu_seqlens,
+        chunk=chunk,
+        objective=objective,
+        normalize=normalize,
+        shrinkage=shrinkage,
+    )
+    return o, LatticeState(*after)
+
+
+def lattice_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None = None,
+    *,
+    chunk: int,
+    objective: str = "decode",
+    normalize: bool = True,
+    shrinkage: float = 0.0,
+    state: LatticeState,
+) -> Tensor:
+    """One token of :func:`lattice`; ``state`` is written in place."""
+    return torch.ops.girih.lattice_step(
+        q,
+        k,
+        v,
+        gamma,
+        g,
+        *written("lattice_step", LatticeState, state),
+        chunk=chunk,
+        objective=objective,
+        normalize=normalize,
+        shrinkage=shrinkage,
+    )

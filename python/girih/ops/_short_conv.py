@@ -1,0 +1,59 @@
+"""The short convolution in front of a mixer."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from girih.ops._state import parts, written
+
+
+class ShortConvState(NamedTuple):
+    """What :func:`short_conv` needs of the past: the last inputs ``x [N, W-1, channels]``, in x's dtype."""
+
+    x: Tensor
+
+    @classmethod
+    def start(
+        cls, batch: int, channels: int, width: int, *, dtype=torch.float32, device=None
+    ) -> "ShortConvState":
+        """The state before the first token, in a tensor of its own."""
+        return cls(torch.zeros(batch, width - 1, channels, dtype=dtype, device=device))
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state: ShortConvState | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ShortConvState]:
+    """Short convolution over time, one filter a channel, causal.
+
+    ::
+
+        z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = activation(z_t)
+
+    Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the
+    current token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float
+    dtype than x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns
+    gives 0.
+    """
+    before = parts("short_conv", ShortConvState, state)
+    y, *after = torch.ops.girih.short_conv(x, weight, bias, *before, cu_seqlens, activation=activation)
+    return y, ShortConvState(*after)
+
+
+def short_conv_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state: ShortConvState,
+) -> Tensor:
+    """One token of :func:`short_conv`; ``state`` is written in place."""
+    state = written("short_conv_step", ShortConvState, state)
+    return torch.ops.girih.short_conv_step(x, weight, bias, *state, activation=activation)

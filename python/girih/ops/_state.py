@@ -1,0 +1,51 @@
+"""States between calls: as an operator's arguments, and as first memories of their own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
+    """The tensors of a state of this kind; as many Nones for None. start: what stands for no state yet."""
+    if state is None:
+        return (None,) * len(kind._fields)
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"girih.{name}: state is a {type(state).__name__} but should be a {kind.__name__} or {start}"
+        )
+    return state
+
+
+def written(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
+    """The tensors of a state that a step writes."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"girih.{name}: state is a {type(state).__name__} but should be a {kind.__name__}, whose tensors "
+            f"a step writes in place; {kind.__name__}.start() makes the first"
+        )
+    return state
+
+
+def is_memory(memory: Any) -> bool:
+    """Whether this may be a first memory: shared, `[H, ...]`, or one a sequence, `[N, H, ...]`."""
+    return isinstance(memory, Tensor) and memory.dim() in (3, 4)
+
+
+def for_each(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A first memory, shared or one a sequence -> one a sequence."""
+    if memory.dim() == 4 or not isinstance(q, Tensor):  # a q that is none the operator refuses
+        return memory
+    packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
+    return memory.expand(max(cu_seqlens.shape[0] - 1, 0) if packed else q.shape[0], *memory.shape)
+
+
+def own(state: str, name: str, memory: Tensor, batch: int, device: torch.device | str | None) -> Tensor:
+    """A first memory, shared or one a sequence -> `batch` of them in memory of their own."""
+    if not is_memory(memory) or (memory.dim() == 4 and memory.shape[0] not in (1, batch)):
+        found = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
+        raise ValueError(
+            f"girih.{state}.start: {name} is {found} but should be a tensor of 3 dimensions, or of 4 with "
+            f"batch = {batch} in front"
+        )
+    return memory.detach().to(device).expand(batch, *memory.shape[-3:]).clone()

@@ -1,0 +1,174 @@
+"""`describe()` is the one description: functions, checks and tests agree with it."""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from cases import CASES, ONE_EACH, RECURRENT, STATES, arguments, operator
+from girih import ops
+from test_arguments import NAMED, draw, message
+from test_dispatch import registered_call
+
+DESCRIPTION = ops.describe()
+OPTIONS = [(name, option) for name, op in DESCRIPTION.items() for option in op["options"]]
+RANGED = [(name, option) for name, option in OPTIONS if option["type"].rstrip("?") in ("int", "float")]
+
+
+def case_with(op, option):
+    """A case of the operator that gives the option, or one of those that may leave it out."""
+    cases = [case for case in CASES if case.op == op]
+    return next((case for case in cases if option in case.options), cases[0])
+
+
+def ids(pairs):
+    return [f"{name}-{option['name']}" for name, option in pairs]
+
+
+@pytest.mark.parametrize("name", DESCRIPTION)
+def test_functions_take_what_the_description_says(name):
+    """Tensors in its order, then its options by keyword with its defaults, a state and packing."""
+    op = DESCRIPTION[name]
+    data = [t for t in op["tensors"] if not t["state"]]
+    stateful = len(data) < len(op["tensors"])
+    for form in (name, f"{name}_step") if stateful else (name,):
+        parameters = inspect.signature(getattr(ops, form)).parameters
+        positional = {n: p for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+        assert list(positional) == [t["name"] for t in data]
+        for tensor in data:
+            assert positional[tensor["name"]].default is (None if tensor["optional"] else inspect._empty)
+        keywords = {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        packing = {op["packing"]} if "packing" in op and form == name else set()
+        options = {option["name"]: option for option in op["options"]}
+        assert set(keywords) == set(options) | packing | ({"state"} if stateful else set())
+        for option in options.values():
+            default = keywords[option["name"]]
+            if "default" in option:
+                assert default == option["default"] and type(default) is type(option["default"])
+            else:  # to be given; n alone is read off the rows
+                assert default is (None if option["name"] == "n" else inspect._empty)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_the_description(name):
+    fields = [t["name"].removeprefix("state_") for t in DESCRIPTION[name]["tensors"] if t["state"]]
+    assert list(getattr(ops, STATES[name][0])._fields) == fields == STATES[name][1]
+
+
+def test_every_operator_and_every_word_has_a_case():
+    assert {case.op for case in CASES} == {case.op for case in ONE_EACH} == set(DESCRIPTION)
+    for name, option in OPTIONS:
+        used = {case.options.get(option["name"], option.get("default")) for case in CASES if case.op == name}
+        assert set(option.get("words", ())) <= used, f"{name}: {option['name']}"
+
+
+@pytest.mark.parametrize("name, option", [o for o in OPTIONS if "words" in o[1]], ids=str)
+def test_a_word_that_is_none_is_refused_with_all_that_are(name, option):
+    said = message(case := case_with(name, option["name"]), draw(case) | {option["name"]: "sine"})
+    assert f"{option['name']} is 'sine' but should be one of {', '.join(option['words'])}" in said
+
+
+@pytest.mark.parametrize("name, option", RANGED, ids=ids(RANGED))
+def test_a_number_out_of_range_is_refused_with_its_bounds(name, option):
+    """Neither nan nor infinite, and from the least to the most."""
+    case, number = case_with(name, option["name"]), option["name"]
+    wrong = [option[end] + step for end, step in (("least", -1), ("most", 1)) if end in option]
+    if option["type"].startswith("int"):
+        wrong = [int(x) for x in wrong]
+    else:
+        wrong += [math.nan, math.inf, -math.inf]
+    for value in wrong:
+        said = message(case, draw(case) | {number: value})
+        assert f"{number} is " in said and re.search(
+            "but should be (a finite number|at least|[0-9]+ to)", said
+        )
+        for end in ("least", "most"):
+            assert end not in option or option["type"].startswith("float") or f"{option[end]:g}" in said
+
+
+@pytest.mark.parametrize("name", [name for name in DESCRIPTION])
+def test_a_required_tensor_that_is_none_is_named(name):
+    case = next(case for case in CASES if case.op == name)
+    for tensor in DESCRIPTION[name]["tensors"]:
+        if not tensor["state"] and not tensor["optional"]:
+            said = message(case, draw(case) | {tensor["name"]: None})
+            assert said.startswith(f"girih.{name}: {tensor['name']} is None but should be a tensor ")
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_another_thing_for_a_state_is_named(case):
+    for wrong in (torch.zeros(2, 2), (None, None), object()):
+        said = message(case, draw(case) | {"state": wrong})
+        assert said.startswith(f"girih.{case.op}: state is a ") and STATES[case.op][0] in said
+
+
+# What a call takes on a GPU: the case, sizes beside its own, and the path.
+PATHS = [
+    ("gsa-g", {}, torch.bfloat16, "tensor cores"),
+    ("gsa-g", {"M": 128, "D": 512}, torch.float16, "tensor cores"),
+    ("gsa-g", {"M": 129}, torch.bfloat16, "exact fp32"),
+    ("gsa-g", {"D": 513}, torch.bfloat16, "exact fp32"),
+    ("gsa-g", {}, torch.float32, "exact fp32"),
+    ("gsa-abc", {}, torch.bfloat16, "exact fp32"),
+    ("gsa-g", {}, torch.float64, "aten"),
+    ("gla-plain", {"D": 256}, torch.bfloat16, "tensor cores"),
+    ("gla-g_head", {"D": 257}, torch.bfloat16, "exact fp32"),
+    ("gla-g_channel", {"D": 128}, torch.bfloat16, "tensor cores"),
+    ("gla-g_channel", {"D": 129}, torch.bfloat16, "exact fp32"),
+    ("delta_product-n2", {"D": 256, "V": 256}, torch.bfloat16, "tensor cores"),
+    ("delta_product-n2", {"V": 257}, torch.bfloat16, "aten"),
+    ("delta_product-n3_vector", {}, torch.bfloat16, "exact fp32"),
+    ("delta_product-gelu", {}, torch.bfloat16, "exact fp32"),
+    ("short_conv-w4", {}, torch.bfloat16, "exact fp32"),
+    ("gated_rms_norm-silu", {"X": 8193}, torch.bfloat16, "aten"),
+    ("trellis-default", {}, torch.bfloat16, "aten"),
+]
+
+
+@pytest.mark.parametrize("name, sizes, dtype, path", PATHS, ids=str)
+def test_explain_tells_the_path(name, sizes, dtype, path):
+    case = NAMED[name]
+    inputs = case.draw(5, dtype=dtype, gate_dtype=torch.float32, **sizes)
+    told = ops.explain(case.op, **arguments(inputs), device="cuda")
+    assert told.path == path and told.why and str(told) == f"{path}: {told.why}"
+    assert ops.explain(case.op, **arguments(inputs)).path == "aten"
+    on_meta = ops.explain(case.op, **arguments(inputs.map(lambda x: x.to("meta"))))
+    assert on_meta == told
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_forward_keeps_is_sized_by_the_path(case):
+    """The description of a call on the meta device keeps something for backward where kernels need it."""
+    inputs = case.draw(70, dtype=torch.bfloat16, gate_dtype=torch.float32).map(lambda x: x.to("meta"))
+    _, args, kwargs = registered_call(operator, inputs)
+    results = getattr(torch.ops.girih, f"{case.op}_forward")(*args, **kwargs, save=True)
+    results = results if isinstance(results, tuple) else (results,)
+    outputs = 1 + sum(t["state"] for t in DESCRIPTION[case.op]["tensors"])
+    kept = sum(x.numel() for x in results[outputs:])
+    path = ops.explain(case.op, **arguments(inputs)).path
+    assert (kept > 0) == (
+        path == "tensor cores"
+        or case.op in ("cat_attention",)
+        or (case.op == "delta_product" and path == "exact fp32")
+    )
+
+
+@pytest.mark.parametrize("name", ["gsa", "gla", "delta_product", "trellis", "short_conv"])
+def test_explain_tells_the_path_of_a_step(name):
+    case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
+    inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)
+    told = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
+    assert told.path == ("aten" if name == "trellis" else "exact fp32")
+
+
+def test_explain_refuses_what_the_call_refuses():
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"girih.gla: k has shape \[1, 3, 2, 8\]"):
+        ops.explain("gla", q, q[:, 1:], q)
+    with pytest.raises(ValueError, match="device is 'tpu' but should be cuda or cpu"):
+        ops.explain("gla", q, q, q, device="tpu")
+    with pytest.raises(ValueError, match="name is 'gals'; expected one of gsa, gla"):
+        ops.explain("gals", q)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gate'"):
+        ops.explain("gla", q, q, q, gate=q)
