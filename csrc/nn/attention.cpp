@@ -1,4 +1,5 @@
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -47,5 +48,21 @@ Output AttentionImpl::run(const Tensor& x, const Call& call) {
       /*enable_gqa=*/heads_[0] != heads_[1]);
   return {o_proj(o.transpose(1, 2).flatten(-2)), {{k.x, v, k.valid}}};
 }
+
+namespace {
+
+const Registered attention({
+    "attention",
+    [](const Config& c) -> AnyLayer {
+      return std::make_shared<AttentionImpl>(
+          c.hidden_size, c.num_heads,
+          AttentionOptions{
+              .num_kv_heads = c.num_kv_heads, .head_dim = c.head_dim, .rope_theta = c.rope_theta});
+    },
+    {"num_kv_heads", "head_dim", "rope_theta"},
+    expect_pairs,
+});
+
+}  // namespace
 
 }  // namespace girih::nn

@@ -1,6 +1,8 @@
 #include <girih/language_model.h>
 
+#include "../ops/operator.h"
 #include "chunks.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -85,6 +87,15 @@ Tensor CatModelImpl::decode(const Tensor& chunks, const Tensor& index, const Ten
   for (size_t i = 0; i < layers->size(); ++i)
     x = layers->at<BlockImpl>(i).forward(x, Tensor(), State(), false, cu_rows).first;
   return norm(x).view_as(rows);
+}
+
+void check_cat_model(const Config& c) {
+  const auto& chunk = describe("cat_attention").option("chunk");
+  TORCH_CHECK_VALUE(c.chunk >= int64_t(chunk.least) && c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk,
+                    "; expected ", int64_t(chunk.least), " to ", int64_t(chunk.most), " for cat");
+  expect_pairs(c);
+  TORCH_CHECK_VALUE(*c.compressor_hidden_size % *c.head_dim == 0, "compressor_hidden_size is ",
+                    *c.compressor_hidden_size, "; expected a multiple of head_dim ", *c.head_dim);
 }
 
 }  // namespace girih::nn

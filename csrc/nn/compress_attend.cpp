@@ -72,4 +72,23 @@ Tensor CompressAttendImpl::attend(const Tensor& tokens, const Tensor& first, con
   return y.view_as(rows).slice(2, 1);
 }
 
+namespace {
+
+const Registered cat({
+    "cat",
+    [](const Config& c) -> AnyLayer {
+      return std::make_shared<CompressAttendImpl>(
+          c.hidden_size, c.num_heads,
+          ChunkAttentionOptions{.chunk = c.chunk,
+                                .num_kv_heads = c.num_kv_heads,
+                                .head_dim = c.head_dim,
+                                .rope_theta = c.rope_theta,
+                                .running_positions = c.running_positions});
+    },
+    {"num_kv_heads", "head_dim", chunk_of("cat_attention", /*header=*/1), "rope_theta", "running_positions"},
+    expect_pairs,
+});
+
+}  // namespace
+
 }  // namespace girih::nn

@@ -1,168 +1,135 @@
-// What a configuration allows, and the mixer behind each name.
-#include <girih/language_model.h>
+// A configuration: its text, what it allows, and the values that follow from others. Python's GirihConfig
+// asks here, so both accept the same and refuse in the same words.
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
-#include <set>
+#include <nlohmann/json.hpp>
 
+#include "fields.h"
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 namespace {
 
-using Names = std::vector<std::string>;
+using nlohmann::json;
 
-const Names kMixers = {"gsa",           "abc",      "linear_attention", "retnet",  "gla",     "mamba2",
-                       "delta_product", "deltanet", "gated_deltanet",   "trellis", "lattice", "attention",
-                       "cat",           "mag"};
-const Names kMaps = {"identity", "silu", "l2norm", "layer_norm", "l2_silu", "ln_silu", "softmax"};
-
-bool contains(const Names& names, const std::string& name) {
-  return std::ranges::find(names, name) != names.end();
+// A value as a message shows it: never more than a line, however large or deep it is.
+std::string shown(const json& value) {
+  if (value.is_structured()) return value.is_array() ? "a list" : "an object";
+  const auto text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+  return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
-void check_one_of(const char* field, const std::string& value, const Names& allowed) {
-  TORCH_CHECK_VALUE(contains(allowed, value), field, " is '", value, "'; expected one of ",
-                    c10::Join(", ", allowed));
+[[noreturn]] void refuse_type(const char* name, const json& value, const char* type) {
+  TORCH_CHECK_VALUE(false, name, " is ", shown(value), "; expected ", type);
 }
 
-void check(const Config& c) {
-  const auto mixers = c.mixers();
-  TORCH_CHECK_VALUE(int64_t(mixers.size()) == c.num_hidden_layers, "mixer names ", mixers.size(),
-                    " layers; expected num_hidden_layers, ", c.num_hidden_layers);
-  for (const auto& name : mixers) check_one_of("mixer", name, kMixers);
-  auto used = mixers;
-  if (contains(mixers, "mag")) {
-    auto inner = kMixers;
-    std::erase(inner, "mag");
-    check_one_of("mag_base", c.mag_base, inner);
-    check_one_of("mag_mixer", c.mag_mixer, inner);
-    used.insert(used.end(), {c.mag_base, c.mag_mixer});
+void read_value(const char* name, const json& value, int64_t& field) {
+  if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX))
+    refuse_type(name, value, "an integer");
+  field = value.get<int64_t>();
+}
+void read_value(const char* name, const json& value, double& field) {
+  if (!value.is_number()) refuse_type(name, value, "a number");
+  field = value.get<double>();
+}
+void read_value(const char* name, const json& value, bool& field) {
+  if (!value.is_boolean()) refuse_type(name, value, "true or false");
+  field = value.get<bool>();
+}
+void read_value(const char* name, const json& value, std::string& field) {
+  if (!value.is_string()) refuse_type(name, value, "a string");
+  field = value.get<std::string>();
+}
+template <class T>
+void read_value(const char* name, const json& value, std::optional<T>& field) {
+  field = std::nullopt;
+  if (!value.is_null()) read_value(name, value, field.emplace());
+}
+
+template <class T>
+json written(const T& field) {
+  return field;
+}
+template <class T>
+json written(const std::optional<T>& field) {
+  return field ? json(*field) : json();
+}
+
+void check_value(const char* name, int64_t value, const Allowed& allowed) {
+  TORCH_CHECK_VALUE(double(value) >= allowed.least && double(value) <= allowed.most, name, " is ", value,
+                    "; expected ", int64_t(allowed.least), " to ", int64_t(allowed.most));
+}
+void check_value(const char* name, double value, const Allowed& allowed) {
+  TORCH_CHECK_VALUE(value >= allowed.least && value <= allowed.most, name, " is ", value, "; expected ",
+                    allowed.least, " to ", allowed.most);
+}
+void check_value(const char*, bool, const Allowed&) {}
+void check_value(const char* name, const std::string& value, const Allowed& allowed) {
+  TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is '",
+                    value, "'; expected one of ", c10::Join(", ", allowed.words));
+}
+template <class T>
+void check_value(const char* name, const std::optional<T>& value, const Allowed& allowed) {
+  if (value) check_value(name, *value, allowed);
+}
+
+// The bounds of one mixer's fields, and what it asks of them together.
+void check_mixer(const Config& c, const Mixer& mixer) {
+  for (const auto& field : mixer.fields) {
+    if (!field.least) continue;
+    for_each_field(c, [&](const char* name, const auto& value, const Allowed&) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, int64_t>) {
+        TORCH_CHECK_VALUE(field.name != name || (value >= *field.least && value <= *field.most), name, " is ",
+                          value, "; expected ", *field.least, " to ", *field.most, " for ", mixer.name);
+      }
+    });
   }
-  check_one_of("phi", c.phi, kMaps);
-  check_one_of("f", c.f, kMaps);
-  check_one_of("objective", c.objective, {"decode", "encode", "similarity"});
-  check_one_of("feature", c.feature, {"softmax", "none", "silu", "relu", "relu2"});
-  if (c.between_chunks) check_one_of("between_chunks", *c.between_chunks, {"gelu", "tanh"});
-  TORCH_CHECK_VALUE(c.num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
-                    "; expected a divisor of num_heads ", c.num_heads);
-  for (const char* name : {"trellis", "lattice"}) {
-    TORCH_CHECK_VALUE(!contains(used, name) || *c.num_kv_heads == c.num_heads, "num_kv_heads is ",
-                      *c.num_kv_heads, "; ", name, " projects q and k together: expected num_heads, ",
-                      c.num_heads);
+  mixer.check(c);
+}
+
+void check_names(const Config& c) {
+  for (const auto& name : c.mixers()) {
+    TORCH_CHECK_VALUE(mixers().contains(name), "mixer is '", name, "'; expected one of ",
+                      c10::Join(", ", mixer_names()));
   }
-  const bool cat = contains(used, "cat");
-  const bool defining = contains(used, "trellis") || contains(used, "lattice") || c.between_chunks;
-  const int64_t least = c.is_whole_cat() ? 2 : 1;
-  const int64_t most = defining ? 64 : c.is_whole_cat() ? 256 : cat ? 255 : 64;
-  TORCH_CHECK_VALUE(c.chunk >= least && c.chunk <= most, "chunk is ", c.chunk, "; expected ", least, " to ",
-                    most, " for ", c10::Join(", ", std::set<std::string>(used.begin(), used.end())));
-  TORCH_CHECK_VALUE(*c.head_dim % 2 == 0 || !(cat || contains(used, "attention")), "head_dim is ",
-                    *c.head_dim, "; rotary positions turn pairs and need an even one");
-  TORCH_CHECK_VALUE(!c.is_whole_cat() || *c.compressor_hidden_size % *c.head_dim == 0,
-                    "compressor_hidden_size is ", *c.compressor_hidden_size,
-                    "; expected a multiple of head_dim ", *c.head_dim);
 }
 
-AnyLayer slots(const Config& c, bool gated) {
-  return std::make_shared<GatedSlotAttentionImpl>(
-      c.hidden_size, c.num_heads,
-      GatedSlotAttentionOptions{.num_slots = c.num_slots,
-                                .num_kv_heads = c.num_kv_heads,
-                                .head_dim = c.head_dim,
-                                .gated = gated,
-                                .feature = c.feature,
-                                .conv_size = c.conv_size.value_or(0),
-                                .norm_eps = c.norm_eps});
-}
-
-AnyLayer linear_mixer(const Config& c, const char* gate, int64_t conv_size) {
-  return std::make_shared<GatedLinearAttentionImpl>(
-      c.hidden_size, c.num_heads,
-      GatedLinearAttentionOptions{.num_kv_heads = c.num_kv_heads,
-                                  .head_dim = c.head_dim,
-                                  .gate = gate,
-                                  .conv_size = c.conv_size.value_or(conv_size),
-                                  .norm_eps = c.norm_eps});
-}
-
-AnyLayer delta_rule(const Config& c, int64_t n, bool gated) {
-  return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads,
-                                            DeltaProductOptions{.n = n,
-                                                                .num_kv_heads = c.num_kv_heads,
-                                                                .head_dim = c.head_dim,
-                                                                .gated = gated,
-                                                                .allow_neg_eigval = c.allow_neg_eigval,
-                                                                .between_chunks = c.between_chunks,
-                                                                .chunk = c.chunk,
-                                                                .conv_size = c.conv_size.value_or(4),
-                                                                .norm_eps = c.norm_eps});
+void check_mixers(const Config& c) {
+  auto used = c.mixers();
+  mixers().at("mag").check(c);  // names that exist, used or not
+  if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {c.mag_base, c.mag_mixer});
+  std::ranges::sort(used);
+  used.erase(std::unique(used.begin(), used.end()), used.end());
+  for (const auto& name : used) {
+    if (c.is_whole_cat() && name == "cat") {
+      check_cat_model(c);
+    } else {
+      check_mixer(c, mixers().at(name));
+    }
+  }
 }
 
 }  // namespace
 
-AnyLayer make_mixer(const std::string& name, const Config& c) {
-  if (name == "gsa" || name == "abc") return slots(c, name == "gsa");
-  if (name == "linear_attention") return linear_mixer(c, "none", 0);
-  if (name == "retnet") return linear_mixer(c, "fixed", 0);
-  if (name == "gla") return linear_mixer(c, "vector", 0);
-  if (name == "mamba2") return linear_mixer(c, "scalar", 4);
-  if (name == "delta_product") return delta_rule(c, c.n, c.gated);
-  if (name == "deltanet" || name == "gated_deltanet") return delta_rule(c, 1, name == "gated_deltanet");
-  if (name == "trellis") {
-    return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads,
-                                         TrellisOptions{.num_slots = c.num_slots,
-                                                        .head_dim = c.head_dim,
-                                                        .chunk = c.chunk,
-                                                        .phi = c.phi,
-                                                        .f = c.f,
-                                                        .gated = c.gated,
-                                                        .conv_size = c.conv_size.value_or(4),
-                                                        .norm_eps = c.norm_eps});
-  }
-  if (name == "lattice") {
-    return std::make_shared<LatticeImpl>(c.hidden_size, c.num_heads,
-                                         LatticeOptions{.num_slots = c.num_slots,
-                                                        .head_dim = c.head_dim,
-                                                        .chunk = c.chunk,
-                                                        .objective = c.objective,
-                                                        .gated = c.gated,
-                                                        .conv_size = c.conv_size.value_or(4),
-                                                        .norm_eps = c.norm_eps});
-  }
-  if (name == "attention") {
-    return std::make_shared<AttentionImpl>(
-        c.hidden_size, c.num_heads,
-        AttentionOptions{.num_kv_heads = c.num_kv_heads, .head_dim = c.head_dim, .rope_theta = c.rope_theta});
-  }
-  if (name == "cat") {
-    return std::make_shared<CompressAttendImpl>(
-        c.hidden_size, c.num_heads,
-        ChunkAttentionOptions{.chunk = c.chunk,
-                              .num_kv_heads = c.num_kv_heads,
-                              .head_dim = c.head_dim,
-                              .rope_theta = c.rope_theta,
-                              .running_positions = c.running_positions});
-  }
-  check_one_of("mixer", name, kMixers);
-  return std::make_shared<MixAttentionImpl>(
-      make_mixer(c.mag_base, c), make_mixer(c.mag_mixer, c),
-      MixAttentionOptions{.weight = c.mag_weight, .learned = c.mag_learned, .cross = c.mag_cross});
-}
-
 std::vector<std::string> Config::mixers() const {
-  return hybrid.empty() ? Names(std::max<int64_t>(num_hidden_layers, 0), mixer) : hybrid;
+  return hybrid.empty() ? std::vector<std::string>(std::max<int64_t>(num_hidden_layers, 0), mixer) : hybrid;
 }
 
 Config Config::completed() const {
+  for_each_field(*this, [](const char* name, const auto& field, const Allowed& allowed) {
+    check_value(name, field, allowed);
+  });
   auto c = *this;
-  for (const auto& [name, value] :
-       {std::pair("vocab_size", vocab_size), std::pair("hidden_size", hidden_size),
-        std::pair("num_hidden_layers", num_hidden_layers), std::pair("num_heads", num_heads),
-        std::pair("num_slots", num_slots), std::pair("chunk", chunk), std::pair("n", n)}) {
-    TORCH_CHECK_VALUE(value >= 1, name, " is ", value, "; expected at least 1");
-  }
+  const auto layers = c.mixers();
+  TORCH_CHECK_VALUE(int64_t(layers.size()) == num_hidden_layers, "mixer names ", layers.size(),
+                    " layers; expected num_hidden_layers, ", num_hidden_layers);
+  check_names(c);
   if (!c.num_kv_heads) c.num_kv_heads = num_heads;
+  TORCH_CHECK_VALUE(num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
+                    "; expected a divisor of num_heads ", num_heads);
   TORCH_CHECK_VALUE(c.head_dim || hidden_size % num_heads == 0, "num_heads is ", num_heads,
                     ", which does not divide hidden_size ", hidden_size, "; give head_dim");
   if (!c.head_dim) c.head_dim = hidden_size / num_heads;
@@ -172,8 +139,58 @@ Config Config::completed() const {
     c.compressor_hidden_size = std::max(*c.head_dim, hidden_size / 2 / *c.head_dim * *c.head_dim);
   if (!c.compressor_layers) c.compressor_layers = std::max<int64_t>(1, num_hidden_layers / 2);
   if (!c.initializer_range) c.initializer_range = 1 / std::sqrt(double(hidden_size));
-  check(c);
+  check_mixers(c);
   return c;
+}
+
+Config Config::from_json(const std::string& text) {
+  Config config;
+  const auto values = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK_VALUE(values.is_object(), "config: not a JSON object");
+  for_each_field(config, [&](const char* name, auto& field, const Allowed&) {
+    if (const auto value = values.find(name); value != values.end()) read_value(name, *value, field);
+  });
+  const auto mixer = values.find("mixer");
+  if (mixer == values.end()) return config;
+  if (!mixer->is_array()) {
+    read_value("mixer", *mixer, config.mixer);
+    return config;
+  }
+  TORCH_CHECK_VALUE(!mixer->empty(), "mixer is an empty list; expected a name, or one for each layer");
+  for (const auto& name : *mixer) read_value("mixer", name, config.hybrid.emplace_back());
+  return config;
+}
+
+std::string Config::to_json() const {
+  json values = {{"model_type", "girih"}, {"architectures", {"GirihForCausalLM"}}};
+  for_each_field(*this,
+                 [&](const char* name, const auto& field, const Allowed&) { values[name] = written(field); });
+  values["mixer"] = hybrid.empty() ? json(mixer) : json(hybrid);
+  return values.dump(2) + "\n";
+}
+
+namespace {
+
+// For Python: a configuration's text -> the same with every value that follows from others.
+std::string complete_configuration(const std::string& text) {
+  return Config::from_json(text).completed().to_json();
+}
+
+// {"gsa": ["num_kv_heads", ...], ...}: the fields that each mixer reads.
+std::string describe_mixers() {
+  json all = json::object();
+  for (const auto& [name, mixer] : mixers()) {
+    auto& fields = all[name] = json::array();
+    for (const auto& field : mixer.fields) fields.push_back(field.name);
+  }
+  return all.dump();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(girih, m) {
+  m.def("complete_configuration(str text) -> str", &complete_configuration);
+  m.def("describe_mixers() -> str", &describe_mixers);
 }
 
 }  // namespace girih::nn

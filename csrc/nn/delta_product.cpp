@@ -1,4 +1,6 @@
+#include "../ops/operator.h"
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -41,5 +43,42 @@ Output DeltaProductImpl::mix(const Tensor& x, const Call& call) {
   const auto gate = g_proj(x).unflatten(-1, {-1, head_dim_});
   return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
 }
+
+namespace {
+
+AnyLayer delta_rule(const Config& c, int64_t n, bool gated) {
+  return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads,
+                                            DeltaProductOptions{.n = n,
+                                                                .num_kv_heads = c.num_kv_heads,
+                                                                .head_dim = c.head_dim,
+                                                                .gated = gated,
+                                                                .allow_neg_eigval = c.allow_neg_eigval,
+                                                                .between_chunks = c.between_chunks,
+                                                                .chunk = c.chunk,
+                                                                .conv_size = c.conv_size.value_or(4),
+                                                                .norm_eps = c.norm_eps});
+}
+
+void check_between_chunks(const Config& c) {
+  const auto& chunk = describe("delta_product").option("chunk");
+  TORCH_CHECK_VALUE(!c.between_chunks || c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk, "; expected ",
+                    int64_t(chunk.least), " to ", int64_t(chunk.most), " for between_chunks");
+}
+
+std::vector<MixerField> delta_fields(std::initializer_list<MixerField> own) {
+  std::vector<MixerField> all = {"num_kv_heads", "head_dim",  "allow_neg_eigval", "between_chunks",
+                                 "chunk",        "conv_size", "norm_eps"};
+  all.insert(all.begin(), own);
+  return all;
+}
+
+const Registered product({"delta_product", [](const Config& c) { return delta_rule(c, c.n, c.gated); },
+                          delta_fields({"n", "gated"}), check_between_chunks});
+const Registered net({"deltanet", [](const Config& c) { return delta_rule(c, 1, false); }, delta_fields({}),
+                      check_between_chunks});
+const Registered gated_net({"gated_deltanet", [](const Config& c) { return delta_rule(c, 1, true); },
+                            delta_fields({}), check_between_chunks});
+
+}  // namespace
 
 }  // namespace girih::nn

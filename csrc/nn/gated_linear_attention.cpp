@@ -1,4 +1,5 @@
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -69,5 +70,28 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   const auto gate = g_proj(x).unflatten(-1, {-1, head_dim_});
   return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
 }
+
+namespace {
+
+AnyLayer linear_mixer(const Config& c, const char* gate, int64_t conv_size) {
+  return std::make_shared<GatedLinearAttentionImpl>(
+      c.hidden_size, c.num_heads,
+      GatedLinearAttentionOptions{.num_kv_heads = c.num_kv_heads,
+                                  .head_dim = c.head_dim,
+                                  .gate = gate,
+                                  .conv_size = c.conv_size.value_or(conv_size),
+                                  .norm_eps = c.norm_eps});
+}
+
+const std::vector<MixerField> kLinearFields = {"num_kv_heads", "head_dim", "conv_size", "norm_eps"};
+const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, "none", 0); },
+                        kLinearFields});
+const Registered retnet({"retnet", [](const Config& c) { return linear_mixer(c, "fixed", 0); },
+                         kLinearFields});
+const Registered gla({"gla", [](const Config& c) { return linear_mixer(c, "vector", 0); }, kLinearFields});
+const Registered mamba2({"mamba2", [](const Config& c) { return linear_mixer(c, "scalar", 4); },
+                         kLinearFields});
+
+}  // namespace
 
 }  // namespace girih::nn

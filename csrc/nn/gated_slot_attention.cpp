@@ -1,4 +1,5 @@
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -32,5 +33,26 @@ Output GatedSlotAttentionImpl::mix(const Tensor& x, const Call& call) {
                                    : ops::gsa(p[0], p[1], p[2], s, g, gsa);
   return {o_proj(norm(at::silu(o.flatten(-2)))), {{}, {conv_state, State::of(memory)}}};
 }
+
+namespace {
+
+AnyLayer slots(const Config& c, bool gated) {
+  return std::make_shared<GatedSlotAttentionImpl>(
+      c.hidden_size, c.num_heads,
+      GatedSlotAttentionOptions{.num_slots = c.num_slots,
+                                .num_kv_heads = c.num_kv_heads,
+                                .head_dim = c.head_dim,
+                                .gated = gated,
+                                .feature = c.feature,
+                                .conv_size = c.conv_size.value_or(0),
+                                .norm_eps = c.norm_eps});
+}
+
+const std::vector<MixerField> kSlotFields = {"num_kv_heads", "head_dim",  "num_slots",
+                                             "feature",      "conv_size", "norm_eps"};
+const Registered gsa({"gsa", [](const Config& c) { return slots(c, true); }, kSlotFields});
+const Registered abc({"abc", [](const Config& c) { return slots(c, false); }, kSlotFields});
+
+}  // namespace
 
 }  // namespace girih::nn

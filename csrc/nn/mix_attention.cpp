@@ -1,4 +1,7 @@
+#include <algorithm>
+
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -40,5 +43,31 @@ Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
   y = m * y;
   return {options.cross ? b + y + b * y : b + y, {{}, {base_state, mixer_state}}};
 }
+
+namespace {
+
+void check_parts(const Config& c) {
+  for (const auto& [field, name] : {std::pair("mag_base", c.mag_base), std::pair("mag_mixer", c.mag_mixer)}) {
+    auto names = mixer_names();
+    std::erase(names, "mag");
+    TORCH_CHECK_VALUE(std::ranges::find(names, name) != names.end(), field, " is '", name,
+                      "'; expected one of ", c10::Join(", ", names));
+  }
+  TORCH_CHECK_VALUE(!c.mag_learned || (c.mag_weight > 0 && c.mag_weight < 1), "mag_weight is ", c.mag_weight,
+                    "; expected a number between 0 and 1 when it is learned");
+}
+
+const Registered mag({
+    "mag",
+    [](const Config& c) -> AnyLayer {
+      return std::make_shared<MixAttentionImpl>(
+          make_mixer(c.mag_base, c), make_mixer(c.mag_mixer, c),
+          MixAttentionOptions{.weight = c.mag_weight, .learned = c.mag_learned, .cross = c.mag_cross});
+    },
+    {"mag_base", "mag_mixer", "mag_weight", "mag_learned", "mag_cross"},
+    check_parts,
+});
+
+}  // namespace
 
 }  // namespace girih::nn

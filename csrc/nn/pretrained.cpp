@@ -14,62 +14,6 @@ namespace {
 using nlohmann::json;
 using std::filesystem::path;
 
-// Every field of a configuration but the mixer, for reading and for writing.
-template <class AnyConfig, class Visit>
-void for_each_field(AnyConfig& c, Visit&& visit) {
-  visit("vocab_size", c.vocab_size);
-  visit("hidden_size", c.hidden_size);
-  visit("num_hidden_layers", c.num_hidden_layers);
-  visit("num_heads", c.num_heads);
-  visit("num_kv_heads", c.num_kv_heads);
-  visit("head_dim", c.head_dim);
-  visit("intermediate_size", c.intermediate_size);
-  visit("num_slots", c.num_slots);
-  visit("chunk", c.chunk);
-  visit("n", c.n);
-  visit("gated", c.gated);
-  visit("conv_size", c.conv_size);
-  visit("phi", c.phi);
-  visit("f", c.f);
-  visit("objective", c.objective);
-  visit("feature", c.feature);
-  visit("between_chunks", c.between_chunks);
-  visit("allow_neg_eigval", c.allow_neg_eigval);
-  visit("mag_base", c.mag_base);
-  visit("mag_mixer", c.mag_mixer);
-  visit("mag_weight", c.mag_weight);
-  visit("mag_learned", c.mag_learned);
-  visit("mag_cross", c.mag_cross);
-  visit("compressor_hidden_size", c.compressor_hidden_size);
-  visit("compressor_layers", c.compressor_layers);
-  visit("running_positions", c.running_positions);
-  visit("max_position_embeddings", c.max_position_embeddings);
-  visit("rope_theta", c.rope_theta);
-  visit("norm_eps", c.norm_eps);
-  visit("initializer_range", c.initializer_range);
-  visit("tie_word_embeddings", c.tie_word_embeddings);
-  visit("bos_token_id", c.bos_token_id);
-  visit("eos_token_id", c.eos_token_id);
-  visit("pad_token_id", c.pad_token_id);
-}
-
-template <class T>
-void read_value(const json& value, T& field) {
-  value.get_to(field);
-}
-template <class T>
-void read_value(const json& value, std::optional<T>& field) {
-  field = value.is_null() ? std::nullopt : std::optional<T>(value.get<T>());
-}
-template <class T>
-json written(const T& field) {
-  return field;
-}
-template <class T>
-json written(const std::optional<T>& field) {
-  return field ? json(*field) : json();
-}
-
 std::string text_of(const path& file) {
   std::ifstream in(file, std::ios::binary);
   if (!in) throw std::runtime_error(file.string() + ": cannot be opened");
@@ -95,34 +39,6 @@ NamedTensors parameters_and_buffers(const LanguageModelImpl& model) {
 }
 
 }  // namespace
-
-Config Config::from_json(const std::string& text) {
-  Config config;
-  const auto values = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK_VALUE(values.is_object(), "config: not a JSON object");
-  const auto read_field = [&](const char* name, auto& field) {
-    if (!values.contains(name)) return;
-    try {
-      read_value(values[name], field);
-    } catch (const json::exception&) {
-      TORCH_CHECK_VALUE(false, "config: ", name, " is ", values[name].dump(), ", which is of the wrong type");
-    }
-  };
-  for_each_field(config, read_field);
-  if (values.contains("mixer") && values["mixer"].is_array()) {
-    read_field("mixer", config.hybrid);
-  } else {
-    read_field("mixer", config.mixer);
-  }
-  return config;
-}
-
-std::string Config::to_json() const {
-  json values = {{"model_type", "girih"}, {"architectures", {"GirihForCausalLM"}}};
-  for_each_field(*this, [&](const char* name, const auto& field) { values[name] = written(field); });
-  values["mixer"] = hybrid.empty() ? json(mixer) : json(hybrid);
-  return values.dump(2) + "\n";
-}
 
 void LanguageModelImpl::save_pretrained(const std::string& folder) const {
   std::filesystem::create_directories(folder);

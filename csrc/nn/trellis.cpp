@@ -1,4 +1,5 @@
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -57,5 +58,26 @@ Output TrellisImpl::mix(const Tensor& x, const Call& call) {
   const auto y = o_proj(norm(o, to_heads(g_proj(x), num_heads_)).flatten(-2));
   return {y, {{}, {q_state, k_state, State::of(memory)}}};
 }
+
+namespace {
+
+const Registered trellis({
+    "trellis",
+    [](const Config& c) -> AnyLayer {
+      return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads,
+                                           TrellisOptions{.num_slots = c.num_slots,
+                                                          .head_dim = c.head_dim,
+                                                          .chunk = c.chunk,
+                                                          .phi = c.phi,
+                                                          .f = c.f,
+                                                          .gated = c.gated,
+                                                          .conv_size = c.conv_size.value_or(4),
+                                                          .norm_eps = c.norm_eps});
+    },
+    {"head_dim", "num_slots", chunk_of("trellis"), "phi", "f", "gated", "conv_size", "norm_eps"},
+    [](const Config& c) { expect_ungrouped(c, "trellis"); },
+});
+
+}  // namespace
 
 }  // namespace girih::nn

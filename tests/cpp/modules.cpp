@@ -19,8 +19,7 @@ constexpr int64_t kHidden = 16, kChunk = 4;
 // Configurations of every mixer, small.
 std::vector<nn::Config> configurations() {
   std::vector<nn::Config> all;
-  for (const char* mixer : {"gsa", "abc", "linear_attention", "retnet", "gla", "mamba2", "delta_product",
-                            "deltanet", "gated_deltanet", "trellis", "lattice", "attention", "cat", "mag"}) {
+  for (const auto& mixer : nn::mixer_names()) {
     nn::Config config{.vocab_size = 11,
                       .hidden_size = kHidden,
                       .num_hidden_layers = 2,
@@ -272,7 +271,9 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   refused({.mixer = "lstm"}, "mixer is 'lstm'");
   refused({.num_hidden_layers = 2, .hybrid = {"gsa"}}, "mixer names 1 layers");
   refused({.hidden_size = 30}, "num_heads is 4");
-  refused({.chunk = 65}, "chunk is 65");
+  refused({.mixer = "trellis", .chunk = 65}, "chunk is 65; expected 1 to 64 for trellis");
+  refused({.num_kv_heads = 0}, "num_kv_heads is 0");
+  refused({.head_dim = 0}, "head_dim is 0");
   refused({.num_kv_heads = 3}, "num_kv_heads is 3");
   refused({.feature = "sine"}, "feature is 'sine'");
   const auto text = message([] { nn::Config::from_json(R"({"hidden_size": "wide"})"); });

@@ -317,14 +317,20 @@ def test_trains_under_a_schedule_of_the_mixture():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixer": "mamba3"}, "mixer is 'mamba3'; expected one of gsa, abc"),
+        ({"mixer": "mamba3"}, "mixer is 'mamba3'; expected one of abc, attention"),
         ({"mixer": ["gsa"]}, "mixer names 1 layers; expected num_hidden_layers, 2"),
         ({"mixer": ["gsa", "lstm"]}, "mixer is 'lstm'"),
         ({"mixer": "mag", "mag_mixer": "mag"}, "mag_mixer is 'mag'"),
         ({"hidden_size": 33}, "num_heads is 2, which does not divide hidden_size 33"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3; expected a divisor of num_heads 4"),
         ({"num_kv_heads": 1, "mixer": "trellis"}, "num_kv_heads is 1; trellis"),
-        ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_heads": 0}, "num_heads is 0; expected 1 to "),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0; expected 1 to "),
+        ({"head_dim": 0}, "head_dim is 0; expected 1 to "),
+        (
+            {"mag_learned": True, "mag_weight": 1.0, "mixer": "mag"},
+            "mag_weight is 1; expected a number between",
+        ),
         ({"chunk": 65, "mixer": "lattice"}, "chunk is 65; expected 1 to 64"),
         ({"chunk": 1, "mixer": "cat"}, "chunk is 1; expected 2 to 256"),
         ({"head_dim": 15, "mixer": "attention"}, "head_dim is 15"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.models.config import OWN_FIELDS
 
 VARIANTS = {
     **{mixer: {"mixer": mixer} for mixer in MIXERS},
@@ -179,7 +180,13 @@ def test_shards_and_their_dtype_are_read(tmp_path):
         {"mixer": "mag", "mag_base": "mag"},
         {"vocab_size": 0},
         {"hidden_size": 30},
-        {"chunk": 65},
+        {"mixer": "trellis", "chunk": 65},
+        {"mixer": "delta_product", "between_chunks": "tanh", "chunk": 65},
+        {"num_kv_heads": 0},
+        {"head_dim": 0},
+        {"between_chunks": "relu"},
+        {"n": 1.9},
+        {"hidden_size": 10**9},
         {"mixer": "cat", "chunk": 1},
         {"mixer": ["cat", "gsa", "gsa", "trellis"], "chunk": 65},
         {"num_kv_heads": 3},
@@ -198,3 +205,38 @@ def test_a_wrong_configuration_is_refused_in_the_same_words(wrong):
     with pytest.raises(ValueError) as cpp:
         _C.LanguageModel(json.dumps(wrong))
     assert str(cpp.value) == str(python.value)
+
+
+WRONG = [0, -1, 1.5, "word", True, None, [1], {"a": 1}, 10**12, 2**70, -(2**63), float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("field", OWN_FIELDS)
+def test_every_field_takes_a_value_or_refuses_it_by_name(field):
+    """Zero, negative, of a wrong type, absent, huge: never taken for something else."""
+    taken = 0
+    for value in WRONG:
+        try:
+            config = GirihConfig(**{field: value})
+        except ValueError as refused:
+            assert str(refused).startswith(f"{field} is ") or f"; {field} " in str(refused), str(refused)
+        else:
+            found = getattr(config, field)
+            assert (type(found), found) == (type(value), value) or value is None or isinstance(found, float)
+            taken += 1
+    assert taken < len(WRONG)
+
+
+def test_mixers_and_their_fields_are_the_same_in_both_languages():
+    described = json.loads(torch.ops.girih.describe_mixers())
+    assert list(described) == list(MIXERS)
+    for name, mixer in MIXERS.items():
+        assert sorted(described[name]) == sorted(mixer.fields), name
+        assert set(mixer.fields) <= set(OWN_FIELDS), name
+
+
+def test_defaults_are_the_same_in_both_languages():
+    assert {name: getattr(GirihConfig(), name) for name in OWN_FIELDS} == {
+        name: value
+        for name, value in json.loads(torch.ops.girih.complete_configuration("{}")).items()
+        if name in OWN_FIELDS
+    }

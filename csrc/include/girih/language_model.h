@@ -22,9 +22,8 @@ struct Config {
   int64_t vocab_size = 256;
   int64_t hidden_size = 256;
   int64_t num_hidden_layers = 4;
-  // One name for every layer, or one for each. "cat" alone is the whole CAT model, in a list it is CAT as a
-  // layer. gsa, abc, linear_attention, retnet, gla, mamba2, delta_product, deltanet, gated_deltanet, trellis,
-  // lattice, attention, cat, mag
+  // One name for every layer, or one for each: mixer_names() has them. "cat" alone is the whole CAT model, in
+  // a list it is CAT as a layer.
   std::string mixer = "gsa";
   std::vector<std::string> hybrid = {};  // the list; `mixer` is not read then
   int64_t num_heads = 4;
@@ -62,6 +61,9 @@ struct Config {
   static Config from_json(const std::string& text);
   std::string to_json() const;
 };
+
+// What a configuration can name.
+std::vector<std::string> mixer_names();
 
 // The mixer that a configuration calls `name`; the configuration must be completed.
 AnyLayer make_mixer(const std::string& name, const Config& config);

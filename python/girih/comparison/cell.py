@@ -8,26 +8,13 @@ from pathlib import Path
 import torch
 
 from girih.data import Recall, Windows
+from girih.nn import MIXERS
 from girih.training.recipe import SIZES, Recipe, model_of_size
 from girih.training.trainer import BITS, fit
 
 # The mixers of a task when none are named.
 DEFAULTS = {
-    "text": (
-        "gsa",
-        "abc",
-        "gla",
-        "linear_attention",
-        "mamba2",
-        "delta_product",
-        "deltanet",
-        "gated_deltanet",
-        "trellis",
-        "lattice",
-        "attention",
-        "cat",
-    ),
-    "mqar": ("gsa", "linear_attention", "deltanet", "delta_product", "trellis", "lattice", "attention"),
+    task: tuple(name for name, mixer in MIXERS.items() if task in mixer.tasks) for task in ("text", "mqar")
 }
 TEXT_STEPS = 300
 

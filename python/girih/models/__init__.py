@@ -7,8 +7,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
-from girih.models.config import MIXERS, GirihConfig
+from girih.models.config import GirihConfig
 from girih.models.modeling import GirihForCausalLM, GirihModel
+from girih.nn import MIXERS
 
 AutoConfig.register(GirihConfig.model_type, GirihConfig, exist_ok=True)
 AutoModel.register(GirihConfig, GirihModel, exist_ok=True)

@@ -10,8 +10,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from girih.models.base import GirihPreTrainedModel, own_mask
 from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
-from girih.models.config import MIXERS, GirihConfig
-from girih.nn import Block, RMSNorm
+from girih.models.config import GirihConfig
+from girih.nn import MIXERS, Block, RMSNorm
 from girih.nn.masking import check_packing
 
 
@@ -30,7 +30,7 @@ class GirihModel(GirihPreTrainedModel):
             )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            Block(MIXERS[mixer](config), config.hidden_size, config.intermediate_size, config.norm_eps)
+            Block(MIXERS[mixer].build(config), config.hidden_size, config.intermediate_size, config.norm_eps)
             for mixer in config.mixers
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

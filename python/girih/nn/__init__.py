@@ -14,6 +14,7 @@ from girih.nn.gated_linear_attention import GatedLinearAttention
 from girih.nn.gated_slot_attention import GatedSlotAttention
 from girih.nn.lattice import Lattice
 from girih.nn.mix_attention import MixAttention, MixState, mix_weight
+from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import History, LayerState, map_state
@@ -21,6 +22,7 @@ from girih.nn.swiglu import SwiGLU
 from girih.nn.trellis import Trellis
 
 __all__ = [
+    "MIXERS",
     "Attention",
     "AttentionState",
     "Block",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.masking import check_mask, check_packing
+from girih.nn.mixers import register_layer
 
 
 def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
@@ -113,3 +114,6 @@ class Attention(nn.Module):
         )
         y = self.o_proj(o.transpose(1, 2).flatten(-2))
         return y, AttentionState(k, v, valid) if use_cache else None
+
+
+register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta")

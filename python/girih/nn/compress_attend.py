@@ -8,6 +8,7 @@ from girih import ops
 from girih.nn.attention import rotary
 from girih.nn.chunks import chunk_table
 from girih.nn.masking import check_mask, check_packing
+from girih.nn.mixers import register_layer
 from girih.nn.state import History, extended
 
 
@@ -144,3 +145,15 @@ class CompressAttend(nn.Module):
         cu_rows = None if cu_chunks is None else cu_chunks * (self.chunk + 1)
         y, _ = self.attention(rows.flatten(1, 2), cu_seqlens=cu_rows)
         return y.view_as(rows)[:, :, 1:]
+
+
+register_layer(
+    "cat",
+    CompressAttend,
+    "num_kv_heads",
+    "head_dim",
+    "chunk",
+    "rope_theta",
+    "running_positions",
+    tasks=("text",),
+)

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, at_least_fp32
 from girih.nn.masking import RecurrentLayer
+from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
@@ -86,3 +87,17 @@ class DeltaProduct(RecurrentLayer):
         gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))
         y = self.o_proj(self.norm(o, gate).flatten(-2))
         return y, LayerState(conv, memory) if use_cache else None
+
+
+_FIELDS = (
+    "num_kv_heads",
+    "head_dim",
+    "allow_neg_eigval",
+    "between_chunks",
+    "chunk",
+    "conv_size",
+    "norm_eps",
+)
+register_layer("delta_product", DeltaProduct, "n", "gated", *_FIELDS)
+register_layer("deltanet", DeltaProduct, *_FIELDS, n=1, gated=False)
+register_layer("gated_deltanet", DeltaProduct, *_FIELDS, n=1, gated=True, tasks=("text",))

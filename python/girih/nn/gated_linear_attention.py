@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
 from girih.nn.masking import RecurrentLayer
+from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
@@ -105,3 +106,10 @@ class GatedLinearAttention(RecurrentLayer):
         gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))
         y = self.o_proj(self.norm(o + skip, gate).flatten(-2))
         return y, LayerState(conv, memory) if use_cache else None
+
+
+_FIELDS = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
+register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
+register_layer("retnet", GatedLinearAttention, *_FIELDS, gate="fixed", tasks=())
+register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", tasks=("text",))
+register_layer("mamba2", GatedLinearAttention, *_FIELDS, gate="scalar", conv_size=4, tasks=("text",))

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from girih.nn.decay import at_least_fp32
 from girih.nn.masking import RecurrentLayer
+from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
@@ -76,3 +77,8 @@ class GatedSlotAttention(RecurrentLayer):
         )
         y = self.o_proj(self.norm(F.silu(o.flatten(-2))))
         return y, LayerState(conv, memory) if use_cache else None
+
+
+_FIELDS = ("num_kv_heads", "head_dim", "num_slots", "feature", "conv_size", "norm_eps")
+register_layer("gsa", GatedSlotAttention, *_FIELDS, gated=True)
+register_layer("abc", GatedSlotAttention, *_FIELDS, gated=False, tasks=("text",))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
 from girih.nn.masking import RecurrentLayer
+from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
@@ -92,3 +93,8 @@ class Lattice(RecurrentLayer):
         )
         y = self.o_proj(self.norm(o, gate).flatten(-2))
         return y, LayerState((q_state, k_state), memory) if use_cache else None
+
+
+register_layer(
+    "lattice", Lattice, "head_dim", "num_slots", "chunk", "objective", "gated", "conv_size", "norm_eps"
+)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from girih.nn.decay import no_weight_decay
+from girih.nn.mixers import MIXERS, register
 
 SCHEDULES = ("constant", "gradual", "cyclic")
 
@@ -102,3 +103,16 @@ class MixAttention(nn.Module):
         base, mixed = (1 - m) * base, m * mixed
         y = base + mixed + base * mixed if self.cross else base + mixed
         return y, MixState(base_state, mixer_state) if use_cache else None
+
+
+def _mixture(config: Any) -> nn.Module:
+    return MixAttention(
+        MIXERS[config.mag_base].build(config),
+        MIXERS[config.mag_mixer].build(config),
+        weight=config.mag_weight,
+        learned=config.mag_learned,
+        cross=config.mag_cross,
+    )
+
+
+register("mag", _mixture, "mag_base", "mag_mixer", "mag_weight", "mag_learned", "mag_cross", tasks=())

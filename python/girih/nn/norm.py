@@ -5,8 +5,9 @@ from torch import Tensor, nn
 
 from girih import ops
 from girih.nn.decay import no_weight_decay
+from girih.ops import words
 
-ACTIVATIONS = ("silu", "gelu", "sigmoid")
+ACTIVATIONS = words("gated_rms_norm", "activation")
 
 
 class RMSNorm(nn.RMSNorm):

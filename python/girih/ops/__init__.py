@@ -15,7 +15,7 @@ says which code a call takes.
 
 from girih.ops._cat_attention import cat_attention
 from girih.ops._delta_product import DeltaProductState, delta_product, delta_product_step
-from girih.ops._describe import Explanation, describe, explain
+from girih.ops._describe import Explanation, describe, explain, words
 from girih.ops._gated_rms_norm import gated_rms_norm
 from girih.ops._gla import GLAState, gla, gla_step
 from girih.ops._gsa import GSAState, gsa, gsa_step
@@ -47,4 +47,5 @@ __all__ = [
     "short_conv_step",
     "trellis",
     "trellis_step",
+    "words",
 ]

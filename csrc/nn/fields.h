@@ -1,0 +1,68 @@
+// The fields of a configuration: their names, their bounds and their words, once for reading, writing and
+// checking.
+#pragma once
+
+#include <girih/language_model.h>
+
+#include <string>
+#include <vector>
+
+#include "../ops/operator.h"
+
+namespace girih::nn {
+
+// What a field may be: a number between bounds, or one of some words.
+struct Allowed {
+  double least = 0, most = 0;
+  std::vector<std::string> words = {};
+};
+
+inline Allowed between(double least, double most) { return {least, most}; }
+inline Allowed words_of(const char* op, const char* option) {
+  return {.words = describe(op).option(option).words};
+}
+
+// visit(name, field, allowed) of every field but the mixer. The largest sizes are far beyond any use: they
+// keep a slip of the pen from asking for all memory there is.
+template <class AnyConfig, class Visit>
+void for_each_field(AnyConfig& c, Visit&& visit) {
+  const auto size = between(1, 1 << 20), layers = between(1, 4096), id = between(-1, 0x7fffffff),
+             any = Allowed{};
+  const auto& W = describe("short_conv").letters[describe("short_conv").letter("W")];
+  visit("vocab_size", c.vocab_size, between(1, 0x7fffffff));
+  visit("hidden_size", c.hidden_size, size);
+  visit("num_hidden_layers", c.num_hidden_layers, layers);
+  visit("num_heads", c.num_heads, size);
+  visit("num_kv_heads", c.num_kv_heads, size);
+  visit("head_dim", c.head_dim, size);
+  visit("intermediate_size", c.intermediate_size, between(1, 1 << 24));
+  visit("num_slots", c.num_slots, size);
+  visit("chunk", c.chunk, between(1, describe("cat_attention").option("chunk").most));
+  visit("n", c.n, between(describe("delta_product").option("n").least, 4096));
+  visit("gated", c.gated, any);
+  visit("conv_size", c.conv_size, between(0, double(W.most)));
+  visit("phi", c.phi, words_of("trellis", "phi"));
+  visit("f", c.f, words_of("trellis", "f"));
+  visit("objective", c.objective, words_of("lattice", "objective"));
+  visit("feature", c.feature, words_of("gsa", "feature"));
+  visit("between_chunks", c.between_chunks, words_of("delta_product", "between_chunks"));
+  visit("allow_neg_eigval", c.allow_neg_eigval, any);
+  visit("mag_base", c.mag_base, any);
+  visit("mag_mixer", c.mag_mixer, any);
+  visit("mag_weight", c.mag_weight, between(0, 1));
+  visit("mag_learned", c.mag_learned, any);
+  visit("mag_cross", c.mag_cross, any);
+  visit("compressor_hidden_size", c.compressor_hidden_size, size);
+  visit("compressor_layers", c.compressor_layers, layers);
+  visit("running_positions", c.running_positions, any);
+  visit("max_position_embeddings", c.max_position_embeddings, between(1, 0x7fffffff));
+  visit("rope_theta", c.rope_theta, between(1e-6, 1e30));
+  visit("norm_eps", c.norm_eps, between(0, 1e30));
+  visit("initializer_range", c.initializer_range, between(0, 1e30));
+  visit("tie_word_embeddings", c.tie_word_embeddings, any);
+  visit("bos_token_id", c.bos_token_id, id);
+  visit("eos_token_id", c.eos_token_id, id);
+  visit("pad_token_id", c.pad_token_id, id);
+}
+
+}  // namespace girih::nn

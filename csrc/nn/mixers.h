@@ -1,0 +1,55 @@
+// The mixers that a configuration can name. Each registers itself beside its layer:
+//
+//   const Registered trellis({"trellis", [](const Config& c) -> AnyLayer { ... }, {"num_slots", ...}});
+#pragma once
+
+#include <girih/language_model.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace girih::nn {
+
+// A field that a mixer reads beside hidden_size and num_heads, with bounds of its own where the
+// configuration's are wider.
+struct MixerField {
+  // NOLINTBEGIN(google-explicit-constructor): fields are listed by name
+  MixerField(const char* name) : name(name) {}
+  MixerField(const char* name, int64_t least, int64_t most) : name(name), least(least), most(most) {}
+  // NOLINTEND(google-explicit-constructor)
+
+  std::string name;
+  std::optional<int64_t> least = {}, most = {};
+};
+
+struct Mixer {
+  std::string name;
+  // The layer of a completed configuration.
+  AnyLayer (*build)(const Config& config);
+  std::vector<MixerField> fields;
+  // What it asks of several fields together; throws c10::ValueError.
+  void (*check)(const Config& config) = [](const Config&) {};
+};
+
+// One of these in a layer's file makes its mixer known.
+struct Registered {
+  explicit Registered(Mixer mixer);
+};
+
+// Every mixer, by name.
+const std::map<std::string, Mixer>& mixers();
+
+// "chunk" as an operator bounds it, less the rows of a chunk that are no tokens.
+MixerField chunk_of(const char* op, int64_t headers = 0);
+
+// q and k share a projection, so there are as many memories as queries.
+void expect_ungrouped(const Config& config, const char* mixer);
+
+// Rotary positions turn pairs of channels.
+void expect_pairs(const Config& config);
+
+// What the whole CAT model asks, where `mixer` is "cat" and not a list.
+void check_cat_model(const Config& config);
+
+}  // namespace girih::nn

@@ -1,0 +1,45 @@
+"""The mixers that a configuration can name. Each registers itself beside its layer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Mixer(NamedTuple):
+    """build: configuration -> layer. fields: what it reads beside hidden_size and num_heads.
+
+    tasks: where `girih.compare` trains it when no mixers are named.
+    """
+
+    build: Callable[[Any], nn.Module]
+    fields: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+
+MIXERS: dict[str, Mixer] = {}
+
+
+def register(name: str, build: Callable[[Any], nn.Module], *fields: str, tasks: tuple[str, ...]) -> None:
+    """Makes a mixer known; `girih::nn` registers the same names with the same fields, and their bounds."""
+    MIXERS[name] = Mixer(build, fields, tasks)
+    for known in sorted(MIXERS):
+        MIXERS[known] = MIXERS.pop(known)
+
+
+def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[Any], nn.Module]:
+    """A layer from a configuration's fields of the same names. One that is None keeps `fixed`, or the layer's
+    own default."""
+
+    def build(config: Any) -> nn.Module:
+        given = {field: value for field in fields if (value := getattr(config, field)) is not None}
+        return layer(config.hidden_size, config.num_heads, **(fixed | given))
+
+    return build
+
+
+def register_layer(
+    name: str, layer: type[nn.Module], *fields: str, tasks: tuple[str, ...] = ("text", "mqar"), **fixed: Any
+) -> None:
+    """Registers a layer whose keywords are the configuration's fields; `fixed` are the mixer's own."""
+    register(name, layer_of(layer, *fields, **fixed), *fields, tasks=tasks)
