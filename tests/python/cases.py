@@ -8,6 +8,7 @@ Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, Q query h
 X channels, W width of the convolution and P = W - 1.
 """
 
+import functools
 import inspect
 import itertools
 import math
@@ -219,13 +220,19 @@ def mid_chunk(case, leaves, begins):
     return leaves
 
 
+def state_class(op):
+    """The operator's NamedTuple, which its function is annotated with."""
+    return inspect.signature(getattr(ops, f"{op}_step")).parameters["state"].annotation
+
+
+# The names of an operator's state and of its fields.
 STATES = {
-    "gsa": ("GSAState", ["k", "v", "z"]),
-    "gla": ("GLAState", ["s"]),
-    "delta_product": ("DeltaProductState", ["s", "position"]),
-    "trellis": ("TrellisState", ["first_k", "k", "first_v", "v", "position"]),
-    "lattice": ("LatticeState", ["first", "step", "decay", "position"]),
-    "short_conv": ("ShortConvState", ["x"]),
+    name: (
+        state_class(name).__name__,
+        [t["name"].removeprefix("state_") for t in op["tensors"] if t["state"]],
+    )
+    for name, op in ops.describe().items()
+    if any(t["state"] for t in op["tensors"])
 }
 
 
@@ -488,12 +495,17 @@ LONG = ONE_EACH + [
 RECURRENT = [case for case in CASES if case.has_state]
 PACKED = [case for case in CASES if case.packing]
 
-# Operators whose CUDA kernels stop at fp32.
-FP32_ON_CUDA = {"delta_product", "gated_rms_norm", "gla", "gsa", "short_conv"}
+
+@functools.cache
+def has_kernels(op):
+    """Whether CUDA has kernels for it; they stop at fp32."""
+    case = next(case for case in CASES if case.op == op)
+    inputs = case.draw(2, dtype=torch.float32)
+    return ops.explain(op, **arguments(inputs), device="cuda").path != "aten"
 
 
 def precision(case, device):
     """dtype, and the tolerances of outputs and gradients, that an operator is held to on a device."""
-    if device == "cuda" and case.op in FP32_ON_CUDA:
+    if device == "cuda" and has_kernels(case.op):
         return torch.float32, 1e-4, 1e-3
     return torch.float64, 1e-9, 1e-7

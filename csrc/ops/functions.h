@@ -1,0 +1,54 @@
+// What the functions of girih/ops.h share: typed calls of the registered operators. An undefined tensor becomes
+// None and back.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <girih/ops.h>
+
+#include "check.h"
+
+namespace girih::ops {
+
+// The registered operator `name` with its C++ signature. Keep the result in a static: the look-up takes a
+// lock.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+using Required = const Tensor&;
+using Maybe = const OptionalTensor&;
+using Number = std::optional<double>;
+using Integer = std::optional<int64_t>;
+using Word = std::string_view;
+using MaybeWord = std::optional<Word>;
+
+inline OptionalTensor none_if_absent(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+inline MaybeWord view(const std::optional<std::string>& word) { return word ? MaybeWord(*word) : std::nullopt; }
+
+// A step writes a state's tensors, so it needs some, and one token for each of its sequences.
+inline void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlens) {
+  GIRIH_CHECK(state.defined(), name,
+              "_step: state is absent but its tensors are written in place; "
+              "for a first token make it with start()");
+  GIRIH_CHECK(!cu_seqlens.defined(), name,
+              "_step: cu_seqlens is given but one token a sequence is not packed");
+}
+
+// One first memory [H, ...] for each of N sequences; one that has N in front as it is.
+inline OptionalTensor for_each_sequence(const Tensor& memory, const Tensor& x, const Tensor& cu_seqlens) {
+  if (!memory.defined() || memory.dim() != 3) return none_if_absent(memory);
+  const auto N = cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
+  return memory.expand({N, -1, -1, -1});
+}
+
+// The same in tensors of its own.
+inline Tensor own(const Tensor& memory, int64_t batch) {
+  return memory.detach().expand({batch, -1, -1, -1}).clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace girih::ops
