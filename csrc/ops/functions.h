@@ -1,5 +1,5 @@
-// What the functions of girih/ops.h share: typed calls of the registered operators. An undefined tensor becomes
-// None and back.
+// What the functions of girih/ops.h share: typed calls of the registered operators. An undefined tensor
+// becomes None and back.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -28,7 +28,9 @@ inline OptionalTensor none_if_absent(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-inline MaybeWord view(const std::optional<std::string>& word) { return word ? MaybeWord(*word) : std::nullopt; }
+inline MaybeWord view(const std::optional<std::string>& word) {
+  return word ? MaybeWord(*word) : std::nullopt;
+}
 
 // A step writes a state's tensors, so it needs some, and one token for each of its sequences.
 inline void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlens) {

@@ -111,7 +111,7 @@ Strings inputs_of(const Operator& op, bool defaults) {
 }
 
 Strings outputs_of(const Operator& op) {
-  Strings all{"Tensor " + op.output};
+  Strings all{"Tensor " + op.output.name};
   for (size_t i = op.data; i < op.tensors.size(); ++i)
     all.push_back((op.tensors[i].optional ? "Tensor? " : "Tensor ") + op.tensors[i].name);
   return all;
@@ -147,7 +147,7 @@ const char* name_of(Kind kind) {
 }  // namespace
 
 Operator::Operator(const Declaration& from)
-    : name(from.name), output(from.output), packing(from.packing), data(from.data.size()), saved(from.saved) {
+    : name(from.name), packing(from.packing), data(from.data.size()), output(from.output), saved(from.saved) {
   Shapes shapes(letters, from.limits);
   const auto add = [&](const TensorDeclaration& tensor, const char* prefix, Kind kind) {
     const auto own = tensor.declaration.substr(tensor.declaration.find(' ') + 1);
@@ -183,21 +183,22 @@ std::string Operator::forward_schema() const {
   auto keywords = declarations(options);
   keywords.push_back("bool save");
   auto results = outputs_of(*this);
-  for (const auto& kept : saved) results.push_back("Tensor " + kept);
+  for (const auto& kept : saved) results.push_back("Tensor " + kept.name);
   return name + "_forward" + arguments(inputs_of(*this, false), keywords) + returns(results);
 }
 
 std::string Operator::backward_schema() const {
   Strings positional, results;
-  positional.push_back("Tensor? grad_" + output);
+  positional.push_back("Tensor? grad_" + output.name);
   for (size_t i = data; i < tensors.size(); ++i) {
     positional.push_back("Tensor? grad_" + tensors[i].name);
   }
   for (const auto& input : inputs_of(*this, false)) {
     positional.push_back(input);
-    results.push_back("Tensor? grad_in_" + input.substr(input.find(' ') + 1));
+    const auto space = input.find(' ');
+    results.push_back(input.substr(0, space) + " grad_in_" + input.substr(space + 1));
   }
-  for (const auto& kept : saved) positional.push_back("Tensor " + kept);
+  for (const auto& kept : saved) positional.push_back("Tensor " + kept.name);
   return name + "_backward" + arguments(positional, declarations(options)) + returns(results);
 }
 
@@ -208,7 +209,7 @@ std::string Operator::step_schema() const {
     const auto written = i < data ? "" : std::string("(") + alias++ + "!)";
     positional.push_back("Tensor" + written + (tensors[i].optional ? "? " : " ") + tensors[i].name);
   }
-  return name + "_step" + arguments(positional, declarations(options)) + " -> Tensor " + output;
+  return name + "_step" + arguments(positional, declarations(options)) + " -> Tensor " + output.name;
 }
 
 std::string Operator::explain_schema() const {
@@ -249,7 +250,15 @@ std::string description() {
       sizes[letter.name] = {{"least", letter.least}};
       if (letter.most < std::numeric_limits<int64_t>::max()) sizes[letter.name]["most"] = letter.most;
     }
-    all[op.name] = {{"tensors", tensors}, {"options", options}, {"sizes", sizes}, {"output", op.output}};
+    const auto result = [](const Declaration::Result& from) {
+      return ordered_json{{"name", from.name}, {"shapes", from.shapes}};
+    };
+    all[op.name] = {{"tensors", tensors},
+                    {"options", options},
+                    {"sizes", sizes},
+                    {"output", result(op.output)},
+                    {"saved", ordered_json::array()}};
+    for (const auto& kept : op.saved) all[op.name]["saved"].push_back(result(kept));
     if (!op.packing.empty()) all[op.name]["packing"] = op.packing;
   }
   return all.dump();

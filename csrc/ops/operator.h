@@ -48,8 +48,12 @@ struct Declaration {
     int64_t least, most;
   };
   std::vector<Limit> limits = {};
-  std::string output = "o";
-  std::vector<std::string> saved = {};  // what forward keeps for backward beyond its inputs
+  // What is returned, and what forward keeps for backward beyond its inputs (or nothing, of shape [0]).
+  struct Result {
+    std::string name, shapes;
+  };
+  Result output;
+  std::vector<Result> saved = {};
 };
 
 // ---- and read into these
@@ -84,18 +88,21 @@ struct Option {
 //   X         (data, state, packing, *, options)             -> (output, state)          what users call
 //   X_forward (data, state, packing, *, options, bool save)  -> (output, state, saved)   CPU, CUDA, Meta
 //   X_backward(grad of each output, data, state, packing, saved, *, options)
-//                                                        -> one gradient a tensor input
+//                                                        -> a gradient of each tensor input, None for
+//                                                        integers
+//                                                           and what is absent
 //   X_step    (data, state in place, *, options)             -> output                   one token
 //   X_explain (data, state, packing, *, options, str device, bool step) -> (str path, str why)
 class Operator {
  public:
   explicit Operator(const Declaration& declaration);
 
-  std::string name, output, packing;
+  std::string name, packing;
   std::vector<TensorArgument> tensors;  // data, then state
   size_t data;                          // how many of them are data
   std::vector<Option> options;
-  std::vector<std::string> saved;
+  Declaration::Result output;
+  std::vector<Declaration::Result> saved;
 
   // Of all shapes, and N, the number of sequences.
   struct Letter {

@@ -144,3 +144,12 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
 def test_the_graph_names_its_operator(case, device):
     inputs = case.draw(3, dtype=torch.float32, device=device).requiring_grad()
     assert operator(inputs)["o"].grad_fn.name() == f"girih::{case.op}_backward"
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_compiled_autograd_runs_the_backward(case):
+    inputs = case.draw(5, dtype=torch.float64).requiring_grad()
+    want = gradients(operator(inputs), inputs)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        found = gradients(operator(inputs), inputs)
+    assert_within(found, want, 1e-9)

@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   return {x.join(o, q.scalar_type()), save ? x.join(lse, x.type).squeeze(-1) : at::empty({0}, lse.options())};
 }
 
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor>;
 
 Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& cu_chunks, const Tensor& lse, int64_t chunk,

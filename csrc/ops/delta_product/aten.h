@@ -9,8 +9,8 @@ namespace girih::delta_product {
 using Results = std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor>;
 
 // of q, k, v, beta, g, the state (s, position), cu_seqlens
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                             OptionalTensor>;
 
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                 const OptionalTensor& g, const OptionalTensor& state_s, const OptionalTensor& state_position,

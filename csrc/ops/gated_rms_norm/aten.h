@@ -6,7 +6,7 @@
 namespace girih::gated_rms_norm {
 
 // of x, weight, gate
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor>;
+using Gradients = std::tuple<Tensor, Tensor, OptionalTensor>;
 
 Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate, std::string_view activation,
                double eps, bool save);

@@ -8,8 +8,8 @@
 namespace girih::gsa {
 namespace {
 
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                             OptionalTensor, OptionalTensor, OptionalTensor>;
 
 // The problem's path, as far as this card and these sequences go.
 Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {

@@ -8,7 +8,7 @@ namespace girih::short_conv {
 // y, the final state
 using Results = std::tuple<Tensor, Tensor>;
 // of x, weight, bias, state_x, cu_seqlens
-using Gradients = std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+using Gradients = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                 const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,

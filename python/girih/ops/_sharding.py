@@ -1,0 +1,106 @@
+"""DTensor operands: how an operator's tensors may lie over the devices of a mesh.
+
+Sequences of a batch know nothing of each other, nor do memory heads (channels of the short convolution). So
+everything may be cut along the batch, or along the heads with the queries of each; what has neither is whole
+on every device, and its gradient is a sum over them. Sizes have to divide evenly. A step has no rule: its
+state is written in place, and DTensor would write a copy.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from girih.ops._describe import describe
+
+Strategy = tuple[list[Placement | None], list[Placement | None]]  # of results, of arguments
+BATCH = ("B", "N", "chunks")
+HEADS = ("HQ", "H", "channels")
+
+
+def letters(shapes: str, tensor: Any) -> list[str]:
+    """The letters of a tensor's dimensions, out of shapes as "[B, T, H] or [B, T, H, D]"."""
+    for shape in shapes.split(" or "):
+        names = shape.strip("[]").split(", ")
+        if names[0] == "...":
+            return [f"...{dim}" for dim in range(tensor.ndim - len(names) + 1)] + names[1:]
+        if len(names) == tensor.ndim:
+            return names
+    return [""] * tensor.ndim  # what forward keeps where there is nothing to keep
+
+
+def cuts(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[str, ...]]:
+    """Letters that may be cut together."""
+    if "B" in sizes and not packed and sizes["B"] % devices == 0:
+        yield BATCH
+    for letter, size in sizes.items():
+        if letter.startswith("...") and size % devices == 0:
+            yield (letter,)
+    heads = [sizes[letter] for letter in HEADS if letter in sizes]
+    if heads and all(size % devices == 0 for size in heads):
+        yield HEADS
+
+
+def on_meta(spec: Any) -> Any:
+    """A tensor of this place's global sizes, without memory."""
+    return None if spec is None else torch.empty(spec.shape, dtype=spec.tensor_meta.dtype, device="meta")
+
+
+def placed(shapes: str, tensor: Any, cut: Sequence[str], otherwise: Placement) -> Placement | None:
+    if tensor is None:
+        return None
+    dims = [dim for dim, letter in enumerate(letters(shapes, tensor)) if letter in cut]
+    return Shard(dims[0]) if dims else otherwise
+
+
+def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strategy]:
+    """What X, X_forward or X_backward accepts on each dimension of a mesh."""
+    op = describe()[name]
+    inputs = [t["shapes"] for t in op["tensors"]] + ["[N + 1] or [B, 2]"] * ("packing" in op)
+    outputs = [op["output"]["shapes"]] + [t["shapes"] for t in op["tensors"] if t["state"]]
+    saved = [kept["shapes"] for kept in op["saved"]]
+
+    given = specs[len(outputs) :] if form == "_backward" else specs  # the inputs, then what forward kept
+    data = given[: len(inputs)]
+    options.pop("save", None)
+    results = getattr(torch.ops.girih, f"{name}_forward")(*map(on_meta, data), **options, save=True)
+    results = results if isinstance(results, tuple) else (results,)
+    if form == "_backward":
+        arguments = list(zip(outputs + inputs + saved, specs, strict=True))
+        floating = [x is not None and x.tensor_meta.dtype.is_floating_point for x in data]
+        returned = [(s, x if f else None) for s, x, f in zip(inputs, data, floating, strict=True)]
+    else:
+        arguments = list(zip(inputs, specs, strict=True))
+        returned = list(zip(outputs + saved, results, strict=True))[: len(outputs) if form == "" else None]
+
+    sizes = {
+        letter: size
+        for shapes, x in zip(inputs, data, strict=True)
+        if x is not None
+        for letter, size in zip(letters(shapes, x), x.shape, strict=True)
+    }
+    packed = "packing" in op and data[-1] is not None and data[-1].ndim == 1
+    found: list[Strategy] = []
+    # What is not cut is there in full, and its gradient, made on every device of that device's share, a sum.
+    missing = Partial() if form == "_backward" else Replicate()
+    mesh = next(spec.mesh for spec in specs if spec is not None)
+    for cut in ((), *cuts(sizes, packed, mesh.size())):
+        otherwise = missing if cut else Replicate()
+        found.append(
+            (
+                [placed(shapes, x, cut, otherwise) for shapes, x in returned],
+                [placed(shapes, x, cut, Replicate()) for shapes, x in arguments],
+            )
+        )
+    return found
+
+
+def register() -> None:
+    """Tells DTensor the rules of every operator."""
+    for name in describe():
+        for form in ("", "_forward", "_backward"):
+            overload = getattr(torch.ops.girih, name + form).default
+            register_sharding(overload)(partial(strategies, name, form))
