@@ -126,12 +126,22 @@ const std::string& name_of(const Operator& op, size_t input) {
   return input < op.tensors.size() ? op.tensors[input].name : op.packing;
 }
 
+// No first tensor, or one of another layout, would lead the dispatcher to where there is no operator.
+void expect_dense(const Operator& op, const char* form, size_t i, const at::Tensor& input) {
+  GIRIH_CHECK(i > 0 || input.defined(), op.name, form, ": ", name_of(op, i),
+              " is None but should be a tensor ", op.tensors[0].shapes);
+  if (!input.defined()) return;
+  GIRIH_CHECK(input.layout() == at::kStrided && !input.is_nested(), op.name, form, ": ", name_of(op, i),
+              " is a sparse or nested tensor but should be a dense one");
+}
+
 void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   variable_list inputs;
   bool save = false;
   for (size_t i = 0; i < op.inputs(); ++i) {
     inputs.push_back(tensor_of(arguments[i]));
+    expect_dense(op, "", i, inputs.back());
     if (!inputs.back().defined()) continue;
     refuse_forward_mode(op, "", name_of(op, i), inputs.back());
     save |= inputs.back().requires_grad();
@@ -152,7 +162,11 @@ void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack
 }
 
 // Without autograd (inference mode) X is X_forward.
-void not_differentiable(const Operator& op, const c10::OperatorHandle&, Stack* stack) {
+void not_differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
+  for (size_t i = 0; i < op.inputs(); ++i) {
+    expect_dense(op, "", i, tensor_of(arguments[i]));
+  }
   stack->emplace_back(false);
   forms_of(op).forward.callBoxed(stack);
   stack->resize(stack->size() - op.saved.size());
@@ -163,6 +177,7 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   for (size_t i = 0; i < op.tensors.size(); ++i) {
     const auto input = tensor_of(arguments[i]);
+    expect_dense(op, "_step", i, input);
     if (!input.defined()) continue;
     refuse_forward_mode(op, "_step", name_of(op, i), input);
     GIRIH_CHECK(!at::GradMode::is_enabled() || !input.requires_grad(), op.name, "_step: ", op.tensors[i].name,

@@ -36,7 +36,7 @@ int64_t whole(double bound) {
 class Call {
  public:
   Call(const Operator& op, std::initializer_list<Argument> arguments)
-      : sizes(op), op_(op), arguments_(arguments.begin()) {
+      : sizes(op), op_(op), arguments_(arguments.begin()), owner_(op.letters.size(), -1) {
     TORCH_INTERNAL_ASSERT(arguments.size() == op.inputs() + op.options.size());
   }
 
@@ -89,8 +89,6 @@ class Call {
 
   void dtype(const TensorArgument& argument, const Tensor& tensor) const {
     const auto type = tensor.scalar_type();
-    GIRIH_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), op_.name, ": ", argument.name,
-                " is a sparse or nested tensor but should be a dense one");
     GIRIH_CHECK(tensor.device() == first().device(), op_.name, ": ", argument.name, " is on ",
                 tensor.device(), " but should be on the device of ", first_name(), ", ", first().device());
     switch (argument.kind) {
@@ -151,10 +149,10 @@ class Call {
   std::string whose(const Pattern& pattern, int64_t d) const {
     if (d < 0) return c10::str(", as in ", first_name(), " ", first().sym_sizes());
     if (d >= int64_t(pattern.dimensions.size()) || pattern.dimensions[d].letter < 0) return "";
-    const auto& letter = op_.letters[pattern.dimensions[d].letter];
-    if (letter.tensor < 0) return "";
-    return c10::str(", ", letter.name, " as in ", op_.tensors[letter.tensor].name, " ",
-                    arguments_[letter.tensor].tensor()->sym_sizes());
+    const auto letter = pattern.dimensions[d].letter;
+    if (owner_[letter] < 0) return "";
+    return c10::str(", ", op_.letters[letter].name, " as in ", op_.tensors[owner_[letter]].name, " ",
+                    arguments_[owner_[letter]].tensor()->sym_sizes());
   }
 
   void shape(int i, const Tensor& tensor) {
@@ -174,6 +172,7 @@ class Call {
       if (letter < 0 || sizes.at(letter)) continue;
       const auto& limit = op_.letters[letter];
       const auto& size = sizes.at(letter) = tensor.sym_size(d - own);
+      owner_[letter] = i;
       GIRIH_CHECK((limit.least == 0 || *size >= limit.least) &&
                       (limit.most == std::numeric_limits<int64_t>::max() || *size <= limit.most),
                   op_.name, ": ", argument.name, "'s ", limit.name, " is ", *size, " but should be ",
@@ -216,12 +215,12 @@ class Call {
     if (!has("HQ")) return;
     const auto &HQ = sizes["HQ"], &H = sizes["H"];
     GIRIH_CHECK(equal(HQ % H, 0), op_.name, ": ", first_name(), " has ", HQ,
-                " heads but should have a multiple of ",
-                op_.tensors[op_.letters[op_.letter("H")].tensor].name, "'s ", H);
+                " heads but should have a multiple of ", op_.tensors[owner_[op_.letter("H")]].name, "'s ", H);
   }
 
   const Operator& op_;
   const Argument* arguments_;
+  c10::SmallVector<int, 12> owner_;  // the tensor that a letter's size was read off, -1 for none
 };
 
 }  // namespace

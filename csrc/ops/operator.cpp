@@ -34,7 +34,7 @@ class Shapes {
   Shapes(std::vector<Operator::Letter>& letters, const std::vector<Declaration::Limit>& limits)
       : letters_(letters), limits_(limits) {}
 
-  std::vector<Pattern> patterns(const std::string& shapes, int tensor) {
+  std::vector<Pattern> patterns(const std::string& shapes) {
     std::vector<Pattern> all;
     for (const auto& shape : split(shapes, " or ")) {
       Pattern pattern;
@@ -42,7 +42,7 @@ class Shapes {
         if (size == "...") {
           pattern.leading = true;
         } else {
-          pattern.dimensions.push_back(dimension(size, tensor));
+          pattern.dimensions.push_back(dimension(size));
         }
       }
       all.push_back(std::move(pattern));
@@ -50,25 +50,25 @@ class Shapes {
     return all;
   }
 
-  int letter(const std::string& name, int tensor) {
+  int letter(const std::string& name) {
     const auto found = std::ranges::find(letters_, name, &Operator::Letter::name);
     if (found != letters_.end()) return int(found - letters_.begin());
     const auto limit = std::ranges::find(limits_, name, &Declaration::Limit::letter);
     const bool counts = name == "B" || name == "T" || name == "N";
     const auto most = std::numeric_limits<int64_t>::max();
-    letters_.push_back(limit != limits_.end() ? Operator::Letter{name, limit->least, limit->most, tensor}
-                                              : Operator::Letter{name, counts ? 0 : 1, most, tensor});
+    letters_.push_back(limit != limits_.end() ? Operator::Letter{name, limit->least, limit->most}
+                                              : Operator::Letter{name, counts ? 0 : 1, most});
     return int(letters_.size()) - 1;
   }
 
  private:
-  Dimension dimension(const std::string& text, int tensor) {
+  Dimension dimension(const std::string& text) {
     if (is_number(text)) return {.plus = std::stoll(text)};
     if (const auto factors = split(text, " * "); factors.size() == 2) {
-      return {.letter = letter(factors[0], tensor), .times = letter(factors[1], -1)};
+      return {.letter = letter(factors[0]), .times = letter(factors[1])};
     }
     const auto terms = split(text, " - ");
-    return {.letter = letter(terms[0], tensor), .plus = terms.size() == 2 ? -std::stoll(terms[1]) : 0};
+    return {.letter = letter(terms[0]), .plus = terms.size() == 2 ? -std::stoll(terms[1]) : 0};
   }
 
   std::vector<Operator::Letter>& letters_;
@@ -154,12 +154,12 @@ Operator::Operator(const Declaration& from)
     tensors.push_back({.name = prefix + own,
                        .optional = tensor.declaration.starts_with("Tensor?"),
                        .shapes = tensor.shapes,
-                       .patterns = shapes.patterns(tensor.shapes, int(tensors.size())),
+                       .patterns = shapes.patterns(tensor.shapes),
                        .kind = tensor.kind.value_or(kind)});
   };
   for (const auto& tensor : from.data) add(tensor, "", Kind::data);
   for (const auto& tensor : from.state) add(tensor, "state_", Kind::state);
-  shapes.letter("N", -1);
+  shapes.letter("N");
   for (const auto& option : from.options) options.push_back(read(option));
 }
 

@@ -108,7 +108,6 @@ class Operator {
   struct Letter {
     std::string name;
     int64_t least, most;
-    int tensor;  // the first that has it; -1 where none has
   };
   std::vector<Letter> letters;
 

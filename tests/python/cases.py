@@ -504,8 +504,20 @@ def has_kernels(op):
     return ops.explain(op, **arguments(inputs), device="cuda").path != "aten"
 
 
+def float_of(device):
+    """The dtype of what is drawn on a device where a float of any width will do."""
+    return getattr(device, "dtype", None) or torch.float32
+
+
+# Of half precision, for properties that a mistake breaks at the first digit; how much is lost, and that it is
+# no more than twice what PyTorch loses, the tests of the kernels measure.
+LOST = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
+
+
 def precision(case, device):
     """dtype, and the tolerances of outputs and gradients, that an operator is held to on a device."""
+    if getattr(device, "dtype", None):
+        return device.dtype, *LOST[device.dtype]
     if device == "cuda" and has_kernels(case.op):
         return torch.float32, 1e-4, 1e-3
     return torch.float64, 1e-9, 1e-7

@@ -30,6 +30,30 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
-def device(request):
-    return request.param
+class Place(str):
+    """A device, and in half precision the dtype of what is drawn there."""
+
+    dtype: torch.dtype | None = None
+
+    def __new__(cls, device: str, dtype: torch.dtype | None = None):
+        place = super().__new__(cls, device)
+        place.dtype = dtype
+        return place
+
+
+PLACES = {
+    "cpu": pytest.param(Place("cpu"), id="cpu"),
+    "cuda": pytest.param(Place("cuda"), id="cuda", marks=needs_cuda),
+}
+HALVES = [
+    pytest.param(Place("cuda", dtype), id=f"cuda-{name}", marks=needs_cuda)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+]
+
+
+def pytest_generate_tests(metafunc):
+    """`device`: the CPU and CUDA; where a module says `in_half_precision = True`, CUDA in bf16 and fp16 too,
+    where the kernels use the tensor cores."""
+    if "device" in metafunc.fixturenames:
+        halves = HALVES if getattr(metafunc.module, "in_half_precision", False) else []
+        metafunc.parametrize("device", [*PLACES.values(), *halves], scope="session")

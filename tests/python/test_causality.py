@@ -7,6 +7,8 @@ from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 
+in_half_precision = True
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @given(t=st.integers(0, 12), seed=st.integers(0, 5))

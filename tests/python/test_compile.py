@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, RECURRENT, gradients, operator, step
+from cases import CASES, ONE_EACH, RECURRENT, float_of, gradients, operator, step
 from comparison import assert_within
+
+in_half_precision = True
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def compiled(inputs, **how):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_aot_eager_is_eager(case, device):
-    inputs = case.draw(7, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(7, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
     outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
@@ -38,7 +40,7 @@ def test_inductor_is_eager(case, device):
     # From a start: a state in mid-chunk is made of more operators, whose kernels take the compiler long. In
     # float64: the compiler rounds the first state in another order, and a gradient can make that ten times
     # larger.
-    inputs = case.draw(7, dtype=torch.float64, device=device).requiring_grad()
+    inputs = case.draw(7, dtype=device.dtype or torch.float64, device=device).requiring_grad()
     call = compiled(inputs, backend="inductor")
     want = operator(inputs)
     outs = call(inputs)
@@ -54,7 +56,9 @@ def test_lengths_share_a_few_graphs(case, device):
     # One graph for T = 0, one for T = 1, one for all others.
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         for T in (9, 6, 17, 4, 1, 0, 33):
-            inputs = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+            inputs = case.draw(
+                T, resumed=case.has_state, dtype=float_of(device), device=device
+            ).requiring_grad()
             call = call or compiled(inputs, backend="aot_eager", dynamic=True)
             assert_within(call(inputs), operator(inputs), 1e-6)
 
@@ -62,7 +66,7 @@ def test_lengths_share_a_few_graphs(case, device):
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
 def test_packed_sequences(case, device):
     inputs = case.draw(
-        0, lengths=[5, 0, 3], resumed=True, dtype=torch.float32, device=device
+        0, lengths=[5, 0, 3], resumed=True, dtype=float_of(device), device=device
     ).requiring_grad()
     outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
@@ -71,7 +75,7 @@ def test_packed_sequences(case, device):
 
 @pytest.mark.parametrize("case", [c for c in RECURRENT if c in ONE_EACH], ids=str)
 def test_steps(case, device):
-    start = case.draw(3, resumed=True, dtype=torch.float32, device=device)
+    start = case.draw(3, resumed=True, dtype=float_of(device), device=device)
     eager, graph = (dict(operator(start.part(0, 0))) for _ in range(2))
     eager.pop("o"), graph.pop("o")
     call = torch.compile(
@@ -85,7 +89,7 @@ def test_steps(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_an_exported_program_takes_any_length(case, device):
-    inputs = case.draw(9, resumed=case.has_state, dtype=torch.float32, device=device)
+    inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device)
 
     class Program(torch.nn.Module):
         def forward(self, floats):
@@ -98,5 +102,5 @@ def test_an_exported_program_takes_any_length(case, device):
     }
     program = torch.export.export(Program(), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
     for T in (9, 33):
-        other = case.draw(T, resumed=case.has_state, dtype=torch.float32, device=device)
+        other = case.draw(T, resumed=case.has_state, dtype=float_of(device), device=device)
         assert_within(program(other.floats), operator(other), 1e-6)

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, RECURRENT, cotangents, gradients, operator, precision
+from cases import CASES, ONE_EACH, RECURRENT, cotangents, float_of, gradients, operator, precision
 from comparison import assert_within
+
+in_half_precision = True
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_bits_twice(case, device):
-    inputs = case.draw(33, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(33, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
     first, second = operator(inputs), operator(inputs)
     assert_within(first, second, 0.0)
     assert_within(gradients(first, inputs), gradients(second, inputs), 0.0)
@@ -69,7 +71,7 @@ def test_a_gradient_can_be_asked_of_one_output_by_one_input(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_a_second_derivative_is_refused(case, device):
-    inputs = case.draw(5, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(5, dtype=float_of(device), device=device).requiring_grad()
     o, leaf = operator(inputs)["o"], next(iter(inputs.data.values()))
     (first,) = torch.autograd.grad(o.square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=f"derivative for girih::{case.op}_backward is not implemented"):
@@ -78,7 +80,7 @@ def test_a_second_derivative_is_refused(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_checkpointing_recomputes_the_same(case, device):
-    inputs = case.draw(9, resumed=case.has_state, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
     names = list(inputs.floats)
 
     def call(*tensors):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, RECURRENT, operator, step
+from cases import CASES, ONE_EACH, RECURRENT, float_of, operator, step
 from torch.overrides import TorchFunctionMode
+
+in_half_precision = True
 
 
 class RegisteredCalls(TorchFunctionMode):
@@ -34,7 +36,7 @@ ALTERNATING = [(case, case.has_state and i % 2 == 0) for i, case in enumerate(CA
 
 @pytest.mark.parametrize("case, resumed", ALTERNATING, ids=[str(case) for case in CASES])
 def test_opcheck(case, resumed, device):
-    inputs = case.draw(5, resumed=resumed, dtype=torch.float32, device=device)
+    inputs = case.draw(5, resumed=resumed, dtype=float_of(device), device=device)
     op, args, kwargs = registered_call(operator, inputs.requiring_grad())
     assert op.name() == f"girih::{case.op}"
     torch.library.opcheck(op, args, kwargs)
@@ -42,13 +44,13 @@ def test_opcheck(case, resumed, device):
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
 def test_opcheck_packed(case, device):
-    inputs = case.draw(0, lengths=[3, 0, 2], dtype=torch.float32, device=device)
+    inputs = case.draw(0, lengths=[3, 0, 2], dtype=float_of(device), device=device)
     torch.library.opcheck(*registered_call(operator, inputs.requiring_grad()))
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state], ids=str)
 def test_opcheck_with_bounds(case, device):
-    inputs = case.draw(5, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(5, dtype=float_of(device), device=device).requiring_grad()
     bounds = torch.tensor([[0, 3], [2, 5]], dtype=torch.int32, device=device)
     call = registered_call(lambda inputs: operator(inputs, cu_seqlens=bounds), inputs)
     torch.library.opcheck(*call)
@@ -56,7 +58,7 @@ def test_opcheck_with_bounds(case, device):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_opcheck_step(case, device):
-    inputs = case.draw(1, resumed=True, dtype=torch.float32, device=device)
+    inputs = case.draw(1, resumed=True, dtype=float_of(device), device=device)
     op, args, kwargs = registered_call(step, inputs)
     assert op.name() == f"girih::{case.op}_step"
     torch.library.opcheck(op, args, kwargs)

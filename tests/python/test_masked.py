@@ -10,6 +10,8 @@ from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 
+in_half_precision = True
+
 DEFINING = [case for case in RECURRENT if "position" in case.state]
 EXACT = [case for case in RECURRENT if "position" not in case.state and case.op != "short_conv"]
 

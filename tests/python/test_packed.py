@@ -10,6 +10,8 @@ from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 
+in_half_precision = True
+
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 @given(data=st.data())

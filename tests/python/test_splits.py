@@ -7,6 +7,8 @@ from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 
+in_half_precision = True
+
 
 def fields(outs):
     return {name: x for name, x in outs.items() if name != "o"}

@@ -7,6 +7,8 @@ from comparison import assert_within
 from hypothesis import given
 from hypothesis import strategies as st
 
+in_half_precision = True
+
 
 def lay_out(x, layout):
     """The same values with other strides; `expanded` is one row of the batch for all."""

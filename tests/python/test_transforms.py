@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, cotangents, gradients, operator, precision, step
+from cases import CASES, ONE_EACH, cotangents, float_of, gradients, operator, precision, step
 from comparison import assert_within
 from girih import ops
 from test_dispatch import registered_call
+
+in_half_precision = True
 
 
 def is_leaf(x):
@@ -57,7 +59,7 @@ def test_vmap_over_any_dimension_with_shared_tensors(device):
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if "weight" in case.data], ids=str)
 def test_vmap_over_weights_is_refused(case, device):
-    inputs = case.draw(4, dtype=torch.float32, device=device)
+    inputs = case.draw(4, dtype=float_of(device), device=device)
     weights = torch.stack([inputs.data["weight"]] * 2)
     with pytest.raises(ValueError, match=f"girih.{case.op}: weight is mapped by torch.vmap"):
         torch.vmap(lambda w: operator(inputs.with_floats(inputs.floats | {"weight": w})))(weights)
@@ -65,7 +67,7 @@ def test_vmap_over_weights_is_refused(case, device):
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.packing], ids=str)
 def test_vmap_over_packed_sequences_is_refused(case, device):
-    inputs = case.draw(0, lengths=[case.chunk] * 2, dtype=torch.float32, device=device)
+    inputs = case.draw(0, lengths=[case.chunk] * 2, dtype=float_of(device), device=device)
     name = next(iter(inputs.data))
     with pytest.raises(ValueError, match=f"{case.packing} packs sequences into one row"):
         torch.vmap(lambda x: operator(inputs.with_floats(inputs.floats | {name: x})))(
@@ -75,7 +77,7 @@ def test_vmap_over_packed_sequences_is_refused(case, device):
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
 def test_vmap_of_a_step_is_refused(case, device):
-    inputs = case.draw(1, resumed=True, dtype=torch.float32, device=device)
+    inputs = case.draw(1, resumed=True, dtype=float_of(device), device=device)
     name, x = next(iter(inputs.data.items()))
     with pytest.raises(ValueError, match=f"girih.{case.op}_step: torch.vmap cannot map a state"):
         torch.vmap(lambda x: step(inputs.with_floats(inputs.floats | {name: x})))(torch.stack([x, x]))
@@ -84,7 +86,7 @@ def test_vmap_of_a_step_is_refused(case, device):
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_forward_mode_is_refused_by_name(case, device):
     """Never a silent zero, whichever input has the tangent."""
-    inputs = case.draw(5, resumed=case.has_state, dtype=torch.float32, device=device)
+    inputs = case.draw(5, resumed=case.has_state, dtype=float_of(device), device=device)
     for name, x in inputs.floats.items():
         with pytest.raises(NotImplementedError, match=f"girih.{case.op}: .* has a tangent"):
             torch.func.jvp(lambda x, name=name: operator(inputs.with_floats(inputs.floats | {name: x}))["o"],
@@ -93,7 +95,7 @@ def test_forward_mode_is_refused_by_name(case, device):
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
 def test_forward_mode_of_a_step_is_refused_by_name(case, device):
-    inputs = case.draw(1, resumed=True, dtype=torch.float32, device=device)
+    inputs = case.draw(1, resumed=True, dtype=float_of(device), device=device)
     name, x = next(iter(inputs.data.items()))
     with pytest.raises(NotImplementedError, match=f"girih.{case.op}_step: {name} has a tangent"):
         torch.func.jvp(lambda x: step(inputs.with_floats(inputs.floats | {name: x})), (x,), (x,))
@@ -101,7 +103,7 @@ def test_forward_mode_of_a_step_is_refused_by_name(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_reverse_mode_of_torch_func_is_refused(case, device):
-    inputs = case.draw(5, dtype=torch.float32, device=device)
+    inputs = case.draw(5, dtype=float_of(device), device=device)
     name, x = next(iter(inputs.data.items()))
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda x: operator(inputs.with_floats(inputs.floats | {name: x}))["o"].sum())(x)
@@ -142,7 +144,7 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_the_graph_names_its_operator(case, device):
-    inputs = case.draw(3, dtype=torch.float32, device=device).requiring_grad()
+    inputs = case.draw(3, dtype=float_of(device), device=device).requiring_grad()
     assert operator(inputs)["o"].grad_fn.name() == f"girih::{case.op}_backward"
 
 

@@ -1,0 +1,358 @@
+"""Random calls of every operator: each works, or is refused in a message that names an argument.
+
+    python tests/fuzz/calls.py [--count 100000] [--seed 0] [--device cuda] [--jobs 2]
+
+Calls are drawn from `girih.ops.describe()`: right ones of every shape, dtype, layout and option, and the same
+with one to three arguments spoilt. A worker that crashes or hangs is found by the number of its call; a call
+is drawn anew from the seed and its number alone, so `--only NUMBER` repeats one.
+"""
+
+import argparse
+import faulthandler
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from girih import ops
+
+DESCRIPTION = ops.describe()
+DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+WRONG = 3  # a worker's exit code
+PATIENCE = 60  # seconds a call may take, the first one's start included
+# Of PyTorch, before an operator is reached: the argument or its number is in them.
+SCHEMA = re.compile(r"argument '(\w+)'|(?:argument|parameter) (\w+)|unexpected keyword|missing \d required")
+
+
+class Draw:
+    """One call, drawn from a number."""
+
+    def __init__(self, seed: int, number: int, device: str):
+        self.random = random.Random(f"{seed}:{number}")
+        self.generator = torch.Generator().manual_seed(self.random.getrandbits(40))
+        self.device = device
+        self.name = self.random.choice(list(DESCRIPTION))
+        self.op = DESCRIPTION[self.name]
+        stateful = any(t["state"] for t in self.op["tensors"])
+        self.step = stateful and self.chance(0.25)
+        self.sizes = self.draw_sizes()
+        self.dtype = self.random.choice(DTYPES)
+        self.keywords = self.draw_keywords()
+        self.spoilt = [self.spoil() for _ in range(self.random.choice([0, 0, 1, 1, 1, 2, 3]))]
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def draw_sizes(self) -> dict[str, int]:
+        r = self.random
+        sizes = {name: r.choice([1, 2, 3, 5, 8, 16, 17, 33, 64, 65]) for name in self.op["sizes"]}
+        for name, bound in self.op["sizes"].items():
+            if "most" in bound:
+                sizes[name] = r.randint(bound["least"], bound["most"])
+        sizes |= {
+            "B": r.choice([0, 1, 1, 2, 3]),
+            "T": r.choice([0, 1, 2, 7, 16, 40, 65, 130]),
+            "H": r.choice([1, 2, 3]),
+        }
+        sizes["HQ"] = sizes["H"] * r.choice([1, 1, 2, 3])
+        if self.step:
+            sizes["T"] = 1
+        sizes["n"] = r.choice([1, 1, 2, 3, 5])
+        return sizes
+
+    def shape(self, shapes: str) -> list[int]:
+        names = self.random.choice(shapes.split(" or ")).strip("[]").split(", ")
+        front = [self.random.choice([1, 2, 5]) for _ in range(2)] if names[0] == "..." else []
+        self.front = getattr(self, "front", front)
+        values = [self.size(name) for name in names if name != "..."]
+        return (self.front if names[0] == "..." else []) + values
+
+    def size(self, name: str) -> int:
+        if " * " in name:
+            a, b = name.split(" * ")
+            return self.sizes[a] * self.sizes[b]
+        if " - " in name:
+            a, b = name.split(" - ")
+            return self.sizes[a] - int(b)
+        return self.sizes[name]
+
+    def tensor(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Random numbers, at times in a layout of their own."""
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype).to(self.device)
+        layout = self.random.random()
+        if layout < 0.1 and x.dim() > 1:
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        if layout < 0.2 and x.dim() > 0:
+            return torch.stack([x, x], -1)[..., 0]
+        if layout < 0.25 and x.numel():
+            return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+        return x
+
+    def draw_keywords(self) -> dict[str, Any]:
+        r, keywords = self.random, {}
+        packed = "packing" in self.op and not self.step and self.chance(0.3)
+        if packed:
+            self.sizes["B"] = 1
+        self.sizes["N"] = r.choice([1, 2, 4]) if packed else self.sizes.get("B", 1)
+        steady = torch.float64 if self.dtype == torch.float64 else torch.float32
+        for tensor in self.op["tensors"]:
+            if tensor["state"] or (tensor["optional"] and self.chance(0.3)):
+                continue
+            dtype = self.dtype if tensor["kind"] == "data" else r.choice([self.dtype, torch.float32])
+            x = self.tensor(self.shape(tensor["shapes"]), dtype)
+            keywords[tensor["name"]] = -x.abs() if tensor["name"] == "g" else x
+        for option in self.op["options"]:
+            if option["name"] == "n":
+                keywords["n"] = self.sizes["n"]
+            elif "default" not in option or self.chance(0.5):
+                keywords[option["name"]] = self.option(option)
+        if packed:
+            total = self.sizes["T"]
+            cuts = sorted(r.randint(0, total) for _ in range(self.sizes["N"] - 1))
+            bounds = [0, *cuts, total]
+            if self.chance(0.1):
+                r.shuffle(bounds)
+            dtype = r.choice([torch.int32, torch.int64])
+            keywords[self.op["packing"]] = torch.tensor(bounds, dtype=dtype, device=self.device)
+        if any(t["state"] for t in self.op["tensors"]) and (
+            self.step or self.chance(0.5) or self.needs_state()
+        ):
+            keywords["state"] = self.state(steady)
+        return keywords
+
+    def needs_state(self) -> bool:
+        return self.name in ("trellis", "lattice")
+
+    def state(self, steady: torch.dtype) -> Any:
+        parts = {}
+        for tensor in self.op["tensors"]:
+            if not tensor["state"]:
+                continue
+            name = tensor["name"].removeprefix("state_")
+            if tensor["kind"] == "position":
+                parts[name] = torch.randint(-2, 70, (self.sizes["N"],), generator=self.generator).to(
+                    self.device
+                )
+            elif tensor["optional"] and self.chance(0.5):
+                parts[name] = None
+            else:
+                dtype = self.dtype if tensor["kind"] == "data" else steady
+                parts[name] = self.tensor(self.shape(tensor["shapes"]), dtype)
+            if tensor["kind"] == "position" and tensor["optional"] and self.chance(0.7):
+                parts[name] = None
+        return self.state_class()(*parts.values())
+
+    def state_class(self) -> type:
+        import inspect
+
+        return inspect.signature(getattr(ops, f"{self.name}_step")).parameters["state"].annotation
+
+    def option(self, option: dict[str, Any]) -> Any:
+        r = self.random
+        if "words" in option:
+            return r.choice(option["words"])
+        kind = option["type"].rstrip("?")
+        if kind == "bool":
+            return self.chance(0.5)
+        if kind == "int":
+            return r.choice([option["least"], option.get("most", 9), 4, 16]).__int__()
+        return r.choice([0.0, 1e-6, 0.3, 1.0])
+
+    def spoil(self) -> str:
+        """Makes one argument wrong, or strange; says which."""
+        r = self.random
+        name = r.choice(list(self.keywords))
+        value = self.keywords[name]
+        if hasattr(value, "_fields"):
+            field = r.choice(value._fields)
+            part = getattr(value, field)
+            new = None if part is None else self.strange(part)
+            self.keywords[name] = r.choice([value._replace(**{field: new}), None, tuple(value), 7, [1]])
+        elif isinstance(value, torch.Tensor):
+            self.keywords[name] = self.strange(value)
+        else:
+            wrong = [
+                None,
+                -1,
+                0,
+                65,
+                10**9,
+                2**62,
+                -(2**63),
+                0.5,
+                float("nan"),
+                float("inf"),
+                "word",
+                "",
+                [1],
+                object(),
+            ]
+            self.keywords[name] = r.choice(wrong)
+        return name
+
+    def strange(self, x: torch.Tensor) -> Any:
+        r = self.random
+        if not isinstance(x, torch.Tensor) or x.is_meta or x.layout != torch.strided:
+            return x  # spoilt already
+        changes = [
+            lambda: None,
+            lambda: [1.0],
+            lambda: 3,
+            lambda: x.tolist() if x.numel() < 50 else "tensor",
+            lambda: x[..., None],
+            lambda: x[0] if x.dim() and x.shape[0] else x.flatten(),
+            lambda: x.flatten(),
+            lambda: x.new_zeros(()),
+            lambda: x.new_zeros([s + 1 for s in x.shape]),
+            lambda: x.new_zeros([0 for _ in x.shape]),
+            lambda: x.new_zeros((*x.shape[:-1], 0)) if x.dim() else x,
+            lambda: x.int(),
+            lambda: x.bool(),
+            lambda: x.to(torch.complex64),
+            lambda: x.to(r.choice(DTYPES)),
+            lambda: x.to("meta"),
+            lambda: x.to("cpu"),
+            lambda: x[:1].expand(x.shape) if x.dim() and x.shape[0] else x,
+            lambda: torch._neg_view(x) if x.is_floating_point() else x,
+            lambda: x.to_sparse() if x.dim() else x,
+            lambda: x.detach().float().requires_grad_(),
+            lambda: (
+                torch.full_like(x, r.choice([float("nan"), float("inf"), 1e4]))
+                if x.is_floating_point()
+                else x
+            ),
+            lambda: torch.empty(x.shape, dtype=x.dtype, device="meta"),
+            lambda: x.flip(0) if x.dim() else x,
+        ]
+        return r.choice(changes)()
+
+
+def names_of(draw: Draw) -> set[str]:
+    """What a message may call the arguments of a call."""
+    names = {t["name"] for t in draw.op["tensors"]} | {o["name"] for o in draw.op["options"]}
+    return names | set(draw.op["sizes"]) | {"state", draw.op.get("packing", "state"), "device"}
+
+
+def problem_of(draw: Draw) -> str | None:
+    """Makes the call; what is wrong with its outcome, if anything."""
+    form = draw.name + "_step" * draw.step
+    differentiate = not draw.step and draw.chance(0.3)
+    keywords = dict(draw.keywords)
+    leaves = []
+    if differentiate:
+        for name, x in keywords.items():
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type != "meta":
+                keywords[name] = x.detach().requires_grad_()
+                leaves.append(keywords[name])
+    try:
+        result = getattr(ops, form)(**keywords)
+        o = result[0] if isinstance(result, tuple) else result
+        if leaves and o.requires_grad:
+            torch.autograd.grad(
+                o.float().sum() if o.device.type != "meta" else o.sum(), leaves, allow_unused=True
+            )
+        if draw.device == "cuda":
+            torch.cuda.synchronize()
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        if "INTERNAL ASSERT" in said or "CUDA error" in said:
+            return f"{type(error).__name__}: {said}"
+        if said.startswith("girih.") and any(re.search(rf"\b{n}\b", said) for n in names_of(draw)):
+            return None
+        if SCHEMA.search(said):
+            return None
+        return f"no argument is named: {type(error).__name__}: {said}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if not draw.spoilt and (o.device.type != draw.device or o.dtype != draw.dtype):
+        return f"the output is {o.dtype} on {o.device}"
+    return None
+
+
+def work(options: argparse.Namespace, first: int, progress: Path) -> int:
+    """Calls from `first` on, as many as a worker does; the number of each is noted before it is made."""
+    torch.set_num_threads(1)
+    bad = 0
+
+    def late(number, frame):
+        faulthandler.dump_traceback()
+        raise TimeoutError("the call hangs")
+
+    signal.signal(signal.SIGALRM, late)
+    for number in range(first, options.count, options.jobs):
+        progress.write_text(str(number))
+        signal.alarm(PATIENCE)
+        draw = Draw(options.seed, number, options.device)
+        problem = problem_of(draw)
+        signal.alarm(0)
+        if problem:
+            bad += 1
+            print(
+                f"call {number}: {draw.name}{'_step' * draw.step} with {draw.spoilt}: {problem}", flush=True
+            )
+    return bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", type=int, help="this call alone, in this process")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only is not None:
+        draw = Draw(options.seed, options.only, options.device)
+        print(
+            draw.name,
+            "step" * draw.step,
+            {n: getattr(x, "shape", x) for n, x in draw.keywords.items()},
+            draw.spoilt,
+        )
+        problem = problem_of(draw)
+        print(problem or "well")
+        return bool(problem)
+    if options.worker is not None:
+        return WRONG if work(options, options.worker, options.progress) else 0
+    with tempfile.TemporaryDirectory() as folder:
+        return overseen(options, Path(folder))
+
+
+def overseen(options: argparse.Namespace, folder: Path) -> int:
+    """Runs the workers; one that dies is reported with its call and goes on behind it."""
+    failed, workers = 0, {}
+    own = ["--count", str(options.count), "--seed", str(options.seed), "--device", options.device]
+
+    def start(index: int, first: int) -> None:
+        progress = folder / str(index)
+        command = [sys.executable, __file__, *own, "--jobs", str(options.jobs)]
+        command += ["--worker", str(first), "--progress", str(progress)]
+        workers[index] = subprocess.Popen(command)
+
+    for index in range(options.jobs):
+        start(index, index)
+    while workers:
+        for index, worker in list(workers.items()):
+            try:
+                code = worker.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                continue
+            del workers[index]
+            if code not in (0, WRONG):
+                number = int((folder / str(index)).read_text())
+                print(f"call {number}: the process died with {code}", flush=True)
+                start(index, number + options.jobs)
+            failed |= code != 0
+    print(f"{options.count} calls on {options.device}: {'some are wrong' if failed else 'all well'}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
