@@ -1,6 +1,7 @@
 # make train [MIXER=gsa] [SIZE=small] [CORPUS=path]     train a byte-level language model
 # make compare [MIXERS=...] [TASKS=...] [STEPS=...]     train many at equal size, one table
 # make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
+# make docs                                             the tables of README.md and docs/, from files of results
 # make test                                             every test that this machine can run
 # make format / make check-format
 #
@@ -24,7 +25,7 @@ endif
 run := PYTHONPATH=python $(PYTHON)
 option = $(if $(call given,$(1)),--$(2) '$($(1))')
 
-.PHONY: environment build gpu train compare bench test format check-format
+.PHONY: environment build gpu train compare bench docs test format check-format
 
 build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -40,6 +41,9 @@ gpu: environment
 
 bench: gpu build
 	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,PEER,peer) $(call option,FOLDER,folder)
+
+docs: build
+	@$(run) tests/bench/pages.py
 
 test: build
 	@build/tests/cpp/girih_tests

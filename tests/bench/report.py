@@ -148,6 +148,55 @@ def draw(results, file):
     os.replace(draft, file)
 
 
+def draw_speedups(results, file):
+    """How many times as fast as flash-linear-attention at every shape of an operator, and the first calls."""
+    from matplotlib.figure import Figure
+
+    compared = [
+        (shape.op, entry["ours"], peer)
+        for shape, entry in results
+        if not shape.is_step
+        for peer in entry["peers"].values()
+        if "flash-linear-attention" in peer["version"] and "forward_backward" in peer
+    ]
+    ops = list(dict.fromkeys(op for op, _, _ in compared))
+    figure = Figure(figsize=(9, 0.9 + 0.75 * len(ops)), layout="constrained")
+    times, first = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+    for i, op in enumerate(ops):
+        rows = [(ours, peer) for name, ours, peer in compared if name == op]
+        for y, color, measure in ((i - 0.17, "C0", "forward"), (i + 0.17, "C1", "forward_backward")):
+            ratios = sorted(peer[measure] / ours[measure] for ours, peer in rows)
+            times.plot([ratios[0], ratios[-1]], [y, y], color=color, linewidth=2, alpha=0.4)
+            times.plot(ratios, [y] * len(ratios), "o", color=color, label=TITLES[measure] if i == 0 else None)
+            times.text(ratios[-1] * 1.06, y, f"{ratios[0]:.1f} to {ratios[-1]:.1f}", va="center", fontsize=8)
+        for y, color, calls in (
+            (i - 0.17, "C2", [ours.get("first_call_s") for ours, _ in rows]),
+            (i + 0.17, "0.5", [peer.get("first_call_s") for _, peer in rows]),
+        ):
+            if worst := max(filter(None, calls), default=None):
+                first.barh(y, worst, 0.3, left=1e-3, color=color)
+                first.text(
+                    worst * 1.2,
+                    y,
+                    f"{worst:.3f} s" if worst < 1 else f"{worst:.0f} s",
+                    va="center",
+                    fontsize=8,
+                )
+    times.axvline(1, color="black", linewidth=1)
+    times.set(xscale="log", xlabel="times as fast as flash-linear-attention, every shape measured")
+    times.set(xticks=[1, 2, 3, 5, 10], xticklabels=["1", "2", "3", "5", "10"], xlim=(0.8, 20))
+    times.minorticks_off()
+    times.set(yticks=range(len(ops)), yticklabels=ops, ylim=(len(ops) - 0.5, -0.5))
+    times.legend(loc="lower right", fontsize=8)
+    first.set(xscale="log", xlim=(1e-3, 3e3), xlabel="first call of a process, s")
+    first.set_title("green: girih, grey: flash-linear-attention", fontsize=9)
+    for axes in (times, first):
+        axes.spines[["top", "right"]].set_visible(False)
+    draft = file.with_name("part-" + file.name)
+    figure.savefig(draft, dpi=150)
+    os.replace(draft, file)
+
+
 def main(folder=FOLDER):
     results = read(Path(folder))
     if results:

@@ -1,18 +1,55 @@
-"""The README's Python examples run as they stand."""
+"""README.md and the pages of docs/: their Python runs, what they name exists, their tables are up to date."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    (page.name, example)
+    for page in PAGES
+    for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+]
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+OPTIONS = set(re.findall(r"call (?:option|given),(\w+)", (ROOT / "Makefile").read_text()))
 
 
-def test_the_readme_has_examples():
-    assert len(EXAMPLES) >= 2
+def test_there_are_examples():
+    assert sum(name == "README.md" for name, _ in EXAMPLES) >= 2
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_an_example_runs(example):
-    exec(compile(example, "README.md", "exec"), {})
+@pytest.mark.parametrize("name, example", EXAMPLES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EXAMPLES)])
+def test_an_example_runs(name, example):
+    exec(compile(example, name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page):
+    """Links, files of this repository, targets of make and their options."""
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+    folders = "csrc|docs|examples|kernels|python|tests|tools"
+    for file in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
+        assert (ROOT / file).exists(), file
+    for target, options in re.findall(r"`?make ([a-z-]+)((?: [A-Z]+=\S*)*)", text):
+        assert target in TARGETS, f"make {target}"
+        for option in re.findall(r"([A-Z]+)=", options):
+            assert option in OPTIONS | {"CUDA", "PYTHON"}, f"make {target} {option}="
+    for option in re.findall(r"`([A-Z]+)=", text):
+        assert option in OPTIONS | {"CUDA", "PYTHON"}, option
+
+
+def test_tables_are_what_the_files_of_results_and_the_library_say():
+    """`make docs` would change nothing."""
+    command = [sys.executable, str(ROOT / "tests" / "bench" / "pages.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

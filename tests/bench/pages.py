@@ -1,0 +1,197 @@
+"""Fills the tables of README.md and docs/ from the files of results and from the library: `make docs`.
+
+A page holds a table between `<!-- table NAME -->` and `<!-- end -->`; all between is written anew. With
+`--check` nothing is written, and the pages that would change are named.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from report import draw_speedups, markdown, mib, ms, ratio, read, table
+from results import FOLDER, write
+from shapes import cases
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What the README shows: operator, shape, title.
+SHOWN = [
+    ("gsa", "4x4096x16x64-m64", "`gsa`, 64 slots"),
+    ("gsa", "1x65536x4x64-m64", "`gsa`, one long sequence"),
+    ("gla", "4x4096x16x64-channel", "`gla`, a gate a channel"),
+    ("delta_product", "4x4096x16x64-n1", "`delta_product`: DeltaNet"),
+    ("delta_product", "1x32768x8x128-n1-gated", "Gated DeltaNet"),
+    ("delta_product", "4x4096x16x128-n2-gated", "gated, 2 steps a token"),
+]
+FOUR = {"D": 64, "V": 64, "M": 64}
+HALF, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+# Calls that differ in the path they take: title, case, sizes, dtype.
+CALLS = [
+    ("bf16 or fp16", cases.gsa("", "g"), FOUR, HALF),
+    ("without g (ABC)", cases.gsa("", "s"), FOUR, HALF),
+    ("more than 128 slots", cases.gsa("", "g"), FOUR | {"M": 129}, HALF),
+    ("D or V over 512", cases.gsa("", "g"), FOUR | {"D": 513}, HALF),
+    ("fp32", cases.gsa("", "g"), FOUR, FULL),
+    ("bf16 or fp16, a gate a head or none", cases.gla("", "BTH"), FOUR | {"D": 256}, HALF),
+    ("bf16 or fp16, a gate a channel", cases.gla("", "BTHD"), FOUR | {"D": 128}, HALF),
+    ("D over 256, a gate a head or none", cases.gla(""), FOUR | {"D": 257}, HALF),
+    ("D over 128, a gate a channel", cases.gla("", "BTHD"), FOUR | {"D": 129}, HALF),
+    ("fp32", cases.gla(""), FOUR, FULL),
+    ("bf16 or fp16", cases.delta_product("", n=2), FOUR, HALF),
+    ("a beta for every channel", cases.delta_product("", vector=True), FOUR, HALF),
+    ("between_chunks", cases.delta_product("", chunk=16, between_chunks="gelu"), FOUR, HALF),
+    ("n over 16", cases.delta_product("", n=17), FOUR, HALF),
+    ("fp32", cases.delta_product(""), FOUR, FULL),
+    ("D or V over 256", cases.delta_product(""), FOUR | {"D": 257}, HALF),
+    ("all but fp64", cases.short_conv(""), {}, HALF),
+    ("all but fp64", cases.gated_rms_norm(""), {}, HALF),
+    ("all", cases.trellis("", chunk=16), FOUR, HALF),
+    ("all", cases.lattice("", chunk=16), FOUR, HALF),
+    ("all", cases.cat_attention("", chunk=16), FOUR, HALF),
+    ("fp64, any operator", cases.gsa("", "g"), FOUR, DOUBLE),
+]
+
+
+def speed():
+    """A few shapes, ours beside flash-linear-attention's."""
+    found = {(shape.op, shape.name): (shape, entry) for shape, entry in read(FOLDER)}
+    cells = []
+    for op, name, title in SHOWN:
+        shape, entry = found[op, name]
+        ours, peer = entry["ours"], next(iter(entry["peers"].values()))
+        row = [title, " x ".join(str(shape.sizes[letter]) for letter in "BTHD")]
+        for measure in shape.measures:
+            row += [ms(ours[measure]), ms(peer[measure]), ratio(ours[measure], peer[measure])]
+        cells.append([*row, mib(ours["peak_bytes"]), mib(peer["peak_bytes"])])
+    return markdown(
+        ["", "B x T x H x D", "forward, ms", "fla", "", "with backward, ms", "fla", "", "peak MiB", "fla"],
+        cells,
+    )
+
+
+def models():
+    """Training and decoding of whole models."""
+    found = json.loads((FOLDER / "model.json").read_text())["models"]
+    trained = [
+        [
+            name,
+            f"{entry['parameters'] / 1e6:.0f}M",
+            f"{entry['tokens_per_second']:,}",
+            f"{entry['peak_bytes'] / 2**30:.1f}",
+            entry["date"],
+            entry["versions"],
+        ]
+        for name, entry in found.items()
+        if "parameters" in entry
+    ]
+    return markdown(["model", "parameters", "tokens/s in training", "peak GiB", "date", "with"], trained)
+
+
+def bounds(entry):
+    least, most = (f"{entry[end]:g}" if end in entry else None for end in ("least", "most"))
+    return f"{least} to {most}" if most else f"at least {least}"
+
+
+def shown_option(option):
+    text = f"`{option['name']}`"
+    if "words" in option:
+        text += f" ({', '.join(option['words'])})"
+    elif "least" in option:
+        text += f" ({bounds(option)})"
+    return text + (f" = {option['default']}" if option.get("default") is not None else "")
+
+
+def arguments():
+    """Every operator's tensors, options and sizes, as `girih.ops.describe()` has them."""
+    from girih import ops
+
+    def shown(tensors):
+        return ", ".join(
+            f"`{t['name'].removeprefix('state_')}`{'?' * t['optional']} {t['shapes']}" for t in tensors
+        )
+
+    text = ""
+    for name, op in ops.describe().items():
+        lines = {
+            "tensors": shown(t for t in op["tensors"] if not t["state"]),
+            "state": shown(t for t in op["tensors"] if t["state"]),
+            "options": ", ".join(map(shown_option, op["options"])),
+            "sizes": ", ".join(f"{n} {bounds(size)}" for n, size in op["sizes"].items() if "most" in size),
+        }
+        text += f"**`{name}`** gives `{op['output']['name']}` {op['output']['shapes']}\n\n"
+        text += "".join(f"- {title}: {line}\n" for title, line in lines.items() if line) + "\n"
+    return text
+
+
+def paths():
+    """What `girih.ops.explain` says of calls on a GPU."""
+    from girih import ops
+
+    rows = []
+    for title, case, sizes, dtype in CALLS:
+        inputs = case.draw(2, dtype=dtype, **sizes)
+        told = ops.explain(case.op, **cases.arguments(inputs), device="cuda")
+        rows.append([f"`{case.op}`", title, told.path, told.why])
+    text = markdown(["operator", "call", "path", "why"], rows)
+    return text.replace("| --- | --- | ---: | ---: |", "| --- | --- | --- | --- |")
+
+
+def quality():
+    """What the comparison's files say, in a sentence."""
+    found = {}
+    for file in (FOLDER / "compare").glob("*.json"):
+        cell = json.loads(file.read_text())
+        found[cell["task"], cell["mixer"]] = cell
+    convolved = ("delta_product", "deltanet", "gated_deltanet", "lattice", "mamba2", "trellis")
+    bits = sorted(found["text", mixer]["bits_per_byte"] for mixer in convolved)
+    recall = {mixer: max(cell["accuracy"].items(), key=lambda item: int(item[0]))
+              for (task, mixer), cell in found.items() if task == "mqar"}  # fmt: skip
+    pairs = next(iter(recall.values()))[0]
+    right = sorted(recall[mixer][1] for mixer in convolved if mixer in recall)
+    others = max(share for mixer, (_, share) in recall.items() if mixer not in convolved)
+    some = found["text", "attention"]
+    return (
+        f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers with short "
+        f"convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a\nbyte, attention at "
+        f"{some['bits_per_byte']:.2f}; the delta rules, Trellis and Lattice recall {pairs} pairs at "
+        f"{right[0]:.0%} to {right[-1]:.0%}, what has no convolution at\n{others:.0%} at most "
+        "([the comparison](docs/comparison.md)). Precision, and how exact it is, says [numerics](docs/numerics.md).\n"
+    )
+
+
+TABLES = {
+    "speed": speed,
+    "quality": quality,
+    "operators": lambda: table(read(FOLDER)),
+    "models": models,
+    "arguments": arguments,
+    "paths": paths,
+    "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),
+}
+
+
+def filled(text):
+    """A page with every table made anew."""
+    start, *parts = text.split("<!-- table ")
+    for part in parts:
+        name, rest = part.split(" -->\n", 1)
+        start += f"<!-- table {name} -->\n{TABLES[name]()}<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
+    return start
+
+
+def main(check=False):
+    stale = [page for page in PAGES if filled(page.read_text()) != page.read_text()]
+    if not check:
+        for page in stale:
+            write(page, filled(page.read_text()))
+        draw_speedups(read(FOLDER), FOLDER / "speedup.png")
+    names = ", ".join(str(page.relative_to(ROOT)) for page in stale)
+    print(f"{'stale' if check else 'written'}: {names or 'no page'}")
+    return bool(stale) and check
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
