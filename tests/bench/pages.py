@@ -6,6 +6,7 @@ A page holds a table between `<!-- table NAME -->` and `<!-- end -->`; all betwe
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import torch
@@ -153,13 +154,14 @@ def quality():
     right = sorted(recall[mixer][1] for mixer in convolved if mixer in recall)
     others = max(share for mixer, (_, share) in recall.items() if mixer not in convolved)
     some = found["text", "attention"]
-    return (
-        f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers with short "
-        f"convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a\nbyte, attention at "
+    text = (
+        f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers with "
+        f"short convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a byte, attention at "
         f"{some['bits_per_byte']:.2f}; the delta rules, Trellis and Lattice recall {pairs} pairs at "
-        f"{right[0]:.0%} to {right[-1]:.0%}, what has no convolution at\n{others:.0%} at most "
-        "([the comparison](docs/comparison.md)). Precision, and how exact it is, says [numerics](docs/numerics.md).\n"
+        f"{right[0]:.0%} to {right[-1]:.0%}, what has no convolution at {others:.0%} at most ([the "
+        "comparison](docs/comparison.md)). Precision, and how exact it is, says [numerics](docs/numerics.md)."
     )
+    return textwrap.fill(text, 118) + "\n"
 
 
 TABLES = {

@@ -36,7 +36,7 @@ def test_what_a_page_names_exists(page):
     folders = "csrc|docs|examples|kernels|python|tests|tools"
     for file in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
         assert (ROOT / file).exists(), file
-    for target, options in re.findall(r"`?make ([a-z-]+)((?: [A-Z]+=\S*)*)", text):
+    for target, options in re.findall(r"(?:`|^)make ([a-z-]+)((?: [A-Z]+=\S*)*)", text, re.MULTILINE):
         assert target in TARGETS, f"make {target}"
         for option in re.findall(r"([A-Z]+)=", options):
             assert option in OPTIONS | {"CUDA", "PYTHON"}, f"make {target} {option}="
