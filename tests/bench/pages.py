@@ -155,8 +155,8 @@ def quality():
     others = max(share for mixer, (_, share) in recall.items() if mixer not in convolved)
     some = found["text", "attention"]
     text = (
-        f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers with "
-        f"short convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a byte, attention at "
+        f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers "
+        f"with short convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a byte, attention at "
         f"{some['bits_per_byte']:.2f}; the delta rules, Trellis and Lattice recall {pairs} pairs at "
         f"{right[0]:.0%} to {right[-1]:.0%}, what has no convolution at {others:.0%} at most ([the "
         "comparison](docs/comparison.md)). Precision, and how exact it is, says [numerics](docs/numerics.md)."
