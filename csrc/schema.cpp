@@ -1,8 +1,9 @@
 // Every operator: its tensors with their shapes, its options with their defaults, words and ranges. Data
 // first, then state, then packing, then options. Nothing else says these things again: see ops/operator.h.
 //
-// Letters: B batch, T tokens, HQ query heads, H memory heads, D key width, V value width, M slots, N
-// sequences, n steps a token, W taps.
+// Letters: B batch, T tokens, HQ query heads, H memory heads, HK key heads where memories may share keys, HO
+// heads of the output (the larger of HQ and H), D key width, V value width, M slots, N sequences, n steps a
+// token, W taps.
 #include <torch/library.h>
 
 #include "ops/operator.h"
@@ -30,17 +31,17 @@ const std::vector<Operator>& operators() {
            .saved = {{"states", "[chunks, H, rows, columns]"}}}),
       Operator({.name = "gla",
                 .data = {{"Tensor q", "[B, T, HQ, D]"},
-                         {"Tensor k", "[B, T, H, D]"},
+                         {"Tensor k", "[B, T, HK, D]"},
                          {"Tensor v", "[B, T, H, V]"},
                          {"Tensor? g", "[B, T, H] or [B, T, H, D]", floating}},
                 .state = {{"Tensor s", "[N, H, D, V]"}},
                 .packing = "cu_seqlens",
                 .options = {{"float? scale=None"}},
-                .output = {"o", "[B, T, HQ, V]"},
+                .output = {"o", "[B, T, HO, V]"},
                 .saved = {{"states", "[chunks, H, rows, columns]"}}}),
       Operator({.name = "delta_product",
                 .data = {{"Tensor q", "[B, T, HQ, D]"},
-                         {"Tensor k", "[B, T * n, H, D]"},
+                         {"Tensor k", "[B, T * n, HK, D]"},
                          {"Tensor v", "[B, T * n, H, V]"},
                          {"Tensor beta", "[B, T * n, H] or [B, T * n, H, D]", floating},
                          {"Tensor? g", "[B, T, H]", floating}},
@@ -51,7 +52,7 @@ const std::vector<Operator>& operators() {
                             {"bool l2norm_qk=False"},
                             {"int? chunk=None", {}, 1, longest_chunk},
                             {"str? between_chunks=None", {"gelu", "tanh"}}},
-                .output = {"o", "[B, T, HQ, V]"},
+                .output = {"o", "[B, T, HO, V]"},
                 .saved = {{"states", "[chunks, H, V, D]"},
                           {"prepared", "[chunks, H, bytes] or [B, T * n, H, V]"}}}),
       Operator({.name = "trellis",

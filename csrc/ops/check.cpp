@@ -207,15 +207,22 @@ class Call {
     N = rows ? B : cu->sym_size(0) - 1;
   }
 
-  // Queries come in groups, each with one memory head.
+  // Queries come in groups, each with one memory head. Where memories have letters of their own, HK and HO,
+  // these may come in groups too, each with one head of keys, and of queries.
   void heads() const {
     const auto has = [&](const char* name) {
       return std::ranges::find(op_.letters, name, &Operator::Letter::name) != op_.letters.end();
     };
     if (!has("HQ")) return;
     const auto &HQ = sizes["HQ"], &H = sizes["H"];
-    GIRIH_CHECK(equal(HQ % H, 0), op_.name, ": ", first_name(), " has ", HQ,
-                " heads but should have a multiple of ", op_.tensors[owner_[op_.letter("H")]].name, "'s ", H);
+    const auto& of_memory = op_.tensors[owner_[op_.letter("H")]].name;
+    const bool shares = has("HK");
+    GIRIH_CHECK(equal(HQ % H, 0) || (shares && equal(H % HQ, 0)), op_.name, ": ", first_name(), " has ", HQ,
+                " heads but should have a multiple ", shares ? "or a divisor " : "", "of ", of_memory, "'s ",
+                H);
+    GIRIH_CHECK(!shares || equal(H % sizes["HK"], 0), op_.name, ": ",
+                op_.tensors[owner_[op_.letter("HK")]].name, " has ", sizes["HK"],
+                " heads but should have a divisor of ", of_memory, "'s ", H);
   }
 
   const Operator& op_;

@@ -44,7 +44,9 @@ __host__ __device__ constexpr int delta_chunk(int n) { return kDeltaRows / n; }
 struct DeltaShape {
   Tokens tokens;
   int heads;        // H, the memory's
-  int query_heads;  // HQ, a multiple of H
+  int query_heads;  // of outputs, a multiple of H
+  int key_share;    // memory heads that one head of k serves: k has H / key_share
+  int query_share;  // outputs that one head of q serves, 1 where a memory has several of them
   int D, V;
   int n;
   bool unit;    // q and k are divided by their length
@@ -76,7 +78,7 @@ constexpr int kDeltaPreparedBytes = kDeltaLost + kDeltaInverseBytes;
 
 struct DeltaPrepare {
   DeltaShape shape;
-  In<4> k;         // [B, T n, H, D]
+  In<4> k;         // [B, T n, HK, D]
   In<3> beta;      // [B, T n, H], any dtype
   In<3> g;         // [B, T, H], any dtype; absent: no gates
   void* prepared;  // [piece_count(tokens, delta_chunk(n)), H, kDeltaPreparedBytes]
@@ -86,12 +88,12 @@ cudaError_t delta_prepare(const DeltaPrepare& problem, cudaStream_t stream);
 
 struct DeltaScan {
   DeltaShape shape;
-  In<4> q, k, v;         // [B, T, HQ, D], [B, T n, H, D], [B, T n, H, V]
+  In<4> q, k, v;         // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
   bool gated;            // there is a g
   const void* prepared;  // of the same k, beta, g
   In<4> initial;         // [N, H, D, V] fp32, optional: zero
   Out<4> final;          // [N, H, D, V] fp32
-  Out<4> o;              // [B, T, HQ, V]
+  Out<4> o;              // [B, T, HO, V]
   void* states;          // dtype [pieces, H, V, D]: the state before every chunk, transposed; null: not kept
   void* workspace;       // delta_scan_workspace() bytes, may be null when that is 0
 };
@@ -101,10 +103,10 @@ cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
 
 struct DeltaReverse {
   DeltaShape shape;
-  In<4> q, k, dout;  // [B, T, HQ, D], [B, T n, H, D], [B, T, HQ, V]
+  In<4> q, k, dout;  // [B, T, HQ, D], [B, T n, HK, D], [B, T, HO, V]
   bool gated;
   const void* prepared;  // of forward
-  float* factors;        // [pieces, HQ, 64]: of a chunk's tokens scale rho_t
+  float* factors;        // [pieces, HO, 64]: of a chunk's tokens scale rho_t
   In<4> initial;         // [N, H, D, V] fp32: the final state's gradient, optional: zero
   Out<4> final;          // [N, H, D, V] fp32: the initial state's
   Out<4> dz;             // [B, T n, H, V], dtype: G, or dv
@@ -116,8 +118,8 @@ struct DeltaReverse {
 int64_t delta_reverse_workspace(const DeltaReverse& problem);
 cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream);
 
-// Of a memory head that serves several query heads, dk and dg are the sum of what each of them gives here:
-// arrays of their own, in fp32.
+// Every output's head gives its own part of dq, dk and dg. Those of heads that share a query, a key or a
+// memory are summed afterwards; of a memory that serves several outputs they are arrays in fp32.
 struct DeltaGradients {
   DeltaShape shape;
   In<4> q, k, v, dout, dz;
@@ -128,11 +130,11 @@ struct DeltaGradients {
   const void* states;     // of the scan
   const void* gradients;  // of the reverse
   In<4> initial, end;     // [N, H, D, V] fp32, optional: the initial state, and the final one's gradient
-  Out<4> dq;              // [B, T, HQ, D]
-  Out<4> dk;              // [B, T n, HQ, D], dtype or fp32
+  Out<4> dq;              // [B, T, HO, D]
+  Out<4> dk;              // [B, T n, HO, D], dtype or fp32
   Out<4> dv;              // [B, T n, H, V]
   Out<3> dbeta;           // [B, T n, H] fp32
-  Out<3> dg;              // [B, T, HQ] fp32, absent without gates
+  Out<3> dg;              // [B, T, HO] fp32, absent without gates
 };
 
 cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
@@ -143,16 +145,16 @@ constexpr int kDeltaStepMost = 8;
 // One token; any strides and types but fp64, D up to 256. The state is written in place.
 struct DeltaStep {
   int64_t sequences;
-  int heads, query_heads;
+  int heads, query_heads, key_share, query_share;  // as in DeltaShape
   int D, V, n;
   bool unit;
   float scale;
   In<3> q;       // [N, HQ, D]
-  In<4> k, v;    // [N, n, H, D], [N, n, H, V]
+  In<4> k, v;    // [N, n, HK, D], [N, n, H, V]
   In<4> beta;    // [N, n, H, D], with D = V: beta k and beta v are element by element; or [N, n, H], stride 0
   In<2> g;       // [N, H], optional
   Out<4> state;  // [N, H, D, V] fp32
-  Out<3> o;      // [N, HQ, V]
+  Out<3> o;      // [N, HO, V]
 };
 
 cudaError_t delta_step(const DeltaStep& problem, cudaStream_t stream);

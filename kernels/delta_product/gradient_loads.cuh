@@ -26,10 +26,10 @@ inline cudaError_t describe(GradientBoxes& boxes, const DeltaGradients& p) {
     In<4> tensor;
     int64_t sizes[4];
     int rows;
-  } all[] = {{boxes.k, p.k, {batch, rows, heads, D}, kDeltaRows},
+  } all[] = {{boxes.k, p.k, {batch, rows, heads / shape.key_share, D}, kDeltaRows},
              {boxes.v, p.v, {batch, rows, heads, V}, kDeltaRows},
              {boxes.dz, p.dz, {batch, rows, heads, V}, kDeltaRows},
-             {boxes.q, p.q, {batch, tokens, query_heads, D}, of_tokens},
+             {boxes.q, p.q, {batch, tokens, query_heads / shape.query_share, D}, of_tokens},
              {boxes.dout, p.dout, {batch, tokens, query_heads, V}, of_tokens},
              {boxes.states, state(p.states), {chunks * heads, V, 1, D}, kDeltaRows},
              {boxes.gradients, state(p.gradients), {chunks * heads, V, 1, D}, kDeltaRows}};
@@ -96,7 +96,7 @@ class GradientLoads {
       if (threadIdx.x != 0) return;
       uint64_t* const barrier = &tile.barriers->keys;
       arrive_expecting(barrier, Rows::kBytes + Tiles::kPreparedBytes + Tiles::kFactorBytes);
-      copy_rows(tile.k, boxes.k, here.piece.start * p.shape.n, 0, here.head, here, barrier);
+      copy_rows(tile.k, boxes.k, here.piece.start * p.shape.n, 0, key_head(here), here, barrier);
       copy_bytes(tile.prepared, prepared, Tiles::kPreparedBytes, barrier);
       copy_bytes(tile.factors, factors, Tiles::kFactorBytes, barrier);
     } else {
@@ -107,7 +107,8 @@ class GradientLoads {
       }
       if (threadIdx.x < kDeltaRows / 4)
         copy_async(shared_address(tile.factors + threadIdx.x * 4), factors + threadIdx.x * 4, true);
-      const T* const from = at<T>(p.k, here.piece.sequence.batch, here.piece.start * p.shape.n, here.head, 0);
+      const T* const from =
+          at<T>(p.k, here.piece.sequence.batch, here.piece.start * p.shape.n, key_head(here), 0);
       load_async<kThreads>(tile.k, from, p.k.stride[1], here.rows, p.shape.D, threadIdx.x);
       commit_copies();
     }
@@ -164,10 +165,10 @@ class GradientLoads {
     if constexpr (kBoxes) {
       if (threadIdx.x % Threads != 0) return;
       arrive_expecting(&tile.barriers->queries, token_rows(here.many_tokens) * D * 2);
-      copy_rows(tile.q, boxes.q, here.piece.start, 0, here.query_head, here, &tile.barriers->queries);
+      copy_rows(tile.q, boxes.q, here.piece.start, 0, head_of_q(here), here, &tile.barriers->queries);
     } else {
       load_tokens<Threads>(tile.q,
-                           at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0),
+                           at<T>(p.q, here.piece.sequence.batch, here.piece.start, head_of_q(here), 0),
                            p.q.stride[1], p.shape.D, here);
       commit_copies();
     }
@@ -178,12 +179,12 @@ class GradientLoads {
       if (threadIdx.x != 0) return;
 #pragma unroll
       for (int col = 0; col < D; col += 64) {
-        prefetch_box(boxes.q, {col, static_cast<int>(here.piece.start), here.query_head,
+        prefetch_box(boxes.q, {col, static_cast<int>(here.piece.start), head_of_q(here),
                                static_cast<int>(here.piece.sequence.batch)});
       }
     } else {
       constexpr int kLines = D / 64;
-      const T* const from = at<T>(p.q, here.piece.sequence.batch, here.piece.start, here.query_head, 0);
+      const T* const from = at<T>(p.q, here.piece.sequence.batch, here.piece.start, head_of_q(here), 0);
       const int row = threadIdx.x / kLines, col = threadIdx.x % kLines * 64;
       if (row < here.piece.length && col < p.shape.D) prefetch(from + row * p.q.stride[1] + col);
     }
@@ -237,6 +238,9 @@ class GradientLoads {
   }
 
  private:
+  __device__ int key_head(const Here& here) const { return here.head / p.shape.key_share; }
+  __device__ int head_of_q(const Here& here) const { return here.query_head / p.shape.query_share; }
+
   __device__ static void meet() {
     fence_tiles();
     __syncthreads();

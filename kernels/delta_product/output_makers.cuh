@@ -107,7 +107,7 @@ __device__ inline void run_tokens(const ScanPass& pass, const Part& part,
   constexpr int kRows = Rows / Warps, kPacks = D / 8, kStep = 32 / kPacks, kEach = 8 / kStep;
   static_assert(kRows % 8 == 0);
   const int row = worker * kRows + lane() / kPacks, col = lane() % kPacks * 8;
-  const T* const of_lane = at<T>(p.q, batch, part.piece.start + row, part.head, col);
+  const T* const of_lane = at<T>(p.q, batch, part.piece.start + row, part.head / p.shape.query_share, col);
   const int64_t stride = p.q.stride[1];
   const bool valid = col < p.shape.D;
   const auto fetch = [&](int chunk, int place) {

@@ -226,7 +226,7 @@ __device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace
     const Piece piece = chunk_at(p.shape.tokens, job.number, delta_chunk(n), each);
     const int64_t batch = piece.sequence.batch, first_row = piece.start * n;
     chunk.rows = piece.length * n;
-    chunk.keys = at<T>(p.k, batch, first_row, job.head, 0);
+    chunk.keys = at<T>(p.k, batch, first_row, job.head / p.shape.key_share, 0);
     if (chunk.rows > 0) {  // else nobody waits for what comes
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

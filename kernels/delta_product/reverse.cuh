@@ -90,9 +90,11 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
   const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
   const typename ReverseSpace<T, D, Rows>::Keys::Loader loader(
-      at<T>(p.k, batch, part.piece.start * n, part.head, 0), p.k.stride[1], p.shape.D, thread);
-  const TileCopier<kThreads, typename Query::Q> q(at<T>(p.q, batch, part.piece.start, first_head, 0),
-                                                  p.q.stride[1], p.shape.D, thread);
+      at<T>(p.k, batch, part.piece.start * n, part.head / p.shape.key_share, 0), p.k.stride[1], p.shape.D,
+      thread);
+  const TileCopier<kThreads, typename Query::Q> q(
+      at<T>(p.q, batch, part.piece.start, first_head / p.shape.query_share, 0), p.q.stride[1], p.shape.D,
+      thread);
   const TileCopier<kThreads, typename Query::O> dout(
       at<T>(p.dout, batch, part.piece.start, first_head, part.col), p.dout.stride[1], p.shape.V - part.col,
       thread);

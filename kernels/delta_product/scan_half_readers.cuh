@@ -30,7 +30,8 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
   // Barriers and their phases as in run_readers().
 
   const TileCopier<128, typename Space::HalfReader::Query> queries(
-      at<T>(p.q, part.piece.sequence.batch, part.piece.start, static_cast<int64_t>(part.head) * group, 0),
+      at<T>(p.q, part.piece.sequence.batch, part.piece.start,
+            static_cast<int64_t>(part.head) * group / p.shape.query_share, 0),
       p.q.stride[1], p.shape.D, 32 * warp + lane());
   const auto fetch = [&](int chunk, int member) {
     if (chunk < part.chunks) {

@@ -91,7 +91,7 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
     if (chunk < part.chunks) {
       const TileCopier<32, typename Space::Query> rows(
           at<T>(p.q, part.piece.sequence.batch, part.piece.start,
-                static_cast<int64_t>(part.head) * group + member, 0),
+                (static_cast<int64_t>(part.head) * group + member) / p.shape.query_share, 0),
           p.q.stride[1], p.shape.D, lane());
       const int token = chunk * tokens + first;
       rows.start(rows_of_q, token, tokens_in(part, tokens, chunk) - first);

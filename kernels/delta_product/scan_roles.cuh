@@ -13,8 +13,8 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   const int n = p.shape.n, tokens = delta_chunk(n);
   auto& barriers = space.barriers();
   const int64_t batch = part.piece.sequence.batch, row = part.piece.start * n;
-  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, row, part.head, 0), p.k.stride[1], p.shape.D,
-                                            thread);
+  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, row, part.head / p.shape.key_share, 0),
+                                            p.k.stride[1], p.shape.D, thread);
   const TileCopier<32 * kLoaders, Values<T>> values(at<T>(p.v, batch, row, part.head, part.col),
                                                     p.v.stride[1], p.shape.V - part.col, thread);
   // The next columns' too, where the block's second chain has them.

@@ -111,7 +111,10 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int d = thread + e * kStepThreads;
-      if (d < D) x.k[e] = element(p.k, n, j, head, d), x.beta_k[e] = element(p.beta, n, j, head, d);
+      if (d < D) {
+        x.k[e] = element(p.k, n, j, head / p.key_share, d);
+        x.beta_k[e] = element(p.beta, n, j, head, d);
+      }
     }
     const int c = block_col + thread;
     if (thread < kStepCols && c < p.V) {
@@ -124,7 +127,7 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int d = thread + e * kStepThreads;
-      if (d < D) x.at[e] = element(p.q, n, head * group + member, d);
+      if (d < D) x.at[e] = element(p.q, n, (head * group + member) / p.query_share, d);
     }
     return x;
   };

@@ -40,13 +40,13 @@ cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
 // fp64. The state is written in place.
 struct GlaStep {
   int64_t sequences;
-  int heads, query_heads;
+  int heads, query_heads, key_share, query_share;  // as in HeadShape
   int D, V;
   float scale;
-  In<3> q, k, v;  // [N, HQ, D], [N, H, D], [N, H, V]
+  In<3> q, k, v;  // [N, HQ, D], [N, HK, D], [N, H, V]
   In<3> g;        // [N, H, D], optional
   Out<4> state;   // [N, H, D, V] fp32
-  Out<3> o;       // [N, HQ, V]
+  Out<3> o;       // [N, HO, V]
 };
 
 cudaError_t gla_step(const GlaStep& problem, cudaStream_t stream);

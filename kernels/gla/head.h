@@ -31,11 +31,13 @@ constexpr int kHeadMaxKeys = 256;      // D
 constexpr int kHeadPair = 2 * kChunk;  // tokens from one state in global memory to the next
 
 // Rows of 16-bit arrays start at 16 bytes. D and V are their widths, in packs of 8; those that exist in a
-// state are keys and values. Every query head walks by itself; what it gives to a memory head that serves
-// several is its part of a sum.
+// state are keys and values. Every output's head walks by itself; what it gives to a memory, a key or a query
+// that serves several is its part of a sum.
 struct HeadShape {
   Tokens tokens;
-  int heads, query_heads;  // H; HQ, a multiple of H
+  int heads, query_heads;  // H, the memory's; of outputs, a multiple of H
+  int key_share;           // memory heads that one head of k serves: k has H / key_share
+  int query_share;         // outputs that one head of q serves, 1 where a memory has several of them
   int D, V, keys, values;
   DType dtype;  // fp16 or bf16
   float scale;
@@ -48,12 +50,12 @@ struct HeadShape {
 struct HeadRead {
   HeadShape shape;
   bool reverse;
-  In<4> q, k;       // [B, T, HQ, D], [B, T, H, D]; in reverse [B, T, H, D], [B, T, HQ, D]
-  In<4> v;          // [B, T, H, V]; in reverse [B, T, HQ, V]
-  In<4> initial;    // [N, H, V, D] fp32, in reverse HQ heads; optional: zero
+  In<4> q, k;       // [B, T, HQ, D], [B, T, HK, D]; in reverse the other way round
+  In<4> v;          // [B, T, H, V]; in reverse [B, T, HO, V]
+  In<4> initial;    // [N, H, V, D] fp32, in reverse HO heads; optional: zero
   Out<4> final;     // the same
-  Out<4> o;         // [B, T, HQ, V], dtype or fp32
-  void* states;     // dtype [piece_count(tokens, kHeadPair), H, V, D], in reverse HQ heads; null: not wanted
+  Out<4> o;         // [B, T, HO, V], dtype or fp32
+  void* states;     // dtype [piece_count(tokens, kHeadPair), H, V, D], in reverse HO heads; null: not wanted
   void* workspace;  // head_read_workspace() bytes, may be null when that is 0
 };
 
@@ -62,16 +64,16 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream);
 
 struct HeadGradients {
   HeadShape shape;
-  In<4> q, k, v, dout;    // [B, T, HQ, D], [B, T, H, D], [B, T, H, V], [B, T, HQ, V]
+  In<4> q, k, v, dout;    // [B, T, HQ, D], [B, T, HK, D], [B, T, H, V], [B, T, HO, V]
   const void* states;     // [pairs, H, V, D] of the read of o
-  const void* gradients;  // [pairs, HQ, V, D] of the read of dv
-  // Before a sequence's first token: the state, optional, and its gradient, [N, H or HQ, V, D] fp32.
+  const void* gradients;  // [pairs, HO, V, D] of the read of dv
+  // Before a sequence's first token: the state, optional, and its gradient, [N, H or HO, V, D] fp32.
   In<4> initial, start;
-  Out<4> dq;  // [B, T, HQ, D]
-  Out<4> dk;  // [B, T, HQ, D], dtype or fp32
+  Out<4> dq;  // [B, T, HO, D], a part from each output's head
+  Out<4> dk;  // [B, T, HO, D], dtype or fp32, likewise
   Out<3> dg;  // [B, T, H], any type; optional, and the rest with it
-  // fp32, a part of sums from each tile of keys: [B, T, HQ, tiles] what a chunk's block has for the gates of
-  // its tokens, and [piece_count(tokens, 64), HQ, tiles] for every gate of its partner.
+  // fp32, a part of sums from each tile of keys: [B, T, HO, tiles] what a chunk's block has for the gates of
+  // its tokens, and [piece_count(tokens, 64), HO, tiles] for every gate of its partner.
   float *dg_parts = nullptr, *across = nullptr;
   int tile = 64;  // keys of one: head_gradient_tile()
 

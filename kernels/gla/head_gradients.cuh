@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   const int key = static_cast<int>(job % parts) * D, keys = min(D, shape.D - key);
   job /= parts;
   const int query_head = static_cast<int>(job % shape.query_heads), head = query_head / group;
+  const int key_head = head / shape.key_share, head_of_query = query_head / shape.query_share;
   const int64_t chunk = job / shape.query_heads;
   const Piece piece = piece_at(shape.tokens, chunk, kChunk);
   const bool wants_gates = p.dg.data != nullptr;
@@ -182,9 +183,9 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   };
   load_rows(0);
   load_partner(0);
-  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, query_head) + key, p.q.stride[1], piece.length, keys,
-                       threadIdx.x);
-  load_async<kThreads>(tile.k, chunk_rows<T>(p.k, piece, head) + key, p.k.stride[1], piece.length, keys,
+  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, head_of_query) + key, p.q.stride[1], piece.length,
+                       keys, threadIdx.x);
+  load_async<kThreads>(tile.k, chunk_rows<T>(p.k, piece, key_head) + key, p.k.stride[1], piece.length, keys,
                        threadIdx.x);
   commit_copies();
   load_states({0, 0});
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
     // All of the warpgroup have their scores: z' takes the place of y'.
     of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128);
     const T* const rows =
-        second ? chunk_rows<T>(p.k, partner, head) : chunk_rows<T>(p.q, partner, query_head);
+        second ? chunk_rows<T>(p.k, partner, key_head) : chunk_rows<T>(p.q, partner, head_of_query);
     load_async<128>(partner_z, rows + key, second ? p.k.stride[1] : p.q.stride[1], partner.length, keys,
                     threadIdx.x % 128);
     scale_columns(cross, [&](int n) {

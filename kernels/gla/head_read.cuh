@@ -163,13 +163,16 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
   __syncthreads();
 
   if (warp < kLoaders) {
-    const int heads_of_q = Reverse ? head : query_head, heads_of_k = Reverse ? query_head : head;
-    const TileCopier<32 * kLoaders, decltype(Stage::q)> q(first_row<T>(p.q, sequence, start, heads_of_q),
-                                                          p.q.stride[1], shape.D, threadIdx.x);
-    const TileCopier<32 * kLoaders, decltype(Stage::k)> k(first_row<T>(p.k, sequence, start, heads_of_k),
-                                                          p.k.stride[1], shape.D, threadIdx.x);
-    const TileCopier<32 * kLoaders, Values> v(first_row<T>(p.v, sequence, start, heads_of_k, col),
-                                              p.v.stride[1], cols, threadIdx.x);
+    const int key_head = head / shape.key_share, head_of_query = query_head / shape.query_share;
+    const TileCopier<32 * kLoaders, decltype(Stage::q)> q(
+        first_row<T>(p.q, sequence, start, Reverse ? key_head : head_of_query), p.q.stride[1], shape.D,
+        threadIdx.x);
+    const TileCopier<32 * kLoaders, decltype(Stage::k)> k(
+        first_row<T>(p.k, sequence, start, Reverse ? head_of_query : key_head), p.k.stride[1], shape.D,
+        threadIdx.x);
+    const TileCopier<32 * kLoaders, Values> v(
+        first_row<T>(p.v, sequence, start, Reverse ? query_head : head, col), p.v.stride[1], cols,
+        threadIdx.x);
     leave_registers<kLoaderRegisters>();
     const auto gates_of = [&](int turn) {
       const int token = token_of(turn);

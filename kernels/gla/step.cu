@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
     RawElement of_g, of_k, of_q, of_v;
     if (i < p.D) {
       if (p.g.data != nullptr) of_g = element(p.g, n, head, i);
-      of_k = element(p.k, n, head, i), of_q = element(p.q, n, head * group, i);
+      of_k = element(p.k, n, head / p.key_share, i), of_q = element(p.q, n, head * group / p.query_share, i);
     }
     if (i < p.V) of_v = element(p.v, n, head, i);
 

@@ -3,7 +3,8 @@
 Measures forward, forward + backward, a decoding step, peak memory and the first call, at the shapes of
 shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is there and replaced when its
 shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
-`OP=model` measures training and decoding of whole models (train_speed.py).
+`OP=model` measures training and decoding of whole models (train_speed.py), `OP=accelerate` layers of
+transformers' models before and after `girih.accelerate` (accelerated.py).
 """
 
 import argparse
@@ -27,7 +28,7 @@ def chosen(ops, names):
     """The shapes of these operators (None: all), or those of these names."""
     for op in ops or []:
         if op not in SHAPES:
-            refuse(f"op {op}: unknown, there are {', '.join(SHAPES)}, model")
+            refuse(f"op {op}: unknown, there are {', '.join(SHAPES)}, model, accelerate")
     shapes = [shape for op in ops or SHAPES for shape in SHAPES[op]]
     for name in names or []:
         if name not in {shape.name for shape in shapes}:
@@ -106,7 +107,7 @@ def measure(card, shape, with_peers, touched):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="bench", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--op", help=f"names with commas (default: all operators): {', '.join(SHAPES)}, model"
+        "--op", help=f"names with commas (default: all operators): {', '.join(SHAPES)}, model, accelerate"
     )
     parser.add_argument("--shape", help="names with commas (default: all)")
     parser.add_argument("--peer", choices=["yes", "no"], default="yes", help="no: ours alone")
@@ -118,6 +119,10 @@ def main(argv=None):
         import train_speed
 
         return train_speed.main(["--folder", str(options.folder), "--peer", options.peer])
+    if ops == ["accelerate"]:
+        import accelerated
+
+        return accelerated.main(["--folder", str(options.folder)])
     shapes = chosen(ops, options.shape.split(",") if options.shape else None)
 
     from measure import Card

@@ -91,6 +91,13 @@ def models():
     return markdown(["model", "parameters", "tokens/s in training", "peak GiB", "date", "with"], trained)
 
 
+def accelerated_layers():
+    """Layers of transformers' models before and after girih.accelerate."""
+    import accelerated
+
+    return accelerated.table(json.loads((FOLDER / "accelerate.json").read_text()))
+
+
 def bounds(entry):
     least, most = (f"{entry[end]:g}" if end in entry else None for end in ("least", "most"))
     return f"{least} to {most}" if most else f"at least {least}"
@@ -169,6 +176,7 @@ TABLES = {
     "quality": quality,
     "operators": lambda: table(read(FOLDER)),
     "models": models,
+    "accelerate": accelerated_layers,
     "arguments": arguments,
     "paths": paths,
     "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),

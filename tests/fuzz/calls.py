@@ -59,7 +59,10 @@ class Draw:
             "T": r.choice([0, 1, 2, 7, 16, 40, 65, 130]),
             "H": r.choice([1, 2, 3]),
         }
-        sizes["HQ"] = sizes["H"] * r.choice([1, 1, 2, 3])
+        sizes["HK"], sizes["HQ"] = sizes["H"], sizes["H"] * r.choice([1, 1, 2, 3])
+        if "HK" in self.op["sizes"] and self.chance(0.3):  # memories that share keys, and outputs queries
+            sizes["H"] *= r.choice([2, 3])
+            sizes["HQ"] = r.choice([sizes["HK"], sizes["H"], 2 * sizes["H"]])
         if self.step:
             sizes["T"] = 1
         sizes["n"] = r.choice([1, 1, 2, 3, 5])

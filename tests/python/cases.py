@@ -4,7 +4,8 @@ A `Case` names an operator, its options, the letters of its tensors' shapes and 
 `Case.draw` fills them: `Inputs`, which the operator (`operator`) and its recurrence (`recurrence`) both take.
 What either returns comes back as a dict: `o` and the fields of the state that are there.
 
-Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, Q query heads, D, V, M widths,
+Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, `shared` of which have one of K key heads,
+Q query heads, D, V, M widths,
 X channels, W width of the convolution and P = W - 1.
 """
 
@@ -98,6 +99,7 @@ class Case:
         at = SIZES | self.sizes | sizes | {"T": T}
         if lengths is not None:
             at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
+        at["K"] = max(1, at["H"] // at.get("shared", 1))
         at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
         steady = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -342,8 +344,13 @@ def gsa(label, *optional, sizes=None, **options):
     return Case("gsa", label, QKV | {x: kinds[x] for x in optional}, state, {}, options, sizes or {})
 
 
+def keys_of(sizes):
+    """The letter of the heads of keys."""
+    return "K" if sizes and "shared" in sizes else "H"
+
+
 def gla(label, gate=None, sizes=None, **options):
-    data = QKV | ({"g": (gate, "gate")} if gate else {})
+    data = QKV | {"k": (f"BT{keys_of(sizes)}D", "normal")} | ({"g": (gate, "gate")} if gate else {})
     return Case("gla", label, data, {"s": ("NHDV", "normal")}, {}, options, sizes or {})
 
 
@@ -351,7 +358,7 @@ def delta_product(label, *, g=False, vector=False, sizes=None, **options):
     n = options.get("n") or 1
     data = {
         "q": ("BTQD", "unit"),
-        "k": ("BRHD", "normal" if options.get("l2norm_qk") else "unit"),
+        "k": (f"BR{keys_of(sizes)}D", "normal" if options.get("l2norm_qk") else "unit"),
         "v": ("BRHV", "normal"),
         "beta": ("BRHD" if vector else "BRH", "beta"),
     }
@@ -401,6 +408,7 @@ def cat_attention(label, sizes=None, **options):
 
 
 GROUPED = {"H": 2, "Q": 4}
+SHARED = {"H": 4, "shared": 2, "Q": 2}  # two memories have one head of keys, and of queries
 
 CASES = [
     gsa("g", "g"),
@@ -411,7 +419,12 @@ CASES = [
     gla("plain"),
     gla("g_head", "BTH", scale=0.5, sizes=GROUPED),
     gla("g_channel", "BTHD"),
+    gla("shared_g_head", "BTH", sizes=SHARED),
+    gla("shared_g_channel", "BTHD", sizes=SHARED | {"Q": 8}),
     delta_product("plain"),
+    delta_product("shared_g", g=True, l2norm_qk=True, sizes=SHARED),
+    delta_product("shared_n2_grouped", n=2, sizes=SHARED | {"Q": 8}),
+    delta_product("shared_vector", vector=True, sizes=SHARED | {"Q": 4}),
     delta_product("g", g=True, scale=0.5),
     delta_product("n2", n=2, g=True, sizes=GROUPED),
     delta_product("n3_vector", n=3, vector=True),

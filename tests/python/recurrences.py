@@ -2,7 +2,8 @@
 
 Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)`, the
 state's fields in order and None where absent (`cat_attention` returns o). A packed batch is a loop over its
-sequences, made by the caller. Query head i reads memory head i // (HQ / H). Autograd goes through all of it.
+sequences, made by the caller. Query head i reads memory head i // (HQ / H); memories may share heads of keys and
+queries. Autograd goes through all of it.
 """
 
 import math
@@ -16,6 +17,11 @@ EPS = 1e-6
 def by_memory_head(q, heads):
     """[B, T, HQ, D] -> [B, T, H, HQ / H, D]."""
     return q.unflatten(2, (heads, q.shape[2] // heads))
+
+
+def for_each_head(x, heads):
+    """x [B, T, shared, D], of which a head serves heads / shared others -> [B, T, heads, D]."""
+    return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def join(rows, like):
@@ -75,8 +81,9 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None):
 
 def gla(q, k, v, g=None, *, scale=None, state=None):
     """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; a gate a head or a key channel."""
+    H, V = v.shape[2:]
+    q, k = for_each_head(q, H), for_each_head(k, H)
     B, T, H, D = k.shape
-    V = v.shape[-1]
     scale = D**-0.5 if scale is None else scale
     S = state[0] if state else k.new_zeros(B, H, D, V)
     if g is None:
@@ -102,8 +109,9 @@ def l2_rows(x):
 def delta_product(
     q, k, v, beta, g=None, *, n=1, scale=None, l2norm_qk=False, chunk=None, between_chunks=None, state=None
 ):
-    B, T, H, D = k.shape[0], q.shape[1], *k.shape[2:]
-    V = v.shape[-1]
+    H, V = v.shape[2:]
+    q, k = for_each_head(q, H), for_each_head(k, H)
+    B, T, D = k.shape[0], q.shape[1], k.shape[3]
     scale = D**-0.5 if scale is None else scale
     S, position = state or (k.new_zeros(B, H, D, V), None)
     if between_chunks and position is None:

@@ -12,18 +12,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 register()
 
 mesh = init_device_mesh("cpu", (2,))
-HEADS = {"H", "HQ", "channels"}
+HEADS = {"H", "HQ", "HK", "channels"}
 
 
 def dimension(case, name, letters):
     """Where the tensor has one of these letters."""
     shape = case.data[name][0] if name in case.data else case.state[name.removeprefix("state_")][0]
-    own = {"Q": "HQ", "X": "channels"}
+    own = {"Q": "HQ", "K": "HK", "X": "channels"}
     return next((d for d, letter in enumerate(shape) if own.get(letter, letter) in letters), None)
 
 
 for case in CASES:
-    inputs = case.draw(9, resumed=case.has_state, dtype=torch.float64, H=2, X=6, B=2).requiring_grad()
+    heads = 2 * case.sizes.get("shared", 1)
+    inputs = case.draw(9, resumed=case.has_state, dtype=torch.float64, H=heads, X=6, B=2).requiring_grad()
     want = operator(inputs)
     want_grads = gradients(want, inputs)
     cuts = [{"B", "N"}] + ([HEADS] if case.op != "gated_rms_norm" else [])

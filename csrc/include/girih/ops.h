@@ -77,7 +77,8 @@ struct GLAOptions {
 // Gated linear attention (Yang et al. 2024): plain without g, with one gate a head, or with one a key
 // channel.
 //   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
-// q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], g [B, T, H] or [B, T, H, D] -> o [B, T, HQ, V].
+// q [B, T, HQ, D], k [B, T, HK, D], v [B, T, H, V], g [B, T, H] or [B, T, H, D] -> o [B, T, max(HQ, H), V].
+// HK divides H, HQ too or is a multiple: memory h has key head h / (H / HK).
 std::pair<Tensor, GLAState> gla(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g = {},
                                 const GLAOptions& options = {});
 Tensor gla_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -109,8 +110,8 @@ struct DeltaProductOptions {
 //   S <- e^{g_t} S                                    once a token
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t
-// q [B, T, HQ, D], k [B, T * n, H, D], v [B, T * n, H, V], beta [B, T * n, H] or, with D = V, [B, T * n, H,
-// D], rows token by token, g [B, T, H] -> o [B, T, HQ, V]. between_chunks is applied to S after every `chunk`
+// q [B, T, HQ, D], k [B, T * n, HK, D], v [B, T * n, H, V], beta [B, T * n, H] or, with D = V, [B, T * n, H,
+// D], rows token by token, g [B, T, H] -> o [B, T, max(HQ, H), V], heads as in gla. between_chunks is applied to S after every `chunk`
 // tokens of a sequence.
 std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor& k, const Tensor& v,
                                                    const Tensor& beta, const Tensor& g = {},

@@ -6,6 +6,7 @@
 #include "../chunks.h"
 #include "../decay.h"
 #include "../dispatch.h"
+#include "../shared_heads.h"
 #include "aten.h"
 #include "problem.h"
 
@@ -38,13 +39,15 @@ std::vector<Tensor> by_chunk(const Tensor& x) { return x.transpose(0, 1).flatten
 
 }  // namespace
 
-Results forward(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_,
+Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, const Tensor& beta_,
                 const OptionalTensor& g_, const OptionalTensor& state_s, const OptionalTensor& state_position,
                 const OptionalTensor& cu_seqlens, int64_t n, std::optional<double> scale, bool l2norm_qk,
                 std::optional<int64_t> chunk, std::optional<std::string_view> between_chunks, bool save) {
-  const auto p = Problem::check(q_, k_, v_, beta_, g_, state_s, state_position, cu_seqlens, n, scale,
+  const auto p = Problem::check(queries, keys, v_, beta_, g_, state_s, state_position, cu_seqlens, n, scale,
                                 l2norm_qk, chunk, between_chunks);
-  const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), H = k_.size(2), D = q_.size(3), V = v_.size(3);
+  const auto H = v_.size(2);
+  const auto q_ = for_each_head(queries, H), k_ = for_each_head(keys, H);
+  const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
   const auto kept = p.saved(q_, beta_, cu_seqlens, n, chunk, between_chunks, save);
   const auto states =

@@ -3,6 +3,7 @@
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "../packs.h"
+#include "../shared_heads.h"
 #include "aten.h"
 #include "delta_product/delta_product.h"
 #include "exact.h"
@@ -44,9 +45,12 @@ struct Arguments {
         D(q_.size(3)),
         V(v_.size(3)) {
     if (given(cu)) cu_seqlens = cu->contiguous();
+    const auto H = v.size(2);
     shape = {kernel_tokens(q, cu_seqlens),
-             static_cast<int>(k.size(2)),
-             static_cast<int>(q.size(2)),
+             static_cast<int>(H),
+             static_cast<int>(std::max(q.size(2), H)),
+             shared_by(k, H),
+             shared_by(q, H),
              static_cast<int>(q.size(3)),
              static_cast<int>(v.size(3)),
              static_cast<int>(n),
@@ -90,8 +94,8 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const c10::cuda::CUDAGuard device(q.device());
   const auto path = path_of(problem, q, beta, n, between_chunks);
   if (path == Path::Code::exact) {
-    const ExactCall call(q, k, v, beta, g, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
-                         between_chunks);
+    const ExactCall call(for_each_head(q, v.size(2)), for_each_head(k, v.size(2)), v, beta, g, state_position,
+                         cu_seqlens, n, scale, l2norm_qk, chunk, between_chunks);
     return call.forward(state_s, problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save));
   }
   if (path == Path::Code::aten) {
@@ -140,22 +144,25 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   check_kept("delta_product", "states", states, kept.states, kept.states_type);
   check_kept("delta_product", "prepared", prepared, kept.prepared, kept.prepared_type);
   if (path == Path::Code::exact) {
-    const ExactCall call(q, k, v, beta, g, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
-                         between_chunks);
-    return call.backward(grad_o, grad_s, state_s, states, prepared);
+    const ExactCall call(for_each_head(q, v.size(2)), for_each_head(k, v.size(2)), v, beta, g, state_position,
+                         cu_seqlens, n, scale, l2norm_qk, chunk, between_chunks);
+    auto gradients = call.backward(grad_o, grad_s, state_s, states, prepared);
+    auto &dq = std::get<0>(gradients), &dk = std::get<1>(gradients);
+    dq = summed_heads(dq, q), dk = summed_heads(dk, k);
+    return gradients;
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
   const auto& shape = a.shape;
-  const auto T = q.size(1), rows = T * n, H = k.size(2), HQ = q.size(2);
+  const auto T = q.size(1), rows = T * n;
+  const int64_t H = shape.heads, HO = shape.query_heads;
   const auto type = q.scalar_type();
   const auto in_fp32 = q.options().dtype(at::kFloat);
-  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HQ, shape.V, type).zero_();
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HO, shape.V, type).zero_();
 
-  const auto factors = at::empty({a.chunks(), HQ, kernels::kDeltaRows}, in_fp32);
-  // Of one query head a memory head nobody else reads a block's G: dv comes in its place, or is there
-  // already.
-  const bool alone = H == HQ;
+  const auto factors = at::empty({a.chunks(), HO, kernels::kDeltaRows}, in_fp32);
+  // Of one output a memory nobody else reads a block's G: dv comes in its place, or is there already.
+  const bool alone = H == HO;
   const auto dv = a.rows(rows, H, shape.V, type), dz = alone ? dv : at::empty_like(dv);
   const auto gradients = a.states(), first = a.last_state(), last = a.padded(grad_s);
   kernels::DeltaReverse reverse;
@@ -175,10 +182,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     check_launch("delta_reverse", kernels::delta_reverse(reverse, stream));
   }
 
-  // Several query heads of one memory: each gives its part in fp32.
-  const auto dq = a.rows(T, HQ, shape.D, type), dk = a.rows(rows, HQ, shape.D, alone ? type : at::kFloat),
+  // Several outputs of one memory: each gives its part in fp32.
+  const auto dq = a.rows(T, HO, shape.D, type), dk = a.rows(rows, HO, shape.D, alone ? type : at::kFloat),
              dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
-  const auto dg = a.g.defined() ? a.rows(T, HQ, 1, at::kFloat).squeeze(-1) : Tensor();
+  const auto dg = a.g.defined() ? a.rows(T, HO, 1, at::kFloat).squeeze(-1) : Tensor();
   kernels::DeltaGradients p;
   p.shape = shape;
   p.q = reverse.q, p.k = reverse.k, p.v = input<4>(a.v), p.dout = reverse.dout, p.dz = input<4>(dz);
@@ -194,8 +201,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
   check_launch("delta_gradients", kernels::delta_gradients(p, stream));
 
-  return {without_packs(dq, a.D),
-          gathered(dk, H, a.D, k),
+  return {gathered(dq, q.size(2), a.D, q),
+          gathered(dk, k.size(2), a.D, k),
           without_packs(dv, a.V),
           dbeta.to(beta.scalar_type()),
           if_given(g, [&] { return gathered(dg.unsqueeze(-1), H, 1, *g).squeeze(-1); }),
@@ -216,10 +223,12 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                                           scale, l2norm_qk, chunk, between_chunks);
   }
   const c10::cuda::CUDAGuard device(q.device());
-  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
+  const auto H = v.size(2), HO = std::max(q.size(2), H);
+  const auto o = at::empty({q.size(0), 1, HO, v.size(3)}, q.options());
   kernels::DeltaStep p;
   p.sequences = q.size(0);
-  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
+  p.heads = static_cast<int>(H), p.query_heads = static_cast<int>(HO);
+  p.key_share = shared_by(k, H), p.query_share = shared_by(q, H);
   p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3)), p.n = static_cast<int>(n);
   p.unit = l2norm_qk;
   p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));

@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor> forward(
   const auto kept = p.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save);
   OptionalTensor position;
   if (between_chunks) position = at::empty_symint({p.N}, q.options().dtype(at::kLong));
-  return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
+  return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))), position,
           at::empty_symint(kept.states, q.options().dtype(kept.states_type)),
           at::empty_symint(kept.prepared, q.options().dtype(kept.prepared_type))};

@@ -17,6 +17,8 @@ using Between = std::optional<std::string_view>;
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, N;
 
+  c10::SymInt output_heads() const { return HQ.max(H); }
+
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                        const OptionalTensor& g, const OptionalTensor& state_s,
                        const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,

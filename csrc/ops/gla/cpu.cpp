@@ -3,6 +3,7 @@
 //   o_t = scale * S_t^T q_t
 #include "../dispatch.h"
 #include "../gated_scan.h"
+#include "../shared_heads.h"
 #include "aten.h"
 #include "problem.h"
 
@@ -12,13 +13,13 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
                 const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, std::optional<double> scale,
                 bool save) {
   const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
+  const auto B = q.size(0), T = q.size(1), H = v.size(2), D = q.size(3), V = v.size(3);
   const auto type = accumulate_type(q);
   const Chunks chunks(q, B, T, exact_chunk(T), cu_seqlens);
   const auto S0 =
       given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q.options().dtype(type));
-  const auto q_ = chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D)));
-  const auto k_ = chunks.split(k, type), v_ = chunks.split(v, type);
+  const auto q_ = chunks.split(for_each_head(q, H), type) * scale.value_or(1 / std::sqrt(double(D)));
+  const auto k_ = chunks.split(for_each_head(k, H), type), v_ = chunks.split(v, type);
   const auto g_ = given(g) ? chunks.split(*g, type) : Tensor();
   const auto read = by_channel(g) ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
                                   : scan_head_decay(chunks, q_, k_, v_, g_, S0);

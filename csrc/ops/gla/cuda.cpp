@@ -3,6 +3,7 @@
 // none: the ATen form serves it.
 #include "../dispatch.h"
 #include "../gated_exact.h"
+#include "../shared_heads.h"
 #include "aten.h"
 #include "gla/gla.h"
 #include "gla/head.h"
@@ -39,7 +40,10 @@ Tensor channel_gates(const Tensor& k, const OptionalTensor& g) {
 GatedArguments arguments(Kernels by, const Tensor& q, const Tensor& k, const Tensor& v,
                          const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                          const std::optional<double>& scale) {
-  return {by, q, k, v, std::nullopt, channel_gates(k, g), cu_seqlens, scale, kernels::Feature::none, true};
+  // These kernels have keys and queries of every head.
+  const auto keys = for_each_head(k, v.size(2));
+  return {by,    for_each_head(q, v.size(2)), keys, v, std::nullopt, channel_gates(keys, g), cu_seqlens,
+          scale, kernels::Feature::none,      true};
 }
 
 Results forward_exact(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
@@ -85,8 +89,8 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
         exact_gate_gradient(a, p * dp, a.k.to(at::kFloat), dk, false, states, gradients, last, start);
     gates = (g->dim() == 4 ? without_packs(dg, a.M) : dg.sum(-1)).to(g->scalar_type());
   }
-  return {without_packs((dp * shape.scale).to(type), a.M),
-          without_packs(dk.to(type), a.M),
+  return {summed_heads(without_packs((dp * shape.scale).to(type), a.M), q),
+          summed_heads(without_packs(dk.to(type), a.M), k),
           without_packs(dv, a.V),
           gates,
           if_given(state_s, [&] { return cut(start.v.mT(), a.M, a.V); }),
@@ -102,9 +106,12 @@ struct HeadArguments {
                 const OptionalTensor& cu, const std::optional<double>& scale)
       : q(in_packs(q_)), k(in_packs(k_)), v(in_packs(v_)) {
     if (given(cu)) cu_seqlens = cu->contiguous();
+    const auto H = v.size(2);
     shape = {kernel_tokens(q, cu_seqlens),
-             static_cast<int>(k.size(2)),
-             static_cast<int>(q.size(2)),
+             static_cast<int>(H),
+             static_cast<int>(std::max(q.size(2), H)),
+             shared_by(k, H),
+             shared_by(q, H),
              static_cast<int>(k.size(3)),
              static_cast<int>(v.size(3)),
              static_cast<int>(k_.size(3)),
@@ -117,7 +124,7 @@ struct HeadArguments {
   Tensor rows(int64_t width, at::ScalarType type) const {
     return rows_for(q, q.size(1), cu_seqlens, shape.query_heads, width, type);
   }
-  // What query heads give to a memory head: parts of a sum where there are several.
+  // What outputs give to a memory: parts of a sum where it has several.
   at::ScalarType part() const {
     return shape.query_heads == shape.heads ? q.scalar_type() : at::ScalarType(at::kFloat);
   }
@@ -202,8 +209,8 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   }
   check_launch("head_gradients", kernels::head_gradients(of, c10::cuda::getCurrentCUDAStream()));
 
-  return {without_packs(dq, shape.keys),
-          gathered(dk, H, shape.keys, k),
+  return {gathered(dq, q.size(2), shape.keys, q),
+          gathered(dk, k.size(2), shape.keys, k),
           gathered(dv, H, shape.values, v),
           dg,
           if_given(state_s,
@@ -298,8 +305,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.ds = output<4>(dk), columns.dg = output<4>(dg);
   check_launch("gla_columns", kernels::gla_columns(columns, stream));
 
-  return {without_packs(dq, a.M),
-          a.gathered(dk, a.M, k),
+  return {summed_heads(without_packs(dq, a.M), q),
+          summed_heads(a.gathered(dk, a.M, k), k),
           a.gathered(dv, a.V, v),
           a.gathered(dg, a.M, *g),
           if_given(state_s, [&] { return cut(start.v.mT(), a.M, a.V); }),
@@ -314,14 +321,19 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Option
     return run_without_kernel<&step_cuda>("gla_step", q, k, v, g, state_s, scale);
   }
   const c10::cuda::CUDAGuard device(q.device());
-  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
+  const auto H = v.size(2), HO = std::max(q.size(2), H);
+  const auto o = at::empty({q.size(0), 1, HO, v.size(3)}, q.options());
   kernels::GlaStep p;
   p.sequences = q.size(0);
-  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
+  p.heads = static_cast<int>(H), p.query_heads = static_cast<int>(HO);
+  p.key_share = shared_by(k, H), p.query_share = shared_by(q, H);
   p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3));
   p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
   p.q = input<3>(q.select(1, 0)), p.k = input<3>(k.select(1, 0)), p.v = input<3>(v.select(1, 0));
-  if (given(g)) p.g = input<3>((by_channel(g) ? *g : g->unsqueeze(-1).expand(k.sizes())).select(1, 0));
+  if (given(g)) {
+    const auto of_channels = by_channel(g) ? *g : g->unsqueeze(-1).expand({p.sequences, 1, H, p.D});
+    p.g = input<3>(of_channels.select(1, 0));
+  }
   p.state = output<4>(state_s);
   p.o = output<3>(o.select(1, 0));
   check_launch("gla_step", kernels::gla_step(p, c10::cuda::getCurrentCUDAStream()));

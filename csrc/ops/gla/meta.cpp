@@ -9,7 +9,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, con
                                            const OptionalTensor& cu_seqlens, std::optional<double> scale,
                                            bool save) {
   const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
+  return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))),
           at::empty_symint(p.saved(q, g, cu_seqlens, save), q.options())};
 }

@@ -13,6 +13,8 @@ inline bool by_channel(const OptionalTensor& g) { return given(g) && g->dim() ==
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, N;
 
+  c10::SymInt output_heads() const { return HQ.max(H); }
+
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                        const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
                        std::optional<double> scale) {

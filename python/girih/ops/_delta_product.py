@@ -76,9 +76,10 @@ def delta_product(
         for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
         o_t = scale * S_t^T q_t                           after the last step
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, H, D]``, v ``[B, T * n, H, V]``, token by token; beta
-    ``[B, T * n, H]`` or, where D == V, ``[B, T * n, H, D]``; g ``[B, T, H]``; o ``[B, T, HQ, V]``.
-    ``n=None`` infers n. ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, HK, D]``, v ``[B, T * n, H, V]``, token by token; beta
+    ``[B, T * n, H]`` or, where D == V, ``[B, T * n, H, D]``; g ``[B, T, H]``; o ``[B, T, max(HQ, H), V]``.
+    There are H memories. HQ is a multiple of H, several queries for each memory, or a divisor, one query head
+    for several; HK is H or a divisor: memory h has key head ``h // (H / HK)``. ``n=None`` infers n. ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length.
     The memory stays bounded where ``beta |k|^2`` is between 0 and 2.
 
     ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk``

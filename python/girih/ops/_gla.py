@@ -35,8 +35,11 @@ def gla(
 
         S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 
-    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``;
-    o ``[B, T, HQ, V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, HK, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``;
+    o ``[B, T, max(HQ, H), V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
+
+    There are H memories. HQ is a multiple of H, several queries for each memory, or a divisor, one query head
+    for several; HK is H or a divisor: memory h has key head ``h // (H / HK)`` (the groups of Mamba-2).
     """
     o, *after = torch.ops.girih.gla(q, k, v, g, *parts("gla", GLAState, state), cu_seqlens, scale=scale)
     return o, GLAState(*after)

@@ -18,7 +18,7 @@ from girih.ops._describe import describe
 
 Strategy = tuple[list[Placement | None], list[Placement | None]]  # of results, of arguments
 BATCH = ("B", "N", "chunks")
-HEADS = ("HQ", "H", "channels")
+HEADS = ("HQ", "H", "HK", "HO", "channels")
 
 
 def letters(shapes: str, tensor: Any) -> list[str]:

@@ -1,0 +1,61 @@
+"""A model of transformers with its linear layers on girih: the same weights, the same text.
+
+python examples/accelerate.py                  a small random Qwen3-Next, on the CPU or a GPU
+python examples/accelerate.py Qwen/Qwen3-Next-80B-A3B-Instruct "A girih is"
+"""
+
+import sys
+import time
+
+import girih
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3NextConfig, Qwen3NextForCausalLM
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def small_model():
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=256,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        intermediate_size=256,
+        mlp_only_layers=[0, 1, 2, 3],
+    )
+    return Qwen3NextForCausalLM(config), torch.randint(256, (1, 300))
+
+
+def loaded(name, prompt):
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer(
+        prompt, return_tensors="pt"
+    ).input_ids
+
+
+def written(model, ids):
+    started = time.perf_counter()
+    text = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return text, time.perf_counter() - started
+
+
+def main():
+    model, ids = loaded(*sys.argv[1:3]) if len(sys.argv) > 2 else small_model()
+    model, ids = model.to(DEVICE).eval(), ids.to(DEVICE)
+    before, seconds = written(model, ids)
+    acceleration = girih.accelerate(model)
+    print(acceleration.report())
+    after, faster = written(model, ids)
+    print(f"as it comes {seconds:.2f} s, accelerated {faster:.2f} s, the same text: {after.equal(before)}")
+    acceleration.undo()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Puts girih's functions in the place of those that transformers' models call, and takes them back."""
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from girih import ops
+from girih.acceleration import functions
+
+# A function of a modelling module, by its name there, and what serves it.
+SERVED: dict[str, Callable] = {
+    "torch_chunk_gated_delta_rule": functions.chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": functions.fused_recurrent_gated_delta_rule,
+    "mamba2_chunk_scan": functions.mamba_chunk_scan_combined,
+    "mamba2_selective_state_update": functions.selective_state_update,
+    "causal_conv1d_fn": functions.causal_conv1d_fn,
+    "causal_conv1d_update": functions.causal_conv1d_update,
+}
+# What stays as it is, and why.
+NOT_SERVED = {
+    "chunk_kimi_delta_attention": "a gate for every key channel, which delta_product has not",
+    "recurrent_kimi_delta_attention": "a gate for every key channel, which delta_product has not",
+    "mamba_selective_scan": "Mamba-1: a step and a rate for every channel",
+    "mamba_inner_fn": "Mamba-1: a step and a rate for every channel",
+    "mamba_selective_state_update": "Mamba-1: a step and a rate for every channel",
+    "mamba2_split_conv1d_scan_combined": "one function for a whole layer; its parts are called instead",
+}
+# Norms with the gate behind them. Those of Mamba-2's families have it in front.
+GATED_NORM = re.compile(
+    r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4ExpText|OlmoHybrid|KimiLinear|BailingHybrid|Glm5NextText)RMSNormGated"
+)
+MODELS = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+
+
+class Row(NamedTuple):
+    """A kind of layer, how many there are, a function it calls, and how that is computed."""
+
+    layer: str
+    count: int
+    function: str
+    path: str
+    why: str
+
+
+class Place(NamedTuple):
+    """An attribute that holds a function: of a module, or a class's `forward`."""
+
+    owner: Any
+    name: str
+
+
+# What has been replaced: by whom it is used, and what stood there.
+_replaced: dict[Place, tuple[int, Callable]] = {}
+
+
+# What accelerates models as they are made.
+POST_INIT = Place(PreTrainedModel, "post_init")
+_of_every_model: list["Acceleration"] = []
+
+
+def _accelerating(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def post_init(model: PreTrainedModel) -> None:
+        original(model)
+        for acceleration in _of_every_model:
+            acceleration._accelerate(model)
+
+    return post_init
+
+
+def _replace(place: Place, serve: Callable) -> None:
+    users, original = _replaced.get(place, (0, None))
+    if users == 0:
+        original = vars(place.owner)[place.name]
+        setattr(place.owner, place.name, serve(original))
+    _replaced[place] = users + 1, original
+
+
+def _restore(place: Place) -> None:
+    users, original = _replaced.pop(place)
+    if users > 1:
+        _replaced[place] = users - 1, original
+    else:
+        setattr(place.owner, place.name, original)
+
+
+def _places(module: ModuleType) -> Iterator[tuple[Place, Callable]]:
+    """What there is to replace in a modelling module."""
+    for name, value in list(vars(module).items()):
+        if name in SERVED and callable(value):
+            yield Place(module, name), SERVED[name]
+        elif isinstance(value, type) and GATED_NORM.fullmatch(name) and value.__module__ == module.__name__:
+            yield Place(value, "forward"), functions.rms_norm_gated
+
+
+def _modelling(layer: nn.Module) -> ModuleType | None:
+    name = type(layer).__module__
+    return sys.modules[name] if MODELS.fullmatch(name) else None
+
+
+class Acceleration:
+    """What `accelerate` has done: `report()` shows it, `undo()` takes it back, and so does the end of a `with`."""
+
+    def __init__(self, model: nn.Module | None):
+        self._model = model
+        self._places: set[Place] = set()
+        if model is None:
+            self._accelerate_every_model()
+        else:
+            self._accelerate(model)
+
+    def _accelerate(self, model: nn.Module) -> None:
+        for module in {m for layer in model.modules() if (m := _modelling(layer)) is not None}:
+            for place, serve in _places(module):
+                if place not in self._places:
+                    _replace(place, serve)
+                    self._places.add(place)
+
+    def _accelerate_every_model(self) -> None:
+        """Models that are there, by their modules, and those that will be, as they are made."""
+        for name, module in list(sys.modules.items()):
+            if MODELS.fullmatch(name):
+                for place, serve in _places(module):
+                    _replace(place, serve)
+                    self._places.add(place)
+        if not _of_every_model:
+            _replace(POST_INIT, _accelerating)
+        _of_every_model.append(self)
+
+    def undo(self) -> None:
+        """Every function as it was. A second time nothing is left to do."""
+        if self in _of_every_model:
+            _of_every_model.remove(self)
+            if not _of_every_model:
+                _restore(POST_INIT)
+        while self._places:
+            _restore(self._places.pop())
+
+    def __enter__(self) -> "Acceleration":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.undo()
+
+    def rows(self, model: nn.Module | None = None) -> list[Row]:
+        """The linear layers of a model (by default the one that was accelerated), and who computes them."""
+        model = self._model if model is None else model
+        if model is None:
+            raise ValueError(
+                "model: accelerate() was called without one; give report() the model to report on"
+            )
+        kinds: Counter[tuple[str, str, str, str]] = Counter()
+        for layer in model.modules():
+            for function, place in _called(layer):
+                if place in self._places:
+                    path, why = _path(layer, function)
+                elif function in NOT_SERVED:
+                    path, why = "transformers", NOT_SERVED[function]
+                else:
+                    path, why = "transformers", "undone" if place else "unknown to girih"
+                kinds[type(layer).__name__, function, path, why] += 1
+        return [Row(layer, n, function, path, why) for (layer, function, path, why), n in kinds.items()]
+
+    def report(self, model: nn.Module | None = None) -> str:
+        """`rows` as a table."""
+        header = ("layer", "", "function", "path", "why")
+        table = [header, *((r.layer, f"x{r.count}", r.function, r.path, r.why) for r in self.rows(model))]
+        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        )
+
+    def __repr__(self) -> str:
+        return f"Acceleration of {len(self._places)} functions"
+
+
+def _called(layer: nn.Module) -> Iterator[tuple[str, Place]]:
+    """The functions that a layer's `forward` calls, of those that are known here."""
+    module = _modelling(layer)
+    if module is None:
+        return
+    if GATED_NORM.fullmatch(type(layer).__name__):
+        yield type(layer).__name__, Place(type(layer), "forward")
+    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    for name in code.co_names if code else ():
+        if name in SERVED or name in NOT_SERVED:
+            yield name, Place(module, name)
+
+
+def _path(layer: nn.Module, function: str) -> tuple[str, str]:
+    """How girih computes a function of this layer on its device, in its dtype."""
+    weight = next(layer.parameters())
+    device, dtype = weight.device.type, weight.dtype
+
+    def x(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def size(*names: str) -> int:
+        return next((getattr(layer, name) for name in names if hasattr(layer, name)), 64)
+
+    if "delta_rule" in function:
+        D, V = size("head_k_dim"), size("head_v_dim")
+        call = ("delta_product", x(1, 64, 1, D), x(1, 64, 1, D), x(1, 64, 1, V), x(1, 64, 1), x(1, 64, 1))
+        call, options = call, {"n": 1, "l2norm_qk": True}
+    elif function.startswith("mamba2"):
+        D, V = size("ssm_state_size"), size("head_dim")
+        call, options = ("gla", x(1, 64, 1, D), x(1, 64, 1, D), x(1, 64, 1, V), x(1, 64, 1)), {}
+    elif function.startswith("causal_conv1d"):
+        call, options = ("short_conv", x(1, 64, 64), x(64, 4)), {}
+    else:
+        call, options = ("gated_rms_norm", x(64, 64), x(64), x(64, 64)), {}
+    found = ops.explain(*call, **options, device=device)
+    return f"girih.{call[0]}, {found.path}", found.why
+
+
+def accelerate(model: nn.Module | None = None) -> Acceleration:
+    """The linear layers of transformers' models on girih's kernels: same weights, same numbers.
+
+    The gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, ...), Mamba-2 (Mamba-2, Bamba, Falcon-H1,
+    Granite 4, Nemotron-H, Zamba2) and short convolutions (these, LFM2, Kimi-Linear, ...), in training and in
+    decoding, with packed sequences, padding and transformers' own caches. Functions are replaced in the
+    module that defines the model: every model of its family in this process is served.
+
+    model: a model, wrapped or not. Without one, all that are made from now on.
+
+    Raises ValueError for a model in which there is nothing to replace.
+
+    >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+    >>> config = Mamba2Config(hidden_size=32, num_heads=4, head_dim=16, state_size=16, num_hidden_layers=1)
+    >>> with accelerate(Mamba2ForCausalLM(config)) as acceleration:
+    ...     print(acceleration.rows()[0].path)
+    girih.short_conv, aten
+    """
+    done = Acceleration(model)
+    if model is not None and not done._places:
+        raise ValueError(
+            f"model is a {type(model).__name__} without a layer that girih serves: no gated delta rule, no "
+            "Mamba-2, no short convolution"
+        )
+    if not torch.cuda.is_available():
+        warnings.warn(
+            "girih.accelerate: without a GPU the layers compute the same, but hardly faster",
+            stacklevel=2,
+        )
+    return done

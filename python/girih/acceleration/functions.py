@@ -1,0 +1,230 @@
+"""transformers' functions for linear layers, by their signatures and layouts, served by girih's operators.
+
+Each `X(original)` returns a function that takes the place of `original` in a modelling module. What no
+operator of ours serves, `original` does. Layouts are transformers': states of the gated delta rule
+`[B, Hv, D, V]`, of Mamba-2 `[B, H, head_dim, state_size]`, convolutions `[B, channels, T]`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from girih import ops
+
+Function = Callable[..., Any]
+ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+OF_NORMS = ops.words("gated_rms_norm", "activation")
+
+
+def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
+    """`cu_seqlens` of a packed row, from what transformers' collators send.
+
+    `cu_seq_lens_q` as it is; `seq_idx` `[1, T]` alone has to be counted, which waits for the device.
+    """
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    index = kwargs.get("seq_idx")
+    if index is None:
+        return None
+    if index.shape[0] != 1:
+        raise ValueError(f"seq_idx has {index.shape[0]} rows; packed sequences lie in one")
+    starts = (index[0, 1:] != index[0, :-1]).nonzero()[:, 0] + 1
+    ends = starts.new_tensor([0]), starts, starts.new_tensor([index.shape[1]])
+    return torch.cat(ends)
+
+
+def chunk_gated_delta_rule(original: Function) -> Function:
+    @functools.wraps(original)
+    def ours(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        cu_seqlens = packed_bounds(kwargs)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        state = None if initial_state is None else ops.DeltaProductState(initial_state.to(wide))
+        inputs, options = (query, key, value, beta, g), {"n": 1, "l2norm_qk": use_qk_l2norm_in_kernel}
+        # A token of a text that is being written: a state that nobody differentiates is written in place, as
+        # the caller's cache would be.
+        if state is not None and query.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+            o = ops.delta_product_step(*inputs, state=state, **options)
+        else:
+            o, state = ops.delta_product(*inputs, state=state, cu_seqlens=cu_seqlens, **options)
+        return o, state.s if output_final_state else None
+
+    return ours
+
+
+def fused_recurrent_gated_delta_rule(original: Function) -> Function:
+    return chunk_gated_delta_rule(original)  # the same call but for chunk_size
+
+
+def mamba_chunk_scan_combined(original: Function) -> Function:
+    """Mamba-2: `S <- e^{A dt} S + B (dt x)^T, y = S^T C + D x`, which is `gla` with a gate a head.
+
+    The groups of B and C are heads that memories share. dt, its bias, softplus and limits are fp32.
+    """
+
+    @functools.wraps(original)
+    def ours(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        x, wide = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
+        dt = time_step(dt, dt_bias, dt_softplus, wide).clamp(*dt_limit)
+        state = None if initial_states is None else ops.GLAState(initial_states.mT.to(wide))
+        y, after = ops.gla(
+            C.to(x.dtype),
+            B.to(x.dtype),
+            (x * dt[..., None]).to(x.dtype),
+            dt * A.to(wide),
+            scale=1.0,
+            state=state,
+            cu_seqlens=packed_bounds(kwargs),
+        )
+        if D is not None:
+            y = torch.addcmul(y, x, D[:, None].to(x.dtype))
+        return (y, after.s.mT) if return_final_states else y
+
+    return ours
+
+
+def selective_state_update(original: Function) -> Function:
+    """A token of Mamba-2; `state` is written in place. Steps and rates of channels (Mamba-1) are not ours."""
+
+    @functools.wraps(original)
+    def ours(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        x, wide = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
+        # A number a head comes expanded over the channels.
+        a_head = all(p is None or p.stride(-1) == 0 for p in (dt, A, dt_bias)) and A.stride(-2) == 0
+        if not a_head or state.dtype != wide or torch.is_grad_enabled():
+            return original(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **kwargs)
+        dt = time_step(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus, wide)
+        y = ops.gla_step(
+            C[:, None].to(x.dtype),
+            B[:, None].to(x.dtype),
+            (x * dt[..., None]).to(x.dtype)[:, None],
+            (dt * A[..., 0, 0].to(wide))[:, None],
+            scale=1.0,
+            state=ops.GLAState(state.mT),
+        )[:, 0]
+        if D is not None:
+            y = torch.addcmul(y, x, D.to(x.dtype))
+        return y if z is None else y * F.silu(z)
+
+    return ours
+
+
+def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
+    dt = dt.to(dtype)
+    if bias is not None:
+        dt = dt + bias.to(dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+def causal_conv1d_fn(original: Function) -> Function:
+    @functools.wraps(original)
+    def ours(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if activation not in ACTIVATIONS or weight.shape[-1] > 4:
+            return original(hidden_states, weight, bias, activation, **kwargs)
+        y, _ = ops.short_conv(
+            hidden_states.mT,
+            weight,
+            bias,
+            activation=ACTIVATIONS[activation],
+            cu_seqlens=packed_bounds(kwargs),
+        )
+        return y.mT
+
+    return ours
+
+
+def causal_conv1d_update(original: Function) -> Function:
+    """A token or some; `conv_state` `[B, channels, K]` is written in place: the last K inputs."""
+
+    @functools.wraps(original)
+    def ours(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        W, K, T = weight.shape[-1], conv_state.shape[-1], hidden_states.shape[-1]
+        if (
+            activation not in ACTIVATIONS
+            or not 1 < W <= min(4, K + 1)
+            or conv_state.dtype != hidden_states.dtype
+        ):
+            return original(hidden_states, conv_state, weight, bias, activation)
+        x, options = hidden_states.mT, {"activation": ACTIVATIONS[activation]}
+        past = conv_state[..., K - W + 1 :].mT  # what the filter reads
+        if T == 1 and K <= W and not torch.is_grad_enabled():
+            if K == W:  # the oldest input, which it does not
+                conv_state[..., 0].copy_(conv_state[..., 1])
+            return ops.short_conv_step(x, weight, bias, state=ops.ShortConvState(past), **options).mT
+        y, _ = ops.short_conv(x, weight, bias, state=ops.ShortConvState(past.contiguous()), **options)
+        conv_state.copy_(torch.cat((conv_state, hidden_states), -1)[..., -K:])
+        return y.mT
+
+    return ours
+
+
+def rms_norm_gated(original: Function) -> Function:
+    """`forward` of a norm with the gate behind it: `rms(x) * weight * activation(gate)`."""
+
+    @functools.wraps(original)
+    def ours(self: torch.nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        activation = "silu" if self.activation == "swish" else self.activation
+        if activation not in OF_NORMS:
+            return original(self, hidden_states, gate)
+        return ops.gated_rms_norm(
+            hidden_states,
+            self.weight,
+            gate.to(hidden_states.dtype),
+            activation=activation,
+            eps=self.variance_epsilon,
+        )
+
+    return ours

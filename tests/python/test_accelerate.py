@@ -1,0 +1,326 @@
+"""transformers' own linear models compute the same with girih's functions in place of theirs."""
+
+import copy
+
+import pytest
+import torch
+from girih.acceleration import accelerate
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+pytestmark = pytest.mark.filterwarnings("ignore:girih.accelerate")
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 1,
+    "mamba_chunk_size": 16,
+}
+INDEXER = {
+    "indexer_n_heads": 1,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 512,
+    "indexer_compress_ratio": 4,
+}
+FAMILIES = {
+    "qwen3_next": DELTA_RULE | EXPERTS,
+    "qwen3_5_text": DELTA_RULE,
+    "qwen3_5_moe_text": DELTA_RULE | EXPERTS,
+    "qwen4_exp_text": DELTA_RULE | EXPERTS | INDEXER | {"hc_count": 2, "hc_lowrank": 8},
+    "olmo_hybrid": DELTA_RULE | {"linear_num_key_heads": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 8, "expand": 1, "chunk_size": 16},
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 32},
+    "granitemoehybrid": MAMBA2
+    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32, "num_local_experts": 2}
+    | {"num_experts_per_tok": 1},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },
+    "zamba2": {
+        "mamba_ngroups": 2,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_expand": 2,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "hybrid"],
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": False,
+    },
+    "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8,
+        "mlp_layer_types": ["dense", "dense"],
+    },
+}
+TOKENS = 150  # several chunks of either side
+
+
+def model_of(family, seed=0, **own):
+    """A small random model whose linear layers matter: what they start from leaves a scan little to do."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | own))
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(std=p[0].numel() ** -0.5)
+            elif name.endswith("bias"):
+                p.normal_(std=0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return model_of(request.param)
+
+
+def tokens(batch=2, length=TOKENS, seed=0):
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def off(found, want):
+    """|found - want| / |want|"""
+    return float((found.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+
+
+def trained(model, **inputs):
+    """Logits, loss and every gradient."""
+    model.zero_grad()
+    output = model(**inputs, labels=inputs["input_ids"], use_cache=False)
+    output.loss.backward()
+    return (
+        output.logits.detach(),
+        output.loss.detach(),
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
+
+
+def test_logits_loss_and_gradients(model):
+    """All as theirs to 1e-5; a single gradient, at times four numbers that are sums of sums, is held to
+    float64's: 2e-5, or twice as far off as theirs."""
+    exact = trained(copy.deepcopy(model).double(), input_ids=tokens())[2]
+    logits, loss, grads = trained(model, input_ids=tokens())
+    with accelerate(model):
+        ours, our_loss, our_grads = trained(model, input_ids=tokens())
+    assert our_grads.keys() == grads.keys()
+    together, of_theirs = (torch.cat([g.flatten() for g in all.values()]) for all in (our_grads, grads))
+    assert off(ours, logits) < 1e-5 and off(our_loss, loss) < 1e-5 and off(together, of_theirs) < 1e-5
+    least = 1e-3 * max(g.norm() for g in exact.values())  # below it a gradient is rounding of others
+    for name, g in exact.items():
+        limit = max(2e-5, 2 * off(grads[name], g)) * g.norm().clamp_min(least)
+        assert (our_grads[name] - g).norm() < limit, name
+
+
+def test_a_broken_function_is_seen(model, monkeypatch):
+    """The linear layers of these models matter: with other decays or another filter the logits differ."""
+    from girih import ops
+
+    for name in ("delta_product", "gla", "short_conv"):
+        original = getattr(ops, name)
+
+        def other(*inputs, original=original, **options):
+            o, state = original(*inputs, **options)
+            return o * 1.01, state
+
+        monkeypatch.setattr(ops, name, other)
+    with torch.no_grad():
+        logits = model(tokens()).logits
+        with accelerate(model):
+            assert off(model(tokens()).logits, logits) > 1e-4
+
+
+@torch.no_grad()
+def test_bf16_is_no_further_from_float64(model):
+    double, half = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
+    ratios = []
+    for seed in range(6):
+        ids = tokens(seed=seed)
+        exact, theirs = double(ids).logits, half(ids).logits
+        with accelerate(half):
+            ratios.append(off(half(ids).logits, exact) / off(theirs, exact))
+    assert sum(ratios) / len(ratios) < 1.1, ratios
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(model, side):
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, slice(0, 40) if side == "left" else slice(TOKENS - 40, TOKENS)] = 0
+    inputs = {"input_ids": tokens() * mask, "attention_mask": mask}
+    want = model(**inputs).logits
+    with accelerate(model):
+        found = model(**inputs).logits
+    assert off(found * mask[..., None], want * mask[..., None]) < 1e-5
+
+
+def cache_of(model):
+    """An empty cache, by the name that the model's `forward` gives it."""
+    name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
+
+
+@torch.no_grad()
+def test_a_prompt_in_pieces_and_token_by_token(model):
+    def pieces():
+        cache, parts = cache_of(model), tokens(length=100).split([60, 35, 1, 1, 3], 1)
+        return torch.cat([model(part, use_cache=True, **cache).logits for part in parts], 1)
+
+    want = pieces()
+    with accelerate(model):
+        assert off(pieces(), want) < 1e-5
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_the_same_text(model, how):
+    ids = tokens(length=70)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **how}
+    want = model.generate(ids, **options)
+    with accelerate(model):
+        assert model.generate(ids, **options).equal(want)
+
+
+def test_two_turns_of_a_chat(model):
+    def chat():
+        cache, text = cache_of(model), tokens(batch=1, length=30)
+        for turn in range(2):
+            text = torch.cat((text, tokens(batch=1, length=7, seed=turn)), 1)
+            text = model.generate(text, **cache, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        return text
+
+    want = chat()
+    with accelerate(model):
+        assert chat().equal(want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_linear", "lfm2"}))
+def test_packed_sequences_keep_apart(family, how):
+    """Without girih transformers refuses them. (Of Granite the linear layers: its SDPA mixes sequences.)"""
+    linear = {"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}
+    model = model_of(family, **linear).base_model
+    lengths = [70, 1, 33]
+    parts = [tokens(batch=1, length=n, seed=n) for n in lengths]
+    bounds = torch.tensor([0, 70, 71, 104], dtype=torch.int32)
+    index = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None].int()
+    packed = {"seq_idx": index, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    packed |= {"max_length_q": 70, "max_length_k": 70}
+    if how == "seq_idx":
+        packed = {"seq_idx": index}
+    if family != "mamba2":
+        packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    want = torch.cat([model(part, use_cache=False).last_hidden_state for part in parts], 1)
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(torch.cat(parts, 1), use_cache=False, **packed)
+    with accelerate(model):
+        found = model(torch.cat(parts, 1), use_cache=False, **packed).last_hidden_state
+    assert off(found, want) < 1e-5
+
+
+def test_undo(model):
+    with torch.no_grad():
+        before = model(tokens()).logits
+        acceleration = accelerate(model)
+        again = accelerate(model)
+        assert "girih." in acceleration.report()
+        acceleration.undo()
+        assert "girih." in again.report()  # somebody else still uses it
+        again.undo()
+        again.undo()
+        assert "girih." not in again.report()
+        assert model(tokens()).logits.equal(before)
+
+
+def test_models_made_later():
+    with accelerate() as acceleration:
+        model = model_of("qwen3_5_text")
+        rows = {row.function: row.path for row in acceleration.rows(model)}
+        assert rows["torch_chunk_gated_delta_rule"] == "girih.delta_product, aten"
+        with pytest.raises(ValueError, match="model"):
+            acceleration.report()
+    assert not any(row.path.startswith("girih") for row in acceleration.rows(model))
+
+
+def test_what_is_not_served_is_said():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("falcon_mamba", **COMMON, state_size=4, expand=1)
+    model = AutoModelForCausalLM.from_config(config)
+    with accelerate(model) as acceleration:
+        rows = {row.function: row for row in acceleration.rows()}
+    assert rows["causal_conv1d_fn"].path.startswith("girih.short_conv")
+    assert (
+        rows["mamba_selective_scan"].path == "transformers" and "Mamba-1" in rows["mamba_selective_scan"].why
+    )
+    llama = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON))
+    with pytest.raises(ValueError, match="LlamaForCausalLM without a layer that girih serves"):
+        accelerate(llama)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_compiled(family):
+    model = model_of(family)
+    with torch.no_grad(), accelerate(model):
+        want = model(tokens()).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert off(compiled(tokens(), use_cache=False).logits, want) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_gradient_checkpointing(family):
+    model = model_of(family).train()
+    with accelerate(model):
+        _, loss, grads = trained(model, input_ids=tokens())
+        model.gradient_checkpointing_enable()
+        _, again, found = trained(model, input_ids=tokens())
+    assert off(again, loss) < 1e-6
+    assert all(torch.allclose(found[name], g, atol=1e-6) for name, g in grads.items())
