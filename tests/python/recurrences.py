@@ -2,8 +2,8 @@
 
 Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)`, the
 state's fields in order and None where absent (`cat_attention` returns o). A packed batch is a loop over its
-sequences, made by the caller. Query head i reads memory head i // (HQ / H); memories may share heads of keys and
-queries. Autograd goes through all of it.
+sequences, made by the caller. Query head i reads memory head i // (HQ / H); memories may share heads of keys
+and queries. Autograd goes through all of it.
 """
 
 import math

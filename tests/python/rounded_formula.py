@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from girih.ops import DeltaProductState, GLAState, GSAState
+from recurrences import for_each_head
 
 CHUNKS = 64, 48  # tokens; one chunking's largest error is chance, its mean is not
 
@@ -140,8 +141,9 @@ def gsa(
 def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None, chunk=CHUNKS[0]):
     if cu_seqlens is not None:
         return per_sequence(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale, chunk=chunk)
-    B, T, H, D = k.shape
-    V = v.shape[-1]
+    H, V = v.shape[2:]
+    q, k = for_each_head(q, H), for_each_head(k, H)
+    B, T, _, D = k.shape
     scale = D**-0.5 if scale is None else scale
     zeros = wide(q.new_zeros(()))
     S = state.s if state else zeros.expand(B, H, D, V)
@@ -191,6 +193,7 @@ def delta_product(
         options |= {"chunk": chunk, "between_chunks": between_chunks}
         of_data = {"state": state, "cu_seqlens": cu_seqlens, "rows_of": [n, n, n, 1]}
         return per_sequence(delta_product, q, k, v, beta, g, **of_data, **options)
+    q, k = for_each_head(q, v.shape[2]), for_each_head(k, v.shape[2])
     if between_chunks:
         options |= {"chunk": chunk, "phi": BETWEEN[between_chunks], "state": state}
         return delta_by_chunks(q, k, v, beta, g, **options)

@@ -65,6 +65,7 @@ def draw(
     T=70,
     H=2,
     G=1,
+    shared=1,
     D=64,
     V=64,
     n=1,
@@ -79,9 +80,9 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory; a state for each of B, or of `sequences` packed ones. pattern: of the
-    gates, None for none. beta: of every step, between 0 and 2 where it is None; `vector`: of every channel,
-    between 0 and 1."""
+    """On the CPU. G queries a memory, or one for `shared` memories, which have one key; a state for each of B,
+    or of `sequences` packed ones. pattern: of the gates, None for none. beta: of every step, between 0 and 2
+    where it is None; `vector`: of every channel, between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
@@ -89,16 +90,16 @@ def draw(
     def normal(*shape, dtype=dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    k = keys(key, (B, T * n, H, D), generator)
+    k = keys(key, (B, T * n, H // shared, D), generator)
     if l2norm_qk:
-        k = k * torch.rand(B, T * n, H, 1, generator=generator) * 10
+        k = k * torch.rand(*k.shape[:3], 1, generator=generator) * 10
     of_steps = (
-        2 * torch.rand(B, T * n, H, generator=generator) if beta is None else torch.full(k.shape[:3], beta)
+        2 * torch.rand(B, T * n, H, generator=generator) if beta is None else torch.full((B, T * n, H), beta)
     )
     if vector:
-        of_steps = torch.rand(k.shape, generator=generator)
+        of_steps = torch.rand(B, T * n, H, D, generator=generator)
     data = {
-        "q": normal(B, T, H * G, D),
+        "q": normal(B, T, H * G // (shared if G == 1 else 1), D),
         "k": k.to(dtype),
         "v": normal(B, T * n, H, V),
         "beta": of_steps.to(gate_dtype),
@@ -265,6 +266,27 @@ def test_keys_and_queries_of_any_length_of_the_exact_kernels(n, key, kind):
 @pytest.mark.parametrize("G, n", [(2, 1), (3, 2), (2, 4), (8, 1)])
 def test_grouped_queries(G, n, kind):
     assert_as_right_as_the_formula(draw(G=G, n=n, scale=0.3, **kind))
+
+
+@of_every_kind
+@pytest.mark.parametrize("G, n", [(1, 1), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("shared", [2, 4])
+def test_memories_that_share_keys(shared, G, n, kind):
+    """And with one output each, queries."""
+    assert_as_right_as_the_formula(draw(H=4, shared=shared, G=G, n=n, **kind))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    "D, T, n", [(64, 1100, 1), (64, 330, 2), (128, 330, 1), (128, 4200, 1), (256, 130, 2)]
+)
+@pytest.mark.parametrize("pattern", [None, "mild"])
+def test_memories_that_share_keys_in_every_scan(pattern, D, T, n, dtype):
+    options = {"l2norm_qk": True, "pattern": pattern, "dtype": dtype}
+    assert_as_right_as_the_formula(draw(B=1, H=6, shared=3, D=D, V=D, T=T, n=n, **options))
+    bounds = torch.tensor([0, 5, 5, T - 7], dtype=torch.int32)
+    inputs = draw(B=1, H=6, shared=3, D=D, V=D, T=T, n=n, sequences=3, **options)
+    assert_as_right_as_the_formula(inputs, bounds)
 
 
 @pytest.mark.parametrize("D, pattern", [(64, None), (128, None), (256, "mild")])
@@ -624,6 +646,13 @@ def test_a_step_of_every_size(n):
 def test_a_step_of_every_number_of_writes_and_queries(D, V, l2norm_qk, dtype):
     for n, G in ((1, 1), (1, 8), (2, 3), (3, 2), (5, 7), (8, 1), (8, 8)):
         assert_step_as_right(draw(T=1, D=D, V=V, n=n, G=G, l2norm_qk=l2norm_qk, dtype=dtype))
+
+
+@pytest.mark.parametrize("G, shared", [(1, 2), (1, 4), (3, 2)])
+@torch.no_grad()
+def test_a_step_of_memories_that_share_keys(G, shared):
+    for kind in ({}, {"vector": True}, {"l2norm_qk": True, "n": 3}):
+        assert_step_as_right(draw(T=1, H=4, G=G, shared=shared, dtype=torch.bfloat16, **kind))
 
 
 @pytest.mark.parametrize("kind", ["no gates", "vector"])

@@ -55,6 +55,7 @@ def draw(
     T=70,
     H=2,
     G=1,
+    shared=1,
     D=64,
     V=64,
     M=64,
@@ -65,7 +66,8 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory; a state for each of B, or of `sequences` packed ones."""
+    """On the CPU. G queries a memory, or one for `shared` memories of gla, which have one key; a state for
+    each of B, or of `sequences` packed ones."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
@@ -73,7 +75,8 @@ def draw(
     def normal(*shape, dtype=dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    data = {"q": normal(B, T, H * G, D), "k": normal(B, T, H, D), "v": normal(B, T, H, V)}
+    queries = H * G // (shared if G == 1 else 1)
+    data = {"q": normal(B, T, queries, D), "k": normal(B, T, H // shared, D), "v": normal(B, T, H, V)}
     if KINDS[kind] == "gla":
         shape = {"plain": None, "head": (B, T, H), "channel": (B, T, H, D)}[kind]
         if shape:
@@ -203,6 +206,25 @@ def test_every_feature(M, feature, kind, dtype):
 @pytest.mark.parametrize("G", [2, 3])
 def test_grouped_queries(G, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, G=G, dtype=dtype, scale=0.3))
+
+
+@pytest.mark.parametrize("kind", ["plain", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("G, shared", [(1, 2), (1, 4), (3, 2)])
+def test_memories_that_share_keys(G, shared, dtype, kind):
+    """And with one output each, queries."""
+    assert_as_right_as_the_formula(draw(kind, H=4, G=G, shared=shared, T=330, dtype=dtype))
+    bounds = torch.tensor([0, 5, 5, 300], dtype=torch.int32)
+    inputs = draw(kind, B=1, H=4, G=G, shared=shared, D=128, V=72, T=330, sequences=3, dtype=dtype)
+    assert_as_right_as_the_formula(inputs, bounds)
+
+
+@pytest.mark.parametrize("kind", ["plain", "head", "channel"])
+@pytest.mark.parametrize("G, shared", [(1, 2), (1, 4), (3, 2)])
+@torch.no_grad()
+def test_a_step_of_memories_that_share_keys(G, shared, kind):
+    for D, V in ((64, 64), (72, 30), (128, 64)):
+        assert_step_as_right(draw(kind, T=1, H=4, G=G, shared=shared, D=D, V=V, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
