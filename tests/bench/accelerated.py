@@ -1,8 +1,8 @@
-"""Linear layers of transformers' models as they come and after `girih.accelerate`: `make bench OP=accelerate`.
+"""Linear layers of transformers' models before and after `girih.accelerate`: `make bench OP=accelerate`.
 
     Qwen3-Next layer    Gated DeltaNet: 2048 wide, 16 key and 32 value heads of 128
     Mamba-2 layer       2048 wide, 64 heads of 64, states of 128, one group
-    decoding            a model of 4 Qwen3-Next layers, 1 and 64 sequences, transformers' cache, token by token
+    decoding            4 Qwen3-Next layers, 1 and 64 sequences, transformers' cache, token by token
 
 One row of 8192 tokens in bf16; times of the card, peak memory above what is there before. A peer that
 transformers would take where it is installed (flash-linear-attention, causal-conv1d, mamba-ssm) counts as
@@ -143,8 +143,12 @@ def table(result):
         "ms_a_token": ("ms a token", ms),
     }
     cells = [
-        [what, title, show(sides["girih"][key]), show(sides["transformers"][key])]
-        + [ratio(sides["girih"][key], sides["transformers"][key])]
+        [
+            what,
+            title,
+            *map(show, (ours := sides["girih"][key], theirs := sides["transformers"][key])),
+            ratio(ours, theirs),
+        ]
         for what, sides in result["rows"].items()
         for key, (title, show) in titles.items()
         if key in sides["girih"]

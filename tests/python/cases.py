@@ -4,8 +4,8 @@ A `Case` names an operator, its options, the letters of its tensors' shapes and 
 `Case.draw` fills them: `Inputs`, which the operator (`operator`) and its recurrence (`recurrence`) both take.
 What either returns comes back as a dict: `o` and the fields of the state that are there.
 
-Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, K key heads where `shared` memories have
-one, Q query heads, D, V, M widths, X channels, W width of the convolution and P = W - 1.
+Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, K key heads where `shared` memories
+have one, Q query heads, D, V, M widths, X channels, W width of the convolution and P = W - 1.
 """
 
 import functools

@@ -109,7 +109,7 @@ def _modelling(layer: nn.Module) -> ModuleType | None:
 
 
 class Acceleration:
-    """What `accelerate` has done: `report()` shows it, `undo()` takes it back, and so does the end of a `with`."""
+    """What `accelerate` has done: `report()` shows it, `undo()`, or the end of a `with`, takes it back."""
 
     def __init__(self, model: nn.Module | None):
         self._model = model

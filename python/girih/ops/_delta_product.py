@@ -79,8 +79,9 @@ def delta_product(
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, HK, D]``, v ``[B, T * n, H, V]``, token by token; beta
     ``[B, T * n, H]`` or, where D == V, ``[B, T * n, H, D]``; g ``[B, T, H]``; o ``[B, T, max(HQ, H), V]``.
     There are H memories. HQ is a multiple of H, several queries for each memory, or a divisor, one query head
-    for several; HK is H or a divisor: memory h has key head ``h // (H / HK)``. ``n=None`` infers n. ``scale`` defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length.
-    The memory stays bounded where ``beta |k|^2`` is between 0 and 2.
+    for several; HK is H or a divisor: memory h has key head ``h // (H / HK)``. ``n=None`` infers n. ``scale``
+    defaults to ``D**-0.5``. ``l2norm_qk`` divides q and k by their length. The memory stays bounded where
+    ``beta |k|^2`` is between 0 and 2.
 
     ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk``
     tokens of a sequence, never on a part of a chunk. ``chunk``, 1 to 64, is then part of the model; without
