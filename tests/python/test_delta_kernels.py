@@ -81,8 +81,8 @@ def draw(
     **options,
 ):
     """On the CPU. G queries a memory, or one for `shared` memories, which have one key; a state for each of
-    B, or of `sequences` packed ones. pattern: of the gates, None for none. beta: of every step, between 0 and 2
-    where it is None; `vector`: of every channel, between 0 and 1."""
+    B, or of `sequences` packed ones. pattern: of the gates, None for none. beta: of every step, between 0 and
+    2 where it is None; `vector`: of every channel, between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
