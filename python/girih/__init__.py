@@ -26,4 +26,12 @@ torch.ops.load_library(Path(__file__).parent / "lib" / "libgirih.so")
 from girih import ops
 
 __version__ = "0.1.0"
-__all__ = ["ops"]
+__all__ = ["accelerate", "ops"]
+
+
+def __getattr__(name):
+    if name == "accelerate":
+        from girih.acceleration import accelerate
+
+        return accelerate
+    raise AttributeError(f"module 'girih' has no attribute {name!r}")
