@@ -80,11 +80,18 @@ def measure_layer(card, layer):
     def both():
         torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
 
-    return {
-        "forward": card.milliseconds(forward),
-        "forward_backward": card.milliseconds(both),
-        "peak_bytes": peak_bytes(both),
+    parts = {
+        "forward": lambda: card.milliseconds(forward),
+        "forward_backward": lambda: card.milliseconds(both),
+        "peak_bytes": lambda: peak_bytes(both),
     }
+    figures = {}
+    for name, part in parts.items():
+        try:
+            figures[name] = part()
+        except torch.OutOfMemoryError:
+            figures["error"] = "more memory than the card has"
+    return figures
 
 
 @torch.no_grad()
@@ -142,17 +149,13 @@ def table(result):
         "peak_bytes": ("peak, MiB", mib),
         "ms_a_token": ("ms a token", ms),
     }
-    cells = [
-        [
-            what,
-            title,
-            *map(show, (ours := sides["girih"][key], theirs := sides["transformers"][key])),
-            ratio(ours, theirs),
-        ]
-        for what, sides in result["rows"].items()
-        for key, (title, show) in titles.items()
-        if key in sides["girih"]
-    ]
+    cells = []
+    for what, sides in result["rows"].items():
+        for key, (title, show) in titles.items():
+            if key in sides["girih"]:
+                ours, theirs = sides["girih"][key], sides["transformers"].get(key)
+                failed = sides["transformers"].get("error", "")
+                cells.append([what, title, show(ours), show(theirs) or failed, ratio(ours, theirs)])
     text = markdown(["", "", "accelerated", "as it comes", ""], cells)
     return text + f"\n- {result['device']}, {result['versions']}, {result['date']}\n"
 
