@@ -324,3 +324,54 @@ def test_gradient_checkpointing(family):
         _, again, found = trained(model, input_ids=tokens())
     assert off(again, loss) < 1e-6
     assert all(torch.allclose(found[name], g, atol=1e-6) for name, g in grads.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_adapters_train_alike(family):
+    """LoRA on the projections of the linear layers: losses of some steps, and the adapter that is saved."""
+    from peft import LoraConfig, get_peft_model
+
+    def fitted():
+        torch.manual_seed(0)
+        targets = ["out_proj", "in_proj_qkv", "in_proj"]
+        model = get_peft_model(model_of(family), LoraConfig(r=4, target_modules=targets)).train()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        losses = []
+        for step in range(3):
+            ids = tokens(seed=step)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses), model
+
+    want, model = fitted()
+    with accelerate(model) as acceleration:
+        assert "girih." in acceleration.report()
+        found, _ = fitted()
+    assert off(found, want) < 1e-5
+
+
+def test_the_trainer_trains_alike(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in tokens(batch=8, length=80)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+
+    def fitted():
+        model = model_of("qwen3_5_text").train()
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    want = fitted()
+    with accelerate():
+        assert off(fitted(), want) < 1e-5

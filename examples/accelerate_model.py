@@ -1,7 +1,9 @@
 """A model of transformers with its linear layers on girih: the same weights, the same text.
 
-python examples/accelerate.py                  a small random Qwen3-Next, on the CPU or a GPU
-python examples/accelerate.py Qwen/Qwen3-Next-80B-A3B-Instruct "A girih is"
+python examples/accelerate_model.py                  a small random Qwen3-Next, on the CPU or a GPU
+python examples/accelerate_model.py Qwen/Qwen3-Next-80B-A3B-Instruct "A girih is"
+
+(Not named accelerate.py: it would stand in the way of the package of that name.)
 """
 
 import sys
