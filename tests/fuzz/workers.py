@@ -5,14 +5,13 @@ A try hangs on the seed and its number alone, so `--only NUMBER` repeats one.
 
 import argparse
 import faulthandler
+import os
 import resource
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 WRONG = 3  # a worker's exit code
 PATIENCE = 60  # seconds a try may take, the first one's start included
@@ -35,7 +34,6 @@ def main(script: str, doc: str, tries: str, where: tuple[str, list[str]], attemp
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.memory and (options.only, options.worker) != (None, None):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + options.memory * GIB
@@ -75,7 +73,7 @@ def oversee(command: list[str], jobs: int, tries: str, folder: Path) -> bool:
 
     def start(index: int, first: int) -> None:
         own = [f"--worker={first}", f"--progress={folder / str(index)}"]
-        workers[index] = subprocess.Popen([*command, *own])
+        workers[index] = subprocess.Popen([*command, *own], env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     for index in range(jobs):
         start(index, index)
