@@ -233,6 +233,32 @@ TEST_CASE("generate samples among the top tokens and stops at the end token", "[
   CHECK_THROWS_AS(model->generate(prompt, {.temperature = -1.0}), c10::ValueError);
 }
 
+TEST_CASE("A low temperature writes the most likely token, a high one any", "[nn]") {
+  auto model = in_double(configurations()[0]);
+  const auto prompt = ids(1, 4).expand({64, 4});
+  const auto first = [&](double temperature) {
+    return model->generate(prompt, {.max_new_tokens = 1, .temperature = temperature}).select(1, -1);
+  };
+  CHECK(first(1e-6).equal(first(0)));
+  CHECK(std::get<0>(at::_unique(first(1e6))).numel() > 8);  // of 11: 64 draws leave out 3 once in 10^5 times
+}
+
+TEST_CASE("A row that has ended writes nothing but the end while others go on", "[nn]") {
+  constexpr int64_t prompt = 4, more = 12;
+  auto config = configurations()[0];
+  config.initializer_range = 1.0;  // or the same token is written again and again
+  auto model = in_double(config);
+  const auto text = ids(8, prompt);
+  const auto free = model->generate(text, {.max_new_tokens = more}).slice(1, prompt);
+  const auto end = free[0][2].item<int64_t>();
+  const auto at_end = free == end;
+  const auto ended = at_end.cumsum(1) - at_end.to(at::kLong) > 0;  // after the first end of the row
+  REQUIRE((free != end).logical_and(ended)[0].any().item<bool>());
+  REQUIRE(!at_end.any(1).all().item<bool>());
+  const auto written = model->generate(text, {.max_new_tokens = more, .eos_token_id = end});
+  CHECK(written.slice(1, prompt).equal(free.masked_fill(ended, end)));
+}
+
 TEST_CASE("A saved model is loaded as it was", "[nn]") {
   const auto folder = std::filesystem::temp_directory_path() / "girih_saved_model";
   for (const auto& config : configurations()) {

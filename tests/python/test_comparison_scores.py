@@ -1,4 +1,4 @@
-"""What a comparison shows: scores of hand-made models, on rows that were not trained on, in columns of their own."""
+"""What a comparison shows: scores of hand-made models, on rows not trained on, each in its own column."""
 
 from types import SimpleNamespace
 
