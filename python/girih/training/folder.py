@@ -68,7 +68,9 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Keep other commands out of `folder`, which may be renamed meanwhile. The lock ends with the process."""
 
     def stands() -> bool:  # or the folder was moved, or the lock's last owner has just removed it
-        return file.exists() and os.path.samestat(file.stat(), os.fstat(lock.fileno()))
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
+        return False
 
     file = folder / LOCK
     with file.open("w") as lock:
