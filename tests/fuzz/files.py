@@ -48,7 +48,6 @@ MODELS = [
 # Of transformers' own fields those that a girih model has a use for.
 FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version"]
 DEEP = 100_000
-READERS = {"cpp": [_C.LanguageModel], "python": [GirihForCausalLM, AutoModelForCausalLM]}
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join(FIELDS)})\b")
@@ -80,12 +79,15 @@ class Damage:
         shutil.copytree(original, folder, dirs_exist_ok=True)
         places = [self.fields, self.fields, self.text, self.header, self.header, self.tensor_bytes, self.kind]
         places += [self.index] * 2 * self.sharded
+        config = (folder / CONFIG).read_bytes()
         self.said = []
         for place in self.random.choices(places, k=self.random.choice([1, 1, 1, 2, 3])):
             try:
                 place()
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
                 self.said.append("(what was damaged already)")
+        file = folder / CONFIG
+        self.config_is_whole = file.is_file() and file.read_bytes() == config
 
     def choice(self, *values: Any) -> Any:
         return self.random.choice(values)
@@ -348,6 +350,15 @@ def flipped(data: bytes, at: int, bits: int) -> bytes:
     return data[:at] + bytes(x ^ bits for x in data[at : at + 1]) + data[at + 1 :]
 
 
+def reader_of(damage: Damage, language: str) -> Any:
+    """AutoModel reads the configuration in transformers' own words, before it knows that it is girih's."""
+    if language == "cpp":
+        return _C.LanguageModel
+    return (
+        damage.choice(AutoModelForCausalLM, GirihForCausalLM) if damage.config_is_whole else GirihForCausalLM
+    )
+
+
 def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
     """Of three tokens, by the model in the folder; and its vocabulary."""
     ids = torch.zeros(1, 3, dtype=torch.int64)
@@ -362,7 +373,7 @@ def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
 def problem_of(damage: Damage, language: str) -> str | None:
     """Reads the folder; what is wrong with the outcome, if anything."""
     try:
-        logits, rows = logits_of(damage.folder, damage.choice(*READERS[language]))
+        logits, rows = logits_of(damage.folder, reader_of(damage, language))
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         said = str(error)
         if isinstance(error, NotImplementedError | RecursionError | UnicodeError):
@@ -371,7 +382,11 @@ def problem_of(damage: Damage, language: str) -> str | None:
             return f"an internal assertion: {said:.300}"
         if len(said) > 20_000:
             return f"a message of {len(said)} characters: {said:.300}"
-        return None if NAMES.search(said) else f"names nothing: {type(error).__name__}: {said:.300}"
+        return (
+            None
+            if NAMES.search(said) or str(damage.folder) in said
+            else f"names nothing: {type(error).__name__}: {said:.300}"
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error!s:.300}"
     return None if logits.shape == (1, 3, rows) else f"logits of shape {list(logits.shape)}"
