@@ -13,10 +13,12 @@ MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttention
   TORCH_CHECK_VALUE(m >= 0 && m <= 1 && !(options.learned && (m == 0 || m == 1)), "weight is ", m,
                     "; expected a number from 0 to 1, and between them if it is learned");
   if (options.learned) {
-    logit = register_parameter("logit", at::empty({}));
+    logit = register_parameter("logit", at::empty({1}));
     no_weight_decay({logit});
+    keep_fp32({logit});
   } else {
     weight = register_buffer("weight", at::empty({}));
+    keep_fp32({weight});
   }
   reset_parameters();
 }

@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <set>
 
 #include "catch.h"
 
@@ -185,6 +187,31 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
   CHECK(has(groups.undecayed, "model.layers.0.mixer.decay.1.bias"));
   CHECK(has(groups.decayed, "model.layers.0.mixer.decay.1.weight"));
   CHECK(has(groups.decayed, "model.embed_tokens.weight"));
+}
+
+TEST_CASE("Time scales and memories stay in fp32 when a model goes to bf16", "[nn]") {
+  const std::set<std::string> kept = {"A_log",      "dt_bias",      "bias",  "logit",
+                                      "key_memory", "value_memory", "memory"};
+  nn::LanguageModel model(nn::Config{.hidden_size = kHidden,
+                                     .num_hidden_layers = 5,
+                                     .hybrid = {"gla", "mamba2", "trellis", "lattice", "mag"},
+                                     .num_heads = 2,
+                                     .mag_learned = true});
+  std::map<std::string, Tensor> before;
+  for (const auto& item : model->named_parameters()) before[item.key()] = item.value().detach().clone();
+  model->to(at::kBFloat16);
+  size_t found = 0;
+  for (const auto& item : model->named_parameters()) {
+    const bool keeps = kept.contains(item.key().substr(item.key().rfind('.') + 1));
+    found += keeps;
+    INFO(item.key());
+    CHECK(item.value().scalar_type() == (keeps ? at::kFloat : at::kBFloat16));
+    if (keeps) CHECK(item.value().equal(before[item.key()]));
+  }
+  CHECK(found == 15);  // gla 1, mamba2 2, trellis 5, lattice 4, mag its logit and its mixer's 2
+  CHECK(at::isfinite(model->forward(ids(1, 2 * kChunk)).first).all().item<bool>());
+  model->to(at::kDouble);
+  for (const auto& p : model->parameters()) CHECK(p.scalar_type() == at::kDouble);
 }
 
 TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]") {
