@@ -52,7 +52,7 @@ void check_parts(const Config& c) {
   for (const auto& [field, name] : {std::pair("mag_base", c.mag_base), std::pair("mag_mixer", c.mag_mixer)}) {
     auto names = mixer_names();
     std::erase(names, "mag");
-    TORCH_CHECK_VALUE(std::ranges::find(names, name) != names.end(), field, " is '", name,
+    TORCH_CHECK_VALUE(std::ranges::find(names, name) != names.end(), field, " is '", name.substr(0, 60),
                       "'; expected one of ", c10::Join(", ", names));
   }
   TORCH_CHECK_VALUE(!c.mag_learned || (c.mag_weight > 0 && c.mag_weight < 1), "mag_weight is ", c.mag_weight,

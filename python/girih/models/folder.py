@@ -26,6 +26,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     values = read_object(folder / CONFIG)
+    if not isinstance(kind := values.get("model_type", ""), str):
+        raise ValueError(f"{folder / CONFIG}: model_type is {kind!r:.60}; expected a word")
     for name in ("dtype", "torch_dtype"):
         dtype = values.get(name)
         if dtype is not None and not (
@@ -47,7 +49,7 @@ def tensor_files(folder: Path) -> list[Path]:
     if not (isinstance(names, dict) and names):
         raise ValueError(f"{index}: has no weight_map, an object")
     for name in names.values():
-        if not isinstance(name, str) or name != Path(name).name:
+        if not isinstance(name, str) or name != Path(name).name or len(name) > 255:
             raise ValueError(f"{index}: weight_map names {name!r:.60}; expected files of its own folder")
     return [folder / name for name in sorted(set(names.values()))]
 
@@ -59,7 +61,7 @@ def shapes_in(file: Path) -> dict[str, list[int]]:
         with safe_open(file, "pt") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{file}: {error!s:.300}") from error
 
 
 def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
