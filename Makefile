@@ -2,7 +2,8 @@
 # make compare [MIXERS=...] [TASKS=...] [STEPS=...]     train many at equal size, one table
 # make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
 # make docs                                             the tables of README.md and docs/, from files of results
-# make test                                             every test that this machine can run
+# make test [FULL=1]                                    every test that this machine can run; FULL: more examples
+# make test-gpu [STAGES=...] [RECORD=file] [BUILD=no]   every test on a GPU, compute-sanitizer's too, and their record
 # make format / make check-format
 #
 # FOLDER=path        where a run or a comparison keeps its files
@@ -25,7 +26,7 @@ endif
 run := PYTHONPATH=python $(PYTHON)
 option = $(if $(call given,$(1)),--$(2) '$($(1))')
 
-.PHONY: environment build gpu train compare bench docs test format check-format
+.PHONY: environment build gpu train compare bench docs test test-gpu format check-format
 
 build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -37,7 +38,7 @@ compare: build
 	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
 
 gpu: environment
-	@$(PYTHON) tests/bench/device.py
+	@$(PYTHON) tests/bench/device.py $(firstword $(MAKECMDGOALS))
 
 bench: gpu build
 	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,PEER,peer) $(call option,FOLDER,folder)
@@ -47,7 +48,10 @@ docs: build
 
 test: build
 	@build/tests/cpp/girih_tests
-	@$(run) -m pytest -q -n 2 tests/python
+	@$(if $(call given,FULL),GIRIH_FULL=1 )$(run) -m pytest -q -n 2 tests/python
+
+test-gpu: gpu $(if $(filter no,$(call given,BUILD)),,build)
+	@$(run) tests/gpu/run.py $(call option,STAGES,stages) $(call option,RECORD,record) $(call option,BUILD,build)
 
 sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 clang_format = $(dir $(PYTHON))clang-format

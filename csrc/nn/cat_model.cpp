@@ -37,6 +37,7 @@ CatModelImpl::CatModelImpl(const Config& config)
       initializer_range_(*config.initializer_range) {
   embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size));
   header = register_parameter("header", at::empty({config.hidden_size}));
+  no_weight_decay({header});
   compressor = register_module("compressor", Compressor(config));
   layers = register_module("layers", torch::nn::ModuleList());
   const ChunkAttentionOptions options{.chunk = config.chunk,

@@ -34,6 +34,7 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
 CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
     : options(std::move(given)) {
   header = register_parameter("header", at::empty({hidden_size}));
+  no_weight_decay({header});
   compress = register_module("compress", linear(options.chunk * hidden_size, hidden_size));
   auto rows = options;
   rows.chunk += 1;

@@ -23,8 +23,10 @@ GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t 
   } else if (gate == "vector") {
     decay_vector = register_module("decay", torch::nn::ModuleList());
     decay_vector->push_back(linear(hidden_size, options.gate_low_rank));
-    decay_vector->push_back(linear(options.gate_low_rank, kv_heads * head_dim_, true));
-    no_weight_decay({decay_vector->at<torch::nn::LinearImpl>(1).bias});
+    gate_proj = linear(options.gate_low_rank, kv_heads * head_dim_, true);
+    decay_vector->push_back(gate_proj);
+    no_weight_decay({gate_proj->bias});
+    keep_fp32({gate_proj->bias});
   }
   g_proj = register_module("g_proj", linear(hidden_size, width));
   norm = register_module("norm", GatedRMSNorm(head_dim_, options.norm_eps));
@@ -34,7 +36,7 @@ GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t 
 
 void GatedLinearAttentionImpl::reset_parameters() {
   if (skip.defined()) torch::nn::init::ones_(skip);
-  if (decay_vector) torch::nn::init::zeros_(decay_vector->at<torch::nn::LinearImpl>(1).bias);
+  if (gate_proj) torch::nn::init::zeros_(gate_proj->bias);
 }
 
 // g, and the step dt where the gate has one.
@@ -45,8 +47,7 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
     return {at::log1p(-at::exp2(-5.0 - head)).expand({x.size(0), x.size(1), -1}), {}};
   }
   if (options.gate == "scalar") return decay_scalar(x);
-  const auto low = decay_vector->at<torch::nn::LinearImpl>(0).forward(x);
-  const auto logits = at_least_fp32(decay_vector->at<torch::nn::LinearImpl>(1).forward(low));
+  const auto logits = nn::gate(gate_proj, decay_vector->at<torch::nn::LinearImpl>(0).forward(x));
   return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, head_dim_}), {}};
 }
 

@@ -19,6 +19,7 @@ LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions 
   norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
   o_proj = register_module("o_proj", linear(width, hidden_size));
   no_weight_decay({memory, gamma_proj->bias});
+  keep_fp32({memory, gamma_proj->bias});
   reset_parameters();
 }
 
@@ -35,7 +36,7 @@ Output LatticeImpl::mix(const Tensor& x, const Call& call) {
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
   const auto v = to_heads(v_proj(x), num_heads_);
-  const auto gamma = at_least_fp32(gamma_proj(x)).sigmoid();
+  const auto gamma = nn::gate(gamma_proj, x).sigmoid();
   const auto g = decay ? decay(x).first : Tensor();
   auto past = call.part(2).as<ops::LatticeState>();
   if (call.state.empty()) {

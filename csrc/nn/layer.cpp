@@ -12,6 +12,37 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
   return mapped;
 }
 
+namespace {
+
+// Before `to`, which puts other data into these tensors, and after it.
+struct Kept {
+  std::vector<Tensor> tensors, before;
+
+  explicit Kept(const std::vector<Tensor>& kept) : tensors(kept) {
+    for (const auto& tensor : tensors) before.push_back(tensor.detach());
+  }
+  void restore() {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (at::isReducedFloatingType(tensors[i].scalar_type()))
+        tensors[i].set_data(at_least_fp32(before[i].to(tensors[i].device())));
+    }
+  }
+};
+
+}  // namespace
+
+void Module::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  Kept kept(fp32_);
+  torch::nn::Module::to(device, dtype, non_blocking);
+  kept.restore();
+}
+
+void Module::to(torch::Dtype dtype, bool non_blocking) {
+  Kept kept(fp32_);
+  torch::nn::Module::to(dtype, non_blocking);
+  kept.restore();
+}
+
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model) {
   std::vector<Tensor> marked;
   for (const auto& module : model.modules()) {

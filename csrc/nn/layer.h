@@ -18,6 +18,11 @@ inline int64_t head_dim_of(int64_t hidden_size, int64_t num_heads, std::optional
 // Gates and step sizes are activated in fp32, or in fp64 when they come in fp64.
 inline Tensor at_least_fp32(const Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }
 
+// x W^T in the dtype of x, plus b in fp32 at least: a gate's bias is its time scale.
+inline Tensor gate(const torch::nn::Linear& proj, const Tensor& x) {
+  return at_least_fp32(at::linear(x, proj->weight)) + proj->bias;
+}
+
 // b with sigmoid(b) = 1 / (4 chunk), where step sizes start: all steps of a chunk follow gradients at its
 // first state, so it is their sum that must not overshoot.
 double first_step_bias(int64_t chunk);

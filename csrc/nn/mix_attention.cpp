@@ -13,10 +13,12 @@ MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttention
   TORCH_CHECK_VALUE(m >= 0 && m <= 1 && !(options.learned && (m == 0 || m == 1)), "weight is ", m,
                     "; expected a number from 0 to 1, and between them if it is learned");
   if (options.learned) {
-    logit = register_parameter("logit", at::empty({}));
+    logit = register_parameter("logit", at::empty({1}));
     no_weight_decay({logit});
+    keep_fp32({logit});
   } else {
     weight = register_buffer("weight", at::empty({}));
+    keep_fp32({weight});
   }
   reset_parameters();
 }
@@ -50,7 +52,7 @@ void check_parts(const Config& c) {
   for (const auto& [field, name] : {std::pair("mag_base", c.mag_base), std::pair("mag_mixer", c.mag_mixer)}) {
     auto names = mixer_names();
     std::erase(names, "mag");
-    TORCH_CHECK_VALUE(std::ranges::find(names, name) != names.end(), field, " is '", name,
+    TORCH_CHECK_VALUE(std::ranges::find(names, name) != names.end(), field, " is '", name.substr(0, 60),
                       "'; expected one of ", c10::Join(", ", names));
   }
   TORCH_CHECK_VALUE(!c.mag_learned || (c.mag_weight > 0 && c.mag_weight < 1), "mag_weight is ", c.mag_weight,

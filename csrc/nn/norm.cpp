@@ -35,6 +35,7 @@ DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double larg
       A_log(register_parameter("A_log", at::empty({num_heads}))),
       dt_bias(register_parameter("dt_bias", at::empty({num_heads}))) {
   no_weight_decay({A_log, dt_bias});
+  keep_fp32({A_log, dt_bias});
   reset_parameters();
 }
 

@@ -7,7 +7,10 @@ ShortConvImpl::ShortConvImpl(int64_t channels, ShortConvOptions given) : options
                     options.activation.value_or(""), "'; expected none or 'silu'");
   if (options.kernel_size == 0) return;
   weight = register_parameter("weight", at::empty({channels, options.kernel_size}));
-  if (options.bias) bias = register_parameter("bias", at::empty({channels}));
+  if (options.bias) {
+    bias = register_parameter("bias", at::empty({channels}));
+    no_weight_decay({bias});
+  }
   reset_parameters();
 }
 

@@ -21,6 +21,7 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
   norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
   o_proj = register_module("o_proj", linear(channels, hidden_size));
   no_weight_decay({key_memory, value_memory, gamma_proj->bias});
+  keep_fp32({key_memory, value_memory, gamma_proj->bias});
   reset_parameters();
 }
 
@@ -41,7 +42,7 @@ Output TrellisImpl::mix(const Tensor& x, const Call& call) {
   k = unit(k);
   v = unit(v);
   const auto a = to_heads(a_proj(x), num_heads_);
-  const auto gamma = at_least_fp32(gamma_proj(x)).sigmoid();
+  const auto gamma = nn::gate(gamma_proj, x).sigmoid();
   const auto g = decay ? decay(x).first : Tensor();
   auto past = call.part(2).as<ops::TrellisState>();
   if (call.state.empty()) {

@@ -1,10 +1,14 @@
 """Sequence mixers that compress their past.
 
-``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models.
-Importing the package loads ``libgirih.so``, which registers ``torch.ops.girih.*``.
+``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models, and
+``girih.accelerate`` serves those of transformers; all but the first are imported when they are first used. Importing the package loads ``libgirih.so``, which registers
+``torch.ops.girih.*``, and makes the language models known to transformers' ``AutoConfig``, ``AutoModel`` and
+``AutoModelForCausalLM`` once those are imported.
 """
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,15 +27,18 @@ if _running != _build.torch:
 
 torch.ops.load_library(Path(__file__).parent / "lib" / "libgirih.so")
 
-from girih import ops
+from girih import _auto, ops
 
 __version__ = "0.1.0"
-__all__ = ["accelerate", "ops"]
+__all__ = ["accelerate", "models", "nn", "ops"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
+    if name in ("models", "nn"):
+        return import_module(f"girih.{name}")
     if name == "accelerate":
-        from girih.acceleration import accelerate
-
-        return accelerate
+        return import_module("girih.acceleration").accelerate
     raise AttributeError(f"module 'girih' has no attribute {name!r}")
+
+
+_auto.register()

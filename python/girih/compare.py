@@ -7,6 +7,7 @@ figure.png are made from the files that were trained on the same data in the sam
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -17,12 +18,21 @@ from pathlib import Path
 
 import torch
 
-from girih.comparison.cell import DEFAULTS, recipe_of, run_cell
+from girih.comparison.cell import DEFAULTS, is_cell, recipe_of, run_cell
 from girih.comparison.table import draw, write_table
 from girih.data import Corpus, read_corpus
 from girih.models import MIXERS
-from girih.training.command import Parser, Refusal, answer, disk_full, refuse_unknown
-from girih.training.folder import make, publish, read_json, usable
+from girih.training.command import (
+    Parser,
+    Refusal,
+    answer,
+    disk_full,
+    path,
+    refuse_steps,
+    refuse_unknown,
+    seed,
+)
+from girih.training.folder import alone_in, damaged, make, publish, read_json, usable
 from girih.training.processes import Interrupt, Interrupted, together
 from girih.training.recipe import SIZES, Recipe
 
@@ -50,11 +60,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
     refuse_unknown("size", [size], SIZES)
     refuse_unknown("task", tasks, DEFAULTS)
     refuse_unknown("mixer", mixers, MIXERS)
-    if options.steps is not None and options.steps < 1:
-        raise Refusal(f"steps {options.steps}: at least 1")
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
     recipes = {task: recipe_of(task, size, options.steps) for task in DEFAULTS}
+    for task in tasks:
+        refuse_steps(recipes[task].steps, recipes[task].bytes_a_step)
     corpus = read_corpus(options.corpus, recipes["text"].context)
     settings = {
         task: json.loads(json.dumps({**asdict(recipe), "seed": options.seed}))
@@ -70,7 +80,9 @@ def finished(plan: Plan, task: str, mixer: str) -> tuple[dict | None, str]:
     if not plan.file(task, mixer).exists():
         return None, ""
     cell = read_json(plan.file(task, mixer))
-    has, wanted = cell.get("settings", {}), plan.settings[task]
+    has, wanted = cell.get("settings"), plan.settings[task]
+    if not isinstance(has, dict) or (has == wanted and not is_cell(cell, task, plan.recipes[task])):
+        raise damaged(plan.file(task, mixer))
     other = [name for name in sorted({*has, *wanted}) if has.get(name) != wanted.get(name)]
     return cell, " and ".join(name.removesuffix("_sha256") for name in other)
 
@@ -103,8 +115,9 @@ def train_missing(plan: Plan) -> list[str]:
 
 def compare(plan: Plan) -> bool:
     """Train what is missing, then make the table and the figure. False if a cell failed."""
-    with usable(plan.folder):
-        make(plan.folder)
+    for task in DEFAULTS:
+        for mixer in MIXERS:
+            finished(plan, task, mixer)  # what is damaged is said before hours of training
     failed = train_missing(plan)
     cells, left_out = {task: {} for task in DEFAULTS}, []
     for task in DEFAULTS:
@@ -131,18 +144,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", default="text,mqar", help="text, mqar or both with a comma")
     parser.add_argument("--steps", type=int, help="instead of 300 of text and the recall task's own")
     parser.add_argument("--size", help=f"{', '.join(SIZES)} (default: 10m on a GPU, small without)")
-    parser.add_argument("--corpus", type=Path, help="a file or folder (default: Python's standard library)")
+    parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/compare"), help="where the cells' files are"
+        "--folder", type=path, default=Path("runs/compare"), help="where the cells' files are"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     if "RANK" not in os.environ:  # a cell runs on one device, or its batch would grow
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
     def work() -> int:
         Interrupt()
         together()
-        return 0 if compare(plan_of(parser.parse_args(argv))) else 1
+        plan = plan_of(parser.parse_args(argv))
+        with contextlib.ExitStack() as held:
+            with usable(plan.folder):
+                make(plan.folder)
+                held.enter_context(alone_in(plan.folder))
+            return 0 if compare(plan) else 1
 
     return answer("girih.compare", work)
 

@@ -11,6 +11,7 @@ A run lives in one folder and can be stopped at any time (Ctrl-C) and continued 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -21,11 +22,11 @@ import torch
 from transformers.integrations import TensorBoardCallback
 
 from girih.data import Corpus, Windows, read_corpus
-from girih.models import MIXERS
-from girih.training.command import Parser, Refusal, agreed, answer, refuse_unknown
-from girih.training.folder import Whole, check_space, newest_whole, prepare, read_json
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.training.command import Parser, agreed, answer, path, refuse_steps, refuse_unknown, seed
+from girih.training.folder import Whole, check_space, finished, newest_whole, run_in
 from girih.training.processes import Interrupt, Interrupted, gpus_for, run_on, together
-from girih.training.recipe import SIZES, Recipe, model_of_size
+from girih.training.recipe import SIZES, Recipe, config_of_size
 from girih.training.report import finish
 from girih.training.trainer import fit, share_of
 
@@ -36,6 +37,7 @@ class Run:
 
     mixer: str
     size: Recipe
+    config: GirihConfig
     seed: int
     corpus: Corpus
     folder: Path
@@ -47,10 +49,11 @@ def run_of(options: argparse.Namespace) -> Run:
     size = SIZES[options.size]
     if options.steps is not None:
         size = replace(size, steps=options.steps)
-    if size.steps < 1:
-        raise Refusal(f"steps {size.steps}: at least 1")
-    share_of(size.batch)  # refuses before anything is written
+    # All is refused before anything is written.
+    refuse_steps(size.steps, size.bytes_a_step)
+    share_of(size.batch)
     refuse_unknown("mixer", options.mixer.split(","), MIXERS)
+    config = config_of_size(options.mixer, size)
     corpus = read_corpus(options.corpus, size.context)
     folder = options.folder or Path("runs") / f"{options.mixer.replace(',', '-')}-{options.size}"
     arguments = {
@@ -61,14 +64,14 @@ def run_of(options: argparse.Namespace) -> Run:
         "corpus": corpus.name,
         "corpus_sha256": corpus.digest,
     }
-    return Run(options.mixer, size, options.seed, corpus, folder, arguments)
+    return Run(options.mixer, size, config, options.seed, corpus, folder, arguments)
 
 
 def train(run: Run, interrupt: Interrupt) -> dict:
     """Train to the end, from the newest checkpoint on if there is one."""
     size, folder = run.size, run.folder
     torch.manual_seed(run.seed)
-    model = model_of_size(run.mixer, size)
+    model = GirihForCausalLM(run.config)
     agreed(lambda: check_space(folder, model.num_parameters()))
     windows = Windows.drawn(run.corpus.train, size.steps * size.batch, size.context, run.seed)
     held_out = Windows.spread(run.corpus.held_out, size.held_out, size.context)
@@ -102,32 +105,31 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="girih.train", description="Train a byte-level language model.")
     parser.add_argument("--mixer", default="gsa", help="a mixer, or several with commas that take turns")
     parser.add_argument("--size", default="small", help=", ".join(SIZES))
-    parser.add_argument("--corpus", type=Path, help="a file or folder (default: Python's standard library)")
+    parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="instead of the size's own")
-    parser.add_argument("--folder", type=Path, help="where the run lives (default: runs/MIXER-SIZE)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=path, help="where the run lives (default: runs/MIXER-SIZE)")
+    parser.add_argument("--seed", type=seed, default=0)
     argv = sys.argv[1:] if argv is None else argv
 
     def work() -> int:
         interrupt = Interrupt()
         main_process = together().is_main_process
         run = run_of(parser.parse_args(argv))
-        agreed(lambda: prepare(run.folder, run.arguments))
-        result = run.folder / "result.json"
-        if result.exists():
-            finished = read_json(result)
+        if result := agreed(lambda: finished(run.folder, run.arguments)):
             if main_process:
                 print(f"this run is finished; remove {run.folder} to train it again")
-                print(json.dumps(finished))
+                print(json.dumps(result))
             return 0
         gpus = torch.cuda.device_count()
         if gpus > 1 and "RANK" not in os.environ:
             if (used := gpus_for(run.size.batch)) < gpus:
                 print(f"{used} of {gpus} GPUs: a batch of {run.size.batch} cannot be shared evenly by all")
             return run_on(used, "girih.train", argv)
-        trained = train(run, interrupt)
+        with contextlib.ExitStack() as held:  # by the main process, for all
+            agreed(lambda: held.enter_context(run_in(run.folder, run.arguments)))
+            result = train(run, interrupt)
         if main_process:
-            print(json.dumps(trained))
+            print(json.dumps(result))
         return 0
 
     return answer("girih.train", work)

@@ -1,6 +1,6 @@
-"""A benchmark needs a GPU: says so in one line and with exit code 2 where there is none.
+"""What needs a GPU says so in one line and with exit code 2 where there is none.
 
-python tests/bench/device.py
+python tests/bench/device.py [what]
 """
 
 import sys
@@ -8,11 +8,11 @@ import sys
 import torch
 
 
-def require_gpu():
+def require_gpu(what="bench"):
     if not torch.cuda.is_available():
-        print("bench: no CUDA device here; benchmarks run on a GPU alone", file=sys.stderr)
+        print(f"{what}: no CUDA device here; it runs on a GPU alone", file=sys.stderr)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    require_gpu()
+    require_gpu(*sys.argv[1:2])

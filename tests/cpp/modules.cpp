@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <set>
 
 #include "catch.h"
 
@@ -187,6 +189,31 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
   CHECK(has(groups.decayed, "model.embed_tokens.weight"));
 }
 
+TEST_CASE("Time scales and memories stay in fp32 when a model goes to bf16", "[nn]") {
+  const std::set<std::string> kept = {"A_log",      "dt_bias",      "bias",  "logit",
+                                      "key_memory", "value_memory", "memory"};
+  nn::LanguageModel model(nn::Config{.hidden_size = kHidden,
+                                     .num_hidden_layers = 5,
+                                     .hybrid = {"gla", "mamba2", "trellis", "lattice", "mag"},
+                                     .num_heads = 2,
+                                     .mag_learned = true});
+  std::map<std::string, Tensor> before;
+  for (const auto& item : model->named_parameters()) before[item.key()] = item.value().detach().clone();
+  model->to(at::kBFloat16);
+  size_t found = 0;
+  for (const auto& item : model->named_parameters()) {
+    const bool keeps = kept.contains(item.key().substr(item.key().rfind('.') + 1));
+    found += keeps;
+    INFO(item.key());
+    CHECK(item.value().scalar_type() == (keeps ? at::kFloat : at::kBFloat16));
+    if (keeps) CHECK(item.value().equal(before[item.key()]));
+  }
+  CHECK(found == 15);  // gla 1, mamba2 2, trellis 5, lattice 4, mag its logit and its mixer's 2
+  CHECK(at::isfinite(model->forward(ids(1, 2 * kChunk)).first).all().item<bool>());
+  model->to(at::kDouble);
+  for (const auto& p : model->parameters()) CHECK(p.scalar_type() == at::kDouble);
+}
+
 TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]") {
   at::manual_seed(0);
   nn::LanguageModel model(
@@ -231,6 +258,32 @@ TEST_CASE("generate samples among the top tokens and stops at the end token", "[
   const auto ended = model->generate(prompt, {.max_new_tokens = 5, .eos_token_id = end});
   CHECK((ended[0].slice(0, 4) == end).all().item<bool>());
   CHECK_THROWS_AS(model->generate(prompt, {.temperature = -1.0}), c10::ValueError);
+}
+
+TEST_CASE("A low temperature writes the most likely token, a high one any", "[nn]") {
+  auto model = in_double(configurations()[0]);
+  const auto prompt = ids(1, 4).expand({64, 4});
+  const auto first = [&](double temperature) {
+    return model->generate(prompt, {.max_new_tokens = 1, .temperature = temperature}).select(1, -1);
+  };
+  CHECK(first(1e-6).equal(first(0)));
+  CHECK(std::get<0>(at::_unique(first(1e6))).numel() > 8);  // of 11: 64 draws leave out 3 once in 10^5 times
+}
+
+TEST_CASE("A row that has ended writes nothing but the end while others go on", "[nn]") {
+  constexpr int64_t prompt = 4, more = 12;
+  auto config = configurations()[0];
+  config.initializer_range = 1.0;  // or the same token is written again and again
+  auto model = in_double(config);
+  const auto text = ids(8, prompt);
+  const auto free = model->generate(text, {.max_new_tokens = more}).slice(1, prompt);
+  const auto end = free[0][2].item<int64_t>();
+  const auto at_end = free == end;
+  const auto ended = at_end.cumsum(1) - at_end.to(at::kLong) > 0;  // after the first end of the row
+  REQUIRE((free != end).logical_and(ended)[0].any().item<bool>());
+  REQUIRE(!at_end.any(1).all().item<bool>());
+  const auto written = model->generate(text, {.max_new_tokens = more, .eos_token_id = end});
+  CHECK(written.slice(1, prompt).equal(free.masked_fill(ended, end)));
 }
 
 TEST_CASE("A saved model is loaded as it was", "[nn]") {

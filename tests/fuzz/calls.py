@@ -3,28 +3,21 @@
     python tests/fuzz/calls.py [--count 100000] [--seed 0] [--device cuda] [--jobs 2]
 
 Calls are drawn from `girih.ops.describe()`: right ones of every shape, dtype, layout and option, and the same
-with one to three arguments spoilt. A worker that crashes or hangs is found by the number of its call; a call
-is drawn anew from the seed and its number alone, so `--only NUMBER` repeats one.
+with one to three arguments spoilt. A call that crashes or hangs is told by its number, and `--only NUMBER`
+makes it once more.
 """
 
-import argparse
-import faulthandler
 import random
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from girih import ops
+from workers import main
 
 DESCRIPTION = ops.describe()
 DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
-WRONG = 3  # a worker's exit code
-PATIENCE = 60  # seconds a call may take, the first one's start included
 # Of PyTorch, before an operator is reached: the argument or its number is in them.
 SCHEMA = re.compile(r"argument '(\w+)'|(?:argument|parameter) (\w+)|unexpected keyword|missing \d required")
 
@@ -277,85 +270,17 @@ def problem_of(draw: Draw) -> str | None:
     return None
 
 
-def work(options: argparse.Namespace, first: int, progress: Path) -> int:
-    """Calls from `first` on, as many as a worker does; the number of each is noted before it is made."""
-    torch.set_num_threads(1)
-    bad = 0
-
-    def late(number, frame):
-        faulthandler.dump_traceback()
-        raise TimeoutError("the call hangs")
-
-    signal.signal(signal.SIGALRM, late)
-    for number in range(first, options.count, options.jobs):
-        progress.write_text(str(number))
-        signal.alarm(PATIENCE)
-        draw = Draw(options.seed, number, options.device)
-        problem = problem_of(draw)
-        signal.alarm(0)
-        if problem:
-            bad += 1
-            print(
-                f"call {number}: {draw.name}{'_step' * draw.step} with {draw.spoilt}: {problem}", flush=True
-            )
-    return bad
+def shown(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return [shown(part) for part in x]
+    return list(x.shape) if isinstance(x, torch.Tensor) else x
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", type=int, help="this call alone, in this process")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.only is not None:
-        draw = Draw(options.seed, options.only, options.device)
-        print(
-            draw.name,
-            "step" * draw.step,
-            {n: getattr(x, "shape", x) for n, x in draw.keywords.items()},
-            draw.spoilt,
-        )
-        problem = problem_of(draw)
-        print(problem or "well")
-        return bool(problem)
-    if options.worker is not None:
-        return WRONG if work(options, options.worker, options.progress) else 0
-    with tempfile.TemporaryDirectory() as folder:
-        return overseen(options, Path(folder))
-
-
-def overseen(options: argparse.Namespace, folder: Path) -> int:
-    """Runs the workers; one that dies is reported with its call and goes on behind it."""
-    failed, workers = 0, {}
-    own = ["--count", str(options.count), "--seed", str(options.seed), "--device", options.device]
-
-    def start(index: int, first: int) -> None:
-        progress = folder / str(index)
-        command = [sys.executable, __file__, *own, "--jobs", str(options.jobs)]
-        command += ["--worker", str(first), "--progress", str(progress)]
-        workers[index] = subprocess.Popen(command)
-
-    for index in range(options.jobs):
-        start(index, index)
-    while workers:
-        for index, worker in list(workers.items()):
-            try:
-                code = worker.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                continue
-            del workers[index]
-            if code not in (0, WRONG):
-                number = int((folder / str(index)).read_text())
-                print(f"call {number}: the process died with {code}", flush=True)
-                start(index, number + options.jobs)
-            failed |= code != 0
-    print(f"{options.count} calls on {options.device}: {'some are wrong' if failed else 'all well'}")
-    return failed
+def attempt(seed: int, number: int, device: str) -> tuple[str, str | None]:
+    draw = Draw(seed, number, device)
+    given = {name: shown(x) for name, x in draw.keywords.items()}
+    return f"{draw.name}{'_step' * draw.step} of {given}, spoilt {draw.spoilt}", problem_of(draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, __doc__, "call", ("device", ["cpu", "cuda"]), attempt))

@@ -36,7 +36,14 @@ def fill(kind, shape, generator):
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     if kind == "logit":
         return 3 * normal
-    return normal / normal.norm(dim=-1, keepdim=True) if kind == "unit" else normal
+    if kind not in ("unit", "repeated", "half repeated"):
+        return normal
+    unit = normal / normal.norm(dim=-1, keepdim=True)
+    if kind == "repeated":  # one direction in every row
+        unit = unit[:, :1].expand(shape)
+    if kind == "half repeated":  # in every other row
+        unit[:, 2::2] = unit[:, :1]
+    return unit
 
 
 @dataclass(frozen=True)
@@ -353,11 +360,11 @@ def gla(label, gate=None, sizes=None, **options):
     return Case("gla", label, data, {"s": ("NHDV", "normal")}, {}, options, sizes or {})
 
 
-def delta_product(label, *, g=False, vector=False, sizes=None, **options):
+def delta_product(label, *, g=False, vector=False, keys="unit", sizes=None, **options):
     n = options.get("n") or 1
     data = {
         "q": ("BTQD", "unit"),
-        "k": (f"BR{keys_of(sizes)}D", "normal" if options.get("l2norm_qk") else "unit"),
+        "k": (f"BR{keys_of(sizes)}D", "normal" if options.get("l2norm_qk") else keys),
         "v": ("BRHV", "normal"),
         "beta": ("BRHD" if vector else "BRH", "beta"),
     }
@@ -429,6 +436,8 @@ CASES = [
     delta_product("n3_vector", n=3, vector=True),
     delta_product("n2_vector_l2", n=2, g=True, vector=True, l2norm_qk=True),
     delta_product("l2", l2norm_qk=True, sizes=GROUPED),
+    delta_product("repeated", keys="repeated"),
+    delta_product("half_repeated", n=2, g=True, keys="half repeated", sizes=GROUPED),
     delta_product("gelu", n=2, g=True, chunk=5, between_chunks="gelu"),
     delta_product("tanh", chunk=1, between_chunks="tanh"),
     trellis("default", g=True, chunk=4),

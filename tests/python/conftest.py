@@ -1,10 +1,12 @@
+import os
+import random
 import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# The same examples on every run: a red run is red again when someone looks.
+# The same examples on every run: a red run is red again when someone looks. `make test FULL=1` takes 100.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -13,7 +15,8 @@ settings.register_profile(
     max_examples=6,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.load_profile("ci")
+settings.register_profile("full", settings.get_profile("ci"), max_examples=100)
+settings.load_profile("full" if os.environ.get("GIRIH_FULL") else "ci")
 
 # The tensors are tiny and pytest-xdist runs one worker a core.
 torch.set_num_threads(1)
@@ -49,6 +52,26 @@ HALVES = [
     pytest.param(Place("cuda", dtype), id=f"cuda-{name}", marks=needs_cuda)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 ]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--each", type=int, help="run at most so many parametrisations of every test")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (each := config.getoption("each")):
+        return
+    of_test = {}
+    for item in items:
+        of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    # Drawn, not evenly spaced: in a product of parameters that would meet one value of some again and again.
+    drawn = {
+        item
+        for name, some in of_test.items()
+        for item in random.Random(name).sample(some, min(each, len(some)))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+    items[:] = [item for item in items if item in drawn]
 
 
 def pytest_generate_tests(metafunc):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import CASES, operator, precision
 from comparison import assert_within
+from draws import sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,10 +12,11 @@ in_half_precision = True
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@given(t=st.integers(0, 12), seed=st.integers(0, 5))
-def test_the_future_changes_nothing(case, device, t, seed):
+@given(data=st.data(), t=st.integers(0, 12), seed=st.integers(0, 5))
+def test_the_future_changes_nothing(case, device, data, t, seed):
     dtype, tolerance, _ = precision(case, device)
-    inputs, other = (case.draw(12, dtype=dtype, device=device, seed=s) for s in (seed, seed + 100))
+    drawn = data.draw(sizes(case), "sizes")
+    inputs, other = (case.draw(12, dtype=dtype, device=device, seed=s, **drawn) for s in (seed, seed + 100))
     changed = inputs.on_tokens(lambda x, n: x.clone())
     for name, x in changed.data.items():
         if rows := case.over_time(name):
@@ -23,10 +25,11 @@ def test_the_future_changes_nothing(case, device, t, seed):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@given(t=st.integers(1, 12))
-def test_no_gradient_reaches_the_future(case, device, t):
+@given(data=st.data(), t=st.integers(1, 12))
+def test_no_gradient_reaches_the_future(case, device, data, t):
     dtype, _, _ = precision(case, device)
-    inputs = case.draw(12, dtype=dtype, device=device).requiring_grad()
+    drawn = data.draw(sizes(case), "sizes")
+    inputs = case.draw(12, dtype=dtype, device=device, **drawn).requiring_grad()
     tokens = {name: case.over_time(name) for name in inputs.data if case.over_time(name)}
     grads = torch.autograd.grad(operator(inputs)["o"][:, :t].sum(), [inputs.data[name] for name in tokens])
     for (name, rows), grad in zip(tokens.items(), grads, strict=True):

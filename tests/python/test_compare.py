@@ -1,9 +1,12 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from girih import compare
 from girih.comparison import cell
+from girih.training.folder import LOCK
 from girih.training.recipe import SIZES
 
 MIXERS = ["gsa", "attention"]
@@ -76,7 +79,27 @@ def test_cells_of_another_corpus_are_left_out_of_the_table_and_named(run, words,
     assert [c.strip() for c in line.split("|")[2:5]] == ["", "", ""] and f"{recall['parameters']:,}" in line
 
 
-def test_a_damaged_cell_is_refused_in_one_line(run, tmp_path, capsys):
+def test_a_damaged_cell_is_refused_in_one_line_before_any_is_trained(run, tmp_path, capsys):
+    """Cut off, without settings, without what the table shows; also one that was not asked for."""
+    assert run("--mixers", "gsa", "--tasks", "mqar") == 0
+    cell = json.loads((tmp_path / CELLS[2]).read_text())
+    capsys.readouterr()
+    for damage in (
+        '{"task": "te',
+        "{}",
+        json.dumps(cell | {"settings": 1}),
+        json.dumps(cell | {"parameters": None}),
+        json.dumps(cell | {"accuracy": {}}),
+    ):
+        (tmp_path / CELLS[2]).write_text(damage)
+        assert run("--mixers", "attention", "--tasks", "text") == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert line.startswith(f"girih.compare: file {tmp_path / CELLS[2]}: it is damaged")
+
+
+def test_a_damaged_cell_of_text_is_refused_in_one_line(run, tmp_path, capsys):
     (tmp_path / CELLS[0]).write_text('{"task": "te')
     assert run() == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -110,7 +133,19 @@ def test_a_loss_that_is_not_finite_is_a_failure(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [("--mixers", "gsa,none"), ("--tasks", "talk"), ("--size", "huge"), ("--corpus", "/nowhere")]
+    "options",
+    [
+        ("--mixers", "gsa,none"),
+        ("--tasks", "talk"),
+        ("--size", "huge"),
+        ("--corpus", "/nowhere"),
+        ("--corpus", ""),
+        ("--folder", ""),
+        ("--seed", "-1"),
+        ("--seed", str(2**63)),
+        ("--steps", "0"),
+        ("--steps", str(10**15)),
+    ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(run, capsys, options):
     assert run(*options) == 2
@@ -121,5 +156,21 @@ def test_what_cannot_be_done_is_refused_in_one_line(run, capsys, options):
 def test_a_full_disk_is_one_line_and_leaves_no_cell(run, tmp_path, capsys):
     (tmp_path / (CELLS[0] + ".part")).symlink_to("/dev/full")
     assert run() == 2
-    assert "the disk is full" in capsys.readouterr().err.splitlines()[-1]
+    assert "the disk or a file is full" in capsys.readouterr().err.splitlines()[-1]
     assert not any((tmp_path / name).exists() for name in CELLS)
+
+
+def test_a_comparison_is_alone_in_its_folder(run, tmp_path, capsys):
+    (tmp_path / LOCK).touch()
+    holder = f"""import fcntl, sys
+fcntl.lockf(lock := open({str(tmp_path / LOCK)!r}, "w"), fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", holder], **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        assert run() == 2
+        assert capsys.readouterr().err == f"girih.compare: folder {tmp_path}: another run is at work in it\n"
+        other.communicate()
+    assert run("--tasks", "mqar", "--mixers", "gsa") == 0
+    assert not (tmp_path / LOCK).exists()

@@ -50,12 +50,14 @@ of_every_scan = pytest.mark.parametrize("kind", [KINDS[name] for name in SCANS],
 
 
 def keys(kind, shape, generator):
-    """Of unit length: at random, nearly parallel, one alone, none."""
+    """Of unit length: at random, nearly parallel, one alone, one in every other row, none."""
     normal = torch.randn(shape, generator=generator)
     if kind == "parallel":
         normal = torch.randn(shape[-1], generator=generator) + 0.1 * normal
     if kind == "one":
         normal = torch.randn(shape[-1], generator=generator).expand(shape)
+    if kind == "half":
+        normal[:, ::2] = torch.randn(shape[-1], generator=generator)
     return torch.zeros(shape) if kind == "zero" else F.normalize(normal, dim=-1)
 
 
@@ -234,7 +236,7 @@ def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0, 2.0])
-@pytest.mark.parametrize("key", ["random", "parallel", "one", "zero"])
+@pytest.mark.parametrize("key", ["random", "parallel", "one", "half", "zero"])
 @of_every_head
 def test_every_kind_of_keys(D, key, beta, dtype):
     """Nearly parallel ones make large inverses; with beta = 2 every step is a reflection."""
@@ -242,7 +244,7 @@ def test_every_kind_of_keys(D, key, beta, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("key", ["random", "one", "zero"])
+@pytest.mark.parametrize("key", ["random", "one", "half", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
 @of_every_head
 def test_keys_and_queries_of_any_length(D, n, key, dtype):
@@ -253,7 +255,7 @@ def test_keys_and_queries_of_any_length(D, n, key, dtype):
 
 
 @exact_only
-@pytest.mark.parametrize("key", ["random", "one", "zero"])
+@pytest.mark.parametrize("key", ["random", "one", "half", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_keys_and_queries_of_any_length_of_the_exact_kernels(n, key, kind):
     inputs = draw(n=n, T=100, key=key, l2norm_qk=True, **kind)

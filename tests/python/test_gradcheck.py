@@ -23,8 +23,10 @@ def test_every_entry(case):
     check(case.draw(4, resumed=case.has_state, calm=True, **SMALL))
 
 
+@pytest.mark.parametrize("calm", [True, False], ids=["calm", "wild"])
 @pytest.mark.parametrize(
     "case, resumed", MATRIX, ids=[f"{c}-{'resumed' if r else 'start'}" for c, r in MATRIX]
 )
-def test_a_random_direction(case, resumed):
-    check(case.draw(6, resumed=resumed, calm=True), fast_mode=True)
+def test_a_random_direction(case, resumed, calm):
+    """Wild: gates down to -20, and targets and values of any length."""
+    check(case.draw(6, resumed=resumed, calm=calm), fast_mode=True)

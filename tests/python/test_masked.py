@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import RECURRENT, gradients, operator, precision
 from comparison import assert_within
+from draws import sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,11 +37,12 @@ def kept(inputs, mask):
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
-@given(mask=st.lists(st.booleans(), min_size=1, max_size=20), resumed=st.booleans())
-def test_a_masked_token_might_as_well_not_be_there(case, device, mask, resumed):
+@given(data=st.data(), mask=st.lists(st.booleans(), min_size=1, max_size=20), resumed=st.booleans())
+def test_a_masked_token_might_as_well_not_be_there(case, device, data, mask, resumed):
     dtype, tolerance, grad_tolerance = precision(case, device)
     mask = torch.tensor(mask, device=device)
-    inputs = case.draw(len(mask), resumed=resumed, dtype=dtype, device=device).requiring_grad()
+    drawn = data.draw(sizes(case), "sizes")
+    inputs = case.draw(len(mask), resumed=resumed, dtype=dtype, device=device, **drawn).requiring_grad()
     outs, want = operator(masked(inputs, mask)), operator(kept(inputs, mask))
     outs["o"] = outs["o"][:, ~mask]
     assert_within(outs, want, tolerance)
@@ -48,11 +50,12 @@ def test_a_masked_token_might_as_well_not_be_there(case, device, mask, resumed):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-@given(padding=st.integers(0, 9), T=st.integers(0, 9))
-def test_left_padding_changes_nothing(case, device, padding, T):
+@given(data=st.data(), padding=st.integers(0, 9), T=st.integers(0, 9))
+def test_left_padding_changes_nothing(case, device, data, padding, T):
     """Where the chunk is part of the model the first position is (-padding) mod C: tokens start a chunk."""
     dtype, tolerance, _ = precision(case, device)
-    inputs = case.draw(padding + T, dtype=dtype, device=device, seed=T)
+    drawn = data.draw(sizes(case), "sizes")
+    inputs = case.draw(padding + T, dtype=dtype, device=device, seed=T, **drawn)
     mask = torch.arange(padding + T, device=device) < padding
     alone = inputs.part(padding, padding + T)
     padded = masked(inputs, mask)

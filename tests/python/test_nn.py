@@ -334,18 +334,6 @@ def test_reset_parameters_repeats_the_first_values(name):
             torch.testing.assert_close(value.std(), expected[key], rtol=0.3, atol=0.0)
 
 
-def test_memories_gate_biases_and_norms_are_kept_from_weight_decay():
-    kept = {
-        name
-        for make in LAYERS.values()
-        for name, p in make().named_parameters()
-        if getattr(p, "_no_weight_decay", False)
-    }
-    assert {"key_memory", "value_memory", "memory", "gamma_proj.bias", "decay.A_log", "decay.dt_bias"} <= kept
-    assert {"norm.weight", "skip", "logit"} <= kept
-    assert not any(name.endswith("proj.weight") for name in kept)
-
-
 def test_lattice_starts_orthonormal():
     memory = Lattice(HIDDEN, 2, num_slots=6).memory
     torch.testing.assert_close(memory.mT @ memory, torch.eye(6).expand(2, 6, 6))

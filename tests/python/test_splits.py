@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import RECURRENT, cotangents, gradients, operator, precision
 from comparison import assert_within
+from draws import sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,8 @@ def test_two_parts_are_the_whole(case, device, data):
     T = data.draw(st.integers(0, 20) | st.sampled_from([63, 64, 65, 100]), "T")
     a = data.draw(st.integers(0, T), "a")
     resumed = data.draw(st.booleans(), "resumed")
-    whole = case.draw(T, resumed=resumed, dtype=dtype, device=device, seed=T).requiring_grad()
+    drawn = data.draw(sizes(case), "sizes")
+    whole = case.draw(T, resumed=resumed, dtype=dtype, device=device, seed=T, **drawn).requiring_grad()
 
     want = operator(whole)
     first = operator(whole.part(0, a))

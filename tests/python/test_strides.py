@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import CASES, gradients, operator, precision
 from comparison import assert_within
+from draws import sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,8 @@ LAYOUTS = ["contiguous", "expanded", "reversed", "spread", "inside"]
 @given(data=st.data())
 def test_strides_do_not_matter(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
-    inputs = case.draw(9, resumed=case.has_state, dtype=dtype, device=device)
+    drawn = data.draw(sizes(case), "sizes")
+    inputs = case.draw(9, resumed=case.has_state, dtype=dtype, device=device, **drawn)
     layouts = {name: data.draw(st.sampled_from(LAYOUTS), name) for name in inputs.floats}
     laid_out = inputs.with_floats(
         {n: lay_out(x, layouts[n]).requires_grad_() for n, x in inputs.floats.items()}

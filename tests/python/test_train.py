@@ -1,8 +1,10 @@
 import contextlib
+import fcntl
 import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,12 +17,15 @@ import torch
 from girih import train
 from girih.data import Windows, read_corpus
 from girih.models import GirihForCausalLM
-from girih.training.folder import WHOLE, newest_whole
+from girih.nn import decay_parameter_names
+from girih.training.command import Refusal
+from girih.training.folder import LOCK, WHOLE, alone_in, newest_whole
 from girih.training.recipe import SIZES, model_of_size
 from girih.training.trainer import BITS, fit
+from safetensors.torch import load_file
 
 STEPS = 24
-FULL = "girih.train: the disk is full; nothing half-written counts, the same command continues"
+FULL = "girih.train: the disk or a file is full; nothing half-written counts, the same command continues"
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -122,6 +127,27 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(
     )
 
 
+def test_a_killed_run_goes_on_and_ends_bit_for_bit_as_if_never_killed(finished, corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder)]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=one_thread
+    )
+    for line in run.stdout:
+        if line.startswith("step 11/"):
+            run.kill()
+            break
+    assert run.wait(timeout=300) == -signal.SIGKILL
+    run.stdout.close()
+    newest = newest_whole(folder / "checkpoints")
+    assert newest is not None and not (folder / "result.json").exists()
+    assert train.main(arguments(corpus, folder)) == 0
+    assert f"from step {newest.name.split('-')[1]} on" in capsys.readouterr().out
+    want, found = (load_file(run / "model" / "model.safetensors") for run in (finished[0], folder))
+    assert want.keys() == found.keys() and all(found[name].equal(want[name]) for name in want)
+
+
 def test_other_arguments_are_another_run_and_the_first_is_kept(finished, corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
@@ -131,21 +157,56 @@ def test_other_arguments_are_another_run_and_the_first_is_kept(finished, corpus,
     assert json.loads((tmp_path / "run.1" / "result.json").read_text())["steps"] == STEPS
 
 
+def test_a_run_is_alone_in_its_folder_which_no_other_moves_meanwhile(corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder, steps=1000)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert "parameters" in run.stdout.readline()
+        for seed in ("0", "1"):
+            line = refused([*arguments(corpus, folder, steps=1000), "--seed", seed], capsys)
+            assert line == f"girih.train: folder {folder}: another run is at work in it\n"
+        assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    finally:
+        run.kill()
+        run.communicate()
+    assert train.main(arguments(corpus, folder, steps=1)) == 0  # the lock of the killed run ended with it
+    assert (tmp_path / "run.1").exists() and not list(tmp_path.glob("*/" + LOCK))
+
+
+def test_a_lock_of_a_folder_that_was_moved_meanwhile_is_none(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: folder.rename(tmp_path / "run.1"))
+    with pytest.raises(Refusal, match="another run was at work in it just now"), alone_in(folder):
+        pass
+
+
+def test_the_lock_of_another_run_is_left_where_it_is(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with alone_in(folder):
+        folder.rename(tmp_path / "run.1")
+        folder.mkdir()
+        (folder / LOCK).touch()
+    assert (folder / LOCK).exists()
+
+
 def test_mixers_with_commas_take_turns_over_the_layers(corpus, tmp_path, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1, mixer="gsa,attention")) == 0
     result = last_line(capsys.readouterr().out)
     assert list(GirihForCausalLM.from_pretrained(result["folder"]).config.mixer) == ["gsa", "attention"]
 
 
-def test_parameters_say_whether_they_decay(corpus, tmp_path):
-    model = model_of_size("gsa", SIZES["tiny"])
-    chosen = next(iter(model.parameters()))
-    chosen._no_weight_decay = True
+def test_layers_say_which_parameters_decay(corpus, tmp_path):
+    model = model_of_size("trellis", SIZES["tiny"])
     trainer = fit(model, SIZES["tiny"], None, None, tmp_path, 0)
     groups = {g["weight_decay"]: g["params"] for g in trainer.create_optimizer().param_groups}
+    decayed = {id(model.get_parameter(name)) for name in decay_parameter_names(model)}
+    assert {id(p) for p in groups[0.1]} == decayed
     kept = {id(p) for p in groups[0.0]}
-    assert kept == {id(p) for p in model.parameters() if getattr(p, "_no_weight_decay", False)}
-    assert id(chosen) in kept and len(groups[0.1]) > 0
+    assert kept == {id(p) for p in model.parameters()} - decayed
+    assert id(model.model.layers[0].mixer.key_memory) in kept
 
 
 def refused(argv: list[str], capsys) -> str:
@@ -166,7 +227,14 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, t
         "short": arguments(short, folder),
         "no_mixer": arguments(corpus, folder, mixer="gsa,no_mixer"),
         "huge": [*arguments(corpus, folder), "--size", "huge"],
+        "2 layers": arguments(corpus, folder, mixer="gsa,gla,abc"),
         "steps": arguments(corpus, folder, steps=0),
+        "at most": arguments(corpus, folder, steps=10**15),
+        "argument --corpus: the name is empty": arguments("", folder),
+        "argument --folder: the name is empty": arguments(corpus, ""),
+        "argument --seed: -1 ": [*arguments(corpus, folder), "--seed", "-1"],
+        f"argument --seed: {2**32} ": [*arguments(corpus, folder), "--seed", str(2**32)],
+        "argument --seed: invalid seed value: 'one'": [*arguments(corpus, folder), "--seed", "one"],
     }
     for word, argv in wrong.items():
         assert word in refused(argv, capsys)
@@ -203,6 +271,54 @@ def test_a_folder_that_cannot_be_one_is_refused_in_one_line(corpus, tmp_path, ca
 def test_a_folder_that_belongs_to_others_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     assert "Permission denied" in refused(arguments(corpus, tmp_path / "run"), capsys)
+
+
+@pytest.fixture(scope="module")
+def half_done(corpus, tmp_path_factory) -> Path:
+    """A run that was stopped after its last step, with two checkpoints of 12."""
+    folder = tmp_path_factory.mktemp("half_done") / "run"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(train, "finish", lambda *rest: (_ for _ in ()).throw(Refusal("stopped")))
+        assert train.main(arguments(corpus, folder, steps=12)) == 2
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", WHOLE])
+def test_a_truncated_checkpoint_is_left_out_which_is_said(name, half_done, corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(half_done, folder)
+    newest = folder / "checkpoints" / "checkpoint-12"
+    os.truncate(newest / name, (newest / name).stat().st_size // 2)
+    for odd in ("checkpoint-", "checkpoint-13.old", "checkpoint-last"):
+        shutil.copytree(newest, newest.with_name(odd))
+    newest.with_name("checkpoint-14").touch()
+    assert train.main(arguments(corpus, folder, steps=12)) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{newest} is damaged and left out\n")
+    assert "from step 11 on" in printed and last_line(printed)["steps"] == 12
+
+
+def test_without_a_whole_checkpoint_a_run_starts_anew(half_done, corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(half_done, folder)
+    for file in (folder / "checkpoints").glob("*/optimizer.pt"):
+        os.truncate(file, 0)
+    assert newest_whole(folder / "checkpoints") is None
+    assert capsys.readouterr().out.count("is damaged and left out\n") == 2
+    assert not list((folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("limit", [200_000, 600_000])  # of the weights and of the optimizer's state
+def test_a_limit_of_file_sizes_is_a_full_disk(limit, corpus, tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err.splitlines() == [FULL]
+    assert newest_whole(tmp_path / "run" / "checkpoints") is None
+    assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
 
 
 def test_arguments_that_a_full_disk_cut_off_do_not_make_the_folder_foreign(corpus, tmp_path, capsys):

@@ -52,16 +52,22 @@ using Output = std::pair<Tensor, State>;
 
 // ---- what layers have in common ----------------------------------------------------------------
 
-// A module that knows which of its own parameters weight decay must leave alone.
+// A module that knows which of its parameters weight decay must leave alone, and which of them, time scales
+// and memories, stay in fp32 when it goes to bf16 or fp16, as their rounding grows with the sequence.
 class Module : public torch::nn::Module {
  public:
   const std::vector<Tensor>& undecayed() const { return undecayed_; }
 
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  using torch::nn::Module::to;
+
  protected:
   void no_weight_decay(std::vector<Tensor> parameters) { undecayed_ = std::move(parameters); }
+  void keep_fp32(std::vector<Tensor> tensors) { fp32_ = std::move(tensors); }
 
  private:
-  std::vector<Tensor> undecayed_;
+  std::vector<Tensor> undecayed_, fp32_;
 };
 
 // The parameters of a model for two groups of an optimizer: memories, gate biases and norms are not decayed.
@@ -236,7 +242,8 @@ class GatedLinearAttentionImpl : public RecurrentLayerImpl {
   torch::nn::Linear qkv_proj{nullptr};
   ShortConv conv{nullptr};
   DecayGate decay_scalar{nullptr};              // "decay" of gate = scalar
-  torch::nn::ModuleList decay_vector{nullptr};  // "decay" of gate = vector
+  torch::nn::ModuleList decay_vector{nullptr};  // "decay" of gate = vector: a low rank, and
+  torch::nn::Linear gate_proj{nullptr};         // its second part
   Tensor skip;
   torch::nn::Linear g_proj{nullptr};
   GatedRMSNorm norm{nullptr};

@@ -26,6 +26,11 @@ class RecallRecipe(Recipe):
     vocab_size: int
     pairs: tuple[int, ...]
 
+    @property
+    def bytes_a_step(self) -> int:
+        """The rows themselves: tokens and labels of four bytes."""
+        return 8 * self.batch * self.context
+
 
 # Two layers, as in Zoology; the size of the text models tells how much time there is.
 RECALL = {
@@ -39,9 +44,22 @@ RECALL_LARGE = RecallRecipe(
 
 def recipe_of(task: str, size: str, steps: int | None) -> Recipe:
     if task == "text":
-        return replace(SIZES[size], steps=steps or TEXT_STEPS)
-    recipe = RECALL.get(size, RECALL_LARGE)
-    return replace(recipe, steps=steps or recipe.steps)
+        recipe = replace(SIZES[size], steps=TEXT_STEPS)
+    else:
+        recipe = RECALL.get(size, RECALL_LARGE)
+    return recipe if steps is None else replace(recipe, steps=steps)
+
+
+def is_cell(cell: dict, task: str, recipe: Recipe) -> bool:
+    """Whether all is there that the table and the figure show."""
+    shown = [cell.get(name) for name in ("parameters", "tokens", "tokens_per_second")]
+    if task == "text":
+        shown.append(cell.get("bits_per_byte"))
+    else:
+        accuracy = cell.get("accuracy")
+        pairs = map(str, recipe.pairs)
+        shown += [accuracy.get(p) for p in pairs] if isinstance(accuracy, dict) else [None]
+    return all(isinstance(number, int | float) for number in shown)
 
 
 @torch.no_grad()

@@ -1,14 +1,18 @@
-"""What all girih models share: initialisation, loading, caches, checkpointing."""
+"""What all girih models share: initialisation, arguments, caches, checkpointing."""
 
+from abc import abstractmethod
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from girih.models.cache import GirihCache
-from girih.models.config import GirihConfig
+from girih.models.config import OWN_FIELDS, GirihConfig
+from girih.models.folder import check_folder
+from girih.models.packing import bounds
 
 
 class GirihPreTrainedModel(PreTrainedModel):
@@ -16,8 +20,19 @@ class GirihPreTrainedModel(PreTrainedModel):
     config: GirihConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # num_items_in_batch
     _no_split_modules: ClassVar = ["Block"]
     _is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
+    _supports_sdpa = True  # what attention among the mixers is computed by
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike, *args: Any, config: Any = None, **kwargs: Any):
+        """transformers' own, after a look at a local folder that names what is wrong with it."""
+        here = Path(folder, kwargs.get("subfolder", ""))
+        otherwise = {"state_dict", "variant", "gguf_file", "ignore_mismatched_sizes", *OWN_FIELDS}
+        if here.is_dir() and not kwargs.keys() & otherwise:
+            check_folder(here, cls, config)
+        return super().from_pretrained(folder, *args, config=config, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -26,17 +41,6 @@ class GirihPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif hasattr(module, "reset_parameters") and not _loaded(module):
             module.reset_parameters()
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any):
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        with torch.device("meta"):  # loading replaced the parameters, and with them the marks of the layers
-            fresh = cls(model.config)
-        for name, parameter in fresh.named_parameters():
-            if getattr(parameter, "_no_weight_decay", False):
-                model.get_parameter(name)._no_weight_decay = True
-        return loaded
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any
@@ -49,32 +53,97 @@ class GirihPreTrainedModel(PreTrainedModel):
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
-    def cache_for(self, use_cache: bool | None, past_key_values: GirihCache | None) -> GirihCache | None:
-        """The cache that this call reads and writes, if any; training keeps none unless asked."""
-        if past_key_values is not None:
-            if not isinstance(past_key_values, GirihCache):
-                raise ValueError(
-                    f"past_key_values is a {type(past_key_values).__name__}; expected a GirihCache"
-                )
-            return past_key_values
+    def new_cache(self) -> GirihCache:
+        return GirihCache(1 if self.config.is_whole_cat else self.config.num_hidden_layers)
+
+    def packed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        **said: Any,
+    ) -> Tensor | None:
+        """The bounds of the packed sequences that these arguments hold, if they do (`packing.bounds`)."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: give exactly one of them")
+        x = input_ids if inputs_embeds is None else inputs_embeds
+        return bounds(x, own_mask(attention_mask, x.shape[1]), **said)
+
+
+class Backbone(GirihPreTrainedModel):
+    """Tokens to hidden states, `[B, T]` to `[B, T, hidden_size]`.
+
+    attention_mask `[B, T]`, or over past tokens too, is 0 at tokens that do nothing. past_key_values is a
+    `GirihCache`. Packed sequences stand in one row, `[1, T]`, and one sees nothing of another: their bounds
+    are cu_seqlens `[N + 1]`, or what transformers' collators call cu_seq_lens_q; or they start where seq_idx
+    `[1, T]` changes or position_ids `[1, T]` restart, which is read on the host. position_ids that rise by
+    one say nothing else, and others are refused. Packed sequences and training keep no cache unless asked.
+
+    Not read, as what is read says it: cache_position, cu_seq_lens_k, max_length_q, max_length_k.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: GirihCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        cache_position: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+    ) -> BaseModelOutputWithPast | tuple:
+        config = self.config
+        if output_attentions or (output_attentions is None and config.output_attentions):
+            raise ValueError("output_attentions: the mixers compute no attention weights to return")
+        cu_seqlens = self.packed(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            cu_seqlens=cu_seqlens,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
+            position_ids=position_ids,
+        )
+        if past_key_values is not None and not isinstance(past_key_values, GirihCache):
+            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; expected a GirihCache")
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        return self.new_cache() if use_cache else None
+            use_cache = config.use_cache and not self.training and cu_seqlens is None
+        if past_key_values is None and use_cache:
+            past_key_values = self.new_cache()
+        every = self.hidden_states(input_ids, inputs_embeds, attention_mask, past_key_values, cu_seqlens)
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        output = BaseModelOutputWithPast(
+            last_hidden_state=every[-1],
+            past_key_values=past_key_values,
+            hidden_states=tuple(every) if output_hidden_states else None,
+        )
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    @abstractmethod
+    def hidden_states(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: GirihCache | None,
+        cu_seqlens: Tensor | None,
+    ) -> list[Tensor]:
+        """What goes into each block, and what comes out of the last one and the norm. Moves the cache on."""
 
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(block.__call__, *arguments)
         return block(*arguments)
-
-    def output(
-        self, x: Tensor, cache: GirihCache | None, every: list[Tensor] | None, return_dict: bool | None
-    ):
-        every = None if every is None else tuple(every)
-        output = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=every)
-        return output.to_tuple() if return_dict is False else output
-
-    def new_cache(self) -> GirihCache:
-        return GirihCache(1 if self.config.is_whole_cat else self.config.num_hidden_layers)
 
 
 def _loaded(module: nn.Module) -> bool:

@@ -1,18 +1,15 @@
 """CAT, the compress and attend transformer, as a whole model."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from girih.models.base import GirihPreTrainedModel, own_mask
+from girih.models.base import Backbone, own_mask
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, RMSNorm
 from girih.nn.chunks import chunk_table
-from girih.nn.masking import check_mask, check_packing
+from girih.nn.masking import check_mask
 from girih.nn.state import History, extended
 
 
@@ -51,14 +48,16 @@ class Compressor(nn.Module):
         return self.proj(self.norm(x)[:, 1:].flatten(1)).unflatten(0, (B, K))
 
 
-class CatModel(GirihPreTrainedModel):
+class CatModel(Backbone):
     """Compressor and decoder of CAT; the output at a token predicts the next one, as in any causal model.
 
     Chunk k is the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`: header_k = f(c_{k-1}), header_0 is learned, and
     a chunk's last token is never fed. Row r of a sequence predicts its token r, so token t's output is row t
-    + 1. Arguments are GirihModel's without inputs_embeds. The cache keeps the tokens, and a call computes all
-    of them anew.
+    + 1. A `Backbone`, whose arguments it takes but inputs_embeds. The cache keeps the tokens, and a call
+    computes all of them anew.
     """
+
+    undecayed = ("header",)
 
     def __init__(self, config: GirihConfig):
         super().__init__(config)
@@ -89,29 +88,23 @@ class CatModel(GirihPreTrainedModel):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.header, std=self.config.initializer_range)
 
-    def forward(
+    def hidden_states(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: GirihCache | None = None,
-        inputs_embeds: None = None,
-        use_cache: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
-        if input_ids is None or inputs_embeds is not None:
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: GirihCache | None,
+        cu_seqlens: Tensor | None,
+    ) -> list[Tensor]:
+        if inputs_embeds is not None:
             raise ValueError(
                 "inputs_embeds: CAT's compressor and decoder embed the tokens apart; give input_ids"
             )
-        check_packing(input_ids, cu_seqlens)
-        past_key_values = self.cache_for(use_cache, past_key_values)
-        if cu_seqlens is not None and past_key_values is not None:
+        if cu_seqlens is not None and cache is not None:
             raise ValueError(
                 "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
             )
-        past = None if past_key_values is None else past_key_values.layers[0]
+        past = None if cache is None else cache.layers[0]
         mask = own_mask(attention_mask, input_ids.shape[1])
         check_mask(input_ids, mask, cu_seqlens)
         ids, valid, new = extended(input_ids, mask, None if past is None else past.state)
@@ -133,8 +126,7 @@ class CatModel(GirihPreTrainedModel):
             table = chunk_table(ids, C, valid, cu_seqlens, room=1)
             rows = self.decode(table.spread(ids, C), table.index, table.cu_chunks * C)
             every = [table.gather(y, ids.shape, shift=1) for y in rows]
-        every = [y[:, T - new :] for y in every]
-        return self.output(every[-1], past_key_values, every if output_hidden_states else None, return_dict)
+        return [y[:, T - new :] for y in every]
 
     def decode(self, chunks: Tensor, index: Tensor, cu_rows: Tensor | None) -> list[Tensor]:
         """chunks `[B, K, C]` at the places `index [K]` -> the rows `[B, K, C, hidden_size]` before and after

@@ -1,7 +1,7 @@
 """What a girih language model is made of."""
 
 import json
-import math
+import sys
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -79,8 +79,11 @@ class GirihConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         own = {name: getattr(self, name) for name in OWN_FIELDS}
-        # JSON has no nan and no infinity: as words they are refused like any other.
-        given = {n: repr(x) if isinstance(x, float) and not math.isfinite(x) else x for n, x in own.items()}
+        # JSON has no nan, no infinity and nothing beyond: as words they are refused like any other.
+        most = sys.float_info.max
+        given = {
+            n: repr(x) if isinstance(x, int | float) and not abs(x) <= most else x for n, x in own.items()
+        }
         text = json.dumps(given, default=repr)
         for name, value in json.loads(torch.ops.girih.complete_configuration(text)).items():
             if name in own:

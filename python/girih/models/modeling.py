@@ -5,22 +5,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from girih.models.base import GirihPreTrainedModel, own_mask
+from girih.models.base import Backbone, GirihPreTrainedModel, own_mask
 from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
-from girih.nn.masking import check_packing
 
 
-class GirihModel(GirihPreTrainedModel):
-    """Embedding, `num_hidden_layers` blocks, RMS norm.
-
-    input_ids `[B, T]` -> last_hidden_state `[B, T, hidden_size]`. attention_mask `[B, T]` or over past tokens
-    too; `cu_seqlens [N + 1]` packs N sequences into B = 1. past_key_values is a `GirihCache`.
-    """
+class GirihModel(Backbone):
+    """Embedding, `num_hidden_layers` blocks, RMS norm: a `Backbone`, whose arguments it takes."""
 
     def __init__(self, config: GirihConfig):
         super().__init__(config)
@@ -37,42 +32,46 @@ class GirihModel(GirihPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def forward(
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any):
+        """AutoModel comes here with the configuration in kwargs: of mixer "cat" it gets a CatModel."""
+        own = CatModel if _is_whole_cat(kwargs.get("config")) else super()
+        return own.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: GirihConfig, **kwargs: Any):
+        return (CatModel if _is_whole_cat(config) else super())._from_config(config, **kwargs)
+
+    def hidden_states(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: GirihCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: give exactly one of them")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        check_packing(x, cu_seqlens)
-        past_key_values = self.cache_for(use_cache, past_key_values)
-        mask = own_mask(attention_mask, x.shape[1])
-        every = [x]
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: GirihCache | None,
+        cu_seqlens: Tensor | None,
+    ) -> list[Tensor]:
+        every = [self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds]
+        mask = own_mask(attention_mask, every[0].shape[1])
         for i, block in enumerate(self.layers):
-            if past_key_values is None:
-                x, _ = self.run_block(block, x, mask, None, False, cu_seqlens)
+            if cache is None:
+                x, _ = self.run_block(block, every[-1], mask, None, False, cu_seqlens)
             else:
-                past = past_key_values.layers[i]
-                x, state = self.run_block(block, x, mask, past.state, True, cu_seqlens)
+                past = cache.layers[i]
+                x, state = self.run_block(block, every[-1], mask, past.state, True, cu_seqlens)
                 past.advance(state, x.shape[1])
             every.append(x)
-        every[-1] = x = self.norm(x)
-        return self.output(x, past_key_values, every if output_hidden_states else None, return_dict)
+        every[-1] = self.norm(every[-1])
+        return every
 
 
 class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
     """A language model of any mixer: `GirihModel` (or `CatModel`) and a head.
 
     With `labels` `[B, T]` (-100: not counted) the output has the mean cross entropy of every token after the
-    first of its sequence, in nats. `generate()` keeps the mixers' states as its cache.
+    first of its sequence, in nats. Other arguments are `Backbone`'s; `generate()` keeps the mixers' states as
+    its cache.
+
+    Of a Trainer's weight decay memories and time scales must know: `girih.nn.decay_parameter_names`.
 
     >>> model = GirihForCausalLM(GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2, num_slots=8))
     >>> ids = torch.randint(256, (2, 12))
@@ -94,10 +93,14 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         return super()._update_model_kwargs_for_generation(*args, **kwargs) | {"written": True}
 
     def prepare_inputs_for_generation(
-        self, *args: Any, written: bool = False, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,  # named, or generate() takes none
+        written: bool = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """A written token is valid: without a mask its step is in place. A prompt's token may be masked."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if written and inputs["input_ids"].shape[1] == 1:
             inputs["attention_mask"] = None
         return inputs
@@ -106,24 +109,43 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: GirihCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
-        **kwargs: Any,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        cache_position: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> CausalLMOutputWithPast | tuple:
+        cu_seqlens = self.packed(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            cu_seqlens=cu_seqlens,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
+            position_ids=position_ids,
+        )
         output = self.model(
             input_ids,
             attention_mask,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            cu_seqlens,
-            output_hidden_states,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, keep])
@@ -131,17 +153,28 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         if labels is not None:
             if cu_seqlens is not None:
                 labels = without_first(labels, cu_seqlens)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-        return output.to_tuple() if return_dict is False else output
+        return (
+            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        )
 
 
 def without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """labels `[1, T]` without each packed sequence's first token, which nothing before it predicts."""
     start = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=labels.device)
     return labels.masked_fill(start.index_fill(0, cu_seqlens.long(), True)[:-1], -100)
+
+
+def _is_whole_cat(config: Any) -> bool:
+    return isinstance(config, GirihConfig) and config.is_whole_cat

@@ -8,11 +8,12 @@ writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1.
 from girih.nn.attention import Attention, AttentionState, rotary
 from girih.nn.block import Block
 from girih.nn.compress_attend import ChunkAttention, CompressAttend
-from girih.nn.decay import DecayGate, no_weight_decay
+from girih.nn.decay import DecayGate
 from girih.nn.delta_product import DeltaProduct
 from girih.nn.gated_linear_attention import GatedLinearAttention
 from girih.nn.gated_slot_attention import GatedSlotAttention
 from girih.nn.lattice import Lattice
+from girih.nn.layer import GateLinear, Layer, decay_parameter_names
 from girih.nn.mix_attention import MixAttention, MixState, mix_weight
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
@@ -30,11 +31,13 @@ __all__ = [
     "CompressAttend",
     "DecayGate",
     "DeltaProduct",
+    "GateLinear",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
     "History",
     "Lattice",
+    "Layer",
     "LayerState",
     "MixAttention",
     "MixState",
@@ -42,8 +45,8 @@ __all__ = [
     "ShortConv",
     "SwiGLU",
     "Trellis",
+    "decay_parameter_names",
     "map_state",
     "mix_weight",
-    "no_weight_decay",
     "rotary",
 ]

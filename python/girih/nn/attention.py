@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from girih.nn.layer import Layer
 from girih.nn.masking import check_mask, check_packing
 from girih.nn.mixers import register_layer
 
@@ -32,7 +33,7 @@ class AttentionState(NamedTuple):
     valid: Tensor | None
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Softmax attention, causal or bidirectional, with `num_heads` queries on `num_kv_heads` keys and values.
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o

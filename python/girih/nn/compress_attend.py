@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from girih import ops
 from girih.nn.attention import rotary
 from girih.nn.chunks import chunk_table
+from girih.nn.layer import Layer
 from girih.nn.masking import check_mask, check_packing
 from girih.nn.mixers import register_layer
 from girih.nn.state import History, extended
 
 
-class ChunkAttention(nn.Module):
+class ChunkAttention(Layer):
     """Attention of rows in chunks, row 0 of each its header (the decoder of CAT).
 
     A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary
@@ -68,7 +69,7 @@ class ChunkAttention(nn.Module):
         return self.o_proj(o.flatten(-2)), None
 
 
-class CompressAttend(nn.Module):
+class CompressAttend(Layer):
     """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
 
         header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
@@ -82,6 +83,8 @@ class CompressAttend(nn.Module):
     >>> layer(torch.randn(3, 10, 64))[0].shape
     torch.Size([3, 10, 64])
     """
+
+    undecayed = ("header",)
 
     def __init__(
         self,

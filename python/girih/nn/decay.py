@@ -1,4 +1,4 @@
-"""Which parameters weight decay leaves alone, and the decay gate of Mamba-2 and Gated DeltaNet."""
+"""The decay gate of Mamba-2 and Gated DeltaNet, and where step sizes start."""
 
 import math
 
@@ -6,17 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def no_weight_decay(*parameters: nn.Parameter | None) -> None:
-    """Marks memories, gate biases and norms with `_no_weight_decay`, which an optimizer's groups read."""
-    for parameter in parameters:
-        if parameter is not None:
-            parameter._no_weight_decay = True
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """Gates and step sizes are activated in fp32, or in fp64 when they come in fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from girih.nn.layer import Layer, at_least_fp32
 
 
 def first_step_bias(chunk: int) -> float:
@@ -28,7 +18,7 @@ def first_step_bias(chunk: int) -> float:
     return -math.log(4.0 * chunk - 1.0)
 
 
-class DecayGate(nn.Module):
+class DecayGate(Layer):
     """One decay e^g a head, and the step dt it comes from (Mamba-2, Gated DeltaNet).
 
         dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
@@ -42,13 +32,14 @@ class DecayGate(nn.Module):
     (torch.Size([2, 5, 4]), True)
     """
 
+    undecayed = fp32 = ("A_log", "dt_bias")
+
     def __init__(self, hidden_size: int, num_heads: int, largest_step: float = 0.1):
         super().__init__()
         self.largest_step = largest_step
         self.proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        no_weight_decay(self.A_log, self.dt_bias)
+        self.A_log = nn.Parameter(at_least_fp32(torch.empty(num_heads)))
+        self.dt_bias = nn.Parameter(at_least_fp32(torch.empty(num_heads)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from girih.nn.decay import DecayGate, at_least_fp32
+from girih.nn.decay import DecayGate
+from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -43,7 +44,7 @@ class DeltaProduct(RecurrentLayer):
     ):
         super().__init__()
         kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
-        self.n, self.head_dim, self.allow_neg_eigval = n, head_dim, allow_neg_eigval
+        self.n, self.head_dim, self.gated, self.allow_neg_eigval = n, head_dim, gated, allow_neg_eigval
         self.between_chunks, self.chunk = between_chunks, chunk if between_chunks else None
         self.heads = (num_heads, n * kv_heads, n * kv_heads)
         channels = sum(self.heads) * head_dim

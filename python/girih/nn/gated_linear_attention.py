@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.decay import DecayGate, at_least_fp32, no_weight_decay
+from girih.nn.decay import DecayGate
+from girih.nn.layer import GateLinear
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -32,6 +33,8 @@ class GatedLinearAttention(RecurrentLayer):
     (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 32]))
     """
 
+    undecayed = ("skip",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -57,13 +60,11 @@ class GatedLinearAttention(RecurrentLayer):
         if gate == "scalar":
             self.decay = DecayGate(hidden_size, kv_heads)
             self.skip = nn.Parameter(torch.empty(num_heads))
-            no_weight_decay(self.skip)
         elif gate == "vector":
             self.decay = nn.Sequential(
                 nn.Linear(hidden_size, gate_low_rank, bias=False),
-                nn.Linear(gate_low_rank, kv_heads * head_dim),
+                GateLinear(gate_low_rank, kv_heads * head_dim),
             )
-            no_weight_decay(self.decay[1].bias)
         self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
@@ -84,7 +85,7 @@ class GatedLinearAttention(RecurrentLayer):
             return torch.log1p(-torch.exp2(-5.0 - head)).expand(*x.shape[:2], -1), None
         if self.gate == "scalar":
             return self.decay(x)
-        g = F.logsigmoid(at_least_fp32(self.decay(x))) / self.gate_logit_normalizer
+        g = F.logsigmoid(self.decay(x)) / self.gate_logit_normalizer
         return g.unflatten(-1, (-1, self.head_dim)), None
 
     def mix(

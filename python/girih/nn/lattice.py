@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
+from girih.nn.decay import DecayGate, first_step_bias
+from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -29,6 +30,8 @@ class Lattice(RecurrentLayer):
     (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 16]))
     """
 
+    undecayed = fp32 = ("memory",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -44,18 +47,18 @@ class Lattice(RecurrentLayer):
     ):
         super().__init__()
         head_dim = head_dim or hidden_size // num_heads
-        self.num_heads, self.chunk, self.objective = num_heads, chunk, objective
+        self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
+        self.objective, self.gated = objective, gated
         self.qk_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
         self.q_conv = ShortConv(num_heads * num_slots, conv_size)
         self.k_conv = ShortConv(num_heads * num_slots, conv_size)
         self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.gamma_proj = nn.Linear(hidden_size, num_heads)
+        self.gamma_proj = GateLinear(hidden_size, num_heads)
         self.decay = DecayGate(hidden_size, num_heads, largest_step=0.01) if gated else None
-        self.memory = nn.Parameter(torch.empty(num_heads, head_dim, num_slots))
+        self.memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, head_dim, num_slots)))
         self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu")
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-        no_weight_decay(self.memory, self.gamma_proj.bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -74,7 +77,7 @@ class Lattice(RecurrentLayer):
         q, k, v, gate = (
             p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, self.v_proj(x), self.g_proj(x))
         )
-        gamma = at_least_fp32(self.gamma_proj(x)).sigmoid()
+        gamma = self.gamma_proj(x).sigmoid()
         g = None if self.decay is None else self.decay(x)[0]
         if memory is None:
             memory = F.normalize(at_least_fp32(self.memory), dim=-2)

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from girih.nn.layer import Layer
 
 
-class RecurrentLayer(nn.Module):
+class RecurrentLayer(Layer):
     """A layer that reads tokens in order and carries a state; `mix` is written without masks.
 
     Each row's valid tokens move to its front and its bounds go to the operators, so that the rest belongs to

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from girih.nn.decay import no_weight_decay
+from girih.nn.layer import Layer, at_least_fp32
 from girih.nn.mixers import MIXERS, register
 
 SCHEDULES = ("constant", "gradual", "cyclic")
@@ -41,7 +41,7 @@ class MixState(NamedTuple):
     mixer: Any
 
 
-class MixAttention(nn.Module):
+class MixAttention(Layer):
     """`y = (1 - m) base(x) + m mixer(x)`, and with `cross` their product on top (TPTT eq. 7, 8).
 
     m is the buffer `weight`, which `set_weight(mix_weight(...))` moves during training; with `learned` it is
@@ -52,6 +52,9 @@ class MixAttention(nn.Module):
     >>> layer(torch.randn(3, 10, 64))[0].shape
     torch.Size([3, 10, 64])
     """
+
+    undecayed = ("logit",)
+    fp32 = ("logit", "weight")
 
     def __init__(
         self,
@@ -70,10 +73,9 @@ class MixAttention(nn.Module):
         self.base, self.mixer = base, mixer
         self.first_weight, self.learned, self.cross = weight, learned, cross
         if learned:
-            self.logit = nn.Parameter(torch.empty(()))
-            no_weight_decay(self.logit)
+            self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard takes no scalar
         else:
-            self.register_buffer("weight", torch.empty(()))
+            self.register_buffer("weight", at_least_fp32(torch.empty(())))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -4,7 +4,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
-from girih.nn.decay import no_weight_decay
 from girih.ops import words
 
 ACTIVATIONS = words("gated_rms_norm", "activation")
@@ -17,9 +16,10 @@ class RMSNorm(nn.RMSNorm):
     1.0
     """
 
+    undecayed = ("weight",)
+
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__(dim, eps=eps)
-        no_weight_decay(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

@@ -22,13 +22,15 @@ class ShortConv(RecurrentLayer):
     (torch.Size([2, 5, 8]), torch.Size([2, 3, 8]))
     """
 
+    undecayed = ("bias",)
+
     def __init__(
         self, channels: int, kernel_size: int = 4, activation: str | None = "silu", bias: bool = False
     ):
         super().__init__()
         if activation not in (None, "silu"):
             raise ValueError(f"activation is {activation!r}; expected None or 'silu'")
-        self.activation = activation
+        self.kernel_size, self.activation = kernel_size, activation
         self.weight = nn.Parameter(torch.empty(channels, kernel_size)) if kernel_size else None
         self.bias = nn.Parameter(torch.empty(channels)) if kernel_size and bias else None
         self.reset_parameters()

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.decay import DecayGate, at_least_fp32, first_step_bias, no_weight_decay
+from girih.nn.decay import DecayGate, first_step_bias
+from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -36,6 +37,8 @@ class Trellis(RecurrentLayer):
     (torch.Size([3, 10, 64]), torch.Size([3, 2, 16, 32]), [2, 2, 2])
     """
 
+    undecayed = fp32 = ("key_memory", "value_memory")
+
     def __init__(
         self,
         hidden_size: int,
@@ -52,21 +55,21 @@ class Trellis(RecurrentLayer):
     ):
         super().__init__()
         head_dim = head_dim or hidden_size // num_heads
-        self.num_heads, self.chunk, self.phi, self.f = num_heads, chunk, phi, f
+        self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
+        self.phi, self.f, self.gated = phi, f, gated
         channels = num_heads * head_dim
         self.qk_proj = nn.Linear(hidden_size, channels, bias=False)
         self.q_conv = ShortConv(channels, conv_size)
         self.k_conv = ShortConv(channels, conv_size)
         self.v_proj = nn.Linear(hidden_size, channels, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
-        self.gamma_proj = nn.Linear(hidden_size, num_heads)
+        self.gamma_proj = GateLinear(hidden_size, num_heads)
         self.decay = DecayGate(hidden_size, num_heads, largest_step=1e-4) if gated else None
-        self.key_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
-        self.value_memory = nn.Parameter(torch.empty(num_heads, num_slots, head_dim))
+        self.key_memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, num_slots, head_dim)))
+        self.value_memory = nn.Parameter(torch.empty_like(self.key_memory))
         self.g_proj = nn.Linear(hidden_size, channels, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu")
         self.o_proj = nn.Linear(channels, hidden_size, bias=False)
-        no_weight_decay(self.key_memory, self.value_memory, self.gamma_proj.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -86,7 +89,7 @@ class Trellis(RecurrentLayer):
             for p in (q, k, self.v_proj(x), self.a_proj(x), self.g_proj(x))
         )
         k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
-        gamma = at_least_fp32(self.gamma_proj(x)).sigmoid()
+        gamma = self.gamma_proj(x).sigmoid()
         g = None if self.decay is None else self.decay(x)[0]
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))

@@ -2,8 +2,10 @@
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from accelerate.utils import broadcast_object_list
@@ -24,11 +26,39 @@ def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
             raise Refusal(f"{kind} {name}: unknown, there are {', '.join(known)}")
 
 
+def refuse_steps(steps: int, bytes_a_step: int) -> None:
+    """The data of all steps is drawn before the first: more than the machine can hold is refused."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if steps < 1:
+        raise Refusal(f"steps {steps}: at least 1")
+    if steps > (most := memory // bytes_a_step):
+        raise Refusal(f"steps {steps}: at most {most:,}, the data of more is larger than the memory here")
+
+
+def seed(text: str) -> int:
+    """The argument of `--seed`: a number that every generator takes, NumPy's too."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} should be from 0 to {2**32 - 1}")
+    return int(text)
+
+
+def path(text: str) -> Path:
+    """The argument of an option that names a file or a folder; `Path("")` would be the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(text)
+
+
 def disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is what raised `error`. safetensors and torch.save give no errno, only words."""
-    words = ("No space left on device", "iostream error", "PytorchStreamWriter failed writing")
+    """Whether `error` comes of a full disk, quota or file. safetensors and torch.save give only words."""
+    words = (
+        "No space left on device",
+        "File too large",
+        "iostream error",
+        "PytorchStreamWriter failed writing",
+    )
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
         if any(word in str(error) for word in words):
             return True
@@ -83,5 +113,5 @@ def answer(program: str, work: Callable[[], int]) -> int:
     except Exception as error:
         if not disk_full(error):
             raise
-        say("the disk is full; nothing half-written counts, the same command continues")
+        say("the disk or a file is full; nothing half-written counts, the same command continues")
         return break_off(2)

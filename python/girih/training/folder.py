@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from transformers import TrainerCallback
 from girih.training.command import Refusal, disk_full
 from girih.training.processes import together
 
-WHOLE = "whole"  # a file in every checkpoint that was written to its end
+WHOLE = "whole"  # a file in every checkpoint that was written to its end: the sizes of the others
+LOCK = ".lock"
 
 
 def draft_of(path: Path) -> Path:
@@ -27,6 +30,10 @@ def publish(path: Path, text: str) -> None:
     os.replace(draft_of(path), path)
 
 
+def damaged(file: Path) -> Refusal:
+    return Refusal(f"file {file}: it is damaged; remove it or its whole folder")
+
+
 def read_json(file: Path) -> dict:
     """What `publish` wrote into a file. Refuses one that someone or a failing disk has damaged."""
     try:
@@ -34,7 +41,7 @@ def read_json(file: Path) -> dict:
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):
-        raise Refusal(f"file {file}: it is damaged; remove it or its whole folder")
+        raise damaged(file)
     return content
 
 
@@ -56,24 +63,63 @@ def make(folder: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
-def prepare(folder: Path, arguments: dict) -> None:
-    """Make `folder` the run of these arguments: its own half-done run stays, another's is moved aside."""
-    file = folder / "arguments.json"
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other commands out of `folder`, which may be renamed meanwhile. The lock ends with the process."""
+
+    def stands() -> bool:  # or the folder was moved, or the lock's last owner has just removed it
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
+        return False
+
+    file = folder / LOCK
+    with file.open("w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: no fork inherits it
+        except (BlockingIOError, PermissionError):
+            raise Refusal(f"folder {folder}: another run is at work in it") from None
+        if not stands():
+            raise Refusal(f"folder {folder}: another run was at work in it just now")
+        try:
+            yield
+        finally:
+            if stands():
+                file.unlink()
+
+
+def finished(folder: Path, arguments: dict) -> dict | None:
+    """The result of the run of these arguments, where it stands."""
+    file, result = folder / "arguments.json", folder / "result.json"
     with usable(folder):
-        if file.exists():
-            if read_json(file) == arguments:
-                if not (folder / "result.json").exists():
-                    make(folder)
-                return
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-                number += 1
-            folder.rename(aside)
-            print(f"the run with other arguments is now {aside}", flush=True)
-        elif folder.exists() and {p.name for p in folder.iterdir()} - {draft_of(file).name}:
-            raise Refusal(f"folder {folder}: there is something else in it")
-        make(folder)
-        publish(file, json.dumps(arguments, indent=2) + "\n")
+        if file.exists() and read_json(file) == arguments and result.exists():
+            return read_json(result)
+    return None
+
+
+@contextlib.contextmanager
+def run_in(folder: Path, arguments: dict) -> Iterator[None]:
+    """Be alone in `folder`, made the run of these arguments: its own half-done run stays, another's is
+    moved aside."""
+    file = folder / "arguments.json"
+    with contextlib.ExitStack() as held:
+        with usable(folder):
+            known = {file.name, draft_of(file).name, LOCK}
+            if folder.exists() and not file.exists() and {p.name for p in folder.iterdir()} - known:
+                raise Refusal(f"folder {folder}: there is something else in it")
+            make(folder)
+            held.enter_context(alone_in(folder))
+            if file.exists() and read_json(file) != arguments:
+                number = 1
+                while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+                    number += 1
+                folder.rename(aside)
+                (aside / LOCK).unlink()
+                print(f"the run with other arguments is now {aside}", flush=True)
+                make(folder)
+                held.enter_context(alone_in(folder))
+            if not file.exists():
+                publish(file, json.dumps(arguments, indent=2) + "\n")
+        yield
 
 
 def check_space(folder: Path, parameters: int) -> None:
@@ -82,6 +128,12 @@ def check_space(folder: Path, parameters: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise Refusal(f"folder {folder}: {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free")
+
+
+def sizes_in(checkpoint: Path) -> dict[str, int]:
+    mark = checkpoint / WHOLE
+    files = (p for p in checkpoint.rglob("*") if p.is_file() and p not in (mark, draft_of(mark)))
+    return {str(file.relative_to(checkpoint)): file.stat().st_size for file in files}
 
 
 class Whole(TrainerCallback):
@@ -93,15 +145,26 @@ class Whole(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         together().wait_for_everyone()
         if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / WHOLE).touch()
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            publish(checkpoint / WHOLE, json.dumps(sizes_in(checkpoint)))
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        return json.loads((checkpoint / WHOLE).read_text()) == sizes_in(checkpoint)
+    except (OSError, ValueError):
+        return False
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """The checkpoint to continue from. Those that were cut off while being written are removed."""
-    whole = []
-    for folder in checkpoints.glob("checkpoint-*"):
-        if (folder / WHOLE).exists():
-            whole.append(folder)
-        else:
-            shutil.rmtree(folder)
-    return max(whole, key=lambda folder: int(folder.name.split("-")[1]), default=None)
+    """The checkpoint to continue from. Later ones are removed: they were cut off while they were written,
+    or damaged since, which is said."""
+    named = (p for p in checkpoints.glob("checkpoint-*") if re.fullmatch("checkpoint-[0-9]+", p.name))
+    by_step = sorted(filter(Path.is_dir, named), key=lambda p: int(p.name.split("-")[1]), reverse=True)
+    for checkpoint in by_step:
+        if is_whole(checkpoint):
+            return checkpoint
+        if (checkpoint / WHOLE).exists():
+            print(f"{checkpoint} is damaged and left out", flush=True)
+        shutil.rmtree(checkpoint)
+    return None

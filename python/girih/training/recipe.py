@@ -25,6 +25,11 @@ class Recipe:
     learning_rate: float
     held_out: int = 256  # windows
 
+    @property
+    def bytes_a_step(self) -> int:
+        """What a step's data takes of the memory: where each window starts."""
+        return 8 * self.batch
+
 
 SIZES = {
     "tiny": Recipe(100_000, 2, 2, 16, 16, 64, 8, 50, 3e-3, held_out=32),
@@ -35,12 +40,14 @@ SIZES = {
 }
 
 
-def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCausalLM:
+def config_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihConfig:
     """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 
     mixer: a name, or several with commas that take turns over the layers.
     """
     names = mixer.split(",")
+    if len(names) > size.layers:
+        raise Refusal(f"mixer {mixer}: {len(names)} cannot take turns over {size.layers} layers")
 
     def config(intermediate: int) -> GirihConfig:
         return GirihConfig(
@@ -66,4 +73,8 @@ def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCa
     intermediate = STEP * max(1, 1 + round((size.parameters - least) / a_step))
     if abs(count(intermediate) / size.parameters - 1) > 0.02:
         raise Refusal(f"mixer {mixer}: it has {least:,} parameters or more, asked for {size.parameters:,}")
-    return GirihForCausalLM(config(intermediate))
+    return config(intermediate)
+
+
+def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCausalLM:
+    return GirihForCausalLM(config_of_size(mixer, size, vocab_size))

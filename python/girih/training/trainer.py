@@ -12,6 +12,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArg
 from transformers.utils import logging as transformers_logging
 
 from girih.models import GirihForCausalLM
+from girih.nn import decay_parameter_names
 from girih.training.command import Refusal
 from girih.training.processes import together
 from girih.training.recipe import Recipe
@@ -20,13 +21,12 @@ BITS = 1 / math.log(2)  # in a nat
 
 
 class ByteTrainer(Trainer):
-    """`Trainer` that lets parameters say whether they decay and logs bits and speed."""
+    """`Trainer` that lets layers say which parameters decay, and logs bits and speed."""
 
     tokens_per_step = 0
     logged = (0, 0.0)  # step, time
 
-    def get_decay_parameter_names(self, model) -> list[str]:
-        return [n for n, p in model.named_parameters() if not getattr(p, "_no_weight_decay", False)]
+    get_decay_parameter_names = staticmethod(decay_parameter_names)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -1,0 +1,50 @@
+"""Sequences packed into one row: where they start, from whatever a collator says of it."""
+
+import torch
+from torch import Tensor
+
+from girih.nn.masking import check_packing
+
+
+def bounds(
+    x: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
+) -> Tensor | None:
+    """`cu_seqlens [N + 1]` of the sequences in x `[1, T, ...]`; None if each row of x `[B, T, ...]` is one.
+
+    cu_seqlens and cu_seq_lens_q say it themselves. Otherwise a new sequence starts where seq_idx changes, or
+    where position_ids, which rise by one, restart. How many do is read on the host, so these two wait for the
+    device (and cost `torch.compile` a break of the graph); the other two do not. attention_mask `[B, T]`:
+    positions of masked tokens say nothing.
+    """
+    if cu_seqlens is not None and cu_seq_lens_q is not None:
+        raise ValueError("cu_seqlens and cu_seq_lens_q: give one, both are the bounds of packed sequences")
+    if cu_seq_lens_q is not None:
+        cu_seqlens = cu_seq_lens_q
+    name, index = ("position_ids", position_ids) if seq_idx is None else ("seq_idx", seq_idx)
+    (rows, T), changed = x.shape[:2], None
+    if index is not None and index.shape not in ((rows, T), (1, T)):
+        raise ValueError(f"{name} has shape {list(index.shape)}; expected [B, T] = {[rows, T]}")
+    if cu_seqlens is None and index is not None and T > 1:
+        step = index.diff() if seq_idx is None else 1 - index.diff().abs()
+        if attention_mask is not None:
+            step = step.where(attention_mask[:, 1:] & attention_mask[:, :-1], 1)
+        step = step.cpu()
+        if (step > 1).any():
+            raise ValueError("position_ids: expected to rise by one within a sequence, and not by more")
+        changed = step < 1
+    if changed is not None and changed.any():
+        if attention_mask is not None or rows > 1:
+            raise ValueError(
+                f"{name} starts new sequences within a row; expected one row, [1, T], and no attention_mask: "
+                "packed sequences have no padding"
+            )
+        starts = changed[0].nonzero().flatten() + 1
+        cu_seqlens = torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), T))).int().to(x.device)
+    check_packing(x, cu_seqlens)
+    return cu_seqlens

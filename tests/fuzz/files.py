@@ -1,0 +1,405 @@
+"""Damaged folders of models: each gives a model that works, or one error that names a file or a field.
+
+    python tests/fuzz/files.py [--count 10000] [--seed 0] [--language python] [--jobs 2] [--memory 8]
+
+A folder that `save_pretrained` wrote is damaged in one to three places (the configuration's fields and text,
+the tensors' header and bytes, the index, what is a file and what a folder) and read. One that crashes, hangs
+or takes all memory is told by its number, and `--only NUMBER` reads it once more.
+"""
+
+import functools
+import json
+import math
+import random
+import re
+import shutil
+import string
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from girih import _C
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.models.config import OWN_FIELDS
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+from workers import main
+
+SIZES = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "num_slots": 3,
+    "chunk": 4,
+    "max_position_embeddings": 32,
+}
+MODELS = [
+    {"mixer": "gsa"},
+    {"mixer": "cat", "num_kv_heads": 1},
+    {"mixer": ["trellis", "lattice"], "tie_word_embeddings": False},
+    {"mixer": "mag", "mag_base": "gla", "mag_mixer": "delta_product", "mag_learned": True},
+    {"mixer": ["attention", "cat"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+]
+# Of transformers' own fields those that a girih model has a use for.
+FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version"]
+DEEP = 100_000
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join(FIELDS)})\b")
+
+
+kept: list[tempfile.TemporaryDirectory] = []  # removed at the end
+
+
+@functools.cache
+def whole(kind: int, sharded: bool) -> Path:
+    """The folder of a model before it is damaged."""
+    kept.append(tempfile.TemporaryDirectory())
+    folder = Path(kept[-1].name)
+    torch.manual_seed(0)
+    model = GirihForCausalLM(GirihConfig(**SIZES | MODELS[kind]))
+    model.to(torch.bfloat16 if sharded else torch.float32)
+    model.save_pretrained(folder, max_shard_size="2KB" if sharded else "1GB")
+    return folder
+
+
+class Damage:
+    """One folder, damaged by what a number draws; `said` tells how."""
+
+    def __init__(self, seed: int, number: int, folder: Path):
+        self.random = random.Random(f"{seed}:{number}")
+        self.sharded = self.random.random() < 0.2
+        self.folder = folder
+        original = whole(self.random.randrange(len(MODELS)), self.sharded)
+        shutil.copytree(original, folder, dirs_exist_ok=True)
+        places = [self.fields, self.fields, self.text, self.header, self.header, self.tensor_bytes, self.kind]
+        places += [self.index] * 2 * self.sharded
+        config = (folder / CONFIG).read_bytes()
+        self.said = []
+        for place in self.random.choices(places, k=self.random.choice([1, 1, 1, 2, 3])):
+            try:
+                place()
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+                self.said.append("(what was damaged already)")
+        file = folder / CONFIG
+        self.config_is_whole = file.is_file() and file.read_bytes() == config
+
+    def choice(self, *values: Any) -> Any:
+        return self.random.choice(values)
+
+    def tensor_file(self) -> Path:
+        return self.random.choice(sorted(self.folder.glob("*.safetensors")))
+
+    def anything(self) -> Any:
+        """A value for a field of JSON; a Raw one has no equal in Python."""
+        mixers = [self.random.choice(list(MIXERS)) for _ in range(self.choice(1, 2, 2, 3))]
+        return self.choice(
+            *(0, -1, 1, 2, 3, 5, 8, 64, 257, 2**20, 2**31 - 1, 2**31, 10**9, 10**12, 2**63 - 1),
+            *(2**63, 2**70, -(2**63), 10**400, 0.5, 1.9, 2.0, -0.0, 1e-300, 1e300),
+            *(math.nan, math.inf, -math.inf, Raw("1e400"), Raw("1" * 5000)),
+            *(True, False, None, "", "word", "8", "w" * 100_000, "\0", "\ud800", "né", mixers[0]),
+            *([], {}, [1], [[]], {"a": 1}, [None, "gsa"], mixers, [*mixers, 3]),
+            Raw("[" * DEEP + "]" * DEEP),
+            Raw('{"a":' * 3000 + "1" + "}" * 3000),
+        )
+
+    def fields(self) -> None:
+        """Values of the configuration."""
+        config = json.loads((self.folder / CONFIG).read_text())
+        for _ in range(self.choice(1, 1, 1, 2, 4)):
+            name = self.random.choice(FIELDS)
+            if self.random.random() < 0.1:
+                config.pop(name, None)
+                self.said.append(f"{name} is missing")
+            else:
+                config[name] = self.anything()
+                self.said.append(f"{name} = {config[name]!r:.60}")
+        if self.random.random() < 0.05:
+            config["".join(self.random.choices(string.ascii_letters, k=5))] = self.anything()
+        (self.folder / CONFIG).write_bytes(written(config))
+
+    def text(self) -> None:
+        """The configuration as bytes."""
+        file = self.folder / CONFIG
+        what, data = self.garbled(file.read_bytes())
+        file.write_bytes(data)
+        self.said.append(f"{CONFIG} {what}")
+
+    def garbled(self, data: bytes) -> tuple[str, bytes]:
+        at, to = sorted(self.random.randint(0, len(data)) for _ in range(2))
+        noise = self.random.randbytes(self.choice(1, 4, 300))
+        return self.choice(
+            (f"cut off at {at}", data[:at]),
+            (f"without {at} to {to}", data[:at] + data[to:]),
+            (f"with {at} to {to} twice", data[:to] + data[at:]),
+            (f"with noise at {at}", data[:at] + noise + data[at:]),
+            (f"overwritten at {at}", data[:at] + noise + data[at + len(noise) :]),
+            (f"with a bit of byte {at} flipped", flipped(data, at, 1 << self.random.randrange(8))),
+            ("twice", data * 2),
+            ("empty", b""),
+            ("zeros", bytes(len(data))),
+            ("with a mark of byte order", b"\xef\xbb\xbf" + data),
+            ("in UTF-16", data.decode("latin1").encode("utf-16")),
+            ("noise", self.random.randbytes(200)),
+            ("a list", b"[" + data + b"]"),
+            ("a value", self.choice(b"null", b"3", b'"config"', b"[]", b"{}", b"[" * DEEP)),
+        )
+
+    def header(self) -> None:
+        """The header of a file of tensors, its length too."""
+        file = self.tensor_file()
+        data = file.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
+        name = self.random.choice([n for n in header if n != "__metadata__"])
+        entry, (begin, end) = header[name], header[name]["data_offsets"]
+        total = len(rest)
+        other = self.random.choice(list(header))
+
+        def becomes(key: str, value: Any) -> None:
+            entry[key] = value
+            self.said.append(f"{file.name}: {name}: {key} = {value!r:.60}")
+
+        def offsets() -> None:
+            some = [
+                begin,
+                end,
+                0,
+                1,
+                -1,
+                -8,
+                total,
+                total + 8,
+                begin + 0.5,
+                2**63,
+                2**64,
+                2**64 - 8,
+                None,
+                "0",
+            ]
+            change = self.choice(
+                *(
+                    [begin, end + 4],
+                    [begin + 4, end],
+                    [begin - 4, end - 4],
+                    [begin + 4, end + 4],
+                    [end, begin],
+                ),
+                *([begin, end, total], [begin], [], {}, None, [[begin], [end]], {"begin": begin, "end": end}),
+                *([begin + 0.5, end + 0.5], [float(begin), float(end)], [0, end - begin], [0, total]),
+                self.random.choices(some, k=2),
+            )
+            becomes("data_offsets", change)
+
+        def shape() -> None:
+            right = list(entry["shape"])
+            change = self.choice(
+                *(right[::-1], [], [*right, 1], [1, *right], right[:-1], [math.prod(right)], [0], [-1]),
+                *([-x for x in right], [2**32, 2**32], [2**62, 4], [2**63], [0, 2**62], [1] * 70, [1] * 3000),
+                *([x + 0.5 for x in right], [float(x) for x in right], [str(x) for x in right], right[0]),
+                *(None, "word", {}, [None], [[x] for x in right], [10**400]),
+            )
+            becomes("shape", change)
+
+        def dtype() -> None:
+            becomes(
+                "dtype", self.choice("F64", "F16", "BF16", "I64", "I8", "F8_E4M3", "X9", "", None, 7, [], {})
+            )
+
+        def gone() -> None:
+            del header[name]
+            self.said.append(f"{file.name}: no {name}")
+
+        def extra() -> None:
+            header[self.choice("more", "", "\0", "model.embed_tokens", "lm_head.weight")] = dict(entry)
+            self.said.append(f"{file.name}: one more tensor")
+
+        def renamed() -> None:
+            header[f"{name}_"] = header.pop(name)
+            self.said.append(f"{file.name}: {name} is renamed")
+
+        def swapped() -> None:
+            header[name], header[other] = header[other], header[name]
+            self.said.append(f"{file.name}: {name} and {other} swapped")
+
+        def replaced() -> None:
+            header[self.choice(name, "__metadata__")] = value = self.anything()
+            self.said.append(f"{file.name}: {name} or metadata = {value!r:.60}")
+
+        def part_missing() -> None:
+            key = self.random.choice(list(entry))
+            del entry[key]
+            self.said.append(f"{file.name}: {name} has no {key}")
+
+        self.choice(
+            *(offsets, offsets, offsets, shape, shape, shape, dtype, dtype),
+            *(gone, extra, renamed, swapped, replaced, part_missing),
+        )()
+        text = written(header)
+        length = len(text)
+        if self.random.random() < 0.1:
+            what, text = self.garbled(text)
+            self.said.append(f"header {what}")
+        if self.random.random() < 0.2:
+            some = [
+                length + 1,
+                length - 1,
+                length - 8,
+                0,
+                1,
+                2**31,
+                2**63,
+                2**64 - 1,
+                100_000_001,
+                total + length,
+            ]
+            length = self.random.choice(some) % 2**64
+            self.said.append(f"header of {length} bytes")
+        if self.random.random() < 0.1:
+            rest = self.choice(rest[:-1], rest[:-4], rest[: total // 2], b"", rest + bytes(8))
+            self.said.append(f"{len(rest)} bytes of data for {total}")
+        file.write_bytes(length.to_bytes(8, "little") + text + rest)
+
+    def tensor_bytes(self) -> None:
+        """A file of tensors as bytes: its beginning, where a bit counts, more often than the rest."""
+        file = self.tensor_file()
+        data = file.read_bytes()
+        if self.random.random() < 0.5:
+            at = self.random.randrange(self.choice(8, 200, len(data)))
+            what, data = f"with byte {at} flipped", flipped(data, at, self.random.randint(1, 255))
+        else:
+            what, data = self.garbled(data)
+        file.write_bytes(data)
+        self.said.append(f"{file.name} {what}")
+
+    def index(self) -> None:
+        """The index of several files of tensors."""
+        file = self.folder / INDEX
+        index = json.loads(file.read_text())
+        names = index["weight_map"]
+        some = self.random.choice(list(names))
+        if self.random.random() < 0.3:
+            what, data = self.garbled(file.read_bytes())
+        else:
+            what, change = self.choice(
+                ("without weight_map", {"metadata": {}}),
+                ("with another weight_map", {"weight_map": self.anything()}),
+                ("with an empty weight_map", {"weight_map": {}}),
+                ("with another value", index | {"weight_map": names | {some: self.anything()}}),
+                ("with a file that is not there", index | {"weight_map": names | {some: "no.safetensors"}}),
+                ("with another place", index | {"weight_map": names | {some: "../../etc/passwd"}}),
+                ("with a folder for a file", index | {"weight_map": names | {some: "."}}),
+                ("with the configuration", index | {"weight_map": names | {some: CONFIG}}),
+                ("with one name less", index | {"weight_map": {n: f for n, f in names.items() if n != some}}),
+                ("with one name more", index | {"weight_map": names | {"more": names[some]}}),
+                ("with all names in one file", index | {"weight_map": dict.fromkeys(names, names[some])}),
+            )
+            data = written(change)
+        file.write_bytes(data)
+        self.said.append(f"{INDEX} {what}")
+
+    def kind(self) -> None:
+        """What should be a file is none."""
+        file = self.random.choice(sorted(self.folder.iterdir()))
+        what = self.choice("missing", "a folder", "a link to itself", "a link to nothing", "/dev/null")
+        file.unlink()
+        if what == "a folder":
+            file.mkdir()
+        elif what != "missing":
+            to = {"a link to itself": file, "a link to nothing": file.with_name("nothing")}
+            file.symlink_to(to.get(what, what))
+        self.said.append(f"{file.name} is {what}")
+
+
+class Raw(float):
+    """JSON that Python cannot write, or only by recursion: `written` puts it into the text."""
+
+    def __new__(cls, text: str):
+        raw = super().__new__(cls)
+        raw.text = text
+        return raw
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def written(value: Any) -> bytes:
+    """JSON of it; half a surrogate pair is written as it is."""
+    raws = []
+
+    def marked(x: Any) -> Any:
+        if isinstance(x, Raw):
+            raws.append(x.text)
+            return f"<raw {len(raws) - 1}>"
+        if isinstance(x, dict):
+            return {name: marked(part) for name, part in x.items()}
+        return [marked(part) for part in x] if isinstance(x, list) else x
+
+    text = json.dumps(marked(value), ensure_ascii=False)
+    for i, raw in enumerate(raws):
+        text = text.replace(f'"<raw {i}>"', raw)
+    return text.encode(errors="surrogatepass")
+
+
+def flipped(data: bytes, at: int, bits: int) -> bytes:
+    return data[:at] + bytes(x ^ bits for x in data[at : at + 1]) + data[at + 1 :]
+
+
+def reader_of(damage: Damage, language: str) -> Any:
+    """AutoModel reads the configuration in transformers' own words, before it knows that it is girih's."""
+    if language == "cpp":
+        return _C.LanguageModel
+    return (
+        damage.choice(AutoModelForCausalLM, GirihForCausalLM) if damage.config_is_whole else GirihForCausalLM
+    )
+
+
+def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
+    """Of three tokens, by the model in the folder; and its vocabulary."""
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    model = reader.from_pretrained(str(folder))
+    if reader is _C.LanguageModel:
+        rows = model.named_parameters()["model.embed_tokens.weight"].shape[0]
+        return model.forward(ids)[0], rows
+    with torch.no_grad():
+        return model(ids).logits, model.config.vocab_size
+
+
+def problem_of(damage: Damage, language: str) -> str | None:
+    """Reads the folder; what is wrong with the outcome, if anything."""
+    try:
+        logits, rows = logits_of(damage.folder, reader_of(damage, language))
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        said = str(error)
+        if isinstance(error, NotImplementedError | RecursionError | UnicodeError):
+            return f"{type(error).__name__}: {said:.300}"
+        if "INTERNAL ASSERT" in said:
+            return f"an internal assertion: {said:.300}"
+        if len(said) > 20_000:
+            return f"a message of {len(said)} characters: {said:.300}"
+        return (
+            None
+            if NAMES.search(said) or str(damage.folder) in said
+            else f"names nothing: {type(error).__name__}: {said:.300}"
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error!s:.300}"
+    return None if logits.shape == (1, 3, rows) else f"logits of shape {list(logits.shape)}"
+
+
+def attempt(seed: int, number: int, language: str) -> tuple[str, str | None]:
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        damage = Damage(seed, number, Path(folder))
+        return "; ".join(damage.said), problem_of(damage, language)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, __doc__, "folder", ("language", ["cpp", "python"]), attempt))

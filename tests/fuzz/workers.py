@@ -1,0 +1,92 @@
+"""Processes that make numbered tries, and one that reports which of them die and goes on behind their try.
+
+A try hangs on the seed and its number alone, so `--only NUMBER` repeats one.
+"""
+
+import argparse
+import faulthandler
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+WRONG = 3  # a worker's exit code
+PATIENCE = 60  # seconds a try may take, the first one's start included
+GIB = 2**30
+
+# (seed, number, where) -> what was tried, and what is wrong with its outcome, if anything.
+Attempt = Callable[[int, int, str], tuple[str, str | None]]
+
+
+def main(script: str, doc: str, tries: str, where: tuple[str, list[str]], attempt: Attempt) -> int:
+    """tries: what they are called. where: the option that says where they are made, and its choices."""
+    name, choices = where
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(f"--{name}", dest="where", default=choices[0], choices=choices)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--memory", type=int, help="GiB that a worker may take beyond its start")
+    parser.add_argument("--only", type=int, help="this one alone, in this process")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory and (options.only, options.worker) != (None, None):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + options.memory * GIB
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if options.only is not None:
+        tried, problem = attempt(options.seed, options.only, options.where)
+        print(tried)
+        print(problem or "well")
+        return bool(problem)
+    if options.worker is not None:
+        return WRONG if work(options, tries, attempt) else 0
+    with tempfile.TemporaryDirectory() as folder:
+        own = [f"--{n}={getattr(options, n)}" for n in ("count", "seed", "jobs")]
+        own += [f"--{name}={options.where}"] + [f"--memory={options.memory}"] * bool(options.memory)
+        failed = oversee([sys.executable, script, *own], options.jobs, tries, Path(folder))
+    print(f"{options.count} {tries}s on {options.where}: {'some are wrong' if failed else 'all well'}")
+    return failed
+
+
+def work(options: argparse.Namespace, tries: str, attempt: Attempt) -> int:
+    """Tries from the worker's first on, as many as fall to it; the number of each is noted beforehand."""
+    bad = 0
+    for number in range(options.worker, options.count, options.jobs):
+        options.progress.write_text(str(number))
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)  # wherever it hangs, in C++ too
+        tried, problem = attempt(options.seed, number, options.where)
+        faulthandler.cancel_dump_traceback_later()
+        if problem:
+            bad += 1
+            print(f"{tries} {number}: {tried}: {problem}", flush=True)
+    return bad
+
+
+def oversee(command: list[str], jobs: int, tries: str, folder: Path) -> bool:
+    """Runs the workers; whether anything was wrong."""
+    failed, workers = False, {}
+
+    def start(index: int, first: int) -> None:
+        own = [f"--worker={first}", f"--progress={folder / str(index)}"]
+        workers[index] = subprocess.Popen([*command, *own], env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    for index in range(jobs):
+        start(index, index)
+    while workers:
+        for index, worker in list(workers.items()):
+            try:
+                code = worker.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            del workers[index]
+            if code not in (0, WRONG):
+                number = int((folder / str(index)).read_text())
+                print(f"{tries} {number}: the process died with {code}", flush=True)
+                start(index, number + jobs)
+            failed |= code != 0
+    return failed

@@ -1,0 +1,255 @@
+"""`make test-gpu`: every test on a GPU, compute-sanitizer's included, and the record of what was green.
+
+    make test-gpu [STAGES=kernels,memcheck] [RECORD=file] [PYTHON=python3] [BUILD=no]
+
+    cpp         the C++ tests
+    python      every test of tests/python but the kernels' own
+    kernels     test_*_kernels.py, in several processes
+    large       those of them that take tens of GiB, one after the other
+    memcheck    compute-sanitizer over some calls of every kernels' test, on allocations of exact sizes
+    racecheck   the same for races in shared memory, on kernels built for it (-DGIRIH_RACECHECK=ON)
+    synccheck   the same for barriers
+
+`record.json` beside this file holds, for one state of the kernels and their tests (`state_hash`), the stages
+that were green. Stages run in commands of their own add up there; a change of the kernels begins it anew, and
+a red stage leaves it. test_gpu_record.py holds it against the tree wherever the tests run.
+
+BUILD=no takes what stands in python/girih/lib, and for racecheck in build/racecheck/python/girih/lib.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "tests" / "gpu" / "record.json"
+RACECHECK = ROOT / "build" / "racecheck"
+
+KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/python/test_*_kernels.py"))
+# In a graph's capture nothing may be allocated for good, and long runs take too long under a sanitizer.
+SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
+STAGES = ("cpp", "python", "kernels", "large", "memcheck", "racecheck", "synccheck")
+
+
+# ---- what the record is about ------------------------------------------------------------------------------
+
+
+def closure(files: list[Path], imported) -> set[Path]:
+    """The files, and all that they include or import, near or far."""
+    found, left = set(), list(files)
+    while left:
+        file = left.pop()
+        if file not in found:
+            found.add(file)
+            left += [other for other in imported(file) if other.is_file()]
+    return found
+
+
+def includes(file: Path) -> list[Path]:
+    names = re.findall(r'#include ["<]([\w./]+)[">]', file.read_text())
+    folders = [file.parent, ROOT / "kernels", ROOT / "csrc" / "include"]
+    return [(folder / name).resolve() for name in names for folder in folders]
+
+
+def imports(file: Path) -> list[Path]:
+    names = re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
+    return [file.with_name(f"{name}.py") for name in names]
+
+
+def files_of_state() -> list[Path]:
+    """The kernels, what calls them, and their tests."""
+    kernels = [p for p in (ROOT / "kernels").rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".txt")]
+    callers = closure(sorted((ROOT / "csrc").glob("ops/*/cuda.cpp")), includes)
+    tests = [*sorted(ROOT.glob("tests/python/test_*_kernels.py")), ROOT / "tests/python/test_cuda.py"]
+    return sorted({*kernels, *callers, *closure(tests, imports)})
+
+
+def state_hash() -> str:
+    digest = hashlib.sha256()
+    for file in files_of_state():
+        digest.update(
+            f"{file.relative_to(ROOT).as_posix()}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
+        )
+    return digest.hexdigest()
+
+
+def added(record: dict, state: str, results: dict[str, dict]) -> dict:
+    """The record with what these stages came to: green ones are in it, red ones are not."""
+    stages = dict(record.get("stages", {})) if record.get("state") == state else {}
+    for stage, result in results.items():
+        stages.pop(stage, None)
+        if result["green"]:
+            stages[stage] = {name: x for name, x in result.items() if name != "green"}
+    return {"state": state, "stages": {stage: stages[stage] for stage in STAGES if stage in stages}}
+
+
+def complaint(record: dict) -> str | None:
+    """Why a record does not vouch for the tree, if it does not."""
+    if record.get("state") != state_hash():
+        return "kernels changed since the last green run on a GPU: run make test-gpu"
+    if missing := [stage for stage in STAGES if stage not in record["stages"]]:
+        return f"not green on a GPU in this state: run make test-gpu STAGES={','.join(missing)}"
+    return None
+
+
+# ---- stages ------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    def __init__(self, limit: int, build: bool):
+        self.limit, self.build = limit, build
+        self.own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": self.path(ROOT / "python")}
+
+    def path(self, package: Path) -> str:
+        return os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def run(self, command: list[str], **own: str) -> tuple[int, str]:
+        """The exit code, 124 where it ran out of time, and what was printed, which is shown meanwhile."""
+        print(f"\n$ {' '.join(command)}", flush=True)
+        limited = ["timeout", "--kill-after=10", str(self.limit), *command]
+        environment = {**os.environ, **self.own, **own}
+        child = subprocess.Popen(
+            limited, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        lines = []
+        for line in child.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+        return child.wait(), "".join(lines)
+
+    def pytest(self, *arguments: str, before: tuple[str, ...] = (), jobs: int, **own: str) -> dict:
+        command = [*before, sys.executable, "-m", "pytest", "-q", "-n", str(jobs), *arguments]
+        code, printed = self.run(command, **own)
+        counts = {
+            n: int(m[1]) if (m := re.search(rf"(\d+) {n}", printed)) else 0 for n in ("passed", "failed")
+        }
+        counts["failed"] += sum(int(n) for n in re.findall(r"(\d+) errors? in", printed))
+        return {"green": code == 0 and counts["passed"] > 0, **counts, "code": code, "printed": printed}
+
+    def sanitizer(self, tool: str, each: int, **own: str) -> dict:
+        """`each`: how many parametrisations of every test. All launches of girih's kernels are checked."""
+        before = (
+            "compute-sanitizer",
+            "--tool",
+            tool,
+            "--target-processes",
+            "all",
+            "--kernel-name",
+            "kns=girih",
+        )
+        before += ("--report-api-errors", "no", "--print-limit", "20")
+        marks, names = SANITIZED
+        chosen = ("--each", str(each), "-m", marks, "-k", names, *KERNEL_TESTS)
+        result = self.pytest(*chosen, before=before, jobs=8, **own)
+        # A line of every process, whichever of them had errors.
+        found = re.findall(
+            r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", result["printed"]
+        )
+        errors = sum(int(a or b) for a, b in found)
+        result["failed"] += errors
+        result["green"] = result["green"] and bool(found) and not errors
+        return result
+
+    def cpp(self) -> dict:
+        program = ROOT / "build" / "tests" / "cpp" / "girih_tests"
+        if not program.exists():
+            return {"green": False, "passed": 0, "failed": 1, "why": f"no {program.relative_to(ROOT)}"}
+        code, printed = self.run([str(program)])
+        passed = re.search(r"in (\d+) test cases|(\d+) passed", printed)
+        count = int(passed[1] or passed[2]) if passed else 0
+        return {"green": code == 0, "passed": count, "failed": int(code != 0), "code": code}
+
+    def python(self) -> dict:
+        others = [f"--ignore={file}" for file in KERNEL_TESTS]
+        return self.pytest(*others, "tests/python", jobs=min(16, os.cpu_count()))
+
+    def kernels(self) -> dict:
+        return self.pytest("-m", "not large", *KERNEL_TESTS, jobs=min(8, os.cpu_count()))
+
+    def large(self) -> dict:
+        return self.pytest("-m", "large", *KERNEL_TESTS, jobs=0)
+
+    def memcheck(self) -> dict:
+        return self.sanitizer("memcheck", 3, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+    def synccheck(self) -> dict:
+        return self.sanitizer("synccheck", 2)
+
+    def racecheck(self) -> dict:
+        package = RACECHECK / "python" / "girih"
+        if self.build:
+            build_for_racecheck(package)
+        return self.sanitizer("racecheck", 2, PYTHONPATH=self.path(package.parent))
+
+
+def build_for_racecheck(package: Path) -> None:
+    """The library with kernels that racecheck can follow, in a package of its own, for this card alone."""
+    import torch
+
+    shutil.copytree(
+        ROOT / "python" / "girih", package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lib", "*.so")
+    )
+    major, minor = torch.cuda.get_device_capability()
+    architecture = f"{major}{minor}{'a' * (major >= 9)}-real"
+    options = ["-DGIRIH_CUDA=ON", "-DGIRIH_RACECHECK=ON", "-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF"]
+    options += [f"-DGIRIH_PACKAGE={package}", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
+    options += [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-G", "Ninja"]
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for command in (
+        ["cmake", "-S", str(ROOT), "-B", str(RACECHECK), *options],
+        ["cmake", "--build", str(RACECHECK)],
+    ):
+        subprocess.run(command, check=True, env={**os.environ, "PATH": tools})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--stages", default=",".join(STAGES), help="names with commas")
+    parser.add_argument("--record", type=Path, default=RECORD, help="where the record is kept")
+    parser.add_argument("--limit", type=int, default=1800, help="seconds a stage may take")
+    parser.add_argument("--build", choices=["yes", "no"], default="yes")
+    options = parser.parse_args()
+    stages = options.stages.split(",")
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        print(f"test-gpu: stage {unknown[0]}: unknown, there are {', '.join(STAGES)}", file=sys.stderr)
+        return 2
+    import torch
+
+    if not torch.cuda.is_available():
+        print("test-gpu: no CUDA device here; it runs on a GPU alone", file=sys.stderr)
+        return 2
+    runner, results = Runner(options.limit, options.build == "yes"), {}
+    machine = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
+    for stage in stages:
+        begun, state = time.monotonic(), state_hash()
+        try:
+            result = getattr(runner, stage)()
+        except (OSError, subprocess.CalledProcessError) as error:
+            result = {"green": False, "passed": 0, "failed": 1, "why": str(error)}
+        result["seconds"] = round(time.monotonic() - begun)
+        results[stage] = result
+        known = {n: result[n] for n in ("green", "passed", "failed", "seconds")} | machine
+        # Stage by stage: what a command that is cut short has done counts.
+        kept = options.record if options.record.exists() else RECORD
+        record = json.loads(kept.read_text()) if kept.exists() else {}
+        options.record.write_text(json.dumps(added(record, state, {stage: known}), indent=1) + "\n")
+    print(f"\n{'stage':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")
+    for stage, result in results.items():
+        why = result.get("why") or ("ran out of time" if result.get("code") == 124 else "")
+        red = "" if result["green"] else f"  RED {why}"
+        print(f"{stage:<12}{result['passed']:>8}{result['failed']:>8}{result['seconds']:>9}{red}")
+    left = complaint(json.loads(options.record.read_text()))
+    print(left or f"every stage is green in this state: {options.record}")
+    return int(not all(result["green"] for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""A slice of what tests/fuzz draws; more by hand, see the programs' own words."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FUZZ = Path(__file__).parents[1] / "fuzz"
+SLICES = {
+    "calls": ["calls.py", "--count=400"],
+    "folders from C++": ["files.py", "--count=300", "--language=cpp", "--memory=8"],
+    "folders from Python": ["files.py", "--count=150", "--language=python", "--memory=8"],
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_each_works_or_is_refused_by_name(name):
+    program, *options = SLICES[name]
+    run = subprocess.run(
+        [sys.executable, str(FUZZ / program), *options], capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+def test_a_worker_that_dies_is_told_by_its_number_and_the_others_go_on(tmp_path):
+    program = tmp_path / "tries.py"
+    program.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(FUZZ)!r})\nimport workers\n"
+        "workers.PATIENCE = 2\n"
+        "def attempt(seed, number, where):\n"
+        "    if number == 3: os.kill(os.getpid(), 11)\n"
+        "    if number == 4:\n"
+        "        while True: pass\n"
+        "    if number == 6: return 'six', 'it is wrong'\n"
+        "    if number == 7: bytearray(2**32)\n"
+        "    open(os.path.join(where, str(number)), 'w')\n"
+        "    return 'tried', None\n"
+        f"sys.exit(workers.main(__file__, 'Tries.', 'try', ('where', [{str(tmp_path)!r}]), attempt))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(program), "--count=9", "--jobs=2", "--memory=1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = run.stdout.splitlines()
+    assert run.returncode == 1 and said[-1].endswith("some are wrong")
+    assert sorted(said[:-1]) == [
+        "try 3: the process died with -11",
+        "try 4: the process died with 1",
+        "try 6: six: it is wrong",
+        "try 7: the process died with 1",
+    ]
+    assert {p.name for p in tmp_path.iterdir() if p.name.isdigit()} == {"0", "1", "2", "5", "8"}

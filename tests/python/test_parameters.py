@@ -1,0 +1,162 @@
+"""What must not happen to a layer's parameters: decay of memories, time scales and norms, and rounding of the
+first two. Names say it, so that nothing which replaces a parameter loses it."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from girih.models import GirihConfig, GirihForCausalLM
+from girih.nn import MixAttention, Trellis, decay_parameter_names
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainingArguments
+
+MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "lattice", "mag", "cat", "gsa"]
+UNDECAYED = {  # by the last part of a name
+    *("A_log", "dt_bias", "skip", "logit", "header", "key_memory", "value_memory", "memory", "bias"),
+    *("norm.weight", "mixer_norm.weight", "mlp_norm.weight"),
+}
+FP32 = {"A_log", "dt_bias", "logit", "key_memory", "value_memory", "memory", "bias"}
+LOW = [torch.bfloat16, torch.float16]
+
+
+def small(mixer=MIXERS, **options):
+    layers = {"num_hidden_layers": len(mixer)} if isinstance(mixer, list) else {"num_hidden_layers": 2}
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_heads": 2, "num_slots": 8, "chunk": 4}
+    more = {"mag_learned": True, "max_position_embeddings": 64}
+    return GirihConfig(mixer=mixer, **(sizes | layers | more | options))
+
+
+def ends_in(name, words):
+    return any(name == word or name.endswith("." + word) for word in words)
+
+
+def undecayed(model):
+    return {name for name, _ in model.named_parameters()} - set(decay_parameter_names(model))
+
+
+@pytest.fixture(scope="module", params=["hybrid", "cat"])
+def model(request):
+    torch.manual_seed(0)
+    return GirihForCausalLM(small() if request.param == "hybrid" else small("cat"))
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_memories_time_scales_biases_and_norms_do_not_decay(model):
+    expected = {name for name, _ in model.named_parameters() if ends_in(name, UNDECAYED)}
+    assert undecayed(model) == expected
+    assert {name.rsplit(".", 1)[-1] for name in expected} >= (
+        {"header"} if model.config.mixer == "cat" else FP32
+    )
+
+
+def replaced(model, way, folder, mesh):
+    """The model after something that puts other parameters into it."""
+    if way == "from_pretrained":
+        model.save_pretrained(folder)
+        return GirihForCausalLM.from_pretrained(folder)
+    model = deepcopy(model)
+    if way == "assign":
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    elif way == "fully_shard":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif way == "bf16":
+        model.to(torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "assign", "from_pretrained", "fully_shard", "bf16"])
+def test_whatever_replaces_parameters_leaves_their_names(model, way, tmp_path, one_process):
+    assert undecayed(replaced(model, way, tmp_path, one_process)) == undecayed(model)
+
+
+def test_wrapped_models_have_longer_names():
+    model = GirihForCausalLM(small(["trellis"]))
+    assert {name.removeprefix("_orig_mod.") for name in undecayed(torch.compile(model))} == undecayed(model)
+
+
+def test_a_trainer_told_so_decays_the_others_alone(model, tmp_path):
+    class Told(Trainer):
+        get_decay_parameter_names = staticmethod(decay_parameter_names)
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, weight_decay=0.1, report_to="none")
+    groups = Told(model=model, args=arguments).create_optimizer().param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in groups}
+    assert found == {0.1: set(decay_parameter_names(model)), 0.0: undecayed(model)}
+
+
+CONVERT = {
+    "to": lambda model, dtype: model.to(dtype),
+    "half or bfloat16": lambda model, dtype: model.half() if dtype == torch.float16 else model.bfloat16(),
+    "device and dtype": lambda model, dtype: model.to("cpu", dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("way", [*CONVERT, "from_pretrained", "from_config"])
+def test_time_scales_and_memories_stay_in_fp32(model, way, dtype, tmp_path):
+    if way == "from_pretrained":
+        model.save_pretrained(tmp_path)
+        low = GirihForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    elif way == "from_config":
+        low = GirihForCausalLM._from_config(model.config, dtype=dtype)
+    else:
+        low = CONVERT[way](deepcopy(model), dtype)
+    for name, p in low.named_parameters():
+        kept = ends_in(name, FP32)
+        assert p.dtype == (torch.float32 if kept else dtype), name
+        if kept and way != "from_config":
+            assert p.equal(model.get_parameter(name)), name
+
+
+def test_gradients_and_buffers_stay_too():
+    layer = MixAttention(Trellis(16, 2, num_slots=4), Trellis(16, 2, num_slots=4), weight=0.3)
+    layer(torch.randn(1, 5, 16))[0].sum().backward()
+    memory = layer.base.key_memory.grad.clone()
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.float32 and layer.weight.item() == pytest.approx(0.3, abs=1e-7)
+    assert layer.base.key_memory.grad.equal(memory)
+    assert layer.base.qk_proj.weight.grad.dtype == torch.bfloat16
+
+
+def test_double_is_double_and_another_device_another_device(model):
+    moved = deepcopy(model).double()
+    assert {p.dtype for p in moved.parameters()} == {torch.float64}
+    low = deepcopy(model).to("meta", torch.bfloat16)
+    assert {p.device.type for p in low.parameters()} == {"meta"}
+    assert {p.dtype for name, p in low.named_parameters() if ends_in(name, FP32)} <= {torch.float32}
+
+
+@pytest.mark.parametrize("mixer", ["trellis", "lattice", "gla", "mamba2", "gated_deltanet", "mag"])
+def test_a_model_in_bf16_trains_and_generates(mixer, tmp_path):
+    torch.manual_seed(0)
+    model = GirihForCausalLM(small(mixer)).bfloat16()
+    ids = torch.randint(32, (2, 9))
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    again = GirihForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert [p.dtype for p in again.parameters()] == [p.dtype for p in model.parameters()]
+    model.eval().zero_grad()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert again.generate(ids, **options).equal(model.generate(ids, **options))
+
+
+def test_the_time_scales_of_a_gate_are_not_rounded():
+    """A bias that bf16 cannot hold: rounded, the gate's error would be 2^-9 of it."""
+    layer = Trellis(16, 2, num_slots=4).bfloat16()
+    with torch.no_grad():
+        layer.gamma_proj.bias.fill_(-6.1234567)
+        layer.gamma_proj.weight.zero_()
+    out = layer.gamma_proj(torch.randn(1, 3, 16, dtype=torch.bfloat16))
+    assert out.dtype == torch.float32 and out.eq(torch.tensor(-6.1234567)).all()

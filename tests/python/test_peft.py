@@ -1,0 +1,67 @@
+"""LoRA of peft on a girih model: it trains, is saved and loaded, and is merged into the weights."""
+
+import pytest
+import torch
+from girih.models import GirihConfig, GirihForCausalLM
+
+peft = pytest.importorskip("peft")
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "num_heads": 2, "num_slots": 8, "chunk": 4}
+MODELS = {
+    "hybrid": {
+        "mixer": ["gsa", "delta_product", "trellis", "lattice", "mamba2", "mag"],
+        "num_hidden_layers": 6,
+    },
+    "cat": {"mixer": "cat", "num_hidden_layers": 2, "max_position_embeddings": 64},
+}
+IDS = torch.randint(32, (3, 13), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return GirihForCausalLM(GirihConfig(**SIZES | MODELS[request.param]))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["o_proj", "gate_proj"]], ids=str)
+def test_lora_trains_is_saved_loaded_and_merged(model, targets, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        plain = model.eval()(IDS).logits
+    lora = peft.get_peft_model(
+        model.train(), peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    )
+    trainable = {name: p for name, p in lora.named_parameters() if p.requires_grad}
+    assert trainable and all("lora_" in name for name in trainable)
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = lora(input_ids=IDS, labels=IDS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None for p in trainable.values())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    lora.eval().save_pretrained(tmp_path / "lora")
+    with torch.no_grad():
+        trained = lora(input_ids=IDS).logits
+        assert not torch.allclose(trained, plain, atol=1e-2)
+        base = GirihForCausalLM.from_pretrained(tmp_path / "model").eval()
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "lora").eval()
+        torch.testing.assert_close(loaded(input_ids=IDS).logits, trained, atol=1e-5, rtol=0)
+        written = [m.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for m in (lora, loaded)]
+        assert written[0].equal(written[1])
+        merged = loaded.merge_and_unload()
+        assert type(merged) is GirihForCausalLM
+        torch.testing.assert_close(merged(IDS).logits, trained, atol=1e-4, rtol=0)
+    adapted = {
+        name.split(".lora_A")[0].removeprefix("base_model.model.") for name in trainable if "lora_A" in name
+    }
+    moved = {name for name, p in merged.state_dict().items() if not p.equal(before[name])}
+    assert moved == {f"{name}.weight" for name in adapted}
+    merged.save_pretrained(tmp_path / "merged")
+    again = GirihForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        assert again(IDS).logits.equal(merged(IDS).logits)
