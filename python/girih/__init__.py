@@ -1,9 +1,10 @@
 """Sequence mixers that compress their past.
 
 ``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models, and
-``girih.accelerate`` serves those of transformers; all but the first are imported when they are first used. Importing the package loads ``libgirih.so``, which registers
-``torch.ops.girih.*``, and makes the language models known to transformers' ``AutoConfig``, ``AutoModel`` and
-``AutoModelForCausalLM`` once those are imported.
+``girih.accelerate`` serves those of transformers; all but the first are imported when they are first used.
+Importing the package loads ``libgirih.so``, which registers ``torch.ops.girih.*``, and makes the language
+models known to transformers' ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM`` once those are
+imported.
 """
 
 from importlib import import_module
