@@ -37,6 +37,13 @@ def gla(
 
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``;
     o ``[B, T, HQ, V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
+
+    >>> q = k = v = torch.randn(2, 100, 4, 64)
+    >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4))
+    >>> o, state = gla(q, k, v, g)
+    >>> o.shape, state.s.shape
+    (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 64]))
+    >>> o, state = gla(q, k, v, g, state=state)  # the next 100 tokens
     """
     o, *after = torch.ops.girih.gla(q, k, v, g, *parts("gla", GLAState, state), cu_seqlens, scale=scale)
     return o, GLAState(*after)
