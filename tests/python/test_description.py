@@ -1,7 +1,10 @@
 """`describe()` is the one description: functions, checks and tests agree with it."""
 
+import doctest
+import importlib
 import inspect
 import math
+import pkgutil
 import re
 
 import pytest
@@ -24,6 +27,13 @@ def case_with(op, option):
 
 def ids(pairs):
     return [f"{name}-{option['name']}" for name, option in pairs]
+
+
+@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(ops.__path__)])
+def test_examples_in_docstrings_run(module):
+    module = importlib.import_module(f"girih.ops.{module}")
+    assert doctest.testmod(module).failed == 0
+    assert all(">>>" in getattr(module, name).__doc__ for name in set(DESCRIPTION) & set(vars(module)))
 
 
 @pytest.mark.parametrize("name", DESCRIPTION)

@@ -6,8 +6,9 @@ grow and is not refused, for looking would mean to wait for the device. ``q`` ma
 tensors' heads. States are fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence.
 ``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``; ``[B, 2]`` says
 where in each row its one sequence begins and ends. Tokens outside belong to no sequence: they do nothing and
-their ``o`` is 0. What ``cu_seqlens`` and a state's ``position`` hold is not checked either: bounds that do
-not increase, or lie outside, are clamped, nothing is read outside of a tensor, and the result means nothing.
+their ``o`` is 0. Bounds in ``cu_seqlens`` that decrease or lie outside of the tokens, and a state's
+``position`` outside of its chunk, are refused on the CPU; on CUDA, where to look would be a wait too, they
+are clamped: nothing is read outside of a tensor, and the result means nothing.
 ``X_step`` reads one token (``T == 1``), writes the state's tensors in place and returns ``o`` alone; it has
 no gradient. A wrong argument raises ``ValueError`` and names the argument. ``explain("gsa", q, k, v, ...)``
 says which code a call takes.

@@ -23,5 +23,9 @@ def cat_attention(
     defaults to ``D**-0.5``. ``cu_chunks [N + 1]`` (int32 or int64, on the device) packs N sequences of whole
     chunks into ``B == 1`` and counts chunks; rows that no sequence owns give 0. There is no state: a decoding
     step is attention over the headers and the current chunk's rows.
+
+    >>> q = k = v = torch.randn(2, 100, 4, 64)
+    >>> cat_attention(q, k, v, chunk=16).shape
+    torch.Size([2, 100, 4, 64])
     """
     return torch.ops.girih.cat_attention(q, k, v, cu_chunks, chunk=chunk, scale=scale)

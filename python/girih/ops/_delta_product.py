@@ -86,6 +86,12 @@ def delta_product(
     ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk``
     tokens of a sequence, never on a part of a chunk. ``chunk``, 1 to 64, is then part of the model; without
     ``between_chunks`` there is none to give.
+
+    >>> q, k, v = torch.randn(2, 50, 4, 64), torch.randn(2, 100, 4, 64), torch.randn(2, 100, 4, 64)
+    >>> beta = 2 * torch.rand(2, 100, 4)
+    >>> o, state = delta_product(q, k, v, beta, l2norm_qk=True)  # two steps a token
+    >>> o.shape, state.s.shape
+    (torch.Size([2, 50, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
     o, *after = torch.ops.girih.delta_product(
         q,

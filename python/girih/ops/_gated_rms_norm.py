@@ -17,5 +17,9 @@ def gated_rms_norm(
     ``activation`` is silu, gelu (exact) or sigmoid; without gate its factor is absent. y has x's dtype, gate
     the same; weight may have another float dtype. Sums are formed in fp32 (fp64 for fp64) and y is rounded
     once. There is no state.
+
+    >>> x = gate = torch.randn(2, 100, 4, 64)
+    >>> gated_rms_norm(x, torch.ones(64), gate).shape
+    torch.Size([2, 100, 4, 64])
     """
     return torch.ops.girih.gated_rms_norm(x, weight, gate, activation=activation, eps=eps)

@@ -40,6 +40,13 @@ def gla(
 
     There are H memories. HQ is a multiple of H, several queries for each memory, or a divisor, one query head
     for several; HK is H or a divisor: memory h has key head ``h // (H / HK)`` (the groups of Mamba-2).
+
+    >>> q = k = v = torch.randn(2, 100, 4, 64)
+    >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4))
+    >>> o, state = gla(q, k, v, g)
+    >>> o.shape, state.s.shape
+    (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 64]))
+    >>> o, state = gla(q, k, v, g, state=state)  # the next 100 tokens
     """
     o, *after = torch.ops.girih.gla(q, k, v, g, *parts("gla", GLAState, state), cu_seqlens, scale=scale)
     return o, GLAState(*after)

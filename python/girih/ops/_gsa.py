@@ -60,6 +60,14 @@ def gsa(
     ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalised over all
     tokens so far; ``-inf`` masks a token. ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none,
     silu, relu or relu2.
+
+    >>> q = k = v = torch.randn(2, 100, 4, 64)
+    >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 8
+    >>> o, state = gsa(q, k, v, g=g)
+    >>> o.shape, state.k.shape, state.v.shape
+    (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 32]), torch.Size([2, 4, 32, 64]))
+    >>> gsa_step(*(x[:, -1:] for x in (q, k, v)), g=g[:, -1:], state=state).shape
+    torch.Size([2, 1, 4, 64])
     """
     o, *after = torch.ops.girih.gsa(
         q, k, v, s, g, *parts("gsa", GSAState, state), cu_seqlens, scale=scale, feature=feature

@@ -56,6 +56,13 @@ def lattice(
     ``[B, T, HQ, D]``. ``chunk``, 1 to 64, is part of the model. There is no zero start: ``state`` is a
     :class:`LatticeState` or the first memory ``S [H, D, M]``, ``N`` in front or not. Its columns are taken to
     be unit vectors, and its gradient is projected to their tangent spaces.
+
+    >>> q = k = torch.randn(2, 100, 4, 32)
+    >>> v, gamma = torch.randn(2, 100, 4, 64), torch.rand(2, 100, 4) / 16
+    >>> memory = torch.nn.functional.normalize(torch.randn(4, 64, 32), dim=1)
+    >>> o, state = lattice(q, k, v, gamma, chunk=16, state=memory)
+    >>> o.shape, state.first.shape, state.position
+    (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 32]), tensor([4, 4]))
     """
     if is_memory(state):
         state = LatticeState(for_each(state, q, cu_seqlens))

@@ -40,6 +40,11 @@ def short_conv(
     current token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float
     dtype than x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns
     gives 0.
+
+    >>> x, weight = torch.randn(1, 100, 256), torch.randn(256, 4)
+    >>> y, state = short_conv(x, weight, activation="silu", cu_seqlens=torch.tensor([0, 30, 100]))
+    >>> y.shape, state.x.shape
+    (torch.Size([1, 100, 256]), torch.Size([2, 3, 256]))
     """
     before = parts("short_conv", ShortConvState, state)
     y, *after = torch.ops.girih.short_conv(x, weight, bias, *before, cu_seqlens, activation=activation)

@@ -55,6 +55,13 @@ def trellis(
     ``[B, T, H]``; o ``[B, T, HQ, V]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are
     identity, silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state``
     is a :class:`TrellisState` or the first memories ``(A1 [H, M, D], A2 [H, M, V])``, ``N`` in front or not.
+
+    >>> q = k = v = torch.randn(2, 100, 4, 64)
+    >>> a, gamma = torch.randn(2, 100, 4, 32), torch.rand(2, 100, 4) / 16
+    >>> memories = torch.randn(4, 32, 64), torch.randn(4, 32, 64)
+    >>> o, state = trellis(q, k, v, a, gamma, chunk=16, state=memories)
+    >>> o.shape, state.k.shape, state.position
+    (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 32, 64]), tensor([4, 4]))
     """
     memories = isinstance(state, tuple) and len(state) == 2 and all(is_memory(memory) for memory in state)
     if memories:
