@@ -116,17 +116,22 @@ struct PrepareSpace {
   }
 };
 
-// An element whose type is known at run time only, on its way to shared memory: the four bytes that hold it,
-// which memory has whole though the tensor may end within them, or of fp64 the element itself, in fp32. In
-// registers it would be spilled, and that waits for it.
+// An element whose type is known at run time only, on its way to shared memory: the four bytes that hold it
+// as far as its last, or of fp64 the element itself, in fp32. What those four begin with, where 16 bits are
+// their upper half, is the element before: allocations begin at a multiple of four, so that one is in this
+// element's. What comes behind may be outside, and is not read. In registers it would be spilled, and that
+// waits for it.
 __device__ inline void start_element(float* to, const void* data, DType dtype, int64_t index, bool exists) {
   if (dtype == DType::f64) {
     *to = exists ? static_cast<float>(static_cast<const double*>(data)[index]) : 0.f;
     return;
   }
   // A copy of no bytes does not touch its source.
-  const auto address = reinterpret_cast<uintptr_t>(data) + (exists ? index * bytes_of(dtype) : 0);
-  copy_async_4(shared_address(to), reinterpret_cast<const void*>(address & ~uintptr_t{3}), exists);
+  const int size = bytes_of(dtype);
+  const auto address = reinterpret_cast<uintptr_t>(data) + (exists ? index * size : 0);
+  const int into = static_cast<int>(address & 3);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)),
+               "l"(address - into), "r"(exists ? into + size : 0));
 }
 // Of 16 bits, whether it is the upper half of those four bytes.
 __device__ inline uint32_t is_upper(const void* data, int64_t index) {
