@@ -44,11 +44,14 @@ __global__ void __launch_bounds__(kWarps * 32) feature(const __grid_constant__ E
     float* const z = p.z + row * p.M;
     float* const dp = gradient ? p.dp + row * p.M : nullptr;
     float top = -INFINITY, sum = 0.f, delta = 0.f;
+    // Rounded on its own: contracted with what is taken off it, it would be another number in the sum than
+    // in p, by |x| 2^-24.
+    const auto scaled = [&](int m) { return __fmul_rn(p.scale, z[m]); };
     if (softmax) {
-      for (int m = lane; m < p.slots; m += 32) top = fmaxf(top, p.scale * z[m]);
+      for (int m = lane; m < p.slots; m += 32) top = fmaxf(top, scaled(m));
       top = over_warp(top, [](float x, float y) { return fmaxf(x, y); });
       for (int m = lane; m < p.slots; m += 32) {
-        const float e = expf(p.scale * z[m] - top);
+        const float e = expf(scaled(m) - top);
         sum += e;
         if (gradient) delta = fmaf(e, dp[m], delta);
       }
@@ -58,7 +61,7 @@ __global__ void __launch_bounds__(kWarps * 32) feature(const __grid_constant__ E
     }
     for (int m = lane; m < p.M; m += 32) {
       // Of softmax, dL/dx = p (dp - sum p dp).
-      const float x = p.scale * z[m];
+      const float x = scaled(m);
       const Slot slot = softmax ? Slot{expf(x - top) / sum, expf(x - top) / sum} : at(p.feature, x);
       const bool exists = m < p.slots;
       z[m] = exists ? slot.p : 0.f;
