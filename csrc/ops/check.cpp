@@ -14,6 +14,11 @@ bool is_floating(at::ScalarType type) {
 
 bool equal(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 
+// In memory that can be looked at without a wait; what a trace says to be on the CPU is in none.
+bool is_readable(const Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().device_type() == at::kCPU;
+}
+
 // Of symbolic sizes, and without memory.
 bool is_traced(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 
@@ -74,6 +79,15 @@ class Call {
       if (i == 0) packing();
     }
     heads();
+  }
+
+  // On the CPU what integers hold is looked at too. Elsewhere that would be a wait for the device: there they
+  // are clamped, so that nothing is read outside of a tensor.
+  void contents() const {
+    for (size_t i = 0; i < op_.tensors.size(); ++i) {
+      if (op_.tensors[i].kind == Kind::position) position(int(i));
+    }
+    if (!op_.packing.empty()) bounds();
   }
 
   Sizes sizes;
@@ -207,6 +221,42 @@ class Call {
     N = rows ? B : cu->sym_size(0) - 1;
   }
 
+  // Where a sequence stands in its chunk.
+  void position(int i) const {
+    const auto* tensor = arguments_[i].tensor();
+    const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
+    const auto& length = arguments_[op_.inputs() + chunk].integer();
+    if (tensor == nullptr || !length || !is_readable(*tensor)) return;
+    const auto all = tensor->contiguous();
+    for (int64_t n = 0; n < all.numel(); ++n) {
+      const auto at = all.const_data_ptr<int64_t>()[n];
+      GIRIH_CHECK(at >= 0 && at < *length, op_.name, ": ", op_.tensors[i].name, " holds ", at,
+                  " but should be 0 to ", *length - 1, ", a place in a chunk of ", *length);
+    }
+  }
+
+  // Where sequences begin and end, in tokens or, of cu_chunks, in chunks; rows of [B, 2] each on their own.
+  void bounds() const {
+    const auto* cu = arguments_[op_.tensors.size()].tensor();
+    if (cu == nullptr || !is_readable(*cu) || !is_readable(first())) return;
+    auto most = sizes["T"].expect_int();
+    if (op_.packing == "cu_chunks") {
+      const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
+      const auto length = *arguments_[op_.inputs() + chunk].integer();
+      most = (most + length - 1) / length;
+    }
+    const auto all = cu->to(at::kLong).contiguous();
+    const auto in_row = cu->dim() == 2 ? 2 : cu->numel();
+    int64_t before = 0;
+    for (int64_t i = 0; i < all.numel(); ++i) {
+      if (i % in_row == 0) before = 0;
+      const auto bound = all.const_data_ptr<int64_t>()[i];
+      GIRIH_CHECK(bound >= before && bound <= most, op_.name, ": ", op_.packing, " holds ", bound, " after ",
+                  before, " but should not decrease, and be 0 to ", most);
+      before = bound;
+    }
+  }
+
   // Queries come in groups, each with one memory head.
   void heads() const {
     const auto has = [&](const char* name) {
@@ -229,6 +279,7 @@ Sizes check(const Operator& op, std::initializer_list<Argument> arguments) {
   Call call(op, arguments);
   call.options();
   call.tensors();
+  call.contents();
   return std::move(call.sizes);
 }
 

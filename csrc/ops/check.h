@@ -64,7 +64,8 @@ class Sizes {
 };
 
 // Checks a call's arguments, in the order of X's schema, against all that the description says: devices,
-// dtypes, shapes, heads, packing, words and ranges. What an operator asks beyond that is in its problem.h.
+// dtypes, shapes, heads, packing, words and ranges; on the CPU what integers hold too. What an operator asks
+// beyond that is in its problem.h.
 Sizes check(const Operator& op, std::initializer_list<Argument> arguments);
 
 // What X_step asks beyond X: one token, and a state whose tensors can be written, each in memory of its own.

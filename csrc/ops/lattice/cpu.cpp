@@ -15,7 +15,11 @@ namespace {
 // e^L, held above where a square underflows: what a memory keeps of its direction when every gate is shut.
 Tensor kept(const Tensor& L) { return L.clamp_min(-30).exp(); }
 
-Tensor unit(const Tensor& X) { return X / at::linalg_vector_norm(X, 2, -2, true); }
+// X's columns on the sphere; one of zeros has no direction and leaves s as it was.
+Tensor unit(const Tensor& X, const Tensor& S) {
+  const auto length = at::linalg_vector_norm(X, 2, -2, true), zero = length == 0;
+  return at::where(zero, S, X / length.masked_fill(zero, 1));
+}
 
 // S itself, its columns' gradient projected to their tangent spaces.
 Tensor on_sphere(const Tensor& S) {
@@ -96,15 +100,15 @@ class TangentSteps : public Block {
     const auto sigma = (W * pair.a).sum(-2, true), steps = pair.H.transpose(-1, -2).matmul(W);
     if (states.size() == 1) {
       // x_i = (m_C - sigma_C) s_i + steps, S <- x_i / |x_i|
-      return {unit(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma))};
+      return {unit(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma), S)};
     }
     const auto& done = complete_[c];
     const auto Delta = (g_.defined() ? decay_[c] * states[1] : states[1]) + steps - S * sigma;
     if (!g_.defined()) {
-      return {where_row(done, unit(S + Delta), S), where_row(done, at::zeros_like(Delta), Delta)};
+      return {where_row(done, unit(S + Delta, S), S), where_row(done, at::zeros_like(Delta), Delta)};
     }
     const auto L = states[2] + sum_[c];
-    return {where_row(done, unit(S * kept(L).unsqueeze(-1).unsqueeze(-1) + Delta), S),
+    return {where_row(done, unit(S * kept(L).unsqueeze(-1).unsqueeze(-1) + Delta, S), S),
             where_row(done, at::zeros_like(Delta), Delta), where_row(done, at::zeros_like(L), L)};
   }
 
@@ -121,14 +125,22 @@ class TangentSteps : public Block {
     const auto decayed = [&](const Tensor& x) { return gated ? x * from_start : x; };
     // Resumed in mid-chunk: the steps before, Delta, add to N, n and the read.
     if (resumed) N = N + decayed(H.matmul(starts[1]));
-    // n = tril(E * E) [W^2 (G_jj - a^2) + 2 W (N - a (sigma - W a))] = |accumulated step|^2
-    const auto growth = W.square() * (H.square().sum(-1, true) - a.square()) + 2 * W * (N - a * (sigma - Wa));
-    auto n = gated ? E.square().matmul(growth) : growth.cumsum(-2);
+    // r = tril(E * E) [W^2 G_jj]
+    // n = r + tril(E * E) [2 W (N - a (sigma - W a)) - W^2 a^2] = |accumulated step|^2
+    const auto summed = [&](const Tensor& x) { return gated ? E.square().matmul(x) : x.cumsum(-2); };
+    const auto own = W.square() * H.square().sum(-1, true);
+    auto r = summed(own.detach()), n = summed(own - Wa.square() + 2 * W * (N - a * (sigma - Wa)));
     if (resumed) {
-      const auto before = starts[1].square().sum(-2, true);
-      n = n + (gated ? from_start.square() * before : before);
+      const auto square = starts[1].square().sum(-2, true),
+                 before = gated ? from_start.square() * square : square;
+      r = r + before.detach();
+      n = n + before;
     }
-    n = n.clamp_min(0);
+    // n is off by about eps r. Where tokens repeat and gates have taken m, that noise is all that a read
+    // would be divided by: held at (kappa eps)^2 r, it stays a read of columns of about unit length.
+    const double least = 256 * (r.scalar_type() == at::kDouble ? 0x1p-53 : 0x1p-24);
+    const auto floor = r * (least * least);
+    n = at::where(n < floor, floor, n);
     // q~ = Q / sqrt(m^2 + n), O = (q~ * (m - sigma)) S^T + (tril(q~ W^T) * E) H + (q~ e^{L}) Delta^T
     Tensor m;
     if (gated) m = kept(resumed && starts.size() > 2 ? L_ + starts[2].unsqueeze(-1) : L_).unsqueeze(-1);
@@ -178,11 +190,8 @@ class TokenSteps : public Block {
     const auto pair = pairs_.at(c, phi);
     const auto W = normalize_ ? pair.W : pair.W / length;
     auto X = (decay_.empty() ? S : S * decay_[c]) + pair.H.transpose(-1, -2).matmul(W) - phi * (W * pair.a);
-    if (shrinks_) {
-      X = X.sign() * (X.abs() - threshold_[c]).clamp_min(0);
-      X = at::where((X == 0).all(-2, true), S, X);
-    }
-    if (normalize_) X = unit(X);
+    if (shrinks_) X = X.sign() * (X.abs() - threshold_[c]).clamp_min(0);
+    X = normalize_ ? unit(X, S) : at::where((X == 0).all(-2, true), S, X);
     X_.push_back(complete_.empty() ? X : where_row(complete_[c], X, S));
     return {X_.back()};
   }
