@@ -1,7 +1,12 @@
-"""`cmake --install`, and a program of another project that finds girih there: no Python is in its process."""
+"""`cmake --install`, and a program of another project that finds girih there: no Python is in its process.
+
+With it what README.md and docs/ show in C++ is compiled.
+"""
 
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,32 +15,18 @@ import pytest
 import torch
 from girih.models import GirihConfig, GirihForCausalLM
 
-BUILD = Path(__file__).parents[2] / "build"
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
 CACHE = BUILD / "CMakeCache.txt"
 
-PROJECT = """
-cmake_minimum_required(VERSION 3.25)
-project(outside LANGUAGES CXX)
-set(CMAKE_CXX_STANDARD 20)
-find_package(girih REQUIRED)
-add_executable(outside main.cpp)
-target_link_libraries(outside girih::girih)
-"""
-PROGRAM = """
-#include <girih/girih.h>
-
-#include <iostream>
-
-int main(int, char** argv) {
-  const auto q = at::ones({1, 5, 2, 4});
-  const auto [o, state] = girih::ops::gla(q, q, q, {});
-  auto model = girih::nn::from_pretrained(argv[1]);
-  const auto ids = at::arange(7).unsqueeze(0);
-  std::cout << o.select(1, -1).sum().item<double>() << ' ' << state.s.sum().item<double>();
-  const auto text = model->generate(ids, {.max_new_tokens = 5})[0];
-  for (const auto& id : text.unbind()) std::cout << ' ' << id.item<int64_t>();
-}
-"""
+EXAMPLES = ROOT / "examples"
+BLOCKS = [
+    block
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for block in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)
+]
+# What the pages show in C++ is compiled with the example, a function each.
+FUNCTION = "void block{}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor ids) {{\n{}}}\n"
 
 
 def value_of(name):
@@ -44,23 +35,26 @@ def value_of(name):
 
 
 @pytest.mark.skipif(not (BUILD / "cmake_install.cmake").exists(), reason="girih was not built here")
-def test_a_program_of_another_project_finds_girih(tmp_path):
+def test_a_program_of_another_project_finds_girih(tmp_path, monkeypatch, capfd):
+    """The example in C++ writes what the one in Python does."""
     prefix, source, made = (tmp_path / name for name in ("prefix", "source", "made"))
-    source.mkdir()
-    (source / "CMakeLists.txt").write_text(PROJECT)
-    (source / "main.cpp").write_text(PROGRAM)
+    shutil.copytree(EXAMPLES / "complete", source)
+    assert BLOCKS
+    with (source / "complete.cpp").open("a") as program:
+        program.write("using torch::Tensor;\n")
+        for i, block in enumerate(BLOCKS):
+            program.write(FUNCTION.format(i, block.replace("#include <girih/girih.h>\n", "")))
     torch.manual_seed(0)
-    sizes = {"vocab_size": 16, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
-    model = GirihForCausalLM(GirihConfig(mixer="delta_product", initializer_range=0.5, **sizes)).eval()
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
+    model = GirihForCausalLM(GirihConfig(mixer="delta_product", initializer_range=0.5, **sizes))
     model.save_pretrained(tmp_path / "model")
 
     def run(*command):
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        done = subprocess.run(
-            [str(part) for part in command], env=os.environ | {"PATH": tools}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout
+        command = [str(part) for part in command]
+        done = subprocess.run(command, env=os.environ | {"PATH": tools}, capture_output=True)
+        assert done.returncode == 0, (done.stdout[-2000:] + done.stderr[-2000:]).decode(errors="replace")
+        return done.stdout.decode(errors="replace")
 
     run("cmake", "--install", BUILD, "--prefix", prefix)
     paths = f"-DCMAKE_PREFIX_PATH={prefix};{torch.utils.cmake_prefix_path}"
@@ -69,12 +63,13 @@ def test_a_program_of_another_project_finds_girih(tmp_path):
     toolkit = [f"-D{name}={value}" for name, own in names.items() if (value := value_of(own))]
     run("cmake", "-G", "Ninja", "-S", source, "-B", made, paths, "-DCMAKE_CXX_FLAGS=-O0", *toolkit)
     run("cmake", "--build", made)
-    said = run(made / "outside", tmp_path / "model").split()
-    # S = sum of 5 outer products of ones, [4, 4] in 2 heads; o = S^T q / 2.
-    assert [float(x) for x in said[:2]] == [5 * 4 / 2 * 4 * 2, 5 * 16 * 2]
-    written = model.generate(torch.arange(7)[None], max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert [int(x) for x in said[2:]] == written[0].tolist()
+    written = run(made / "complete", tmp_path / "model", "giri\u1e2b")  # a letter of three bytes
+    monkeypatch.setattr(sys, "argv", ["complete.py", str(tmp_path / "model"), "giri\u1e2b"])
+    capfd.readouterr()
+    runpy.run_path(str(EXAMPLES / "complete.py"))
+    assert capfd.readouterr().out == written
+    assert written.startswith("giri\u1e2b") and len(set(written)) > 10
     (library,) = prefix.glob("lib*/libgirih.so")
-    for file in (library, made / "outside"):
+    for file in (library, made / "complete"):
         assert "libpython" not in run("readelf", "-d", file)
-    assert "libpython" not in run("ldd", made / "outside")
+    assert "libpython" not in run("ldd", made / "complete")
