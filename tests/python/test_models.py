@@ -304,8 +304,6 @@ def test_a_cache_can_be_kept_for_another_continuation(model):
 def test_a_cache_repeats_its_rows_each_beside_itself(model):
     """As generate() does for several sequences of a prompt; then it takes some of them."""
     prompts, ends = tokens(2, 6), tokens(4, 3, seed=2)
-    prompts[0, 2] = 5
-    prompts[1, 2] = 9
     cache = model(prompts, use_cache=True).past_key_values
     cache.batch_repeat_interleave(2)
     expected = model(torch.cat((prompts.repeat_interleave(2, 0), ends), 1)).logits[:, 6:]
