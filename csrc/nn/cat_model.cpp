@@ -97,6 +97,11 @@ void check_cat_model(const Config& c) {
   expect_pairs(c);
   TORCH_CHECK_VALUE(*c.compressor_hidden_size % *c.head_dim == 0, "compressor_hidden_size is ",
                     *c.compressor_hidden_size, "; expected a multiple of head_dim ", *c.head_dim);
+  // The compressor's is as much smaller as its width.
+  const auto least = (c.hidden_size + *c.compressor_hidden_size - 1) / *c.compressor_hidden_size;
+  TORCH_CHECK_VALUE(*c.intermediate_size >= least, "intermediate_size is ", *c.intermediate_size,
+                    "; expected at least ", least, " for a compressor of ", *c.compressor_hidden_size,
+                    " channels");
 }
 
 }  // namespace girih::nn

@@ -18,8 +18,14 @@ using nlohmann::json;
 // A value as a message shows it: never more than a line, however large or deep it is.
 std::string shown(const json& value) {
   if (value.is_structured()) return value.is_array() ? "a list" : "an object";
-  const auto text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+  const auto text = value.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
   return text.size() <= 60 ? text : text.substr(0, 57) + "...";
+}
+
+// A word that is none of those expected.
+std::string quoted_word(const std::string& word) {
+  const auto text = shown(word);
+  return "'" + text.substr(1, text.size() - (text.ends_with('"') ? 2 : 1)) + "'";
 }
 
 [[noreturn]] void refuse_type(const char* name, const json& value, const char* type) {
@@ -43,6 +49,11 @@ void read_value(const char* name, const json& value, std::string& field) {
   if (!value.is_string()) refuse_type(name, value, "a string");
   field = value.get<std::string>();
 }
+void read_value(const char* name, const json& value, TokenIds& field) {
+  if (!value.is_array()) return read_value(name, value, field.emplace<int64_t>());
+  auto& ids = field.emplace<std::vector<int64_t>>();
+  for (const auto& id : value) read_value(name, id, ids.emplace_back());
+}
 template <class T>
 void read_value(const char* name, const json& value, std::optional<T>& field) {
   field = std::nullopt;
@@ -53,9 +64,12 @@ template <class T>
 json written(const T& field) {
   return field;
 }
+json written(const TokenIds& field) {
+  return std::visit([](const auto& ids) { return json(ids); }, field);
+}
 template <class T>
 json written(const std::optional<T>& field) {
-  return field ? json(*field) : json();
+  return field ? written(*field) : json();
 }
 
 void check_value(const char* name, int64_t value, const Allowed& allowed) {
@@ -68,8 +82,12 @@ void check_value(const char* name, double value, const Allowed& allowed) {
 }
 void check_value(const char*, bool, const Allowed&) {}
 void check_value(const char* name, const std::string& value, const Allowed& allowed) {
-  TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is '",
-                    value, "'; expected one of ", c10::Join(", ", allowed.words));
+  TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is ",
+                    quoted_word(value), "; expected one of ", c10::Join(", ", allowed.words));
+}
+void check_value(const char* name, const TokenIds& value, const Allowed& allowed) {
+  if (const auto* id = std::get_if<int64_t>(&value)) return check_value(name, *id, allowed);
+  for (const auto id : std::get<std::vector<int64_t>>(value)) check_value(name, id, allowed);
 }
 template <class T>
 void check_value(const char* name, const std::optional<T>& value, const Allowed& allowed) {
@@ -92,7 +110,7 @@ void check_mixer(const Config& c, const Mixer& mixer) {
 
 void check_names(const Config& c) {
   for (const auto& name : c.mixers()) {
-    TORCH_CHECK_VALUE(mixers().contains(name), "mixer is '", name, "'; expected one of ",
+    TORCH_CHECK_VALUE(mixers().contains(name), "mixer is ", quoted_word(name), "; expected one of ",
                       c10::Join(", ", mixer_names()));
   }
 }

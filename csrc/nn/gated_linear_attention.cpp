@@ -43,7 +43,8 @@ void GatedLinearAttentionImpl::reset_parameters() {
 std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   if (options.gate == "none") return {};
   if (options.gate == "fixed") {
-    const auto head = at::arange(heads_[1], x.options().dtype(at::kFloat));
+    const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
+    const auto head = at::arange(heads_[1], x.options().dtype(wide));
     return {at::log1p(-at::exp2(-5.0 - head)).expand({x.size(0), x.size(1), -1}), {}};
   }
   if (options.gate == "scalar") return decay_scalar(x);

@@ -1,7 +1,13 @@
 // Blocks, the model of blocks, and the language model around it.
 #include <girih/language_model.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
 
 #include "layer.h"
+#include "mixers.h"
 
 namespace girih::nn {
 
@@ -42,7 +48,22 @@ Output ModelImpl::run(const Tensor& ids, const Call& call) {
   return {norm(x), after};
 }
 
-LanguageModelImpl::LanguageModelImpl(const Config& given) : config(given.completed()) {
+namespace {
+
+// Refuses a model that there is no memory for, before any is asked for.
+Config affordable(Config config) {
+  rlimit allowed{};
+  getrlimit(RLIMIT_AS, &allowed);
+  const double size = c10::elementSize(c10::get_default_dtype_as_scalartype()),
+               there = std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)),
+                                double(allowed.rlim_cur));
+  expect_parameters(config, there / size, "fit into the memory that there is");
+  return config;
+}
+
+}  // namespace
+
+LanguageModelImpl::LanguageModelImpl(const Config& given) : config(affordable(given.completed())) {
   if (config.is_whole_cat()) {
     const auto cat = std::make_shared<CatModelImpl>(config);
     embed_tokens_ = cat->embed_tokens;
@@ -81,6 +102,8 @@ Output LanguageModelImpl::run(const Tensor& ids, const Call& call) {
 }
 
 Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
+  TORCH_CHECK_VALUE(!labels.defined() || labels.sizes() == ids.sizes(), "labels has shape ", labels.sizes(),
+                    "; expected that of ids, ", ids.sizes());
   const auto logits = forward(ids).first.slice(1, 0, -1);
   const auto next = (labels.defined() ? labels : ids).slice(1, 1);
   return at::cross_entropy_loss(logits.flatten(0, 1).to(at::promote_types(logits.scalar_type(), at::kFloat)),
@@ -88,6 +111,12 @@ Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
 }
 
 namespace {
+
+std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
+  if (!ids) return {};
+  const auto* id = std::get_if<int64_t>(&*ids);
+  return id != nullptr ? std::vector<int64_t>{*id} : std::get<std::vector<int64_t>>(*ids);
+}
 
 // logits [B, vocab_size] -> [B, 1]
 Tensor choose(const Tensor& logits, const GenerateOptions& options) {
@@ -105,11 +134,15 @@ Tensor choose(const Tensor& logits, const GenerateOptions& options) {
 Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& options) {
   TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "ids has shape ", ids.sizes(),
                     "; expected [batch, tokens] with at least one token");
-  TORCH_CHECK_VALUE(options.temperature >= 0, "temperature is ", options.temperature,
+  TORCH_CHECK_VALUE(options.max_new_tokens >= 0, "max_new_tokens is ", options.max_new_tokens,
                     "; expected at least 0");
+  TORCH_CHECK_VALUE(options.temperature >= 0 && std::isfinite(options.temperature), "temperature is ",
+                    options.temperature, "; expected a number, at least 0");
   TORCH_CHECK_VALUE(!options.top_k || *options.top_k > 0, "top_k is ", options.top_k.value_or(0),
                     "; expected at least 1");
   const at::NoGradGuard no_grad;
+  const auto ends = list_of(options.eos_token_id ? options.eos_token_id : config.eos_token_id);
+  const auto end = at::tensor(ends, ids.options());
   auto text = ids, next = ids, mask = options.attention_mask;
   auto ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
   State state;
@@ -118,12 +151,12 @@ Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& opt
     state = std::move(after);
     mask = Tensor();  // what was written is valid
     next = choose(head(x.select(1, -1)), options);
-    if (options.eos_token_id) {
-      next = next.masked_fill(ended, *options.eos_token_id);
-      ended = ended | (next == *options.eos_token_id);
+    if (!ends.empty()) {
+      next = next.masked_fill(ended, config.pad_token_id.value_or(ends[0]));
+      ended = ended | at::isin(next, end);
     }
     text = at::cat({text, next}, 1);
-    if (options.eos_token_id && ended.all().item<bool>()) break;
+    if (!ends.empty() && ended.all().item<bool>()) break;
   }
   return text;
 }

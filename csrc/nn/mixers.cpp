@@ -1,6 +1,7 @@
 #include "mixers.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../ops/operator.h"
 
@@ -42,6 +43,48 @@ MixerField chunk_of(const char* op, int64_t headers) {
 void expect_ungrouped(const Config& config, const char* mixer) {
   TORCH_CHECK_VALUE(config.num_kv_heads == config.num_heads, "num_kv_heads is ", *config.num_kv_heads, "; ",
                     mixer, " projects q and k together: expected num_heads, ", config.num_heads);
+}
+
+namespace {
+
+// Less than a layer has: what it projects into heads and out of them, and what the fields that it reads add.
+double least_of(const Config& c, const std::string& name) {
+  if (name == "mag") return least_of(c, c.mag_base) + least_of(c, c.mag_mixer);
+  const auto& fields = mixers().at(name).fields;
+  const auto reads = [&](const char* field) {
+    return std::ranges::find(fields, field, &MixerField::name) != fields.end();
+  };
+  const double h = c.hidden_size, heads = c.num_heads, memories = *c.num_kv_heads, D = *c.head_dim,
+               M = c.num_slots;
+  double count = h * (2 * heads + memories) * D;
+  if (reads("num_slots")) count += h * memories * M;
+  if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // a first memory is learned
+  if (reads("n")) count += h * 2 * double(c.n - 1) * memories * D;
+  if (name == "cat") count += double(c.chunk) * h * h;
+  return count;
+}
+
+double least_parameters(const Config& c) {
+  const double V = c.vocab_size, h = c.hidden_size, inner = *c.intermediate_size;
+  double count = V * h * (c.tie_word_embeddings ? 1 : 2);
+  if (c.is_whole_cat()) {
+    const double w = *c.compressor_hidden_size;
+    count += V * w + w * (double(c.max_position_embeddings) / double(c.chunk)) + double(c.chunk) * w * h +
+             double(*c.compressor_layers) * (4 * w * w + 3 * w * std::floor(inner * w / h)) +
+             double(c.num_hidden_layers) * (least_of(c, "attention") + 3 * h * inner);
+  } else {
+    for (const auto& name : c.mixers()) count += least_of(c, name) + 3 * h * inner;
+  }
+  return count;
+}
+
+}  // namespace
+
+void expect_parameters(const Config& config, double most, const char* why) {
+  const auto count = least_parameters(config);
+  TORCH_CHECK_VALUE(count <= most,
+                    "vocab_size, hidden_size, num_hidden_layers and what hangs on them ask for at least ",
+                    count, " parameters; expected at most the ", most, " that ", why);
 }
 
 void expect_pairs(const Config& config) {

@@ -49,6 +49,10 @@ void expect_ungrouped(const Config& config, const char* mixer);
 // Rotary positions turn pairs of channels.
 void expect_pairs(const Config& config);
 
+// Refuses a completed configuration whose model has more than `most` parameters for certain: its sizes may be
+// a slip of the pen. why: what bounds them.
+void expect_parameters(const Config& config, double most, const char* why);
+
 // What the whole CAT model asks, where `mixer` is "cat" and not a list.
 void check_cat_model(const Config& config);
 

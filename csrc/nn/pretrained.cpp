@@ -6,6 +6,7 @@
 #include <set>
 
 #include "layer.h"
+#include "mixers.h"
 #include "safetensors.h"
 
 namespace girih::nn {
@@ -15,19 +16,49 @@ using nlohmann::json;
 using std::filesystem::path;
 
 std::string text_of(const path& file) {
+  std::error_code error;
+  if (!is_regular_file(file, error)) throw std::runtime_error(file.string() + ": is no file");
   std::ifstream in(file, std::ios::binary);
   if (!in) throw std::runtime_error(file.string() + ": cannot be opened");
   return {std::istreambuf_iterator<char>(in), {}};
+}
+
+Config read_config(const path& file) {
+  const auto text = text_of(file);
+  try {
+    return Config::from_json(text);
+  } catch (const c10::ValueError& error) {
+    TORCH_CHECK_VALUE(false, file.string(), ": ", error.what_without_backtrace());
+  }
+}
+
+// With the tokens that Python's generate follows.
+Config config_of(const path& folder) {
+  auto config = read_config(folder / "config.json");
+  const auto file = folder / "generation_config.json";
+  if (!exists(file)) return config;
+  const auto tokens = read_config(file);
+  if (tokens.bos_token_id) config.bos_token_id = tokens.bos_token_id;
+  if (tokens.eos_token_id) config.eos_token_id = tokens.eos_token_id;
+  if (tokens.pad_token_id) config.pad_token_id = tokens.pad_token_id;
+  return config;
 }
 
 // The files that hold a model's tensors: one, or those that an index names.
 std::set<path> tensor_files(const path& folder) {
   const auto index = folder / "model.safetensors.index.json";
   if (!exists(index)) return {folder / "model.safetensors"};
-  std::set<path> files;
+  const auto refuse = [&](const char* why) { throw std::runtime_error(index.string() + ": " + why); };
   const auto names = json::parse(text_of(index), nullptr, /*allow_exceptions=*/false);
-  if (!names.contains("weight_map")) throw std::runtime_error(index.string() + ": has no weight_map");
-  for (const auto& file : names["weight_map"]) files.insert(folder / file.get<std::string>());
+  const auto map = names.is_object() ? names.find("weight_map") : names.end();
+  if (map == names.end() || !map->is_object()) refuse("has no weight_map, an object");
+  std::set<path> files;
+  for (const auto& file : *map) {
+    if (!file.is_string()) refuse("weight_map should name a file for each tensor");
+    const path name = file.get<std::string>();
+    if (name != name.filename() || name.native().size() > 255) refuse("weight_map should name files of its own folder");
+    files.insert(folder / name);
+  }
   return files;
 }
 
@@ -43,29 +74,56 @@ NamedTensors parameters_and_buffers(const LanguageModelImpl& model) {
 void LanguageModelImpl::save_pretrained(const std::string& folder) const {
   std::filesystem::create_directories(folder);
   write_safetensors(path(folder) / "model.safetensors", parameters_and_buffers(*this));
-  std::ofstream out(path(folder) / "config.json");
-  out << config.to_json();
-  out.close();
-  if (!out) throw std::runtime_error(folder + "/config.json: cannot be written");
+  write_whole(path(folder) / "config.json", [&](std::ostream& out) { out << config.to_json(); });
 }
 
-LanguageModel from_pretrained(const std::string& folder, at::Device device) {
-  LanguageModel model(Config::from_json(text_of(path(folder) / "config.json")));
-  auto missing = parameters_and_buffers(*model);
-  const at::NoGradGuard no_grad;
-  for (const auto& file : tensor_files(folder)) {
-    for (const auto& [name, tensor] : read_safetensors(file)) {
-      const auto found = missing.find(name);
-      if (found == missing.end() && name == "lm_head.weight" && model->config.tie_word_embeddings) continue;
-      TORCH_CHECK_VALUE(found != missing.end(), file.string(), ": ", name, " is unknown to this model");
-      TORCH_CHECK_VALUE(found->second.sizes() == tensor.sizes(), file.string(), ": ", name, " has shape ",
-                        tensor.sizes(), "; expected ", found->second.sizes());
-      found->second.set_data(tensor.to(device));
-      missing.erase(found);
+namespace {
+
+// Refuses files that hold other tensors than the model.
+void check_files(const std::string& folder, const LanguageModelImpl& model,
+                 const std::vector<SafetensorsFile>& files) {
+  const auto all = parameters_and_buffers(model);
+  auto missing = all;
+  for (const auto& file : files) {
+    for (const auto& [name, entry] : file.entries()) {
+      const auto wanted = all.find(name);
+      if (wanted == all.end() && name == "lm_head.weight" && model.config.tie_word_embeddings) continue;
+      TORCH_CHECK_VALUE(wanted != all.end(), file.file().string(), ": ", quoted(name),
+                        " is unknown to this model");
+      TORCH_CHECK_VALUE(wanted->second.sizes() == entry.shape, file.file().string(), ": ", name,
+                        " has shape ", at::IntArrayRef(entry.shape), "; expected ", wanted->second.sizes());
+      TORCH_CHECK_VALUE(at::isFloatingType(entry.dtype), file.file().string(), ": ", name, " is ",
+                        entry.dtype, "; expected a floating dtype");
+      TORCH_CHECK_VALUE(missing.erase(name) == 1, file.file().string(), ": ", name,
+                        " is in another file too");
     }
   }
   TORCH_CHECK_VALUE(missing.empty(), folder, ": ", missing.size(), " parameters are missing, ",
                     missing.begin()->first, " among them");
+}
+
+}  // namespace
+
+LanguageModel from_pretrained(const std::string& folder, at::Device device) {
+  const auto config = config_of(folder).completed();
+  std::vector<SafetensorsFile> files;
+  double held = 0;
+  for (const auto& file : tensor_files(folder)) {
+    files.emplace_back(file);
+    for (const auto& [name, entry] : files.back().entries())
+      held += double(c10::multiply_integers(entry.shape));
+  }
+  expect_parameters(config, held, "its files hold");
+  LanguageModel model(config);
+  check_files(folder, *model, files);
+  const auto all = parameters_and_buffers(*model);
+  const at::NoGradGuard no_grad;
+  for (const auto& file : files) {
+    for (const auto& [name, entry] : file.entries()) {
+      if (const auto found = all.find(name); found != all.end())
+        found->second.set_data(file.read(entry).to(device));
+    }
+  }
   model->eval();
   return model;
 }

@@ -2,20 +2,23 @@
 
 #include <ATen/ATen.h>
 
-#include <cstdio>
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 namespace girih::nn {
 namespace {
 
 using nlohmann::json;
+using std::filesystem::path;
 
 const std::map<std::string, at::ScalarType> kDtypes = {{"F64", at::kDouble},
                                                        {"F32", at::kFloat},
                                                        {"F16", at::kHalf},
                                                        {"BF16", at::kBFloat16},
                                                        {"I64", at::kLong}};
+constexpr uint64_t kMostHeader = 100'000'000;  // as the format has it
 
 const std::string& name_of(at::ScalarType type) {
   for (const auto& [name, dtype] : kDtypes) {
@@ -24,45 +27,110 @@ const std::string& name_of(at::ScalarType type) {
   throw std::runtime_error(std::string("safetensors: no name for dtype ") + c10::toString(type));
 }
 
-[[noreturn]] void refuse(const std::filesystem::path& file, const std::string& why) {
+[[noreturn]] void refuse(const path& file, const std::string& why) {
   throw std::runtime_error(file.string() + ": " + why);
+}
+
+// The header as JSON; of what is none, or names a tensor twice, nothing.
+json parsed(const std::string& text) {
+  std::set<std::string> names;
+  bool twice = false;
+  auto header = json::parse(
+      text,
+      [&](int depth, json::parse_event_t event, json& key) {
+        if (depth == 1 && event == json::parse_event_t::key)
+          twice = !names.insert(key.get<std::string>()).second || twice;
+        return true;
+      },
+      /*allow_exceptions=*/false);
+  return twice ? json(json::value_t::discarded) : header;
+}
+
+// The whole numbers of a list, or nothing where it is something else.
+std::optional<std::vector<uint64_t>> whole_numbers(const json& entry, const char* key) {
+  const auto list = entry.find(key);
+  if (list == entry.end() || !list->is_array()) return {};
+  std::vector<uint64_t> numbers;
+  for (const auto& number : *list) {
+    if (!number.is_number_unsigned() || number.get<uint64_t>() > INT64_MAX) return {};
+    numbers.push_back(number.get<uint64_t>());
+  }
+  return numbers;
+}
+
+// Nothing where it is more than there is.
+std::optional<uint64_t> bytes_of(const std::vector<uint64_t>& shape, at::ScalarType dtype) {
+  if (std::ranges::count(shape, 0) > 0) return 0;
+  uint64_t bytes = at::elementSize(dtype);
+  for (const auto size : shape) {
+    if (size > INT64_MAX / bytes) return {};
+    bytes *= size;
+  }
+  return bytes;
 }
 
 }  // namespace
 
-NamedTensors read_safetensors(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  if (!in) refuse(file, "cannot be opened");
-  const uint64_t size = std::filesystem::file_size(file);
-  uint64_t header_size = 0;  // little-endian, as every machine that torch runs on
-  in.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
-  if (!in || header_size > size - sizeof header_size) refuse(file, "is not a safetensors file");
-  std::string text(header_size, '\0');
-  in.read(text.data(), std::streamsize(header_size));
-  const uint64_t begin = sizeof header_size + header_size;
-
-  NamedTensors tensors;
-  try {
-    const auto header = json::parse(text);
-    for (const auto& [name, entry] : header.items()) {
-      if (name == "__metadata__") continue;
-      const auto dtype = kDtypes.find(entry.at("dtype").get<std::string>());
-      if (dtype == kDtypes.end()) refuse(file, name + " has dtype " + entry.at("dtype").dump());
-      const auto [from, to] = entry.at("data_offsets").get<std::pair<uint64_t, uint64_t>>();
-      const auto tensor = at::empty(entry.at("shape").get<std::vector<int64_t>>(), dtype->second);
-      if (from > to || to - from != tensor.nbytes() || to > size - begin) refuse(file, name + " is cut off");
-      in.seekg(std::streamoff(begin + from));
-      in.read(static_cast<char*>(tensor.data_ptr()), std::streamsize(to - from));
-      if (!in) refuse(file, name + " cannot be read");
-      tensors.emplace(name, tensor);
-    }
-  } catch (const json::exception& error) {
-    refuse(file, std::string("is not a safetensors file: ") + error.what());
-  }
-  return tensors;
+std::string quoted(const std::string& name) {
+  const auto text = json(name).dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
+  return text.size() <= 100 ? text : text.substr(0, 97) + "...";
 }
 
-void write_safetensors(const std::filesystem::path& file, const NamedTensors& tensors) {
+SafetensorsFile::SafetensorsFile(path name) : file_(std::move(name)) {
+  std::error_code error;
+  if (!is_regular_file(file_, error)) refuse(file_, "is no file");
+  const uint64_t size = file_size(file_, error);
+  std::ifstream in(file_, std::ios::binary);
+  if (error || !in) refuse(file_, "cannot be opened");
+  uint64_t header_size = 0;  // little-endian, as every machine that torch runs on
+  in.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
+  if (!in || header_size > std::min(size - sizeof header_size, kMostHeader))
+    refuse(file_, "is not a safetensors file: its header is cut off");
+  std::string text(header_size, '\0');
+  in.read(text.data(), std::streamsize(header_size));
+  const uint64_t data = sizeof header_size + header_size;
+  const auto header = in ? parsed(text) : json();
+  if (!header.is_object())
+    refuse(file_, "is not a safetensors file: its header is not a JSON object of tensors with a name each");
+
+  std::vector<std::pair<uint64_t, uint64_t>> places;
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") continue;
+    const auto refuse_entry = [&](const std::string& why) { refuse(file_, quoted(name) + " " + why); };
+    if (!entry.is_object()) refuse_entry("is not an object");
+    const auto given = entry.find("dtype");
+    const auto dtype =
+        given != entry.end() && given->is_string() ? kDtypes.find(given->get<std::string>()) : kDtypes.end();
+    if (dtype == kDtypes.end()) refuse_entry("should have dtype F64, F32, F16, BF16 or I64");
+    const auto shape = whole_numbers(entry, "shape"), offsets = whole_numbers(entry, "data_offsets");
+    if (!shape) refuse_entry("should have a shape, a list of sizes");
+    if (!offsets || offsets->size() != 2) refuse_entry("should have data_offsets, where it begins and ends");
+    const auto [begin, end] = std::pair((*offsets)[0], (*offsets)[1]);
+    if (begin > end || end > size - data) refuse_entry("lies outside of the file");
+    if (bytes_of(*shape, dtype->second) != end - begin)
+      refuse_entry("has other bytes than its shape asks for");
+    places.emplace_back(begin, end);
+    entries_.emplace(name, Entry{dtype->second, {shape->begin(), shape->end()}, data + begin, data + end});
+  }
+  std::ranges::sort(places);
+  uint64_t next = 0;
+  for (const auto& [begin, end] : places) {
+    if (begin != next) refuse(file_, "has tensors that overlap or leave a gap");
+    next = end;
+  }
+  if (next != size - data) refuse(file_, "has bytes behind its last tensor");
+}
+
+at::Tensor SafetensorsFile::read(const Entry& entry) const {
+  const auto tensor = at::empty(entry.shape, entry.dtype);
+  std::ifstream in(file_, std::ios::binary);
+  in.seekg(std::streamoff(entry.begin));
+  in.read(static_cast<char*>(tensor.data_ptr()), std::streamsize(entry.end - entry.begin));
+  if (!in) refuse(file_, "cannot be read");
+  return tensor;
+}
+
+void write_safetensors(const path& file, const NamedTensors& tensors) {
   json header = {{"__metadata__", {{"format", "pt"}}}};
   uint64_t end = 0;
   for (const auto& [name, tensor] : tensors) {
@@ -75,21 +143,31 @@ void write_safetensors(const std::filesystem::path& file, const NamedTensors& te
   auto text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');  // the tensors begin at a multiple of 8
   const uint64_t header_size = text.size();
+  write_whole(file, [&](std::ostream& out) {
+    out.write(reinterpret_cast<const char*>(&header_size), sizeof header_size);
+    out.write(text.data(), std::streamsize(text.size()));
+    for (const auto& [name, tensor] : tensors) {
+      const auto bytes = tensor.detach().to(at::kCPU).contiguous();
+      out.write(static_cast<const char*>(bytes.data_ptr()), std::streamsize(bytes.nbytes()));
+    }
+  });
+}
 
-  const auto partial = file.string() + ".partial";
-  std::ofstream out(partial, std::ios::binary);
-  out.write(reinterpret_cast<const char*>(&header_size), sizeof header_size);
-  out.write(text.data(), std::streamsize(text.size()));
-  for (const auto& [name, tensor] : tensors) {
-    const auto bytes = tensor.detach().to(at::kCPU).contiguous();
-    out.write(static_cast<const char*>(bytes.data_ptr()), std::streamsize(bytes.nbytes()));
-  }
+void write_whole(const path& file, const std::function<void(std::ostream&)>& write) {
+  // Gone however this ends; moved, it is there no more.
+  struct Partial {
+    path name;
+    ~Partial() {
+      std::error_code ignored;
+      remove(name, ignored);
+    }
+  } const partial{file.string() + ".partial"};
+  std::ofstream out(partial.name, std::ios::binary);
+  write(out);
   out.close();
-  if (!out) {
-    std::remove(partial.c_str());
-    refuse(file, "cannot be written");
-  }
-  if (std::rename(partial.c_str(), file.c_str()) != 0) refuse(file, "cannot be written");
+  std::error_code error;
+  if (out) rename(partial.name, file, error);
+  if (!out || error) refuse(file, "cannot be written");
 }
 
 }  // namespace girih::nn

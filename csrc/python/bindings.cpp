@@ -6,6 +6,7 @@ namespace py = pybind11;
 using girih::nn::LanguageModelImpl;
 using girih::nn::Output;
 using girih::nn::State;
+using girih::nn::TokenIds;
 using Maybe = std::optional<at::Tensor>;
 
 namespace {
@@ -21,8 +22,8 @@ at::Tensor loss(LanguageModelImpl& model, const at::Tensor& input_ids, const May
 }
 
 at::Tensor generate(LanguageModelImpl& model, const at::Tensor& input_ids, int64_t max_new_tokens,
-                    double temperature, std::optional<int64_t> top_k, std::optional<int64_t> eos_token_id,
-                    const Maybe& attention_mask) {
+                    double temperature, std::optional<int64_t> top_k,
+                    const std::optional<TokenIds>& eos_token_id, const Maybe& attention_mask) {
   return model.generate(input_ids, {.max_new_tokens = max_new_tokens,
                                     .temperature = temperature,
                                     .top_k = top_k,

@@ -1,6 +1,6 @@
 """The least a shape can take: bytes that must move at the card's copy rate, or products at its peak."""
 
-import math
+from shapes import flops
 
 
 def size(x):
@@ -8,31 +8,6 @@ def size(x):
     if x is None:
         return 0
     return sum(map(size, x)) if isinstance(x, tuple) else x.numel() * x.element_size()
-
-
-def flops(shape):
-    """Of the recurrence's own products, forward: what no chunk form can leave out.
-
-    gsa: two memories, each written and read once a token. gla: one. delta_product: n reads and writes and the
-    output's read. trellis: two memories, each read for the step, written, read for the output. lattice: the
-    memory against k, against h, the write and the read. cat_attention: scores and values of the pairs seen.
-    """
-    at = shape.sizes
-    if shape.op == "short_conv":
-        return 2 * at["B"] * at["T"] * at["X"] * at["W"]
-    if shape.op == "gated_rms_norm":
-        return 8 * math.prod(at[letter] for letter in shape.case.data["x"][0])
-    D, V, M = at["D"], at["V"], at.get("M", 0)
-    C = shape.case.chunk
-    per_token = {
-        "gsa": 4 * M * (D + V),
-        "gla": 4 * D * V,
-        "delta_product": (4 * at["n"] + 2) * D * V,
-        "trellis": 6 * M * (D + V),
-        "lattice": 8 * D * M,
-        "cat_attention": (at["T"] / C + C) * (D + V),
-    }
-    return at["B"] * at["T"] * at["H"] * per_token[shape.op]
 
 
 def milliseconds(shape, keywords, o, rates):

@@ -29,7 +29,7 @@ SHOWN = [
 FOUR = {"D": 64, "V": 64, "M": 64}
 HALF, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
-# Calls that differ in the path they take: title, case, sizes, dtype.
+# Calls that differ in the path they take: title, case, sizes, dtype. The other operators have one path.
 CALLS = [
     ("bf16 or fp16", cases.gsa("", "g"), FOUR, HALF),
     ("without g (ABC)", cases.gsa("", "s"), FOUR, HALF),
@@ -49,9 +49,6 @@ CALLS = [
     ("D or V over 256", cases.delta_product(""), FOUR | {"D": 257}, HALF),
     ("all but fp64", cases.short_conv(""), {}, HALF),
     ("all but fp64", cases.gated_rms_norm(""), {}, HALF),
-    ("all", cases.trellis("", chunk=16), FOUR, HALF),
-    ("all", cases.lattice("", chunk=16), FOUR, HALF),
-    ("all", cases.cat_attention("", chunk=16), FOUR, HALF),
     ("fp64, any operator", cases.gsa("", "g"), FOUR, DOUBLE),
 ]
 
@@ -138,8 +135,10 @@ def paths():
     """What `girih.ops.explain` says of calls on a GPU."""
     from girih import ops
 
+    several = {case.op for _, case, _, _ in CALLS}
+    one = [("all", case, {}, HALF) for case in cases.ONE_EACH if case.op not in several]
     rows = []
-    for title, case, sizes, dtype in CALLS:
+    for title, case, sizes, dtype in [*CALLS[:-1], *one, CALLS[-1]]:
         inputs = case.draw(2, dtype=dtype, **sizes)
         told = ops.explain(case.op, **cases.arguments(inputs), device="cuda")
         rows.append([f"`{case.op}`", title, told.path, told.why])

@@ -4,6 +4,7 @@ Letters are those of tests/python/cases.py. A shape of one token (T = 1) is a de
 sizes are fp32 beside bf16 data, as the layers give them; a peer gets the same tensors.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,3 +135,28 @@ SHAPES = {
     "short_conv": SHORT_CONV,
     "gated_rms_norm": GATED_RMS_NORM,
 }
+
+
+def flops(shape):
+    """Of the recurrence's own products, forward: what no chunk form can leave out.
+
+    gsa: two memories, each written and read once a token. gla: one. delta_product: n reads and writes and the
+    output's read. trellis: two memories, each read for the step, written, read for the output. lattice: the
+    memory against k, against h, the write and the read. cat_attention: scores and values of the pairs seen.
+    """
+    at = shape.sizes
+    if shape.op == "short_conv":
+        return 2 * at["B"] * at["T"] * at["X"] * at["W"]
+    if shape.op == "gated_rms_norm":
+        return 8 * math.prod(at[letter] for letter in shape.case.data["x"][0])
+    D, V, M = at["D"], at["V"], at.get("M", 0)
+    C = shape.case.chunk
+    per_token = {
+        "gsa": 4 * M * (D + V),
+        "gla": 4 * D * V,
+        "delta_product": (4 * at["n"] + 2) * D * V,
+        "trellis": 6 * M * (D + V),
+        "lattice": 8 * D * M,
+        "cat_attention": (at["T"] / C + C) * (D + V),
+    }
+    return at["B"] * at["T"] * at["H"] * per_token[shape.op]

@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 #include <girih/girih.h>
 #include <torch/optim/adamw.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <filesystem>
@@ -287,7 +288,8 @@ TEST_CASE("A row that has ended writes nothing but the end while others go on", 
 }
 
 TEST_CASE("A saved model is loaded as it was", "[nn]") {
-  const auto folder = std::filesystem::temp_directory_path() / "girih_saved_model";
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("girih_saved_model_" + std::to_string(getpid()));
   for (const auto& config : configurations()) {
     INFO(name_of(config));
     auto model = in_double(config);

@@ -108,7 +108,8 @@ class Draw:
             elif "default" not in option or self.chance(0.5):
                 keywords[option["name"]] = self.option(option)
         if packed:
-            total = self.sizes["T"]
+            # cu_chunks counts chunks
+            total = self.sizes["T"] // (keywords["chunk"] if self.op["packing"] == "cu_chunks" else 1)
             cuts = sorted(r.randint(0, total) for _ in range(self.sizes["N"] - 1))
             bounds = [0, *cuts, total]
             if self.chance(0.1):
@@ -118,20 +119,21 @@ class Draw:
         if any(t["state"] for t in self.op["tensors"]) and (
             self.step or self.chance(0.5) or self.needs_state()
         ):
-            keywords["state"] = self.state(steady)
+            keywords["state"] = self.state(steady, keywords.get("chunk") or 1)
         return keywords
 
     def needs_state(self) -> bool:
         return self.name in ("trellis", "lattice")
 
-    def state(self, steady: torch.dtype) -> Any:
+    def state(self, steady: torch.dtype, chunk: int) -> Any:
         parts = {}
+        places = (0, chunk) if self.chance(0.9) else (-2, 70)
         for tensor in self.op["tensors"]:
             if not tensor["state"]:
                 continue
             name = tensor["name"].removeprefix("state_")
             if tensor["kind"] == "position":
-                parts[name] = torch.randint(-2, 70, (self.sizes["N"],), generator=self.generator).to(
+                parts[name] = torch.randint(*places, (self.sizes["N"],), generator=self.generator).to(
                     self.device
                 )
             elif tensor["optional"] and self.chance(0.5):

@@ -200,7 +200,7 @@ def build_for_racecheck(package: Path) -> None:
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}{'a' * (major >= 9)}-real"
     options = ["-DGIRIH_CUDA=ON", "-DGIRIH_RACECHECK=ON", "-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF"]
-    options += [f"-DGIRIH_PACKAGE={package}", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
+    options += [f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     options += [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-G", "Ninja"]
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in (
@@ -208,6 +208,8 @@ def build_for_racecheck(package: Path) -> None:
         ["cmake", "--build", str(RACECHECK)],
     ):
         subprocess.run(command, check=True, env={**os.environ, "PATH": tools})
+    (package / "lib").mkdir(exist_ok=True)
+    shutil.copy(RACECHECK / "libgirih.so", package / "lib")
 
 
 def main() -> int:

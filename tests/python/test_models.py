@@ -300,15 +300,53 @@ def test_a_cache_can_be_kept_for_another_continuation(model):
         cache.crop(1)
 
 
+@torch.no_grad()
+def test_a_cache_repeats_its_rows_each_beside_itself(model):
+    """As generate() does for several sequences of a prompt; then it takes some of them."""
+    prompts, ends = tokens(2, 6), tokens(4, 3, seed=2)
+    cache = model(prompts, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    expected = model(torch.cat((prompts.repeat_interleave(2, 0), ends), 1)).logits[:, 6:]
+    close(model(ends, past_key_values=cache, use_cache=True).logits, expected)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    more = tokens(2, 2, seed=3)
+    whole = torch.cat((prompts[[1, 0]], ends[[3, 0]], more), 1)
+    close(model(more, past_key_values=cache, use_cache=True).logits, model(whole).logits[:, 9:])
+    assert cache.get_seq_length() == 11
+
+
 def test_trains_under_a_schedule_of_the_mixture():
+    """A mixer has gradients while its share is not 0, and the loss is that of the share of the step."""
     from girih.nn import MixAttention, mix_weight
 
-    model = GirihForCausalLM(small(mixer="mag", mag_weight=0.0))
+    torch.manual_seed(0)
+    model = GirihForCausalLM(small(mixer="mag", mag_weight=1.0))
     mixtures = [module for module in model.modules() if isinstance(module, MixAttention)]
-    assert len(mixtures) == 2
+    ids = tokens(4, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, shares = [], []
+    for step in range(30):
+        weight = mix_weight("gradual", step, final=0.5, first=0.0, steps=20)
+        for mixture in mixtures:
+            mixture.set_weight(weight)
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        moved = [
+            any(p.grad is not None and p.grad.any() for p in part.parameters())
+            for mixture in mixtures
+            for part in (mixture.base, mixture.mixer)
+        ]
+        assert moved == [True, weight > 0] * len(mixtures)
+        optimizer.step()
+        losses.append(loss.item())
+        shares.append(mixtures[0].weight.item())
+    assert shares[:3] == pytest.approx([0.0, 0.025, 0.05]) and shares[20:] == [0.5] * 10
+    assert losses[-1] < losses[0] - 0.5
+    before = model(ids, labels=ids).loss.item()
     for mixture in mixtures:
-        mixture.set_weight(mix_weight("gradual", 50, final=0.5, first=0.0, steps=100))
-    assert [mixture.weight.item() for mixture in mixtures] == [0.25, 0.25]
+        mixture.set_weight(0.0)
+    assert abs(model(ids, labels=ids).loss.item() - before) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,78 @@ def test_compiles_as_one_graph(name):
     torch.testing.assert_close(last, y[:, -1:], atol=1e-5, rtol=1e-5)
 
 
+EXPORTED = ["gsa", "delta_product", "trellis", "lattice", "attention_grouped", "cat", "mag"]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exports_with_any_number_of_tokens(name):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    program = torch.export.export(
+        layer,
+        (torch.randn(2, 3 * CHUNK + 1, HIDDEN),),
+        dynamic_shapes={"x": {1: torch.export.Dim("T", min=CHUNK, max=512)}},
+        prefer_deferred_runtime_asserts_over_guards=True,
+    ).module()
+    for T in (CHUNK, CHUNK + 1, 2 * CHUNK, 5 * CHUNK - 1):
+        x = torch.randn(2, T, HIDDEN)
+        torch.testing.assert_close(program(x)[0], layer(x)[0])
+
+
+def test_one_token_after_others_has_gradients(layer):
+    """A cached call of one token writes the state in place only where no gradient is asked."""
+    x = torch.randn(2, CHUNK, HIDDEN, dtype=torch.double)
+    _, state = layer(x[:, :-1], use_cache=True)
+    kept = map_state(torch.clone, state)
+    y, after = layer(x[:, -1:], state=state, use_cache=True)
+    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(kept), strict=True))
+    target = torch.randn_like(y)
+    found = gradients(layer, (y * target).sum())
+    expected = gradients(layer, (layer(x)[0][:, -1:] * target).sum())
+    assert found.keys() == expected.keys()
+    for name in found:
+        close(found[name], expected[name])
+    with torch.no_grad():
+        _, state = layer(x[:, :-1], use_cache=True)
+        stepped, at_once = layer(x[:, -1:], state=state, use_cache=True)
+    close(stepped, y)
+    close(tensors_of(at_once), tensors_of(map_state(torch.Tensor.detach, after)))
+
+
+def test_a_first_state_is_its_own():
+    """Steps write it: what it was made from, shared or one a sequence, stays as it is, and so do its parts."""
+    for lead in ((), (2,)):
+        k, v = (torch.randn(*lead, 3, 4, 5, dtype=torch.double) for _ in range(2))
+        before = k.clone(), v.clone()
+        trellis = girih.ops.TrellisState.start(2, k, v)
+        lattice = girih.ops.LatticeState.start(2, k)
+        for state in (trellis, lattice):
+            places = [part.data_ptr() for part in state if part is not None and part.numel()]
+            assert len({*places, k.data_ptr(), v.data_ptr()}) == len(places) + 2
+            for part in state:
+                if part is not None:
+                    part.fill_(7)
+        assert k.equal(before[0]) and v.equal(before[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("delta_product", ["n=2", "gated=True", "allow_neg_eigval=True", "heads=(4, 4, 4)"]),
+        ("delta_product_gelu", ["between_chunks='gelu'", f"chunk={CHUNK}"]),
+        ("trellis", ["num_slots=6", f"chunk={CHUNK}", "phi='ln_silu'", "gated=True", "kernel_size=4"]),
+        ("lattice_encode", ["num_slots=12", "objective='encode'", "gated=False"]),
+        ("gsa_grouped", ["num_slots=6", "feature='relu2'", "heads=(4, 2, 2)", "gate_logit_normalizer=8.0"]),
+        ("retnet", ["gate='fixed'"]),
+        ("cat", [f"chunk={CHUNK}", "running_positions=False"]),
+        ("mag_learned", ["learned=True"]),
+    ],
+)
+def test_a_printed_layer_shows_its_options(name, options):
+    printed = repr(LAYERS[name]())
+    assert not [option for option in options if option not in printed], printed
+
+
 def test_mask_and_packing_exclude_each_other(layer):
     x = torch.randn(1, 4, HIDDEN, dtype=torch.double)
     with pytest.raises(ValueError, match="attention_mask and cu_seqlens"):

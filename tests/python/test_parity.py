@@ -223,6 +223,7 @@ def test_shards_and_their_dtype_are_read(tmp_path):
         {"mixer": "lattice", "num_kv_heads": 2},
         {"mixer": "attention", "head_dim": 3},
         {"mixer": "cat", "compressor_hidden_size": 33},
+        {"mixer": "cat", "intermediate_size": 1},
         {"feature": "sine"},
         {"phi": "sine"},
         {"objective": "sine"},

@@ -1,11 +1,18 @@
-"""README.md and the pages of docs/: their Python runs, what they name exists, their tables are up to date."""
+"""README.md and the pages of docs/: their Python runs, what they name exists, their tables are up to date.
 
+Their C++ is compiled by test_installed.py.
+"""
+
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import girih.models
+import girih.nn
 import pytest
+from girih import compare, ops, train
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,17 +38,52 @@ def test_an_example_runs(name, example):
 def test_what_a_page_names_exists(page):
     """Links, files of this repository, targets of make and their options."""
     text = page.read_text()
-    for link in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
-        assert link.startswith("http") or (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([\w-]+))?\)", text):
+        if not link.startswith("http"):
+            there = page.parent / link if link else page
+            assert there.exists(), link
+            assert not anchor or anchor in anchors(there), f"{link}#{anchor}"
     folders = "csrc|docs|examples|kernels|python|tests|tools"
     for file in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
         assert (ROOT / file).exists(), file
+    for file in re.findall(r"`(\w+\.(?:py|h|cuh|cu|cpp|md))`", text):
+        assert list(ROOT.glob(f"[a-z]*/**/{file}")) or (ROOT / file).exists(), file
     for target, options in re.findall(r"(?:`|^)make ([a-z-]+)((?: [A-Z]+=\S*)*)", text, re.MULTILINE):
         assert target in TARGETS, f"make {target}"
         for option in re.findall(r"([A-Z]+)=", options):
             assert option in OPTIONS | {"CUDA", "PYTHON"}, f"make {target} {option}="
     for option in re.findall(r"`([A-Z]+)=", text):
         assert option in OPTIONS | {"CUDA", "PYTHON"}, option
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+HEADERS = "".join(file.read_text() for file in (ROOT / "csrc" / "include" / "girih").glob("*.h"))
+COMMANDS = "".join(inspect.getsource(module) for module in (train, compare))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_that_a_page_names_exists(page):
+    """Names of Python and C++, options of commands, and calls of operators with their arguments."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for name in re.findall(r"`(girih(?:\.\w+)+)", text):
+        thing = girih
+        for part in name.split(".")[1:]:
+            thing = getattr(thing, part)
+    for name in re.findall(r"`girih::(?:\w+::)*(\w+)", text):
+        assert re.search(rf"\b{name}\b", HEADERS), name
+    for option in re.findall(r"`(--[\w-]+)`", text):
+        assert f'"{option}"' in COMMANDS, option
+    for name, given in re.findall(r"`(?:girih\.)?(?:ops\.)?(\w+)\(([^`)]*)\)", text):
+        if name in ops.__all__:
+            call = inspect.signature(getattr(ops, name))
+            positional = [part.strip() for part in given.split(",") if part.strip() and "=" not in part]
+            assert positional == list(call.parameters)[: len(positional)], f"{name}({given})"
+            for keyword in re.findall(r"(\w+)=", given):
+                assert keyword in call.parameters, f"{name}({given})"
 
 
 def test_tables_are_what_the_files_of_results_and_the_library_say():

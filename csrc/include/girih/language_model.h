@@ -13,9 +13,13 @@
 
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 namespace girih::nn {
+
+// One token, or any of several.
+using TokenIds = std::variant<int64_t, std::vector<int64_t>>;
 
 // girih.models.GirihConfig: the same fields, the same defaults, the same errors.
 struct Config {
@@ -48,7 +52,9 @@ struct Config {
   double norm_eps = 1e-6;
   std::optional<double> initializer_range = {};  // hidden_size^-1/2
   bool tie_word_embeddings = true;
-  std::optional<int64_t> bos_token_id = {}, eos_token_id = {}, pad_token_id = {};
+  std::optional<int64_t> bos_token_id = {};
+  std::optional<TokenIds> eos_token_id = {};
+  std::optional<int64_t> pad_token_id = {};
 
   // The mixer of each layer.
   std::vector<std::string> mixers() const;
@@ -120,14 +126,17 @@ class CatModelImpl : public LayerImpl {
 
 struct GenerateOptions {
   int64_t max_new_tokens = 64;
-  double temperature = 0.0;                  // 0: the most likely token
-  std::optional<int64_t> top_k = {};         // sample among these many
-  std::optional<int64_t> eos_token_id = {};  // a sequence that wrote it is filled up with it
-  Tensor attention_mask = {};                // of the prompt, padded on the left
+  double temperature = 0.0;           // 0: the most likely token
+  std::optional<int64_t> top_k = {};  // sample among these many
+  // What ends a sequence, the configuration's if absent; an empty list for nothing. The rest of it is
+  // pad_token_id, or without one the first of these.
+  std::optional<TokenIds> eos_token_id = {};
+  Tensor attention_mask = {};  // of the prompt, padded on the left
 };
 
 // A language model of any mixer and a head: ids [B, T] -> logits [B, T, vocab_size]. Takes what every layer
-// takes.
+// takes. Making one throws c10::ValueError for a configuration that does not fit, or a model that this
+// machine has no memory for.
 class LanguageModelImpl : public LayerImpl {
  public:
   explicit LanguageModelImpl(const Config& config);
@@ -153,9 +162,10 @@ class LanguageModelImpl : public LayerImpl {
 };
 TORCH_MODULE(LanguageModel);
 
-// The model in a folder that save_pretrained wrote, here or in Python, for inference (eval mode). Throws
-// c10::ValueError for a parameter that is missing, unknown or of another shape, std::runtime_error for a file
-// that cannot be read.
+// The model in a folder that save_pretrained wrote, here or in Python, for inference (eval mode). Its tokens
+// bos, eos and pad are those of generation_config.json where that names them. Throws c10::ValueError for a
+// parameter that is missing, unknown, there twice or of another shape, std::runtime_error for a file that
+// cannot be read; no more memory is asked for than the files have.
 LanguageModel from_pretrained(const std::string& folder, at::Device device = at::kCPU);
 
 }  // namespace girih::nn

@@ -74,7 +74,7 @@ class GirihConfig(PretrainedConfig):
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -77,7 +77,8 @@ class CompressAttend(Layer):
 
     A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed
     sequences are laid on whole chunks of their own first. The state keeps the inputs, and a call computes the
-    layer anew.
+    layer anew. `torch.export` takes a dynamic T from C on with
+    `prefer_deferred_runtime_asserts_over_guards=True`, as C divides T or not.
 
     >>> layer = CompressAttend(64, num_heads=2, chunk=4)
     >>> layer(torch.randn(3, 10, 64))[0].shape
@@ -131,7 +132,9 @@ class CompressAttend(Layer):
             )
         x, valid, new = extended(x, attention_mask, state)
         if valid is None and cu_seqlens is None:
-            T, K = x.shape[1], -(-x.shape[1] // self.chunk)
+            # At least one row of padding: whether chunks are full must not show in a shape, or torch.export
+            # takes no dynamic T.
+            T, K = x.shape[1], x.shape[1] // self.chunk + 1
             tokens = F.pad(x, (0, 0, 0, K * self.chunk - T)).unflatten(1, (K, self.chunk))
             y = self.attend(tokens, torch.arange(K, device=x.device) == 0, None).flatten(1, 2)[:, :T]
         else:

@@ -81,7 +81,8 @@ class GatedLinearAttention(RecurrentLayer):
         if self.gate == "none":
             return None, None
         if self.gate == "fixed":
-            head = torch.arange(self.heads[1], device=x.device, dtype=torch.float32)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            head = torch.arange(self.heads[1], device=x.device, dtype=wide)
             return torch.log1p(-torch.exp2(-5.0 - head)).expand(*x.shape[:2], -1), None
         if self.gate == "scalar":
             return self.decay(x)

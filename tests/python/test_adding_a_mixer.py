@@ -1,0 +1,51 @@
+"""The list of edits in docs/adding-a-mixer.md is what mixers with an operator of their own have needed."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from girih.nn import MIXERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "adding-a-mixer.md").read_text()
+LISTED = re.findall(r"^\d+\. `([\w./-]+)`", PAGE, re.MULTILINE)
+OWN = re.findall(r"^\| `([\w./<>-]+)` \|", PAGE, re.MULTILINE)
+FOLDERS = ["csrc", "kernels", "python/girih", "tools", "tests/bench"]  # other tests take mixers as examples
+PROSE = ["tests/bench/pages.py"]  # writes what the comparison has shown
+SUFFIXES = {".h", ".cpp", ".cuh", ".cu", ".py", ".txt"}
+
+
+def code_of(file: Path) -> str:
+    """A file without its comments and docstrings."""
+    if file.suffix != ".py":
+        return re.sub(r"//.*|^\s*#(?!include).*", "", file.read_text(), flags=re.MULTILINE)
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+    return ast.unparse(tree)
+
+
+def test_the_list_is_short_and_its_files_are_here():
+    assert len(LISTED) <= 12 and all((ROOT / name).is_file() for name in LISTED)
+
+
+@pytest.mark.parametrize("mixer", ["trellis", "lattice"])
+def test_a_mixer_is_known_to_its_own_files_and_to_those_of_the_list_alone(mixer):
+    own = [name.replace("<mixer>", mixer) for name in OWN]
+    assert all(
+        (ROOT / name).exists() for name in own if not name.startswith("kernels") and "cuda" not in name
+    )
+    found = {
+        name
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in SUFFIXES
+        and mixer in code_of(file).lower()
+        and not (name := str(file.relative_to(ROOT))).startswith((*own, f"csrc/ops/{mixer}/"))
+    }
+    assert found - set(PROSE) <= set(LISTED)
+    fields = "|".join(MIXERS[mixer].fields)
+    for name in LISTED:
+        assert re.search(rf"{mixer}|\b({fields})\b", code_of(ROOT / name), re.IGNORECASE), name

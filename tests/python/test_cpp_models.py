@@ -1,0 +1,289 @@
+"""The C++ language model on its own: what it writes, what it reads, what it refuses and when."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from girih import _C
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from safetensors.torch import load_file, save_file
+
+SIZES = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "num_slots": 4,
+    "initializer_range": 0.5,
+}
+
+
+def new(**fields):
+    torch.manual_seed(0)
+    return _C.LanguageModel(json.dumps(SIZES | fields))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    new().save_pretrained(str(tmp_path))
+    return tmp_path
+
+
+def refusal(folder, kind=(ValueError, RuntimeError)):
+    with pytest.raises(kind) as refused:
+        _C.LanguageModel.from_pretrained(str(folder))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def follow(ids, count=8, *, eos=None, pad=None):
+    """Greedy text of `new()` with rows that end, made of what it writes without an end."""
+    text = new().generate(ids, count)
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    longest = ids.shape[1]
+    for row in text:
+        at = next((i for i in range(ids.shape[1], len(row)) if row[i] in ends), len(row) - 1)
+        row[at + 1 :] = pad if pad is not None else ends[0] if ends else 0
+        longest = max(longest, at + 1)
+    return text[:, :longest]
+
+
+def prompt():
+    return torch.arange(6).view(3, 2)
+
+
+def test_an_end_is_the_configurations_unless_it_is_given():
+    ids = prompt()
+    text = new().generate(ids, 8)
+    first, second = text[0, 3].item(), text[1, 4].item()
+    for eos in (first, [first, second], [first]):
+        assert new(eos_token_id=eos).generate(ids, 8).equal(follow(ids, eos=eos))
+        assert new().generate(ids, 8, eos_token_id=eos).equal(follow(ids, eos=eos))
+    assert not follow(ids, eos=first).equal(follow(ids, eos=second))
+    assert new(eos_token_id=first).generate(ids, 8, eos_token_id=second).equal(follow(ids, eos=second))
+    assert new(eos_token_id=first).generate(ids, 8, eos_token_id=[]).equal(text)
+    padded = new(eos_token_id=first, pad_token_id=12)
+    assert padded.generate(ids, 8).equal(follow(ids, eos=first, pad=12))
+
+
+def test_generation_config_says_what_ends_a_sequence(folder):
+    ids = prompt()
+    ends = [int(row[3]) for row in new().generate(ids, 8)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends[:2], "max_length": 20}))
+    model = _C.LanguageModel.from_pretrained(str(folder))
+    assert model.generate(ids, 8).equal(follow(ids, eos=ends[:2]))
+
+
+@pytest.mark.parametrize("eos", [3, [3], [3, 5], None])
+def test_ends_keep_their_kind_between_languages(eos, tmp_path):
+    config = GirihConfig(**SIZES, eos_token_id=eos)
+    assert config.eos_token_id == eos
+    GirihForCausalLM(config).save_pretrained(tmp_path / "python")
+    _C.LanguageModel.from_pretrained(str(tmp_path / "python")).save_pretrained(str(tmp_path / "cpp"))
+    assert GirihConfig.from_pretrained(tmp_path / "cpp").eos_token_id == eos
+
+
+def test_temperature_flattens_what_is_drawn():
+    model, ids = new(), torch.zeros(2000, 1, dtype=torch.int64)
+    p = model.forward(ids[:1])[0][0, -1]
+    for temperature in (0.5, 1.0, 3.0):
+        torch.manual_seed(0)
+        drawn = model.generate(ids, 1, temperature)[:, 1].bincount(minlength=13) / 2000
+        want = (p / temperature).softmax(-1)
+        assert (drawn - want).abs().max() < 5 * (0.25 / 2000) ** 0.5, temperature
+    likely = p.topk(3).indices.tolist()
+    assert set(model.generate(ids, 1, 3.0, 3)[:, 1].tolist()) == set(likely)
+
+
+def test_loss_counts_no_label_of_minus_100():
+    model, ids = new(), torch.randint(13, (2, 9))
+    labels = ids.masked_fill(torch.rand(2, 9) < 0.5, -100)
+    log_p = model.forward(ids)[0][:, :-1].log_softmax(-1)
+    counted = labels[:, 1:] != -100
+    want = -log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(model.loss(ids, labels), want[counted].mean())
+    torch.testing.assert_close(model.loss(ids), want.mean())
+    with pytest.raises(ValueError, match="labels has shape"):
+        model.loss(ids, labels[:, 1:])
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path):
+    (tmp_path / "model.safetensors" / "taken").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match=r"model\.safetensors: cannot be written"):
+        new().save_pretrained(str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_that_finds_no_room_leaves_the_one_before(folder):
+    before = (folder / "model.safetensors").read_bytes()
+    code = (
+        "import json, resource, signal, sys; from girih import _C\n"
+        f"model = _C.LanguageModel(json.dumps({SIZES}))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: model.save_pretrained(sys.argv[1])\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == f"{folder}/model.safetensors: cannot be written"
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(folder):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.norm.weight"
+    for wrong, words in (
+        (torch.ones(17), f"{name} has shape [17]; expected [16]"),
+        (torch.ones(4, 4), f"{name} has shape [4, 4]; expected [16]"),
+        (torch.ones(16, dtype=torch.int64), f"{name} is Long; expected a floating dtype"),
+        (torch.ones(16, dtype=torch.int32), f'"{name}" should have dtype F64, F32, F16, BF16 or I64'),
+    ):
+        save_file(tensors | {name: wrong}, folder / "model.safetensors")
+        assert words in refusal(folder)
+    save_file(tensors | {"more": torch.ones(1)}, folder / "model.safetensors")
+    assert '"more" is unknown to this model' in refusal(folder)
+    save_file({n: x for n, x in tensors.items() if n != name}, folder / "model.safetensors")
+    assert f"1 parameters are missing, {name} among them" in refusal(folder)
+
+
+def header(folder, change):
+    """The header of the folder's file, changed as an object or as bytes; the tensors stay."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    entries = json.loads(data[8 : 8 + size])
+    text = change(entries)
+    text = text if isinstance(text, bytes) else json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda e: e[NORM].update(data_offsets=[0.0, 64.0]), "should have data_offsets"),
+        (lambda e: e[NORM].update(data_offsets=[0, 64, 128]), "should have data_offsets"),
+        (lambda e: e[NORM].update(data_offsets=[-64, 0]), "should have data_offsets"),
+        (lambda e: e[NORM].update(data_offsets=[2**70, 2**70 + 64]), "should have data_offsets"),
+        (lambda e: e[NORM].update(data_offsets=[64, 0]), "lies outside of the file"),
+        (lambda e: e[NORM].update(data_offsets=[0, 2**60]), "lies outside of the file"),
+        (lambda e: e[NORM].update(data_offsets=[0, 64]), "overlap or leave a gap"),
+        (lambda e: e[NORM].update(shape=[-16]), "should have a shape"),
+        (lambda e: e[NORM].update(shape=16), "should have a shape"),
+        (lambda e: e[NORM].update(shape=[2**62, 2**62]), "has other bytes than its shape"),
+        (lambda e: e[NORM].update(shape=[2**63 - 1]), "has other bytes than its shape"),
+        (lambda e: e[NORM].update(dtype=[]), "should have dtype"),
+        (lambda e: e[NORM].pop("dtype"), "should have dtype"),
+        (lambda e: e.update({NORM: []}), "is not an object"),
+        (lambda e: e.update({"a" * 500: []}), "aaa... is not an object"),
+        (lambda e: json.dumps(e).encode()[:-1], "its header is not a JSON object"),
+        (lambda e: json.dumps(e).encode().replace(b"norm", b"n\xffrm"), "its header is not a JSON object"),
+        (lambda e: b'{"a": 1, "a": 1}', "tensors with a name each"),
+        (lambda e: b"[" * 10**6, "its header is not a JSON object"),
+        (lambda e: b"[]", "its header is not a JSON object"),
+    ],
+)
+def test_a_damaged_header_is_refused(change, words, folder):
+    header(folder, change)
+    said = refusal(folder)
+    assert said.startswith(f"{folder}/model.safetensors: ") and words in said and len(said) < 400
+
+
+def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    for wrong, words in (
+        (b"", "header is cut off"),
+        (data[:7], "header is cut off"),
+        (struct.pack("<Q", 2**63) + data[8:], "header is cut off"),
+        (data[:-1], "lies outside of the file"),
+        (data + b"\0", "has bytes behind its last tensor"),
+    ):
+        file.write_bytes(wrong)
+        assert words in refusal(folder)
+    file.unlink()
+    file.mkdir()
+    assert "is no file" in refusal(folder)
+
+
+def test_an_index_names_files_of_its_folder(folder):
+    index = folder / "model.safetensors.index.json"
+    for wrong in ("[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "{"):
+        index.write_text(wrong)
+        assert refusal(folder).startswith(f"{index}: ")
+    index.write_text(json.dumps({"weight_map": {"a": f"../{folder.name}/model.safetensors"}}))
+    assert "of its own folder" in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {}}))
+    assert "at most the 0 that its files hold" in refusal(folder)
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}))
+    assert "is in another file too" in refusal(folder)
+
+
+def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
+    file = folder / "config.json"
+    for wrong in (b"", b"\xff\xfe", b"[" * 10**6, b'{"vocab_size": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"):
+        file.write_bytes(wrong)
+        assert refusal(folder, ValueError).startswith(f"{file}: ")
+    file.write_text(json.dumps(SIZES | {"phi": "x" * 10**6}))
+    assert len(refusal(folder, ValueError)) < 400
+    file.unlink()
+    assert refusal(folder) == f"{file}: is no file"
+    file.mkdir()
+    assert refusal(folder) == f"{file}: is no file"
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 2**20},
+        {"hidden_size": 2**16, "num_hidden_layers": 4096},
+        {"vocab_size": 2**31 - 1, "hidden_size": 2**20},
+        {"mixer": "trellis", "num_slots": 2**20, "head_dim": 2**20},
+        {"mixer": "delta_product", "n": 4096, "num_heads": 2**20, "head_dim": 2**20, "hidden_size": 2**20},
+        {"mixer": "cat", "chunk": 256, "hidden_size": 2**20, "compressor_layers": 1},
+    ],
+    ids=str,
+)
+def test_a_model_that_finds_no_memory_is_refused_before_it_asks(sizes):
+    with pytest.raises(ValueError, match=r"hidden_size.* ask for at least .* parameters; expected at most"):
+        _C.LanguageModel(json.dumps(SIZES | sizes))
+
+
+@pytest.mark.parametrize("mixer", [*MIXERS, ["mag", "cat", "lattice"]], ids=str)
+@pytest.mark.parametrize("more", [{}, {"num_slots": 512, "head_dim": 64}, {"chunk": 63, "n": 5}], ids=str)
+def test_what_is_held_against_memory_is_less_than_a_model_has(mixer, more, tmp_path):
+    """And not much less."""
+    sizes = {"hidden_size": 128, "num_heads": 4, "num_hidden_layers": 3, "vocab_size": 500, "mixer": mixer}
+    text = json.dumps(sizes | more)
+    has = sum(p.numel() for p in _C.LanguageModel(text).named_parameters().values())
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    least = float(re.search(r"at least (\S+) parameters; expected at most the 0 ", refusal(tmp_path))[1])
+    assert 0.5 * has < least <= has
+
+
+def test_files_are_held_against_shapes_before_memory_is_asked_for(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1}))
+    assert re.match(r"vocab_size, .* ask for at least .* that its files hold", refusal(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 14}))
+    assert "model.embed_tokens.weight has shape [13, 16]; expected [14, 16]" in refusal(folder)

@@ -1,0 +1,75 @@
+"""`cmake --install`, and a program of another project that finds girih there: no Python is in its process.
+
+With it what README.md and docs/ show in C++ is compiled.
+"""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from girih.models import GirihConfig, GirihForCausalLM
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+CACHE = BUILD / "CMakeCache.txt"
+
+EXAMPLES = ROOT / "examples"
+BLOCKS = [
+    block
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for block in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)
+]
+# What the pages show in C++ is compiled with the example, a function each.
+FUNCTION = "void block{}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor ids) {{\n{}}}\n"
+
+
+def value_of(name):
+    found = re.search(rf"^{name}:\\w+=(.*)$", CACHE.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.mark.skipif(not (BUILD / "cmake_install.cmake").exists(), reason="girih was not built here")
+def test_a_program_of_another_project_finds_girih(tmp_path, monkeypatch, capfd):
+    """The example in C++ writes what the one in Python does."""
+    prefix, source, made = (tmp_path / name for name in ("prefix", "source", "made"))
+    shutil.copytree(EXAMPLES / "complete", source)
+    assert BLOCKS
+    with (source / "complete.cpp").open("a") as program:
+        program.write("using torch::Tensor;\n")
+        for i, block in enumerate(BLOCKS):
+            program.write(FUNCTION.format(i, block.replace("#include <girih/girih.h>\n", "")))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
+    model = GirihForCausalLM(GirihConfig(mixer="delta_product", initializer_range=0.5, **sizes))
+    model.save_pretrained(tmp_path / "model")
+
+    def run(*command):
+        tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        command = [str(part) for part in command]
+        done = subprocess.run(command, env=os.environ | {"PATH": tools}, capture_output=True)
+        assert done.returncode == 0, (done.stdout[-2000:] + done.stderr[-2000:]).decode(errors="replace")
+        return done.stdout.decode(errors="replace")
+
+    run("cmake", "--install", BUILD, "--prefix", prefix)
+    paths = f"-DCMAKE_PREFIX_PATH={prefix};{torch.utils.cmake_prefix_path}"
+    # A torch built with CUDA asks for a toolkit.
+    names = {"CMAKE_CUDA_COMPILER": "GIRIH_NVCC", "CUDA_TOOLKIT_ROOT_DIR": "CUDA_TOOLKIT_ROOT_DIR"}
+    toolkit = [f"-D{name}={value}" for name, own in names.items() if (value := value_of(own))]
+    run("cmake", "-G", "Ninja", "-S", source, "-B", made, paths, "-DCMAKE_CXX_FLAGS=-O0", *toolkit)
+    run("cmake", "--build", made)
+    written = run(made / "complete", tmp_path / "model", "giri\u1e2b")  # a letter of three bytes
+    monkeypatch.setattr(sys, "argv", ["complete.py", str(tmp_path / "model"), "giri\u1e2b"])
+    capfd.readouterr()
+    runpy.run_path(str(EXAMPLES / "complete.py"))
+    assert capfd.readouterr().out == written
+    assert written.startswith("giri\u1e2b") and len(set(written)) > 10
+    (library,) = prefix.glob("lib*/libgirih.so")
+    for file in (library, made / "complete"):
+        assert "libpython" not in run("readelf", "-d", file)
+    assert "libpython" not in run("ldd", made / "complete")

@@ -1,0 +1,289 @@
+"""Each layer against its equations, written here: a mistake shared by both languages shows nowhere else.
+
+The recurrences are those that the operators are held against; everything around them is said once more, from
+the layers' docstrings and the papers. The norms' eps is 1, or they would hide the scale of what they read.
+"""
+
+import math
+
+import pytest
+import recurrences as by_token
+import torch
+import torch.nn.functional as F
+from girih.nn import (
+    Attention,
+    CompressAttend,
+    DeltaProduct,
+    GatedLinearAttention,
+    GatedSlotAttention,
+    Lattice,
+    MixAttention,
+    RMSNorm,
+    ShortConv,
+    SwiGLU,
+    Trellis,
+)
+
+HIDDEN, T, CHUNK, EPS = 12, 11, 4, 1.0
+
+
+def drawn(layer):
+    """The layer in float64 with parameters that all differ from their first values, and its input."""
+    torch.manual_seed(0)
+    layer.double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p) * (0.5 if p.dim() > 1 else 0.8))
+    return layer, torch.randn(2, T, HIDDEN, dtype=torch.double)
+
+
+def check(layer, x, y):
+    torch.testing.assert_close(layer(x)[0], y, atol=1e-9, rtol=1e-9)
+
+
+def rms(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def conv(x, weight):
+    """silu of the last tokens' weighted sum, the newest one last in the weight."""
+    if weight is None:
+        return F.silu(x)
+    W = weight.shape[1]
+    rows = [sum(weight[:, W - 1 - back] * x[:, t - back] for back in range(W) if t >= back) for t in range(T)]
+    return F.silu(torch.stack(rows, 1))
+
+
+def heads(x, count):
+    return x.reshape(*x.shape[:-1], count, -1)
+
+
+def decay(gate, x):
+    """Mamba-2: dt = log(1 + e^(x W + b)), g = -e^A dt."""
+    dt = (1 + (x @ gate.proj.weight.T + gate.dt_bias).exp()).log()
+    return -gate.A_log.exp() * dt, dt
+
+
+def gated_out(layer, o, x, act):
+    y = rms(o, layer.norm.weight) * act(heads(x @ layer.g_proj.weight.T, o.shape[2]))
+    return y.flatten(-2) @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("feature", ["softmax", "relu2"])
+@pytest.mark.parametrize("conv_size", [0, 3])
+@pytest.mark.parametrize("gated", [True, False], ids=["gsa", "abc"])
+def test_gated_slot_attention(gated, conv_size, feature):
+    H, HQ, D, M = 2, 4, 3, 5
+    layer, x = drawn(
+        GatedSlotAttention(
+            HIDDEN,
+            HQ,
+            num_kv_heads=H,
+            head_dim=D,
+            num_slots=M,
+            gated=gated,
+            conv_size=conv_size,
+            feature=feature,
+            norm_eps=EPS,
+        )
+    )
+    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * D, H * D, H * D), -1)
+    f = heads(x @ layer.f_proj.weight.T, H)
+    s, g = (None, torch.log(1 / (1 + (-f).exp())) / 8) if gated else (f, None)
+    o, _ = by_token.gsa(heads(q, HQ), heads(k, H), heads(v, H), s, g, scale=1.0, feature=feature)
+    check(layer, x, rms(F.silu(o).flatten(-2), layer.norm.weight) @ layer.o_proj.weight.T)
+
+
+@pytest.mark.parametrize("conv_size", [0, 4])
+@pytest.mark.parametrize("gate", ["none", "fixed", "scalar", "vector"])
+def test_linear_attention_and_its_decays(gate, conv_size):
+    H, HQ, D = 2, 4, 3
+    layer, x = drawn(
+        GatedLinearAttention(
+            HIDDEN, HQ, num_kv_heads=H, head_dim=D, gate=gate, conv_size=conv_size, norm_eps=EPS
+        )
+    )
+    qkv = x @ layer.qkv_proj.weight.T
+    qkv = conv(qkv, layer.conv.weight) if conv_size else qkv
+    q, k, v = (heads(p, n) for p, n in zip(qkv.split((HQ * D, H * D, H * D), -1), (HQ, H, H), strict=True))
+    g, skip = None, 0
+    if gate == "none":
+        q, k = (torch.where(p > 0, p + 1, p.exp()) for p in (q, k))
+    elif gate == "fixed":
+        g = torch.tensor([math.log(31 / 32), math.log(63 / 64)], dtype=torch.double).expand(2, T, H)
+    elif gate == "scalar":
+        g, dt = decay(layer.decay, x)
+        skip = torch.stack([v[:, :, head // 2] * layer.skip[head] for head in range(HQ)], 2)
+        v = v * dt[..., None]
+    else:
+        low = x @ layer.decay[0].weight.T
+        f = low @ layer.decay[1].weight.T + layer.decay[1].bias
+        g = heads(torch.log(1 / (1 + (-f).exp())) / 16, H)
+    o, _ = by_token.gla(q, k, v, g, scale=D**-0.5)
+    check(layer, x, gated_out(layer, o + skip, x, F.silu))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 1},
+        {"n": 1, "gated": True},
+        {"n": 3, "gated": True, "allow_neg_eigval": True},
+        {"n": 2, "between_chunks": "gelu", "chunk": CHUNK},
+        {"n": 2, "conv_size": 0},
+    ],
+    ids=str,
+)
+def test_delta_product(options):
+    n, H, HQ, D = options["n"], 2, 4, 3
+    layer, x = drawn(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
+    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * D, n * H * D, n * H * D), -1)
+    beta = 1 / (1 + (-(x @ layer.beta_proj.weight.T)).exp())
+    beta = 2 * beta if options.get("allow_neg_eigval") else beta
+    steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]  # a token's n, one by one
+    q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in (heads(q, HQ), steps[0]))
+    g = decay(layer.decay, x)[0] if options.get("gated") else None
+    o, _ = by_token.delta_product(
+        q,
+        k,
+        steps[1],
+        steps[2][..., 0],
+        g,
+        n=n,
+        scale=D**-0.5,
+        chunk=options.get("chunk"),
+        between_chunks=options.get("between_chunks"),
+    )
+    check(layer, x, gated_out(layer, o, x, F.silu))
+
+
+def unit(x, dim=-1):
+    return x / x.square().sum(dim, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("phi", "f"), [("ln_silu", "ln_silu"), ("l2_silu", "softmax")])
+def test_trellis(phi, f, gated):
+    H, D, M = 3, 4, 5
+    layer, x = drawn(
+        Trellis(HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, phi=phi, f=f, gated=gated, norm_eps=EPS)
+    )
+    qk = x @ layer.qk_proj.weight.T  # one projection, a convolution each
+    q, k = conv(qk, layer.q_conv.weight), conv(qk, layer.k_conv.weight)
+    gamma = 1 / (1 + (-(x @ layer.gamma_proj.weight.T + layer.gamma_proj.bias)).exp())
+    o, _ = by_token.trellis(
+        heads(q, H),
+        unit(heads(k, H)),
+        unit(heads(x @ layer.v_proj.weight.T, H)),
+        heads(x @ layer.a_proj.weight.T, H),
+        gamma,
+        decay(layer.decay, x)[0] if gated else None,
+        chunk=CHUNK,
+        phi=phi,
+        f=f,
+        state=(layer.key_memory, layer.value_memory),
+    )
+    check(layer, x, gated_out(layer, o, x, F.gelu))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
+def test_lattice(objective, gated):
+    H, D, M = 3, 4, 5
+    layer, x = drawn(
+        Lattice(
+            HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, objective=objective, gated=gated, norm_eps=EPS
+        )
+    )
+    qk = x @ layer.qk_proj.weight.T
+    q, k = conv(qk, layer.q_conv.weight), conv(qk, layer.k_conv.weight)
+    gamma = 1 / (1 + (-(x @ layer.gamma_proj.weight.T + layer.gamma_proj.bias)).exp())
+    o, _ = by_token.lattice(
+        heads(q, H),
+        heads(k, H),
+        heads(x @ layer.v_proj.weight.T, H),
+        gamma,
+        decay(layer.decay, x)[0] if gated else None,
+        chunk=CHUNK,
+        objective=objective,
+        state=unit(layer.memory, -2),  # columns of length one, whatever the parameter's are
+    )
+    check(layer, x, gated_out(layer, o, x, F.gelu))
+
+
+def turned(x, position, theta):
+    """Pair i, (x_i, x_{i + D/2}), turned by position * theta^(-2i/D): as complex numbers."""
+    half = x.shape[-1] // 2
+    rate = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.double)
+    angle = torch.tensor(position, dtype=torch.double)[:, None, None] * rate
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag), -1)
+
+
+def softmax_attention(layer, x, position, seen):
+    """A row at a time over the rows that it sees; query head i reads head i // group."""
+    HQ, H = layer.heads[:2]
+    D = layer.head_dim
+    q, k, v = (x @ layer.qkv_proj.weight.T).split((HQ * D, H * D, H * D), -1)
+    q, k = (turned(heads(p, n), position, layer.rope_theta) for p, n in ((q, HQ), (k, H)))
+    v = heads(v, H)
+    k, v = (torch.stack([p[:, :, i * H // HQ] for i in range(HQ)], 2) for p in (k, v))
+    rows = []
+    for t in range(x.shape[1]):
+        p = (torch.einsum("bhd,bshd->bhs", q[:, t], k[:, seen(t)]) / D**0.5).softmax(-1)
+        rows.append(torch.einsum("bhs,bshd->bhd", p, v[:, seen(t)]))
+    return torch.stack(rows, 1).flatten(-2) @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention(causal):
+    layer, x = drawn(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, rope_theta=100.0, causal=causal))
+    check(layer, x, softmax_attention(layer, x, range(T), lambda t: list(range(t + 1 if causal else T))))
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_compress_attend(running):
+    layer, x = drawn(
+        CompressAttend(HIDDEN, 4, num_kv_heads=2, head_dim=4, chunk=CHUNK, running_positions=running)
+    )
+    rows, position, of_token, header_at = [], [], [], []
+    for k in range(-(-T // CHUNK)):
+        past = x[:, (k - 1) * CHUNK : k * CHUNK].flatten(1)
+        header = layer.header.expand(2, -1) if k == 0 else past @ layer.compress.weight.T
+        header_at.append(len(rows))
+        for r, row in enumerate([header, *x[:, k * CHUNK : (k + 1) * CHUNK].unbind(1)]):
+            of_token += [len(rows)] * (r > 0)
+            position.append(r + (k if running else 0))
+            rows.append(row)
+
+    def seen(t):
+        own = max(at for at in header_at if at <= t)
+        return [at for at in header_at if at < own] + list(range(own, t + 1))
+
+    y = softmax_attention(layer.attention, torch.stack(rows, 1), position, seen)
+    check(layer, x, y[:, of_token])
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_mixture(learned, cross):
+    base, mixer = Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2)
+    layer, x = drawn(MixAttention(base, mixer, weight=0.25, learned=learned, cross=cross))
+    m = 1 / (1 + (-layer.logit).exp()) if learned else 0.25
+    a, b = (1 - m) * base(x)[0], m * mixer(x)[0]
+    check(layer, x, a + b + (a * b if cross else 0))
+
+
+def test_short_conv():
+    layer, x = drawn(ShortConv(HIDDEN, 3, activation=None, bias=True))
+    padded = F.pad(x, (0, 0, 2, 0))
+    y = sum(padded[:, j : j + T] * layer.weight[:, j] for j in range(3)) + layer.bias
+    check(layer, x, y)
+
+
+def test_norm_and_feed_forward():
+    norm, x = drawn(RMSNorm(HIDDEN, EPS))
+    torch.testing.assert_close(norm(x), rms(x, norm.weight))
+    mlp, x = drawn(SwiGLU(HIDDEN, 20))
+    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
+    torch.testing.assert_close(mlp(x), (gate * gate.sigmoid() * up) @ mlp.down_proj.weight.T)

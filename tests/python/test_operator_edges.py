@@ -1,0 +1,228 @@
+"""Tokens, gates and integers at the ends of what is allowed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CASES, ONE_EACH, PACKED, RECURRENT, cotangents, gradients, operator, precision, recurrence
+from comparison import assert_within
+from girih import ops
+
+# ---- gates that shut -----------------------------------------------------------------------------------
+
+GATED = [case for case in RECURRENT if "g" in case.data]
+
+
+@pytest.mark.parametrize("shut", [-1e8, -math.inf], ids=str)
+@pytest.mark.parametrize("case", GATED, ids=str)
+def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
+    """What follows it decays by its own gates: a difference of two sums through it would have lost them."""
+    # Wide enough that no key is nearly parallel to a column, which costs lattice digits by itself.
+    inputs = case.draw(13, calm=True, dtype=torch.float32, device=device, D=8, V=8, M=8)
+    inputs.data["g"][:, 6] = shut
+    inputs = inputs.requiring_grad()
+    exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
+    outs, want = operator(inputs), recurrence(exact)
+    assert_within(outs, want, 1e-4)
+    grads = cotangents(outs)
+    found = gradients(outs, inputs, grads)
+    assert all(x.isfinite().all() for x in found.values())
+    # Of an infinite gate the recurrence has no gradient: 0 times infinity.
+    wanted = gradients(want, exact, {name: x.double() for name, x in grads.items()})
+    finite = {name: x for name, x in wanted.items() if x.isfinite().all()}
+    assert_within({name: found[name] for name in finite}, finite, 1e-3)
+
+
+# ---- lattice: tokens that repeat -----------------------------------------------------------------------
+
+STRUCTURES = {
+    "repeated": lambda x: x[:, :1].expand_as(x),
+    "alternating": lambda x: x[:, :1] * (1 - 2 * (torch.arange(x.shape[1]) % 2))[:, None, None],
+    "half repeated": lambda x: torch.where(torch.arange(x.shape[1])[:, None, None] % 2 == 0, x[:, :1], x),
+    "runs": lambda x: x[:, torch.arange(x.shape[1]) // 7],
+}
+
+
+def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
+    generator = torch.Generator().manual_seed(0)
+    T = 2 * chunk + chunk // 2
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def unit(x, dim=-1):
+        return x / x.norm(dim=dim, keepdim=True)
+
+    k, v = (STRUCTURES[structure](draw(2, T, 1, width)) for width in (M, D))
+    k, v = unit(k), unit(v) if objective == "encode" else size * v
+    leaves = {
+        "q": draw(2, T, 1, M),
+        "k": k,
+        "v": v,
+        "gamma": torch.rand(2, T, 1, generator=generator, dtype=torch.float64) / chunk,
+        "g": gate * torch.rand(2, T, 1, generator=generator, dtype=torch.float64) * 2,
+    }
+    steady = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = {name: x.to(steady if name in ("gamma", "g") else dtype) for name, x in leaves.items()}
+    leaves["state"] = unit(draw(1, D, M), -2).to(steady)
+    return {name: x.contiguous().requires_grad_() for name, x in leaves.items()}
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk):
+    """A read of unit columns cannot exceed sum |q|, whatever cancels; rounding may make it a few of them."""
+    for gate in (0.0, -0.5, -1.0, -2.5, -5.0, -20.0, -60.0):
+        for dtype, widths in ((torch.float32, (32, 32)), (torch.bfloat16, (32, 16)), (torch.float32, (2, 4))):
+            D, M = widths
+            leaves = structured(structure, objective, gate, chunk, dtype, D=D, M=M)
+            o, after = ops.lattice(**leaves, chunk=chunk, objective=objective)
+            at = f"gates of mean {gate}, {dtype}, D = {D}"
+            most = (o.abs().amax(-1) / leaves["q"].abs().sum(-1)).max().item()
+            assert most <= 10, f"{at}: {most:.2g} sum |q|"
+            torch.testing.assert_close(after.first.norm(dim=-2), torch.ones(2, 1, M))
+            for name, x in zip(leaves, torch.autograd.grad(o.sum(), list(leaves.values())), strict=True):
+                assert x.isfinite().all(), f"{at}: the gradient of {name}"
+
+
+def test_a_column_that_cancels_stays_as_it_was():
+    """In one dimension there is no tangent: a step is 0 but for rounding, and shut gates take the rest."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 1, 1, generator=generator).requires_grad_() for _ in range(3))
+    gamma, first = torch.rand(1, 64, 1, generator=generator) / 4, torch.ones(1, 1, 1)
+    for objective in ops.words("lattice", "objective"):
+        for chunk in (1, 4):
+            g = torch.full((1, 64, 1), -math.inf)
+            o, after = ops.lattice(q, k, v, gamma, g, chunk=chunk, objective=objective, state=first)
+            assert after.first.abs().equal(torch.ones(1, 1, 1, 1)), objective
+            assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), (q, k, v), allow_unused=True))
+
+
+def test_a_token_that_cancels_a_column_leaves_it():
+    """gamma k h = s e^g at C = 1: nothing is left of the column but its place."""
+    first = torch.eye(2)[None, :, :1].contiguous()  # s = (1, 0)
+    v = torch.tensor([-1.0, 0.0]).view(1, 1, 1, 2)
+    k, gamma = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), 0.5)
+    call = {"chunk": 1, "objective": "similarity", "shrinkage": 1e9}
+    o, after = ops.lattice(k, k, v, gamma, state=first.requires_grad_(), **call)
+    assert after.first[0].equal(first)
+    assert torch.autograd.grad(o.sum(), first)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_the_gradient_of_a_first_memory_is_tangent_to_its_columns(objective, chunk, device):
+    """It is the recurrence's, less what would only make the columns longer."""
+    case = next(c for c in CASES if str(c) == "lattice-decode_c4_g")
+    case = replace(case, options={"chunk": chunk, "objective": objective})
+    dtype, _, tolerance = precision(case, device)
+    inputs = case.draw(9, dtype=dtype, device=device)
+    S = inputs.state
+    weights = torch.randn(2, 9, 2, case.sizes.get("D", 3), dtype=dtype).to(device)
+
+    def gradient(function, S, data):
+        S = S.detach().requires_grad_()
+        o, _ = function(**data, **case.options, state=S)
+        return torch.autograd.grad(o, S, weights.to(o))[0]
+
+    import recurrences
+
+    found = gradient(ops.lattice, S, inputs.data)
+    raw = gradient(recurrences.lattice, S, inputs.data)
+    assert (S * raw).sum(-2).abs().max() > 1e-3
+    assert_within(found, raw - S * (S * raw).sum(-2, keepdim=True), tolerance)
+
+
+# ---- cat_attention: more than one block of rows ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [None, [24, 0, 480, 16]], ids=["whole", "packed"])
+def test_cat_attention_over_many_rows(lengths, device):
+    """Rows are taken 512 at a time, so a header's gradient comes from several blocks; of packed sequences the
+    rows behind the last are nobody's."""
+    case = next(c for c in CASES if str(c) == "cat_attention-c4")
+    case = replace(case, options={"chunk": 8})
+    T, device_of = 560, device
+    dtype, tolerance, grad_tolerance = precision(case, device_of)
+    inputs = case.draw(T, B=1, D=2, V=2, dtype=dtype, device=device_of).requiring_grad()
+    exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
+    if lengths is None:
+        outs, want = operator(inputs), recurrence(exact)
+    else:
+        cu = torch.tensor([0, *lengths], device=device_of).cumsum(0) // 8
+        outs = operator(inputs, cu_chunks=cu)
+        used = sum(lengths)
+        want = recurrence(replace(exact.part(0, used), lengths=lengths))
+        want = {"o": torch.cat([want["o"], want["o"].new_zeros(1, T - used, *want["o"].shape[2:])], 1)}
+    assert_within(outs, want, tolerance)
+    grads = cotangents(outs)
+    want_grads = gradients(want, exact, {name: x.double() for name, x in grads.items()})
+    assert_within(gradients(outs, inputs, grads), want_grads, grad_tolerance)
+
+
+# ---- Meta --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_meta_has_the_dtypes_and_shapes_of_the_cpu(case, resumed):
+    """In bf16 too, where states stay in fp32."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        inputs = case.draw(5, resumed=resumed and case.has_state, dtype=dtype)
+        on_meta = inputs.map(lambda x: x.to("meta"))
+        if inputs.position is not None:
+            on_meta = replace(on_meta, position=inputs.position.to("meta"))
+        found, want = operator(on_meta), operator(inputs)
+        assert {n: (x.dtype, x.shape) for n, x in found.items()} == {
+            n: (x.dtype, x.shape) for n, x in want.items()
+        }
+
+
+# ---- what integers hold ------------------------------------------------------------------------------------
+
+BAD_BOUNDS = [[0, 99, 5, 6], [-1, 3, 4, 6], [0, 3, 2, 6], [0, 1, 2, 99]]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+@pytest.mark.parametrize("bad", BAD_BOUNDS, ids=str)
+def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
+    inputs = case.draw(0, lengths=[2 * case.chunk] * 3, resumed=case.has_state, dtype=torch.float32)
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds"):
+            operator(inputs, **{case.packing: torch.tensor(bad, dtype=dtype)})
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_the_cpu_refuses_rows_that_end_before_they_begin(case):
+    inputs = case.draw(6, resumed=True, dtype=torch.float32)
+    for bad in ([[0, 6], [4, 3]], [[0, 7], [0, 6]], [[-1, 6], [0, 6]]):
+        with pytest.raises(ValueError, match="cu_seqlens holds"):
+            operator(inputs, cu_seqlens=torch.tensor(bad))
+    operator(inputs, cu_seqlens=torch.tensor([[5, 6], [0, 0]]))
+
+
+@pytest.mark.parametrize("case", [case for case in RECURRENT if "position" in case.state], ids=str)
+def test_the_cpu_refuses_a_position_outside_of_its_chunk(case):
+    for T in (9, 1):
+        inputs = case.draw(T, resumed=True, dtype=torch.float32)
+        for bad in ([0, case.chunk], [-1, 0]):
+            with pytest.raises(
+                ValueError, match=f"^girih.{case.op}: state_position holds {bad[bad[0] == 0]}"
+            ):
+                operator(replace(inputs, given=inputs.state | {"position": torch.tensor(bad)}))
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_EACH if c in PACKED and c.has_state], ids=str)
+def test_tokens_before_and_behind_all_sequences_are_nobodys(case, device):
+    """The first bound may be later than 0 and the last earlier than T."""
+    dtype, tolerance, _ = precision(case, device)
+    inputs = case.draw(9, B=1, N=2, resumed=True, dtype=dtype, device=device)
+    state = {name: x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x for name, x in inputs.state.items()}
+    outs = operator(replace(inputs, given=state), cu_seqlens=torch.tensor([2, 5, 7], device=device))
+    inner = replace(inputs.part(2, 7), given=state)
+    want = operator(inner, cu_seqlens=torch.tensor([0, 3, 5], device=device))
+    want["o"] = torch.cat([outs["o"].new_zeros(1, 2, *want["o"].shape[2:]), want["o"]], 1)
+    want["o"] = torch.cat([want["o"], outs["o"].new_zeros(1, 2, *want["o"].shape[2:])], 1)
+    assert_within(outs, want, tolerance)
