@@ -44,9 +44,8 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
   });
 }
 
-// Two segments pay already in the scan at D = 128 (2 x 16384 tokens, 16 heads: 0.42 ms instead of 0.49 when
-// it was tried): the first one's end is the other's start as it is. At D = 64 and in reverse they took longer
-// than one.
+// Two segments pay already in the scan at D = 128 (2 x 16384 tokens, 16 heads: 0.42 ms instead of 0.49):
+// the first one's end is the other's start as it is. At D = 64 and in reverse they take longer than one.
 int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
   const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
   return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n),
@@ -60,8 +59,7 @@ int64_t workspace(const DeltaShape& shape, bool reverse) {
          static_cast<int64_t>(sizeof(float));
 }
 
-// A scan in either direction. (Started early, while the kernel before still ran, it was ready 2 us sooner,
-// and whatever followed took 5 us longer.)
+// A scan in either direction.
 template <class Pass, class Problem>
 cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;

@@ -1,7 +1,6 @@
 // What a block of the gradients brings to shared memory. A card that has boxes brings whole tiles, asked for
-// by the block's first thread (copies of every thread's own were, with their addresses, a fifth of its
-// instructions; to bring what another block comes to next to the L2 cache took longer, by an eighth); else
-// all threads load.
+// by the block's first thread (copies of every thread's own would be, with their addresses, a fifth of its
+// instructions); else all threads load.
 #pragma once
 
 #include "delta_product/gradient_tiles.cuh"

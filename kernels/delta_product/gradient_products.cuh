@@ -1,6 +1,6 @@
 // The gradients' products of warpgroups, as in tile/warpgroup.h. What wgmma is told of a tile is a sum of
-// where the block's shared memory starts and of constants: worked out tile by tile, it was a quarter of the
-// instructions, and what the compiler kept of it from product to product had to be spilled.
+// where the block's shared memory starts and of constants: worked out tile by tile, it would be a quarter of
+// the instructions, and what the compiler keeps of it from product to product would be spilled.
 #pragma once
 
 #include "tile/warpgroup.h"

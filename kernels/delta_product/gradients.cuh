@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     here.piece = chunk_at(shape.tokens, chunk, grid.tokens, grid.each);
     here.rows = here.piece.length * n;
     *tile.here = here;
-    // (The others could go on meanwhile, to their own wait: it took longer.)
+    // (That the others go on meanwhile, to their own wait, takes longer.)
     if (kBoxes && here.rows > 0) start(here);
   }
   tile.origin.put();

@@ -423,7 +423,8 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
         const auto keys = space.keys(slab);
 #pragma unroll 2
         for (int col = 0; col < kSlab; col += 16) {
-          // Right factors read on their own: out of left ones their pairs took a third of the instructions.
+          // Right factors read on their own: out of left ones their pairs would take a third of the
+          // instructions.
           uint32_t right[kTilesDown][4];
 #pragma unroll
           for (int i = 0; i < kTilesDown; ++i) {

@@ -1,14 +1,8 @@
 // The scan by two blocks beside each other, where a card has two multiprocessors for each: one has the chain,
 // the other the readers, three instead of two: the warpgroup that is the chain in the first is one in the
-// second. In one block they wait for each other's products and instructions: a chunk of 4 x 4096 tokens, 16
-// heads of 64, took 1.10 us, and with two readers apart 0.84. Those had no time left, and the chain waited
-// for them an eighth of its own: with three the forward took 83 us instead of 84.5, with gates and lengths 89
-// instead of 97; of half as many tokens, n = 2 and gates, 85 instead of 92.
-//
-// (What was tried there: chunks prepared by the warpgroups that either block had no work for took 126 us in
-// all instead of 85, and 178 with gates, as prepare's 2100 instructions in a row leave nothing of the chain
-// in the instruction caches; prepared by all warps before the chain begins, 102. With beta in X and v - Y in
-// one product, as where the chain makes the output (scan_output.cuh), it took as long as without.)
+// second. In one block they wait for each other's products and instructions (a chunk of 4 x 4096 tokens, 16
+// heads of 64: 0.84 us instead of 1.10), and two readers have no time left: the chain would wait for them an
+// eighth of its own.
 #pragma once
 
 #include "delta_product/scan_chain.cuh"

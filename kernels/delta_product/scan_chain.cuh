@@ -3,10 +3,6 @@
 // It keeps S^T in fp32 and computes everything transposed: then the sums of every product become the left
 // factor of the next by rounding alone, and none that it waits for passes through shared memory. What it has
 // rounded, S and U, it leaves for the readers, and for the warp that stores the states.
-//
-// (What keys read of the next state can be had before that state is, as e^{L_C} K' S + (K K'^T)^T (w * U):
-// then neither update nor read is in the chain. With K K'^T made by the readers it was slower, 205
-// us instead of 175 at n = 2, D = 128: three more tiles a chunk pass through shared memory.)
 #pragma once
 
 #include "delta_product/scan_space.cuh"

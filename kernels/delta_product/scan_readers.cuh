@@ -85,7 +85,7 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part, const
   // always the same reader's.
 
   // A warp fetches its own rows of q, once it has those before in registers: the two loaders have no time for
-  // them (with them, 87% of theirs, and all others waited).
+  // them.
   const auto rows_of_q = space.query(reader, warp);
   const auto fetch = [&](int chunk, int member) {
     if (chunk < part.chunks) {

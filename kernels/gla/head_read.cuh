@@ -15,12 +15,10 @@
 //               slot of another ring, then S <- e^{L_C} S + (w v)^T k
 //   readers     warpgroups that take chunks in turn: rows of o
 //   publishers  bring S to global memory, once in a pair of chunks
-// So the state never leaves the block for its readers, and only S itself goes from chunk to chunk. Warp by
-// warp the products took 3000 of a chunk's 3900 cycles of shared memory: they are warpgroups'. What keepers
-// and readers have in registers is read from there once; a keeper weighs the next chunk's values while its
-// product is under way. Without any product the kernel still takes 83 of its 96 us at 4 x 4096 tokens, 16
-// heads of 128: the rest is loads that wait for DRAM. (Registers are given out for sm_90a; on sm_80 some
-// spill.)
+// So the state never leaves the block for its readers, and only S itself goes from chunk to chunk. The
+// products are warpgroups': warp by warp, reads of shared memory would be most of a chunk's time. What
+// keepers and readers have in registers is read from there once; a keeper weighs the next chunk's values
+// while its product is under way. (Registers are given out for sm_90a; on sm_80 some spill.)
 #pragma once
 
 #include <algorithm>

@@ -5,8 +5,8 @@
 //
 // The first is a value read of (do, v), the last a key read of dz: no memory but forward's is needed.
 //
-// A group of four warps for every 64 of M: one for 128 took 117 KB of instructions from start to end, and two
-// thirds of its time was waiting for them. The two warps of a row give each other what they sum over M.
+// A group of four warps for every 64 of M: one for 128 has 117 KB of instructions from start to end, and
+// waits for them two thirds of its time. The two warps of a row give each other what they sum over M.
 #pragma once
 
 #include "gsa/block.cuh"
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 2)
     store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, query_head) + first, to.stride[1],
                   piece.length, slots);
   };
-  // As far as dz, and W of the group's slots. Where factors serve apart from where they do not: among what
-  // the other needed, instructions came later than they could have run, for a fifth of the kernel's time.
+  // As far as dz, and W of the group's slots. Where factors serve apart from where they do not: among
+  // what the other needs, instructions come later than they can run, for a fifth of the kernel's time.
   Sums<8> dp;
   const auto differentiate_rows = [&](Scores& W, auto serve) {
     constexpr bool factored = decltype(serve)::value;

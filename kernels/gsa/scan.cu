@@ -62,7 +62,7 @@ cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
 
-  // Three warpgroups of two stages each, which take 190 to 213 KB: two warpgroups were as fast forward and 7%
+  // Three warpgroups of two stages each, which take 190 to 213 KB: two warpgroups are as fast forward and 7%
   // slower in reverse. Where shared memory is smaller, what fits.
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;

@@ -62,8 +62,8 @@ __device__ void final_state(const ShortConvForward& p, int64_t job) {
         input_at<T, W, 1>(p.x, p.state, sequence, sequence.end - (W - 1) + row, channel));
 }
 
-// The first blocks make the final states: a kernel of their own took 3 us, and behind the runs' blocks they
-// cost 0.9 us more.
+// The first blocks make the final states: a kernel of their own takes 3 us, and behind the runs' blocks they
+// take 0.9 us more.
 template <typename T, int W, int N>
 __global__ void __launch_bounds__(kThreads, blocks_of(N))
     forward(const ShortConvForward p, const int run_length, const unsigned state_blocks) {

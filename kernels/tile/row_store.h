@@ -52,8 +52,8 @@ __device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
 }
 
 // A tile's first rows, `cols` elements of each (a multiple of 8): whole rows, 16 bytes a lane, by warp
-// `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a time:
-// they took three times as long as a chain of products that waited for them.)
+// `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a
+// time.)
 template <int Workers, class Tile>
 __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
                                   int cols, int worker) {

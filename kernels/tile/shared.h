@@ -12,8 +12,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Rows x Cols elements. Rows of 64 to 512 bytes fill lines of 128, and the 16-byte packs of a line change
-// places with the row: ldmatrix meets no conflicts, and a copy of whole rows writes whole lines (rows padded
-// to avoid conflicts took more than twice the time to fill). `data` is a multiple of 128 bytes.
+// places with the row: ldmatrix meets no conflicts, and a copy of whole rows writes whole lines (of
+// rows padded to avoid conflicts it would not). `data` is a multiple of 128 bytes.
 template <typename T, int Rows, int Cols>
 struct SharedTile {
   using Element = T;
@@ -33,8 +33,7 @@ struct SharedTile {
   }
   // Of (row + lane_row, col + lane_col), row and col the same for all lanes and multiples of 8 rows and of
   // whole packs past lane_col's. The lanes' part is one number however many rows and columns are visited: col
-  // changes its bits, row is added. Worked out from the sums, addresses were a quarter of a kernel's
-  // instructions.
+  // changes its bits, row is added.
   __host__ __device__ static unsigned offset(unsigned row, unsigned col, unsigned lane_row,
                                              unsigned lane_col) {
     return (offset(lane_row, lane_col) ^ col) + row * Cols;
