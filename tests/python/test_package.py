@@ -4,7 +4,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import girih
 import pytest
+from girih import _build
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +52,12 @@ def test_the_licence_is_the_one_that_the_package_names(tmp_path):
     (licence,) = metadata.parent.rglob("LICENSE")
     assert licence.read_text() == (ROOT / "LICENSE").read_text()
     assert licence.read_text().splitlines()[2] == "Copyright (c) 2026, The girih authors"
+
+
+@pytest.mark.skipif(_build.cuda, reason="built with kernels")
+def test_a_library_without_kernels_asks_for_no_cuda():
+    library = Path(girih.__file__).parent / "lib" / "libgirih.so"
+    said = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
+    needed = [line for line in said.splitlines() if "NEEDED" in line]
+    assert any("libtorch_cpu" in line for line in needed)
+    assert not any("cuda" in line for line in needed)
