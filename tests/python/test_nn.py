@@ -306,7 +306,7 @@ def test_one_token_after_others_has_gradients(layer):
 
 
 def test_a_first_state_is_its_own():
-    """Steps write it: what it was made from, shared or one a sequence, stays as it is, and so do its parts."""
+    """Steps write it: what it was made from, shared or one a sequence, stays as it is."""
     for lead in ((), (2,)):
         k, v = (torch.randn(*lead, 3, 4, 5, dtype=torch.double) for _ in range(2))
         before = k.clone(), v.clone()
