@@ -56,7 +56,8 @@ std::set<path> tensor_files(const path& folder) {
   for (const auto& file : *map) {
     if (!file.is_string()) refuse("weight_map should name a file for each tensor");
     const path name = file.get<std::string>();
-    if (name != name.filename() || name.native().size() > 255) refuse("weight_map should name files of its own folder");
+    if (name != name.filename() || name.native().size() > 255)
+      refuse("weight_map should name files of its own folder");
     files.insert(folder / name);
   }
   return files;

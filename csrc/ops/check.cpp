@@ -257,8 +257,8 @@ class Call {
     }
   }
 
-  // Queries come in groups, each with one memory head. Where keys have a letter of their own, HK, memories may
-  // come in groups too, each with one head of keys, and of queries.
+  // Queries come in groups, each with one memory head. Where keys have a letter of their own, HK, memories
+  // may come in groups too, each with one head of keys, and of queries.
   void heads() const {
     const auto has = [&](const char* name) {
       return std::ranges::find(op_.letters, name, &Operator::Letter::name) != op_.letters.end();
