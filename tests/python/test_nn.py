@@ -4,11 +4,14 @@ import doctest
 import importlib
 import itertools
 import pkgutil
+from functools import partial
 
 import girih.nn
 import pytest
 import torch
+from girih.models import GirihConfig
 from girih.nn import (
+    MIXERS,
     Attention,
     CompressAttend,
     DeltaProduct,
@@ -54,6 +57,9 @@ LAYERS = {
         Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK), Attention(HIDDEN, 2), learned=True
     ),
 }
+SMALL = GirihConfig(hidden_size=HIDDEN, num_heads=2, num_slots=6, chunk=CHUNK)
+for name, mixer in MIXERS.items():  # those of no line above
+    LAYERS.setdefault(name, partial(mixer.build, SMALL))
 KEEPS_PACKED_STATE = [
     name for name in LAYERS if name not in ("attention", "attention_grouped", "cat", "mag", "mag_learned")
 ]
