@@ -3,7 +3,8 @@
     make test-gpu [STAGES=kernels,memcheck] [RECORD=file] [PYTHON=python3] [BUILD=no]
 
     cpp         the C++ tests
-    python      every test of tests/python but the kernels' own
+    cuda        the tests of tests/python that run on a GPU, but the kernels' own
+    python      all others, which CI runs too: the record does without them
     kernels     test_*_kernels.py, in several processes
     large       those of them that take tens of GiB, one after the other
     memcheck    compute-sanitizer over some calls of every kernels' test, on allocations of exact sizes
@@ -37,7 +38,8 @@ RACECHECK = ROOT / "build" / "racecheck"
 KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/python/test_*_kernels.py"))
 # In a graph's capture nothing may be allocated for good, and long runs take too long under a sanitizer.
 SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
-STAGES = ("cpp", "python", "kernels", "large", "memcheck", "racecheck", "synccheck")
+RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck")
+STAGES = (*RECORDED, "python")
 
 
 # ---- what the record is about ------------------------------------------------------------------------------
@@ -89,14 +91,14 @@ def added(record: dict, state: str, results: dict[str, dict]) -> dict:
         stages.pop(stage, None)
         if result["green"]:
             stages[stage] = {name: x for name, x in result.items() if name != "green"}
-    return {"state": state, "stages": {stage: stages[stage] for stage in STAGES if stage in stages}}
+    return {"state": state, "stages": {stage: stages[stage] for stage in RECORDED if stage in stages}}
 
 
 def complaint(record: dict) -> str | None:
     """Why a record does not vouch for the tree, if it does not."""
     if record.get("state") != state_hash():
         return "kernels changed since the last green run on a GPU: run make test-gpu"
-    if missing := [stage for stage in STAGES if stage not in record["stages"]]:
+    if missing := [stage for stage in RECORDED if stage not in record["stages"]]:
         return f"not green on a GPU in this state: run make test-gpu STAGES={','.join(missing)}"
     return None
 
@@ -168,15 +170,15 @@ class Runner:
         count = int(passed[1] or passed[2]) if passed else 0
         return {"green": code == 0, "passed": count, "failed": int(code != 0), "code": code}
 
+    def cuda(self) -> dict:
+        return self.others("cuda")
+
     def python(self) -> dict:
-        """Without the test that the record is green, which this makes; and of the C++ models, where they were
-        carried here without the extension for this Python, nothing."""
-        left_out = [*KERNEL_TESTS, "tests/python/test_gpu_record.py"]
-        if not list((ROOT / "python" / "girih").glob("_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
-            tests = sorted((ROOT / "tests" / "python").glob("test_*.py"))
-            left_out += [str(p.relative_to(ROOT)) for p in tests if re.search(r"\b_C\b|fuzz", p.read_text())]
-            print(f"girih._C is not built for this Python, left out: {' '.join(left_out)}")
-        return self.pytest(*(f"--ignore={f}" for f in left_out), "tests/python", jobs=min(16, os.cpu_count()))
+        return self.others("not cuda and not last_green_run")
+
+    def others(self, names: str) -> dict:
+        ignored = [f"--ignore={file}" for file in KERNEL_TESTS]
+        return self.pytest(*ignored, "-k", names, "tests/python", jobs=min(16, os.cpu_count()))
 
     def kernels(self) -> dict:
         return self.pytest("-m", "not large", *KERNEL_TESTS, jobs=min(8, os.cpu_count()))
@@ -185,16 +187,16 @@ class Runner:
         return self.pytest("-m", "large", *KERNEL_TESTS, jobs=0)
 
     def memcheck(self) -> dict:
-        return self.sanitizer("memcheck", 3, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return self.sanitizer("memcheck", 2, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def synccheck(self) -> dict:
-        return self.sanitizer("synccheck", 2)
+        return self.sanitizer("synccheck", 1)
 
     def racecheck(self) -> dict:
         package = RACECHECK / "python" / "girih"
         if self.build:
             build_for_racecheck(package)
-        return self.sanitizer("racecheck", 2, PYTHONPATH=self.path(package.parent))
+        return self.sanitizer("racecheck", 1, PYTHONPATH=self.path(package.parent))
 
 
 def build_for_racecheck(package: Path) -> None:

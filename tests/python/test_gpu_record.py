@@ -36,7 +36,7 @@ def test_the_state_is_the_kernels_what_calls_them_and_their_tests():
 
 @pytest.mark.parametrize("changed", ["kernels/gsa/scan.cu", "csrc/ops/packs.h", "tests/python/padding.py"])
 def test_any_change_of_them_makes_a_record_stale(changed, monkeypatch):
-    stages = dict.fromkeys(gpu.STAGES, GREEN)
+    stages = dict.fromkeys(gpu.RECORDED, GREEN)
     record = gpu.added({}, gpu.state_hash(), stages)
     assert gpu.complaint(record) is None
     read = Path.read_bytes
@@ -46,12 +46,12 @@ def test_any_change_of_them_makes_a_record_stale(changed, monkeypatch):
 
 
 def test_stages_of_several_commands_add_up_while_the_state_stays():
-    first, second = gpu.STAGES[:3], gpu.STAGES[3:]
+    first, second = gpu.RECORDED[:3], gpu.RECORDED[3:]
     state = gpu.state_hash()
     record = gpu.added({}, state, dict.fromkeys(first, GREEN))
     assert gpu.complaint(record).endswith(f"STAGES={','.join(second)}")
     whole = gpu.added(record, state, dict.fromkeys(second, GREEN))
-    assert gpu.complaint(whole) is None and list(whole["stages"]) == list(gpu.STAGES)
+    assert gpu.complaint(whole) is None and list(whole["stages"]) == list(gpu.RECORDED)
     assert gpu.complaint(gpu.added(whole, state, {"racecheck": RED})).endswith("STAGES=racecheck")
     other = gpu.added(whole, "another", {"cpp": GREEN})
     assert list(other["stages"]) == ["cpp"] and "changed" in gpu.complaint(other)

@@ -111,8 +111,8 @@ struct DeltaProductOptions {
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t
 // q [B, T, HQ, D], k [B, T * n, HK, D], v [B, T * n, H, V], beta [B, T * n, H] or, with D = V, [B, T * n, H,
-// D], rows token by token, g [B, T, H] -> o [B, T, max(HQ, H), V], heads as in gla. between_chunks is applied to S after every `chunk`
-// tokens of a sequence.
+// D], rows token by token, g [B, T, H] -> o [B, T, max(HQ, H), V], heads as in gla. between_chunks is applied
+// to S after every `chunk` tokens of a sequence.
 std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor& k, const Tensor& v,
                                                    const Tensor& beta, const Tensor& g = {},
                                                    const DeltaProductOptions& options = {});
