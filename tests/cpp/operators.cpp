@@ -256,7 +256,7 @@ TEST_CASE("Wrong arguments are refused by name", "[ops]") {
   };
   says([&] { ops::gsa(q, k, v, {}, {}); }, "gsa: s and g are both None");
   says([&] { ops::gla(q, k.slice(1, 1), v); }, "gla: k");
-  says([&] { ops::gla(q.slice(2, 0, 1), k, v); }, "gla: q");
+  says([&] { ops::gla(at::cat({q, q}, 2).slice(2, 0, 3), k, v); }, "gla: q");
   says([&] { ops::gsa(q, k, v, {}, gate({B, T, H, M}), {.feature = "sine"}); }, "feature");
   says([&] { ops::trellis(q, k, v, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "trellis: state is None");
   says(
