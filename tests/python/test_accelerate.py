@@ -267,6 +267,42 @@ def test_packed_sequences_keep_apart(family, how):
     assert off(found, want) < 1e-5
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_linear", "lfm2"}))
+def test_packed_sequences_train_apart(family):
+    """The gradients of sequences in one row are the sum of each one's."""
+    linear = {"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}
+    model = model_of(family, **linear).base_model.train()
+    parts = [tokens(batch=1, length=n, seed=n) for n in (40, 1, 23)]
+    packed = {"seq_idx": torch.cat([torch.full((p.shape[1],), i) for i, p in enumerate(parts)])[None].int()}
+    if family != "mamba2":
+        packed["position_ids"] = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
+
+    def gradients(*calls):
+        model.zero_grad()
+        sum(
+            model(ids, use_cache=False, **more).last_hidden_state.square().sum() for ids, more in calls
+        ).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    with accelerate(model):
+        want = gradients(*((part, {}) for part in parts))
+        assert off(gradients((torch.cat(parts, 1), packed)), want) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_bounds_of_a_prompt_that_goes_on(family):
+    """With a cache the convolution sees more columns than the bounds count."""
+    model, ids = model_of(family), tokens(batch=1, length=30)
+    want = model(ids).logits[:, 20:]
+    with accelerate(model):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=cache, use_cache=True)
+        bounds = {"cu_seq_lens_q": torch.tensor([0, 10], dtype=torch.int32)}
+        found = model(ids[:, 20:], past_key_values=cache, use_cache=True, **bounds).logits
+    assert off(found, want) < 1e-5
+
+
 def test_undo(model):
     with torch.no_grad():
         before = model(tokens()).logits

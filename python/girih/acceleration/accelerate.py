@@ -23,6 +23,7 @@ SERVED: dict[str, Callable] = {
     "torch_recurrent_gated_delta_rule": functions.fused_recurrent_gated_delta_rule,
     "mamba2_chunk_scan": functions.mamba_chunk_scan_combined,
     "mamba2_selective_state_update": functions.selective_state_update,
+    "mamba2_split_conv1d_scan_combined": functions.mamba_split_conv1d_scan_combined,
     "causal_conv1d_fn": functions.causal_conv1d_fn,
     "causal_conv1d_update": functions.causal_conv1d_update,
 }
@@ -33,7 +34,6 @@ NOT_SERVED = {
     "mamba_selective_scan": "Mamba-1: a step and a rate for every channel",
     "mamba_inner_fn": "Mamba-1: a step and a rate for every channel",
     "mamba_selective_state_update": "Mamba-1: a step and a rate for every channel",
-    "mamba2_split_conv1d_scan_combined": "one function for a whole layer; its parts are called instead",
 }
 # Norms with the gate behind them. Those of Mamba-2's families have it in front.
 GATED_NORM = re.compile(
@@ -103,9 +103,12 @@ def _places(module: ModuleType) -> Iterator[tuple[Place, Callable]]:
             yield Place(value, "forward"), functions.rms_norm_gated
 
 
-def _modelling(layer: nn.Module) -> ModuleType | None:
-    name = type(layer).__module__
-    return sys.modules[name] if MODELS.fullmatch(name) else None
+def _modelling(layer: nn.Module) -> tuple[type, ModuleType] | None:
+    """The class of transformers that a layer is, or is made from, and the module that defines it."""
+    for kind in type(layer).__mro__:
+        if MODELS.fullmatch(kind.__module__) and kind.__module__ in sys.modules:
+            return kind, sys.modules[kind.__module__]
+    return None
 
 
 class Acceleration:
@@ -120,7 +123,7 @@ class Acceleration:
             self._accelerate(model)
 
     def _accelerate(self, model: nn.Module) -> None:
-        for module in {m for layer in model.modules() if (m := _modelling(layer)) is not None}:
+        for module in {m[1] for layer in model.modules() if (m := _modelling(layer)) is not None}:
             for place, serve in _places(module):
                 if place not in self._places:
                     _replace(place, serve)
@@ -187,41 +190,62 @@ class Acceleration:
 
 def _called(layer: nn.Module) -> Iterator[tuple[str, Place]]:
     """The functions that a layer's `forward` calls, of those that are known here."""
-    module = _modelling(layer)
-    if module is None:
+    found = _modelling(layer)
+    if found is None:
         return
-    if GATED_NORM.fullmatch(type(layer).__name__):
-        yield type(layer).__name__, Place(type(layer), "forward")
-    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    kind, module = found
+    if GATED_NORM.fullmatch(kind.__name__):
+        yield kind.__name__, Place(kind, "forward")
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     for name in code.co_names if code else ():
         if name in SERVED or name in NOT_SERVED:
             yield name, Place(module, name)
 
 
 def _path(layer: nn.Module, function: str) -> tuple[str, str]:
-    """How girih computes a function of this layer on its device, in its dtype."""
-    weight = next(layer.parameters())
+    """How girih computes a function of this layer, by its sizes, on its device and in its dtype."""
+    weight = max(layer.parameters(), key=lambda p: p.dim())  # of a projection or the filter, not of a gate
     device, dtype = weight.device.type, weight.dtype
+    token = function.endswith(("_recurrent_gated_delta_rule", "_state_update", "_update"))
 
-    def x(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def x(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def size(*names: str) -> int:
         return next((getattr(layer, name) for name in names if hasattr(layer, name)), 64)
 
+    T, options = 1 if token else 64, {}
     if "delta_rule" in function:
         D, V = size("head_k_dim"), size("head_v_dim")
-        call = ("delta_product", x(1, 64, 1, D), x(1, 64, 1, D), x(1, 64, 1, V), x(1, 64, 1), x(1, 64, 1))
-        call, options = call, {"n": 1, "l2norm_qk": True}
+        op, inputs, options = (
+            "delta_product",
+            (x(1, T, 1, D), x(1, T, 1, D), x(1, T, 1, V), x(1, T, 1)),
+            {"n": 1},
+        )
+        state = ops.DeltaProductState
+    elif function == "mamba2_split_conv1d_scan_combined":
+        return "girih, in parts", "the functions of its parts are called"
     elif function.startswith("mamba2"):
         D, V = size("ssm_state_size"), size("head_dim")
-        call, options = ("gla", x(1, 64, 1, D), x(1, 64, 1, D), x(1, 64, 1, V), x(1, 64, 1)), {}
+        op, inputs, state = "gla", (x(1, T, 1, D), x(1, T, 1, D), x(1, T, 1, V), x(1, T, 1)), ops.GLAState
     elif function.startswith("causal_conv1d"):
-        call, options = ("short_conv", x(1, 64, 64), x(64, 4)), {}
+        conv = next((m for m in layer.modules() if isinstance(m, nn.Conv1d)), None)
+        taps = 4 if conv is None else conv.kernel_size[0]
+        if taps > functions.MOST_TAPS:
+            return "transformers", f"a filter of {taps} taps; girih.short_conv has {functions.MOST_TAPS}"
+        if getattr(layer, "activation", None) not in functions.ACTIVATIONS and "conv" in function:
+            return "transformers", f"the activation {layer.activation!r}"
+        op, inputs, token = "short_conv", (x(1, T, 64), x(64, taps)), False
     else:
-        call, options = ("gated_rms_norm", x(64, 64), x(64), x(64, 64)), {}
-    found = ops.explain(*call, **options, device=device)
-    return f"girih.{call[0]}, {found.path}", found.why
+        if functions.named(layer.activation) not in functions.OF_NORMS:
+            return "transformers", f"the activation {layer.activation!r}"
+        op, inputs = "gated_rms_norm", (x(64, 64), x(64), x(64, 64))
+    if token:
+        wide = torch.promote_types(dtype, torch.float32)
+        options["state"] = state(torch.empty(1, 1, D, V, dtype=wide, device="meta"))
+        op += "_step"
+    found = ops.explain(op, *inputs, **options, device=device)
+    return f"girih.{op}, {found.path}", found.why
 
 
 def accelerate(model: nn.Module | None = None) -> Acceleration:

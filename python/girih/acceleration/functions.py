@@ -18,6 +18,12 @@ from girih import ops
 Function = Callable[..., Any]
 ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 OF_NORMS = ops.words("gated_rms_norm", "activation")
+MOST_TAPS = int(ops.describe()["short_conv"]["sizes"]["W"]["most"])
+
+
+def named(activation: str) -> str:
+    """An activation by its name here."""
+    return "silu" if activation == "swish" else activation
 
 
 def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
@@ -58,7 +64,8 @@ def chunk_gated_delta_rule(original: Function) -> Function:
         inputs, options = (query, key, value, beta, g), {"n": 1, "l2norm_qk": use_qk_l2norm_in_kernel}
         # A token of a text that is being written: a state that nobody differentiates is written in place, as
         # the caller's cache would be.
-        if state is not None and query.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+        one = query.shape[1] == 1 and cu_seqlens is None and output_final_state
+        if state is not None and one and not torch.is_grad_enabled():
             o = ops.delta_product_step(*inputs, state=state, **options)
         else:
             o, state = ops.delta_product(*inputs, state=state, cu_seqlens=cu_seqlens, **options)
@@ -157,6 +164,16 @@ def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtyp
     return F.softplus(dt) if softplus else dt
 
 
+def mamba_split_conv1d_scan_combined(original: Function) -> Function:
+    """A whole Mamba-2 layer in training. None says that there is none, and its parts are called."""
+
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return ours
+
+
 def causal_conv1d_fn(original: Function) -> Function:
     @functools.wraps(original)
     def ours(
@@ -166,15 +183,16 @@ def causal_conv1d_fn(original: Function) -> Function:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if activation not in ACTIVATIONS or weight.shape[-1] > 4:
+        if activation not in ACTIVATIONS or weight.shape[-1] > MOST_TAPS:
             return original(hidden_states, weight, bias, activation, **kwargs)
-        y, _ = ops.short_conv(
-            hidden_states.mT,
-            weight,
-            bias,
-            activation=ACTIVATIONS[activation],
-            cu_seqlens=packed_bounds(kwargs),
-        )
+        bounds = packed_bounds(kwargs)
+        if bounds is not None:
+            # Columns of a cache, or zeros in their place, stand in front of the tokens that bounds count,
+            # which are all the rest. They are the first sequence's past.
+            bounds = bounds + (hidden_states.shape[-1] - bounds[-1:])
+            bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds[1:]))
+        activation = ACTIVATIONS[activation]
+        y, _ = ops.short_conv(hidden_states.mT, weight, bias, activation=activation, cu_seqlens=bounds)
         return y.mT
 
     return ours
@@ -194,7 +212,7 @@ def causal_conv1d_update(original: Function) -> Function:
         W, K, T = weight.shape[-1], conv_state.shape[-1], hidden_states.shape[-1]
         if (
             activation not in ACTIVATIONS
-            or not 1 < W <= min(4, K + 1)
+            or not 1 < W <= min(MOST_TAPS, K + 1)
             or conv_state.dtype != hidden_states.dtype
         ):
             return original(hidden_states, conv_state, weight, bias, activation)
@@ -216,7 +234,7 @@ def rms_norm_gated(original: Function) -> Function:
 
     @functools.wraps(original)
     def ours(self: torch.nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        activation = "silu" if self.activation == "swish" else self.activation
+        activation = named(self.activation)
         if activation not in OF_NORMS:
             return original(self, hidden_states, gate)
         return ops.gated_rms_norm(
