@@ -62,7 +62,6 @@ class Place(NamedTuple):
 # What has been replaced: by whom it is used, and what stood there.
 _replaced: dict[Place, tuple[int, Callable]] = {}
 
-
 # What accelerates models as they are made.
 POST_INIT = Place(PreTrainedModel, "post_init")
 _of_every_model: list["Acceleration"] = []
@@ -124,18 +123,19 @@ class Acceleration:
 
     def _accelerate(self, model: nn.Module) -> None:
         for module in {m[1] for layer in model.modules() if (m := _modelling(layer)) is not None}:
-            for place, serve in _places(module):
-                if place not in self._places:
-                    _replace(place, serve)
-                    self._places.add(place)
+            self._serve(module)
+
+    def _serve(self, module: ModuleType) -> None:
+        for place, serve in _places(module):
+            if place not in self._places:
+                _replace(place, serve)
+                self._places.add(place)
 
     def _accelerate_every_model(self) -> None:
         """Models that are there, by their modules, and those that will be, as they are made."""
         for name, module in list(sys.modules.items()):
             if MODELS.fullmatch(name):
-                for place, serve in _places(module):
-                    _replace(place, serve)
-                    self._places.add(place)
+                self._serve(module)
         if not _of_every_model:
             _replace(POST_INIT, _accelerating)
         _of_every_model.append(self)
@@ -167,10 +167,8 @@ class Acceleration:
             for function, place in _called(layer):
                 if place in self._places:
                     path, why = _path(layer, function)
-                elif function in NOT_SERVED:
-                    path, why = "transformers", NOT_SERVED[function]
                 else:
-                    path, why = "transformers", "undone" if place else "unknown to girih"
+                    path, why = "transformers", NOT_SERVED.get(function, "undone")
                 kinds[type(layer).__name__, function, path, why] += 1
         return [Row(layer, n, function, path, why) for (layer, function, path, why), n in kinds.items()]
 
@@ -211,8 +209,8 @@ def _path(layer: nn.Module, function: str) -> tuple[str, str]:
     def x(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def size(*names: str) -> int:
-        return next((getattr(layer, name) for name in names if hasattr(layer, name)), 64)
+    def size(name: str) -> int:
+        return getattr(layer, name, 64)
 
     T, options = 1 if token else 64, {}
     if "delta_rule" in function:
@@ -233,7 +231,7 @@ def _path(layer: nn.Module, function: str) -> tuple[str, str]:
         taps = 4 if conv is None else conv.kernel_size[0]
         if taps > functions.MOST_TAPS:
             return "transformers", f"a filter of {taps} taps; girih.short_conv has {functions.MOST_TAPS}"
-        if getattr(layer, "activation", None) not in functions.ACTIVATIONS and "conv" in function:
+        if functions.named(getattr(layer, "activation", None)) not in functions.OF_FILTERS:
             return "transformers", f"the activation {layer.activation!r}"
         op, inputs, token = "short_conv", (x(1, T, 64), x(64, taps)), False
     else:

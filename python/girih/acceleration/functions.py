@@ -16,12 +16,12 @@ from torch import Tensor
 from girih import ops
 
 Function = Callable[..., Any]
-ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+OF_FILTERS = (None, *ops.words("short_conv", "activation"))
 OF_NORMS = ops.words("gated_rms_norm", "activation")
 MOST_TAPS = int(ops.describe()["short_conv"]["sizes"]["W"]["most"])
 
 
-def named(activation: str) -> str:
+def named(activation: str | None) -> str | None:
     """An activation by its name here."""
     return "silu" if activation == "swish" else activation
 
@@ -40,8 +40,7 @@ def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
     if index.shape[0] != 1:
         raise ValueError(f"seq_idx has {index.shape[0]} rows; packed sequences lie in one")
     starts = (index[0, 1:] != index[0, :-1]).nonzero()[:, 0] + 1
-    ends = starts.new_tensor([0]), starts, starts.new_tensor([index.shape[1]])
-    return torch.cat(ends)
+    return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), index.shape[1])))
 
 
 def chunk_gated_delta_rule(original: Function) -> Function:
@@ -183,7 +182,7 @@ def causal_conv1d_fn(original: Function) -> Function:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if activation not in ACTIVATIONS or weight.shape[-1] > MOST_TAPS:
+        if named(activation) not in OF_FILTERS or weight.shape[-1] > MOST_TAPS:
             return original(hidden_states, weight, bias, activation, **kwargs)
         bounds = packed_bounds(kwargs)
         if bounds is not None:
@@ -191,8 +190,8 @@ def causal_conv1d_fn(original: Function) -> Function:
             # which are all the rest. They are the first sequence's past.
             bounds = bounds + (hidden_states.shape[-1] - bounds[-1:])
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds[1:]))
-        activation = ACTIVATIONS[activation]
-        y, _ = ops.short_conv(hidden_states.mT, weight, bias, activation=activation, cu_seqlens=bounds)
+        options = {"activation": named(activation), "cu_seqlens": bounds}
+        y, _ = ops.short_conv(hidden_states.mT, weight, bias, **options)
         return y.mT
 
     return ours
@@ -211,12 +210,12 @@ def causal_conv1d_update(original: Function) -> Function:
     ) -> Tensor:
         W, K, T = weight.shape[-1], conv_state.shape[-1], hidden_states.shape[-1]
         if (
-            activation not in ACTIVATIONS
+            named(activation) not in OF_FILTERS
             or not 1 < W <= min(MOST_TAPS, K + 1)
             or conv_state.dtype != hidden_states.dtype
         ):
             return original(hidden_states, conv_state, weight, bias, activation)
-        x, options = hidden_states.mT, {"activation": ACTIVATIONS[activation]}
+        x, options = hidden_states.mT, {"activation": named(activation)}
         past = conv_state[..., K - W + 1 :].mT  # what the filter reads
         if T == 1 and K <= W and not torch.is_grad_enabled():
             if K == W:  # the oldest input, which it does not
