@@ -3,11 +3,12 @@
 # make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
 # make docs                                             the tables of README.md and docs/, from files of results
 # make test [FULL=1]                                    every test that this machine can run; FULL: more examples
-# make test-gpu [STAGES=...] [RECORD=file] [BUILD=no]   every test on a GPU, compute-sanitizer's too, and their record
+# make test-gpu [STAGES=...] [PARTS=...] [RECORD=file]  every test on a GPU, compute-sanitizer's too, and their record
 # make format / make check-format
 #
 # FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
+# DRAFTS=ON          with kernels that no GPU run vouches for yet
 # PYTHON=path        use this Python and its packages as they are instead of .venv
 
 # Variables of the environment do not count, only those of the command line.
@@ -29,7 +30,7 @@ option = $(if $(call given,$(1)),--$(2) '$($(1))')
 .PHONY: environment build gpu train compare bench docs test test-gpu format check-format
 
 build: environment
-	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
+	@GIRIH_CUDA=$(CUDA) GIRIH_DRAFTS=$(call given,DRAFTS) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
 	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
@@ -51,7 +52,7 @@ test: build
 	@$(if $(call given,FULL),GIRIH_FULL=1 )$(run) -m pytest -q -n 2 tests/python
 
 test-gpu: gpu $(if $(filter no,$(call given,BUILD)),,build)
-	@$(run) tests/gpu/run.py $(call option,STAGES,stages) $(call option,RECORD,record) $(call option,BUILD,build)
+	@$(run) tests/gpu/run.py $(call option,STAGES,stages) $(call option,PARTS,parts) $(call option,RECORD,record) $(call option,BUILD,build)
 
 sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 clang_format = $(dir $(PYTHON))clang-format

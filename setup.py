@@ -1,6 +1,6 @@
 """Drives CMake; CMakeLists.txt is the description of the build.
 
-GIRIH_CUDA (AUTO, ON or OFF) in the environment is CMake's option of that name.
+GIRIH_CUDA (AUTO, ON or OFF) and GIRIH_DRAFTS (ON or OFF) in the environment are CMake's options of those names.
 """
 
 import os
@@ -43,6 +43,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}",
         ]
         configure += [f"-DGIRIH_CUDA={cuda()}", f"-DGIRIH_TESTS={'ON' if self.inplace else 'OFF'}"]
+        configure += [f"-DGIRIH_DRAFTS={os.environ.get('GIRIH_DRAFTS') or 'OFF'}"]
         # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another
         # Python or option starts from an empty cache: the old one holds paths of the old.
         configured = build / "configured.txt"

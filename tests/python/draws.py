@@ -14,6 +14,6 @@ def sizes(draw, case):
     drawn |= {letter: draw(WIDTHS) for letter in "DVMX"}
     if case.sizes.get("V") == SIZES["D"]:  # step sizes of every channel: the memory is square
         drawn["V"] = drawn["D"]
-    if case.op == "lattice":  # a unit column of one entry has nowhere to move: what is left is rounding
-        drawn["D"] = max(2, drawn["D"])
+    if case.op == "lattice":  # a unit column of one entry has nowhere to move, and of few it swings about:
+        drawn["D"] = max(4, drawn["D"])  # what is left of a difference is rounding
     return drawn

@@ -21,38 +21,61 @@ def test_the_kernels_are_those_of_the_last_green_run_on_a_gpu():
     assert why is None, why
 
 
-def test_the_state_is_the_kernels_what_calls_them_and_their_tests():
-    files = {p.relative_to(gpu.ROOT).as_posix() for p in gpu.files_of_state()}
+def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
+    files = {
+        part: {p.relative_to(gpu.ROOT).as_posix() for p in gpu.files_of_state(part)}
+        for part in (*gpu.parts(), *gpu.DRAFTS)
+    }
     sources = {p.relative_to(gpu.ROOT).as_posix() for p in (gpu.ROOT / "kernels").rglob("*.cu*")}
-    assert sources <= files
-    assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files
+    assert sources <= set().union(*files.values())
+    assert set(gpu.KERNEL_TESTS) <= set().union(*files.values())
+    assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files["gsa"]
     assert {
         "tests/python/test_gsa_kernels.py",
         "tests/python/kernel_accuracy.py",
         "tests/python/cases.py",
-    } <= files
-    assert "csrc/ops/gsa/cpu.cpp" not in files
+    } <= files["gsa"]
+    assert "csrc/ops/gsa/cpu.cpp" not in files["gsa"] and "kernels/trellis/scan.cuh" not in files["gsa"]
+    assert {"kernels/trellis/maps.cuh", "kernels/time/chunks.h"} <= files["trellis"]
 
 
-@pytest.mark.parametrize("changed", ["kernels/gsa/scan.cu", "csrc/ops/packs.h", "tests/python/padding.py"])
-def test_any_change_of_them_makes_a_record_stale(changed, monkeypatch):
-    stages = dict.fromkeys(gpu.RECORDED, GREEN)
-    record = gpu.added({}, gpu.state_hash(), stages)
+def states():
+    return {part: gpu.state_hash(part) for part in gpu.parts()}
+
+
+@pytest.mark.parametrize(
+    "changed, parts",
+    [
+        ("kernels/gsa/scan.cu", {"gsa", "gla", "delta_product"}),
+        ("kernels/short_conv/step.cu", {"short_conv"}),
+        ("kernels/exact/abc.cu", {"gsa", "gla", "delta_product"}),
+        ("csrc/ops/packs.h", None),
+        ("tests/python/padding.py", None),
+    ],
+)
+def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
+    record = gpu.added({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
     assert gpu.complaint(record) is None
     read = Path.read_bytes
     file = gpu.ROOT / changed
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p == file))
-    assert gpu.complaint(record) == "kernels changed since the last green run on a GPU: run make test-gpu"
+    told = gpu.complaint(record)
+    assert told.endswith(": changed since the last green run on a GPU: run make test-gpu")
+    assert set(told.split(":")[0].split(", ")) == (set(gpu.parts()) if parts is None else parts)
 
 
 def test_stages_of_several_commands_add_up_while_the_state_stays():
     first, second = gpu.RECORDED[:3], gpu.RECORDED[3:]
-    state = gpu.state_hash()
+    state = states()
+    everything = ",".join(gpu.parts())
     record = gpu.added({}, state, dict.fromkeys(first, GREEN))
-    assert gpu.complaint(record).endswith("STAGES=large,memcheck")
+    assert gpu.complaint(record).endswith(f"STAGES=large PARTS={everything}")
     whole = gpu.added(record, state, dict.fromkeys(second, GREEN))
-    assert gpu.complaint(whole) is None and list(whole["stages"]) == list(gpu.RECORDED)
-    assert gpu.complaint(gpu.added(whole, state, {"memcheck": RED})).endswith("STAGES=memcheck")
-    assert "racecheck" not in gpu.added(whole, state, {"racecheck": RED})["stages"]
-    other = gpu.added(whole, "another", {"cpp": GREEN})
-    assert list(other["stages"]) == ["cpp"] and "changed" in gpu.complaint(other)
+    assert gpu.complaint(whole) is None and list(whole["gsa"]["stages"]) == list(gpu.RECORDED)
+    assert gpu.complaint(gpu.added(whole, state, {"memcheck": RED})).endswith(
+        f"STAGES=memcheck PARTS={everything}"
+    )
+    assert "racecheck" not in gpu.added(whole, state, {"racecheck": RED})["gsa"]["stages"]
+    other = gpu.added(whole, {"gla": "another"}, {"cpp": GREEN})
+    assert list(other["gla"]["stages"]) == ["cpp"] and gpu.complaint(other).startswith("gla: changed")
+    assert other["gsa"] == whole["gsa"]

@@ -1,21 +1,29 @@
 """In float64 the rounded formula is the operator."""
 
 import pytest
+import rounded_chunks
 import rounded_formula
 from cases import CASES, arguments, cotangents, gradients, operator, outputs
 from comparison import assert_within
+from recurrences import unit_columns
 
 SCANS = [case for case in CASES if case.op in ("gsa", "gla", "delta_product")]
+CHUNKS = [case for case in CASES if case.op == "trellis" or (case.op == "lattice" and case.chunk > 1)]
 
 
 @pytest.mark.parametrize("lengths", [None, [70, 0, 63, 1]], ids=["batch", "packed"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
-@pytest.mark.parametrize("case", SCANS, ids=str)
+@pytest.mark.parametrize("case", SCANS + CHUNKS, ids=str)
 def test_in_float64_it_is_the_operator(case, resumed, lengths):
     inputs = case.draw(131, lengths=lengths, resumed=resumed).requiring_grad()
     keywords = {"g": None, **arguments(inputs)} if case.op != "gsa" else arguments(inputs)
     keywords = {"state": None, "cu_seqlens": None} | keywords
-    found = outputs(case, getattr(rounded_formula, case.op)(**keywords))
+    if case.memory and not resumed:
+        N = inputs.data["q"].shape[0] if lengths is None else len(lengths)
+        first = [A.expand(N, *A.shape[-3:]) for A in inputs.leaves.values()]
+        keywords["state"] = tuple(first) if case.op == "trellis" else unit_columns(first[0])
+    formula = getattr(rounded_formula if case in SCANS else rounded_chunks, case.op)
+    found = outputs(case, formula(**keywords))
     want = operator(inputs)
     assert_within(found, want, 1e-9)
     grads = cotangents(want)

@@ -7,6 +7,7 @@
 #include "../decay.h"
 #include "../defining.h"
 #include "../dispatch.h"
+#include "aten.h"
 #include "problem.h"
 
 namespace girih::lattice {
@@ -208,13 +209,15 @@ class TokenSteps : public Block {
   Tensors X_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
-    const OptionalTensor& state_first, const OptionalTensor& state_step, const OptionalTensor& state_decay,
-    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-    std::string_view objective, bool normalize, double shrinkage, bool) {
-  Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens, chunk,
-                 objective, normalize, shrinkage);
+}  // namespace
+
+Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
+                const OptionalTensor& g, const OptionalTensor& state_first, const OptionalTensor& state_step,
+                const OptionalTensor& state_decay, const OptionalTensor& state_position,
+                const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view objective, bool normalize,
+                double shrinkage, bool save) {
+  const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
+                                      cu_seqlens, chunk, objective, normalize, shrinkage);
   const auto B = q.size(0), T = q.size(1), H = k.size(2), D = v.size(3);
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto S = normalize ? on_sphere(*state_first) : *state_first;
@@ -238,12 +241,24 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
   const auto& finals = run.finals;
   OptionalTensor decay;
   if (given(g)) decay = within ? finals[2] : no_decay;
-  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), D}, q.options()), finals[0],
-          within ? finals[1] : zeros, decay, chunks.next_position()};
+  const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save);
+  const auto room = [&](const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
+    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), options);
+  };
+  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), D}, q.options()),
+          finals[0],
+          within ? finals[1] : zeros,
+          decay,
+          chunks.next_position(),
+          room(kept.memories, q.options()),
+          room(kept.ends, S.options()),
+          room(kept.last, S.options()),
+          room(kept.last, S.options())};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("lattice_forward", forward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("lattice_forward", &forward); }
+#ifndef GIRIH_DRAFTS  // with them, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("lattice_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
+#endif
 
 }  // namespace girih::lattice

@@ -1,9 +1,12 @@
-// What lattice asks of a call beyond its description.
+// What lattice asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
+#include "../kept_within.h"
 #include "../path.h"
 
 namespace girih::lattice {
+
+constexpr int64_t kWidest = 128;  // D and M of the kernels
 
 struct Problem {
   c10::SymInt B, T, HQ, H, M, D, N;
@@ -36,7 +39,36 @@ struct Problem {
     return {at["B"], at["T"], at["HQ"], at["H"], at["M"], at["D"], at["N"]};
   }
 
-  static Path path() { return aten("lattice has no kernels yet"); }
+  Path path(const Tensor& q, int64_t chunk, bool normalize, double shrinkage) const {
+    if (!kDrafts) return aten(kNoDrafts);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
+    if (!normalize) return aten("normalize is False");
+    if (shrinkage > 0) return aten("there is a shrinkage");
+    if (D > kWidest || M > kWidest) return aten("values or slots wider than 128");
+    if (chunk < kShortestChunk) return aten("chunks of fewer than 8 tokens");
+    return tensor_cores();
+  }
+  static Path step_path(const Tensor& q, bool normalize, double shrinkage) {
+    if (!kDrafts) return aten(kNoDrafts);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (!normalize) return aten("normalize is False");
+    return shrinkage > 0 ? aten("there is a shrinkage") : exact(kMemoryBound);
+  }
+
+  // The memory before every chunk, its columns the rows; of a chunk's end two numbers a column; and where the
+  // last chunks have come to.
+  struct Kept {
+    std::vector<c10::SymInt> memories, ends, last;
+  };
+  Kept saved(const Tensor& q, const OptionalTensor& position, const OptionalTensor& cu_seqlens, int64_t chunk,
+             bool normalize, double shrinkage, bool save) const {
+    if (!save || path(q, chunk, normalize, shrinkage) != Path::Code::tensor_cores) return {{0}, {0}, {0}};
+    const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
+    return {{chunks, H, kept_width(M), kept_width(D)},
+            {chunks, H, 2, kept_width(M)},
+            {N, H, kept_width(D), kept_width(M)}};
+  }
 };
 
 }  // namespace girih::lattice

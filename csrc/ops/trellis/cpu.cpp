@@ -6,6 +6,7 @@
 #include "../decay.h"
 #include "../defining.h"
 #include "../dispatch.h"
+#include "aten.h"
 #include "phi.h"
 #include "problem.h"
 
@@ -91,13 +92,15 @@ class Passes : public Block {
   Tensors U_;                     // [B, 2, H, C, M]
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-    const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-    const OptionalTensor& state_first_v, const OptionalTensor& state_v, const OptionalTensor& state_position,
-    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f, bool) {
-  Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
-                 cu_seqlens, chunk, phi, f);
+}  // namespace
+
+Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
+                const OptionalTensor& state_first_v, const OptionalTensor& state_v,
+                const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
+                std::string_view phi, std::string_view f, bool save) {
+  const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
+                                      state_position, cu_seqlens, chunk, phi, f);
   const auto B = q.size(0), T = q.size(1), D = k.size(3), V = v.size(3);
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto A = both(*state_k, *state_v, 1);
@@ -117,16 +120,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     return memories.select(1, pass).narrow(-1, 0, width).clone(at::MemoryFormat::Contiguous);
   };
   const auto &first = run.finals.front(), &last = run.finals.back();
+  const auto kept = [&](int64_t width) {
+    const auto sizes = problem.saved(q, state_position, cu_seqlens, chunk, width, save);
+    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), q.options());
+  };
   return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), V}, q.options()),
           part(first, 0, D),
           part(last, 0, D),
           part(first, 1, V),
           part(last, 1, V),
-          chunks.next_position()};
+          chunks.next_position(),
+          kept(D),
+          kept(V)};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("trellis_forward", forward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("trellis_forward", &forward); }
+#ifndef GIRIH_DRAFTS  // with them, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("trellis_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
+#endif
 
 }  // namespace girih::trellis

@@ -4,11 +4,11 @@
 namespace girih::trellis {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
     const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
     const OptionalTensor& state_first_v, const OptionalTensor& state_v, const OptionalTensor& state_position,
-    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f, bool) {
+    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f, bool save) {
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const auto options = q.options().dtype(accumulate_type(q));
@@ -20,7 +20,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
           memory(p.D),
           memory(p.V),
           memory(p.V),
-          at::empty_symint({p.N}, q.options().dtype(at::kLong))};
+          at::empty_symint({p.N}, q.options().dtype(at::kLong)),
+          at::empty_symint(p.saved(q, state_position, cu_seqlens, chunk, p.D, save), q.options()),
+          at::empty_symint(p.saved(q, state_position, cu_seqlens, chunk, p.V, save), q.options())};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
@@ -28,10 +30,10 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     const OptionalTensor& state_k, const OptionalTensor& state_first_v,
                     const OptionalTensor& state_v, const OptionalTensor& state_position,
                     const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f,
-                    std::string_view device, bool) {
-  Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
-                 cu_seqlens, chunk, phi, f);
-  return explained(Problem::path(), device);
+                    std::string_view device, bool step) {
+  const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
+                                state_position, cu_seqlens, chunk, phi, f);
+  return explained(step ? Problem::step_path(q) : p.path(q, chunk), device);
 }
 
 }  // namespace

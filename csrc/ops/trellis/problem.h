@@ -1,9 +1,12 @@
-// What trellis asks of a call beyond its description.
+// What trellis asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
+#include "../kept_within.h"
 #include "../path.h"
 
 namespace girih::trellis {
+
+constexpr int64_t kWidest = 128;  // M, D and V of the kernels
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, M, N;
@@ -30,7 +33,26 @@ struct Problem {
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["M"], at["N"]};
   }
 
-  static Path path() { return aten("trellis has no kernels yet"); }
+  Path path(const Tensor& q, int64_t chunk) const {
+    if (!kDrafts) return aten(kNoDrafts);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
+    if (M > kWidest || D > kWidest || V > kWidest) return aten("slots, keys or values wider than 128");
+    if (chunk < kShortestChunk) return aten("chunks of fewer than 8 tokens");
+    return tensor_cores();
+  }
+  static Path step_path(const Tensor& q) {
+    if (!kDrafts) return aten(kNoDrafts);
+    return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
+  }
+
+  // The memory before every chunk, of a head of queries each.
+  std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& position,
+                                 const OptionalTensor& cu_seqlens, int64_t chunk, const c10::SymInt& width,
+                                 bool save) const {
+    if (!save || path(q, chunk) != Path::Code::tensor_cores) return {0};
+    return {kept_within(q, N, position, cu_seqlens, chunk), HQ, kept_width(M), kept_width(width)};
+  }
 };
 
 }  // namespace girih::trellis

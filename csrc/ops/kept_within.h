@@ -1,0 +1,28 @@
+// What forward keeps of operators whose chunks are part of the model: the memory before every chunk.
+#pragma once
+
+#include "kept_states.h"
+
+namespace girih {
+
+// The kernels of these operators are drafts: built with -DGIRIH_DRAFTS=ON alone.
+#ifdef GIRIH_DRAFTS
+constexpr bool kDrafts = true;
+#else
+constexpr bool kDrafts = false;
+#endif
+constexpr const char* kNoDrafts = "its kernels are drafts, which this library was built without (GIRIH_DRAFTS)";
+
+// Of shorter chunks these memories would be many times the size of the tokens.
+constexpr int64_t kShortestChunk = 8;
+
+// Room for as many chunks as sequences can touch, which may begin within one where they have a position.
+inline c10::SymInt kept_within(const Tensor& q, const c10::SymInt& sequences, const OptionalTensor& position,
+                               const OptionalTensor& cu_seqlens, int64_t chunk) {
+  const auto B = q.sym_size(0), T = q.sym_size(1);
+  const int64_t ends = given(position) ? 2 : 1;
+  if (given(cu_seqlens) && cu_seqlens->dim() == 1) return T / chunk + ends * sequences;
+  return B * ((T + ends * (chunk - 1)) / chunk);
+}
+
+}  // namespace girih

@@ -1,0 +1,326 @@
+// trellis by its kernels, of 16-bit elements, and its step. The ATen form serves the rest.
+#include "../dispatch.h"
+#include "../kernel_arguments.h"
+#include "../shared_heads.h"
+#include "aten.h"
+#include "problem.h"
+#include "trellis/trellis.h"
+
+namespace girih::trellis {
+namespace {
+
+static_assert(kWidest == kernels::kTrellisWidest);
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor,
+                             OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+// The problem's path, as far as this card and these sequences go.
+Path path_of(const Problem& problem, const Tensor& q, int64_t chunk) {
+  const auto path = problem.path(q, chunk);
+  if (problem.N == 0) return aten(kNoSequence);
+  if (path != Path::Code::tensor_cores) return path;
+  bool fits = false;
+  check_launch("trellis_fits", kernels::trellis_fits(fits));
+  return fits ? path : aten(kSmallCard);
+}
+
+kernels::TrellisMap map_of(std::string_view name) {
+  using kernels::Norm;
+  if (name == "silu") return {true, Norm::none};
+  if (name == "l2norm") return {false, Norm::l2};
+  if (name == "layer_norm") return {false, Norm::layer};
+  if (name == "l2_silu") return {true, Norm::l2};
+  if (name == "ln_silu") return {true, Norm::layer};
+  if (name == "softmax") return {false, Norm::softmax};
+  return {false, Norm::none};
+}
+
+// One call's tensors as the kernels read them: rows in packs of 16 bytes, and a memory for every head of
+// queries.
+struct Arguments {
+  Tensor q, x[2], a, gamma, g, cu_seqlens, position, first[2], initial[2];
+  kernels::TrellisShape shape;
+  int64_t H, M, width[2];  // of memories as given, without padding
+
+  Arguments(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& a_, const Tensor& gamma_,
+            const OptionalTensor& g_, const OptionalTensor& first_k, const OptionalTensor& state_k,
+            const OptionalTensor& first_v, const OptionalTensor& state_v, const OptionalTensor& position_,
+            const OptionalTensor& cu, int64_t chunk, std::string_view phi, std::string_view f)
+      : q(in_packs(q_)), H(k.size(2)), M(a_.size(3)), width{k.size(3), v.size(3)} {
+    const auto HQ = q.size(2);
+    const auto rows = [&](const Tensor& x) { return in_packs(for_each_head(x, HQ)); };
+    x[0] = rows(k), x[1] = rows(v), a = rows(a_), gamma = for_each_head(gamma_, HQ);
+    if (given(g_)) g = for_each_head(*g_, HQ);
+    if (given(cu)) cu_seqlens = cu->contiguous();
+    if (given(position_)) position = position_->contiguous();
+    const auto state = [&](const OptionalTensor& s, int memory) {
+      const auto all = H == HQ ? *s : s->repeat_interleave(HQ / H, 1);
+      return padded_state(all, false, M, x[memory].size(3));
+    };
+    initial[0] = state(state_k, 0), initial[1] = state(state_v, 1);
+    if (given(position_)) first[0] = state(first_k, 0), first[1] = state(first_v, 1);
+    shape.grid = {kernel_tokens(q, cu_seqlens), static_cast<int>(chunk),
+                  given(position_) ? position.const_data_ptr<int64_t>() : nullptr};
+    shape.heads = static_cast<int>(HQ);
+    shape.D = static_cast<int>(q.size(3)), shape.V = static_cast<int>(x[1].size(3));
+    shape.M = static_cast<int>(a.size(3)), shape.slots = static_cast<int>(M);
+    shape.dtype = kernel_dtype(q);
+    shape.phi = map_of(phi), shape.f = map_of(f);
+  }
+
+  // [B, T, heads, width] that kernels write, for the caller or for one another.
+  Tensor rows(int64_t width) const {
+    return rows_for(q, q.size(1), cu_seqlens, shape.heads, width, q.scalar_type());
+  }
+  Tensor scratch(int64_t width) const {
+    return at::empty({q.size(0), q.size(1), shape.heads, width}, q.options());
+  }
+  Tensor numbers() const { return rows_for(q, q.size(1), cu_seqlens, shape.heads, 1, at::kFloat).squeeze(3); }
+  Tensor memories(int memory) const {
+    return at::empty({kernels::chunk_count(shape.grid), shape.heads, shape.M, shape.width(memory)},
+                     q.options());
+  }
+  // [N, heads, M, X], padded.
+  Tensor states(int memory) const {
+    return at::empty({shape.grid.tokens.sequences, shape.heads, M, shape.width(memory)},
+                     q.options().dtype(at::kFloat));
+  }
+  // A state that a query head each has, as the caller has them: all of a memory are alike.
+  Tensor one_of(const Tensor& state, int memory) const {
+    const auto group = shape.heads / H;
+    const auto own = state.unflatten(1, {H, group}).select(2, 0);
+    return own.narrow(-1, 0, width[memory]).contiguous();
+  }
+  // A gradient of one: their sum.
+  Tensor sum_of(const Tensor& state, int memory) const {
+    const auto group = shape.heads / H;
+    const auto all = group == 1 ? state : state.unflatten(1, {H, group}).sum(2);
+    return all.narrow(-1, 0, width[memory]).contiguous();
+  }
+  Tensor gathered(const Tensor& parts, const Tensor& like) const {
+    if (parts.dim() == 3) return summed_heads(parts, like).to(like.scalar_type());
+    return girih::gathered(parts, H, like.size(3), like);
+  }
+
+  template <class Problem>
+  void fill(Problem& p) const {
+    p.shape = shape;
+    if constexpr (requires { p.a; }) p.a = input<4>(a);
+    p.gamma = input<3>(gamma), p.g = input<3>(g);
+    for (int m = 0; m < 2; ++m) p.x[m] = input<4>(x[m]);
+  }
+};
+
+Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                     const OptionalTensor& g, const OptionalTensor& state_first_k,
+                     const OptionalTensor& state_k, const OptionalTensor& state_first_v,
+                     const OptionalTensor& state_v, const OptionalTensor& state_position,
+                     const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi,
+                     std::string_view f, bool save) {
+  const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
+                                      state_position, cu_seqlens, chunk, phi, f);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (path_of(problem, q, chunk) == Path::Code::aten) {
+    at::NoTF32Guard exact;
+    return forward(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                   cu_seqlens, chunk, phi, f, save);
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                       cu_seqlens, chunk, phi, f);
+  const Tensor memories[] = {args.memories(0), args.memories(1)};
+  const Tensor last_first[] = {args.states(0), args.states(1)}, last[] = {args.states(0), args.states(1)};
+  const auto position = at::empty({args.shape.grid.tokens.sequences}, q.options().dtype(at::kLong));
+  kernels::TrellisScan scan;
+  args.fill(scan);
+  scan.last_position = position.mutable_data_ptr<int64_t>();
+  kernels::TrellisOutput output_;
+  args.fill(output_);
+  for (int m = 0; m < 2; ++m) {
+    scan.first[m] = output_.first[m] = input<4>(args.first[m]);
+    scan.initial[m] = input<4>(args.initial[m]);
+    scan.last_first[m] = output<4>(last_first[m]), scan.last[m] = output<4>(last[m]);
+    scan.memories[m] = memories[m].mutable_data_ptr();
+    output_.memories[m] = memories[m].const_data_ptr();
+  }
+  check_launch("trellis_scan", kernels::trellis_scan(scan, stream));
+  const auto o = args.rows(args.shape.V);
+  output_.q = input<4>(args.q), output_.o = output<4>(o);
+  check_launch("trellis_output", kernels::trellis_output(output_, stream));
+  const auto nothing = at::empty({0}, q.options());
+  return {without_packs(o, v.size(3)),   args.one_of(last_first[0], 0), args.one_of(last[0], 0),
+          args.one_of(last_first[1], 1), args.one_of(last[1], 1),       position,
+          save ? memories[0] : nothing,  save ? memories[1] : nothing};
+}
+
+Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_first_k,
+                        const OptionalTensor& grad_k, const OptionalTensor& grad_first_v,
+                        const OptionalTensor& grad_v, const OptionalTensor& grad_position, const Tensor& q,
+                        const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                        const OptionalTensor& g, const OptionalTensor& state_first_k,
+                        const OptionalTensor& state_k, const OptionalTensor& state_first_v,
+                        const OptionalTensor& state_v, const OptionalTensor& state_position,
+                        const OptionalTensor& cu_seqlens, const Tensor& memories_k, const Tensor& memories_v,
+                        int64_t chunk, std::string_view phi, std::string_view f) {
+  const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
+                                      state_position, cu_seqlens, chunk, phi, f);
+  const c10::cuda::CUDAGuard device(q.device());
+  if (path_of(problem, q, chunk) == Path::Code::aten) {
+    return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
+                                              grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
+                                              state_k, state_first_v, state_v, state_position, cu_seqlens,
+                                              memories_k, memories_v, chunk, phi, f);
+  }
+  check_kept("trellis", "memories_k", memories_k,
+             problem.saved(q, state_position, cu_seqlens, chunk, problem.D, true), q.scalar_type());
+  check_kept("trellis", "memories_v", memories_v,
+             problem.saved(q, state_position, cu_seqlens, chunk, problem.V, true), q.scalar_type());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                       cu_seqlens, chunk, phi, f);
+  const auto& shape = args.shape;
+  const Tensor memories[] = {memories_k, memories_v};
+  const auto dout = given(grad_o) ? in_packs(grad_o->to(q.scalar_type())) : args.rows(shape.V).zero_();
+
+  const auto dq = args.rows(shape.D);
+  const Tensor w[] = {args.q, dout}, l[] = {args.scratch(shape.M), args.scratch(shape.M)};
+  Tensor z[] = {args.scratch(shape.M), args.scratch(shape.M)},
+         direct[] = {args.scratch(shape.M), args.scratch(shape.M)};
+  const Tensor u[] = {args.scratch(shape.M), args.scratch(shape.M)};
+  const auto fits = [&] {
+    return at::empty({q.size(0), q.size(1), shape.heads, 4}, q.options().dtype(at::kFloat));
+  };
+  const Tensor fit[] = {fits(), fits()};
+  kernels::TrellisRows rows;
+  args.fill(rows);
+  rows.q = input<4>(args.q), rows.dout = input<4>(dout), rows.dq = output<4>(dq);
+  for (int m = 0; m < 2; ++m) {
+    rows.first[m] = input<4>(args.first[m]);
+    rows.memories[m] = memories[m].const_data_ptr();
+    rows.left.l[m] = output<4>(l[m]), rows.left.z[m] = output<4>(z[m]);
+    rows.left.direct[m] = output<4>(direct[m]), rows.left.fit[m] = output<4>(fit[m]);
+    rows.left.u[m] = output<4>(u[m]);
+  }
+  check_launch("trellis_rows", kernels::trellis_rows(rows, stream));
+
+  const Tensor jdu[] = {args.scratch(shape.M), args.scratch(shape.M)},
+               dz[] = {args.scratch(shape.M), args.scratch(shape.M)};
+  const Tensor gradients[] = {args.memories(0), args.memories(1)};
+  const Tensor dinitial[] = {args.states(0), args.states(1)};
+  Tensor dfirst[2];
+  const OptionalTensor grads_first[] = {grad_first_k, grad_first_v}, grads[] = {grad_k, grad_v};
+  Tensor dlast_first[2], dlast[2];
+  kernels::TrellisReverse reverse;
+  args.fill(reverse);
+  for (int m = 0; m < 2; ++m) {
+    if (given(state_position)) dfirst[m] = args.states(m);
+    // The caller's states are those of every group's first head.
+    const auto of_heads = [&](const OptionalTensor& grad) {
+      if (!given(grad)) return Tensor();
+      const auto padded = padded_state(*grad, false, args.M, shape.width(m));
+      const auto group = shape.heads / args.H;
+      if (group == 1) return padded;
+      return at::constant_pad_nd(padded.unsqueeze(2), {0, 0, 0, 0, 0, group - 1}).flatten(1, 2);
+    };
+    dlast_first[m] = of_heads(grads_first[m]), dlast[m] = of_heads(grads[m]);
+    reverse.w[m] = input<4>(w[m]), reverse.l[m] = input<4>(l[m]), reverse.z[m] = input<4>(z[m]);
+    reverse.direct[m] = input<4>(direct[m]), reverse.fit[m] = input<4>(fit[m]);
+    reverse.dlast_first[m] = input<4>(dlast_first[m]), reverse.dlast[m] = input<4>(dlast[m]);
+    reverse.dfirst[m] = output<4>(dfirst[m]), reverse.dinitial[m] = output<4>(dinitial[m]);
+    reverse.jdu[m] = output<4>(jdu[m]), reverse.dz[m] = output<4>(dz[m]);
+    reverse.gradients[m] = gradients[m].mutable_data_ptr();
+  }
+  check_launch("trellis_reverse", kernels::trellis_reverse(reverse, stream));
+  for (int m = 0; m < 2; ++m) z[m].reset(), direct[m].reset();
+
+  const Tensor dx[] = {args.rows(shape.D), args.rows(shape.V)};
+  const auto da = args.rows(shape.M), dgamma = args.numbers(),
+             dg = args.g.defined() ? args.numbers() : Tensor();
+  kernels::TrellisColumns columns;
+  args.fill(columns);
+  for (int m = 0; m < 2; ++m) {
+    columns.w[m] = input<4>(w[m]), columns.l[m] = input<4>(l[m]), columns.u[m] = input<4>(u[m]);
+    columns.jdu[m] = input<4>(jdu[m]), columns.dz[m] = input<4>(dz[m]);
+    columns.first[m] = input<4>(args.first[m]);
+    columns.memories[m] = memories[m].const_data_ptr();
+    columns.gradients[m] = gradients[m].const_data_ptr();
+    columns.dx[m] = output<4>(dx[m]);
+  }
+  columns.da = output<4>(da), columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
+  check_launch("trellis_columns", kernels::trellis_columns(columns, stream));
+
+  const auto of_first = [&](const OptionalTensor& first, int m) {
+    return if_given(first, [&] {
+      return given(state_position) ? args.sum_of(dfirst[m], m) : at::zeros(first->sizes(), first->options());
+    });
+  };
+  return {without_packs(dq, q.size(3)),
+          args.gathered(dx[0], k),
+          args.gathered(dx[1], v),
+          args.gathered(da, a),
+          args.gathered(dgamma, gamma),
+          if_given(g, [&] { return args.gathered(dg, *g); }),
+          of_first(state_first_k, 0),
+          args.sum_of(dinitial[0], 0),
+          of_first(state_first_v, 1),
+          args.sum_of(dinitial[1], 1),
+          std::nullopt,
+          std::nullopt};
+}
+
+Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                 const OptionalTensor& g, const Tensor& state_first_k, const Tensor& state_k,
+                 const Tensor& state_first_v, const Tensor& state_v, const Tensor& state_position,
+                 int64_t chunk, std::string_view phi, std::string_view f) {
+  check_step(describe("trellis"), q, {state_first_k, state_k, state_first_v, state_v, state_position});
+  Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                 std::nullopt, chunk, phi, f);
+  if (Problem::step_path(q) == Path::Code::aten) {
+    return run_without_kernel<&step_cuda>("trellis_step", q, k, v, a, gamma, g, state_first_k, state_k,
+                                          state_first_v, state_v, state_position, chunk, phi, f);
+  }
+  const c10::cuda::CUDAGuard device(q.device());
+  const auto token = [](const Tensor& x) { return x.select(1, 0); };
+  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
+  // Positions lie side by side for the kernel.
+  const auto position = state_position.contiguous();
+  kernels::TrellisStep p;
+  p.sequences = q.size(0);
+  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
+  p.D = static_cast<int>(k.size(3)), p.V = static_cast<int>(v.size(3)), p.M = static_cast<int>(a.size(3));
+  p.chunk = static_cast<int>(chunk);
+  p.phi = map_of(phi), p.f = map_of(f);
+  p.q = input<3>(token(q)), p.k = input<3>(token(k)), p.v = input<3>(token(v)), p.a = input<3>(token(a));
+  p.gamma = input<2>(token(gamma));
+  if (given(g)) p.g = input<2>(token(*g));
+  p.first[0] = output<4>(state_first_k), p.first[1] = output<4>(state_first_v);
+  p.memory[0] = output<4>(state_k), p.memory[1] = output<4>(state_v);
+  p.position = position.mutable_data_ptr<int64_t>();
+  p.o = output<3>(token(o));
+  check_launch("trellis_step", kernels::trellis_step(p, c10::cuda::getCurrentCUDAStream()));
+  if (!position.is_same(state_position)) state_position.copy_(position);
+  return o;
+}
+
+Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
+                    const OptionalTensor& g, const OptionalTensor& state_first_k,
+                    const OptionalTensor& state_k, const OptionalTensor& state_first_v,
+                    const OptionalTensor& state_v, const OptionalTensor& state_position,
+                    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f,
+                    std::string_view device, bool step) {
+  const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
+                                state_position, cu_seqlens, chunk, phi, f);
+  const c10::cuda::CUDAGuard guard(q.device());
+  return explained(step ? Problem::step_path(q) : path_of(p, q, chunk), device);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("trellis_explain", &explain);
+  m.impl("trellis_forward", &forward_cuda);
+  m.impl("trellis_backward", &backward_cuda);
+  m.impl("trellis_step", &step_cuda);
+}
+
+}  // namespace girih::trellis

@@ -1,0 +1,68 @@
+// The kernels by their tiles; each is compiled in a file of its own.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "lattice/lattice.h"
+#include "tile/launch.h"
+
+namespace girih::kernels::lattice {
+
+template <int Value>
+using Constant = std::integral_constant<int, Value>;
+
+// launch(tokens of a tile, width D, width M): the smallest tile that has room.
+template <class Launch>
+inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
+  const auto with_memory = [&](auto tokens, auto D) {
+    return shape.M <= 64 ? launch(tokens, D, Constant<64>()) : launch(tokens, D, Constant<128>());
+  };
+  const auto with_widths = [&](auto tokens) {
+    return shape.D <= 64 ? with_memory(tokens, Constant<64>()) : with_memory(tokens, Constant<128>());
+  };
+  if (shape.D > kLatticeWidest || shape.M > kLatticeWidest || shape.grid.size > kMostChunk) {
+    return cudaErrorInvalidValue;
+  }
+  if (shape.grid.size <= 16) return with_widths(Constant<16>());
+  if (shape.grid.size <= 32) return with_widths(Constant<32>());
+  return with_widths(Constant<64>());
+}
+
+// Each kernel for one type of elements.
+template <typename T>
+cudaError_t scan_of(const LatticeScan& problem, cudaStream_t stream);
+template <typename T>
+cudaError_t read_of(const LatticeRead& problem, cudaStream_t stream);
+template <typename T>
+cudaError_t reads_of(const LatticeReads& problem, cudaStream_t stream);
+template <typename T>
+cudaError_t reverse_of(const LatticeReverse& problem, cudaStream_t stream);
+template <typename T>
+cudaError_t columns_of(const LatticeColumns& problem, cudaStream_t stream);
+
+// See Sizes.
+inline bool is_plain(const LatticeShape& shape) {
+  return shape.query_heads == shape.heads && shape.grid.position == nullptr;
+}
+
+// A block for every chunk and head, with `more` bytes beyond `bytes` where chunks may be resumed.
+template <auto Kernel, class Problem>
+cudaError_t launch_chunks(const Problem& p, int threads, int bytes, int more, cudaStream_t stream) {
+  const int64_t blocks = chunk_count(p.shape.grid) * p.shape.heads;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<Kernel>(std::min(bytes + more, limit)); error != cudaSuccess) {
+    return error;
+  }
+  Kernel<<<static_cast<unsigned>(blocks), threads, p.shape.grid.position == nullptr ? bytes : bytes + more,
+           stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels::lattice

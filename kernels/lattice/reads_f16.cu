@@ -1,0 +1,7 @@
+#include "lattice/reads_memory.cuh"
+
+namespace girih::kernels::lattice {
+
+template cudaError_t reads_of<__half>(const LatticeReads&, cudaStream_t);
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,209 @@
+// Rows of arrays to shared memory and back, and products by the blocks of a triangle.
+#pragma once
+
+#include <type_traits>
+
+#include "lattice/lattice.h"
+#include "tile/launch.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels::lattice {
+
+// A number that the compiler does not know: addresses that hang on it are worked out where they are used, not
+// ahead of all loops around, where they take more registers than there are.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The first element of a head's row, whose columns lie side by side.
+template <typename T>
+__device__ inline const T* row_of(const In<4>& in, int64_t batch, int64_t token, int64_t head) {
+  return static_cast<const T*>(in.data) + offset_of(in, batch, token, head);
+}
+template <typename T>
+__device__ inline T* row_of(const Out<4>& out, int64_t batch, int64_t token, int64_t head) {
+  return static_cast<T*>(out.data) + offset_of(out, batch, token, head);
+}
+
+// By all of a block: starts to load a matrix, zero where the tile is larger.
+template <int Threads, class Tile>
+__device__ inline void bring(const Tile& tile, const typename Tile::Element* from, int64_t stride, int rows,
+                             int cols) {
+  constexpr int kPacks = Tile::kRows * static_cast<int>(Tile::kPacks),
+                kUsed = kPacks < Threads ? kPacks : Threads;
+  if (static_cast<int>(threadIdx.x) < kUsed) load_async<kUsed>(tile, from, stride, rows, cols, threadIdx.x);
+}
+
+// The same by one warp, a few rows at a time.
+template <class Tile>
+__device__ inline void bring_by_warp(const Tile& tile, const typename Tile::Element* from, int64_t stride,
+                                     int rows, int cols) {
+  constexpr int kAtOnce = Tile::kRows < 32 ? Tile::kRows : 32;
+  using Few = SharedTile<typename Tile::Element, kAtOnce, Tile::kCols>;
+#pragma unroll 1
+  for (int row = 0; row < Tile::kRows; row += kAtOnce) {
+    load_async<32>(Few{tile.data + row * Tile::kCols}, from + row * stride, stride, rows - row, cols, lane());
+  }
+}
+
+// 16 x 16 elements on their way to or from global memory, as a left factor: registers of the four lanes that
+// share rows are turned, and a lane has 16 bytes of one row.
+__device__ inline int pack_row() { return lane_row() + (lane() & 2) * 4; }
+__device__ inline int pack_col() { return (lane() & 1) * 8; }
+
+// A left factor has (row, col), (row + 8, col), (row, col + 8), ...; a lane's pack is of row + 8 (lane / 2 %
+// 2).
+__device__ inline void turn_block(uint32_t (&a)[4]) {
+  const uint32_t middle = a[1];
+  a[1] = a[2], a[2] = middle;
+  turn_quad(a);
+}
+__device__ inline void turn_block_back(uint32_t (&a)[4]) {
+  turn_quad(a);
+  const uint32_t middle = a[1];
+  a[1] = a[2], a[2] = middle;
+}
+// The transpose of a left factor as one.
+__device__ inline void transpose_block(uint32_t (&a)[4]) {
+  const uint32_t middle = transpose_pairs(a[1]);
+  a[0] = transpose_pairs(a[0]);
+  a[1] = transpose_pairs(a[2]);
+  a[2] = middle;
+  a[3] = transpose_pairs(a[3]);
+}
+
+// To 16 rows and columns of a matrix, of which `rows` and `cols` exist.
+template <typename T>
+__device__ inline void put_block(T* to, int64_t stride, int rows, int cols, uint32_t (&a)[4]) {
+  turn_block(a);
+  const int row = pack_row(), col = pack_col();
+  if (row < rows && col < cols) store_pack(to + row * stride + col, a);
+}
+template <typename T>
+__device__ inline void get_block(uint32_t (&a)[4], const T* from, int64_t stride, int rows, int cols) {
+  const int row = pack_row(), col = pack_col();
+  uint4 x = {0, 0, 0, 0};
+  if (row < rows && col < cols) x = *reinterpret_cast<const uint4*>(from + row * stride + col);
+  a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  turn_block_back(a);
+}
+
+// All columns of sums: 16 rows, `cols` from `to` on exist.
+template <typename T, int N>
+__device__ inline void put_rows(T* to, int64_t stride, int rows, int cols, const Sums<N>& sums) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    Operand<1> a;
+    round_to<T>(a, sums, n);
+    put_block(to + 8 * n, stride, rows, cols - 8 * n, a.at[0]);
+  }
+}
+// sums += a matrix's rows
+template <typename T, int N>
+__device__ inline void add_rows(Sums<N>& sums, const T* from, int64_t stride, int rows, int cols) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t a[4];
+    get_block(a, from + 8 * n, stride, rows, cols - 8 * n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpaired<T>(a[i]);
+      sums.at[n + i / 2][i % 2 * 2] += x.x, sums.at[n + i / 2][i % 2 * 2 + 1] += x.y;
+    }
+  }
+}
+
+// x where T has it, else the largest that T has. (bf16 has the range of fp32.)
+template <typename T>
+__device__ inline float bounded(float x) {
+  return std::is_same_v<T, __half> ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
+}
+
+// All of a product's factor. Where a chunk's tokens repeat, gradients are noise that may be beyond fp16; they
+// stay numbers.
+template <typename T, int N>
+__device__ inline void bound(Sums<N>& sums) {
+  if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums.at[n][i] = bounded<T>(sums.at[n][i]);
+    }
+  }
+}
+
+// A left factor as numbers.
+template <typename T>
+__device__ inline void unpack(Sums<2>& to, const uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = unpaired<T>(a[i]);
+    to.at[i / 2][i % 2 * 2] = x.x, to.at[i / 2][i % 2 * 2 + 1] = x.y;
+  }
+}
+template <typename T>
+__device__ inline void pack(uint32_t (&to)[4], const Sums<2>& sums) {
+  Operand<1> a;
+  round_to<T>(a, sums);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = a.at[0][i];
+}
+
+// sums = f(element, row, col) of all 16 x 8N elements from (row, col) on.
+template <int N, class F>
+__device__ inline void apply(Sums<N>& sums, int row, int col, const F& f) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums.at[n][i] = f(sums.at[n][i], row + lane_row() + (i >> 1) * 8, col + 8 * n + lane_col() + (i & 1));
+    }
+  }
+}
+
+// x y^T of 16 rows each, from row t and row j on, in two sums that are there sooner than one.
+template <class X, class Y>
+__device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, int t = 0, int j = 0) {
+  using T = typename X::Element;
+  Sums<2> half;
+  fill(sums, 0.f);
+  fill(half, 0.f);
+#pragma unroll 1
+  for (int col = 0; col < X::kCols; col += 32) {
+    uint32_t a[4];
+    load_block(a, x, t, col);
+    add_product_transposed<T>(sums, a, y, j, col);
+    load_block(a, x, t, col + 16);
+    add_product_transposed<T>(half, a, y, j, col + 16);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.at[n][i] += half.at[n][i];
+  }
+}
+
+// to_tj = f(x_t.y_j, t, j) for blocks of 16 x 16 on the diagonal and below it, which the block's warps take
+// in turns from warp `first` on.
+template <typename T, int Warps, class To, class X, class Y, class F>
+__device__ inline void score_blocks(const To& to, const X& x, const Y& y, int warp, int first, const F& f) {
+  constexpr int kBlocks = X::kRows / 16;
+#pragma unroll 1
+  for (int b = (warp - first + Warps) % Warps; b < kBlocks * (kBlocks + 1) / 2; b += Warps) {
+    int t = 0, j = b;
+    while (j > t) j -= ++t;
+    t *= 16, j *= 16;
+    Sums<2> s;
+    product_of_rows(s, x, y, t, j);
+    apply(s, t, j, f);
+    bound<T>(s);
+    uint32_t a[4];
+    pack<T>(a, s);
+    store_block(to, t, j, a);
+  }
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,155 @@
+// The memory from chunk to chunk, one block a sequence and head:
+//
+//     H, W from S (decode: H = K S^T - V, encode: W = sign gamma (V S - K))          U = H^T (W E_C)
+//     x_i = alpha_i s_i + u_i + e^{L_C} Delta_i,  alpha_i = m_C - s_i.u_i
+//     S <- x_i rho_i,  rho_i = 1 / |x_i|
+//
+// A chunk that is not complete leaves x with alpha_i = -s_i.u_i as Delta, and S as it was. A vector x_i that
+// is exactly zero has no direction: it leaves s_i, and rho_i = 0.
+//
+// A warp has 16 vectors in fp32 from the first chunk to the last, lengths included. encode and similarity
+// need nothing of other vectors; for decode all of S, rounded, goes through shared memory to where H is made.
+#pragma once
+
+#include "lattice/vectors.cuh"
+
+namespace girih::kernels::lattice {
+
+// U^T = (W E_C)^T H, the warp's 16 vectors. `between` runs where the block waits.
+template <class S, class Between>
+__device__ inline void make_steps(Sums<S::D / 8>& U, const Within<S>& within, const float* weights,
+                                  const Between& between) {
+  uint32_t w[4];
+  within.make_w_block(w, 0, weights);
+  if (within.objective == LatticeObjective::decode) {
+    typename Within<S>::Share share;
+    within.begin_h(share);
+    barrier_wait(1, S::kThreads);  // S is there
+    within.end_h(share);
+    between();
+    barrier_wait(1, S::kThreads);  // H is there, and S may change
+  } else {
+    between();
+  }
+  fill(U, 0.f);
+#pragma unroll 1
+  for (int t = 0;; t += 16) {
+    add_product<typename S::T>(U, w, within.h, t);
+    if (t + 16 >= S::R) break;
+    within.make_w_block(w, t + 16, weights);
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid_constant__ LatticeScan p) {
+  using T = typename S::T;
+  constexpr int N = S::D / 8;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const LatticeShape& shape = p.shape;
+  const Ring<S> ring{shared + S::Memory::kBytes};
+  const Carried block = carried(shape);
+  const ChunkedSequence& of = block.of;
+  const int warp = warp_index(), head = block.head, first = 16 * warp;
+  start_ring<S::kWarps, Ring<S>::kStages>(ring.full());
+  if (warp >= S::kWarps) {
+    ring.load(p, of, head, warp - S::kWarps);
+    wait_copies<0>();
+    return;
+  }
+
+  const int64_t sequence = of.sequence.index;
+  Within<S> within;
+  within.memory.data = reinterpret_cast<T*>(shared);
+  within.warp = warp, within.objective = shape.objective;
+  Sums<N> X, U;
+  load_vectors(X, p.start.memory, sequence, head, shape, first);
+  bool complete = true;
+  float decay = 0.f;
+  Turn turn;
+#pragma unroll 1
+  for (int64_t i = 0; i < of.chunks; ++i, turn.next(Ring<S>::kStages)) {
+    const Part part = chunk_part(shape, of, i, head);
+    complete = part.chunk.complete;
+    Operand<S::D / 16> rounded;
+    round_to<T>(rounded, X);
+    store_blocks(within.memory, first, 0, rounded);
+    __syncwarp();
+    wait(ring.full() + turn.place, turn.parity);
+    within.k = ring.k(turn.place), within.h = ring.v(turn.place);
+    make_steps(U, within, ring.weights(turn.place), [&] {
+      store_tile_rows(static_cast<T*>(p.memories) + memory_place(shape, part.number, head), within.memory,
+                      first, shape);
+    });
+
+    // x = alpha s + u + e^{L_C} Delta
+    const float2 sigma = row_dots(X, U);
+    const float kept = complete ? ring.kept(turn.place) : 0.f, from_start = ring.from_start(turn.place);
+    decay = ring.sum(turn.place);
+    arrive_once(ring.empty() + turn.place);
+    const float2 alpha = {kept - sigma.x, kept - sigma.y};
+    if (part.resumed) {
+      for_elements(U, p.start.step, sequence, head, shape, first,
+                   [&](float& u, const float& step, int) { u = fmaf(from_start, step, u); });
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) U.at[n][e] = fmaf(e < 2 ? alpha.x : alpha.y, X.at[n][e], U.at[n][e]);
+    }
+
+    // S <- x / |x|
+    float2 rho = {1.f, 1.f};
+    if (complete) {
+      const float2 square = row_dots(U, U);
+      rho = {square.x > 0.f ? rsqrtf(square.x) : 0.f, square.y > 0.f ? rsqrtf(square.y) : 0.f};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float by = e < 2 ? rho.x : rho.y;
+          X.at[n][e] = by > 0.f ? U.at[n][e] * by : X.at[n][e];
+        }
+      }
+    }
+    if ((lane() & 3) == 0) {
+      float* const ends = p.ends + (part.number * shape.heads + head) * 2 * shape.M;
+      const int m = first + lane_row();
+      if (m < shape.M) ends[m] = alpha.x, ends[shape.M + m] = rho.x;
+      if (m + 8 < shape.M) ends[m + 8] = alpha.y, ends[shape.M + m + 8] = rho.y;
+    }
+  }
+
+  // Where it ends: in a chunk, after one, or where it began.
+  store_vectors(p.end.memory, X, sequence, head, shape, first);
+  if (of.chunks == 0) {
+    if (p.start.step.data != nullptr) {
+      load_vectors(U, p.start.step, sequence, head, shape, first);
+    } else {
+      fill(U, 0.f);
+    }
+    decay =
+        p.start.decay.data == nullptr ? 0.f : load_any(p.start.decay, sequence, static_cast<int64_t>(head));
+  } else if (complete) {
+    fill(U, 0.f);
+    decay = 0.f;
+  } else {
+    decay *= 1.f / kLog2E;
+  }
+  if (p.end.step.data != nullptr) store_vectors(p.end.step, U, sequence, head, shape, first);
+  if (threadIdx.x == 0) {
+    if (p.end.decay.data != nullptr) store_any(p.end.decay, decay, sequence, static_cast<int64_t>(head));
+    if (head == 0 && p.last_position != nullptr) {
+      p.last_position[sequence] = (of.begun + of.sequence.end - of.sequence.start) % shape.grid.size;
+    }
+  }
+}
+
+template <typename T>
+cudaError_t scan_of(const LatticeScan& p, cudaStream_t stream) {
+  return by_size(p.shape, [&](auto tokens, auto D, auto M) {
+    using S = Sizes<T, tokens(), D(), M()>;
+    return launch_scan<scan_kernel<S>>(p, Ring<S>::kThreads, ScanSpace<S>::kBytes, stream);
+  });
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,252 @@
+// One token of lattice, the state in place. A memory [D, M] is read once and written once:
+//
+//     D' = e^{g} Delta + W (h - s (s.h))          x = m s + D', m = e^{max(L', -30)}          o = unit(x) q
+//
+// and S <- unit(x), Delta <- 0 where a chunk ends, else Delta <- D'. A chunk of one token has no Delta.
+//
+// A block has one sequence and head. Groups of up to 32 lanes take rows in turns, a lane `Pack` neighbouring
+// columns of every 32 packs; it touches no others, in any pass, so that a memory held in shared memory needs
+// no barriers. Sums over rows' columns stay in a group, those over rows go through shared memory, in one
+// order.
+#include "lattice/lattice.h"
+#include "lattice/tokens.cuh"
+#include "tile/launch.h"
+#include "tile/pack.h"
+#include "tile/shared.h"
+
+namespace girih::kernels {
+namespace lattice {
+namespace {
+
+constexpr int kStepThreads = 128;
+
+// [D, M] fp32, in shared memory where it is held.
+template <int Pack_, bool Held>
+struct StepMemory {
+  float* global;
+  int64_t row_stride, col_stride;
+  float* held;
+  int M;
+
+  __device__ StepMemory(const Out<4>& state, int64_t n, int head, float* held, int M)
+      : global(static_cast<float*>(state.data)),
+        row_stride(state.stride[2]),
+        col_stride(state.stride[3]),
+        held(held),
+        M(M) {
+    if (global != nullptr) global += offset_of(state, n, head);
+  }
+  __device__ float* place(int r, int c) const { return global + r * row_stride + c * col_stride; }
+  __device__ void bring(int r, int c) const {
+    if constexpr (Held) {
+      static_assert(Pack_ == 4, "copies of 16 bytes");
+      copy_async(shared_address(held + r * M + c), place(r, c), true);
+    }
+  }
+  __device__ Pack<Pack_> get(int r, int c) const {
+    return load<Pack_>(Held ? held + r * M + c : place(r, c));
+  }
+  __device__ void keep(int r, int c, const Pack<Pack_>& x) const {
+    store<Pack_>(Held ? held + r * M + c : place(r, c), x);
+  }
+  __device__ void put(int r, int c, const Pack<Pack_>& x) const { store<Pack_>(place(r, c), x); }
+};
+
+template <int Pack_, bool Held>
+__global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_constant__ LatticeStep p) {
+  extern __shared__ __align__(16) float shared[];
+  const bool within = p.step.data != nullptr;
+  float* const held_s = shared;
+  float* const held_step = held_s + (Held ? p.D * p.M : 0);
+  float* const parts = held_step + (Held && within ? p.D * p.M : 0);  // kStepThreads * Pack_
+  float* const a = parts + kStepThreads * Pack_;                      // M each: whole packs
+  float* const W = a + p.M;
+  float* const rho = W + p.M;
+  float* const q = rho + p.M;
+  float* const h = q + p.M;  // D each
+  float* const o = h + p.D;
+
+  const int64_t n = blockIdx.x / p.heads;
+  const int head = static_cast<int>(blockIdx.x % p.heads), group = p.query_heads / p.heads;
+  const StepMemory<Pack_, Held> S(p.memory, n, head, held_s, p.M), Delta(p.step, n, head, held_step, p.M);
+
+  const int packs = p.M / Pack_;
+  int width = 1;
+  while (width < packs && width < 32) width *= 2;
+  const int rows = kStepThreads / width, first_row = threadIdx.x / width, place = threadIdx.x % width;
+  const int block = width * Pack_;  // columns at a time
+
+  // f(row, first column) of all that is the thread's in columns from `from` on.
+  const auto for_rows = [&](int from, const auto& f) {
+    const int c = from + place * Pack_;
+#pragma unroll 4
+    for (int r = first_row; r < p.D; r += rows) {
+      if (c < p.M) f(r, c);
+    }
+  };
+  // to[c] = f(the sum over rows of f's packs, c); by the whole block.
+  const auto sum_rows = [&](const auto& of, const auto& f) {
+    for (int from = 0; from < p.M; from += block) {
+      Pack<Pack_> sum = zeros<Pack_>();
+      for_rows(from, [&](int r, int c) { of(sum, r, c); });
+      store<Pack_>(parts + threadIdx.x * Pack_, sum);
+      __syncthreads();
+      for (int i = threadIdx.x; i < block && from + i < p.M; i += kStepThreads) {
+        float total = 0.f;
+        for (int t = 0; t < rows; ++t) total += parts[t * block + i];
+        f(from + i, total);
+      }
+      __syncthreads();
+    }
+  };
+  // to[r] = sum over columns of f(r, c), added to what is there. All lanes of a group have the same rows.
+  const auto sum_columns = [&](float* to, const auto& f) {
+    for (int from = 0; from < p.M; from += block) {
+      const int c = from + place * Pack_;
+      for (int first = 0; first < p.D; first += rows) {
+        const int r = first + first_row;
+        float sum = r < p.D && c < p.M ? f(r, c) : 0.f;
+        for (int step = width / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (place == 0 && r < p.D) to[r] += sum;
+      }
+    }
+  };
+
+  for (int from = 0; Held && from < p.M; from += block) {
+    for_rows(from, [&](int r, int c) {
+      S.bring(r, c);
+      if (within) Delta.bring(r, c);
+    });
+  }
+  commit_copies();
+
+  const float gamma = load_any(p.gamma, n, head), g = p.g.data == nullptr ? 0.f : load_any(p.g, n, head);
+  const float before =
+      p.decay.data == nullptr ? 0.f : static_cast<const float*>(p.decay.data)[offset_of(p.decay, n, head)];
+  const bool last = !within || p.position[n] + 1 >= p.chunk;
+  const float sum = before + g, kept = expf(fmaxf(sum, -30.f)), decay = expf(g);
+  const float step = sign_of(p.objective) * gamma;
+  const bool decode = p.objective == LatticeObjective::decode,
+             encode = p.objective == LatticeObjective::encode;
+  for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
+    const float v = load_any(p.v, n, head, d);
+    h[d] = decode ? -v : v;
+    o[d] = 0.f;
+  }
+  for (int m = threadIdx.x; m < p.M; m += kStepThreads)
+    W[m] = load_any(p.k, n, head, m);  // k until a is there
+  wait_copies<0>();
+  __syncthreads();
+
+  // decode: h = S k - v
+  if (decode) {
+    sum_columns(h, [&](int r, int c) {
+      const Pack<Pack_> s = S.get(r, c), k = load<Pack_>(W + c);
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < Pack_; ++i) sum = fmaf(s.at[i], k.at[i], sum);
+      return sum;
+    });
+    __syncthreads();
+  }
+
+  // a = S^T h, W = sign gamma c
+  sum_rows(
+      [&](Pack<Pack_>& sum, int r, int c) {
+        const Pack<Pack_> s = S.get(r, c);
+#pragma unroll
+        for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(h[r], s.at[i], sum.at[i]);
+      },
+      [&](int m, float total) {
+        a[m] = total;
+        W[m] = step * (encode ? total - W[m] : W[m]);
+      });
+
+  // D' = e^g Delta + W (h - s a), x = m s + D'; 1 / |x|
+  const auto x_of = [&](int r, int c, const Pack<Pack_>& s, bool first) {
+    Pack<Pack_> x, d = zeros<Pack_>();
+    if (within) d = Delta.get(r, c);
+    if (!within || first) {
+      const Pack<Pack_> w = load<Pack_>(W + c), of_a = load<Pack_>(a + c);
+#pragma unroll
+      for (int i = 0; i < Pack_; ++i)
+        d.at[i] = fmaf(decay, d.at[i], w.at[i] * fmaf(-s.at[i], of_a.at[i], h[r]));
+      if (within) Delta.keep(r, c, d);
+    }
+#pragma unroll
+    for (int i = 0; i < Pack_; ++i) x.at[i] = fmaf(kept, s.at[i], d.at[i]);
+    return x;
+  };
+  sum_rows(
+      [&](Pack<Pack_>& sum, int r, int c) {
+        const Pack<Pack_> x = x_of(r, c, S.get(r, c), true);
+#pragma unroll
+        for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(x.at[i], x.at[i], sum.at[i]);
+      },
+      [&](int m, float total) { rho[m] = total > 0.f ? rsqrtf(total) : 0.f; });
+
+  // o = unit(x) q; with the last of the head's queries the state is written.
+  for (int member = 0; member < group; ++member) {
+    const int query_head = head * group + member;
+    const bool writes = member + 1 == group;
+    for (int m = threadIdx.x; m < p.M; m += kStepThreads) q[m] = load_any(p.q, n, query_head, m);
+    __syncthreads();
+    sum_columns(o, [&](int r, int c) {
+      const Pack<Pack_> s = S.get(r, c), by = load<Pack_>(rho + c), read = load<Pack_>(q + c);
+      Pack<Pack_> x = x_of(r, c, s, false);
+      if (Held && writes && !last && within) Delta.put(r, c, Delta.get(r, c));
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < Pack_; ++i) {
+        x.at[i] = by.at[i] > 0.f ? x.at[i] * by.at[i] : s.at[i];
+        sum = fmaf(x.at[i], read.at[i], sum);
+      }
+      if (writes && last) {
+        S.put(r, c, x);
+        if (within) Delta.put(r, c, zeros<Pack_>());
+      }
+      return sum;
+    });
+    __syncthreads();
+    for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
+      store_any(p.o, o[d], n, query_head, d);
+      o[d] = 0.f;
+    }
+  }
+  if (threadIdx.x == 0) {
+    if (p.decay.data != nullptr) store_any(p.decay, last ? 0.f : sum, n, head);
+    if (within && head == 0) p.next_position[n] = last ? 0 : p.position[n] + 1;
+  }
+}
+
+template <int Pack_, bool Held>
+cudaError_t launch_step(const LatticeStep& p, int64_t floats, int limit, cudaStream_t stream) {
+  if (floats > limit / static_cast<int64_t>(sizeof(float))) return cudaErrorInvalidValue;
+  if (const cudaError_t error = allow_shared<step_kernel<Pack_, Held>>(limit); error != cudaSuccess)
+    return error;
+  step_kernel<Pack_, Held>
+      <<<static_cast<unsigned>(p.sequences * p.heads), kStepThreads, floats * sizeof(float), stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace lattice
+
+cudaError_t lattice_step(const LatticeStep& p, cudaStream_t stream) {
+  if (p.sequences * p.heads == 0) return cudaSuccess;
+  if (p.sequences * p.heads > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  const int64_t held = int64_t{p.D} * p.M * (p.step.data == nullptr ? 1 : 2);
+  const int64_t vectors = 4 * int64_t{p.M} + 2 * p.D;
+  if (p.M % 4 != 0 || !fits_packs(p.memory, 4, 4) || !fits_packs(p.step, 4, 4)) {
+    return lattice::launch_step<1, false>(p, vectors + lattice::kStepThreads, limit, stream);
+  }
+  const int64_t floats = vectors + 4 * lattice::kStepThreads;
+  if ((floats + held) * static_cast<int64_t>(sizeof(float)) <= limit) {
+    return lattice::launch_step<4, true>(p, floats + held, limit, stream);
+  }
+  return lattice::launch_step<4, false>(p, floats, limit, stream);
+}
+
+}  // namespace girih::kernels

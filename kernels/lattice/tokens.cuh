@@ -1,0 +1,216 @@
+// A chunk's tokens: which they are, their gates and steps, and sums that run over them.
+#pragma once
+
+#include <type_traits>
+
+#include "lattice/lattice.h"
+#include "tile/gates.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+
+namespace girih::kernels::lattice {
+
+// One chunk of one head's memory.
+struct Part {
+  ChunkedSequence of;
+  Chunk chunk;
+  int64_t number;  // of the chunk
+  int head;
+  bool resumed;  // tokens of it came before, in another call
+
+  __device__ int64_t batch() const { return of.sequence.batch; }
+  __device__ int64_t sequence() const { return of.sequence.index; }
+};
+
+__device__ inline Part chunk_part(const LatticeShape& shape, const ChunkedSequence& of, int64_t i, int head) {
+  return {of, chunk_of(shape.grid, of, i), of.first + i, head, i == 0 && of.begun > 0};
+}
+// The block's.
+__device__ inline Part chunk_part(const LatticeShape& shape) {
+  const auto heads = static_cast<unsigned>(shape.heads);
+  const NumberedChunk at = chunk_at(shape.grid, blockIdx.x / heads);
+  Part part = chunk_part(shape, at.of, at.index, static_cast<int>(blockIdx.x % heads));
+  if (at.index < 0) part.chunk.length = 0;
+  return part;
+}
+
+// W = sign * gamma * c.
+__device__ inline float sign_of(LatticeObjective objective) {
+  return objective == LatticeObjective::similarity ? 1.f : -1.f;
+}
+
+// fp16 has 2^-24 to 2^16. Where gates have shut out a memory, steps alone are read, W and q~ = q / |x|: W is
+// as many times larger in shared memory, and q~, and eta, as many times smaller.
+template <typename T>
+__host__ __device__ constexpr float lift() {
+  return std::is_same_v<T, __half> ? 256.f : 1.f;
+}
+
+// Sums of gates are kept in powers of two.
+constexpr float kLeastKept = -30.f * kLog2E;  // m is held there: where its square does not underflow
+
+// R: tokens of a tile; those past the end have no step and no gate.
+template <int R>
+struct ChunkTokens {
+  float step[R];    // sign * gamma
+  float lifted[R];  // lift<T>() times that
+  float sum[R];     // L of the chunk's own tokens, from its first here
+  float kept[R];    // m = e^{max(L, -30)}, L from the chunk's start
+  float square[R];  // |h|^2
+  float open[R];    // e^{L}, L of the chunk's own tokens
+
+  // E_tj = e^{L_t - L_j}
+  __device__ float decay(int t, int j) const { return exp2_fast(sum[t] - sum[j]); }
+};
+
+// The lane's two tokens, 2 lane and the next: gamma, and the gates' sum through each, in powers of two.
+struct LaneTokens {
+  float gamma[2], sum[2];
+};
+struct RawTokens {
+  RawElement gamma[2], gate[2];
+};
+__device__ inline RawTokens load_tokens(const In<3>& gamma, const In<3>& g, const Part& part) {
+  RawTokens raw;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 2 * lane() + i;
+    if (t >= part.chunk.length) continue;
+    raw.gamma[i] = element(gamma, part.batch(), part.chunk.start + t, static_cast<int64_t>(part.head));
+    if (g.data != nullptr) {
+      raw.gate[i] = element(g, part.batch(), part.chunk.start + t, static_cast<int64_t>(part.head));
+    }
+  }
+  return raw;
+}
+__device__ inline LaneTokens sum_tokens(const RawTokens& raw, DType gamma, DType g) {
+  LaneTokens tokens;
+  float gate[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    tokens.gamma[i] = value_of(raw.gamma[i], gamma);
+    gate[i] = summable(value_of(raw.gate[i], g)) * kLog2E;
+  }
+  float through = gate[0] + gate[1];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float before = __shfl_up_sync(~0u, through, step);
+    if (lane() >= step) through += before;
+  }
+  const float before = __shfl_up_sync(~0u, through, 1);
+  tokens.sum[0] = (lane() == 0 ? 0.f : before) + gate[0];
+  tokens.sum[1] = through;
+  return tokens;
+}
+
+// The sum of a resumed chunk's gates before its first token here, in powers of two.
+__device__ inline float decay_before(const LatticeStart& start, const Part& part) {
+  if (!part.resumed || start.decay.data == nullptr) return 0.f;
+  return load_any(start.decay, part.sequence(), static_cast<int64_t>(part.head)) * kLog2E;
+}
+
+// By one warp.
+template <typename T, int R, class Problem>
+__device__ inline void put_tokens(ChunkTokens<R>& to, const Problem& p, const LatticeStart& start,
+                                  const Part& part) {
+  const LaneTokens tokens = sum_tokens(load_tokens(p.gamma, p.g, part), p.gamma.dtype, p.g.dtype);
+  const float sign = sign_of(p.shape.objective), before = decay_before(start, part);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 2 * lane() + i;
+    if (t >= R) continue;
+    to.step[t] = sign * tokens.gamma[i];
+    to.lifted[t] = lift<T>() * to.step[t];
+    to.sum[t] = tokens.sum[i];
+    to.open[t] = exp2_fast(tokens.sum[i]);
+    to.kept[t] = exp2_fast(fmaxf(before + tokens.sum[i], kLeastKept));
+  }
+}
+
+// Running sums over tokens of a matrix whose columns are tokens: 16 of them at a time, by a triangle of
+// decays on the tensor cores. Both go in as two 16-bit parts, which keeps 16 bits of each.
+enum class Run {
+  forward,
+  backward
+};  // y_t = sum over j <= t of E_tj x_j, or y_j = sum over t >= j of E_tj x_t
+
+// The right factor for tokens first..first+15, of E or of its square.
+struct Triangle {
+  uint32_t hi[2][2], lo[2][2];
+};
+struct Triangles {
+  Triangle decay, square;
+};
+
+__device__ inline void split_pair(uint32_t& hi, uint32_t& lo, float x, float y) {
+  hi = pair_of<__nv_bfloat16>(x, y);
+  const float2 back = unpaired<__nv_bfloat16>(hi);
+  lo = pair_of<__nv_bfloat16>(x - back.x, y - back.y);
+}
+
+template <Run run, int R>
+__device__ inline void make_triangles(Triangles& to, const ChunkTokens<R>& tokens, int first) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int col = 8 * n + lane_row(), row = 8 * k + lane_col();
+      float e[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int t = run == Run::forward ? col : row + i, j = run == Run::forward ? row + i : col;
+        e[i] = j <= t ? tokens.decay(first + t, first + j) : 0.f;
+      }
+      split_pair(to.decay.hi[n][k], to.decay.lo[n][k], e[0], e[1]);
+      split_pair(to.square.hi[n][k], to.square.lo[n][k], e[0] * e[0], e[1] * e[1]);
+    }
+  }
+}
+
+// What the sums of one block give to the next: those at its last token on the way, for each of the lane's
+// rows.
+struct Carry {
+  float at[2] = {0.f, 0.f};
+};
+
+// x becomes its sums; `by(col)`: the decays of columns col and col + 1 from the block before, or a power of
+// them.
+template <Run run, class Decays>
+__device__ inline void add_up(Sums<2>& x, const Triangle& triangle, Carry& carry, const Decays& by) {
+  uint32_t hi[4], lo[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    split_pair(hi[i], lo[i], x.at[i / 2][i % 2 * 2], x.at[i / 2][i % 2 * 2 + 1]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float2 e = by(8 * n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x.at[n][i] = carry.at[i >> 1] * (i & 1 ? e.y : e.x);
+    mma<__nv_bfloat16>(x.at[n], hi, triangle.hi[n][0], triangle.hi[n][1]);
+    mma<__nv_bfloat16>(x.at[n], lo, triangle.hi[n][0], triangle.hi[n][1]);
+    mma<__nv_bfloat16>(x.at[n], hi, triangle.lo[n][0], triangle.lo[n][1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    carry.at[i] = run == Run::forward ? __shfl_sync(~0u, x.at[1][2 * i + 1], lane() | 3)
+                                      : __shfl_sync(~0u, x.at[0][2 * i], lane() & ~3);
+  }
+}
+
+// The decays of the block from `first` on against the one that its sums start from.
+template <Run run, int R>
+__device__ inline float2 block_decay(const ChunkTokens<R>& tokens, int first, int col) {
+  const float2 sum = *reinterpret_cast<const float2*>(&tokens.sum[first + col + lane_col()]);
+  if (run == Run::forward) {
+    if (first == 0) return {0.f, 0.f};
+    const float before = tokens.sum[first - 1];
+    return {exp2_fast(sum.x - before), exp2_fast(sum.y - before)};
+  }
+  if (first + 16 >= R) return {0.f, 0.f};
+  const float after = tokens.sum[first + 16];
+  return {exp2_fast(after - sum.x), exp2_fast(after - sum.y)};
+}
+__device__ inline float2 squared(float2 x) { return {x.x * x.x, x.y * x.y}; }
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,192 @@
+// What both scans are made of: the block's warps with 16 of a memory's vectors each, as rows, and the warps
+// that bring every chunk's tokens through a ring.
+#pragma once
+
+#include "lattice/launch.h"
+#include "lattice/within.cuh"
+#include "tile/shared.h"
+
+namespace girih::kernels::lattice {
+
+// Stages of the ring; a stage has one chunk. As many warps load, at most four, each its own chunks: the loads
+// of later ones are under way while it waits for its turn.
+constexpr int stages_of(int R) { return R == 16 ? 8 : R == 32 ? 4 : 2; }
+
+// By a warp: sign gamma_t e^{L_C - L_t} of R tokens, and then m_C, e^{L_C} of the tokens here, and L_C of all
+// the chunk in powers of two.
+template <int R, class Problem>
+__device__ inline void put_weights(float* to, const RawTokens& raw, const Problem& p, const Part& part) {
+  const LaneTokens tokens = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
+  const float sum = __shfl_sync(~0u, tokens.sum[1], 31), sign = sign_of(p.shape.objective);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 2 * lane() + i;
+    if (t < R) to[t] = sign * tokens.gamma[i] * exp2_fast(sum - tokens.sum[i]);
+  }
+  if (lane() == 0) {
+    const float all = decay_before(p.start, part) + sum;
+    to[R] = exp2_fast(fmaxf(all, kLeastKept));
+    to[R + 1] = exp2_fast(sum);
+    to[R + 2] = all;
+  }
+}
+
+// A stage is full once its loader's copies are there, and empty once all of the block's other warps are done
+// with it.
+template <int Warps, int Stages>
+__device__ inline void start_ring(uint64_t* full) {
+  if (threadIdx.x < Stages) {
+    init_barrier(full + threadIdx.x, 32 + once(1));
+    init_barrier(full + Stages + threadIdx.x, once(Warps));
+  }
+  __syncthreads();
+}
+
+template <class S>
+struct Ring {
+  using T = typename S::T;
+  static constexpr int kStages = stages_of(S::R), kLoaders = kStages < 4 ? kStages : 4;
+  static constexpr int kThreads = S::kThreads + 32 * kLoaders;
+  static constexpr int kFloats = S::R + 4;
+  static constexpr int kStage = S::Keys::kBytes + S::Values::kBytes;
+  static constexpr int kBytes = kStages * (kStage + 4 * kFloats + 16);
+  static_assert(kStages % kLoaders == 0, "a stage has one loader: else it takes another's turn for its own");
+
+  unsigned char* base;
+
+  __device__ typename S::Keys k(int stage) const { return {reinterpret_cast<T*>(base + stage * kStage)}; }
+  __device__ typename S::Values v(int stage) const {
+    return {reinterpret_cast<T*>(base + stage * kStage + S::Keys::kBytes)};
+  }
+  __device__ float* weights(int stage) const {
+    return reinterpret_cast<float*>(base + kStages * kStage) + stage * kFloats;
+  }
+  __device__ float kept(int stage) const { return weights(stage)[S::R]; }
+  __device__ float from_start(int stage) const { return weights(stage)[S::R + 1]; }
+  __device__ float sum(int stage) const { return weights(stage)[S::R + 2]; }
+  __device__ uint64_t* full() const {
+    return reinterpret_cast<uint64_t*>(base + kStages * (kStage + 4 * kFloats));
+  }
+  __device__ uint64_t* empty() const { return full() + kStages; }
+
+  // By a loader: the sequence's chunks in order.
+  __device__ void load(const LatticeScan& p, const ChunkedSequence& of, int head, int loader) const {
+#pragma unroll 1
+    for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {
+      const Part part = chunk_part(p.shape, of, turn, head);
+      const RawTokens raw = load_tokens(p.gamma, p.g, part);
+      const int stage = static_cast<int>(turn % kStages);
+      wait(empty() + stage, (turn / kStages & 1) ^ 1);
+      bring_by_warp(k(stage), row_of<T>(p.k, part.batch(), part.chunk.start, head), p.k.stride[1],
+                    part.chunk.length, p.shape.M);
+      bring_by_warp(v(stage), row_of<T>(p.v, part.batch(), part.chunk.start, head), p.v.stride[1],
+                    part.chunk.length, p.shape.D);
+      put_weights<S::R>(weights(stage), raw, p, part);
+      arrive_after_copies(full() + stage);
+      arrive_once(full() + stage);
+    }
+  }
+};
+
+// f(element, its place, which of the lane's two rows) for those of a warp's 16 vectors, from `first` on, in
+// fp32 [N, H, D, M] that exist. Once or twice a sequence, so it is a loop: the numbers of 8 columns after
+// another are moved to where it has them, for unrolled it takes more registers than all the rest.
+template <int N, class Array, class F>
+__device__ inline void for_elements(Sums<N>& X, const Array& array, int64_t sequence, int head,
+                                    const LatticeShape& shape, int first, const F& f) {
+  using Place = std::conditional_t<std::is_same_v<Array, In<4>>, const float, float>;
+  const int m = first + lane_row();
+  Place* place = static_cast<Place*>(array.data) + offset_of(array, sequence, head, lane_col(), m);
+  const int64_t by_row = 8 * array.stride[3];
+#pragma unroll 1
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int d = 8 * n + lane_col() + (i & 1);
+      if (m + (i >> 1) * 8 < shape.M && d < shape.D) {
+        f(X.at[0][i], place[(i & 1) * array.stride[2] + (i >> 1) * by_row], i >> 1);
+      }
+    }
+    place += 8 * array.stride[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float turned = X.at[0][i];
+#pragma unroll
+      for (int j = 0; j + 1 < N; ++j) X.at[j][i] = X.at[j + 1][i];
+      X.at[N - 1][i] = turned;
+    }
+  }
+}
+template <int N>
+__device__ inline void load_vectors(Sums<N>& X, const In<4>& from, int64_t sequence, int head,
+                                    const LatticeShape& shape, int first) {
+  fill(X, 0.f);
+  if (from.data == nullptr) return;
+  for_elements(X, from, sequence, head, shape, first, [](float& x, const float& at, int) { x = at; });
+}
+template <int N>
+__device__ inline void store_vectors(const Out<4>& to, Sums<N>& X, int64_t sequence, int head,
+                                     const LatticeShape& shape, int first) {
+  for_elements(X, to, sequence, head, shape, first, [](float& x, float& at, int) { at = x; });
+}
+
+// x.y of each of the lane's two rows.
+template <int N>
+__device__ inline float2 row_dots(const Sums<N>& x, const Sums<N>& y) {
+  // Four sums, that no product waits for all before it.
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = fmaf(x.at[n][i], y.at[n][i], sum[i]);
+  }
+  return {sum_over_row(sum[0] + sum[1]), sum_over_row(sum[2] + sum[3])};
+}
+
+// A warp's 16 rows of a tile, whole, to dtype [M, D] at `to`: rows from `first` on.
+template <typename T, class Tile>
+__device__ inline void store_tile_rows(T* to, const Tile& tile, int first, const LatticeShape& shape) {
+  constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks;
+  const int row = first + lane() / kPacks, col = lane() % kPacks * 8;
+  T* place = to + row * shape.D + col;
+#pragma unroll
+  for (int i = 0; i < 16; i += kStep) {
+    if (row + i < shape.M && col < shape.D) {
+      *reinterpret_cast<uint4*>(place) = *reinterpret_cast<const uint4*>(&tile.at(row + i, col));
+    }
+    place += kStep * shape.D;
+  }
+}
+
+// The place of a chunk's memory in [chunk_count, H, M, D].
+__device__ inline int64_t memory_place(const LatticeShape& shape, int64_t number, int head) {
+  return (number * shape.heads + head) * static_cast<int64_t>(shape.M) * shape.D;
+}
+
+// Which sequence and head a block of a scan has.
+struct Carried {
+  ChunkedSequence of;
+  int head;
+};
+__device__ inline Carried carried(const LatticeShape& shape) {
+  const auto heads = static_cast<unsigned>(shape.heads);
+  return {chunked_sequence(shape.grid, blockIdx.x / heads), static_cast<int>(blockIdx.x % heads)};
+}
+
+template <class S>
+struct ScanSpace {
+  static constexpr int kBytes = S::Memory::kBytes + Ring<S>::kBytes;
+};
+
+// A block for every sequence and head.
+template <auto Kernel, class Problem>
+cudaError_t launch_scan(const Problem& p, int threads, int bytes, cudaStream_t stream) {
+  const int64_t blocks = p.shape.grid.tokens.sequences * p.shape.heads;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
+  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,272 @@
+// Chunks that a block has beside each other, as those kernels read them that take every chunk by itself: a
+// warp has a tile of 16 tokens, and of both memories what reads of them need.
+//
+// With weights E_ti = e^{L_t - L_i}, i <= t in the chunk, the reads of a memory A and their transposes are
+//     A_t w_t     = e^{L_t} (w_t A^T) - sum over i <= t of E_ti gamma_i (w_t.x_i) u_i       [M]
+//     A_t^T l_t   = e^{L_t} (l_t A)   - sum over i <= t of E_ti gamma_i (l_t.u_i) x_i       [X]
+#pragma once
+
+#include "trellis/memory.cuh"
+
+namespace girih::kernels {
+
+// Chunks of a block: as many as fill four warps, but of wide memories no more than two.
+template <int Tile>
+__host__ __device__ constexpr int chunks_of_block(int tiles) {
+  return 4 / tiles < (Tile == 64 ? 4 : 2) ? 4 / tiles : (Tile == 64 ? 4 : 2);
+}
+__host__ __device__ constexpr int tiles_of(int chunk) { return (chunk + kTile - 1) / kTile; }
+
+struct ChunkBlock {
+  int tiles, chunks, threads;  // tiles of a chunk, chunks of the block
+  template <int Tile>
+  __host__ __device__ static ChunkBlock of(int chunk) {
+    const int tiles = tiles_of(chunk), chunks = chunks_of_block<Tile>(tiles);
+    return {tiles, chunks, tiles * chunks * 32};
+  }
+  __host__ __device__ int rows() const { return tiles * chunks * kTile; }
+};
+
+// What a kernel has in shared memory: tiles of the block's tokens, a memory a chunk, and four numbers a
+// token.
+template <typename T, int Tile>
+struct ChunkSpace {
+  static constexpr int kMemory = SharedTile<T, Tile, Tile>::kBytes;
+  __host__ __device__ static int bytes(const ChunkBlock& block, int tokens) {
+    return block.chunks * kMemory + block.rows() * (tokens * Tile * 2 + 16 + 4 * block.tiles);
+  }
+};
+
+template <typename T, int Tile>
+struct TrellisChunk {
+  using Rows = SharedTile<T, kTile, Tile>;
+  using Memory = SharedTile<T, Tile, Tile>;
+  static constexpr int N = Tile / 8, K = Tile / 16;
+
+  const TrellisShape& shape;
+  ChunkBlock block;
+  unsigned char* shared;
+  int head, local, tile;  // the warp's chunk in the block and tile in the chunk
+  int64_t number;         // of the warp's chunk
+  NumberedChunk place;
+  Chunk chunk;
+  int rows;  // tokens of the warp's tile
+  Columns columns;
+
+  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared)
+      : shape(shape),
+        block(ChunkBlock::of<Tile>(shape.grid.size)),
+        shared(shared),
+        head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads))),
+        local(warp_index() / block.tiles),
+        tile(warp_index() % block.tiles),
+        number(blockIdx.x / static_cast<unsigned>(shape.heads) * int64_t{block.chunks} + local),
+        columns{0, shape.slots} {
+    place = number < chunk_count(shape.grid) ? chunk_at(shape.grid, number) : NumberedChunk{};
+    chunk =
+        number < chunk_count(shape.grid) ? chunk_of(shape.grid, place.of, place.index) : Chunk{0, 0, false};
+    rows = max(0, min(chunk.length - tile * kTile, kTile));
+  }
+
+  __device__ int64_t batch() const { return place.of.sequence.batch; }
+  __device__ int64_t token() const { return chunk.start + tile * kTile; }  // the warp's first
+  __device__ int first_row() const { return (local * block.tiles + tile) * kTile; }
+
+  // ---- tiles -------------------------------------------------------------------------------------------
+
+  __device__ Memory memory() const { return {reinterpret_cast<T*>(shared + local * Memory::kBytes)}; }
+  // Tile `j` of the warp's chunk, of the block's tensor `which`.
+  __device__ Rows rows_of(int which, int j) const {
+    unsigned char* at = shared + block.chunks * Memory::kBytes +
+                        (which * block.rows() + (local * block.tiles + j) * kTile) * Tile * 2;
+    return {reinterpret_cast<T*>(at)};
+  }
+  __device__ Rows own(int which) const { return rows_of(which, tile); }
+  __device__ float* gates(int tokens) const {
+    return reinterpret_cast<float*>(shared + block.chunks * Memory::kBytes +
+                                    tokens * block.rows() * Tile * 2);
+  }
+
+  // Starts the warp's tile of a tensor.
+  __device__ void load(int which, const In<4>& x, int width) const {
+    load_async<32>(own(which), row_of<T>(x, batch(), token(), head), x.stride[1], rows, width, lane());
+  }
+  // Starts the chunk's memory, [M, X] of all chunks: a share of every warp of the chunk.
+  __device__ void load_memory(const void* memories, int width) const {
+    const T* from = static_cast<const T*>(memories) + (number * shape.heads + head) * shape.M * width;
+    constexpr int kPacks = Tile / 8;
+    const int have = chunk.length > 0 ? shape.M : 0;
+    for (int i = tile * 32 + lane(); i < Tile * kPacks; i += 32 * block.tiles) {
+      const int m = i / kPacks, x = i % kPacks * 8;
+      copy_async(memory().address(m, x), from + m * width + x, m < have && x < width);
+    }
+  }
+  // The chunk goes on in one that was begun before: A' is not A.
+  __device__ bool resumed(const In<4>& first) const { return first.data != nullptr && place.index == 0; }
+  // A' of such a chunk in the place of A.
+  __device__ void load_first(const In<4>& first, int width) const {
+    const auto* from =
+        static_cast<const float*>(first.data) + offset_of(first, place.of.sequence.index, head);
+    for (int i = tile * 32 + lane(); i < Tile * Tile; i += 32 * block.tiles) {
+      const int m = i / Tile, x = i % Tile;
+      const bool has = m < shape.slots && x < width && chunk.length > 0;
+      memory().at(m, x) = from_float<T>(has ? from[m * first.stride[2] + x * first.stride[3]] : 0.f);
+    }
+  }
+
+  // ---- gates -------------------------------------------------------------------------------------------
+
+  // Of the chunk's tokens, in units of log2: L_t and L_C - L_t; gamma_t; and a number that kernels keep
+  // there.
+  float *through, *lost, *after, *gamma, *kept;
+
+  // By every warp, of its chunk, for its own tile; seen by the others after the block's next barrier. L_C.
+  __device__ float load_gates(const In<3>& gammas, const In<3>& g, int tokens) {
+    through = gates(tokens) + local * block.tiles * kTile;
+    lost = through + block.rows(), after = lost + block.rows(), gamma = after + block.rows(),
+    kept = gamma + block.rows();
+    const GatePair pair = kernels::load_gates(gammas, g, batch(), chunk, head);
+    const GateSums sums(pair);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int t = 2 * lane() + i;
+      if (t / kTile != tile) continue;
+      through[t] = sums.through[i], lost[t] = sums.lost[i], after[t] = sums.after[i],
+      gamma[t] = pair.gamma[i];
+    }
+    return __shfl_sync(~0u, sums.after[0] + pair.gate[0], 0);
+  }
+  // Rows lane_row() and 8 further of the warp's tile.
+  __device__ float2 of_rows(const float* values) const {
+    return {values[tile * kTile + lane_row()], values[tile * kTile + lane_row() + 8]};
+  }
+
+  // L of the warp's rows.
+  struct Through {
+    float2 sum, lost;
+  };
+  __device__ Through own_through() const { return {of_rows(through), of_rows(lost)}; }
+
+  // -E_ti gamma_i, t of the warp's tile and i of tile j at or before it.
+  __device__ void weigh_earlier(Sums<2>& s, int j, const Through& L) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = j * kTile + 8 * n + lane_col() + (e & 1), t = tile * kTile + lane_row() + (e >> 1) * 8;
+        const float between =
+            (e < 2 ? L.sum.x : L.sum.y) - through[i] + ((e < 2 ? L.lost.x : L.lost.y) - lost[i]);
+        s.at[n][e] = i <= t ? s.at[n][e] * -gamma[i] * exp2_fast(between) : 0.f;
+      }
+    }
+  }
+  // E_ti, i of the warp's tile and t of tile j at or after it, t < the chunk's length.
+  __device__ void weigh_later(Sums<2>& s, int j, const Through& L) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int t = j * kTile + 8 * n + lane_col() + (e & 1), i = tile * kTile + lane_row() + (e >> 1) * 8;
+        const float between =
+            through[t] - (e < 2 ? L.sum.x : L.sum.y) + (lost[t] - (e < 2 ? L.lost.x : L.lost.y));
+        s.at[n][e] = i <= t && t < chunk.length ? s.at[n][e] * exp2_fast(between) : 0.f;
+      }
+    }
+  }
+
+  // ---- reads -------------------------------------------------------------------------------------------
+
+  // The warp's tile of a tensor as a left factor.
+  __device__ void left(Operand<K>& a, int which) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) load_block(a.at[k], own(which), 0, 16 * k);
+  }
+  // The same as fp32.
+  __device__ void wide(Sums<N>& x, int which) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      Sums<2> part;
+      load_wide<T>(part, own(which), 0, 16 * k);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x.at[2 * k + j][i] = part.at[j][i];
+      }
+    }
+  }
+
+  // sum over tiles j of weigh(a xs_j^T) ys_j
+  template <class Weigh>
+  __device__ void add_scored(Sums<N>& sums, const Operand<K>& a, int xs, int ys, int from, int to,
+                             const Weigh& weigh) const {
+    for (int j = from; j < to; ++j) {
+      Sums<2> scores;
+      fill(scores, 0.f);
+      add_product_transposed<T>(scores, a, rows_of(xs, j));
+      weigh(scores, j);
+      Operand<1> weighed;
+      round_to<T>(weighed, scores);
+      add_product<T>(sums, weighed, rows_of(ys, j));
+    }
+  }
+  // A_t w_t, with the memory in its place.
+  __device__ void read(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
+    fill(y, 0.f);
+    add_product_transposed<T>(y, w, memory());
+    finish(y, w, xs, us);
+  }
+  // A_t^T l_t.
+  __device__ void read_transposed(Sums<N>& y, const Operand<K>& l, int us, int xs) const {
+    fill(y, 0.f);
+    add_product<T>(y, l, memory());
+    finish(y, l, us, xs);
+  }
+
+  // What a whole row's sums come to.
+  template <class Map>
+  __device__ Fit fit_of(const Map& map, const Sums<N>& y, const Sums<N>& a, int half) const {
+    return fit<N>(map, moments_of(map, y, a, half, columns), shape.slots);
+  }
+
+  __device__ void store(int which, const Sums<N>& x) const {
+    Operand<K> rounded;
+    round_to<T>(rounded, x);
+    store_blocks(own(which), 0, 0, rounded);
+  }
+  // The warp's tile to a tensor, by way of tile `which`, which nobody else reads.
+  __device__ void store_out(const Out<4>& to, int width, const Sums<N>& x, int which) const {
+    __syncwarp();
+    store(which, x);
+    __syncwarp();
+    put_rows(to, width, which);
+  }
+  __device__ void put_rows(const Out<4>& to, int width, int which) const {
+    if (rows == 0) return;
+    store_rows<1>(own(which), row_of<T>(to, batch(), token(), head), to.stride[1], rows, width, 0);
+  }
+
+ private:
+  __device__ void finish(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
+    const Through L = own_through();
+    scale_rows(y, {exp2_fast(L.sum.x), exp2_fast(L.sum.y)});
+    add_scored(y, w, xs, us, 0, tile + 1, [&](Sums<2>& s, int j) { weigh_earlier(s, j, L); });
+  }
+};
+
+// A block for every head and so many chunks.
+template <auto Kernel, typename T, int Tile, class Problem>
+cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
+  const auto block = ChunkBlock::of<Tile>(p.shape.grid.size);
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  const int bytes = ChunkSpace<T, Tile>::bytes(block, tokens);
+  if (bytes > limit) return cudaErrorInvalidValue;
+  if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
+  const int64_t blocks = (chunk_count(p.shape.grid) + block.chunks - 1) / block.chunks * p.shape.heads;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  Kernel<<<static_cast<unsigned>(blocks), block.threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,30 @@
+#include <algorithm>
+
+#include "trellis/columns.cuh"
+#include "trellis/launch.h"
+#include "trellis/output.cuh"
+#include "trellis/reverse.cuh"
+#include "trellis/rows.cuh"
+#include "trellis/scan.cuh"
+
+namespace girih::kernels {
+namespace {
+
+template <int Tile>
+int most_bytes() {
+  using T = __nv_bfloat16;
+  int most = std::max(TrellisScanSpace<T, Tile>::kBytes, TrellisReverseSpace<T, Tile>::kBytes);
+  for (const int chunk : {16, 32, 48, 64}) {
+    const auto block = ChunkBlock::of<Tile>(chunk);
+    for (const int tokens : {int{kOutputTiles}, int{kRowTiles}, int{kColumnTiles}}) {
+      most = std::max(most, ChunkSpace<T, Tile>::bytes(block, tokens));
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+int trellis_shared_bytes() { return std::max(most_bytes<64>(), most_bytes<128>()); }
+
+}  // namespace girih::kernels

@@ -1,0 +1,22 @@
+// The kernels by element type and tile of slots and columns; each is compiled in a file of its own.
+#pragma once
+
+#include "trellis/trellis.h"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+cudaError_t launch_trellis_scan(const TrellisScan& problem, cudaStream_t stream);
+template <typename T, int Tile>
+cudaError_t launch_trellis_output(const TrellisOutput& problem, cudaStream_t stream);
+template <typename T, int Tile>
+cudaError_t launch_trellis_rows(const TrellisRows& problem, cudaStream_t stream);
+template <typename T, int Tile>
+cudaError_t launch_trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
+template <typename T, int Tile>
+cudaError_t launch_trellis_columns(const TrellisColumns& problem, cudaStream_t stream);
+
+// Bytes of shared memory that the largest of them asks for, at most.
+int trellis_shared_bytes();
+
+}  // namespace girih::kernels

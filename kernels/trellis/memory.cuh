@@ -1,0 +1,257 @@
+// A memory [M, X] in the registers of a block's warps: warp w has the slots 16 w to 16 w + 15, all of them as
+// fp32 sums that steps are added to and, rounded, as the right factor of the products with its transpose.
+// With it the walk over chunks, tile of 16 tokens by tile, that scan and reverse have in common.
+#pragma once
+
+#include "tile/array.h"
+#include "tile/gates.h"
+#include "tile/launch.h"
+#include "tile/pack.h"
+#include "tile/row_store.h"
+#include "trellis/maps.cuh"
+
+namespace girih::kernels {
+
+constexpr int kTile = 16;  // tokens
+
+// One sequence, head and memory.
+struct TrellisPart {
+  int64_t sequence;
+  int head, memory;
+  ChunkedSequence of;
+
+  __device__ TrellisPart(const TrellisShape& shape, unsigned block)
+      : sequence(block / 2 / static_cast<unsigned>(shape.heads)),
+        head(static_cast<int>(block / 2 % static_cast<unsigned>(shape.heads))),
+        memory(static_cast<int>(block % 2)),
+        of(chunked_sequence(shape.grid, sequence)) {}
+};
+
+// Row `token` of a head.
+template <typename T>
+__device__ inline const T* row_of(const In<4>& x, int64_t batch, int64_t token, int head) {
+  return static_cast<const T*>(x.data) + offset_of(x, batch, token, head);
+}
+template <typename T>
+__device__ inline T* row_of(const Out<4>& x, int64_t batch, int64_t token, int head) {
+  return static_cast<T*>(x.data) + offset_of(x, batch, token, head);
+}
+
+// The lane's elements of a state [N, H, M, X], of the warp's slots from `slot` on and 8 N columns from `col`
+// on: f(n, i, place in it).
+template <int N, template <int> class Array, class F>
+__device__ inline void each_element(const Array<4>& state, const TrellisPart& part, const TrellisShape& shape,
+                                    int slot, const F& f, int col = 0) {
+  const int64_t base = offset_of(state, part.sequence, part.head);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = slot + lane_row() + (i >> 1) * 8, x = col + 8 * n + lane_col() + (i & 1);
+      if (m < shape.slots && x < shape.width(part.memory)) {
+        f(n, i, base + m * state.stride[2] + x * state.stride[3]);
+      }
+    }
+  }
+}
+
+template <int N>
+__device__ inline void add_state(Sums<N>& A, const In<4>& state, const TrellisPart& part,
+                                 const TrellisShape& shape, int slot) {
+  if (state.data == nullptr) return;
+  each_element<N>(state, part, shape, slot,
+                  [&](int n, int i, int64_t at) { A.at[n][i] += static_cast<const float*>(state.data)[at]; });
+}
+template <int N>
+__device__ inline void load_state(Sums<N>& A, const In<4>& state, const TrellisPart& part,
+                                  const TrellisShape& shape, int slot) {
+  fill(A, 0.f);
+  add_state(A, state, part, shape, slot);
+}
+template <int N>
+__device__ inline void store_state(const Out<4>& state, const Sums<N>& A, const TrellisPart& part,
+                                   const TrellisShape& shape, int slot) {
+  each_element<N>(state, part, shape, slot,
+                  [&](int n, int i, int64_t at) { static_cast<float*>(state.data)[at] = A.at[n][i]; });
+}
+
+// Memories on their way out, one a chunk: those who have them leave them in shared memory and go on, others
+// store them in whole rows.
+template <typename T, int Tile_>
+struct LeavingMemories {
+  using Tile = SharedTile<T, Tile_, Tile_>;
+  static constexpr int kPlaces = 2, kBytes = kPlaces * Tile::kBytes, kBarriers = 2 * kPlaces;
+  static constexpr int kWarps = Tile_ / 16, kStorers = Tile_ / 64;
+
+  unsigned char* tiles;
+  uint64_t* barriers;
+
+  __device__ Tile tile(int place) const { return {reinterpret_cast<T*>(tiles + place * Tile::kBytes)}; }
+  __device__ uint64_t* full(int place) const { return barriers + place; }
+  __device__ uint64_t* empty(int place) const { return barriers + kPlaces + place; }
+  __device__ void init() const {
+    for (int place = 0; place < kPlaces; ++place) {
+      init_barrier(full(place), once(kWarps));
+      init_barrier(empty(place), once(kStorers));
+    }
+  }
+
+  // The warp's slots of the next chunk's.
+  template <int K>
+  __device__ void leave(Turn& turn, const Operand<K>& A, int slot) const {
+    wait(empty(turn.place), turn.parity ^ 1);
+    store_blocks(tile(turn.place), slot, 0, A);
+    arrive_once(full(turn.place));
+    turn.next(kPlaces);
+  }
+  // By storer `storer`: the next one to [M, X] without gaps.
+  __device__ void store(Turn& turn, T* to, int M, int width, int storer) const {
+    constexpr int kPacks = Tile_ / 8, kAll = Tile_ * kPacks / 32 / kStorers, kBatch = 8;
+    wait(full(turn.place), turn.parity);
+    const auto from = tile(turn.place);
+#pragma unroll 1
+    for (int first = 0; first < kAll; first += kBatch) {
+      uint32_t pack[kBatch][4];
+      const auto place_of = [&](int i, int& m, int& x) {
+        const int at = ((first + i) * kStorers + storer) * 32 + lane();
+        m = at / kPacks, x = at % kPacks * 8;
+      };
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int m, x;
+        place_of(i, m, x);
+        const uint4 raw = *reinterpret_cast<const uint4*>(&from.at(m, x));
+        pack[i][0] = raw.x, pack[i][1] = raw.y, pack[i][2] = raw.z, pack[i][3] = raw.w;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int m, x;
+        place_of(i, m, x);
+        if (m < M && x < width) store_pack(to + m * width + x, pack[i]);
+      }
+    }
+    arrive_once(empty(turn.place));
+    turn.next(kPlaces);
+  }
+};
+
+// z = x A^T, of a tile's 16 tokens and the warp's 16 slots. Even and odd blocks add up apart: products that
+// wait for each other are half as many.
+template <typename T, class Tile, int K>
+__device__ inline void product_with(Sums<2>& z, const Tile& x, const Operand<K>& A) {
+  Sums<2> odd;
+  fill(z, 0.f);
+  fill(odd, 0.f);
+#pragma unroll
+  for (int k = 0; k < K; k += 2) {
+    uint32_t left[2][4];
+    load_block(left[0], x, 0, 16 * k);
+    load_block(left[1], x, 0, 16 * k + 16);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      mma<T>(z.at[j], left[0], A.at[k][j], A.at[k][2 + j]);
+      mma<T>(odd.at[j], left[1], A.at[k + 1][j], A.at[k + 1][2 + j]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z.at[j][i] += odd.at[j][i];
+  }
+}
+
+// [16 tokens, 16 slots], row i times weight.x or .y, as the left factor of a step: its transpose.
+template <typename T>
+__device__ inline void transpose_step(uint32_t (&a)[4], const Sums<2>& u, float2 weight) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    a[j] = transpose_pairs(pair_of<T>(u.at[j][0] * weight.x, u.at[j][1] * weight.x));
+    a[2 + j] = transpose_pairs(pair_of<T>(u.at[j][2] * weight.y, u.at[j][3] * weight.y));
+  }
+}
+
+// The warp's 16 x 16 of a tile as fp32.
+template <typename T, class Tile>
+__device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col) {
+  uint32_t raw[4];
+  load_block(raw, tile, row, col);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpaired<T>(raw[i]);
+    x.at[i >> 1][2 * (i & 1)] = pair.x, x.at[i >> 1][2 * (i & 1) + 1] = pair.y;
+  }
+}
+
+// ---- gates of a chunk, by a warp: lane l has tokens 2 l and 2 l + 1
+// ------------------------------------------
+
+struct GatePair {
+  float gamma[2], gate[2];  // 0 beyond the chunk; log2 e in the gate
+};
+__device__ inline GatePair load_gates(const In<3>& gamma, const In<3>& g, int64_t batch, const Chunk& chunk,
+                                      int head) {
+  GatePair pair;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 2 * lane() + i;
+    const bool valid = t < chunk.length;
+    pair.gamma[i] = valid ? load_any(gamma, batch, chunk.start + t, head) : 0.f;
+    pair.gate[i] =
+        valid && g.data != nullptr ? kLog2E * summable(load_any(g, batch, chunk.start + t, head)) : 0.f;
+  }
+  return pair;
+}
+
+// The sum over the lanes beyond the own.
+__device__ inline float sum_after(float x) {
+  float sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_down_sync(~0u, sum, step);
+    if (lane() + step < 32) sum += other;
+  }
+  const float after = __shfl_down_sync(~0u, sum, 1);
+  return lane() == 31 ? 0.f : after;
+}
+
+// L_t, and L_C - L_t, of both tokens, in units of log2. Sums of gates that close and others that do not lose
+// the digits of these: differences of L_t are taken with what was lost, `lost`.
+struct GateSums {
+  float through[2], lost[2], after[2];
+  __device__ explicit GateSums(const GatePair& pair) {
+    const float beyond = sum_after(pair.gate[0] + pair.gate[1]);
+    after[0] = beyond + pair.gate[1], after[1] = beyond;
+    float sum = 0.f, rest = 0.f;
+    add(sum, rest, pair.gate[0], 0.f);
+    add(sum, rest, pair.gate[1], 0.f);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_up_sync(~0u, sum, step), of_other = __shfl_up_sync(~0u, rest, step);
+      if (lane() >= step) add(sum, rest, other, of_other);
+    }
+    through[1] = sum, lost[1] = rest;
+    sum = __shfl_up_sync(~0u, sum, 1), rest = __shfl_up_sync(~0u, rest, 1);
+    if (lane() == 0) sum = 0.f, rest = 0.f;
+    add(sum, rest, pair.gate[0], 0.f);
+    through[0] = sum, lost[0] = rest;
+  }
+
+ private:
+  // (sum, rest) += (x, rest_of_x), the rounding of the larger part kept in the smaller one.
+  __device__ static void add(float& sum, float& rest, float x, float rest_of_x) {
+    const float total = __fadd_rn(sum, x), of_x = __fadd_rn(total, -sum);
+    rest += __fadd_rn(__fadd_rn(sum, -__fadd_rn(total, -of_x)), __fadd_rn(x, -of_x)) + rest_of_x;
+    sum = total;
+  }
+};
+
+template <auto Kernel, class Space, class Problem>
+cudaError_t launch_parts(const Problem& p, int64_t blocks, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<Kernel>(Space::kBytes); error != cudaSuccess) return error;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  Kernel<<<static_cast<unsigned>(blocks), Space::kThreads, Space::kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,9 @@
+#include "trellis/launch.h"
+#include "trellis/scan.cuh"
+
+namespace girih::kernels {
+
+template cudaError_t launch_trellis_scan<__half, 64>(const TrellisScan&, cudaStream_t);
+template cudaError_t launch_trellis_scan<__half, 128>(const TrellisScan&, cudaStream_t);
+
+}  // namespace girih::kernels

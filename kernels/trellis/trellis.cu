@@ -1,0 +1,50 @@
+// Which instance a call takes.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "tile/launch.h"
+#include "trellis/launch.h"
+
+namespace girih::kernels {
+namespace {
+
+// launch(an element, columns and slots of a tile): the smallest that holds them.
+template <class Launch>
+cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
+  const int widest = std::max({shape.M, shape.D, shape.V});
+  const auto with_tile = [&](auto element) {
+    if (widest <= 64) return launch(element, std::integral_constant<int, 64>());
+    if (widest <= kTrellisWidest) return launch(element, std::integral_constant<int, 128>());
+    return cudaErrorInvalidValue;
+  };
+  if (shape.dtype == DType::bf16) return with_tile(__nv_bfloat16());
+  if (shape.dtype == DType::f16) return with_tile(__half());
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+#define GIRIH_TRELLIS(Problem, name)                                                   \
+  cudaError_t name(const Problem& problem, cudaStream_t stream) {                      \
+    return by_instance(problem.shape, [&](auto element, auto tile) {                   \
+      return launch_##name<decltype(element), decltype(tile)::value>(problem, stream); \
+    });                                                                                \
+  }
+GIRIH_TRELLIS(TrellisScan, trellis_scan)
+GIRIH_TRELLIS(TrellisOutput, trellis_output)
+GIRIH_TRELLIS(TrellisRows, trellis_rows)
+GIRIH_TRELLIS(TrellisReverse, trellis_reverse)
+GIRIH_TRELLIS(TrellisColumns, trellis_columns)
+#undef GIRIH_TRELLIS
+
+cudaError_t trellis_fits(bool& fits) {
+  int limit = 0;
+  const cudaError_t error = shared_limit(limit);
+  fits = trellis_shared_bytes() <= limit;
+  return error;
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,140 @@
+// Trellis: two memories A [M, X] that compress vectors x_t onto targets a_t, one of keys, one of values.
+//
+//     z_t = A' x_t        u_t = J_phi(z_t)^T (phi(z_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t
+//     x_t^T y_t = A_t q_t       [M]      of the memory of keys r_t = f(y_t) o_t = A_t^T r_t     [V]      of
+//     the memory of values
+//
+// A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on, so
+// forward is two kernels:
+//   scan      both memories from chunk to chunk, in order; writes the one before every chunk
+//   output    every chunk by itself: u again, both reads
+// and backward three, with the memories that forward kept:
+//   rows      every chunk: r, dr, dy, dq, and what of du needs no later chunk
+//   reverse   the memories' gradients from chunk to chunk, from the end: du, J du and dz
+//   columns   every chunk: dk, dv, da, dgamma, dg
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+#include "time/chunks.h"
+
+namespace girih::kernels {
+
+constexpr int kTrellisWidest = 128;  // M, D and V
+
+// phi and f: silu or not, then one of these.
+enum class Norm : int { none, l2, layer, softmax };
+struct TrellisMap {
+  bool silu;
+  Norm norm;
+};
+
+// Rows of every 16-bit array start at 16 bytes: strides and widths are multiples of 8.
+struct TrellisShape {
+  ChunkGrid grid;
+  int heads;  // H, of queries too
+  int D, V, M;
+  int slots;    // of M, those that exist: the rest is padding
+  DType dtype;  // of q, k, v, a, o and the memories kept: fp16 or bf16
+  TrellisMap phi, f;
+
+  __host__ __device__ int width(int memory) const { return memory == 0 ? D : V; }
+};
+
+// Of each memory: 0 keys, 1 values. States are fp32 [N, H, M, X], any strides.
+struct TrellisScan {
+  TrellisShape shape;
+  In<4> x[2];              // [B, T, H, X]
+  In<4> a;                 // [B, T, H, M]
+  In<3> gamma, g;          // [B, T, H], g optional
+  In<4> first[2];          // A' of a sequence's first chunk; absent without positions: `initial`
+  In<4> initial[2];        // A before the first token
+  Out<4> last_first[2];    // A' of the chunk that the next token is in
+  Out<4> last[2];          // A after the last token
+  int64_t* last_position;  // [N]
+  void* memories[2];       // dtype [chunk_count, H, M, X]: A before every chunk
+};
+cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
+
+struct TrellisOutput {
+  TrellisShape shape;
+  In<4> q;  // [B, T, H, D]
+  In<4> x[2];
+  In<4> a;
+  In<3> gamma, g;
+  In<4> first[2];
+  const void* memories[2];
+  Out<4> o;  // [B, T, H, V]
+};
+cudaError_t trellis_output(const TrellisOutput& problem, cudaStream_t stream);
+
+// What a token leaves for the other kernels of backward. A read is l_t^T A_t w_t of either memory:
+// (l, w) = (dy, q) of keys and (r, do) of values.
+struct TrellisLeft {
+  Out<4> l[2];       // [B, T, H, M], dtype
+  Out<4> z[2];       // [B, T, H, M], dtype; without a silu less the row's mean, of softmax phi(z)
+  Out<4> u[2];       // [B, T, H, M], dtype
+  Out<4> direct[2];  // [B, T, H, M], dtype: sum over t >= i in the chunk of e^{L_t - L_i} (w_t.x_i) l_t
+  Out<4> fit[2];     // [B, T, H, 4], fp32: Fit (maps.cuh) of z and a
+};
+
+struct TrellisRows {
+  TrellisShape shape;
+  In<4> q;
+  In<4> x[2];
+  In<4> a;
+  In<3> gamma, g;
+  In<4> first[2];
+  const void* memories[2];
+  In<4> dout;  // [B, T, H, V], dtype
+  Out<4> dq;
+  TrellisLeft left;
+};
+cudaError_t trellis_rows(const TrellisRows& problem, cudaStream_t stream);
+
+struct TrellisReverse {
+  TrellisShape shape;
+  In<4> x[2], w[2], l[2], z[2], direct[2], fit[2];
+  In<4> a;
+  In<3> gamma, g;
+  In<4> dlast_first[2], dlast[2];  // fp32 [N, H, M, X], optional: zero
+  Out<4> dfirst[2];                // fp32 [N, H, M, X], there with positions
+  Out<4> dinitial[2];              // fp32 [N, H, M, X]
+  Out<4> jdu[2], dz[2];            // [B, T, H, M], dtype: J du, and of z
+  void* gradients[2];              // dtype [chunk_count, H, M, X]: of A after every chunk
+};
+cudaError_t trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
+
+struct TrellisColumns {
+  TrellisShape shape;
+  In<4> x[2], w[2], l[2], u[2], jdu[2], dz[2];
+  In<3> gamma, g;
+  In<4> first[2];
+  const void *memories[2], *gradients[2];
+  Out<4> dx[2];       // [B, T, H, X]
+  Out<4> da;          // [B, T, H, M]
+  Out<3> dgamma, dg;  // [B, T, H] fp32, dg optional
+};
+cudaError_t trellis_columns(const TrellisColumns& problem, cudaStream_t stream);
+
+// Whether the current device has the shared memory for these kernels.
+cudaError_t trellis_fits(bool& fits);
+
+// One token; any sizes, strides and types but fp64. The state is written in place.
+struct TrellisStep {
+  int64_t sequences;
+  int heads, query_heads;
+  int D, V, M, chunk;
+  TrellisMap phi, f;
+  In<3> q, k, v, a;            // [N, HQ, D], [N, H, D], [N, H, V], [N, H, M]
+  In<2> gamma, g;              // [N, H], g optional
+  Out<4> first[2], memory[2];  // [N, H, M, X] fp32
+  int64_t* position;           // [N]
+  Out<3> o;                    // [N, HQ, V]
+};
+cudaError_t trellis_step(const TrellisStep& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels

@@ -1,0 +1,103 @@
+"""kernel_accuracy.py for trellis and lattice, whose chunks are part of the model.
+
+Their updates bend what they write, and errors have a tail: the largest of all is chance, in the kernel and in
+the formula. The error is measured by its mean square, of a whole tensor and of the token or head where it is
+largest. Under GIRIH_SANITIZED calls are made, and not judged.
+"""
+
+import itertools
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import kernel_accuracy
+import rounded_chunks
+import torch
+from girih import ops
+from kernel_accuracy import DEVICE, run
+
+FORMULAS = {"trellis": rounded_chunks.trellis, "lattice": rounded_chunks.lattice}
+SANITIZED = bool(os.environ.get("GIRIH_SANITIZED"))
+
+
+def drafts():
+    """Whether the library was built with these kernels."""
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    told = ops.explain("lattice", q, q, q, q[..., 0], state=torch.eye(8)[None], chunk=16, device="cuda")
+    return told.path == "tensor cores"
+
+
+start_of_scans = kernel_accuracy.start_of
+
+
+def start_of(inputs):
+    """The operator's state of these fields: the first memories, or anywhere in a chunk."""
+    if inputs.op not in FORMULAS:
+        return start_of_scans(inputs)
+    first, chunk = next(iter(inputs.state.values())), inputs.options["chunk"]
+    position = torch.arange(3, 3 + 5 * len(first), 5, device=first.device) % chunk
+    if inputs.op == "trellis":
+        if "first_k" not in inputs.state:
+            return inputs.state["k"], inputs.state["v"]
+        return ops.TrellisState(**inputs.state, position=position)
+    if "step" not in inputs.state:
+        return first
+    # Where a chunk begins nothing hangs on the steps before.
+    return ops.LatticeState(**{"decay": None} | inputs.state, position=position.clamp(min=int(chunk > 1)))
+
+
+kernel_accuracy.start_of = start_of  # where run() and in_pieces() look for it
+
+
+def by_formula(inputs, **options):
+    """`run` by the formula in PyTorch, in each of its ways to round."""
+    ways = itertools.product([True, False], repeat=2)
+    formula = FORMULAS[inputs.op]
+    return [
+        run(inputs, SimpleNamespace(**{inputs.op: partial(formula, in_scores=a, in_updates=b)}), **options)
+        for a, b in ways
+    ]
+
+
+def mean_square(x):
+    return x.square().mean()
+
+
+def largest_of_a_slice(x):
+    """Of the token or, of a state, the head where it is largest. Some states are a number a head."""
+    return x.square().movedim(1, 0).flatten(1).mean(1).max() if x.dim() > 2 else mean_square(x)
+
+
+def assert_as_right(found, exact, rounded, terms, measures=(mean_square, largest_of_a_slice)):
+    """The error against float64 is at most twice that of the formula in PyTorch at the same dtype (`rounded`,
+    in each of its ways), and one rounding of the result; fp32 sums of n terms err by about sqrt(n) roundings
+    in an order of their own, and where the terms, of size 1, all cancel, n roundings of 1 may be left."""
+    assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
+    left = torch.finfo(torch.float32).eps * terms
+    for name, want in exact.items():
+        got = found[name]
+        if not got.is_floating_point():
+            assert torch.equal(got, want) and all(torch.equal(got, near[name]) for near in rounded), name
+            continue
+        assert got.dtype == rounded[0][name].dtype and got.shape == want.shape, name
+        if not want.numel():
+            continue
+        rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * terms**0.5)
+        for measure in measures:
+            error = measure(got.double() - want).sqrt().item()
+            of_formula = max(measure(near[name].double() - want).sqrt().item() for near in rounded)
+            allowed = 2 * of_formula + rounding * measure(want).sqrt().item() + left
+            assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
+
+
+def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None):
+    """`run` on these inputs, or what it gave on the same numbers in another layout."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
+    found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
+    if SANITIZED:
+        return
+    exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
+    rounded = by_formula(inputs, cu_seqlens=cu_seqlens)
+    _, T, _, D = inputs.data["q"].shape
+    assert_as_right(found, exact, rounded, T + D)

@@ -1,0 +1,211 @@
+"""trellis and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure of a
+kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product takes the
+weights, and with that where roundings fall.
+"""
+
+from itertools import pairwise
+
+import torch
+from girih.ops import LatticeState, TrellisState
+from recurrences import phis
+from rounded_formula import per_sequence, wide
+
+
+def trellis(
+    q,
+    k,
+    v,
+    a,
+    gamma,
+    g=None,
+    *,
+    chunk,
+    phi="ln_silu",
+    f="ln_silu",
+    state,
+    cu_seqlens=None,
+    in_scores=True,
+    in_updates=True,
+):
+    """Chunks are cut where each sequence is in its own: sequence by sequence."""
+    options = {"chunk": chunk, "phi": phi, "f": f, "in_scores": in_scores, "in_updates": in_updates}
+    if len(state) == 2:
+        A1, A2 = state
+        state = TrellisState(A1, A1, A2, A2, torch.zeros(len(A1), dtype=torch.int64, device=q.device))
+    if cu_seqlens is not None:
+        return per_sequence(trellis, q, k, v, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+    T = q.shape[1]
+    outs, states = [], []
+    for i, position in enumerate(state.position.tolist()):
+        memories = [x[i : i + 1] for x in state[:4]]
+        ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
+        of_sequence = [q.new_zeros(1, 0, q.shape[2], v.shape[-1])]
+        for lo, hi in pairwise(ends):
+            part = [None if x is None else x[i : i + 1, lo:hi] for x in (q, k, v, a, gamma, g)]
+            o, memories = trellis_chunk(
+                *part, phi, f, *memories, (position + hi) % chunk == 0, in_scores, in_updates
+            )
+            of_sequence.append(o)
+        outs.append(torch.cat(of_sequence, 1))
+        states.append([*memories, ((state.position[i] + T) % chunk)[None]])
+    first_k, memory_k, first_v, memory_v, position = (torch.cat(x) for x in zip(*states, strict=True))
+    return torch.cat(outs), TrellisState(first_k, memory_k, first_v, memory_v, position)
+
+
+def trellis_chunk(
+    q, k, v, a, gamma, g, phi, f, first_k, memory_k, first_v, memory_v, complete, in_scores, in_updates
+):
+    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on."""
+    dtype, H = q.dtype, k.shape[2]
+    gamma = gamma.to(memory_k.dtype)
+    g = torch.zeros_like(gamma) if g is None else g.to(memory_k.dtype)
+    L = g.cumsum(1)
+    C = L.shape[1]
+    below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()[..., None]
+    between = torch.where(below, L[:, :, None] - L[:, None], -torch.inf).exp()  # [B, t, i, H]
+    weights = (between * gamma[:, None] if in_scores else between).permute(0, 3, 1, 2)
+    from_start, to_end = L.exp()[..., None], (gamma * (g.flip(1).cumsum(1).flip(1) - g).exp())[..., None]
+    image, vjp = phis[phi]
+
+    def update(x, first):
+        z = wide(torch.einsum("bthx,bhmx->bthm", x, first.to(dtype)))
+        return vjp(z, image(z) - wide(a))
+
+    def scored(x, y, values):
+        scores = (wide(torch.einsum("bthx,bihx->bhti", x, y)) * weights).to(dtype)
+        weighed = values if in_scores else values * gamma[..., None]
+        return wide(torch.einsum("bhti,bihm->bthm", scores, weighed.to(dtype)))
+
+    u_k, u_v = update(k, first_k), update(v, first_v)
+    reads = []
+    for j in range(q.shape[2] // H):
+        own = q[:, :, j :: q.shape[2] // H]
+        y = from_start * wide(torch.einsum("bthd,bhmd->bthm", own, memory_k.to(dtype)))
+        r = phis[f][0](y - scored(own, k, u_k)).to(dtype)
+        o = from_start * wide(torch.einsum("bthm,bhmv->bthv", r, memory_v.to(dtype)))
+        reads.append(o - scored(r, u_v.to(dtype), v))
+    after = []
+    for u, x, memory in ((u_k, k, memory_k), (u_v, v, memory_v)):
+        rows, columns = (u * to_end, x) if in_updates else (u, x * to_end)
+        step = wide(torch.einsum("bthm,bthx->bhmx", rows.to(dtype), columns.to(dtype)))
+        after.append(memory * L[:, -1].exp()[..., None, None] - step)
+    o = torch.stack(reads, 3).flatten(2, 3).to(dtype)
+    if complete:
+        return o, [after[0], after[0], after[1], after[1]]
+    return o, [first_k, after[0], first_v, after[1]]
+
+
+def lattice(
+    q,
+    k,
+    v,
+    gamma,
+    g=None,
+    *,
+    chunk,
+    objective="decode",
+    state,
+    cu_seqlens=None,
+    in_scores=True,
+    in_updates=True,
+):
+    """Of unit columns. Chunks are cut where each sequence is in its own: sequence by sequence."""
+    options = {"chunk": chunk, "objective": objective, "in_scores": in_scores, "in_updates": in_updates}
+    if not isinstance(state, tuple):
+        zeros = torch.zeros_like(state)
+        position = torch.zeros(len(state), dtype=torch.int64, device=q.device)
+        state = LatticeState(state, zeros, None if g is None else zeros[..., 0, 0], position)
+    if cu_seqlens is not None:
+        return per_sequence(lattice, q, k, v, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+    T = q.shape[1]
+    outs, states = [], []
+    state = state._replace(first=on_sphere(state.first))
+    for i, position in enumerate(state.position.tolist()):
+        S, step, decay = (None if x is None else x[i : i + 1] for x in state[:3])
+        ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
+        of_sequence = [q.new_zeros(1, 0, q.shape[2], v.shape[-1])]
+        for lo, hi in pairwise(ends):
+            part = [None if x is None else x[i : i + 1, lo:hi] for x in (q, k, v, gamma, g)]
+            complete = (position + hi) % chunk == 0
+            o, S, step, decay = lattice_chunk(
+                *part, objective, S, step, decay, complete, in_scores, in_updates
+            )
+            of_sequence.append(o)
+        outs.append(torch.cat(of_sequence, 1))
+        states.append([S, step, decay, ((state.position[i] + T) % chunk)[None]])
+    S, step, decay, position = (None if x[0] is None else torch.cat(x) for x in zip(*states, strict=True))
+    return torch.cat(outs), LatticeState(S, step, decay, position)
+
+
+def on_sphere(S):
+    """S itself, its columns' gradient projected to their tangent spaces."""
+    s = S.detach()
+    d = S - s
+    return s + (d - s * (s * d).sum(-2, keepdim=True))
+
+
+def lattice_chunk(q, k, v, gamma, g, objective, S, step, decay, complete, in_scores, in_updates):
+    """Tokens of one chunk: o, and S, Delta and L after them."""
+    dtype, H = q.dtype, k.shape[2]
+    gamma = gamma.to(S.dtype)
+    gated = g is not None
+    g = g.to(S.dtype) if gated else torch.zeros_like(gamma)
+    before = decay if gated and decay is not None else torch.zeros_like(gamma[:, 0])
+    L = g.cumsum(1)
+    C = L.shape[1]
+    below = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()[..., None]
+    E = torch.where(below, L[:, :, None] - L[:, None], -torch.inf).exp().permute(0, 3, 1, 2)  # [B, H, t, j]
+    from_start = L.exp()[..., None]
+    m = (L + before[:, None]).clamp_min(-30).exp()[..., None]
+
+    def product(pattern, *factors):
+        return wide(torch.einsum(pattern, *(x.to(dtype) for x in factors)))
+
+    if objective == "decode":
+        h, c = product("bthm,bhdm->bthd", k, S) - wide(v), wide(k)
+    elif objective == "encode":
+        h = wide(v)
+        c = product("bthd,bhdm->bthm", v, S) - wide(k)
+    else:
+        h, c = -wide(v), wide(k)
+    W = -gamma[..., None] * c
+    a = product("bthd,bhdm->bthm", h, S)
+
+    def summed(weights, x):
+        return torch.einsum("bhtj,bjhm->bthm", weights, x)
+
+    Wa = W * a
+    sigma = summed(E, Wa)
+    G = product("bthd,bjhd->bhtj", h, h) * torch.ones_like(E).tril(-1)
+    if in_scores:
+        N = product("bhtj,bjhm->bthm", G * E, W)
+    else:
+        N = summed(wide(G.to(dtype)) * E, wide(W.to(dtype)))
+    N = N + from_start * product("bthd,bhdm->bthm", h, step)
+    own = W.square() * wide(h.to(dtype)).square().sum(-1, keepdim=True)
+    delta = from_start.square() * step.square().sum(-2)[:, None]
+    r = summed(E.square(), own.detach()) + delta.detach()
+    n = summed(E.square(), own - Wa.square() + 2 * W * (N - a * (sigma - Wa))) + delta
+    kappa, eps = (256, 2.0**-53) if dtype == torch.float64 else (4, torch.finfo(dtype).eps / 2)
+    floor = r * (kappa * eps) ** 2
+    n = torch.where(n < floor, floor, n)
+    inverse = (m.square() + n).rsqrt()
+    reads = []
+    for j in range(q.shape[2] // H):
+        own_q = wide(q[:, :, j :: q.shape[2] // H]) * inverse
+        o = product("bthm,bhdm->bthd", own_q * (m - sigma), S)
+        scores = product("bthm,bjhm->bhtj", own_q, W) * E
+        reads.append(
+            o + product("bhtj,bjhd->bthd", scores, h) + product("bthm,bhdm->bthd", own_q * from_start, step)
+        )
+    o = torch.stack(reads, 3).flatten(2, 3).to(dtype)
+    to_end = E[:, :, -1].transpose(1, 2)[..., None]
+    steps = product("bthd,bthm->bhdm", *((h, W * to_end) if in_updates else (h * to_end, W)))
+    end, last = L[:, -1, :, None, None].exp(), sigma[:, -1, :, None]
+    accumulated = end * step + steps
+    if not complete:
+        return o, S, accumulated - S * last, before + L[:, -1] if gated else None
+    X = accumulated + S * (m[:, -1, :, None] - last)
+    length = X.norm(dim=-2, keepdim=True)
+    S = torch.where(length == 0, S, X / length.masked_fill(length == 0, 1))
+    return o, S, torch.zeros_like(step), torch.zeros_like(before) if gated else None

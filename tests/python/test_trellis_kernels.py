@@ -1,0 +1,306 @@
+"""The kernels of trellis at their edges."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunk_accuracy import (
+    assert_as_right,
+    assert_as_right_as_the_formula,
+    by_formula,
+    drafts,
+    mean_square,
+    start_of,
+)
+from girih import ops
+from graphs import capture
+from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, LENGTHS, Inputs, gates, in_pieces, run
+from padding import Padded
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not drafts(), reason="needs a CUDA device and a build with GIRIH_DRAFTS"
+)
+
+HALVES = DTYPES[1:]
+MAPS = ["identity", "silu", "l2norm", "layer_norm", "l2_silu", "ln_silu", "softmax"]
+
+
+def draw(
+    *,
+    B=2,
+    T=70,
+    H=16,
+    G=1,
+    D=64,
+    V=64,
+    M=64,
+    dtype=torch.bfloat16,
+    gate_dtype=torch.float32,
+    pattern="mild",
+    resumed=True,
+    sequences=None,
+    chunk=16,
+    seed=0,
+    **options,
+):
+    """On the CPU. G queries a memory; a state in mid-chunk for each of B, or of `sequences` packed ones."""
+    generator = torch.Generator().manual_seed(seed)
+    N = B if sequences is None else sequences
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def rows(width):
+        # Without a norm in phi the recurrence is stable on unit keys and values alone.
+        x = torch.randn(B, T, H, width, generator=generator)
+        return (F.normalize(x, dim=-1) if options.get("phi") in ("identity", "silu") else x).to(dtype)
+
+    data = {"q": normal(B, T, H * G, D), "k": rows(D), "v": rows(V), "a": normal(B, T, H, M)}
+    data["gamma"] = (torch.rand(B, T, H, generator=generator) / chunk).to(gate_dtype)
+    if pattern:
+        data["g"] = gates(pattern, (B, T, H), generator).to(gate_dtype)
+    # z = A x of about 1: far beyond, maps saturate, and the largest error is chance.
+    memories = {}
+    for name, width in (("k", D), ("v", V), ("first_k", D), ("first_v", V)):
+        memories[name] = normal(N, H, M, width, dtype=torch.float32) * width**-0.5
+    state = {"k": memories["k"], "v": memories["v"]}
+    if resumed:
+        # Where a chunk begins, its first memory is the memory.
+        begins = (torch.arange(3, 3 + 5 * N, 5) % chunk == 0)[:, None, None, None]
+        state = dict(memories)
+        state |= {f"first_{x}": torch.where(begins, state[x], state[f"first_{x}"]) for x in "kv"}
+    grads = {"o": normal(B, T, H * G, V)}
+    grads |= {name: normal(*x.shape, dtype=torch.float32) for name, x in memories.items()}
+    return Inputs("trellis", data, state, grads, {"chunk": chunk} | options)
+
+
+def with_small_gradients(inputs):
+    """Of a size that does not leave fp16's range where the formula rounds."""
+    return replace(inputs, grads={name: x / 16 for name, x in inputs.grads.items()})
+
+
+def test_which_path_a_call_takes():
+    def path(**how):
+        inputs = draw(resumed=False, **how)
+        state = inputs.state["k"], inputs.state["v"]
+        return ops.explain("trellis", **inputs.data, **inputs.options, state=state, device="cuda").path
+
+    assert path() == path(chunk=8, D=128, V=20, M=1) == path(dtype=torch.float16, chunk=64) == "tensor cores"
+    assert path(chunk=7) == path(M=129) == path(D=136) == path(dtype=torch.float32) == "aten"
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("T", LENGTHS)
+def test_every_length(T, dtype, resumed):
+    assert_as_right_as_the_formula(draw(B=3, T=T, dtype=dtype, resumed=resumed))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("chunk", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64])
+def test_every_chunk(chunk, dtype):
+    inputs = draw(T=150, chunk=chunk, dtype=dtype)
+    assert_as_right_as_the_formula(with_small_gradients(inputs))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_chunks_too_short_for_the_kernels(chunk):
+    assert_as_right_as_the_formula(draw(T=20, chunk=chunk))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize(
+    "D, V, M", [(8, 64, 20), (20, 8, 72), (72, 20, 8), (128, 64, 64), (64, 128, 128), (1, 1, 3)]
+)
+def test_every_width(D, V, M, chunk, dtype):
+    inputs = draw(B=1, D=D, V=V, M=M, dtype=dtype, chunk=chunk)
+    assert_as_right_as_the_formula(with_small_gradients(inputs))
+
+
+@pytest.mark.parametrize("M, V", [(64, 64), (20, 30), (128, 128)])
+@pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])
+@pytest.mark.parametrize("phi", MAPS)
+def test_every_map(phi, f, M, V):
+    for dtype in HALVES:
+        assert_as_right_as_the_formula(draw(B=1, M=M, V=V, phi=phi, f=f, dtype=dtype))
+
+
+@pytest.mark.parametrize("f", MAPS)
+def test_every_map_of_reads(f):
+    assert_as_right_as_the_formula(draw(M=40, f=f))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("chunk", [16, 40])
+@pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
+def test_gates_from_0_to_minus_20(pattern, chunk, dtype):
+    """With maps that do not divide by a norm: of a memory that gates have emptied it is next to nothing, and
+    what is left are the roundings, times a thousand."""
+    assert_as_right_as_the_formula(
+        draw(T=130, pattern=pattern, chunk=chunk, dtype=dtype, phi="silu", f="silu")
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("phi", MAPS)
+@pytest.mark.parametrize("pattern", ["closed", "mixed", "uniform"])
+def test_what_gates_empty_stays_finite(pattern, phi, dtype):
+    inputs = draw(T=130, pattern=pattern, dtype=dtype, phi=phi, f=phi).map(lambda x: x.to(DEVICE))
+    with torch.no_grad():
+        o, state = ops.trellis(**inputs.data, **inputs.options, state=start_of(inputs))
+    assert o.isfinite().all() and all(x.isfinite().all() for x in state)
+
+
+@pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
+def test_gates_of_any_dtype(gate_dtype):
+    assert_as_right_as_the_formula(draw(gate_dtype=gate_dtype))
+
+
+@pytest.mark.parametrize("G", [2, 3])
+def test_grouped_queries(G):
+    assert_as_right_as_the_formula(draw(G=G))
+
+
+@pytest.mark.parametrize("absent", ["do", "states", "all but one"])
+def test_absent_gradients(absent):
+    inputs = draw()
+    kept = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
+    grads = {name: grad for name, grad in inputs.grads.items() if name in kept}
+    assert_as_right_as_the_formula(replace(inputs, grads=grads))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout):
+    inputs = draw(B=3, T=67, D=24, V=40, M=17)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_padding_at_full_tiles(chunk):
+    inputs = draw(T=128, chunk=chunk)
+    pad = Padded(*LAYOUTS["dense"], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("chunk", [16, 33])
+@pytest.mark.parametrize(
+    "bounds", [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [9, 70, 140]], ids=str
+)
+def test_packed_sequences(bounds, chunk, resumed):
+    inputs = draw(B=1, T=150, chunk=chunk, resumed=resumed, sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if len(bounds) % 2 else torch.int64)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
+    assert_as_right_as_the_formula(inputs, cu_seqlens, found)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize(
+    "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
+)
+def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
+    inputs = draw(B=1, T=40, sequences=3, resumed=resumed)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    assert not any(x.isnan().any() for x in found.values() if x.is_floating_point())
+    pad.assert_untouched()
+
+
+def test_bounds_of_rows():
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    inputs = draw(B=3, T=150, resumed=False).map(lambda x: x.to(DEVICE))
+    bounds = [(0, 150), (20, 97), (60, 60)]
+    of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
+    found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    for row, (low, high) in enumerate(bounds):
+        alone = run(inputs.map(lambda x, row=row: x[row : row + 1]).rows(slice(low, high)))
+        for name, x in alone.items():
+            mine = found[name][row : row + 1]
+            if name in of_tokens:
+                assert not mine[:, :low].any() and not mine[:, high:].any(), name
+                mine = mine[:, low:high]
+            assert mine.equal(x), name
+
+
+def test_nothing_is_left_unwritten():
+    """With every new tensor full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
+            found = run(draw(T=T, D=M, V=M, M=M).map(lambda x: x.to(DEVICE)))
+            assert all(x.isfinite().all() for x in found.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hundred_runs_have_the_same_bits(packed):
+    B, sequences = (1, 4) if packed else (2, None)
+    inputs = draw(B=B, T=330, sequences=sequences).map(lambda x: x.to(DEVICE))
+    cu_seqlens = torch.tensor([0, 3, 200, 201, 330], device=DEVICE) if packed else None
+    first = run(inputs, cu_seqlens=cu_seqlens)
+    for _ in range(100):
+        found = run(inputs, cu_seqlens=cu_seqlens)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+def test_long_sequences_in_one_call_and_in_pieces():
+    inputs = draw(B=1, T=2048, resumed=False).map(lambda x: x.to(DEVICE))
+    exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(inputs)
+    assert_as_right(run(inputs), exact, rounded, 2048, [mean_square])
+    assert_as_right(in_pieces(inputs, 777), exact, rounded, 2048, [mean_square])
+
+
+def stepped(inputs, T):
+    """Token by token from a state, which is written in place: o and the state."""
+    state = start_of(inputs.map(torch.Tensor.clone))
+    rows = [
+        ops.trellis_step(
+            **{n: x[:, t : t + 1] for n, x in inputs.data.items()}, **inputs.options, state=state
+        )
+        for t in range(T)
+    ]
+    return {"o": torch.cat(rows, 1)} | state._asdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("phi", MAPS)
+@torch.no_grad()
+def test_steps_are_the_sequence(phi, G, dtype):
+    for D, V, M, chunk in ((64, 64, 64, 16), (7, 30, 17, 1), (136, 200, 150, 3)):
+        inputs = draw(T=20, D=D, V=V, M=M, G=G, chunk=chunk, phi=phi, dtype=dtype).map(lambda x: x.to(DEVICE))
+        found = stepped(inputs, 20)
+        exact = inputs.map(torch.Tensor.double)
+        o, state = ops.trellis(**exact.data, **inputs.options, state=start_of(exact))
+        want = {"o": o} | state._asdict()
+        for name, x in want.items():
+            close = max(4 * torch.finfo(dtype).eps, 1e-5) if name == "o" else 1e-4
+            if name == "position":
+                assert torch.equal(found[name], x)
+            else:
+                torch.testing.assert_close(
+                    found[name].double(), x, rtol=close, atol=close * max(1, x.abs().max())
+                )
+
+
+@torch.no_grad()
+def test_a_step_in_a_graph():
+    inputs = draw(T=1).map(lambda x: x.to(DEVICE))
+    state = start_of(inputs.map(torch.Tensor.clone))
+    graph, o = capture(lambda: ops.trellis_step(**inputs.data, **inputs.options, state=state))
+    for x, first in zip(state, start_of(inputs), strict=True):
+        x.copy_(first)
+    want_state = start_of(inputs.map(torch.Tensor.clone))
+    for _ in range(40):
+        graph.replay()
+        want = ops.trellis_step(**inputs.data, **inputs.options, state=want_state)
+        assert torch.equal(o, want)
+        assert all(torch.equal(a, b) for a, b in zip(state, want_state, strict=True))
