@@ -1,6 +1,7 @@
 """Drives CMake; CMakeLists.txt is the description of the build.
 
-GIRIH_CUDA (AUTO, ON or OFF) and GIRIH_DRAFTS (ON or OFF) in the environment are CMake's options of those names.
+GIRIH_CUDA (AUTO, ON or OFF) and GIRIH_DRAFTS (ON or OFF) in the environment are CMake's options of those
+names.
 """
 
 import os
