@@ -11,7 +11,8 @@ constexpr bool kDrafts = true;
 #else
 constexpr bool kDrafts = false;
 #endif
-constexpr const char* kNoDrafts = "its kernels are drafts, which this library was built without (GIRIH_DRAFTS)";
+constexpr const char* kNoDrafts =
+    "its kernels are drafts, which this library was built without (GIRIH_DRAFTS)";
 
 // Of shorter chunks these memories would be many times the size of the tokens.
 constexpr int64_t kShortestChunk = 8;
