@@ -182,6 +182,23 @@ __device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col)
   }
 }
 
+// [16 tokens, 16 slots] to a tensor, rounded.
+template <typename T>
+__device__ inline void store_part(const Out<4>& to, const Sums<2>& x, const TrellisPart& part, int64_t token,
+                                  int rows, int slot, int slots) {
+  T* at = row_of<T>(to, part.of.sequence.batch, token, part.head) + slot + lane_col();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane_row() + 8 * half;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (row >= rows || slot + 8 * n >= slots) continue;
+      *reinterpret_cast<uint32_t*>(at + row * to.stride[1] + 8 * n) =
+          pair_of<T>(x.at[n][2 * half], x.at[n][2 * half + 1]);
+    }
+  }
+}
+
 // ---- gates of a chunk, by a warp: lane l has tokens 2 l and 2 l + 1
 // ------------------------------------------
 

@@ -94,23 +94,6 @@ __device__ inline void load_reverse(const TrellisReverse& p, const TrellisPart& 
   }
 }
 
-// [16 tokens, 16 slots] to a tensor, rounded.
-template <typename T>
-__device__ inline void store_part(const Out<4>& to, const Sums<2>& x, const TrellisPart& part, int64_t token,
-                                  int rows, int slot, int slots) {
-  T* at = row_of<T>(to, part.of.sequence.batch, token, part.head) + slot + lane_col();
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = lane_row() + 8 * half;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (row >= rows || slot + 8 * n >= slots) continue;
-      *reinterpret_cast<uint32_t*>(at + row * to.stride[1] + 8 * n) =
-          pair_of<T>(x.at[n][2 * half], x.at[n][2 * half + 1]);
-    }
-  }
-}
-
 // state += a x, the warp's slots: what reaches an A' that no state of the chain is.
 template <typename T, int N, class Token>
 __device__ inline void add_apart(const Out<4>& state, const uint32_t (&a)[4], const Token& x,

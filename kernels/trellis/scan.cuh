@@ -161,6 +161,7 @@ __device__ inline void run_scan(const TrellisScan& p, const TrellisPart& part,
       transpose_step<T>(step, u, weight);
       add_product<T>(A, step, x, 0);
       arrive_once(space.empty() + s);
+      store_part<T>(p.u[part.memory], u, part, chunk.start + j, chunk.length - j, slot, shape.M);
     }
   }
   store_state(p.last[part.memory], A, part, shape, slot);

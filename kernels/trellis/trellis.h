@@ -6,8 +6,8 @@
 //
 // A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on, so
 // forward is two kernels:
-//   scan      both memories from chunk to chunk, in order; writes the one before every chunk
-//   output    every chunk by itself: u again, both reads
+//   scan      both memories from chunk to chunk, in order; writes u, and the memory before every chunk
+//   output    every chunk by itself: both reads
 // and backward three, with the memories that forward kept:
 //   rows      every chunk: r, dr, dy, dq, and what of du needs no later chunk
 //   reverse   the memories' gradients from chunk to chunk, from the end: du, J du and dz
@@ -56,16 +56,15 @@ struct TrellisScan {
   Out<4> last[2];          // A after the last token
   int64_t* last_position;  // [N]
   void* memories[2];       // dtype [chunk_count, H, M, X]: A before every chunk
+  Out<4> u[2];             // [B, T, H, M], dtype
 };
 cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 
 struct TrellisOutput {
   TrellisShape shape;
   In<4> q;  // [B, T, H, D]
-  In<4> x[2];
-  In<4> a;
+  In<4> x[2], u[2];
   In<3> gamma, g;
-  In<4> first[2];
   const void* memories[2];
   Out<4> o;  // [B, T, H, V]
 };

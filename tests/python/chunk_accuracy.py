@@ -49,6 +49,12 @@ def start_of(inputs):
 kernel_accuracy.start_of = start_of  # where run() and in_pieces() look for it
 
 
+# How many times the formula's error a gradient's may be, if not twice. The decay before a resumed chunk gets
+# what is left where the memory before the chunk and the gradient after it cancel: the kernels keep it
+# in 16 bits, the formula in 32.
+TIMES = {"dstate_decay": 10}
+
+
 def by_formula(inputs, **options):
     """`run` by the formula in PyTorch, in each of its ways to round."""
     ways = itertools.product([True, False], repeat=2)
@@ -86,7 +92,7 @@ def assert_as_right(found, exact, rounded, terms, measures=(mean_square, largest
         for measure in measures:
             error = measure(got.double() - want).sqrt().item()
             of_formula = max(measure(near[name].double() - want).sqrt().item() for near in rounded)
-            allowed = 2 * of_formula + rounding * measure(want).sqrt().item() + left
+            allowed = TIMES.get(name, 2) * of_formula + rounding * measure(want).sqrt().item() + left
             assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
 
 

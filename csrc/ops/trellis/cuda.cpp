@@ -128,7 +128,8 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                        cu_seqlens, chunk, phi, f);
-  const Tensor memories[] = {args.memories(0), args.memories(1)};
+  const Tensor memories[] = {args.memories(0), args.memories(1)},
+               u[] = {args.scratch(args.shape.M), args.scratch(args.shape.M)};
   const Tensor last_first[] = {args.states(0), args.states(1)}, last[] = {args.states(0), args.states(1)};
   const auto position = at::empty({args.shape.grid.tokens.sequences}, q.options().dtype(at::kLong));
   kernels::TrellisScan scan;
@@ -137,7 +138,8 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   kernels::TrellisOutput output_;
   args.fill(output_);
   for (int m = 0; m < 2; ++m) {
-    scan.first[m] = output_.first[m] = input<4>(args.first[m]);
+    scan.first[m] = input<4>(args.first[m]);
+    scan.u[m] = output<4>(u[m]), output_.u[m] = input<4>(u[m]);
     scan.initial[m] = input<4>(args.initial[m]);
     scan.last_first[m] = output<4>(last_first[m]), scan.last[m] = output<4>(last[m]);
     scan.memories[m] = memories[m].mutable_data_ptr();
