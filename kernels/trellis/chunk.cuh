@@ -27,15 +27,13 @@ struct ChunkBlock {
   __host__ __device__ int rows() const { return tiles * chunks * kTile; }
 };
 
-// What a kernel has in shared memory: tiles of the block's tokens, a memory a chunk, and four numbers a
-// token.
+// What a kernel has in shared memory: so many memories a chunk, tiles of the block's tokens, and of every
+// token four numbers and one more for each of its chunk's tiles.
 template <typename T, int Tile>
-struct ChunkSpace {
-  static constexpr int kMemory = SharedTile<T, Tile, Tile>::kBytes;
-  __host__ __device__ static int bytes(const ChunkBlock& block, int tokens) {
-    return block.chunks * kMemory + block.rows() * (tokens * Tile * 2 + 16 + 4 * block.tiles);
-  }
-};
+__host__ __device__ constexpr int chunk_bytes(const ChunkBlock& block, int memories, int tokens) {
+  return memories * block.chunks * SharedTile<T, Tile, Tile>::kBytes +
+         block.rows() * (tokens * Tile * 2 + 16 + 4 * block.tiles);
+}
 
 template <typename T, int Tile>
 struct TrellisChunk {
@@ -45,18 +43,19 @@ struct TrellisChunk {
 
   const TrellisShape& shape;
   ChunkBlock block;
-  unsigned char* shared;
-  int head, local, tile;  // the warp's chunk in the block and tile in the chunk
-  int64_t number;         // of the warp's chunk
+  unsigned char *shared, *tiles;  // memories, tiles of tokens
+  int head, local, tile;          // the warp's chunk in the block and tile in the chunk
+  int64_t number;                 // of the warp's chunk
   NumberedChunk place;
   Chunk chunk;
   int rows;  // tokens of the warp's tile
   Columns columns;
 
-  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared)
+  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared, int memories = 1)
       : shape(shape),
         block(ChunkBlock::of<Tile>(shape.grid.size)),
         shared(shared),
+        tiles(shared + memories * block.chunks * Memory::kBytes),
         head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads))),
         local(warp_index() / block.tiles),
         tile(warp_index() % block.tiles),
@@ -74,17 +73,17 @@ struct TrellisChunk {
 
   // ---- tiles -------------------------------------------------------------------------------------------
 
-  __device__ Memory memory() const { return {reinterpret_cast<T*>(shared + local * Memory::kBytes)}; }
+  __device__ Memory memory(int which = 0) const {
+    return {reinterpret_cast<T*>(shared + (which * block.chunks + local) * Memory::kBytes)};
+  }
   // Tile `j` of the warp's chunk, of the block's tensor `which`.
   __device__ Rows rows_of(int which, int j) const {
-    unsigned char* at = shared + block.chunks * Memory::kBytes +
-                        (which * block.rows() + (local * block.tiles + j) * kTile) * Tile * 2;
+    unsigned char* at = tiles + (which * block.rows() + (local * block.tiles + j) * kTile) * Tile * 2;
     return {reinterpret_cast<T*>(at)};
   }
   __device__ Rows own(int which) const { return rows_of(which, tile); }
   __device__ float* gates(int tokens) const {
-    return reinterpret_cast<float*>(shared + block.chunks * Memory::kBytes +
-                                    tokens * block.rows() * Tile * 2);
+    return reinterpret_cast<float*>(tiles + tokens * block.rows() * Tile * 2);
   }
 
   // Starts the warp's tile of a tensor.
@@ -92,13 +91,13 @@ struct TrellisChunk {
     load_async<32>(own(which), row_of<T>(x, batch(), token(), head), x.stride[1], rows, width, lane());
   }
   // Starts the chunk's memory, [M, X] of all chunks: a share of every warp of the chunk.
-  __device__ void load_memory(const void* memories, int width) const {
+  __device__ void load_memory(const void* memories, int width, int which = 0) const {
     const T* from = static_cast<const T*>(memories) + (number * shape.heads + head) * shape.M * width;
     constexpr int kPacks = Tile / 8;
     const int have = chunk.length > 0 ? shape.M : 0;
     for (int i = tile * 32 + lane(); i < Tile * kPacks; i += 32 * block.tiles) {
       const int m = i / kPacks, x = i % kPacks * 8;
-      copy_async(memory().address(m, x), from + m * width + x, m < have && x < width);
+      copy_async(memory(which).address(m, x), from + m * width + x, m < have && x < width);
     }
   }
   // The chunk goes on in one that was begun before: A' is not A.
@@ -255,11 +254,11 @@ struct TrellisChunk {
 
 // A block for every head and so many chunks.
 template <auto Kernel, typename T, int Tile, class Problem>
-cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
+cudaError_t launch_chunks(const Problem& p, int memories, int tokens, cudaStream_t stream) {
   const auto block = ChunkBlock::of<Tile>(p.shape.grid.size);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int bytes = ChunkSpace<T, Tile>::bytes(block, tokens);
+  const int bytes = chunk_bytes<T, Tile>(block, memories, tokens);
   if (bytes > limit) return cudaErrorInvalidValue;
   if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
   const int64_t blocks = (chunk_count(p.shape.grid) + block.chunks - 1) / block.chunks * p.shape.heads;

@@ -47,20 +47,23 @@ struct TrellisColumnPass {
     return {sum_over_row(dot.x), sum_over_row(dot.y)};
   }
 
-  // The lane's share in <G, A>.
-  __device__ float product_of_states(int memory) const {
-    const int64_t size = int64_t{p.shape.M} * p.shape.width(memory),
-                  at = (reader.number * p.shape.heads + reader.head) * size;
-    const T *A = static_cast<const T*>(p.memories[memory]) + at,
-            *G = static_cast<const T*>(p.gradients[memory]) + at;
+  // The lane's share in <G, A>, the trace of G A^T: blocks of 16 slots are the chunk's warps' in turn.
+  __device__ float product_of_states() const {
     float sum = 0.f;
-    if (reader.chunk.length == 0) return sum;
-    const int step = 32 * 8 * reader.block.tiles;
-#pragma unroll 4
-    for (int i = (reader.tile * 32 + lane()) * 8; i < static_cast<int>(size); i += step) {
-      const auto a = kernels::load<8>(A + i), g = kernels::load<8>(G + i);
+    for (int m = reader.tile * 16; m < p.shape.M; m += 16 * reader.block.tiles) {
+      Sums<2> block;
+      fill(block, 0.f);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum = fmaf(a.at[e], g.at[e], sum);
+      for (int k = 0; k < K; ++k) {
+        uint32_t g[4];
+        load_block(g, reader.memory(1), m, 16 * k);
+        add_product_transposed<T>(block, g, reader.memory(), m, 16 * k);
+      }
+      // Rows lane_row() and 8 further, of columns 8 n + lane_col() and the next.
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (lane_col() + i == lane_row()) sum += block.at[0][i] + block.at[1][2 + i];
+      }
     }
     return sum;
   }
@@ -98,15 +101,16 @@ struct TrellisColumnPass {
     const bool gated = p.dg.data != nullptr;
     reader.load(kColumnDz, p.dz[memory], p.shape.M);
     reader.load(kColumnL, p.l[memory], p.shape.M);
+    reader.load(kColumnW, p.w[memory], width);
     if (reader.resumed(p.first[memory])) {
       reader.load_first(p.first[memory], width);
     } else {
       reader.load_memory(p.memories[memory], width);
     }
-    reader.load(kColumnW, p.w[memory], width);
     commit_copies();
     reader.load(kColumnX, p.x[memory], width);
     reader.load(kColumnU, p.u[memory], p.shape.M);
+    reader.load_memory(p.gradients[memory], width, 1);
     commit_copies();
     wait_copies<1>();
     __syncthreads();
@@ -117,15 +121,15 @@ struct TrellisColumnPass {
     fill(dx, 0.f);
     reader.left(left, kColumnDz);
     add_product<T>(dx, left, reader.memory());
+    if (gated && p.first[memory].data != nullptr) {
+      // A where it was A'
+      __syncthreads();
+      if (reader.resumed(p.first[memory])) reader.load_memory(p.memories[memory], width);
+      commit_copies();
+    }
+    wait_copies<0>();
+    __syncthreads();
     if (gated) {
-      if (p.first[memory].data != nullptr) {
-        // A where it was A'
-        __syncthreads();
-        if (reader.resumed(p.first[memory])) reader.load_memory(p.memories[memory], width);
-        commit_copies();
-        wait_copies<0>();
-        __syncthreads();
-      }
       // e^{L_t} l_t^T A w_t
       Sums<N> read;
       fill(read, 0.f);
@@ -133,19 +137,14 @@ struct TrellisColumnPass {
       add_product<T>(read, left, reader.memory());
       const float2 dot = dots(read, kColumnW), L = reader.of_rows(reader.through);
       dL.x = fmaf(exp2_fast(L.x), dot.x, dL.x), dL.y = fmaf(exp2_fast(L.y), dot.y, dL.y);
+      end += exp2_fast(whole) * product_of_states();
     }
-    __syncthreads();
-    reader.load_memory(p.gradients[memory], width);
-    commit_copies();
-    if (gated) end += exp2_fast(whole) * product_of_states(memory);
-    wait_copies<0>();
-    __syncthreads();
 
     // c
     Sums<N> c;
     fill(c, 0.f);
     reader.left(left, kColumnU);
-    add_product<T>(c, left, reader.memory());
+    add_product<T>(c, left, reader.memory(1));
     const auto L = reader.own_through();
     const float2 after = reader.of_rows(reader.after), gamma = reader.of_rows(reader.gamma);
     scale_rows(c, {exp2_fast(after.x), exp2_fast(after.y)});
@@ -233,7 +232,7 @@ struct TrellisColumnPass {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(128) trellis_columns_kernel(const __grid_constant__ TrellisColumns p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  TrellisChunk<T, Tile> reader(p.shape, shared);
+  TrellisChunk<T, Tile> reader(p.shape, shared, 2);
   const float whole = reader.load_gates(p.gamma, p.g, kColumnTiles);
   TrellisColumnPass<T, Tile> pass{p, reader, whole};
   pass.run(0);
@@ -244,7 +243,7 @@ __global__ void __launch_bounds__(128) trellis_columns_kernel(const __grid_const
 
 template <typename T, int Tile>
 cudaError_t launch_trellis_columns(const TrellisColumns& p, cudaStream_t stream) {
-  return launch_chunks<trellis_columns_kernel<T, Tile>, T, Tile>(p, kColumnTiles, stream);
+  return launch_chunks<trellis_columns_kernel<T, Tile>, T, Tile>(p, 2, kColumnTiles, stream);
 }
 
 }  // namespace girih::kernels

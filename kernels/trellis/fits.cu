@@ -16,9 +16,9 @@ int most_bytes() {
   int most = std::max(TrellisScanSpace<T, Tile>::kBytes, TrellisReverseSpace<T, Tile>::kBytes);
   for (const int chunk : {16, 32, 48, 64}) {
     const auto block = ChunkBlock::of<Tile>(chunk);
-    for (const int tokens : {int{kOutputTiles}, int{kRowTiles}, int{kColumnTiles}}) {
-      most = std::max(most, ChunkSpace<T, Tile>::bytes(block, tokens));
-    }
+    most =
+        std::max({most, chunk_bytes<T, Tile>(block, 1, kOutputTiles),
+                  chunk_bytes<T, Tile>(block, 1, kRowTiles), chunk_bytes<T, Tile>(block, 2, kColumnTiles)});
   }
   return most;
 }

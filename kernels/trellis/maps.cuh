@@ -13,10 +13,9 @@ namespace girih::kernels {
 
 constexpr float kMapEps = 1e-6f;
 
-// Given: of softmax y is phi(z) itself.
-template <bool Softmax, bool Given = false>
+template <bool Softmax>
 struct Map {
-  static constexpr bool softmax = Softmax, given = Given;
+  static constexpr bool softmax = Softmax;
   bool silu, norm;
   float centre;  // 1 / M where a mean is taken off, else 0
   float unit;    // 1 / N: layer norm divides by the root of a mean, l2 by that of a sum; without a norm 0
@@ -87,18 +86,7 @@ template <class Map, int N>
 __device__ inline Moments moments_of(const Map&, const Sums<N>& y, const Sums<N>& a, int half,
                                      const Columns& columns) {
   float x = 0.f, xx = 0.f, ax = 0.f;
-  if constexpr (Map::given) {
-    // p.p and p.a; nothing else is asked for.
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float p = y.at[n][2 * half + i];
-        xx = fmaf(p, p, xx), ax = fmaf(a.at[n][2 * half + i], p, ax);
-      }
-    }
-    return {0.f, 1.f, sum_over_row(xx), sum_over_row(ax)};
-  } else if constexpr (Map::softmax) {
+  if constexpr (Map::softmax) {
     // Of a lane without columns: of finite size, so that no difference is NaN.
     float most = -1e30f;
 #pragma unroll
@@ -131,6 +119,52 @@ __device__ inline Moments moments_of(const Map&, const Sums<N>& y, const Sums<N>
     x = sum_over_row(x), xx = sum_over_row(xx), ax = sum_over_row(ax), sum_a = sum_over_row(sum_a);
     const float off = x * reciprocal(fmaxf(columns.count<N>(), 1.f));
     return {about + off, fmaf(-off, x, xx), fmaf(-off, sum_a, ax), sum_a};
+  }
+}
+
+// The same of both rows at once: a lane gets those of row lane_row() + 8 (lane() % 2), with half as many
+// shuffles.
+template <class Map, int N>
+__device__ inline Moments moments_of_rows(const Map&, const Sums<N>& y, const Sums<N>& a,
+                                          const Columns& columns) {
+  const bool upper = lane() & 1;
+  float about[2], sums[2][4] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (Map::softmax) {
+      float most = -1e30f;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most;
+      }
+      about[half] = max_over_row(most);
+    } else {
+      about[half] = __shfl_sync(~0u, y.at[0][2 * half], lane() & ~3);
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float off = y.at[n][2 * half + i] - about[half], t = a.at[n][2 * half + i];
+        const float x = columns.has(n, i) ? (Map::softmax ? exp2_fast(kLog2E * off) : off) : 0.f;
+        sums[half][0] += x, sums[half][1] = fmaf(x, x, sums[half][1]);
+        sums[half][2] = fmaf(t, x, sums[half][2]), sums[half][3] += t;
+      }
+    }
+  }
+  float own[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    own[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 1);
+    own[i] += __shfl_xor_sync(~0u, own[i], 2);
+  }
+  const float at = upper ? about[1] : about[0];
+  if constexpr (Map::softmax) {
+    return {at, own[0], own[1], own[2]};
+  } else {
+    const float off = own[0] * reciprocal(fmaxf(columns.count<N>(), 1.f));
+    return {at + off, fmaf(-off, own[0], own[1]), fmaf(-off, own[3], own[2]), own[3]};
   }
 }
 
@@ -172,6 +206,14 @@ __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], int slo
     return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
   }
 }
+// Of both the quad's rows, from what each lane has of row lane_row() + 8 (lane() % 2).
+__device__ inline void both_rows(Fit (&rows)[2], const Fit& own) {
+  const bool upper = lane() & 1;
+  const Fit other = {__shfl_xor_sync(~0u, own.mean, 1), __shfl_xor_sync(~0u, own.inverse, 1),
+                     __shfl_xor_sync(~0u, own.beta, 1), __shfl_xor_sync(~0u, own.mean_a, 1)};
+  rows[0] = upper ? other : own, rows[1] = upper ? own : other;
+}
+
 template <int N, class Map>
 __device__ inline Fit fit(const Map& map, const Moments& whole, int slots) {
   const Moments parts[1] = {whole};
@@ -186,10 +228,8 @@ struct Residual {
   __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, inverse * (mean_a - a)); }
 };
 
-// Of softmax: phi(z) from y.
-template <class Map>
-__device__ inline float softmax_of(const Map&, const Fit& f, float y) {
-  return Map::given ? y : exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
+__device__ inline float softmax_of(const Fit& f, float y) {
+  return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
 // u of the row's part `half`, in the place of y.
@@ -204,7 +244,7 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       float u;
       if constexpr (Map::softmax) {
-        const float p = softmax_of(map, f, y.at[n][i]);
+        const float p = softmax_of(f, y.at[n][i]);
         u = p * (p - a.at[n][i] - mean);
       } else {
         u = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
@@ -221,132 +261,8 @@ __device__ inline void to_image(const Map& map, Sums<N>& y, const Fit& f, int ha
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float image = Map::softmax ? softmax_of(map, f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
+      const float image = Map::softmax ? softmax_of(f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
       y.at[n][i] = columns.has(n, i) ? image : 0.f;
-    }
-  }
-}
-
-// ---- gradients
-// ---------------------------------------------------------------------------------------------
-
-// Sums of a row that J and the Hessian take of a vector x, x' = slope x: (x', (y - mean) x', (a - mean) x');
-// softmax: (p x, p^2 x, p a x). The lane's own part.
-template <class Map, int N>
-__device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                     const Sums<N>& a, const Fit& f, int half, const Columns& columns) {
-  float3 sum{0.f, 0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = Map::softmax ? softmax_of(map, f, y.at[n][i]) : slope.at[n][i];
-      const float own = columns.has(n, i) ? __fmul_rn(by, x.at[n][i]) : 0.f;
-      sum.x += own;
-      sum.y = fmaf(Map::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
-      sum.z = fmaf(Map::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
-    }
-  }
-  return sum;
-}
-__device__ inline float3 sum_over_row(float3 x) {
-  return {sum_over_row(x.x), sum_over_row(x.y), sum_over_row(x.z)};
-}
-
-// slope' t: what the Hessian has of a silu's own curve.
-template <class Map, int N>
-__device__ inline void bend_of(const Map& map, Sums<N>& bend, const Sums<N>& z, const Sums<N>& y,
-                               const Sums<N>& a, const Fit& f, int half) {
-  const Residual residual(f);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float in = z.at[n][i], s = sigmoid(in), slope2 = s * (1.f - s) * (2.f + in * (1.f - 2.f * s));
-      bend.at[n][i] = map.silu ? slope2 * residual(y.at[n][i], a.at[n][i]) : 0.f;
-    }
-  }
-}
-
-// The Hessian of E at z times x, in the place of x. With n = (y - mean) / r, alpha = n.x' / N, omega =
-// (phi - a).P x' / N, nu = |n|^2 / N:
-//     by y   ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
-//     by z   slope times it + slope' t x
-// softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
-template <class Map, int N>
-__device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                          const Sums<N>& bend, const Sums<N>& a, const Fit& f, float3 sums,
-                                          int half, const Columns& columns) {
-  const float r = f.inverse, r2 = r * r;
-  const float alpha = sums.y * r * map.unit, omega = alpha - sums.z * map.unit;
-  const float nu = 1.f - kMapEps * r2, along = 3.f * alpha * f.beta - omega - alpha * (2.f - nu);
-  const float h1 = (1.f - f.beta) * r2, h2 = (along - alpha) * r2 * r, h3 = alpha * r2,
-              mean_x = sums.x * map.centre;
-  const float pw = f.beta - f.mean_a, px = sums.x, py = 2.f * sums.y - sums.z - px * f.beta;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float own = x.at[n][i], at = y.at[n][i], target = a.at[n][i];
-      float result;
-      if constexpr (Map::softmax) {
-        const float p = softmax_of(map, f, at), w = p - target;
-        result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
-      } else {
-        // Rounded as in the sums: of a row of one column nothing is left.
-        const float d = slope.at[n][i], by_y = fmaf(h1, __fmul_rn(d, own) - mean_x,
-                                                    fmaf(h2, at - f.mean, h3 * (target - f.mean_a)));
-        result = fmaf(bend.at[n][i], own, d * by_y);
-      }
-      x.at[n][i] = columns.has(n, i) ? result : 0.f;
-    }
-  }
-}
-
-// J x, in the place of x: (P x' - n (n.x') / N) / r; softmax p * (x - p.x).
-template <class Map, int N>
-__device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                           const Fit& f, float3 sums, int half, const Columns& columns) {
-  const float r = f.inverse, alpha = sums.y * r * map.unit, mean_x = sums.x * map.centre;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float own = x.at[n][i], at = y.at[n][i];
-      const float result = Map::softmax
-                               ? softmax_of(map, f, at) * (own - sums.x)
-                               : fmaf(-(at - f.mean) * r, alpha, __fmul_rn(slope.at[n][i], own) - mean_x) * r;
-      x.at[n][i] = columns.has(n, i) ? result : 0.f;
-    }
-  }
-}
-
-// J^T x, in the place of x: slope * (P x - n (n.x) / N) / r; softmax as J. The whole row is the quad's.
-template <class Map, int N>
-__device__ inline void to_transposed_product(const Map& map, Sums<N>& x, const Sums<N>& y,
-                                             const Sums<N>& slope, const Fit& f, int half,
-                                             const Columns& columns) {
-  float sum = 0.f, along = 0.f;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = Map::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
-      const float own = columns.has(n, i) ? x.at[n][i] : 0.f;
-      sum += own, along = fmaf(by, own, along);
-    }
-  }
-  sum = sum_over_row(sum), along = sum_over_row(along);
-  const float r = f.inverse, alpha = along * r * map.unit;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float own = x.at[n][i], at = y.at[n][i];
-      const float result = Map::softmax
-                               ? softmax_of(map, f, at) * (own - along)
-                               : slope.at[n][i] * (own - sum * map.centre - (at - f.mean) * r * alpha) * r;
-      x.at[n][i] = columns.has(n, i) ? result : 0.f;
     }
   }
 }

@@ -170,37 +170,43 @@ __device__ inline void transpose_step(uint32_t (&a)[4], const Sums<2>& u, float2
   }
 }
 
-// The warp's 16 x 16 of a tile as fp32.
-template <typename T, class Tile>
-__device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col) {
-  uint32_t raw[4];
-  load_block(raw, tile, row, col);
+// A left factor as fp32, and the warp's 16 x 16 of a tile.
+template <typename T>
+__device__ inline void unpack(Sums<2>& x, const uint32_t (&raw)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 pair = unpaired<T>(raw[i]);
     x.at[i >> 1][2 * (i & 1)] = pair.x, x.at[i >> 1][2 * (i & 1) + 1] = pair.y;
   }
 }
+template <typename T, class Tile>
+__device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col) {
+  uint32_t raw[4];
+  load_block(raw, tile, row, col);
+  unpack<T>(x, raw);
+}
 
-// [16 tokens, 16 slots] to a tensor, rounded.
+// [16 tokens, 16 slots] to a tensor, rounded: `to` is where the lane's first row begins, of `rows` in all.
 template <typename T>
-__device__ inline void store_part(const Out<4>& to, const Sums<2>& x, const TrellisPart& part, int64_t token,
-                                  int rows, int slot, int slots) {
-  T* at = row_of<T>(to, part.of.sequence.batch, token, part.head) + slot + lane_col();
+__device__ inline void store_part(T* to, int64_t stride, const Sums<2>& x, int rows, int slot, int slots) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane_row() + 8 * half;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      if (row >= rows || slot + 8 * n >= slots) continue;
-      *reinterpret_cast<uint32_t*>(at + row * to.stride[1] + 8 * n) =
+      if (lane_row() + 8 * half >= rows || slot + 8 * n >= slots) continue;
+      *reinterpret_cast<uint32_t*>(to + 8 * half * stride + 8 * n) =
           pair_of<T>(x.at[n][2 * half], x.at[n][2 * half + 1]);
     }
   }
 }
+// Where it begins, of the warp's slots from `slot` on.
+template <typename T>
+__device__ inline T* part_of(const Out<4>& to, const TrellisPart& part, int64_t token, int slot) {
+  return row_of<T>(to, part.of.sequence.batch, token, part.head) + lane_row() * to.stride[1] + slot +
+         lane_col();
+}
 
-// ---- gates of a chunk, by a warp: lane l has tokens 2 l and 2 l + 1
-// ------------------------------------------
+// ---- gates of a chunk, by a warp: lane l has tokens 2 l and 2 l + 1 ------------------------------------
 
 struct GatePair {
   float gamma[2], gate[2];  // 0 beyond the chunk; log2 e in the gate

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_consta
 
 template <typename T, int Tile>
 cudaError_t launch_trellis_output(const TrellisOutput& p, cudaStream_t stream) {
-  return launch_chunks<trellis_output_kernel<T, Tile>, T, Tile>(p, kOutputTiles, stream);
+  return launch_chunks<trellis_output_kernel<T, Tile>, T, Tile>(p, 1, kOutputTiles, stream);
 }
 
 }  // namespace girih::kernels

@@ -6,6 +6,7 @@
 // Warps have G as those of the scan have A, and others bring tiles of 16 tokens through a ring.
 #pragma once
 
+#include "trellis/map_gradients.cuh"
 #include "trellis/memory.cuh"
 
 namespace girih::kernels {
@@ -211,13 +212,13 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
                         fmaf(e < 2 ? tile.after.x : tile.after.y, du.at[n][e], tile.direct.at[n][e]);
         }
       }
+      // The sums of both rows: each lane gets one row's.
       float4* table = space.table(tiles);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float3 own =
-            sum_over_row(products_of(phi, du, tile.y, tile.slope, tile.a, tile.fits[half], half, columns));
-        if (lane_col() == 0) table[(lane_row() + 8 * half) * kWarps + warp] = {own.x, own.y, own.z, 0.f};
-      }
+      const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, tile.a, tile.fits[0], 0, columns),
+                              products_of(phi, du, tile.y, tile.slope, tile.a, tile.fits[1], 1, columns)};
+      const float3 own = sum_of_rows(sums);
+      const int own_row = lane_row() + 8 * (lane() & 1);
+      if ((lane() & 2) == 0) table[own_row * kWarps + warp] = {own.x, own.y, own.z, 0.f};
 
       // G <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T, and the next tile, before the other warps' sums are
       // waited for
@@ -229,17 +230,19 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
       // dZ, and J dU
       Sums<2> targets = du;
       barrier_wait(1, 32 * kWarps);
+      float3 all{0.f, 0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const float4 of_warp = table[own_row * kWarps + w];
+        all.x += of_warp.x, all.y += of_warp.y, all.z += of_warp.z;
+      }
+      float3 of_rows[2];
+      both_rows(of_rows, all);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float3 all{0.f, 0.f, 0.f};
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          const float4 of_warp = table[(lane_row() + 8 * half) * kWarps + w];
-          all.x += of_warp.x, all.y += of_warp.y, all.z += of_warp.z;
-        }
-        to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], all, half, columns);
-        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, tile.a, tile.fits[half], all, half,
-                           columns);
+        to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half, columns);
+        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, tile.a, tile.fits[half], of_rows[half],
+                           half, columns);
       }
       // G += dZ^T X
       transpose_step<T>(left, du, {1.f, 1.f});
@@ -249,8 +252,11 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
         add_product<T>(G, left, x, 0);
       }
       arrive_once(space.empty() + s);
-      store_part<T>(p.jdu[memory], targets, part, chunk.start + j, chunk.length - j, slot, shape.M);
-      store_part<T>(p.dz[memory], du, part, chunk.start + j, chunk.length - j, slot, shape.M);
+      const int rows = chunk.length - j;
+      store_part(part_of<T>(p.jdu[memory], part, chunk.start + j, slot), p.jdu[memory].stride[1], targets,
+                 rows, slot, shape.M);
+      store_part(part_of<T>(p.dz[memory], part, chunk.start + j, slot), p.dz[memory].stride[1], du, rows,
+                 slot, shape.M);
     }
     if (i == last && within && !resumed) add_state(G, p.dlast_first[memory], part, shape, slot);
   }
@@ -274,7 +280,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   }
   __syncthreads();
   if (warp < Space::kWarps) {
-    run_reverse<T, Tile, Map<Softmax, true>>(p, part, space, warp);
+    run_reverse<T, Tile, Map<Softmax>>(p, part, space, warp);
   } else if (warp < Space::kWarps + Space::kLoaders) {
     load_reverse(p, part, space, warp - Space::kWarps);
   } else {

@@ -104,10 +104,24 @@ __device__ inline void run_scan(const TrellisScan& p, const TrellisPart& part,
   Operand<K> first;
   Turn turn, left;
   unsigned tiles = 0;
-  bool within = false;  // the last chunk is not complete
-  for (int64_t i = 0; i < part.of.chunks; ++i) {
-    const Chunk chunk = chunk_of(shape.grid, part.of, i);
-    within = !chunk.complete;
+  // What tokens leave, from the first one on.
+  const bool kept = p.z[0].data != nullptr;
+  const int64_t start = part.of.sequence.start, u_stride = p.u[part.memory].stride[1],
+                z_stride = p.z[part.memory].stride[1], fit_stride = p.fit[part.memory].stride[1];
+  T* u_to = part_of<T>(p.u[part.memory], part, start, slot);
+  T* z_to = kept ? part_of<T>(p.z[part.memory], part, start, slot) : nullptr;
+  const int fit_row = lane_row() + 8 * (lane() & 1);
+  float* fit_to =
+      kept && warp == 0 && (lane() & 2) == 0
+          ? row_of<float>(p.fit[part.memory], part.of.sequence.batch, start, part.head) + fit_row * fit_stride
+          : nullptr;
+  int64_t ahead = part.of.sequence.end - start;  // tokens
+  bool within = false;                           // the last chunk is not complete
+  for (int64_t i = 0; ahead > 0; ++i) {
+    const int room = shape.grid.size - (i == 0 ? part.of.begun : 0);
+    within = ahead < room;
+    const int length = within ? static_cast<int>(ahead) : room;
+    ahead -= length;
     const bool resumed = i == 0 && p.first[part.memory].data != nullptr;
 
     // A', and A for those who read
@@ -121,7 +135,7 @@ __device__ inline void run_scan(const TrellisScan& p, const TrellisPart& part,
       if (within) store_state(p.last_first[part.memory], given, part, shape, slot);
     }
 
-    for (int j = 0; j < chunk.length; j += kTile, turn.next(Space::kStages), ++tiles) {
+    for (int j = 0; j < length; j += kTile, turn.next(Space::kStages), ++tiles) {
       const int s = turn.place;
       wait(space.full() + s, turn.parity);
       const auto x = space.x(s);
@@ -138,30 +152,43 @@ __device__ inline void run_scan(const TrellisScan& p, const TrellisPart& part,
       }
       load_wide<T>(a, space.a(s), 0, slot);
 
-      // U = J_phi(Z)^T (phi(Z) - a): the sums of a row are those of all warps
+      // U = J_phi(Z)^T (phi(Z) - a): the sums of a row are those of all warps. Backward finds z as it is
+      // kept, in 16 bits: all that is made of it is made of that.
+      Operand<1> z;
+      round_to<T>(z, u);
+      unpack<T>(u, z.at[0]);
       activate(phi, u, slope);
       Moments* table = space.table(tiles);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Moments own = moments_of(phi, u, a, half, columns);
-        if (lane_col() == 0) table[(lane_row() + 8 * half) * kWarps + warp] = own;
-      }
+      const Moments own = moments_of_rows(phi, u, a, columns);
+      if ((lane() & 2) == 0) table[fit_row * kWarps + warp] = own;
       const float2 weight = {weights[lane_row()], weights[lane_row() + 8]};
       barrier_wait(1, 32 * kWarps);
+      Moments parts[kWarps];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Moments parts[kWarps];
+      for (int w = 0; w < kWarps; ++w) parts[w] = table[fit_row * kWarps + w];
+      const Fit found = fit<2>(phi, parts, shape.slots);
+      Fit fits[2];
+      both_rows(fits, found);
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) parts[w] = table[(lane_row() + 8 * half) * kWarps + w];
-        to_residual(phi, u, slope, a, fit<2>(phi, parts, shape.slots), half, columns);
-      }
+      for (int half = 0; half < 2; ++half) to_residual(phi, u, slope, a, fits[half], half, columns);
 
       // A <- e^{L_C} A - (U * gamma e^{L_C - L})^T X
       uint32_t step[4];
       transpose_step<T>(step, u, weight);
       add_product<T>(A, step, x, 0);
       arrive_once(space.empty() + s);
-      store_part<T>(p.u[part.memory], u, part, chunk.start + j, chunk.length - j, slot, shape.M);
+
+      const int rows = min(length - j, kTile);
+      store_part(u_to, u_stride, u, rows, slot, shape.M);
+      u_to += rows * u_stride;
+      if (!kept) continue;
+      unpack<T>(u, z.at[0]);
+      store_part(z_to, z_stride, u, rows, slot, shape.M);
+      z_to += rows * z_stride;
+      if (fit_to != nullptr && fit_row < rows) {
+        *reinterpret_cast<float4*>(fit_to) = {found.mean, found.inverse, found.beta, found.mean_a};
+      }
+      if (fit_to != nullptr) fit_to += rows * fit_stride;
     }
   }
   store_state(p.last[part.memory], A, part, shape, slot);

@@ -57,6 +57,8 @@ struct TrellisScan {
   int64_t* last_position;  // [N]
   void* memories[2];       // dtype [chunk_count, H, M, X]: A before every chunk
   Out<4> u[2];             // [B, T, H, M], dtype
+  // For backward, optional: z, [B, T, H, M] in dtype, and its Fit (maps.cuh), [B, T, H, 4] in fp32.
+  Out<4> z[2], fit[2];
 };
 cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 
@@ -70,27 +72,17 @@ struct TrellisOutput {
 };
 cudaError_t trellis_output(const TrellisOutput& problem, cudaStream_t stream);
 
-// What a token leaves for the other kernels of backward. A read is l_t^T A_t w_t of either memory:
-// (l, w) = (dy, q) of keys and (r, do) of values.
-struct TrellisLeft {
-  Out<4> l[2];       // [B, T, H, M], dtype
-  Out<4> z[2];       // [B, T, H, M], dtype; without a silu less the row's mean, of softmax phi(z)
-  Out<4> u[2];       // [B, T, H, M], dtype
-  Out<4> direct[2];  // [B, T, H, M], dtype: sum over t >= i in the chunk of e^{L_t - L_i} (w_t.x_i) l_t
-  Out<4> fit[2];     // [B, T, H, 4], fp32: Fit (maps.cuh) of z and a
-};
-
+// A read is l_t^T A_t w_t of either memory: (l, w) = (dy, q) of keys and (r, do) of values.
 struct TrellisRows {
   TrellisShape shape;
   In<4> q;
-  In<4> x[2];
-  In<4> a;
+  In<4> x[2], u[2];
   In<3> gamma, g;
-  In<4> first[2];
   const void* memories[2];
   In<4> dout;  // [B, T, H, V], dtype
   Out<4> dq;
-  TrellisLeft left;
+  Out<4> l[2];       // [B, T, H, M], dtype
+  Out<4> direct[2];  // [B, T, H, M], dtype: sum over t >= i in the chunk of e^{L_t - L_i} (w_t.x_i) l_t
 };
 cudaError_t trellis_rows(const TrellisRows& problem, cudaStream_t stream);
 

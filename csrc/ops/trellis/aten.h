@@ -6,7 +6,8 @@
 namespace girih::trellis {
 
 // o, the final state (first_k, k, first_v, v, position), what is kept for backward
-using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Results =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
                 const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,

@@ -120,9 +120,9 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
     return memories.select(1, pass).narrow(-1, 0, width).clone(at::MemoryFormat::Contiguous);
   };
   const auto &first = run.finals.front(), &last = run.finals.back();
-  const auto kept = [&](int64_t width) {
-    const auto sizes = problem.saved(q, state_position, cu_seqlens, chunk, width, save);
-    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), q.options());
+  const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, save);
+  const auto room = [&](const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
+    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), options);
   };
   return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), V}, q.options()),
           part(first, 0, D),
@@ -130,8 +130,11 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           part(first, 1, V),
           part(last, 1, V),
           chunks.next_position(),
-          kept(D),
-          kept(V)};
+          room(kept.memories_k, q.options()),
+          room(kept.memories_v, q.options()),
+          room(kept.tokens, q.options()),
+          room(kept.tokens, q.options()),
+          room(kept.fit, A.options())};
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("trellis_forward", &forward); }

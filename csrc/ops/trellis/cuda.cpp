@@ -75,6 +75,10 @@ struct Arguments {
   Tensor scratch(int64_t width) const {
     return at::empty({q.size(0), q.size(1), shape.heads, width}, q.options());
   }
+  // Of both memories, [2, B, T, heads, width].
+  Tensor of_tokens(int64_t width, at::ScalarType type) const {
+    return at::empty({2, q.size(0), q.size(1), shape.heads, width}, q.options().dtype(type));
+  }
   Tensor numbers() const { return rows_for(q, q.size(1), cu_seqlens, shape.heads, 1, at::kFloat).squeeze(3); }
   Tensor memories(int memory) const {
     return at::empty({kernels::chunk_count(shape.grid), shape.heads, shape.M, shape.width(memory)},
@@ -128,8 +132,10 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                        cu_seqlens, chunk, phi, f);
-  const Tensor memories[] = {args.memories(0), args.memories(1)},
-               u[] = {args.scratch(args.shape.M), args.scratch(args.shape.M)};
+  const Tensor memories[] = {args.memories(0), args.memories(1)};
+  const auto u = args.of_tokens(args.shape.M, q.scalar_type()), nothing = at::empty({0}, q.options());
+  const auto z = save ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing;
+  const auto fit = save ? args.of_tokens(4, at::kFloat) : at::empty({0}, args.initial[0].options());
   const Tensor last_first[] = {args.states(0), args.states(1)}, last[] = {args.states(0), args.states(1)};
   const auto position = at::empty({args.shape.grid.tokens.sequences}, q.options().dtype(at::kLong));
   kernels::TrellisScan scan;
@@ -140,6 +146,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   for (int m = 0; m < 2; ++m) {
     scan.first[m] = input<4>(args.first[m]);
     scan.u[m] = output<4>(u[m]), output_.u[m] = input<4>(u[m]);
+    if (save) scan.z[m] = output<4>(z[m]), scan.fit[m] = output<4>(fit[m]);
     scan.initial[m] = input<4>(args.initial[m]);
     scan.last_first[m] = output<4>(last_first[m]), scan.last[m] = output<4>(last[m]);
     scan.memories[m] = memories[m].mutable_data_ptr();
@@ -149,10 +156,17 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto o = args.rows(args.shape.V);
   output_.q = input<4>(args.q), output_.o = output<4>(o);
   check_launch("trellis_output", kernels::trellis_output(output_, stream));
-  const auto nothing = at::empty({0}, q.options());
-  return {without_packs(o, v.size(3)),   args.one_of(last_first[0], 0), args.one_of(last[0], 0),
-          args.one_of(last_first[1], 1), args.one_of(last[1], 1),       position,
-          save ? memories[0] : nothing,  save ? memories[1] : nothing};
+  return {without_packs(o, v.size(3)),
+          args.one_of(last_first[0], 0),
+          args.one_of(last[0], 0),
+          args.one_of(last_first[1], 1),
+          args.one_of(last[1], 1),
+          position,
+          save ? memories[0] : nothing,
+          save ? memories[1] : nothing,
+          z,
+          save ? u : nothing,
+          fit};
 }
 
 Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_first_k,
@@ -163,7 +177,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const OptionalTensor& state_k, const OptionalTensor& state_first_v,
                         const OptionalTensor& state_v, const OptionalTensor& state_position,
                         const OptionalTensor& cu_seqlens, const Tensor& memories_k, const Tensor& memories_v,
-                        int64_t chunk, std::string_view phi, std::string_view f) {
+                        const Tensor& z, const Tensor& u, const Tensor& fit, int64_t chunk,
+                        std::string_view phi, std::string_view f) {
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
@@ -171,12 +186,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
                                               grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
                                               state_k, state_first_v, state_v, state_position, cu_seqlens,
-                                              memories_k, memories_v, chunk, phi, f);
+                                              memories_k, memories_v, z, u, fit, chunk, phi, f);
   }
-  check_kept("trellis", "memories_k", memories_k,
-             problem.saved(q, state_position, cu_seqlens, chunk, problem.D, true), q.scalar_type());
-  check_kept("trellis", "memories_v", memories_v,
-             problem.saved(q, state_position, cu_seqlens, chunk, problem.V, true), q.scalar_type());
+  const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, true);
+  check_kept("trellis", "memories_k", memories_k, kept.memories_k, q.scalar_type());
+  check_kept("trellis", "memories_v", memories_v, kept.memories_v, q.scalar_type());
+  check_kept("trellis", "z", z, kept.tokens, q.scalar_type());
+  check_kept("trellis", "u", u, kept.tokens, q.scalar_type());
+  check_kept("trellis", "fit", fit, kept.fit, at::kFloat);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                        cu_seqlens, chunk, phi, f);
@@ -186,22 +203,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 
   const auto dq = args.rows(shape.D);
   const Tensor w[] = {args.q, dout}, l[] = {args.scratch(shape.M), args.scratch(shape.M)};
-  Tensor z[] = {args.scratch(shape.M), args.scratch(shape.M)},
-         direct[] = {args.scratch(shape.M), args.scratch(shape.M)};
-  const Tensor u[] = {args.scratch(shape.M), args.scratch(shape.M)};
-  const auto fits = [&] {
-    return at::empty({q.size(0), q.size(1), shape.heads, 4}, q.options().dtype(at::kFloat));
-  };
-  const Tensor fit[] = {fits(), fits()};
+  Tensor direct[] = {args.scratch(shape.M), args.scratch(shape.M)};
   kernels::TrellisRows rows;
   args.fill(rows);
   rows.q = input<4>(args.q), rows.dout = input<4>(dout), rows.dq = output<4>(dq);
   for (int m = 0; m < 2; ++m) {
-    rows.first[m] = input<4>(args.first[m]);
+    rows.u[m] = input<4>(u[m]);
     rows.memories[m] = memories[m].const_data_ptr();
-    rows.left.l[m] = output<4>(l[m]), rows.left.z[m] = output<4>(z[m]);
-    rows.left.direct[m] = output<4>(direct[m]), rows.left.fit[m] = output<4>(fit[m]);
-    rows.left.u[m] = output<4>(u[m]);
+    rows.l[m] = output<4>(l[m]), rows.direct[m] = output<4>(direct[m]);
   }
   check_launch("trellis_rows", kernels::trellis_rows(rows, stream));
 
@@ -233,7 +242,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     reverse.gradients[m] = gradients[m].mutable_data_ptr();
   }
   check_launch("trellis_reverse", kernels::trellis_reverse(reverse, stream));
-  for (int m = 0; m < 2; ++m) z[m].reset(), direct[m].reset();
+  for (auto& x : direct) x.reset();
 
   const Tensor dx[] = {args.rows(shape.D), args.rows(shape.V)};
   const auto da = args.rows(shape.M), dgamma = args.numbers(),

@@ -4,7 +4,7 @@
 namespace girih::trellis {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
     const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
     const OptionalTensor& state_first_v, const OptionalTensor& state_v, const OptionalTensor& state_position,
@@ -12,6 +12,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forwa
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const auto options = q.options().dtype(accumulate_type(q));
+  const auto kept = p.saved(q, state_position, cu_seqlens, chunk, save);
   const auto memory = [&](const c10::SymInt& width) {
     return at::empty_symint({p.N, p.H, p.M, width}, options);
   };
@@ -21,8 +22,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forwa
           memory(p.V),
           memory(p.V),
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(p.saved(q, state_position, cu_seqlens, chunk, p.D, save), q.options()),
-          at::empty_symint(p.saved(q, state_position, cu_seqlens, chunk, p.V, save), q.options())};
+          at::empty_symint(kept.memories_k, q.options()),
+          at::empty_symint(kept.memories_v, q.options()),
+          at::empty_symint(kept.tokens, q.options()),
+          at::empty_symint(kept.tokens, q.options()),
+          at::empty_symint(kept.fit, options)};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,

@@ -1,0 +1,145 @@
+// What backward takes of the maps: products with the Jacobian of phi or f, its transpose, and with the
+// Hessian of E (maps.cuh).
+#pragma once
+
+#include "trellis/maps.cuh"
+
+namespace girih::kernels {
+
+// ---------------------------------------------------------------------------------------------
+
+// Sums of a row that J and the Hessian take of a vector x, x' = slope x: (x', (y - mean) x', (a - mean) x');
+// softmax: (p x, p^2 x, p a x). The lane's own part.
+template <class Map, int N>
+__device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
+                                     const Sums<N>& a, const Fit& f, int half, const Columns& columns) {
+  float3 sum{0.f, 0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float by = Map::softmax ? softmax_of(f, y.at[n][i]) : slope.at[n][i];
+      const float own = columns.has(n, i) ? __fmul_rn(by, x.at[n][i]) : 0.f;
+      sum.x += own;
+      sum.y = fmaf(Map::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
+      sum.z = fmaf(Map::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
+    }
+  }
+  return sum;
+}
+// Of both rows over the quad: a lane gets those of row lane_row() + 8 (lane() % 2).
+__device__ inline float3 sum_of_rows(const float3 (&rows)[2]) {
+  const bool upper = lane() & 1;
+  const auto sum = [&](float first, float second) {
+    const float own = (upper ? second : first) + __shfl_xor_sync(~0u, upper ? first : second, 1);
+    return own + __shfl_xor_sync(~0u, own, 2);
+  };
+  return {sum(rows[0].x, rows[1].x), sum(rows[0].y, rows[1].y), sum(rows[0].z, rows[1].z)};
+}
+// And back: both rows' from what each lane has of its own.
+__device__ inline void both_rows(float3 (&rows)[2], const float3& own) {
+  const bool upper = lane() & 1;
+  const float3 other = {__shfl_xor_sync(~0u, own.x, 1), __shfl_xor_sync(~0u, own.y, 1),
+                        __shfl_xor_sync(~0u, own.z, 1)};
+  rows[0] = upper ? other : own, rows[1] = upper ? own : other;
+}
+
+// slope' t: what the Hessian has of a silu's own curve.
+template <class Map, int N>
+__device__ inline void bend_of(const Map& map, Sums<N>& bend, const Sums<N>& z, const Sums<N>& y,
+                               const Sums<N>& a, const Fit& f, int half) {
+  const Residual residual(f);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float in = z.at[n][i], s = sigmoid(in), slope2 = s * (1.f - s) * (2.f + in * (1.f - 2.f * s));
+      bend.at[n][i] = map.silu ? slope2 * residual(y.at[n][i], a.at[n][i]) : 0.f;
+    }
+  }
+}
+
+// The Hessian of E at z times x, in the place of x. With n = (y - mean) / r, alpha = n.x' / N, omega =
+// (phi - a).P x' / N, nu = |n|^2 / N:
+//     by y   ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
+//     by z   slope times it + slope' t x
+// softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
+template <class Map, int N>
+__device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
+                                          const Sums<N>& bend, const Sums<N>& a, const Fit& f, float3 sums,
+                                          int half, const Columns& columns) {
+  const float r = f.inverse, r2 = r * r;
+  const float alpha = sums.y * r * map.unit, omega = alpha - sums.z * map.unit;
+  const float nu = 1.f - kMapEps * r2, along = 3.f * alpha * f.beta - omega - alpha * (2.f - nu);
+  const float h1 = (1.f - f.beta) * r2, h2 = (along - alpha) * r2 * r, h3 = alpha * r2,
+              mean_x = sums.x * map.centre;
+  const float pw = f.beta - f.mean_a, px = sums.x, py = 2.f * sums.y - sums.z - px * f.beta;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float own = x.at[n][i], at = y.at[n][i], target = a.at[n][i];
+      float result;
+      if constexpr (Map::softmax) {
+        const float p = softmax_of(f, at), w = p - target;
+        result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
+      } else {
+        // Rounded as in the sums: of a row of one column nothing is left.
+        const float d = slope.at[n][i], by_y = fmaf(h1, __fmul_rn(d, own) - mean_x,
+                                                    fmaf(h2, at - f.mean, h3 * (target - f.mean_a)));
+        result = fmaf(bend.at[n][i], own, d * by_y);
+      }
+      x.at[n][i] = columns.has(n, i) ? result : 0.f;
+    }
+  }
+}
+
+// J x, in the place of x: (P x' - n (n.x') / N) / r; softmax p * (x - p.x).
+template <class Map, int N>
+__device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
+                                           const Fit& f, float3 sums, int half, const Columns& columns) {
+  const float r = f.inverse, alpha = sums.y * r * map.unit, mean_x = sums.x * map.centre;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float own = x.at[n][i], at = y.at[n][i];
+      const float result = Map::softmax
+                               ? softmax_of(f, at) * (own - sums.x)
+                               : fmaf(-(at - f.mean) * r, alpha, __fmul_rn(slope.at[n][i], own) - mean_x) * r;
+      x.at[n][i] = columns.has(n, i) ? result : 0.f;
+    }
+  }
+}
+
+// J^T x, in the place of x: slope * (P x - n (n.x) / N) / r; softmax as J. The whole row is the quad's.
+template <class Map, int N>
+__device__ inline void to_transposed_product(const Map& map, Sums<N>& x, const Sums<N>& y,
+                                             const Sums<N>& slope, const Fit& f, int half,
+                                             const Columns& columns) {
+  float sum = 0.f, along = 0.f;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float by = Map::softmax ? softmax_of(f, y.at[n][i]) : y.at[n][i] - f.mean;
+      const float own = columns.has(n, i) ? x.at[n][i] : 0.f;
+      sum += own, along = fmaf(by, own, along);
+    }
+  }
+  sum = sum_over_row(sum), along = sum_over_row(along);
+  const float r = f.inverse, alpha = along * r * map.unit;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float own = x.at[n][i], at = y.at[n][i];
+      const float result = Map::softmax
+                               ? softmax_of(f, at) * (own - along)
+                               : slope.at[n][i] * (own - sum * map.centre - (at - f.mean) * r * alpha) * r;
+      x.at[n][i] = columns.has(n, i) ? result : 0.f;
+    }
+  }
+}
+
+}  // namespace girih::kernels
