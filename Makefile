@@ -54,7 +54,7 @@ test: build
 test-gpu: gpu $(if $(filter no,$(call given,BUILD)),,build)
 	@$(run) tests/gpu/run.py $(call option,STAGES,stages) $(call option,PARTS,parts) $(call option,RECORD,record) $(call option,BUILD,build)
 
-sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/emulated/*.h' 'tests/emulated/*.cpp')
 clang_format = $(dir $(PYTHON))clang-format
 
 format: environment

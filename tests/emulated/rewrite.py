@@ -1,0 +1,103 @@
+"""Kernels' sources as emulator.h runs them: what is an instruction of the GPU becomes a call of it."""
+
+import re
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+# The bodies of functions in kernels/tile and beside the kernels, by a part of their signature.
+BODIES = {
+    "tile/matrix.h": {
+        "uint32_t pair_of<__nv_bfloat16>": """
+            return emulated_pair(__float2bfloat16_rn(low), __float2bfloat16_rn(high));""",
+        "uint32_t pair_of<__half>": "return emulated_pair(__float2half_rn(low), __float2half_rn(high));",
+        "float2 unpaired<__half>": """uint16_t bits[2] = {uint16_t(pair), uint16_t(pair >> 16)};
+            __half both[2]; memcpy(both, bits, 4); return {__half2float(both[0]), __half2float(both[1])};""",
+        "void load_matrices(": "emulated::load_matrices(to, address, false);",
+        "void load_matrices_transposed(": "emulated::load_matrices(to, address, true);",
+        "uint32_t transpose_pairs": """
+            const uint32_t y = emulated::transpose_pairs(x); __syncwarp(); return y;""",
+        "void mma<__nv_bfloat16>": "emulated::multiply(d, a, b0, b1, unpaired<__nv_bfloat16>);",
+        "void mma<__half>": "emulated::multiply(d, a, b0, b1, unpaired<__half>);",
+        "float exp2_fast": """
+            const float y = std::exp2(x); return std::fpclassify(y) == FP_SUBNORMAL ? 0.f : y;""",
+        "float reciprocal(": "return 1.f / x;",
+    },
+    "tile/shared.h": {
+        "uint32_t shared_address": "return static_cast<uint32_t>(reinterpret_cast<uint64_t>(pointer));",
+        "void copy_async(": "emulated::start_copy(to, valid ? from : nullptr, 16);",
+        "void copy_async_8(": "emulated::start_copy(to, valid ? from : nullptr, 8);",
+        "void copy_async_4(": "emulated::start_copy(to, valid ? from : nullptr, 4);",
+        "void commit_copies": "emulated::close_group();",
+        "void wait_copies": "emulated::finish_groups(Pending);",
+        "void prefetch(": "",
+        "void barrier_wait(": "emulated::wait_at(id, threads);",
+        "void init_barrier(": "emulated::phases(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0};",
+        "void arrive(": "emulated::arrive(barrier);",
+        "void arrive_once(": "__syncwarp(); if (emulated::lane() == 0) emulated::arrive(barrier);",
+        "void arrive_after_copies(": """
+            emulated::close_group(); emulated::finish_groups(0); emulated::arrive(barrier);""",
+        "void wait(": "while ((emulated::phases(barrier).phase & 1) == parity) emulated::yield();",
+    },
+    "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
+    "tile/pack.h": {},
+    "tile/launch.h": {
+        "cudaError_t allow_shared(": "return cudaSuccess;",
+        "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
+    },
+    "trellis/maps.cuh": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
+}
+BEFORE_PAIRS = "// Two neighbouring elements as one register"
+PAIR = """
+template <class T>
+inline uint32_t emulated_pair(T low, T high) {
+  const T both[2] = {low, high};
+  uint32_t pair;
+  memcpy(&pair, both, sizeof pair);
+  return pair;
+}
+"""
+
+
+def with_body(source: str, signature: str, body: str) -> str:
+    """The source, in which the function's definition has this body."""
+    begin = source.index("{", source.index(signature))
+    depth, end = 0, begin
+    while depth or end == begin:
+        depth += {"{": 1, "}": -1}.get(source[end], 0)
+        end += 1
+    return f"{source[:begin]}{{ {body} }}{source[end:]}"
+
+
+def rewritten(file: str) -> str:
+    source = (KERNELS / file).read_text()
+    for signature, body in BODIES.get(file, {}).items():
+        source = with_body(source, signature, body)
+    if file == "tile/matrix.h":
+        source = source.replace(BEFORE_PAIRS, PAIR + BEFORE_PAIRS)
+    source = source.replace(
+        "__ushort_as_half(static_cast<unsigned short>(raw.bits))",
+        "[&] { uint16_t bits = raw.bits; __half half; memcpy(&half, &bits, 2); return half; }()",
+    )
+    source = re.sub(
+        r"extern __shared__ \w+\(\d+\) (unsigned char|float) shared\[\];",
+        r"\1* const shared = reinterpret_cast<\1*>(emulated::shared);",
+        source,
+    )
+    source = re.sub(
+        r"([\w<>, ]+?)\s*<<<(.*?),\s*([^,]*?),\s*(.*?),\s*stream>>>\(p\);",
+        r"emulated::launch([=] { \1(p); }, \2, \3, \4);",
+        source,
+        flags=re.DOTALL,
+    )
+    source = source.replace("cudaGetLastError()", "cudaSuccess")
+    return source.replace("#pragma once\n", '#pragma once\n#include "emulator.h"\n', 1)
+
+
+def write(folder: Path, operator: str) -> None:
+    """An operator's kernels and what they include of tile."""
+    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*.*h"))]
+    for file in sorted(set(files)):
+        if file.startswith(("tile/", f"{operator}/")):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(rewritten(file))

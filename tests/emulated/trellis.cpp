@@ -1,0 +1,129 @@
+// Trellis' kernels on the emulator, for test_emulated_trellis.py, which fills a Call.
+#include "trellis/columns.cuh"
+#include "trellis/output.cuh"
+#include "trellis/reverse.cuh"
+#include "trellis/rows.cuh"
+#include "trellis/scan.cuh"
+
+using namespace girih::kernels;
+using Element = __nv_bfloat16;
+
+struct Array {
+  void* data;
+  int dtype;
+  int64_t stride[4];
+};
+
+struct Call {
+  int64_t batch, tokens, sequences;
+  const void* cu_seqlens;
+  int64_t chunk;
+  const int64_t* position;
+  int64_t heads, D, V, M, slots, silu, norm, f_silu, f_norm;
+  Array q, x[2], a, gamma, g, first[2], initial[2];
+  Array last_first[2], last[2];
+  int64_t* last_position;
+  void* memories[2];
+  Array u[2], z[2], fit[2], o;
+  Array dout, dq, l[2], direct[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], jdu[2], dz[2];
+  void* gradients[2];
+  Array dx[2], da, dgamma, dg;
+};
+
+namespace {
+
+template <template <int> class Kind, int Rank>
+Kind<Rank> as(const Array& array) {
+  Kind<Rank> result;
+  result.data = array.data;
+  result.dtype = static_cast<DType>(array.dtype);
+  std::copy(array.stride, array.stride + Rank, result.stride);
+  return result;
+}
+template <int Rank>
+In<Rank> in(const Array& array) {
+  return as<In, Rank>(array);
+}
+template <int Rank>
+Out<Rank> out(const Array& array) {
+  return as<Out, Rank>(array);
+}
+
+TrellisShape shape_of(const Call& c) {
+  TrellisShape shape{};
+  shape.grid = {
+      {c.batch, c.tokens, c.sequences, c.cu_seqlens, true, false}, static_cast<int>(c.chunk), c.position};
+  shape.heads = static_cast<int>(c.heads);
+  shape.D = static_cast<int>(c.D), shape.V = static_cast<int>(c.V);
+  shape.M = static_cast<int>(c.M), shape.slots = static_cast<int>(c.slots);
+  shape.dtype = DType::bf16;
+  shape.phi = {c.silu != 0, static_cast<Norm>(c.norm)};
+  shape.f = {c.f_silu != 0, static_cast<Norm>(c.f_norm)};
+  return shape;
+}
+
+void must(cudaError_t error) {
+  if (error != cudaSuccess) emulated::fail("a launch is refused");
+}
+
+template <int Tile>
+void forward(const Call& c) {
+  TrellisScan scan{};
+  TrellisOutput output{};
+  scan.shape = output.shape = shape_of(c);
+  scan.gamma = output.gamma = in<3>(c.gamma), scan.g = output.g = in<3>(c.g);
+  scan.a = in<4>(c.a), scan.last_position = c.last_position;
+  output.q = in<4>(c.q), output.o = out<4>(c.o);
+  for (int m = 0; m < 2; ++m) {
+    scan.x[m] = output.x[m] = in<4>(c.x[m]);
+    scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
+    scan.last_first[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
+    scan.memories[m] = c.memories[m], output.memories[m] = c.memories[m];
+    scan.u[m] = out<4>(c.u[m]), scan.z[m] = out<4>(c.z[m]), scan.fit[m] = out<4>(c.fit[m]);
+    output.u[m] = in<4>(c.u[m]);
+  }
+  must(launch_trellis_scan<Element, Tile>(scan, nullptr));
+  must(launch_trellis_output<Element, Tile>(output, nullptr));
+}
+
+template <int Tile>
+void backward(const Call& c) {
+  TrellisRows rows{};
+  TrellisReverse reverse{};
+  TrellisColumns columns{};
+  rows.shape = reverse.shape = columns.shape = shape_of(c);
+  rows.gamma = reverse.gamma = columns.gamma = in<3>(c.gamma);
+  rows.g = reverse.g = columns.g = in<3>(c.g);
+  rows.q = in<4>(c.q), rows.dout = in<4>(c.dout), rows.dq = out<4>(c.dq);
+  reverse.a = in<4>(c.a);
+  columns.da = out<4>(c.da), columns.dgamma = out<3>(c.dgamma), columns.dg = out<3>(c.dg);
+  for (int m = 0; m < 2; ++m) {
+    rows.x[m] = reverse.x[m] = columns.x[m] = in<4>(c.x[m]);
+    rows.u[m] = columns.u[m] = in<4>(c.u[m]);
+    rows.memories[m] = columns.memories[m] = c.memories[m];
+    rows.l[m] = out<4>(c.l[m]), rows.direct[m] = out<4>(c.direct[m]);
+    reverse.w[m] = columns.w[m] = in<4>(m == 0 ? c.q : c.dout);
+    reverse.l[m] = columns.l[m] = in<4>(c.l[m]);
+    reverse.z[m] = in<4>(c.z[m]), reverse.fit[m] = in<4>(c.fit[m]), reverse.direct[m] = in<4>(c.direct[m]);
+    reverse.dlast_first[m] = in<4>(c.dlast_first[m]), reverse.dlast[m] = in<4>(c.dlast[m]);
+    reverse.dfirst[m] = out<4>(c.dfirst[m]), reverse.dinitial[m] = out<4>(c.dinitial[m]);
+    reverse.jdu[m] = out<4>(c.jdu[m]), reverse.dz[m] = out<4>(c.dz[m]);
+    reverse.gradients[m] = c.gradients[m], columns.gradients[m] = c.gradients[m];
+    columns.first[m] = in<4>(c.first[m]);
+    columns.jdu[m] = in<4>(c.jdu[m]), columns.dz[m] = in<4>(c.dz[m]), columns.dx[m] = out<4>(c.dx[m]);
+  }
+  must(launch_trellis_rows<Element, Tile>(rows, nullptr));
+  must(launch_trellis_reverse<Element, Tile>(reverse, nullptr));
+  must(launch_trellis_columns<Element, Tile>(columns, nullptr));
+}
+
+}  // namespace
+
+extern "C" int64_t chunks(const Call* c) { return chunk_count(shape_of(*c).grid); }
+extern "C" void run(const Call* c) {
+  if (std::max({c->D, c->V, c->M}) <= 64) {
+    forward<64>(*c), backward<64>(*c);
+  } else {
+    forward<128>(*c), backward<128>(*c);
+  }
+}

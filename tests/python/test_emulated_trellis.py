@@ -1,0 +1,295 @@
+"""The kernels of trellis as they stand, on the CPU (tests/emulated): forward and every gradient."""
+
+import ctypes
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+import recurrences
+import torch
+import torch.nn.functional as F
+
+EMULATED = Path(__file__).parents[1] / "emulated"
+spec = importlib.util.spec_from_file_location("rewrite", EMULATED / "rewrite.py")
+rewrite = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rewrite)
+
+HEADERS = [p for p in (Path(torch.__file__).parents[1] / "nvidia").glob("*/include/cuda_bf16.h")]
+HEADERS += list(Path("/usr/local/cuda/include").glob("cuda_bf16.h"))
+pytestmark = pytest.mark.skipif(not HEADERS, reason="needs the headers of CUDA")
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+# silu, and the norm's place in the kernels' enum
+MAPS = {
+    "identity": (0, 0),
+    "silu": (1, 0),
+    "l2norm": (0, 1),
+    "layer_norm": (0, 2),
+    "l2_silu": (1, 1),
+    "ln_silu": (1, 2),
+    "softmax": (0, 3),
+}
+
+
+class Array(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int), ("stride", ctypes.c_int64 * 4)]
+
+    @classmethod
+    def of(cls, x):
+        if x is None:
+            return cls()
+        stride = (ctypes.c_int64 * 4)(*x.stride(), *[0] * (4 - x.dim()))
+        return cls(x.data_ptr(), DTYPES[x.dtype], stride)
+
+
+def fields():
+    """Of a Call in trellis.cpp: kind of a field, names."""
+    number, pointer, pair = ctypes.c_int64, ctypes.c_void_p, Array * 2
+    return [
+        (number, "batch tokens sequences"),
+        (pointer, "cu_seqlens"),
+        (number, "chunk"),
+        (pointer, "position"),
+        (number, "heads D V M slots silu norm f_silu f_norm"),
+        (Array, "q"),
+        (pair, "x"),
+        (Array, "a gamma g"),
+        (pair, "first initial last_first last"),
+        (pointer, "last_position"),
+        (pointer * 2, "memories"),
+        (pair, "u z fit"),
+        (Array, "o dout dq"),
+        (pair, "l direct dlast_first dlast dfirst dinitial jdu dz"),
+        (pointer * 2, "gradients"),
+        (pair, "dx"),
+        (Array, "da dgamma dg"),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [(name, kind) for kind, names in fields() for name in names.split()]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulated")
+    rewrite.write(folder, "trellis")
+    paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
+    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{path}" for path in paths)]
+    library = folder / "trellis.so"
+    subprocess.run([*command, str(EMULATED / "trellis.cpp"), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.chunks.restype = ctypes.c_int64
+    return loaded
+
+
+def eights(n):
+    return (n + 7) // 8 * 8
+
+
+def rows(*shape, of=None):
+    """[..., width] in bf16, in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
+    padded = torch.full([*shape[:-1], eights(shape[-1]) + 8], torch.nan, dtype=torch.bfloat16)
+    view = padded[..., : eights(shape[-1])]
+    if of is not None:
+        view.zero_()[..., : shape[-1]] = of
+    return view
+
+
+class Run:
+    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64."""
+
+    def __init__(
+        self,
+        kernels,
+        chunk,
+        lengths,
+        *,
+        position=None,
+        D=64,
+        V=64,
+        M=64,
+        H=1,
+        gates=0.1,
+        packed=False,
+        phi="ln_silu",
+        f="ln_silu",
+    ):
+        generator = torch.Generator().manual_seed(chunk + sum(lengths))
+        N, widths = len(lengths), (D, V)
+        B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator)
+
+        def unit(x):
+            return F.normalize(x, dim=-1) if phi in ("identity", "silu") else x
+
+        def state(memory, scale=1.0):
+            padded = torch.zeros(N, H, M, eights(widths[memory]))
+            padded[..., : widths[memory]] = scale * normal(N, H, M, widths[memory])
+            return padded
+
+        def unwritten(*shape):
+            return torch.full(shape, torch.nan)
+
+        def both(make):
+            return [make(0), make(1)]
+
+        position = None if position is None else torch.tensor(position)
+        one = {
+            name: rows(B, T, H, n, of=x)
+            for name, n, x in (
+                ("q", D, normal(B, T, H, D)),
+                ("a", M, normal(B, T, H, M)),
+                ("dout", V, normal(B, T, H, V)),
+            )
+        }
+        one["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
+        one["g"] = None if gates is None else -gates * torch.rand(B, T, H, generator=generator)
+        one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D), "da": rows(B, T, H, M)}
+        one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
+        x = [rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
+        initial = both(lambda m: state(m, widths[m] ** -0.5))
+        first = [None, None]
+        if position is not None:
+            begins = (position == 0)[:, None, None, None]
+            first = both(lambda m: torch.where(begins, initial[m], state(m, widths[m] ** -0.5)))
+        two = {"x": x, "initial": initial, "first": first}
+        two |= {name: both(lambda m: state(m)) for name in ("dlast_first", "dlast")}
+        two |= {
+            name: both(lambda m: unwritten(*initial[m].shape)) for name in ("last_first", "last", "dinitial")
+        }
+        two["dfirst"] = [None, None] if position is None else both(lambda m: unwritten(*initial[m].shape))
+        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "direct", "jdu", "dz")}
+        two |= {"fit": both(lambda m: unwritten(B, T, H, 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
+
+        starts = [sum(lengths[:i]) for i in range(N)]
+        cu_seqlens = torch.tensor([*starts, sum(lengths)])
+        last_position = torch.zeros(N, dtype=torch.int64)
+        call = Call(
+            batch=B,
+            tokens=T,
+            sequences=N,
+            chunk=chunk,
+            heads=H,
+            D=eights(D),
+            V=eights(V),
+            M=eights(M),
+            slots=M,
+        )
+        call.silu, call.norm = MAPS[phi]
+        call.f_silu, call.f_norm = MAPS[f]
+        call.cu_seqlens = cu_seqlens.data_ptr() if packed else None
+        call.position = None if position is None else position.data_ptr()
+        call.last_position = last_position.data_ptr()
+        for name, tensor in one.items():
+            setattr(call, name, Array.of(tensor))
+        for name, pair in two.items():
+            setattr(call, name, (Array * 2)(*map(Array.of, pair)))
+        chunks = kernels.chunks(ctypes.byref(call))
+        kept = {
+            name: both(
+                lambda m: torch.full(
+                    (chunks, H, eights(M), eights(widths[m])), torch.nan, dtype=torch.bfloat16
+                )
+            )
+            for name in ("memories", "gradients")
+        }
+        for name, pair in kept.items():
+            setattr(call, name, (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in pair)))
+        kernels.run(ctypes.byref(call))
+
+        def wide(tensor, width):
+            return tensor[..., :width].double()
+
+        leaves = {"q": wide(one["q"], D), "k": wide(x[0], D), "v": wide(x[1], V), "a": wide(one["a"], M)}
+        leaves["gamma"] = one["gamma"].double()
+        if gates is not None:
+            leaves["g"] = one["g"].double()
+        leaves |= {"state_k": wide(initial[0], D), "state_v": wide(initial[1], V)}
+        if position is not None:
+            leaves |= {"state_first_k": wide(first[0], D), "state_first_v": wide(first[1], V)}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        total, o, finals = 0.0, [], []
+        for n in range(N):
+            row, low = (0, starts[n]) if packed else (n, 0)
+            part = {
+                m: leaf[row : row + 1, low : low + lengths[n]]
+                for m, leaf in leaves.items()
+                if "state" not in m
+            }
+            own = {m.removeprefix("state_"): leaf[n : n + 1] for m, leaf in leaves.items() if "state" in m}
+            start = (own["k"], own["v"])
+            if position is not None:
+                start = (own["first_k"], own["k"], own["first_v"], own["v"], position[n : n + 1])
+            out, final = recurrences.trellis(**part, chunk=chunk, phi=phi, f=f, state=start)
+            total = total + (out * wide(one["dout"], V)[row : row + 1, low : low + lengths[n]]).sum()
+            for i, name in enumerate(("dlast_first", "dlast")):
+                for m in (0, 1):
+                    total = total + (final[2 * m + i] * wide(two[name][m], widths[m])[n : n + 1]).sum()
+            o.append(out.detach())
+            finals.append(final)
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+
+        tokens = slice(0, sum(lengths) if packed else T)
+        self.want = {"o": torch.cat(o, 1 if packed else 0)}
+        self.want |= {
+            f"d{name}": x[:, tokens] if "state" not in name else x
+            for name, x in zip(leaves, found, strict=True)
+        }
+        got = {"o": (one["o"], V), "dq": (one["dq"], D), "dk": (two["dx"][0], D), "dv": (two["dx"][1], V)}
+        got |= {"da": (one["da"], M), "dgamma": (one["dgamma"], T), "dg": (one["dg"], T)}
+        self.got = {
+            name: (x[..., :width] if x.dim() == 4 else x)[:, tokens]
+            for name, (x, width) in got.items()
+            if x is not None
+        }
+        for m, name in enumerate("kv"):
+            self.got[f"dstate_{name}"] = two["dinitial"][m][..., : widths[m]]
+            if position is not None:
+                self.got[f"dstate_first_{name}"] = two["dfirst"][m][..., : widths[m]]
+            for i, kind in enumerate(("last_first", "last")):
+                self.got[f"{kind}_{name}"] = two[kind][m][..., : widths[m]]
+                self.want[f"{kind}_{name}"] = torch.cat([final[2 * m + i].detach() for final in finals])
+        begun = [0] * N if position is None else position.tolist()
+        assert last_position.tolist() == [(b + n) % chunk for b, n in zip(begun, lengths, strict=True)]
+
+    def check(self):
+        """In bf16, with errors that add up over the chunks of a short sequence."""
+        assert self.got.keys() == self.want.keys()
+        for name, want in self.want.items():
+            error = (self.got[name].double() - want).norm() / want.norm().clamp_min(1e-9)
+            assert error < 0.02, f"{name}: off by {error:.1%}"
+
+
+@pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])
+@pytest.mark.parametrize("phi", MAPS)
+def test_every_map(kernels, phi, f):
+    Run(kernels, 16, [21], position=[3], D=20, V=24, M=40, gates=0.2, phi=phi, f=f).check()
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 33])
+def test_every_length(kernels, T):
+    Run(kernels, 16, [T], position=[5]).check()
+
+
+@pytest.mark.parametrize("chunk", [8, 17, 32, 48, 63, 64])
+def test_every_chunk(kernels, chunk):
+    Run(kernels, chunk, [70], position=[chunk // 2], gates=0.05).check()
+
+
+@pytest.mark.parametrize("chunk, D, V, M", [(16, 128, 128, 128), (32, 72, 64, 20), (64, 64, 128, 100)])
+def test_wide_memories(kernels, chunk, D, V, M):
+    Run(kernels, chunk, [40], D=D, V=V, M=M, H=2, gates=None).check()
+
+
+def test_packed_sequences(kernels):
+    Run(kernels, 16, [20, 3, 16, 7, 0], position=[7, 5, 1, 9, 3], D=24, V=40, M=17, H=2, packed=True).check()
+    Run(kernels, 33, [50, 0, 10], packed=True).check()
+
+
+def test_gates_that_close(kernels):
+    Run(kernels, 16, [40], gates=20.0, phi="silu", f="silu").check()
