@@ -1,25 +1,15 @@
 """The kernels of trellis as they stand, on the CPU (tests/emulated): forward and every gradient."""
 
 import ctypes
-import importlib.util
-import subprocess
-from pathlib import Path
 
 import pytest
 import recurrences
 import torch
 import torch.nn.functional as F
+from emulated import Array, assert_close, compiled, eights, needs_headers, rows
 
-EMULATED = Path(__file__).parents[1] / "emulated"
-spec = importlib.util.spec_from_file_location("rewrite", EMULATED / "rewrite.py")
-rewrite = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rewrite)
+pytestmark = needs_headers
 
-HEADERS = [p for p in (Path(torch.__file__).parents[1] / "nvidia").glob("*/include/cuda_bf16.h")]
-HEADERS += list(Path("/usr/local/cuda/include").glob("cuda_bf16.h"))
-pytestmark = pytest.mark.skipif(not HEADERS, reason="needs the headers of CUDA")
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 2}
 # silu, and the norm's place in the kernels' enum
 MAPS = {
     "identity": (0, 0),
@@ -30,17 +20,6 @@ MAPS = {
     "ln_silu": (1, 2),
     "softmax": (0, 3),
 }
-
-
-class Array(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int), ("stride", ctypes.c_int64 * 4)]
-
-    @classmethod
-    def of(cls, x):
-        if x is None:
-            return cls()
-        stride = (ctypes.c_int64 * 4)(*x.stride(), *[0] * (4 - x.dim()))
-        return cls(x.data_ptr(), DTYPES[x.dtype], stride)
 
 
 def fields():
@@ -73,28 +52,7 @@ class Call(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emulated")
-    rewrite.write(folder, "trellis")
-    paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{path}" for path in paths)]
-    library = folder / "trellis.so"
-    subprocess.run([*command, str(EMULATED / "trellis.cpp"), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.chunks.restype = ctypes.c_int64
-    return loaded
-
-
-def eights(n):
-    return (n + 7) // 8 * 8
-
-
-def rows(*shape, of=None):
-    """[..., width] in bf16, in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
-    padded = torch.full([*shape[:-1], eights(shape[-1]) + 8], torch.nan, dtype=torch.bfloat16)
-    view = padded[..., : eights(shape[-1])]
-    if of is not None:
-        view.zero_()[..., : shape[-1]] = of
-    return view
+    return compiled(tmp_path_factory.mktemp("emulated"), "trellis")
 
 
 class Run:
@@ -258,11 +216,7 @@ class Run:
         assert last_position.tolist() == [(b + n) % chunk for b, n in zip(begun, lengths, strict=True)]
 
     def check(self):
-        """In bf16, with errors that add up over the chunks of a short sequence."""
-        assert self.got.keys() == self.want.keys()
-        for name, want in self.want.items():
-            error = (self.got[name].double() - want).norm() / want.norm().clamp_min(1e-9)
-            assert error < 0.02, f"{name}: off by {error:.1%}"
+        assert_close(self.got, self.want)
 
 
 @pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])

@@ -1,0 +1,64 @@
+"""Kernels' sources compiled for the CPU (tests/emulated), and tensors handed to them."""
+
+import ctypes
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+EMULATED = Path(__file__).parents[1] / "emulated"
+spec = importlib.util.spec_from_file_location("rewrite", EMULATED / "rewrite.py")
+rewrite = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rewrite)
+
+HEADERS = [p for p in (Path(torch.__file__).parents[1] / "nvidia").glob("*/include/cuda_bf16.h")]
+HEADERS += list(Path("/usr/local/cuda/include").glob("cuda_bf16.h"))
+needs_headers = pytest.mark.skipif(not HEADERS, reason="needs the headers of CUDA")
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+
+
+class Array(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int), ("stride", ctypes.c_int64 * 4)]
+
+    @classmethod
+    def of(cls, x):
+        if x is None:
+            return cls()
+        stride = (ctypes.c_int64 * 4)(*x.stride(), *[0] * (4 - x.dim()))
+        return cls(x.data_ptr(), DTYPES[x.dtype], stride)
+
+
+def compiled(folder, operator):
+    """The operator's kernels as a library."""
+    rewrite.write(folder, operator)
+    paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
+    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{path}" for path in paths)]
+    library = folder / f"{operator}.so"
+    subprocess.run([*command, str(EMULATED / f"{operator}.cpp"), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.chunks.restype = ctypes.c_int64
+    return loaded
+
+
+def eights(n):
+    return (n + 7) // 8 * 8
+
+
+def rows(*shape, of=None):
+    """[..., width] in bf16, in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
+    padded = torch.full([*shape[:-1], eights(shape[-1]) + 8], torch.nan, dtype=torch.bfloat16)
+    view = padded[..., : eights(shape[-1])]
+    if of is not None:
+        view.zero_()[..., : shape[-1]] = of
+    return view
+
+
+def assert_close(got, want):
+    """In bf16, with errors that add up over the chunks of a short sequence."""
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        error = (got[name].double() - expected).norm() / expected.norm().clamp_min(1e-9)
+        assert error < 0.02, f"{name}: off by {error:.1%}"
