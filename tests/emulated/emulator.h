@@ -3,7 +3,7 @@
 // that are under way arrive no sooner than somebody waits for them; shared memory begins full of NaN.
 //
 // rewrite.py puts this in the place of the instructions in kernels/tile. It knows no speed, no second block
-// at the same time, and of races those that a turn of warps brings out.
+// at the same time but those of a cluster, and of races those that a turn of warps brings out.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,9 +44,11 @@ struct Copy {
   int bytes;
 };
 
+struct Block;
 struct Fiber {
   ucontext_t context;
   char* stack;
+  Block* block;
   unsigned thread;
   bool done;
   unsigned exchanges;                     // that it has taken part in with its warp
@@ -65,23 +67,36 @@ struct Barrier {
   unsigned phase;
 };
 
+struct Block {
+  unsigned number;
+  unsigned char* shared = nullptr;
+  std::vector<Warp> warps;
+  Barrier barriers[16];
+  std::vector<Fiber*> fibers;  // as many as any block had
+};
+
+// What one block of a cluster sends to another.
+struct Parcel {
+  unsigned char *to, *from;
+  int bytes;
+  uint64_t* barrier;
+};
+
 inline ucontext_t scheduler;
-inline std::vector<Fiber*> fibers;
+inline Block cluster[2];
+inline int cluster_size, threads;
+inline Barrier cluster_barrier;
 inline Fiber* current;
-inline unsigned block;
-inline int threads;
-inline unsigned char* shared;
 inline std::function<void()> kernel;
 inline std::mt19937 random_turns(1);
-inline std::vector<Warp> warps;
-inline Barrier barriers[16];
+inline std::vector<Parcel> parcels;  // on their way, oldest first
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 inline int lane() { return static_cast<int>(current->thread & 31); }
 
 // Every lane leaves n words and gets the table of all.
 inline uint64_t (*exchange(const uint64_t* words, int n))[8] {
-  Warp& warp = warps[current->thread / 32];
+  Warp& warp = current->block->warps[current->thread / 32];
   const unsigned number = current->exchanges++, which = number & 1;
   for (int i = 0; i < n; ++i) warp.table[which][lane()][i] = words[i];
   if (++warp.arrived[which] == 32) warp.arrived[which] = 0, warp.finished = number + 1;
@@ -99,8 +114,7 @@ T from_lane(T x, int source) {
   return result;
 }
 
-inline void wait_at(int id, int arrivals) {
-  Barrier& barrier = barriers[id];
+inline void wait_at(Barrier& barrier, int arrivals) {
   const unsigned phase = barrier.phase;
   if (++barrier.arrived == arrivals) {
     barrier.arrived = 0, ++barrier.phase;
@@ -108,6 +122,8 @@ inline void wait_at(int id, int arrivals) {
     while (barrier.phase == phase) yield();
   }
 }
+
+inline void wait_at(int id, int arrivals) { wait_at(current->block->barriers[id], arrivals); }
 
 inline void start_copy(uint32_t to, const void* from, int bytes) {
   if (from != nullptr && reinterpret_cast<uint64_t>(from) % bytes != 0)
@@ -145,52 +161,81 @@ inline void run_fiber() {
   yield();
 }
 
-inline void run_block(unsigned number, int threads_, int bytes) {
-  if (shared == nullptr) {  // below 4 GiB: addresses have 32 bits
-    shared = static_cast<unsigned char*>(
+// Where another block of the cluster has what the block has here.
+inline unsigned char* far(const void* here, int rank) {
+  return cluster[rank].shared + (static_cast<const unsigned char*>(here) - current->block->shared);
+}
+inline void send(const void* from, int bytes, const uint64_t* barrier, int rank) {
+  if (reinterpret_cast<uint64_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a parcel is not aligned");
+  parcels.push_back({far(from, rank), const_cast<unsigned char*>(static_cast<const unsigned char*>(from)),
+                     bytes, reinterpret_cast<uint64_t*>(far(barrier, rank))});
+}
+inline void deliver() {
+  const Parcel parcel = parcels.front();
+  parcels.erase(parcels.begin());
+  std::memcpy(parcel.to, parcel.from, parcel.bytes);
+  arrive(parcel.barrier);
+}
+
+inline void begin(Block& block, unsigned number) {
+  if (block.shared == nullptr) {  // below 4 GiB: addresses have 32 bits
+    block.shared = static_cast<unsigned char*>(
         mmap(nullptr, kSharedRoom, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0));
   }
-  if (bytes > kSharedBytes) fail("a block asks for more shared memory than there is");
-  std::memset(shared, 0xff, kSharedRoom);  // NaN
-  block = number, threads = threads_;
-  warps.assign(threads / 32, Warp{});
-  std::fill(std::begin(barriers), std::end(barriers), Barrier{});
-  while (fibers.size() < static_cast<size_t>(threads)) {
-    fibers.push_back(new Fiber{});
-    fibers.back()->stack = static_cast<char*>(std::malloc(kStackBytes));
+  std::memset(block.shared, 0xff, kSharedRoom);  // NaN
+  block.number = number;
+  block.warps.assign(threads / 32, Warp{});
+  std::fill(std::begin(block.barriers), std::end(block.barriers), Barrier{});
+  while (block.fibers.size() < static_cast<size_t>(threads)) {
+    block.fibers.push_back(new Fiber{});
+    block.fibers.back()->stack = static_cast<char*>(std::malloc(kStackBytes));
   }
   for (int i = 0; i < threads; ++i) {
-    Fiber& fiber = *fibers[i];
-    fiber.thread = i, fiber.done = false, fiber.exchanges = 0;
+    Fiber& fiber = *block.fibers[i];
+    fiber.block = &block, fiber.thread = i, fiber.done = false, fiber.exchanges = 0;
     fiber.open.clear(), fiber.groups.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack = {fiber.stack, 0, kStackBytes};
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
   }
+}
+
+// Blocks number * cluster_size and on.
+inline void run_cluster(unsigned number, int bytes) {
+  if (bytes > kSharedBytes) fail("a block asks for more shared memory than there is");
+  cluster_barrier = {};
+  for (int i = 0; i < cluster_size; ++i) begin(cluster[i], number * cluster_size + i);
   for (long turns = 0;; ++turns) {
-    std::vector<int> running;
-    for (int w = 0; w < threads / 32; ++w) {
-      const auto first = fibers.begin() + 32 * w;
-      if (!std::all_of(first, first + 32, [](const Fiber* f) { return f->done; })) running.push_back(w);
+    std::vector<Fiber**> running;  // warps, by their first lane
+    for (int i = 0; i < cluster_size; ++i) {
+      for (int w = 0; w < threads / 32; ++w) {
+        Fiber** first = &cluster[i].fibers[32 * w];
+        if (!std::all_of(first, first + 32, [](const Fiber* f) { return f->done; })) running.push_back(first);
+      }
     }
     if (running.empty()) break;
     if (turns > 20'000'000) fail("a block hangs");
-    const int warp = running[random_turns() % running.size()];
+    if (!parcels.empty() && random_turns() % 8 == 0) deliver();
+    Fiber** warp = running[random_turns() % running.size()];
     for (int l = 0; l < 32; ++l) {
-      current = fibers[32 * warp + l];
+      current = warp[l];
       if (!current->done) swapcontext(&scheduler, &current->context);
     }
   }
-  for (int i = bytes; i < kSharedRoom; ++i) {
-    if (shared[i] != 0xff) fail("a block writes beyond its shared memory");
+  if (!parcels.empty()) fail("a block has ended before what it was sent");
+  for (int i = 0; i < cluster_size; ++i) {
+    for (int at = bytes; at < kSharedRoom; ++at) {
+      if (cluster[i].shared[at] != 0xff) fail("a block writes beyond its shared memory");
+    }
   }
 }
 
 template <class F>
-void launch(const F& f, unsigned blocks, int threads_, int bytes) {
-  kernel = f;
-  for (unsigned b = 0; b < blocks; ++b) run_block(b, threads_, bytes);
+void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_size_ = 1) {
+  kernel = f, threads = threads_, cluster_size = cluster_size_;
+  if (blocks % cluster_size != 0) fail("a cluster is not complete");
+  for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
 
 // Products of 16-bit elements by their place in the lanes' registers (tile/matrix.h), summed in fp64.
@@ -253,7 +298,7 @@ struct Index {
 #define threadIdx \
   emulated::Index { emulated::current->thread }
 #define blockIdx \
-  emulated::Index { emulated::block }
+  emulated::Index { emulated::current->block->number }
 
 inline void __syncthreads() { emulated::wait_at(0, emulated::threads); }
 inline void __syncwarp(unsigned = ~0u) {

@@ -39,11 +39,24 @@ BODIES = {
             emulated::close_group(); emulated::finish_groups(0); emulated::arrive(barrier);""",
         "void wait(": "while ((emulated::phases(barrier).phase & 1) == parity) emulated::yield();",
     },
+    "tile/cluster.h": {
+        "int cluster_rank(": "return static_cast<int>(emulated::current->block->number % 2);",
+        "void cluster_wait(": """
+            emulated::wait_at(emulated::cluster_barrier, emulated::cluster_size * emulated::threads);""",
+        "void publish_barriers(": "",
+        "uint32_t far_address(": """
+            return static_cast<uint32_t>(reinterpret_cast<uint64_t>(emulated::far(here, rank)));""",
+        "void arrive_far(": """
+            __syncwarp();
+            if (emulated::lane() == 0) emulated::arrive((uint64_t*)emulated::far(barrier, rank));""",
+        "void send(": "emulated::send(from, bytes, barrier, rank);",
+    },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
+        "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
     },
     "trellis/maps.cuh": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
 }
@@ -73,6 +86,8 @@ def rewritten(file: str) -> str:
     source = (KERNELS / file).read_text()
     for signature, body in BODIES.get(file, {}).items():
         source = with_body(source, signature, body)
+    if file == "tile/cluster.h":
+        source = source.replace("#if __CUDA_ARCH__ >= 900", "#if true")
     if file == "tile/matrix.h":
         source = source.replace(BEFORE_PAIRS, PAIR + BEFORE_PAIRS)
     source = source.replace(
@@ -81,7 +96,7 @@ def rewritten(file: str) -> str:
     )
     source = re.sub(
         r"extern __shared__ \w+\(\d+\) (unsigned char|float) shared\[\];",
-        r"\1* const shared = reinterpret_cast<\1*>(emulated::shared);",
+        r"\1* const shared = reinterpret_cast<\1*>(emulated::current->block->shared);",
         source,
     )
     source = re.sub(
