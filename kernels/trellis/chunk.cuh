@@ -1,12 +1,8 @@
 // Chunks that a block has beside each other, as those kernels read them that take every chunk by itself: a
 // warp has a tile of 16 tokens, and of both memories what reads of them need.
-//
-// With weights E_ti = e^{L_t - L_i}, i <= t in the chunk, the reads of a memory A and their transposes are
-//     A_t w_t     = e^{L_t} (w_t A^T) - sum over i <= t of E_ti gamma_i (w_t.x_i) u_i       [M]
-//     A_t^T l_t   = e^{L_t} (l_t A)   - sum over i <= t of E_ti gamma_i (l_t.u_i) x_i       [X]
 #pragma once
 
-#include "trellis/memory.cuh"
+#include "trellis/reads.cuh"
 
 namespace girih::kernels {
 
@@ -140,45 +136,18 @@ struct TrellisChunk {
     return {values[tile * kTile + lane_row()], values[tile * kTile + lane_row() + 8]};
   }
 
-  // L of the warp's rows.
-  struct Through {
-    float2 sum, lost;
-  };
-  __device__ Through own_through() const { return {of_rows(through), of_rows(lost)}; }
-
-  // -E_ti gamma_i, t of the warp's tile and i of tile j at or before it.
-  __device__ void weigh_earlier(Sums<2>& s, int j, const Through& L) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = j * kTile + 8 * n + lane_col() + (e & 1), t = tile * kTile + lane_row() + (e >> 1) * 8;
-        const float between =
-            (e < 2 ? L.sum.x : L.sum.y) - through[i] + ((e < 2 ? L.lost.x : L.lost.y) - lost[i]);
-        s.at[n][e] = i <= t ? s.at[n][e] * -gamma[i] * exp2_fast(between) : 0.f;
-      }
-    }
+  __device__ TileGates gates_of(int j) const {
+    return {through + j * kTile, lost + j * kTile, gamma + j * kTile};
   }
-  // E_ti, i of the warp's tile and t of tile j at or after it, t < the chunk's length.
-  __device__ void weigh_later(Sums<2>& s, int j, const Through& L) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int t = j * kTile + 8 * n + lane_col() + (e & 1), i = tile * kTile + lane_row() + (e >> 1) * 8;
-        const float between =
-            through[t] - (e < 2 ? L.sum.x : L.sum.y) + (lost[t] - (e < 2 ? L.lost.x : L.lost.y));
-        s.at[n][e] = i <= t && t < chunk.length ? s.at[n][e] * exp2_fast(between) : 0.f;
-      }
-    }
-  }
+  __device__ Through own_through() const { return Through(gates_of(tile)); }
+  // Tokens of tile j.
+  __device__ int rows_in(int j) const { return min(chunk.length - j * kTile, kTile); }
 
   // ---- reads -------------------------------------------------------------------------------------------
 
   // The warp's tile of a tensor as a left factor.
   __device__ void left(Operand<K>& a, int which) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k) load_block(a.at[k], own(which), 0, 16 * k);
+    load_left(a, own(which));
   }
   // The same as fp32.
   __device__ void wide(Sums<N>& x, int which) const {
@@ -194,20 +163,6 @@ struct TrellisChunk {
     }
   }
 
-  // sum over tiles j of weigh(a xs_j^T) ys_j
-  template <class Weigh>
-  __device__ void add_scored(Sums<N>& sums, const Operand<K>& a, int xs, int ys, int from, int to,
-                             const Weigh& weigh) const {
-    for (int j = from; j < to; ++j) {
-      Sums<2> scores;
-      fill(scores, 0.f);
-      add_product_transposed<T>(scores, a, rows_of(xs, j));
-      weigh(scores, j);
-      Operand<1> weighed;
-      round_to<T>(weighed, scores);
-      add_product<T>(sums, weighed, rows_of(ys, j));
-    }
-  }
   // A_t w_t, with the memory in its place.
   __device__ void read(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
     fill(y, 0.f);
@@ -219,12 +174,6 @@ struct TrellisChunk {
     fill(y, 0.f);
     add_product<T>(y, l, memory());
     finish(y, l, us, xs);
-  }
-
-  // What a whole row's sums come to.
-  template <class Map>
-  __device__ Fit fit_of(const Map& map, const Sums<N>& y, const Sums<N>& a, int half) const {
-    return fit<N>(map, moments_of(map, y, a, half, columns), shape.slots);
   }
 
   __device__ void store(int which, const Sums<N>& x) const {
@@ -246,9 +195,9 @@ struct TrellisChunk {
 
  private:
   __device__ void finish(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
-    const Through L = own_through();
-    scale_rows(y, {exp2_fast(L.sum.x), exp2_fast(L.sum.y)});
-    add_scored(y, w, xs, us, 0, tile + 1, [&](Sums<2>& s, int j) { weigh_earlier(s, j, L); });
+    finish_read<T>(
+        y, w, tile, [&](int j) { return rows_of(xs, j); }, [&](int j) { return rows_of(us, j); },
+        [&](int j) { return gates_of(j); });
   }
 };
 

@@ -156,10 +156,12 @@ struct TrellisColumnPass {
       // All four lanes of a row have its dot: one counts.
       if (lane_col() == 0) end -= gamma.x * dot.x + gamma.y * dot.y;
     }
-    reader.add_scored(c, left, kColumnL, kColumnW, reader.tile, reader.block.tiles, [&](Sums<2>& s, int j) {
-      reader.weigh_later(s, j, L);
-      if (gated) pairs(s, x, j, gamma, memory == 0);
-    });
+    for (int j = reader.tile; j < reader.block.tiles; ++j) {
+      add_scored<T>(c, left, reader.rows_of(kColumnL, j), reader.rows_of(kColumnW, j), [&](Sums<2>& s) {
+        weigh_later(s, L, reader.gates_of(j), j == reader.tile, reader.rows_in(j));
+        if (gated) pairs(s, x, j, gamma, memory == 0);
+      });
+    }
     const float2 dot = dots(c, kColumnX);
     dgamma.x -= dot.x, dgamma.y -= dot.y;
 #pragma unroll

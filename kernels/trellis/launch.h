@@ -8,6 +8,8 @@ namespace girih::kernels {
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 template <typename T, int Tile>
+cudaError_t scan_reads(bool& reads);
+template <typename T, int Tile>
 cudaError_t launch_trellis_output(const TrellisOutput& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_trellis_rows(const TrellisRows& problem, cudaStream_t stream);

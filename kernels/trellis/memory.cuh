@@ -75,6 +75,28 @@ __device__ inline void store_state(const Out<4>& state, const Sums<N>& A, const 
                   [&](int n, int i, int64_t at) { static_cast<float*>(state.data)[at] = A.at[n][i]; });
 }
 
+// A memory to [M, width] without gaps, by warp `storer` of so many.
+template <class Tile>
+__device__ inline void store_memory(const Tile& from, typename Tile::Element* to, int M, int width, int storer,
+                                    int storers) {
+  constexpr int kPacks = Tile::kCols / 8, kAll = Tile::kRows * kPacks / 32, kBatch = 8;
+#pragma unroll 1
+  for (int first = storer * kBatch; first < kAll; first += kBatch * storers) {
+    uint32_t pack[kBatch][4];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = (first + i) * 32 + lane();
+      const uint4 raw = *reinterpret_cast<const uint4*>(&from.at(at / kPacks, at % kPacks * 8));
+      pack[i][0] = raw.x, pack[i][1] = raw.y, pack[i][2] = raw.z, pack[i][3] = raw.w;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = (first + i) * 32 + lane(), m = at / kPacks, x = at % kPacks * 8;
+      if (m < M && x < width) store_pack(to + m * width + x, pack[i]);
+    }
+  }
+}
+
 // Memories on their way out, one a chunk: those who have them leave them in shared memory and go on, others
 // store them in whole rows.
 template <typename T, int Tile_>
@@ -106,30 +128,8 @@ struct LeavingMemories {
   }
   // By storer `storer`: the next one to [M, X] without gaps.
   __device__ void store(Turn& turn, T* to, int M, int width, int storer) const {
-    constexpr int kPacks = Tile_ / 8, kAll = Tile_ * kPacks / 32 / kStorers, kBatch = 8;
     wait(full(turn.place), turn.parity);
-    const auto from = tile(turn.place);
-#pragma unroll 1
-    for (int first = 0; first < kAll; first += kBatch) {
-      uint32_t pack[kBatch][4];
-      const auto place_of = [&](int i, int& m, int& x) {
-        const int at = ((first + i) * kStorers + storer) * 32 + lane();
-        m = at / kPacks, x = at % kPacks * 8;
-      };
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        int m, x;
-        place_of(i, m, x);
-        const uint4 raw = *reinterpret_cast<const uint4*>(&from.at(m, x));
-        pack[i][0] = raw.x, pack[i][1] = raw.y, pack[i][2] = raw.z, pack[i][3] = raw.w;
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        int m, x;
-        place_of(i, m, x);
-        if (m < M && x < width) store_pack(to + m * width + x, pack[i]);
-      }
-    }
+    store_memory(tile(turn.place), to, M, width, storer, kStorers);
     arrive_once(empty(turn.place));
     turn.next(kPlaces);
   }

@@ -35,12 +35,7 @@ __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_consta
   __syncthreads();
   reader.load_memory(p.memories[1], shape.V);
   commit_copies();
-  with_map(shape.f, shape.slots, [&](const auto& f) {
-    Sums<N> slope;
-    activate(f, y, slope);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) to_image(f, y, reader.fit_of(f, y, y, half), half, reader.columns);
-  });
+  to_images(shape.f, shape.slots, y);
   Operand<K> r;
   round_to<T>(r, y);
   wait_copies<0>();

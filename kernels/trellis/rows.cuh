@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
     activate(f, y, slope);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Fit found = reader.fit_of(f, y, y, half);
+      const Fit found = fit_of(f, y, half, reader.columns);
       to_transposed_product(f, dr, y, slope, found, half, reader.columns);
       to_image(f, y, found, half, reader.columns);
     }
@@ -73,8 +73,11 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   const auto direct = [&](int memory, int x, int of_w, int of_l) {
     reader.left(w, x);
     fill(y, 0.f);
-    reader.add_scored(y, w, of_w, of_l, reader.tile, reader.block.tiles,
-                      [&](Sums<2>& s, int j) { reader.weigh_later(s, j, L); });
+    for (int j = reader.tile; j < reader.block.tiles; ++j) {
+      add_scored<T>(y, w, reader.rows_of(of_w, j), reader.rows_of(of_l, j), [&](Sums<2>& s) {
+        weigh_later(s, L, reader.gates_of(j), j == reader.tile, reader.rows_in(j));
+      });
+    }
     reader.store_out(p.direct[memory], shape.M, y, kRowUv);
   };
   direct(0, kRowK, kRowQ, kRowDy);

@@ -40,6 +40,11 @@ GIRIH_TRELLIS(TrellisReverse, trellis_reverse)
 GIRIH_TRELLIS(TrellisColumns, trellis_columns)
 #undef GIRIH_TRELLIS
 
+cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads) {
+  return by_instance(
+      shape, [&](auto element, auto tile) { return scan_reads<decltype(element), decltype(tile)::value>(reads); });
+}
+
 cudaError_t trellis_fits(bool& fits) {
   int limit = 0;
   const cudaError_t error = shared_limit(limit);

@@ -4,11 +4,12 @@
 //     x_t^T y_t = A_t q_t       [M]      of the memory of keys r_t = f(y_t) o_t = A_t^T r_t     [V]      of
 //     the memory of values
 //
-// A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on, so
-// forward is two kernels:
-//   scan      both memories from chunk to chunk, in order; writes u, and the memory before every chunk
-//   output    every chunk by itself: both reads
-// and backward three, with the memories that forward kept:
+// A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on.
+// Forward:
+//   scan      both memories from chunk to chunk, in order, and both reads; for backward it keeps u, z and the
+//             memory before every chunk
+//   output    where blocks cannot reach each other's shared memory, the reads, every chunk by itself
+// and backward, with what forward kept:
 //   rows      every chunk: r, dr, dy, dq, and what of du needs no later chunk
 //   reverse   the memories' gradients from chunk to chunk, from the end: du, J du and dz
 //   columns   every chunk: dk, dv, da, dgamma, dg
@@ -55,12 +56,16 @@ struct TrellisScan {
   Out<4> last_first[2];    // A' of the chunk that the next token is in
   Out<4> last[2];          // A after the last token
   int64_t* last_position;  // [N]
-  void* memories[2];       // dtype [chunk_count, H, M, X]: A before every chunk
-  Out<4> u[2];             // [B, T, H, M], dtype
-  // For backward, optional: z, [B, T, H, M] in dtype, and its Fit (maps.cuh), [B, T, H, 4] in fp32.
-  Out<4> z[2], fit[2];
+  In<4> q;                 // [B, T, H, D]
+  Out<4> o;                // [B, T, H, V], if trellis_scan_reads(); else absent
+  // For backward and trellis_output(), optional: u and z, [B, T, H, M] in dtype, z's Fit (maps.cuh), [B, T, H,
+  // 4] in fp32, and A before every chunk, [chunk_count, H, M, X] in dtype.
+  Out<4> u[2], z[2], fit[2];
+  void* memories[2];
 };
 cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
+// Whether it can read too on the current device.
+cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads);
 
 struct TrellisOutput {
   TrellisShape shape;

@@ -53,10 +53,13 @@ BODIES = {
     },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
+    "tile/warpgroup.h": {},
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
+        "cudaError_t launch_clusters(": """
+            emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
     "trellis/maps.cuh": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
 }

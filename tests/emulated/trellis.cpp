@@ -20,6 +20,7 @@ struct Call {
   int64_t chunk;
   const int64_t* position;
   int64_t heads, D, V, M, slots, silu, norm, f_silu, f_norm;
+  int64_t apart;  // the reads by a kernel of their own
   Array q, x[2], a, gamma, g, first[2], initial[2];
   Array last_first[2], last[2];
   int64_t* last_position;
@@ -73,7 +74,8 @@ void forward(const Call& c) {
   scan.shape = output.shape = shape_of(c);
   scan.gamma = output.gamma = in<3>(c.gamma), scan.g = output.g = in<3>(c.g);
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
-  output.q = in<4>(c.q), output.o = out<4>(c.o);
+  output.q = scan.q = in<4>(c.q), output.o = out<4>(c.o);
+  if (!c.apart) scan.o = output.o;
   for (int m = 0; m < 2; ++m) {
     scan.x[m] = output.x[m] = in<4>(c.x[m]);
     scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
@@ -83,7 +85,7 @@ void forward(const Call& c) {
     output.u[m] = in<4>(c.u[m]);
   }
   must(launch_trellis_scan<Element, Tile>(scan, nullptr));
-  must(launch_trellis_output<Element, Tile>(output, nullptr));
+  if (c.apart) must(launch_trellis_output<Element, Tile>(output, nullptr));
 }
 
 template <int Tile>

@@ -30,7 +30,7 @@ def fields():
         (pointer, "cu_seqlens"),
         (number, "chunk"),
         (pointer, "position"),
-        (number, "heads D V M slots silu norm f_silu f_norm"),
+        (number, "heads D V M slots silu norm f_silu f_norm apart"),
         (Array, "q"),
         (pair, "x"),
         (Array, "a gamma g"),
@@ -73,6 +73,7 @@ class Run:
         packed=False,
         phi="ln_silu",
         f="ln_silu",
+        apart=False,
     ):
         generator = torch.Generator().manual_seed(chunk + sum(lengths))
         N, widths = len(lengths), (D, V)
@@ -136,6 +137,7 @@ class Run:
             V=eights(V),
             M=eights(M),
             slots=M,
+            apart=apart,
         )
         call.silu, call.norm = MAPS[phi]
         call.f_silu, call.f_norm = MAPS[f]
@@ -247,3 +249,8 @@ def test_packed_sequences(kernels):
 
 def test_gates_that_close(kernels):
     Run(kernels, 16, [40], gates=20.0, phi="silu", f="silu").check()
+
+
+@pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
+def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
+    Run(kernels, chunk, [70], position=[3], D=D, apart=True).check()
