@@ -23,12 +23,11 @@ struct ChunkBlock {
   __host__ __device__ int rows() const { return tiles * chunks * kTile; }
 };
 
-// What a kernel has in shared memory: so many memories a chunk, tiles of the block's tokens, and of every
-// token four numbers and one more for each of its chunk's tiles.
+// What a kernel has in shared memory: a memory a chunk, tiles of the block's tokens, and their gates.
 template <typename T, int Tile>
-__host__ __device__ constexpr int chunk_bytes(const ChunkBlock& block, int memories, int tokens) {
-  return memories * block.chunks * SharedTile<T, Tile, Tile>::kBytes +
-         block.rows() * (tokens * Tile * 2 + 16 + 4 * block.tiles);
+__host__ __device__ constexpr int chunk_bytes(const ChunkBlock& block, int tokens) {
+  return block.chunks * SharedTile<T, Tile, Tile>::kBytes +
+         block.rows() * (tokens * Tile * 2 + static_cast<int>(sizeof(TokenGate)));
 }
 
 template <typename T, int Tile>
@@ -47,11 +46,11 @@ struct TrellisChunk {
   int rows;  // tokens of the warp's tile
   Columns columns;
 
-  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared, int memories = 1)
+  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared)
       : shape(shape),
         block(ChunkBlock::of<Tile>(shape.grid.size)),
         shared(shared),
-        tiles(shared + memories * block.chunks * Memory::kBytes),
+        tiles(shared + block.chunks * Memory::kBytes),
         head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads))),
         local(warp_index() / block.tiles),
         tile(warp_index() % block.tiles),
@@ -69,86 +68,39 @@ struct TrellisChunk {
 
   // ---- tiles -------------------------------------------------------------------------------------------
 
-  __device__ Memory memory(int which = 0) const {
-    return {reinterpret_cast<T*>(shared + (which * block.chunks + local) * Memory::kBytes)};
-  }
+  __device__ Memory memory() const { return {reinterpret_cast<T*>(shared + local * Memory::kBytes)}; }
   // Tile `j` of the warp's chunk, of the block's tensor `which`.
   __device__ Rows rows_of(int which, int j) const {
     unsigned char* at = tiles + (which * block.rows() + (local * block.tiles + j) * kTile) * Tile * 2;
     return {reinterpret_cast<T*>(at)};
   }
   __device__ Rows own(int which) const { return rows_of(which, tile); }
-  __device__ float* gates(int tokens) const {
-    return reinterpret_cast<float*>(tiles + tokens * block.rows() * Tile * 2);
-  }
-
   // Starts the warp's tile of a tensor.
   __device__ void load(int which, const In<4>& x, int width) const {
     load_async<32>(own(which), row_of<T>(x, batch(), token(), head), x.stride[1], rows, width, lane());
   }
-  // Starts the chunk's memory, [M, X] of all chunks: a share of every warp of the chunk.
-  __device__ void load_memory(const void* memories, int width, int which = 0) const {
-    const T* from = static_cast<const T*>(memories) + (number * shape.heads + head) * shape.M * width;
-    constexpr int kPacks = Tile / 8;
-    const int have = chunk.length > 0 ? shape.M : 0;
-    for (int i = tile * 32 + lane(); i < Tile * kPacks; i += 32 * block.tiles) {
-      const int m = i / kPacks, x = i % kPacks * 8;
-      copy_async(memory(which).address(m, x), from + m * width + x, m < have && x < width);
+  // Starts the chunk's memory: a share of every warp of the chunk.
+  __device__ void load_memory(const void* memories) const {
+    const T* from = static_cast<const T*>(memories) + kept_place<T, Tile>(shape, number, head);
+    T* to = memory().data;
+    for (int i = tile * 32 + lane(); i < Tile * Tile / 8; i += 32 * block.tiles) {
+      copy_async(shared_address(to + 8 * i), from + 8 * i, chunk.length > 0);
     }
   }
-  // The chunk goes on in one that was begun before: A' is not A.
-  __device__ bool resumed(const In<4>& first) const { return first.data != nullptr && place.index == 0; }
-  // A' of such a chunk in the place of A.
-  __device__ void load_first(const In<4>& first, int width) const {
-    const auto* from =
-        static_cast<const float*>(first.data) + offset_of(first, place.of.sequence.index, head);
-    for (int i = tile * 32 + lane(); i < Tile * Tile; i += 32 * block.tiles) {
-      const int m = i / Tile, x = i % Tile;
-      const bool has = m < shape.slots && x < width && chunk.length > 0;
-      memory().at(m, x) = from_float<T>(has ? from[m * first.stride[2] + x * first.stride[3]] : 0.f);
-    }
+  // Starts the gates of the warp's tile, behind so many tiles of tokens.
+  __device__ void load_gates(const TokenGate* gates, int tokens) {
+    tokens_ =
+        reinterpret_cast<TokenGate*>(tiles + tokens * block.rows() * Tile * 2) + local * block.tiles * kTile;
+    kernels::load_gates(tokens_ + tile * kTile, shape, gates, batch(), rows == 0 ? 0 : token(), rows, head);
   }
-
-  // ---- gates -------------------------------------------------------------------------------------------
-
-  // Of the chunk's tokens, in units of log2: L_t and L_C - L_t; gamma_t; and a number that kernels keep
-  // there.
-  float *through, *lost, *after, *gamma, *kept;
-
-  // By every warp, of its chunk, for its own tile; seen by the others after the block's next barrier. L_C.
-  __device__ float load_gates(const In<3>& gammas, const In<3>& g, int tokens) {
-    through = gates(tokens) + local * block.tiles * kTile;
-    lost = through + block.rows(), after = lost + block.rows(), gamma = after + block.rows(),
-    kept = gamma + block.rows();
-    const GatePair pair = kernels::load_gates(gammas, g, batch(), chunk, head);
-    const GateSums sums(pair);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * lane() + i;
-      if (t / kTile != tile) continue;
-      through[t] = sums.through[i], lost[t] = sums.lost[i], after[t] = sums.after[i],
-      gamma[t] = pair.gamma[i];
-    }
-    return __shfl_sync(~0u, sums.after[0] + pair.gate[0], 0);
-  }
-  // Rows lane_row() and 8 further of the warp's tile.
-  __device__ float2 of_rows(const float* values) const {
-    return {values[tile * kTile + lane_row()], values[tile * kTile + lane_row() + 8]};
-  }
-
-  __device__ TileGates gates_of(int j) const {
-    return {through + j * kTile, lost + j * kTile, gamma + j * kTile};
-  }
+  // Of tile j.
+  __device__ const TokenGate* gates_of(int j) const { return tokens_ + j * kTile; }
   __device__ Through own_through() const { return Through(gates_of(tile)); }
-  // Tokens of tile j.
-  __device__ int rows_in(int j) const { return min(chunk.length - j * kTile, kTile); }
 
   // ---- reads -------------------------------------------------------------------------------------------
 
   // The warp's tile of a tensor as a left factor.
-  __device__ void left(Operand<K>& a, int which) const {
-    load_left(a, own(which));
-  }
+  __device__ void left(Operand<K>& a, int which) const { load_left(a, own(which)); }
   // The same as fp32.
   __device__ void wide(Sums<N>& x, int which) const {
 #pragma unroll
@@ -194,6 +146,8 @@ struct TrellisChunk {
   }
 
  private:
+  TokenGate* tokens_;
+
   __device__ void finish(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
     finish_read<T>(
         y, w, tile, [&](int j) { return rows_of(xs, j); }, [&](int j) { return rows_of(us, j); },
@@ -203,11 +157,11 @@ struct TrellisChunk {
 
 // A block for every head and so many chunks.
 template <auto Kernel, typename T, int Tile, class Problem>
-cudaError_t launch_chunks(const Problem& p, int memories, int tokens, cudaStream_t stream) {
+cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
   const auto block = ChunkBlock::of<Tile>(p.shape.grid.size);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int bytes = chunk_bytes<T, Tile>(block, memories, tokens);
+  const int bytes = chunk_bytes<T, Tile>(block, tokens);
   if (bytes > limit) return cudaErrorInvalidValue;
   if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
   const int64_t blocks = (chunk_count(p.shape.grid) + block.chunks - 1) / block.chunks * p.shape.heads;

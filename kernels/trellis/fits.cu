@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "trellis/columns.cuh"
 #include "trellis/launch.h"
 #include "trellis/output.cuh"
 #include "trellis/reverse.cuh"
@@ -17,8 +16,7 @@ int most_bytes() {
   for (const int chunk : {16, 32, 48, 64}) {
     const auto block = ChunkBlock::of<Tile>(chunk);
     most =
-        std::max({most, chunk_bytes<T, Tile>(block, 1, kOutputTiles),
-                  chunk_bytes<T, Tile>(block, 1, kRowTiles), chunk_bytes<T, Tile>(block, 2, kColumnTiles)});
+        std::max({most, chunk_bytes<T, Tile>(block, kOutputTiles), chunk_bytes<T, Tile>(block, kRowTiles)});
   }
   return most;
 }

@@ -130,6 +130,15 @@ struct Fit {
   float mean, inverse, beta, mean_a;
 };
 
+// Of the mean that is taken off, the sums of (y - mean)^2 and a (y - mean), and that of a. Without a norm,
+// where unit is 0, r is 1.
+template <class Map>
+__device__ inline Fit fit_about(const Map& map, float mean, float square, float with_a, float sum_a) {
+  const float variance = fmaxf(square * map.unit, 0.f),
+              inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f;
+  return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
+}
+
 // Of the row's parts, and the sum of its a.
 template <int Parts, class Map>
 __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float sum_a) {
@@ -148,11 +157,8 @@ __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float s
     float y = 0.f, yy = 0.f, ay = 0.f;
 #pragma unroll
     for (int w = 0; w < Parts; ++w) y += parts[w].x, yy += parts[w].y, ay += parts[w].z;
-    // Without a norm, where unit is 0, r is 1.
-    const float mean = y * map.centre, variance = fmaxf(fmaf(-mean, y, yy) * map.unit, 0.f),
-                inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f,
-                with_a = fmaf(-mean, sum_a, ay);
-    return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
+    const float mean = y * map.centre;
+    return fit_about(map, mean, fmaf(-mean, y, yy), fmaf(-mean, sum_a, ay), sum_a);
   }
 }
 
@@ -191,9 +197,7 @@ struct Residual {
         inverse(f.inverse),
         mean(f.mean),
         mean_a(f.inverse * f.mean_a) {}
-  __device__ float operator()(float y, float a) const {
-    return fmaf(c, y - mean, fmaf(-inverse, a, mean_a));
-  }
+  __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, fmaf(-inverse, a, mean_a)); }
 };
 
 __device__ inline float softmax_of(const Fit& f, float y) {

@@ -9,50 +9,48 @@
 
 namespace girih::kernels {
 
-// Of a tile's 16 tokens, in units of log2: L_t, what its rounding lost, and gamma_t.
-struct TileGates {
-  const float *through, *lost, *gamma;
-
-  // Of rows lane_row() and 8 further.
-  __device__ float2 of_rows(const float* values) const { return {values[lane_row()], values[lane_row() + 8]}; }
-};
-
-// L of the warp's rows.
+// L of the warp's rows, lane_row() and 8 further of a tile's 16 tokens.
 struct Through {
   float2 sum, lost;
-  __device__ explicit Through(const TileGates& own) : sum(own.of_rows(own.through)), lost(own.of_rows(own.lost)) {}
+  __device__ explicit Through(const TokenGate* own)
+      : sum{own[lane_row()].through, own[lane_row() + 8].through},
+        lost{own[lane_row()].lost, own[lane_row() + 8].lost} {}
 };
 
 // -E_ti gamma_i, t of the warp's tile and i of a tile before it, or with `own` of itself.
-__device__ inline void weigh_earlier(Sums<2>& s, const Through& L, const TileGates& of, bool own) {
+__device__ inline void weigh_earlier(Sums<2>& s, const Through& L, const TokenGate* tokens, bool own) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const int first = 8 * n + lane_col();
-    const auto pair = [&](const float* values) { return *reinterpret_cast<const float2*>(values + first); };
-    const float2 through = pair(of.through), lost = pair(of.lost), gamma = pair(of.gamma);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float between = (e < 2 ? L.sum.x : L.sum.y) - (e & 1 ? through.y : through.x) +
-                            ((e < 2 ? L.lost.x : L.lost.y) - (e & 1 ? lost.y : lost.x));
-      const bool earlier = !own || first + (e & 1) <= lane_row() + (e >> 1) * 8;
-      s.at[n][e] = earlier ? s.at[n][e] * -(e & 1 ? gamma.y : gamma.x) * exp2_fast(between) : 0.f;
+    for (int i = 0; i < 2; ++i) {
+      const int col = 8 * n + lane_col() + i;
+      const TokenGate of = tokens[col];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float between =
+            (half ? L.sum.y : L.sum.x) - of.through + ((half ? L.lost.y : L.lost.x) - of.lost);
+        float& x = s.at[n][2 * half + i];
+        x = !own || col <= lane_row() + 8 * half ? x * -of.gamma * exp2_fast(between) : 0.f;
+      }
     }
   }
 }
 // E_ti, i of the warp's tile and t of one after it, or of itself, that has so many tokens.
-__device__ inline void weigh_later(Sums<2>& s, const Through& L, const TileGates& of, bool own, int tokens) {
+__device__ inline void weigh_later(Sums<2>& s, const Through& L, const TokenGate* tokens, bool own,
+                                   int count) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const int first = 8 * n + lane_col();
-    const auto pair = [&](const float* values) { return *reinterpret_cast<const float2*>(values + first); };
-    const float2 through = pair(of.through), lost = pair(of.lost);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int t = first + (e & 1);
-      const float between = (e & 1 ? through.y : through.x) - (e < 2 ? L.sum.x : L.sum.y) +
-                            ((e & 1 ? lost.y : lost.x) - (e < 2 ? L.lost.x : L.lost.y));
-      const bool later = t < tokens && (!own || lane_row() + (e >> 1) * 8 <= t);
-      s.at[n][e] = later ? s.at[n][e] * exp2_fast(between) : 0.f;
+    for (int i = 0; i < 2; ++i) {
+      const int col = 8 * n + lane_col() + i;
+      const TokenGate of = tokens[col];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float between =
+            of.through - (half ? L.sum.y : L.sum.x) + (of.lost - (half ? L.lost.y : L.lost.x));
+        float& x = s.at[n][2 * half + i];
+        x = col < count && (!own || lane_row() + 8 * half <= col) ? x * exp2_fast(between) : 0.f;
+      }
     }
   }
 }
@@ -77,7 +75,8 @@ __device__ inline void add_scored(Sums<N>& sums, const Operand<K>& a, const Tile
   add_product<T>(sums, weighed, y);
 }
 
-// The second part of a read: of tile j <= `tile`, xs(j) and ys(j) are the tokens' two vectors, gates(j) theirs.
+// The second part of a read: of tile j <= `tile`, xs(j) and ys(j) are the tokens' two vectors, gates(j)
+// theirs.
 template <typename T, int N, int K, class Xs, class Ys, class Gates>
 __device__ inline void finish_read(Sums<N>& y, const Operand<K>& w, int tile, const Xs& xs, const Ys& ys,
                                    const Gates& gates) {

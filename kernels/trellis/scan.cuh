@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tile/cluster.h"
+#include "tile/warpgroup.h"
 #include "trellis/scan_chain.cuh"
 #include "trellis/scan_loaders.cuh"
 #include "trellis/scan_readers.cuh"
@@ -55,8 +56,8 @@ cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
   const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), p.o.data == nullptr ? 1 : 2, Space::kThreads,
-                                 Space::kBytes, stream);
+  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), p.o.data == nullptr ? 1 : 2,
+                                 Space::kThreads, Space::kBytes, stream);
 }
 
 template <typename T, int Tile>

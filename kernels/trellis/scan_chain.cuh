@@ -94,7 +94,8 @@ __device__ inline void run_chain(const TrellisScan& p, const TrellisPart& part,
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         rounded.at[0][2 * n] &= bits[n], rounded.at[0][2 * n + 1] &= bits[n];
-        step[n] = transpose_pairs(rounded.at[0][2 * n]), step[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
+        step[n] = transpose_pairs(rounded.at[0][2 * n]),
+        step[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
       }
       add_product<T>(A, step, space.token(s, Space::kWeighed), 0);
 

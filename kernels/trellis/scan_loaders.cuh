@@ -13,7 +13,9 @@ struct TileWalk {
   int first = 0;  // of the tile in its chunk
   Chunk chunk;
 
-  __device__ TileWalk(const TrellisShape& shape, const ChunkedSequence& of) : shape(shape), of(of) { enter(); }
+  __device__ TileWalk(const TrellisShape& shape, const ChunkedSequence& of) : shape(shape), of(of) {
+    enter();
+  }
   __device__ bool done() const { return chunk_number >= of.chunks; }
   __device__ int rows() const { return min(chunk.length - first, kTile); }
   __device__ void next() {
@@ -39,29 +41,19 @@ struct TrellisScanLoader {
   const TrellisPart& part;
   const Space& space;
 
-  // Starts the copies of a tile to its stage, and leaves there what its tokens' gates come to.
+  // Starts the copies of a tile to its stage.
   __device__ void start(const TileWalk& at, int stage) const {
     const int64_t batch = part.of.sequence.batch, token = at.chunk.start + at.first;
+    const int rows = at.rows();
     const auto bring = [&](typename Space::TokenTile which, const In<4>& x, int cols) {
-      load_async<32>(space.token(stage, which), row_of<T>(x, batch, token, part.head), x.stride[1], at.rows(),
+      load_async<32>(space.token(stage, which), row_of<T>(x, batch, token, part.head), x.stride[1], rows,
                      cols, lane());
     };
     bring(Space::kX, p.x[part.memory], p.shape.width(part.memory));
     bring(Space::kA, p.a, p.shape.M);
     if (part.memory == 0 && p.o.data != nullptr) bring(Space::kR, p.q, p.shape.D);
+    load_gates(space.numbers(stage).gates, p.shape, p.gates, batch, token, rows, part.head);
     commit_copies();
-    const GatePair gates = load_gates(p.gamma, p.g, batch, at.chunk, part.head);
-    const GateSums sums(gates);
-    auto& numbers = space.numbers(stage);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int t = 2 * lane() + e - at.first;
-      if (t < 0 || t >= kTile) continue;
-      numbers.through[t] = sums.through[e], numbers.lost[t] = sums.lost[e], numbers.gamma[t] = gates.gamma[e];
-      // Until finish(): the token's weight.
-      numbers.sum_a[t] = -gates.gamma[e] * exp2_fast(sums.after[e]);
-    }
-    if (lane() == 0) numbers.decay = exp2_fast(sums.after[0] + gates.gate[0]);
   }
 
   // Of a tile whose copies have arrived: x times its weight, and the sums of a.
@@ -73,7 +65,8 @@ struct TrellisScanLoader {
     for (int i = 0; i < kOfLane; ++i) {
       const int at = i * 32 + lane(), row = at / kPacks, col = at % kPacks * 8;
       Pack<8> pack = load<8>(&x.at(row, col));
-      const float weight = numbers.sum_a[row];
+      const TokenGate gate = numbers.gates[row];
+      const float weight = -gate.gamma * exp2_fast(gate.after);
 #pragma unroll
       for (int e = 0; e < 8; ++e) pack.at[e] *= weight;
       store<8>(&weighed.at(row, col), pack);
@@ -87,8 +80,9 @@ struct TrellisScanLoader {
       for (int e = 0; e < 8; ++e) sum += pack.at[e];
     }
     sum += __shfl_xor_sync(~0u, sum, 1);
-    __syncwarp();
     if (lane() % 2 == 0) numbers.sum_a[lane() / 2] = sum;
+    // L_C, of the first token.
+    if (lane() == 0) numbers.decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
     arrive_once(space.full() + stage);
   }
 
@@ -119,13 +113,12 @@ template <typename T, int Tile>
 __device__ inline void store_scan(const TrellisScan& p, const TrellisPart& part,
                                   const TrellisScanSpace<T, Tile>& space) {
   if (p.memories[part.memory] == nullptr) return;
-  const int width = p.shape.width(part.memory);
-  const int64_t size = int64_t{p.shape.M} * width;
-  T* to = static_cast<T*>(p.memories[part.memory]) + (part.of.first * p.shape.heads + part.head) * size;
+  T* to = static_cast<T*>(p.memories[part.memory]);
   Turn turn;
-  for (int64_t i = 0; i < part.of.chunks; ++i, to += p.shape.heads * size) {
+  for (int64_t i = 0; i < part.of.chunks; ++i) {
     wait(space.left() + turn.place, turn.parity);
-    store_memory(space.memory(turn.place), to, p.shape.M, width, 0, 1);
+    store_bytes<Tile * Tile* static_cast<int>(sizeof(T))>(
+        to + kept_place<T, Tile>(p.shape, part.of.first + i, part.head), space.memory(turn.place).data);
     arrive_once(space.taken() + turn.place);
     turn.next(TrellisScanSpace<T, Tile>::kPlaces);
   }

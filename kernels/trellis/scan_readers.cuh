@@ -6,7 +6,6 @@
 #pragma once
 
 #include "tile/cluster.h"
-#include "tile/warpgroup.h"
 #include "trellis/scan_space.cuh"
 
 namespace girih::kernels {
@@ -39,7 +38,8 @@ struct TrellisScanReader {
                          typename Space::TokenTile ys) const {
     finish_read<T>(
         y, w, at.tile, [&](int j) { return space.token(at.stage(j), xs); },
-        [&](int j) { return space.token(at.stage(j), ys); }, [&](int j) { return space.gates(at.stage(j)); });
+        [&](int j) { return space.token(at.stage(j), ys); },
+        [&](int j) { return space.numbers(at.stage(j)).gates; });
   }
 
   // R = f(Q A^T + ..), to the other block's stage.
@@ -56,7 +56,6 @@ struct TrellisScanReader {
     round_to<T>(w, y);
     store_blocks(tile, 0, 0, w);
     // The stage is free once the other block has taken r (space.init()): so the place there is too.
-    fence_tiles();
     __syncwarp();
     if (lane() == 0) send(tile.data, Token::kBytes, space.sent() + s, 1);
   }

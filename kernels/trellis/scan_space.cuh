@@ -16,14 +16,17 @@ struct TrellisScanSpace {
   // Warps: the chain's, a chunk's readers as many as it may have tiles, and those that load and store.
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
-  static constexpr int kStages = Tile == 64 ? 8 : 6, kPlaces = Tile == 64 ? 4 : 2;
+  static constexpr int kStages = Tile == 64 ? 8 : 7, kPlaces = Tile == 64 ? 4 : 2;
+  // A loader has two tiles under way, and a whole chunk may be between them.
+  static_assert(kStages >= kLoaders + kReaders);
   // x and x times its weight, -gamma_t e^{L_C - L_t}; a, in whose place the chain leaves z; of the memory of
   // keys q, in whose place a reader leaves r, and of that of values the r that has been sent; u.
   enum TokenTile : int { kX, kWeighed, kA, kR, kU, kTokenTiles };
-  // Of a stage, for each token: its Fit; L, what its rounding lost, gamma, and the sum of a. The chunk's decay.
+  // Of a stage, for each token: its Fit, its gates, and the sum of a. The chunk's decay.
   struct Numbers {
     Fit fits[kTile];
-    float through[kTile], lost[kTile], gamma[kTile], sum_a[kTile], decay, unused[3];
+    TokenGate gates[kTile];
+    float sum_a[kTile], decay, unused[3];
   };
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes, kMemories = kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
@@ -40,10 +43,6 @@ struct TrellisScanSpace {
   }
   __device__ Numbers& numbers(int stage) const {
     return reinterpret_cast<Numbers*>(base + kTiles + kMemories)[stage];
-  }
-  __device__ TileGates gates(int stage) const {
-    const Numbers& of = numbers(stage);
-    return {of.through, of.lost, of.gamma};
   }
   // Moments of a row by every warp, [warp][row], of this tile and the one before.
   __device__ Moments* table(unsigned tiles) const {

@@ -114,7 +114,7 @@ def rewritten(file: str) -> str:
 
 def write(folder: Path, operator: str) -> None:
     """An operator's kernels and what they include of tile."""
-    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*.*h"))]
+    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*"))]
     for file in sorted(set(files)):
         if file.startswith(("tile/", f"{operator}/")):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)

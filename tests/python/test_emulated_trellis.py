@@ -39,10 +39,9 @@ def fields():
         (pointer * 2, "memories"),
         (pair, "u z fit"),
         (Array, "o dout dq"),
-        (pair, "l direct dlast_first dlast dfirst dinitial jdu dz"),
-        (pointer * 2, "gradients"),
-        (pair, "dx"),
-        (Array, "da dgamma dg"),
+        (pair, "l dlast_first dlast dfirst dinitial jdu dx"),
+        (Array, "dgamma dg"),
+        (pointer, "gates dgammas dL"),
     ]
 
 
@@ -107,7 +106,7 @@ class Run:
         }
         one["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
         one["g"] = None if gates is None else -gates * torch.rand(B, T, H, generator=generator)
-        one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D), "da": rows(B, T, H, M)}
+        one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D)}
         one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
         x = [rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
         initial = both(lambda m: state(m, widths[m] ** -0.5))
@@ -121,7 +120,7 @@ class Run:
             name: both(lambda m: unwritten(*initial[m].shape)) for name in ("last_first", "last", "dinitial")
         }
         two["dfirst"] = [None, None] if position is None else both(lambda m: unwritten(*initial[m].shape))
-        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "direct", "jdu", "dz")}
+        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "jdu")}
         two |= {"fit": both(lambda m: unwritten(B, T, H, 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
 
         starts = [sum(lengths[:i]) for i in range(N)]
@@ -149,16 +148,16 @@ class Run:
         for name, pair in two.items():
             setattr(call, name, (Array * 2)(*map(Array.of, pair)))
         chunks = kernels.chunks(ctypes.byref(call))
-        kept = {
-            name: both(
-                lambda m: torch.full(
-                    (chunks, H, eights(M), eights(widths[m])), torch.nan, dtype=torch.bfloat16
-                )
-            )
-            for name in ("memories", "gradients")
+        tile = 64 if max(D, V, M) <= 64 else 128
+        memories = both(lambda m: torch.full((chunks, H, tile, tile), torch.nan, dtype=torch.bfloat16))
+        call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
+        numbers = {
+            "gates": unwritten(B, T, H, 4),
+            "dgammas": unwritten(2, B, T, H),
+            "dL": unwritten(2, (chunk + 15) // 16, B, T, H),
         }
-        for name, pair in kept.items():
-            setattr(call, name, (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in pair)))
+        for name, tensor in numbers.items():
+            setattr(call, name, tensor.data_ptr())
         kernels.run(ctypes.byref(call))
 
         def wide(tensor, width):
@@ -201,7 +200,7 @@ class Run:
             for name, x in zip(leaves, found, strict=True)
         }
         got = {"o": (one["o"], V), "dq": (one["dq"], D), "dk": (two["dx"][0], D), "dv": (two["dx"][1], V)}
-        got |= {"da": (one["da"], M), "dgamma": (one["dgamma"], T), "dg": (one["dg"], T)}
+        got |= {"da": (-(two["jdu"][0] + two["jdu"][1]), M), "dgamma": (one["dgamma"], T), "dg": (one["dg"], T)}
         self.got = {
             name: (x[..., :width] if x.dim() == 4 else x)[:, tokens]
             for name, (x, width) in got.items()

@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           memory(p.V),
           memory(p.V),
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories_k, q.options()),
-          at::empty_symint(kept.memories_v, q.options()),
+          at::empty_symint(kept.memories, q.options()),
+          at::empty_symint(kept.memories, q.options()),
           at::empty_symint(kept.tokens, q.options()),
           at::empty_symint(kept.tokens, q.options()),
           at::empty_symint(kept.fit, options)};
