@@ -44,18 +44,14 @@ __device__ inline void both_rows(float3 (&rows)[2], const float3& own) {
   rows[0] = upper ? other : own, rows[1] = upper ? own : other;
 }
 
-// slope' t: what the Hessian has of a silu's own curve.
-template <class Map, int N>
-__device__ inline void bend_of(const Map& map, Sums<N>& bend, const Sums<N>& z, const Sums<N>& y,
-                               const Sums<N>& a, const Fit& f, int half) {
+// slope' t, from slope' in its place: what the Hessian has of a silu's own curve.
+template <int N>
+__device__ inline void to_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& a, const Fit& f, int half) {
   const Residual residual(f);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float in = z.at[n][i], s = sigmoid(in), slope2 = s * (1.f - s) * (2.f + in * (1.f - 2.f * s));
-      bend.at[n][i] = map.silu ? slope2 * residual(y.at[n][i], a.at[n][i]) : 0.f;
-    }
+    for (int i = 2 * half; i < 2 * half + 2; ++i) curve.at[n][i] *= residual(y.at[n][i], a.at[n][i]);
   }
 }
 

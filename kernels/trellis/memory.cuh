@@ -109,8 +109,8 @@ __device__ inline void product_with(Sums<2>& z, const Tile& x, const Operand<K>&
     load_block(left[1], x, 0, 16 * k + 16);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      mma<T>(z.at[j], left[0], A.at[k][j], A.at[k][2 + j]);
-      mma<T>(odd.at[j], left[1], A.at[k + 1][j], A.at[k + 1][2 + j]);
+      mma<T>(z.at[j], left[0], A.at[k][2 * j], A.at[k][2 * j + 1]);
+      mma<T>(odd.at[j], left[1], A.at[k + 1][2 * j], A.at[k + 1][2 * j + 1]);
     }
   }
 #pragma unroll

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_consta
   __syncthreads();
   reader.load_memory(p.memories[1]);
   commit_copies();
-  to_images(shape.f, shape.slots, y);
+  to_images<T>(shape.f, shape.slots, y);
   Operand<K> r;
   round_to<T>(r, y);
   wait_copies<0>();

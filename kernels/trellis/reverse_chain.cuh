@@ -27,23 +27,24 @@ __device__ inline void add_apart(const Out<4>& state, const uint32_t (&a)[4], co
 
 // What a tile's tokens have for the chain that does not hang on it, of the warp's slots.
 struct ReverseTile {
-  Sums<2> y, slope, bend, a, direct;
+  Sums<2> y, slope, bend;
+  uint32_t a[4], direct[4];  // as they lie in their tiles: registers are few
   Fit fits[2];
   float2 step;
 
   template <typename T, class Map, class Space>
   __device__ void load(const Map& phi, const Space& space, int s, int slot) {
     const auto& numbers = space.numbers(s);
-    Sums<2> z;
-    load_wide<T>(z, space.token(s, Space::kZ), 0, slot);
-    load_wide<T>(a, space.token(s, Space::kA), 0, slot);
-    load_wide<T>(direct, space.token(s, Space::kDirect), 0, slot);
+    Sums<2> target;
+    load_wide<T>(y, space.token(s, Space::kZ), 0, slot);
+    load_block(a, space.token(s, Space::kA), 0, slot);
+    load_block(direct, space.token(s, Space::kDirect), 0, slot);
+    unpack<T>(target, a);
     step = {numbers.step[lane_row()], numbers.step[lane_row() + 8]};
     fits[0] = numbers.fits[lane_row()], fits[1] = numbers.fits[lane_row() + 8];
-    y = z;
-    activate(phi, y, slope);
+    activate<T>(phi, y, slope, &bend);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) bend_of(phi, bend, z, y, a, fits[half], half);
+    for (int half = 0; half < 2; ++half) to_bend(bend, y, target, fits[half], half);
   }
 };
 
@@ -87,7 +88,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   for (int64_t i = last; i >= 0; --i) {
     const Chunk chunk = chunk_of(shape.grid, part.of, i);
     const bool resumed = i == 0 && positions;
-    round_to<T>(after, G);
+    round_to_right<T>(after, G);
 
     for (int j = tiles_in(chunk) - 1, first = j; j >= 0; --j, ++tiles) {
       const int s = turn.place;
@@ -100,24 +101,27 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
       if (j == first) {
         // Beside the product: what waits for nothing.
         wait(space.taken() + place.place, place.parity ^ 1);
-        store_blocks(space.gradient(place.place), slot, 0, after);
+        store_right_blocks(space.gradient(place.place), slot, 0, after);
         arrive_once(space.left() + place.place);
         place.next(Space::kPlaces);
         const float decay = space.numbers(s).decay;
         if (decay != 1.f) scale_rows(G, {decay, decay});
       }
       const ReverseTile tile = ready;
+      Sums<2> a, direct;
+      unpack<T>(a, tile.a);
+      unpack<T>(direct, tile.direct);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          du.at[n][e] = fmaf(e < 2 ? tile.step.x : tile.step.y, du.at[n][e], tile.direct.at[n][e]);
+          du.at[n][e] = fmaf(e < 2 ? tile.step.x : tile.step.y, du.at[n][e], direct.at[n][e]);
         }
       }
       // The sums of both rows: each lane gets one row's.
       float4* table = space.table(tiles);
-      const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, tile.a, tile.fits[0], 0),
-                              products_of(phi, du, tile.y, tile.slope, tile.a, tile.fits[1], 1)};
+      const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, a, tile.fits[0], 0),
+                              products_of(phi, du, tile.y, tile.slope, a, tile.fits[1], 1)};
       const float3 own = sum_of_rows(sums);
       if ((lane() & 2) == 0) table[warp * kTile + own_row] = {own.x, own.y, own.z, 0.f};
 
@@ -137,12 +141,13 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
         const float4 of_warp = table[w * kTile + own_row];
         all.x += of_warp.x, all.y += of_warp.y, all.z += of_warp.z;
       }
+      unpack<T>(a, tile.a);
       float3 of_rows[2];
       both_rows(of_rows, all);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half);
-        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, tile.a, tile.fits[half], of_rows[half],
+        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half],
                            half);
       }
       // G += dZ^T X

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   reader.left(w, kRowQ);
   reader.read(y, w, kRowK, kRowUk);
   with_map(shape.f, shape.slots, [&](const auto& f) {
-    activate(f, y, slope);
+    activate<T>(f, y, slope);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Fit found = fit_of(f, y, half, reader.columns);

@@ -28,7 +28,7 @@ __device__ inline void run_chain(const TrellisScan& p, const TrellisPart& part,
   unsigned tiles = 0;
   const auto leave = [&] {
     wait(space.taken() + place.place, place.parity ^ 1);
-    store_blocks(space.memory(place.place), slot, 0, first);
+    store_right_blocks(space.memory(place.place), slot, 0, first);
     arrive_once(space.left() + place.place);
     place.next(Space::kPlaces);
   };
@@ -42,13 +42,13 @@ __device__ inline void run_chain(const TrellisScan& p, const TrellisPart& part,
     const bool resumed = i == 0 && p.first[part.memory].data != nullptr;
 
     // A', and A for those who read
-    round_to<T>(first, A);
+    round_to_right<T>(first, A);
     if (resumed) leave();
     if (within && !resumed) store_state(p.last_first[part.memory], A, part, shape, slot);
     if (resumed) {
       Sums<N> given;
       load_state(given, p.first[part.memory], part, shape, slot);
-      round_to<T>(first, given);
+      round_to_right<T>(first, given);
       if (within) store_state(p.last_first[part.memory], given, part, shape, slot);
     }
 
@@ -72,7 +72,7 @@ __device__ inline void run_chain(const TrellisScan& p, const TrellisPart& part,
       unpack<T>(u, z.at[0]);
 
       // U = J_phi(Z)^T (phi(Z) - a): the sums of a row are those of all warps.
-      activate(phi, u, slope);
+      activate<T>(phi, u, slope);
       Moments* table = space.table(tiles);
       const Moments own = moments_of_rows(phi, u, a, columns);
       if ((lane() & 2) == 0) table[warp * kTile + own_row] = own;

@@ -52,7 +52,7 @@ struct TrellisScanReader {
     fill(y, 0.f);
     add_product_transposed<T>(y, w, memory);
     finish(y, w, at, Space::kX, Space::kU);
-    to_images(p.shape.f, p.shape.slots, y);
+    to_images<T>(p.shape.f, p.shape.slots, y);
     round_to<T>(w, y);
     store_blocks(tile, 0, 0, w);
     // The stage is free once the other block has taken r (space.init()): so the place there is too.

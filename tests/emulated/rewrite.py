@@ -61,7 +61,10 @@ BODIES = {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
-    "trellis/maps.cuh": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
+    "trellis/maps.cuh": {
+        "float inverse_root(": "return 1.f / std::sqrt(x);",
+        "float tanh_fast(": "return std::tanh(x);",
+    },
 }
 BEFORE_PAIRS = "// Two neighbouring elements as one register"
 PAIR = """
