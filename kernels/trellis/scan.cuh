@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     if (kWide) take_registers<168>();
     run_chain<T, Tile, Map<Softmax>>(p, part, space, warp);
   } else if (warp < Space::kChain + Space::kReaders) {
+    if (kWide) take_registers<136>();
     TrellisScanReader<T, Tile>{p, part, space}.run(warp - Space::kChain);
   } else {
     if (kWide) leave_registers<40>();
