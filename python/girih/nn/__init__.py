@@ -7,7 +7,8 @@ writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1.
 
 from girih.nn.attention import Attention, AttentionState, rotary
 from girih.nn.block import Block
-from girih.nn.compress_attend import ChunkAttention, CompressAttend
+from girih.nn.chunk_attention import ChunkAttention, ChunkRows
+from girih.nn.compress_attend import CompressAttend, CompressAttendState
 from girih.nn.decay import DecayGate
 from girih.nn.delta_product import DeltaProduct
 from girih.nn.gated_linear_attention import GatedLinearAttention
@@ -18,7 +19,7 @@ from girih.nn.mix_attention import MixAttention, MixState, mix_weight
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import History, LayerState, map_state
+from girih.nn.state import LayerState, map_state
 from girih.nn.swiglu import SwiGLU
 from girih.nn.trellis import Trellis
 
@@ -28,14 +29,15 @@ __all__ = [
     "AttentionState",
     "Block",
     "ChunkAttention",
+    "ChunkRows",
     "CompressAttend",
+    "CompressAttendState",
     "DecayGate",
     "DeltaProduct",
     "GateLinear",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
-    "History",
     "Lattice",
     "Layer",
     "LayerState",
