@@ -1,10 +1,12 @@
 """CAT writes text from K headers and one chunk: the same text, one row a token, one compression a chunk."""
 
 import itertools
+import json
 from copy import deepcopy
 
 import pytest
 import torch
+from girih import _C
 from girih.models import CatModel, GirihConfig, GirihForCausalLM
 from girih.nn import ChunkAttention, CompressAttend, map_state, rotary
 from girih.nn.chunk_attention import ROOM
@@ -469,3 +471,43 @@ def test_chunks_are_for_the_whole_model():
         ValueError, match="chunks is \\[4, 8\\]; expected none: it is for the whole CAT model"
     ):
         made(mixer=["cat", "cat"], chunks=[4, 8])
+
+
+# ---- C++ ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cpp_writes_the_same_text(name, tmp_path):
+    """Over chunks that end at different tokens in each sequence, and over more headers than a new cache has
+    room for."""
+    model = made(torch.float32, **MODELS[name])
+    model.save_pretrained(tmp_path)
+    ids, new = tokens(3, 9), (ROOM + 3) * CHUNK
+    mask = torch.stack([torch.arange(9) >= 9 - n for n in (9, 4, 7)]).long()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    assert (
+        _C.LanguageModel.from_pretrained(str(tmp_path))
+        .generate(ids, new, attention_mask=mask)
+        .equal(expected)
+    )
+
+
+def test_cpp_chooses_a_chunk_too(adaptive, tmp_path):
+    model = deepcopy(adaptive).float()
+    model.save_pretrained(tmp_path)
+    cpp, ids = _C.LanguageModel.from_pretrained(str(tmp_path)), tokens(2, 20)
+    for chunk in (None, *CHUNKS):
+        if chunk is not None:
+            cpp.set_chunk(chunk)
+        with torch.no_grad():
+            want = model(ids, chunk=chunk).logits
+            torch.testing.assert_close(cpp.forward(ids)[0], want, atol=1e-4, rtol=1e-4)
+        written = model.generate(ids, max_new_tokens=40, do_sample=False, chunk=chunk)
+        assert cpp.generate(ids, 40).equal(written)
+    with pytest.raises(ValueError) as python:
+        adaptive(ids, chunk=5)
+    with pytest.raises(ValueError) as refused:
+        cpp.set_chunk(5)
+    assert str(refused.value) == str(python.value)
+    with pytest.raises(ValueError, match="chunk is 4; expected none: it is for the whole CAT model"):
+        _C.LanguageModel(json.dumps({"mixer": "gsa", "hidden_size": 16})).set_chunk(4)
