@@ -70,13 +70,13 @@ struct CatKeyTile {
     const int row = 16 * warp_index();
     Sums<N> p, da;
     fill(p, 0.f), fill(da, 0.f);
-#pragma unroll(Tile <= 128 ? 8 : 4)
+#pragma unroll 4
     for (int col = 0; col < Tile; col += 16) {
       uint32_t a[4];
       load_block(a, keys(), row, col);
       add_product_transposed<T>(p, a, queries(n), first, col);
     }
-#pragma unroll(Tile <= 128 ? 8 : 4)
+#pragma unroll 4
     for (int col = 0; col < Tile; col += 16) {
       uint32_t a[4];
       load_block(a, values(), row, col);

@@ -313,6 +313,11 @@ template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return emulated::from_lane(x, emulated::lane() ^ mask);
 }
+inline bool __any_sync(unsigned, bool x) {
+  const uint64_t word = x;
+  const auto table = emulated::exchange(&word, 1);
+  return std::any_of(table, table + 32, [](const auto& of) { return of[0] != 0; });
+}
 template <class T>
 T __shfl_up_sync(unsigned, T x, int by) {
   return emulated::from_lane(x,

@@ -31,15 +31,16 @@ class Array(ctypes.Structure):
         return cls(x.data_ptr(), DTYPES[x.dtype], stride)
 
 
-def compiled(folder, operator):
-    """The operator's kernels as a library."""
+def compiled(folder, operator, sizes=("chunks",)):
+    """The operator's kernels as a library; `sizes`: its functions that give a number."""
     rewrite.write(folder, operator)
     paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
     command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{path}" for path in paths)]
     library = folder / f"{operator}.so"
     subprocess.run([*command, str(EMULATED / f"{operator}.cpp"), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
-    loaded.chunks.restype = ctypes.c_int64
+    for name in sizes:
+        getattr(loaded, name).restype = ctypes.c_int64
     return loaded
 
 
