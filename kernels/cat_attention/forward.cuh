@@ -3,42 +3,10 @@
 
 #include "cat_attention/keys.cuh"
 #include "cat_attention/launch.h"
+#include "cat_attention/softmax.h"
 #include "tile/row_store.h"
 
 namespace girih::kernels {
-
-// The running softmax of a lane's two rows of sixteen, in units of log2: the largest score so far, and the
-// lane's share in the sum of 2^(score - largest).
-struct CatSoftmax {
-  // Less than any score that is read: what is masked comes to 0 against it.
-  float largest[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f};
-
-  // s <- 2^(s - m), m = max(m, s); what was summed before, o too, moves to the new m.
-  template <int N, int O>
-  __device__ void add(Sums<N>& s, Sums<O>& o) {
-    float by[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float most = largest[i];
-#pragma unroll
-      for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(s.at[n][2 * i], s.at[n][2 * i + 1]));
-      most = max_over_row(most);
-      by[i] = exp2_fast(largest[i] - most);
-      largest[i] = most, sum[i] *= by[i];
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& x = s.at[n][2 * i + j];
-          x = exp2_fast(x - most);
-          sum[i] += x;
-        }
-      }
-    }
-    // The largest of all is soon among what has been seen.
-    if (__any_sync(~0u, by[0] != 1.f || by[1] != 1.f)) scale_rows(o, {by[0], by[1]});
-  }
-};
 
 template <typename T, int Tile>
 struct CatForwardPass {
@@ -48,13 +16,13 @@ struct CatForwardPass {
 
   const CatForward& p;
   const Queries& tile;
-  int from;     // the warp's first row of the tile
-  float scale;  // scores in units of log2
+  int from;  // the warp's first row of the tile
+  const CatScale scale;
   Sums<Tile / 8> o[A];
   CatSoftmax softmax[A];
 
   __device__ CatForwardPass(const CatForward& p, const Queries& tile)
-      : p(p), tile(tile), from(16 * A * warp_index()), scale(p.shape.scale * kLog2E) {
+      : p(p), tile(tile), from(16 * A * warp_index()), scale(p.shape.scale) {
 #pragma unroll
     for (int m = 0; m < A; ++m) fill(o[m], 0.f);
   }
@@ -63,7 +31,7 @@ struct CatForwardPass {
   __device__ void own(int block) {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
-      if (from + 16 * m >= tile.rows) continue;
+      if (from + 16 * m >= tile.plan.rows) continue;
       const CatWarp warp(tile, from + 16 * m, 16);
       const CatRows rows(tile.seen, from + 16 * m);
       for_own<kKeys>(tile.shape, tile.first_of(block), warp.common, warp.last, [&](int i, int key) {
@@ -74,12 +42,13 @@ struct CatForwardPass {
         for (int col = 0; col < Tile; col += 16) {
           uint32_t q[4];
           load_block(q, tile.queries(0), from + 16 * m, col);
+          scale.apply_sign(q);
           add_product_transposed<T>(s, q, tile.keys(block), 16 * i, col);
         }
         for_pairs(rows, tile.shape, warp.first, key,
-                  [&](int n, int e, bool seen) { s.at[n][e] = seen ? scale * s.at[n][e] : -INFINITY; });
+                  [&](int n, int e, bool seen) { s.at[n][e] = seen ? s.at[n][e] : -INFINITY; });
         // O <- e^{m - m'} O + e^{S - m'} V
-        softmax[m].add(s, o[m]);
+        scale_sums(o[m], softmax[m].add(s, scale));
         Operand<1> weights;
         round_to<T>(weights, s);
         add_product<T>(o[m], weights, tile.values(block), 16 * i);
@@ -88,8 +57,7 @@ struct CatForwardPass {
   }
 
   // kHeaders headers of a block, from row `key` of it on, of which all rows read all, or some.
-  template <bool All>
-  __device__ void headers(int block, int key) {
+  __device__ void headers(int block, int key, bool all) {
     Sums<kHeaders / 8> s[A];
 #pragma unroll
     for (int m = 0; m < A; ++m) fill(s[m], 0.f);
@@ -97,23 +65,27 @@ struct CatForwardPass {
     for (int col = 0; col < Tile; col += 16) {
       uint32_t q[A][4];
 #pragma unroll
-      for (int m = 0; m < A; ++m) load_block(q[m], tile.queries(0), from + 16 * m, col);
+      for (int m = 0; m < A; ++m) {
+        load_block(q[m], tile.queries(0), from + 16 * m, col);
+        scale.apply_sign(q[m]);
+      }
       add_products_transposed<T>(s, q, tile.keys(block), key, col);
     }
     uint32_t weights[kHeaders / 16][A][4];
 #pragma unroll
     for (int m = 0; m < A; ++m) {
-      const CatRows rows(tile.seen, from + 16 * m);
-      const int first = tile.first_of(block) + key;
+      if (!all) {
+        const CatRows rows(tile.seen, from + 16 * m);
+        const int first = tile.first_of(block) + key + lane_col();
 #pragma unroll
-      for (int n = 0; n < kHeaders / 8; ++n) {
+        for (int n = 0; n < kHeaders / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const bool seen = All || rows.header(e >> 1, first + 8 * n + lane_col() + (e & 1));
-          s[m].at[n][e] = seen ? scale * s[m].at[n][e] : -INFINITY;
+          for (int e = 0; e < 4; ++e) {
+            if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s[m].at[n][e] = -INFINITY;
+          }
         }
       }
-      softmax[m].add(s[m], o[m]);
+      scale_sums(o[m], softmax[m].add(s[m], scale));
       Operand<kHeaders / 16> rounded;
       round_to<T>(rounded, s[m]);
 #pragma unroll
@@ -127,7 +99,7 @@ struct CatForwardPass {
   }
 
   __device__ void meet(int block) {
-    if (from >= tile.rows) return;
+    if (from >= tile.plan.rows) return;
     if (tile.is_own(block)) {
       own(block);
       return;
@@ -136,11 +108,7 @@ struct CatForwardPass {
 #pragma unroll 1
     for (int key = 0; key < kKeys; key += kHeaders) {
       const int first = tile.first_of(block) + key;
-      if (warp.reads_all(first, kHeaders)) {
-        headers<true>(block, key);
-      } else if (warp.reads_headers(first, kHeaders)) {
-        headers<false>(block, key);
-      }
+      if (warp.reads_headers(first, kHeaders)) headers(block, key, warp.reads_all(first, kHeaders));
     }
   }
 
@@ -148,7 +116,7 @@ struct CatForwardPass {
   __device__ void store() {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
-      if (from + 16 * m >= tile.rows) continue;
+      if (from + 16 * m >= tile.plan.rows) continue;
       const CatRows rows(tile.seen, from + 16 * m);
       float by[2];
 #pragma unroll
@@ -157,9 +125,10 @@ struct CatForwardPass {
         const float sum = sum_over_row(softmax[m].sum[i]);
         by[i] = inside ? 1.f / sum : 0.f;
         const int row = from + 16 * m + lane_row() + 8 * i;
-        if (p.lse.data == nullptr || lane_col() > 0 || row >= tile.rows) continue;
-        const float lse = inside ? softmax[m].largest[i] / kLog2E + logf(sum) : INFINITY;
-        static_cast<float*>(p.lse.data)[offset_of(p.lse, tile.batch, tile.row + row, tile.head)] = lse;
+        if (p.lse.data == nullptr || lane_col() > 0 || row >= tile.plan.rows) continue;
+        const float lse = inside ? softmax[m].log_sum(i, sum, scale) : INFINITY;
+        static_cast<float*>(
+            p.lse.data)[offset_of(p.lse, tile.plan.batch, tile.plan.row + row, tile.plan.head)] = lse;
       }
 #pragma unroll
       for (int n = 0; n < Tile / 8; ++n) {
@@ -172,8 +141,8 @@ struct CatForwardPass {
       store_blocks(tile.queries(0), from + 16 * m, 0, rounded);
     }
     __syncwarp();
-    store_rows<kCatWarps>(tile.queries(0), row_of<T>(p.o, tile.batch, tile.row, tile.head), p.o.stride[1],
-                          tile.rows, p.shape.V, warp_index());
+    store_rows<kCatWarps>(tile.queries(0), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
+                          p.o.stride[1], tile.plan.rows, p.shape.V, warp_index());
   }
 };
 

@@ -47,6 +47,15 @@ __device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_
   }
 }
 
+// Where a tile of queries lies, and what it reads. In shared memory: registers are few.
+struct CatPlan {
+  int batch, head;         // of queries
+  int row, rows;           // the first, and how many there are
+  int own, header;         // the first row of a chunk that is read, and the first header
+  int header_end;          // one past the last
+  int own_blocks, blocks;  // of keys
+};
+
 // Rows x Tile queries of a head, and what the block has of keys in shared memory: `Queries` tiles of the
 // former, two pairs of tiles of the latter, and what every query sees.
 template <typename T, int Tile, int Rows, int Queries>
@@ -54,34 +63,36 @@ struct CatQueryTile {
   static constexpr int kKeys = kCatKeys<Tile>;
   using QueryRows = SharedTile<T, Rows, Tile>;
   using KeyRows = SharedTile<T, kKeys, Tile>;
-  static constexpr int kBytes =
-      Queries * QueryRows::kBytes + 4 * KeyRows::kBytes + Rows * static_cast<int>(sizeof(CatSeen));
+  static constexpr int kTiles = Queries * QueryRows::kBytes + 4 * KeyRows::kBytes;
+  static constexpr int kBytes = kTiles + static_cast<int>(Rows * sizeof(CatSeen) + sizeof(CatPlan));
 
   const CatShape& shape;
   unsigned char* shared;
   CatSeen* seen;  // [Rows]
-  int64_t batch;
-  int head;                // of queries
-  int row, rows;           // the first, and how many there are
-  int own, header;         // the first row of a chunk that is read, and the first header
-  int header_end;          // one past the last
-  int own_blocks, blocks;  // of keys
+  CatPlan& plan;
 
   // The last tiles read most: they begin.
-  __device__ CatQueryTile(const CatShape& shape, unsigned char* shared) : shape(shape), shared(shared) {
+  __device__ CatQueryTile(const CatShape& shape, unsigned char* shared)
+      : shape(shape),
+        shared(shared),
+        seen(reinterpret_cast<CatSeen*>(shared + kTiles)),
+        plan(*reinterpret_cast<CatPlan*>(seen + Rows)) {
     const auto heads = static_cast<unsigned>(shape.query_heads),
                all = heads * static_cast<unsigned>(shape.chunks.batch), of = blockIdx.x % all;
-    batch = of / heads, head = static_cast<int>(of % heads);
-    row = ((shape.rows + Rows - 1) / Rows - 1 - static_cast<int>(blockIdx.x / all)) * Rows;
-    rows = min(Rows, shape.rows - row);
-    seen = reinterpret_cast<CatSeen*>(shared + Queries * QueryRows::kBytes + 4 * KeyRows::kBytes);
+    const int batch = static_cast<int>(of / heads),
+              row = ((shape.rows + Rows - 1) / Rows - 1 - static_cast<int>(blockIdx.x / all)) * Rows,
+              rows = min(Rows, shape.rows - row);
     for (int i = threadIdx.x; i < Rows; i += kCatThreads) seen[i] = cat_seen(shape, batch, row + i);
-    const CatSeen first = cat_seen(shape, batch, row), last = cat_seen(shape, batch, row + rows - 1);
-    // Sixteens of keys begin where sixteens of queries do: a chunk of 16 is one product.
-    own = first.chunk * shape.size / 16 * 16;
-    own_blocks = (row + rows - own + kKeys - 1) / kKeys;
-    header = min(first.first, first.chunk), header_end = max(last.chunk, header);
-    blocks = own_blocks + (header_end - header + kKeys - 1) / kKeys;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const CatSeen first = seen[0], last = seen[rows - 1];
+      // Sixteens of keys begin where sixteens of queries do: a chunk of 16 is one product.
+      const int own = first.chunk * shape.size / 16 * 16, own_blocks = (row + rows - own + kKeys - 1) / kKeys;
+      const int header = min(first.first, first.chunk), header_end = max(last.chunk, header);
+      const int blocks = own_blocks + (header_end - header + kKeys - 1) / kKeys;
+      plan = {batch, static_cast<int>(of % heads), row, rows, own, header, header_end, own_blocks, blocks};
+    }
+    __syncthreads();
   }
 
   __device__ QueryRows queries(int which) const {
@@ -92,24 +103,24 @@ struct CatQueryTile {
   }
   __device__ KeyRows values(int block) const { return {keys(block).data + KeyRows::kRows * Tile}; }
 
-  __device__ bool is_own(int block) const { return block < own_blocks; }
+  __device__ bool is_own(int block) const { return block < plan.own_blocks; }
   // The first row of a block of chunks' rows, or the first of a block of headers.
   __device__ int first_of(int block) const {
-    return is_own(block) ? own + block * kKeys : header + (block - own_blocks) * kKeys;
+    return is_own(block) ? plan.own + block * kKeys : plan.header + (block - plan.own_blocks) * kKeys;
   }
 
   __device__ void load_queries(int which, const In<4>& x, int width) const {
-    load_async<kCatThreads>(queries(which), row_of<T>(x, batch, row, head), x.stride[1], rows, width,
-                            threadIdx.x);
+    load_async<kCatThreads>(queries(which), row_of<T>(x, plan.batch, plan.row, plan.head), x.stride[1],
+                            plan.rows, width, threadIdx.x);
   }
   // Headers are the rows of a matrix whose rows are C apart.
   __device__ void load_keys(int block, const In<4>& k, const In<4>& v) const {
-    const int from = first_of(block), count = (is_own(block) ? row + rows : header_end) - from;
+    const int from = first_of(block), count = (is_own(block) ? plan.row + plan.rows : plan.header_end) - from;
     const int64_t apart = is_own(block) ? 1 : shape.size, first = from * apart;
-    const int of = head / shape.group();
-    load_async<kCatThreads>(keys(block), row_of<T>(k, batch, first, of), apart * k.stride[1], count, shape.D,
-                            threadIdx.x);
-    load_async<kCatThreads>(values(block), row_of<T>(v, batch, first, of), apart * v.stride[1], count,
+    const int of = plan.head / shape.group();
+    load_async<kCatThreads>(keys(block), row_of<T>(k, plan.batch, first, of), apart * k.stride[1], count,
+                            shape.D, threadIdx.x);
+    load_async<kCatThreads>(values(block), row_of<T>(v, plan.batch, first, of), apart * v.stride[1], count,
                             shape.V, threadIdx.x);
     commit_copies();
   }
@@ -117,8 +128,8 @@ struct CatQueryTile {
   // f(block) for all of them, each when it is there; the first is under way, the others come behind.
   template <class F>
   __device__ void for_keys(const In<4>& k, const In<4>& v, const F& f) const {
-    for (int block = 0; block < blocks; ++block) {
-      if (block + 1 < blocks) {
+    for (int block = 0; block < plan.blocks; ++block) {
+      if (block + 1 < plan.blocks) {
         load_keys(block + 1, k, v);
         wait_copies<1>();
       } else {
@@ -135,6 +146,7 @@ struct CatQueryTile {
 struct CatRows {
   int first[2], chunk[2];
 
+  CatRows() = default;
   __device__ CatRows(const CatSeen* seen, int row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -154,9 +166,9 @@ struct CatWarp {
 
   template <class Tile>
   __device__ CatWarp(const Tile& tile, int from, int count) {
-    const int to = min(from + count, tile.rows) - 1;
+    const int to = min(from + count, tile.plan.rows) - 1;
     const CatSeen low = tile.seen[from], high = tile.seen[to];
-    first = tile.row + from, last = tile.row + to;
+    first = tile.plan.row + from, last = tile.plan.row + to;
     least = min(low.first, low.chunk), most = high.chunk;
     every = max(low.first, high.first), common = low.chunk;
   }

@@ -50,12 +50,12 @@ struct CatQueryPass {
       delta[i] = sum_over_row(sum[i]);
       lse[i] = 0.f;
       const int row = from + lane_row() + 8 * i;
-      if (row >= tile.rows) continue;
-      const int64_t at = offset_of(p.lse, tile.batch, tile.row + row, tile.head);
+      if (row >= tile.plan.rows) continue;
+      const int64_t at = offset_of(p.lse, tile.plan.batch, tile.plan.row + row, tile.plan.head);
       lse[i] = static_cast<const float*>(p.lse.data)[at] * kLog2E;
       if (lane_col() > 0) continue;
-      CatQuery* queries = p.queries + (tile.batch * p.shape.query_heads + tile.head) * p.shape.rows;
-      queries[tile.row + row] = {lse[i], delta[i], rows.first[i], rows.chunk[i]};
+      CatQuery* queries = p.queries + (tile.plan.batch * p.shape.query_heads + tile.plan.head) * p.shape.rows;
+      queries[tile.plan.row + row] = {lse[i], delta[i], rows.first[i], rows.chunk[i]};
     }
   }
 
@@ -122,7 +122,7 @@ struct CatQueryPass {
   }
 
   __device__ void meet(int block) {
-    if (from >= tile.rows) return;
+    if (from >= tile.plan.rows) return;
     if (tile.is_own(block)) {
       own(block);
       return;
@@ -143,8 +143,9 @@ struct CatQueryPass {
     round_to<T>(rounded, dq);
     store_blocks(tile.queries(kCatQ), from, 0, rounded);
     __syncwarp();
-    store_rows<kCatWarps>(tile.queries(kCatQ), row_of<T>(p.dq, tile.batch, tile.row, tile.head),
-                          p.dq.stride[1], tile.rows, p.shape.D, warp_index());
+    store_rows<kCatWarps>(tile.queries(kCatQ),
+                          row_of<T>(p.dq, tile.plan.batch, tile.plan.row, tile.plan.head), p.dq.stride[1],
+                          tile.plan.rows, p.shape.D, warp_index());
   }
 };
 
@@ -157,8 +158,8 @@ __global__ void __launch_bounds__(kCatThreads)
   Pass pass(p, tile);
   tile.load_queries(kCatQ, p.q, p.shape.D);
   tile.load_queries(kCatDout, p.dout, p.shape.V);
-  load_async<kCatThreads>(pass.output(), row_of<T>(p.o, tile.batch, tile.row, tile.head), p.o.stride[1],
-                          tile.rows, p.shape.V, threadIdx.x);
+  load_async<kCatThreads>(pass.output(), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
+                          p.o.stride[1], tile.plan.rows, p.shape.V, threadIdx.x);
   commit_copies();
   tile.load_keys(0, p.k, p.v);
   wait_copies<1>();

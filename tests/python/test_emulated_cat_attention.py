@@ -1,6 +1,7 @@
 """The kernels of cat_attention as they stand, on the CPU (tests/emulated): forward and every gradient."""
 
 import ctypes
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=No
     widths = {"q": D, "k": D, "v": V}
     wide = {name: given[name][..., :width].double().requires_grad_() for name, width in widths.items()}
     bounds = [0, K] if bounds is None else bounds
-    owned = [any(a <= c < b for a, b in zip(bounds, bounds[1:], strict=False)) for c in range(K)]
+    owned = [any(a <= c < b for a, b in pairwise(bounds)) for c in range(K)]
     first = [max(b for b in bounds if b <= c) if inside else c for c, inside in enumerate(owned)]
     o, lse = by_definition(*wide.values(), chunk, scale, first)
     outside = torch.tensor([not inside for inside in owned]).repeat_interleave(chunk)[:T, None]
