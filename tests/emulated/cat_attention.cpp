@@ -3,6 +3,7 @@
 #include "cat_attention/header_gradients.cuh"
 #include "cat_attention/own_gradients.cuh"
 #include "cat_attention/query_gradients.cuh"
+#include "cat_attention/sm90/forward.cuh"
 
 using namespace girih::kernels;
 using Element = __nv_bfloat16;
@@ -18,6 +19,7 @@ struct Call {
   const void* cu_chunks;
   int64_t heads, query_heads, D, V;
   double scale;
+  int64_t groups;  // by warpgroups, where these take it
   Array q, k, v, o, lse, dout, dq, dk, dv;
   void* queries;
   float* partials;
@@ -60,7 +62,12 @@ void run(const Call& c) {
   CatForward forward{};
   fill(forward, c);
   forward.o = as<Out, 4>(c.o), forward.lse = as<Out, 3>(c.lse);
-  must(launch_cat_forward<Element, Tile>(forward, nullptr));
+  bool taken = false;
+  if constexpr (Tile <= kCatGroupWidest) {
+    if (c.groups) must(try_cat_group_forward<Element, Tile>(forward, nullptr, taken));
+  }
+  if (c.groups && !taken) emulated::fail("the kernels of warpgroups do not take it");
+  if (!taken) must(launch_cat_forward<Element, Tile>(forward, nullptr));
 
   CatQueryGradients of_queries{};
   fill(of_queries, c);

@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <random>
 #include <vector>
 
@@ -84,7 +85,7 @@ struct Parcel {
 
 inline ucontext_t scheduler;
 inline Block cluster[2];
-inline int cluster_size, threads;
+inline int cluster_size, threads, grid;
 inline Barrier cluster_barrier;
 inline Fiber* current;
 inline std::function<void()> kernel;
@@ -155,6 +156,56 @@ inline void arrive(uint64_t* barrier) {
   if (--of.left == 0) of.left = of.all, ++of.phase;
 }
 
+// What the copy engine brings (tile/boxes.h). A barrier's phase waits for its bytes; boxes come in any order.
+struct Boxes {
+  const void* data;
+  int64_t stride[4], size[4];
+  int rows;
+};
+struct Delivery {
+  std::function<void()> copy;
+  int bytes;
+  uint64_t* barrier;
+};
+inline std::vector<Delivery> deliveries;  // on their way
+inline std::map<uint64_t*, int> expected;
+
+inline void expect(uint64_t* barrier, int bytes, int arrivals) {
+  Phases& of = phases(barrier);
+  expected[barrier] += bytes, of.left -= arrivals;
+  if (of.left == 0 && expected[barrier] == 0) of.left = of.all, ++of.phase;
+}
+inline void arrive_expecting(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
+inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  deliveries.push_back({[=] { std::memcpy(to, from, bytes); }, bytes, barrier});
+}
+inline void send_box(uint32_t to, const void* boxes, int64_t col, int64_t row, int64_t head, int64_t batch,
+                     uint64_t* barrier) {
+  Boxes of;
+  std::memcpy(&of, boxes, sizeof of);
+  if (to % 1024 != 0) fail("a box is not aligned");
+  const auto copy = [=] {
+    for (int r = 0; r < of.rows; ++r) {
+      for (int c = 0; c < 64; ++c) {
+        const bool is =
+            row + r < of.size[1] && col + c < of.size[3] && head < of.size[2] && batch < of.size[0];
+        const int64_t at =
+            batch * of.stride[0] + (row + r) * of.stride[1] + head * of.stride[2] + (col + c) * of.stride[3];
+        auto* place = reinterpret_cast<uint16_t*>(uint64_t{to}) + r * 64 + (c / 8 ^ r % 8) * 8 + c % 8;
+        *place = is ? static_cast<const uint16_t*>(of.data)[at] : 0;
+      }
+    }
+  };
+  deliveries.push_back({copy, of.rows * 128, barrier});
+}
+inline void deliver_any() {
+  const auto at = deliveries.begin() + random_turns() % deliveries.size();
+  const Delivery delivery = *at;
+  deliveries.erase(at);
+  delivery.copy();
+  expect(delivery.barrier, -delivery.bytes, 0);
+}
+
 inline void run_fiber() {
   kernel();
   current->done = true;
@@ -217,13 +268,14 @@ inline void run_cluster(unsigned number, int bytes) {
     if (running.empty()) break;
     if (turns > 20'000'000) fail("a block hangs");
     if (!parcels.empty() && random_turns() % 8 == 0) deliver();
+    if (!deliveries.empty() && random_turns() % 4 == 0) deliver_any();
     Fiber** warp = running[random_turns() % running.size()];
     for (int l = 0; l < 32; ++l) {
       current = warp[l];
       if (!current->done) swapcontext(&scheduler, &current->context);
     }
   }
-  if (!parcels.empty()) fail("a block has ended before what it was sent");
+  if (!parcels.empty() || !deliveries.empty()) fail("a block has ended before what it was sent");
   for (int i = 0; i < cluster_size; ++i) {
     for (int at = bytes; at < kSharedRoom; ++at) {
       if (cluster[i].shared[at] != 0xff) fail("a block writes beyond its shared memory");
@@ -233,7 +285,7 @@ inline void run_cluster(unsigned number, int bytes) {
 
 template <class F>
 void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_size_ = 1) {
-  kernel = f, threads = threads_, cluster_size = cluster_size_;
+  kernel = f, threads = threads_, cluster_size = cluster_size_, grid = static_cast<int>(blocks);
   if (blocks % cluster_size != 0) fail("a cluster is not complete");
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
@@ -297,6 +349,8 @@ struct Index {
 
 #define threadIdx \
   emulated::Index { emulated::current->thread }
+#define gridDim \
+  emulated::Index { static_cast<unsigned>(emulated::grid) }
 #define blockIdx \
   emulated::Index { emulated::current->block->number }
 

@@ -51,13 +51,25 @@ BODIES = {
             if (emulated::lane() == 0) emulated::arrive((uint64_t*)emulated::far(barrier, rank));""",
         "void send(": "emulated::send(from, bytes, barrier, rank);",
     },
+    "tile/boxes.h": {
+        "cudaError_t describe(": """
+            emulated::Boxes of{tensor.data, {}, {}, rows};
+            std::copy(tensor.stride, tensor.stride + 4, of.stride), std::copy(sizes, sizes + 4, of.size);
+            memcpy(&boxes, &of, sizeof of); return cudaSuccess;""",
+        "void arrive_expecting(": "emulated::arrive_expecting(barrier, bytes);",
+        "void copy_box(": "emulated::send_box(to, &boxes, at.col, at.row, at.head, at.batch, barrier);",
+        "void prefetch_box(": "",
+        "void copy_bytes(": "emulated::send_bytes(to, from, bytes, barrier);",
+    },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
+        "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
     },
+    "cat_attention/sm90/launch.h": {"cudaError_t multiprocessors(": "count = 3; return cudaSuccess;"},
     "trellis/maps.cuh": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
 }
 BEFORE_PAIRS = "// Two neighbouring elements as one register"
@@ -86,7 +98,7 @@ def rewritten(file: str) -> str:
     source = (KERNELS / file).read_text()
     for signature, body in BODIES.get(file, {}).items():
         source = with_body(source, signature, body)
-    if file == "tile/cluster.h":
+    if file in ("tile/boxes.h", "tile/cluster.h"):
         source = source.replace("#if __CUDA_ARCH__ >= 900", "#if true")
     if file == "tile/matrix.h":
         source = source.replace(BEFORE_PAIRS, PAIR + BEFORE_PAIRS)
@@ -111,7 +123,7 @@ def rewritten(file: str) -> str:
 
 def write(folder: Path, operator: str) -> None:
     """An operator's kernels and what they include of tile."""
-    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*.*h"))]
+    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).rglob("*.*h"))]
     for file in sorted(set(files)):
         if file.startswith(("tile/", f"{operator}/")):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)

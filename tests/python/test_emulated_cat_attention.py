@@ -18,6 +18,7 @@ def fields():
         (pointer, "cu_chunks"),
         (number, "heads query_heads D V"),
         (ctypes.c_double, "scale"),
+        (number, "groups"),
         (Array, "q k v o lse dout dq dk dv"),
         (pointer, "queries partials"),
     ]
@@ -45,7 +46,7 @@ def by_definition(q, k, v, chunk, scale, first):
     return torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
 
 
-def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=None, seed=0):
+def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=None, seed=0, groups=False):
     generator = torch.Generator().manual_seed(seed)
     scale = D**-0.5 if scale is None else scale
 
@@ -59,6 +60,7 @@ def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=No
     made = {name: rows(B, T, *shape) for name, shape in made.items()}
     made["lse"] = torch.full((B, T, HQ), torch.nan)
     call = Call(batch=B, tokens=T, chunk=chunk, sequences=B, heads=H, query_heads=HQ, scale=scale)
+    call.groups = groups
     call.D, call.V = eights(D), eights(V)
     cu_chunks = None if bounds is None else torch.tensor(bounds)
     if bounds is not None:
@@ -120,3 +122,14 @@ def test_packed_sequences(kernels, chunk):
 def test_every_scale(kernels):
     for scale in (0.0, -0.3, 2.0):
         check(kernels, 50, 4, D=16, V=16, scale=scale)
+
+
+@pytest.mark.parametrize("chunk, T", [(2, 300), (4, 777), (16, 1300), (64, 200), (128, 130)])
+def test_warpgroups_at_every_chunk(kernels, chunk, T):
+    check(kernels, T, chunk, D=16, V=24, groups=True)
+
+
+def test_warpgroups(kernels):
+    check(kernels, 140, 8, D=128, V=128, groups=True)
+    check(kernels, 300, 4, B=2, H=1, G=2, D=64, V=72, scale=-0.3, groups=True)
+    check(kernels, 1200, 4, D=8, V=8, bounds=[0, 9, 140, 290], groups=True)
