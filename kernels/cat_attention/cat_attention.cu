@@ -7,6 +7,7 @@
 
 #include "cat_attention/header_list.h"
 #include "cat_attention/launch.h"
+#include "cat_attention/sm90/launch.h"
 
 namespace girih::kernels {
 namespace {
@@ -39,21 +40,65 @@ constexpr int largest() {
 
 }  // namespace
 
-#define GIRIH_CAT(Problem, name)                                                       \
-  cudaError_t name(const Problem& problem, cudaStream_t stream) {                      \
-    return by_instance(problem.shape, [&](auto element, auto tile) {                   \
-      return launch_##name<decltype(element), decltype(tile)::value>(problem, stream); \
-    });                                                                                \
-  }
-GIRIH_CAT(CatForward, cat_forward)
-GIRIH_CAT(CatQueryGradients, cat_query_gradients)
-GIRIH_CAT(CatHeaderGradients, cat_header_gradients)
-GIRIH_CAT(CatOwnGradients, cat_own_gradients)
-#undef GIRIH_CAT
+cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream) {
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      bool taken = false;
+      const cudaError_t error = try_cat_group_forward<T, kTile>(problem, stream, taken);
+      if (taken || error != cudaSuccess) return error;
+    }
+    return launch_cat_forward<T, kTile>(problem, stream);
+  });
+}
 
+cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream) {
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      bool taken = false;
+      const cudaError_t error = try_cat_group_query_gradients<T, kTile>(problem, stream, taken);
+      if (taken || error != cudaSuccess) return error;
+    }
+    return launch_cat_query_gradients<T, kTile>(problem, stream);
+  });
+}
+
+cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream) {
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      bool has = false;
+      if (const cudaError_t error = has_cat_group_headers<T, kTile>(has); error != cudaSuccess) return error;
+      if (has) return launch_cat_group_header_gradients<T, kTile>(problem, stream);
+    }
+    return launch_cat_header_gradients<T, kTile>(problem, stream);
+  });
+}
+
+cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream) {
+  CatOwnGradients own = problem;
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      if (const cudaError_t error = has_cat_group_headers<T, kTile>(own.groups); error != cudaSuccess)
+        return error;
+    }
+    return launch_cat_own_gradients<T, kTile>(own, stream);
+  });
+}
+
+// Whichever kernel sums them.
 int64_t cat_partials(const CatShape& shape) {
   return with_tile(std::max(shape.D, shape.V), [&](auto tile) -> int64_t {
-    return header_list<decltype(tile)::value>(shape).places() * kCatPlace<decltype(tile)::value>;
+    constexpr int kTile = decltype(tile)::value;
+    const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<kTile>()).numbers();
+    if (kTile > kCatGroupWidest) return numbers;
+    return std::max(numbers, CatHeaderList(shape, kTile, group_header_tiles<kTile>()).numbers());
   });
 }
 

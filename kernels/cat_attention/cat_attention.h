@@ -75,6 +75,7 @@ struct CatOwnGradients {
   const CatQuery* queries;
   const float* partials;
   Out<4> dk, dv;
+  bool groups = false;  // whether the sums are those of warpgroups: cat_own_gradients() sees to it
 };
 cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 

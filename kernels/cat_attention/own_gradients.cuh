@@ -14,13 +14,18 @@ __host__ __device__ inline int own_stages(const CatShape& shape) {
   return kCatQueries<Tile> == kCatBlock && shape.group() == 1 && kCatBlock % shape.size == 0 ? 1 : 2;
 }
 
+struct CatOwnCall {
+  CatOwnGradients call;
+  CatHeaderList list;
+};
+
 template <typename T, int Tile>
 struct CatOwnPass {
   using Keys = CatKeyTile<T, Tile>;
   static constexpr int kQueries = Keys::kQueries;
 
   const CatOwnGradients& p;
-  const CatHeaderList list;
+  const CatHeaderList& list;
   Keys& tile;
   int64_t batch;
   int head, part;
@@ -29,8 +34,7 @@ struct CatOwnPass {
   int first, last;  // rows that the warp's keys get something of
 
   // Tiles of 64 rows one after another, of one head those of its columns beside each other.
-  __device__ CatOwnPass(const CatOwnGradients& p, Keys& tile)
-      : p(p), list(header_list<Tile>(p.shape)), tile(tile) {
+  __device__ CatOwnPass(const CatOwnCall& given, Keys& tile) : p(given.call), list(given.list), tile(tile) {
     const auto parts = static_cast<unsigned>(list.parts), heads = static_cast<unsigned>(p.shape.heads),
                all = parts * heads * static_cast<unsigned>(p.shape.chunks.batch), of = blockIdx.x % all;
     part = static_cast<int>(of % parts), head = static_cast<int>(of / parts % heads);
@@ -84,17 +88,16 @@ struct CatOwnPass {
 
   // The sums of header h, row lane_row() + 8 i of the warp's.
   __device__ void add_sums(int i, int h) const {
-    const int64_t block = h / kCatBlock;
+    const int64_t block = h / list.headers;
     if (block >= list.blocks) return;
     const int64_t of = (batch * p.shape.heads + head) * list.parts + part, item = of * list.blocks + block;
     const int64_t begin = of * list.each + list.before(block), end = begin + list.of(block);
     for (int64_t run = begin / list.run; run * list.run < end; ++run) {
-      const float* at =
-          p.partials + list.place(run, item) * kCatPlace<Tile> + h % kCatBlock * Keys::kColumns + lane_col();
+      const float* at = p.partials + list.place(run, item) + h % list.headers * Keys::kColumns + lane_col();
 #pragma unroll
       for (int n = 0; n < Keys::kColumns / 8; ++n) {
         const auto k = *reinterpret_cast<const float2*>(at + 8 * n),
-                   v = *reinterpret_cast<const float2*>(at + 8 * n + kCatPlace<Tile> / 2);
+                   v = *reinterpret_cast<const float2*>(at + 8 * n + list.size() / 2);
         tile.dk.at[n][2 * i] += k.x, tile.dk.at[n][2 * i + 1] += k.y;
         tile.dv.at[n][2 * i] += v.x, tile.dv.at[n][2 * i + 1] += v.y;
       }
@@ -127,17 +130,19 @@ struct CatOwnPass {
 
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads)
-    cat_own_gradients_kernel(const __grid_constant__ CatOwnGradients p) {
+    cat_own_gradients_kernel(const __grid_constant__ CatOwnCall p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  CatKeyTile<T, Tile> tile(p.shape, shared, own_stages<Tile>(p.shape));
+  CatKeyTile<T, Tile> tile(p.call.shape, shared, own_stages<Tile>(p.call.shape));
   CatOwnPass<T, Tile> pass(p, tile);
   pass.add();
   pass.store();
 }
 
 template <typename T, int Tile>
-cudaError_t launch_cat_own_gradients(const CatOwnGradients& p, cudaStream_t stream) {
-  const auto& shape = p.shape;
+cudaError_t launch_cat_own_gradients(const CatOwnGradients& call, cudaStream_t stream) {
+  const auto& shape = call.shape;
+  const CatOwnCall p{
+      call, CatHeaderList(shape, Tile, call.groups ? group_header_tiles<Tile>() : header_tiles<Tile>())};
   const int64_t blocks =
       divide_up(shape.rows, kCatBlock) * shape.chunks.batch * shape.heads * (Tile / kCatColumns<Tile>);
   return launch_cat<cat_own_gradients_kernel<T, Tile>>(

@@ -4,6 +4,8 @@
 #include "cat_attention/own_gradients.cuh"
 #include "cat_attention/query_gradients.cuh"
 #include "cat_attention/sm90/forward.cuh"
+#include "cat_attention/sm90/header_gradients.cuh"
+#include "cat_attention/sm90/query_gradients.cuh"
 
 using namespace girih::kernels;
 using Element = __nv_bfloat16;
@@ -73,24 +75,33 @@ void run(const Call& c) {
   fill(of_queries, c);
   of_queries.o = as<In, 4>(c.o), of_queries.lse = as<In, 3>(c.lse), of_queries.dout = as<In, 4>(c.dout);
   of_queries.dq = as<Out, 4>(c.dq), of_queries.queries = static_cast<CatQuery*>(c.queries);
-  must(launch_cat_query_gradients<Element, Tile>(of_queries, nullptr));
+  taken = false;
+  if constexpr (Tile <= kCatGroupWidest) {
+    if (c.groups) must(try_cat_group_query_gradients<Element, Tile>(of_queries, nullptr, taken));
+  }
+  if (!taken) must(launch_cat_query_gradients<Element, Tile>(of_queries, nullptr));
 
   CatHeaderGradients of_headers{};
   fill(of_headers, c);
   of_headers.dout = as<In, 4>(c.dout), of_headers.queries = of_queries.queries;
   of_headers.partials = c.partials;
-  must(launch_cat_header_gradients<Element, Tile>(of_headers, nullptr));
+  if constexpr (Tile <= kCatGroupWidest) {
+    if (c.groups) must(launch_cat_group_header_gradients<Element, Tile>(of_headers, nullptr));
+  }
+  if (!c.groups) must(launch_cat_header_gradients<Element, Tile>(of_headers, nullptr));
 
   CatOwnGradients own{};
   fill(own, c);
   own.dout = as<In, 4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
+  own.groups = c.groups;
   own.dk = as<Out, 4>(c.dk), own.dv = as<Out, 4>(c.dv);
   must(launch_cat_own_gradients<Element, Tile>(own, nullptr));
 }
 
 template <int Tile>
 int64_t partials_of(const Call& c) {
-  return header_list<Tile>(shape_of(c)).places() * kCatPlace<Tile>;
+  return CatHeaderList(shape_of(c), Tile, c.groups ? group_header_tiles<Tile>() : header_tiles<Tile>())
+      .numbers();
 }
 
 template <class F>

@@ -7,11 +7,8 @@
 // S of a block is under way while O takes the block before it.
 #pragma once
 
-#include "cat_attention/sm90/plan.cuh"
+#include "cat_attention/sm90/space.cuh"
 #include "cat_attention/softmax.h"
-#include "tile/grid.h"
-#include "tile/row_store.h"
-#include "tile/warpgroup.h"
 
 namespace girih::kernels {
 
@@ -20,11 +17,6 @@ struct CatGroupForward {
   Boxes q, k, v;             // 128 rows of a head
   Boxes header_k, header_v;  // 64 headers
 };
-
-// Two warpgroups multiply, a third loads: registers of a thread of either.
-constexpr int kCatGroupThreads = 384, kCatGroupWarps = 8;
-constexpr int kCatMultiplierRegisters = 232, kCatLoaderRegisters = 40;
-static_assert(128 * (2 * kCatMultiplierRegisters + kCatLoaderRegisters) <= 65536);
 
 template <typename T, int Tile>
 struct CatGroupSpace {
@@ -58,15 +50,6 @@ struct CatGroupSpace {
     }
   }
 };
-
-// All columns of some rows.
-template <class Rows>
-__device__ inline void copy_rows(const Rows& to, const Boxes& boxes, BoxPlace at, uint64_t* barrier) {
-#pragma unroll
-  for (int col = 0; col < Rows::kCols; col += 64) {
-    copy_box(shared_address(to.block(col).data), boxes, {col, at.row, at.head, at.batch}, barrier);
-  }
-}
 
 // By one thread.
 template <typename T, int Tile>
@@ -133,11 +116,7 @@ struct CatGroupPass {
     const CatShape& shape = p.call.shape;
     fill(o, 0.f);
     softmax = CatSoftmax();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const CatSeen seen = cat_seen(shape, plan.batch, plan.row + from + lane_row() + 8 * i);
-      rows.first[i] = seen.first, rows.chunk[i] = seen.chunk;
-    }
+    rows = rows_seen(shape, plan.batch, plan.row + from);
     const auto queries = space.own(0);
 #pragma unroll
     for (int k = 0; k < Tile / 16; ++k) {
@@ -269,18 +248,7 @@ struct CatGroupPass {
             inside ? softmax.log_sum(i, sum, scale) : INFINITY;
       }
       T* const to = row_of<T>(call.o, plan.batch, row, plan.head);
-#pragma unroll
-      for (int n = 0; n < Tile / 8; n += 4) {
-        uint32_t pack[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float low = o.at[n + j][2 * i], high = o.at[n + j][2 * i + 1];
-          pack[j] = inside ? pair_of<T>(low * by, high * by) : 0;
-        }
-        turn_quad(pack);
-        const int col = 8 * (n + (lane() & 3));
-        if (row < call.shape.rows && col < call.shape.V) store_pack(to + col, pack);
-      }
+      store_row(to, o, i, by, call.shape.V, row < call.shape.rows);
     }
   }
 
@@ -304,18 +272,8 @@ __global__ void __launch_bounds__(kCatGroupThreads, 1)
   if constexpr (kBoxes) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const CatGroupSpace<T, Tile> space{shared};
-    if (threadIdx.x == 0) {
-      space.init();
-      publish_barriers();
-    }
-    __syncthreads();
-    if (warp_index() >= kCatGroupWarps) {
-      leave_registers<kCatLoaderRegisters>();
-      if (threadIdx.x == 32 * kCatGroupWarps) load_forward(p, space);
-      return;
-    }
-    take_registers<kCatMultiplierRegisters>();
-    CatGroupPass<T, Tile>(p, space).run();
+    run_groups<CatGroupRegisters<232, 40>>([&] { space.init(); }, [&] { load_forward(p, space); },
+                                           [&] { CatGroupPass<T, Tile>(p, space).run(); });
   }
 }
 
@@ -327,7 +285,7 @@ cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, b
   bool has = false;
   if (const cudaError_t error = has_warpgroups<cat_group_forward_kernel<T, Tile>>(has); error != cudaSuccess)
     return error;
-  const int64_t items = divide_up(shape.rows, kCatGroupRows) * shape.chunks.batch * shape.query_heads;
+  const int64_t items = query_tiles(shape);
   if (!has || !cat_fills_groups(shape) || items == 0 || items > 0x7fffffff) return cudaSuccess;
   CatGroupForward p{call, {}, {}, {}, {}, {}};
   const auto rows = [&](Boxes& boxes, const In<4>& x, int heads, int width) {
@@ -348,7 +306,7 @@ cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, b
       error != cudaSuccess)
     return error;
   taken = true;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, processors));
+  const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
   cat_group_forward_kernel<T, Tile><<<blocks, kCatGroupThreads, Space::kBytes, stream>>>(p);
   return cudaGetLastError();
 }

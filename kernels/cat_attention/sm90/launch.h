@@ -6,6 +6,7 @@
 
 #include "cat_attention/cat_attention.h"
 #include "tile/boxes.h"
+#include "tile/grid.h"
 #include "tile/launch.h"
 
 namespace girih::kernels {
@@ -21,11 +22,25 @@ __host__ __device__ inline bool cat_fills_groups(const CatShape& shape) {
 template <typename T, int Tile>
 cudaError_t try_cat_group_forward(const CatForward& problem, cudaStream_t stream, bool& taken);
 
+template <typename T, int Tile>
+cudaError_t try_cat_group_query_gradients(const CatQueryGradients& problem, cudaStream_t stream, bool& taken);
+
+// Whether the card has the kernel; who reads its sums asks too. It takes what fits its columns.
+template <typename T, int Tile>
+cudaError_t has_cat_group_headers(bool& has);
+template <typename T, int Tile>
+cudaError_t launch_cat_group_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream);
+
 // Multiprocessors of the current device.
 inline cudaError_t multiprocessors(int& count) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
+
+// Tiles of queries of all heads.
+inline int64_t query_tiles(const CatShape& shape) {
+  return divide_up(shape.rows, kCatGroupRows) * shape.chunks.batch * shape.query_heads;
 }
 
 // Boxes of so many rows of a head of x [B, rows, H, width], `apart` rows from one to the next.
