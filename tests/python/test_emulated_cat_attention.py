@@ -100,7 +100,7 @@ def test_every_length(kernels, T):
 
 def test_more_headers_than_a_block(kernels):
     check(kernels, 330, 2, D=16, V=8)
-    check(kernels, 700, 5, D=16, V=8)
+    check(kernels, 400, 5, D=16, V=8)
 
 
 @pytest.mark.parametrize("D, V", [(40, 24), (128, 128), (72, 128), (256, 256), (64, 200), (136, 32)])
@@ -109,8 +109,8 @@ def test_every_width(kernels, D, V):
 
 
 def test_grouped_queries(kernels):
-    check(kernels, 75, 4, B=2, H=2, G=3, D=16, V=24)
-    check(kernels, 40, 16, H=1, G=2)
+    check(kernels, 70, 4, H=2, G=3, D=16, V=24)
+    check(kernels, 40, 16, B=2, G=2)
 
 
 @pytest.mark.parametrize("chunk", [3, 16])
@@ -124,12 +124,13 @@ def test_every_scale(kernels):
         check(kernels, 50, 4, D=16, V=16, scale=scale)
 
 
-@pytest.mark.parametrize("chunk, T", [(2, 300), (4, 777), (16, 1300), (64, 200), (128, 130)])
+@pytest.mark.parametrize("chunk, T", [(2, 280), (4, 390), (16, 1100), (64, 200), (128, 130)])
 def test_warpgroups_at_every_chunk(kernels, chunk, T):
     check(kernels, T, chunk, D=16, V=24, groups=True)
 
 
 def test_warpgroups(kernels):
     check(kernels, 140, 8, D=128, V=128, groups=True)
-    check(kernels, 300, 4, B=2, H=1, G=2, D=64, V=72, scale=-0.3, groups=True)
-    check(kernels, 1200, 4, D=8, V=8, bounds=[0, 9, 140, 290], groups=True)
+    check(kernels, 260, 4, G=2, D=24, V=72, scale=-0.3, groups=True)
+    check(kernels, 530, 4, B=1, D=8, V=8, bounds=[0, 9, 70, 130], groups=True)
+    check(kernels, 150, 8, B=2, H=2, D=8, V=8, groups=True)
