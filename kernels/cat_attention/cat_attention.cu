@@ -87,6 +87,7 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
     if constexpr (kTile <= kCatGroupWidest) {
       if (const cudaError_t error = has_cat_group_headers<T, kTile>(own.groups); error != cudaSuccess)
         return error;
+      if (own.groups && cat_joins(own.shape)) return launch_cat_join<T, kTile>(own, stream);
     }
     return launch_cat_own_gradients<T, kTile>(own, stream);
   });
@@ -98,7 +99,8 @@ int64_t cat_partials(const CatShape& shape) {
     constexpr int kTile = decltype(tile)::value;
     const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<kTile>()).numbers();
     if (kTile > kCatGroupWidest) return numbers;
-    return std::max(numbers, CatHeaderList(shape, kTile, group_header_tiles<kTile>()).numbers());
+    const CatHeaderList of_groups(shape, kTile, group_header_tiles<kTile>());
+    return std::max(numbers, of_groups.numbers() + cat_shares<kTile>(shape));
   });
 }
 

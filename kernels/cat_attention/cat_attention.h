@@ -10,7 +10,9 @@
 //
 // in three: dq, by tiles of queries, which leaves what the others need to know of a query; what headers get
 // of later chunks, blocks of headers by tiles of queries, cut into runs of equal length whose sums are left
-// in fp32; what keys get of their own chunk, which adds these sums in their order.
+// in fp32; what keys get of their own chunk, which adds these sums in their order. Where a product of a warp
+// is all that a chunk's rows give each other (cat_joins()), the first kernel has the last one's keys and
+// queries at hand, and writes dk and dv of all rows but the headers, whose shares it leaves for a sum.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -58,6 +60,8 @@ struct CatQueryGradients {
   In<3> lse;
   Out<4> dq;
   CatQuery* queries;  // [B, HQ, T], written
+  Out<4> dk, dv;      // some rows written, maybe
+  float* partials;    // likewise
 };
 cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream);
 
@@ -65,7 +69,7 @@ struct CatHeaderGradients {
   CatShape shape;
   In<4> q, k, v, dout;
   const CatQuery* queries;
-  float* partials;  // cat_partials(), written
+  float* partials;  // written
 };
 cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream);
 
@@ -79,7 +83,7 @@ struct CatOwnGradients {
 };
 cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 
-// Numbers that the headers' sums take.
+// Numbers of the headers' sums, which the three hand on.
 int64_t cat_partials(const CatShape& shape);
 
 // Whether the current device has the shared memory for these widths.

@@ -5,6 +5,7 @@
 #include "cat_attention/query_gradients.cuh"
 #include "cat_attention/sm90/forward.cuh"
 #include "cat_attention/sm90/header_gradients.cuh"
+#include "cat_attention/sm90/join.cuh"
 #include "cat_attention/sm90/query_gradients.cuh"
 
 using namespace girih::kernels;
@@ -75,6 +76,7 @@ void run(const Call& c) {
   fill(of_queries, c);
   of_queries.o = as<In, 4>(c.o), of_queries.lse = as<In, 3>(c.lse), of_queries.dout = as<In, 4>(c.dout);
   of_queries.dq = as<Out, 4>(c.dq), of_queries.queries = static_cast<CatQuery*>(c.queries);
+  of_queries.dk = as<Out, 4>(c.dk), of_queries.dv = as<Out, 4>(c.dv), of_queries.partials = c.partials;
   taken = false;
   if constexpr (Tile <= kCatGroupWidest) {
     if (c.groups) must(try_cat_group_query_gradients<Element, Tile>(of_queries, nullptr, taken));
@@ -95,13 +97,21 @@ void run(const Call& c) {
   own.dout = as<In, 4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
   own.groups = c.groups;
   own.dk = as<Out, 4>(c.dk), own.dv = as<Out, 4>(c.dv);
+  if constexpr (Tile <= kCatGroupWidest) {
+    if (c.groups && cat_joins(own.shape)) {
+      must(launch_cat_join<Element, Tile>(own, nullptr));
+      return;
+    }
+  }
   must(launch_cat_own_gradients<Element, Tile>(own, nullptr));
 }
 
 template <int Tile>
 int64_t partials_of(const Call& c) {
-  return CatHeaderList(shape_of(c), Tile, c.groups ? group_header_tiles<Tile>() : header_tiles<Tile>())
-      .numbers();
+  const CatShape shape = shape_of(c);
+  if (c.groups)
+    return CatHeaderList(shape, Tile, group_header_tiles<Tile>()).numbers() + cat_shares<Tile>(shape);
+  return CatHeaderList(shape, Tile, header_tiles<Tile>()).numbers();
 }
 
 template <class F>

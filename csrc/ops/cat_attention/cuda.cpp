@@ -89,23 +89,24 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const Tensor& q, const Ten
   const auto queries = at::empty({B, HQ, T, int64_t(sizeof(kernels::CatQuery) / sizeof(float))}, numbers);
   auto* const of_queries = static_cast<kernels::CatQuery*>(queries.mutable_data_ptr());
 
+  const auto partials = at::empty({kernels::cat_partials(args.shape)}, numbers);
   const auto dq = args.rows_of(args.q), dk = args.rows_of(args.k), dv = args.rows_of(args.v);
   kernels::CatQueryGradients rows;
   args.fill(rows);
   rows.o = input<4>(out), rows.dout = input<4>(dout), rows.lse = input<3>(lse);
   rows.dq = output<4>(dq), rows.queries = of_queries;
+  rows.dk = output<4>(dk), rows.dv = output<4>(dv), rows.partials = partials.mutable_data_ptr<float>();
   check_launch("cat_query_gradients", kernels::cat_query_gradients(rows, stream));
 
-  const auto partials = at::empty({kernels::cat_partials(args.shape)}, numbers);
   kernels::CatHeaderGradients headers;
   args.fill(headers);
   headers.dout = input<4>(dout), headers.queries = of_queries;
-  headers.partials = partials.mutable_data_ptr<float>();
+  headers.partials = rows.partials;
   check_launch("cat_header_gradients", kernels::cat_header_gradients(headers, stream));
 
   kernels::CatOwnGradients own;
   args.fill(own);
-  own.dout = input<4>(dout), own.queries = of_queries, own.partials = headers.partials;
+  own.dout = input<4>(dout), own.queries = of_queries, own.partials = rows.partials;
   own.dk = output<4>(dk), own.dv = output<4>(dv);
   check_launch("cat_own_gradients", kernels::cat_own_gradients(own, stream));
   return {without_packs(dq, q.size(3)), without_packs(dk, k.size(3)), without_packs(dv, v.size(3)),

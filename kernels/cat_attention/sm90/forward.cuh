@@ -286,7 +286,7 @@ cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, b
   if (const cudaError_t error = has_warpgroups<cat_group_forward_kernel<T, Tile>>(has); error != cudaSuccess)
     return error;
   const int64_t items = query_tiles(shape);
-  if (!has || !cat_fills_groups(shape) || items == 0 || items > 0x7fffffff) return cudaSuccess;
+  if (!has || !cat_fills_groups(shape) || items == 0) return cudaSuccess;
   CatGroupForward p{call, {}, {}, {}, {}, {}};
   const auto rows = [&](Boxes& boxes, const In<4>& x, int heads, int width) {
     return describe_rows(boxes, x, shape, shape.rows, 1, heads, width, kCatGroupRows);

@@ -6,95 +6,10 @@
 // dQ takes a block while S and dO V^T of the next are under way.
 #pragma once
 
-#include "cat_attention/sm90/space.cuh"
+#include "cat_attention/header_list.h"
+#include "cat_attention/sm90/query_space.cuh"
 
 namespace girih::kernels {
-
-struct CatGroupQueryGradients {
-  CatQueryGradients call;
-  Boxes q, dout, k, v, o;    // 128 rows of a head
-  Boxes header_k, header_v;  // 64 headers
-};
-
-template <typename T, int Tile>
-struct CatGroupQuerySpace {
-  static constexpr int kStages = Tile == 64 ? 6 : 3, kOwn = 4;
-  using Own = BlockTile<T, Tile, kCatGroupRows>;
-  using Headers = BlockTile<T, Tile, kCatGroupKeys>;
-  struct Barriers {
-    uint64_t own, own_read, stage[kStages], read[kStages];
-  };
-  // A stage: headers' keys and values, or what 128 rows have put out.
-  static constexpr int kStage = 2 * Headers::kBytes;
-  static_assert(kStage == Own::kBytes);
-  static constexpr int kBytes = kOwn * Own::kBytes + kStages * kStage + static_cast<int>(sizeof(Barriers));
-
-  unsigned char* shared;
-
-  // q, dout, k, v
-  __device__ Own own(int which) const { return {reinterpret_cast<T*>(shared + which * Own::kBytes)}; }
-  __device__ T* stage(int n) const { return reinterpret_cast<T*>(shared + kOwn * Own::kBytes + n * kStage); }
-  __device__ Own output(int n) const { return {stage(n)}; }
-  __device__ Headers keys(int n) const { return {stage(n)}; }
-  __device__ Headers values(int n) const { return {stage(n) + kCatGroupKeys * Tile}; }
-  __device__ Barriers& barriers() const {
-    return *reinterpret_cast<Barriers*>(shared + kOwn * Own::kBytes + kStages * kStage);
-  }
-  __device__ void init() const {
-    Barriers& all = barriers();
-    init_barrier(&all.own, 1), init_barrier(&all.own_read, once(kCatGroupWarps));
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(&all.stage[i], 1), init_barrier(&all.read[i], once(kCatGroupWarps));
-    }
-  }
-};
-
-// By one thread.
-template <typename T, int Tile>
-__device__ inline void load_queries(const CatGroupQueryGradients& p,
-                                    const CatGroupQuerySpace<T, Tile>& space) {
-  using Space = CatGroupQuerySpace<T, Tile>;
-  const CatShape& shape = p.call.shape;
-  auto& barriers = space.barriers();
-  const unsigned items = CatGroupPlan::items(shape);
-  // The tile's own, a tensor at a time: the next tile's come between blocks of headers.
-  unsigned tiles = 0;
-  const auto own = [&](unsigned item, int which) {
-    const CatGroupPlan plan(shape, item);
-    if (which == 0) {
-      wait(&barriers.own_read, (tiles++ & 1) ^ 1);
-      arrive_expecting(&barriers.own, Space::kOwn * Space::Own::kBytes);
-    }
-    const Boxes& boxes = which == 0 ? p.q : which == 1 ? p.dout : which == 2 ? p.k : p.v;
-    const BoxPlace at{0, plan.row, which < 2 ? plan.head : plan.head / shape.group(), plan.batch};
-    copy_rows(space.own(which), boxes, at, &barriers.own);
-  };
-  if (blockIdx.x < items) {
-    for (int which = 0; which < Space::kOwn; ++which) own(blockIdx.x, which);
-  }
-  Turn turn;
-  for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-    const CatGroupPlan plan(shape, item);
-    const unsigned next = item + gridDim.x;
-    int which = next < items ? 0 : Space::kOwn;
-    for (int met = -1; met < plan.blocks; ++met) {
-      // By then the stages are full, and the tile's own have been read.
-      if (met >= Space::kStages && which < Space::kOwn) own(next, which++);
-      uint64_t* const barrier = &barriers.stage[turn.place];
-      wait(&barriers.read[turn.place], turn.parity ^ 1);
-      arrive_expecting(barrier, Space::kStage);
-      if (met < 0) {
-        copy_rows(space.output(turn.place), p.o, {0, plan.row, plan.head, plan.batch}, barrier);
-      } else {
-        const BoxPlace at{0, plan.first_of(met), plan.head / shape.group(), plan.batch};
-        copy_rows(space.keys(turn.place), p.header_k, at, barrier);
-        copy_rows(space.values(turn.place), p.header_v, at, barrier);
-      }
-      turn.next(Space::kStages);
-    }
-    while (which < Space::kOwn) own(next, which++);
-  }
-}
 
 template <typename T, int Tile>
 struct CatGroupQueryPass {
@@ -181,6 +96,39 @@ struct CatGroupQueryPass {
     }
   }
 
+  // What the warp's rows get of themselves: of keys dK = dA^T Q, of values dV = P^T dO. Headers' to memory as
+  // they are: later chunks add to them.
+  template <int of_values>
+  __device__ void give(const CatGroupPlan& plan, const uint32_t (&left)[4]) const {
+    const CatShape& shape = p.call.shape;
+    const Out<4>& to = of_values ? p.call.dv : p.call.dk;
+    const int width = of_values ? shape.V : shape.D;
+    const float by = of_values ? 1.f : shape.scale;
+    const uint32_t turned[4] = {transpose_pairs(left[0]), transpose_pairs(left[2]), transpose_pairs(left[1]),
+                                transpose_pairs(left[3])};
+#pragma unroll 1
+    for (int col = 0; col < width; col += 32) {
+      Sums<4> x;
+      fill(x, 0.f);
+      add_product<T>(x, turned, space.own(of_values), from, col);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = plan.row + from + lane_row() + 8 * i;
+        const bool header = row % shape.size == 0;
+        store_row(row_of<T>(to, plan.batch, row, plan.head) + col, x, i, by, width - col,
+                  row < shape.rows && !header);
+        if (!header || row >= shape.rows) continue;
+        const int64_t head = int64_t{plan.batch} * shape.heads + plan.head;
+        float* const share = p.shares +
+                             ((head * shape.chunks.tokens + row / shape.size) * 2 + of_values) * Tile + col +
+                             lane_col();
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          *reinterpret_cast<float2*>(share + 8 * n) = {x.at[n][2 * i], x.at[n][2 * i + 1]};
+      }
+    }
+  }
+
   // The rows of the warp's own chunks, sixteen by sixteen.
   __device__ void own(const CatGroupPlan& plan) {
     const CatShape& shape = p.call.shape;
@@ -195,10 +143,13 @@ struct CatGroupQueryPass {
       for_pairs(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
         if (!seen) s.at[n][e] = 0.f;
       });
-      gradients(s, dp);
       Operand<1> rounded;
       round_to<T>(rounded, s);
+      if (p.shares != nullptr) give<1>(plan, rounded.at[0]);
+      gradients(s, dp);
+      round_to<T>(rounded, s);
       add_product<T>(dq, rounded, keys, key);
+      if (p.shares != nullptr) give<0>(plan, rounded.at[0]);
     }
     arrive_once(&barriers.own_read);
   }
@@ -346,8 +297,11 @@ cudaError_t try_cat_group_query_gradients(const CatQueryGradients& call, cudaStr
   bool has = false;
   if (const cudaError_t error = has_warpgroups<kKernel>(has); error != cudaSuccess) return error;
   const int64_t items = query_tiles(shape);
-  if (!has || !cat_fills_groups(shape) || items == 0 || items > 0x7fffffff) return cudaSuccess;
-  CatGroupQueryGradients p{call, {}, {}, {}, {}, {}, {}, {}};
+  if (!has || !cat_fills_groups(shape) || items == 0) return cudaSuccess;
+  CatGroupQueryGradients p{call, {}, {}, {}, {}, {}, {}, {}, nullptr};
+  if (cat_joins(shape)) {
+    p.shares = call.partials + CatHeaderList(shape, Tile, group_header_tiles<Tile>()).numbers();
+  }
   const auto rows = [&](Boxes& boxes, const auto& x, int heads, int width) {
     return describe_rows(boxes, x, shape, shape.rows, 1, heads, width, kCatGroupRows);
   };
