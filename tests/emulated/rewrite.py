@@ -5,7 +5,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
-# The bodies of functions in kernels/tile and beside the kernels, by a part of their signature.
+# The bodies of functions in kernels/tile, kernels/pipe and beside the kernels, by a part of their signature.
 BODIES = {
     "tile/matrix.h": {
         "uint32_t pair_of<__nv_bfloat16>": """
@@ -58,6 +58,9 @@ BODIES = {
         "cudaError_t allow_shared(": "return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
+    },
+    "pipe/memory.h": {},
+    "pipe/clusters.h": {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
@@ -116,9 +119,9 @@ def rewritten(file: str) -> str:
 
 
 def write(folder: Path, operator: str) -> None:
-    """An operator's kernels and what they include of tile."""
+    """An operator's kernels and what they include of tile and pipe."""
     files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*"))]
     for file in sorted(set(files)):
-        if file.startswith(("tile/", f"{operator}/")):
+        if file.startswith(("tile/", "pipe/", f"{operator}/")):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(rewritten(file))
