@@ -42,7 +42,7 @@ gpu: environment
 	@$(PYTHON) tests/bench/device.py $(firstword $(MAKECMDGOALS))
 
 bench: gpu build
-	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,PEER,peer) $(call option,FOLDER,folder)
+	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,CONTEXT,context) $(call option,PEER,peer) $(call option,FOLDER,folder)
 
 docs: build
 	@$(run) tests/bench/pages.py
