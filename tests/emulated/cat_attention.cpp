@@ -9,7 +9,6 @@
 #include "cat_attention/sm90/query_gradients.cuh"
 
 using namespace girih::kernels;
-using Element = __nv_bfloat16;
 
 struct Array {
   void* data;
@@ -46,7 +45,7 @@ CatShape shape_of(const Call& c) {
   shape.heads = static_cast<int>(c.heads), shape.query_heads = static_cast<int>(c.query_heads);
   shape.D = static_cast<int>(c.D), shape.V = static_cast<int>(c.V);
   shape.scale = static_cast<float>(c.scale);
-  shape.dtype = DType::bf16;
+  shape.dtype = static_cast<DType>(c.q.dtype);
   return shape;
 }
 
@@ -60,7 +59,7 @@ void fill(Problem& p, const Call& c) {
   p.q = as<In, 4>(c.q), p.k = as<In, 4>(c.k), p.v = as<In, 4>(c.v);
 }
 
-template <int Tile>
+template <typename Element, int Tile>
 void run(const Call& c) {
   CatForward forward{};
   fill(forward, c);
@@ -128,5 +127,14 @@ extern "C" int64_t partials(const Call* c) {
   return with_tile(*c, [&](auto tile) { return partials_of<decltype(tile)::value>(*c); });
 }
 extern "C" void run(const Call* c) {
-  with_tile(*c, [&](auto tile) { run<decltype(tile)::value>(*c); });
+  with_tile(*c, [&](auto tile) {
+    constexpr int kTile = decltype(tile)::value;
+    if (c->q.dtype == static_cast<int>(DType::bf16)) {
+      run<__nv_bfloat16, kTile>(*c);
+    } else if constexpr (kTile == 64) {  // to compile more takes longer than all that is run
+      run<__half, kTile>(*c);
+    } else {
+      emulated::fail("fp16 is compiled for 64 columns alone");
+    }
+  });
 }

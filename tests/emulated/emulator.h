@@ -18,8 +18,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
-#include <map>
 #include <random>
 #include <vector>
 
@@ -52,9 +52,10 @@ struct Fiber {
   Block* block;
   unsigned thread;
   bool done;
-  unsigned exchanges;                     // that it has taken part in with its warp
-  std::vector<Copy> open;                 // copies that no group has yet
-  std::vector<std::vector<Copy>> groups;  // oldest first
+  unsigned exchanges;                          // that it has taken part in with its warp
+  std::vector<Copy> open;                      // copies that no group has yet
+  std::vector<std::vector<Copy>> groups;       // oldest first
+  std::deque<std::function<void()>> products;  // under way (products.h), oldest first
 };
 
 // What a warp's lanes hand to one another: two tables in turn.
@@ -156,58 +157,18 @@ inline void arrive(uint64_t* barrier) {
   if (--of.left == 0) of.left = of.all, ++of.phase;
 }
 
-// What the copy engine brings (tile/boxes.h). A barrier's phase waits for its bytes; boxes come in any order.
-struct Boxes {
-  const void* data;
-  int64_t stride[4], size[4];
-  int rows;
-};
-struct Delivery {
-  std::function<void()> copy;
-  int bytes;
-  uint64_t* barrier;
-};
-inline std::vector<Delivery> deliveries;  // on their way
-inline std::map<uint64_t*, int> expected;
-
-inline void expect(uint64_t* barrier, int bytes, int arrivals) {
-  Phases& of = phases(barrier);
-  expected[barrier] += bytes, of.left -= arrivals;
-  if (of.left == 0 && expected[barrier] == 0) of.left = of.all, ++of.phase;
-}
-inline void arrive_expecting(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
-inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
-  deliveries.push_back({[=] { std::memcpy(to, from, bytes); }, bytes, barrier});
-}
-inline void send_box(uint32_t to, const void* boxes, int64_t col, int64_t row, int64_t head, int64_t batch,
-                     uint64_t* barrier) {
-  Boxes of;
-  std::memcpy(&of, boxes, sizeof of);
-  if (to % 1024 != 0) fail("a box is not aligned");
-  const auto copy = [=] {
-    for (int r = 0; r < of.rows; ++r) {
-      for (int c = 0; c < 64; ++c) {
-        const bool is =
-            row + r < of.size[1] && col + c < of.size[3] && head < of.size[2] && batch < of.size[0];
-        const int64_t at =
-            batch * of.stride[0] + (row + r) * of.stride[1] + head * of.stride[2] + (col + c) * of.stride[3];
-        auto* place = reinterpret_cast<uint16_t*>(uint64_t{to}) + r * 64 + (c / 8 ^ r % 8) * 8 + c % 8;
-        *place = is ? static_cast<const uint16_t*>(of.data)[at] : 0;
-      }
-    }
-  };
-  deliveries.push_back({copy, of.rows * 128, barrier});
-}
+// What others bring to shared memory while a block runs, in any order (copy_engine.h).
+inline std::vector<std::function<void()>> deliveries;
 inline void deliver_any() {
   const auto at = deliveries.begin() + random_turns() % deliveries.size();
-  const Delivery delivery = *at;
+  const std::function<void()> delivery = *at;
   deliveries.erase(at);
-  delivery.copy();
-  expect(delivery.barrier, -delivery.bytes, 0);
+  delivery();
 }
 
 inline void run_fiber() {
   kernel();
+  if (!current->products.empty()) fail("a thread has ended before its products");
   current->done = true;
   yield();
 }

@@ -46,7 +46,36 @@ def by_definition(q, k, v, chunk, scale, first):
     return torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
 
 
-def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=None, seed=0, groups=False):
+def among_nan(B, T, *shape, dtype, of=None):
+    """[B, T, *shape] as rows() has it, with rows of NaN after the last."""
+    view = rows(B, T + 2, *shape, dtype=dtype)[:, :T]
+    if of is not None:
+        view.zero_()[..., : shape[-1]] = of
+    return view
+
+
+def assert_rest_is_nan(x):
+    around = x._base.clone()
+    around[:, : x.shape[1], ..., : x.shape[-1]] = torch.nan
+    assert around.isnan().all()
+
+
+def check(
+    kernels,
+    T,
+    chunk,
+    *,
+    B=1,
+    H=1,
+    G=1,
+    D=64,
+    V=64,
+    scale=None,
+    bounds=None,
+    seed=0,
+    groups=False,
+    dtype=torch.bfloat16,
+):
     generator = torch.Generator().manual_seed(seed)
     scale = D**-0.5 if scale is None else scale
 
@@ -55,9 +84,12 @@ def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=No
 
     HQ, K = H * G, -(-T // chunk)
     given = {"q": (HQ, D), "k": (H, D), "v": (H, V), "dout": (HQ, V)}
-    given = {name: rows(B, T, *shape, of=normal(B, T, *shape)) for name, shape in given.items()}
+    given = {
+        name: among_nan(B, T, *shape, dtype=dtype, of=normal(B, T, *shape)) for name, shape in given.items()
+    }
     made = {"o": (HQ, V), "dq": (HQ, D), "dk": (H, D), "dv": (H, V)}
-    made = {name: rows(B, T, *shape) for name, shape in made.items()}
+    made = {name: among_nan(B, T, *shape, dtype=dtype) for name, shape in made.items()}
+    written = list(made.values())
     made["lse"] = torch.full((B, T, HQ), torch.nan)
     call = Call(batch=B, tokens=T, chunk=chunk, sequences=B, heads=H, query_heads=HQ, scale=scale)
     call.groups = groups
@@ -71,6 +103,8 @@ def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=No
     partials = torch.full((kernels.partials(ctypes.byref(call)),), torch.nan)
     call.queries, call.partials = queries.data_ptr(), partials.data_ptr()
     kernels.run(ctypes.byref(call))
+    for x in written:
+        assert_rest_is_nan(x)
 
     widths = {"q": D, "k": D, "v": V}
     wide = {name: given[name][..., :width].double().requires_grad_() for name, width in widths.items()}
@@ -86,9 +120,10 @@ def check(kernels, T, chunk, *, B=1, H=1, G=1, D=64, V=64, scale=None, bounds=No
     got = {name: made[name][..., : want[name].shape[-1]] for name in want}
     assert_close(got, want)
     assert torch.allclose(made["lse"].double(), lse, atol=1e-4)
+    assert (got["o"] * outside[..., None]).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 16, 64, 100])
+@pytest.mark.parametrize("chunk", [2, 5, 16, 64, 100, 128, 256])
 def test_every_chunk(kernels, chunk):
     check(kernels, 203, chunk)
 
@@ -113,6 +148,12 @@ def test_grouped_queries(kernels):
     check(kernels, 40, 16, B=2, G=2)
 
 
+@pytest.mark.parametrize("groups", [False, True])
+def test_fp16(kernels, groups):
+    for chunk in (4, 16):
+        check(kernels, 150, chunk, D=24, V=64, groups=groups, dtype=torch.float16)
+
+
 @pytest.mark.parametrize("chunk", [3, 16])
 def test_packed_sequences(kernels, chunk):
     check(kernels, 20 * chunk + 1, chunk, D=16, V=16, bounds=[0, 7, 7, 8, 21])
@@ -124,13 +165,32 @@ def test_every_scale(kernels):
         check(kernels, 50, 4, D=16, V=16, scale=scale)
 
 
-@pytest.mark.parametrize("chunk, T", [(2, 280), (4, 390), (16, 1100), (64, 200), (128, 130)])
+@pytest.mark.parametrize(
+    "chunk, T", [(2, 600), (4, 390), (8, 530), (16, 1100), (32, 260), (64, 200), (128, 290)]
+)
 def test_warpgroups_at_every_chunk(kernels, chunk, T):
     check(kernels, T, chunk, D=16, V=24, groups=True)
 
 
-def test_warpgroups(kernels):
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129])
+def test_warpgroups_at_every_length(kernels, T):
+    """Tiles of 128 rows, half of which a warpgroup has, and every fraction of a chunk."""
+    for chunk in (4, 16):
+        check(kernels, T, chunk, D=8, V=8, groups=True)
+
+
+def test_warpgroups_at_every_width(kernels):
     check(kernels, 140, 8, D=128, V=128, groups=True)
     check(kernels, 260, 4, G=2, D=24, V=72, scale=-0.3, groups=True)
-    check(kernels, 530, 4, B=1, D=8, V=8, bounds=[0, 9, 70, 130], groups=True)
+    check(kernels, 140, 16, D=104, V=8, scale=0.0, groups=True)
+    check(kernels, 70, 64, H=2, G=3, D=64, V=64, groups=True)
     check(kernels, 150, 8, B=2, H=2, D=8, V=8, groups=True)
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 16, 64])
+def test_packed_sequences_of_warpgroups(kernels, chunk):
+    """Which meet in a tile or fill several, of no chunk or of one, before and after rows of no sequence."""
+    K = 530 // chunk
+    check(kernels, 530, chunk, D=8, V=8, bounds=[0, K // 9, K // 9, K // 2, K // 2 + 1, K + 1], groups=True)
+    check(kernels, 530, chunk, D=8, V=8, bounds=[1, K // 2, K - 1], groups=True)
+    check(kernels, 130, chunk, D=8, V=8, bounds=[0, 0], groups=True)

@@ -29,6 +29,7 @@ struct CatGroupSpace {
   };
   static constexpr int kBytes =
       3 * Own::kBytes + 2 * kStages * Headers::kBytes + static_cast<int>(sizeof(Barriers));
+  static_assert(kBytes <= kCatGroupBytes);
 
   unsigned char* shared;
 
@@ -269,7 +270,7 @@ struct CatGroupPass {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatGroupThreads, 1)
     cat_group_forward_kernel(const __grid_constant__ CatGroupForward p) {
-  if constexpr (kBoxes) {
+  if constexpr (kCatGroups) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const CatGroupSpace<T, Tile> space{shared};
     run_groups<CatGroupRegisters<232, 40>>([&] { space.init(); }, [&] { load_forward(p, space); },

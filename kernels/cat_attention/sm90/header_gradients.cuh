@@ -29,6 +29,7 @@ struct CatGroupHeaderSpace {
   static constexpr int kStage = 2 * Rows::kBytes + kDescribed;
   static_assert(kStage % 1024 == 0);
   static constexpr int kBytes = 4 * Rows::kBytes + kStages * kStage + static_cast<int>(sizeof(Barriers));
+  static_assert(kBytes <= kCatGroupBytes);
 
   unsigned char* shared;
 
@@ -232,7 +233,7 @@ struct CatGroupHeaderPass {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatGroupThreads, 1)
     cat_group_header_gradients_kernel(const __grid_constant__ CatGroupHeaderGradients p) {
-  if constexpr (kBoxes) {
+  if constexpr (kCatGroups) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const CatGroupHeaderSpace<T, Tile> space{shared};
     run_groups<CatGroupRegisters<240, 24>>([&] { space.init(); }, [&] { load_headers(p, space); },

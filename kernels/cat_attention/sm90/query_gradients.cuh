@@ -280,7 +280,7 @@ struct CatGroupQueryPass {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatGroupThreads, 1)
     cat_group_query_gradients_kernel(const __grid_constant__ CatGroupQueryGradients p) {
-  if constexpr (kBoxes) {
+  if constexpr (kCatGroups) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const CatGroupQuerySpace<T, Tile> space{shared};
     run_groups<CatGroupRegisters<240, 24>>([&] { space.init(); }, [&] { load_queries(p, space); },

@@ -24,6 +24,7 @@ struct CatGroupQuerySpace {
   static constexpr int kStage = 2 * Headers::kBytes;
   static_assert(kStage == Own::kBytes);
   static constexpr int kBytes = kOwn * Own::kBytes + kStages * kStage + static_cast<int>(sizeof(Barriers));
+  static_assert(kBytes <= kCatGroupBytes);
 
   unsigned char* shared;
 

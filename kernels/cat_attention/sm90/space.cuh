@@ -10,6 +10,14 @@
 namespace girih::kernels {
 
 constexpr int kCatGroupThreads = 384, kCatGroupWarps = 8;
+constexpr int kCatGroupBytes = 227 * 1024;  // of shared memory, at most
+
+// In a kernel: whether it is there. It is empty where has_warpgroups() says that it is not.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+constexpr bool kCatGroups = true;
+#else
+constexpr bool kCatGroups = false;
+#endif
 
 // Registers of a thread that multiplies, and of one of the others.
 template <int Multiplier, int Loader>
