@@ -21,7 +21,7 @@ struct Call {
   const void* cu_chunks;
   int64_t heads, query_heads, D, V;
   double scale;
-  int64_t groups;  // by warpgroups, where these take it
+  int64_t groups;  // by warpgroups, as far as these take it
   Array q, k, v, o, lse, dout, dq, dk, dv;
   void* queries;
   float* partials;
@@ -68,7 +68,8 @@ void run(const Call& c) {
   if constexpr (Tile <= kCatGroupWidest) {
     if (c.groups) must(try_cat_group_forward<Element, Tile>(forward, nullptr, taken));
   }
-  if (c.groups && !taken) emulated::fail("the kernels of warpgroups do not take it");
+  if (taken != (c.groups && cat_fills_groups(forward.shape)))
+    emulated::fail("the kernels of warpgroups take another call, or not this one");
   if (!taken) must(launch_cat_forward<Element, Tile>(forward, nullptr));
 
   CatQueryGradients of_queries{};

@@ -179,12 +179,20 @@ def test_warpgroups_at_every_length(kernels, T):
         check(kernels, T, chunk, D=8, V=8, groups=True)
 
 
+@pytest.mark.parametrize("chunk, T", [(3, 450), (100, 350), (256, 800)])
+def test_warpgroups_for_headers_alone(kernels, chunk, T):
+    """Whose chunks do not fill tiles of queries."""
+    check(kernels, T, chunk, D=8, V=16, groups=True)
+    check(kernels, T // 2, chunk, G=2, D=8, V=8, bounds=[0, 1, T // 2 // chunk], groups=True)
+
+
 def test_warpgroups_at_every_width(kernels):
     check(kernels, 140, 8, D=128, V=128, groups=True)
     check(kernels, 260, 4, G=2, D=24, V=72, scale=-0.3, groups=True)
     check(kernels, 140, 16, D=104, V=8, scale=0.0, groups=True)
     check(kernels, 70, 64, H=2, G=2, D=64, V=40, groups=True)
     check(kernels, 150, 8, B=2, H=2, D=8, V=8, groups=True)
+    check(kernels, 100, 16, G=2, D=8, V=8, groups=True)
 
 
 @pytest.mark.parametrize("chunk", [4, 8, 16, 64])
