@@ -2,6 +2,7 @@
 // where there are clusters the two memories' blocks beside each other.
 #pragma once
 
+#include "pipe/clusters.h"
 #include "tile/cluster.h"
 #include "tile/warpgroup.h"
 #include "trellis/scan_chain.cuh"

@@ -120,9 +120,13 @@ LATTICE = [
     at("1 65536 4 64", LATTICE_DEFAULT, "dense sdpa", M=64),
     at("128 1 16 64", LATTICE_DEFAULT, M=64),
 ]
+CAT_PEERS = ("flex_attention", "dense sdpa")
 CAT_ATTENTION = [
-    at("4 4096 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),
-    at("1 16384 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),
+    at("4 4096 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    at("1 16384 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    *(at("4 4096 16 128", cat_attention(f"c{C}", chunk=C), *CAT_PEERS) for C in (4, 8, 32, 64)),
+    at("4 4096 16 64", cat_attention("c16", chunk=16), *CAT_PEERS),
+    at("1 16384 4 128", cat_attention("c16", chunk=16), *CAT_PEERS),
 ]
 CONV = short_conv("w4-silu", activation="silu")
 SHORT_CONV = [
