@@ -29,6 +29,12 @@ class StateLayer(CacheLayerMixin):
         self.tokens += tokens
         self.is_initialized = True
 
+    def offload(self) -> None:
+        """A state has one size, whatever it has read: it stays on its device."""
+
+    def prefetch(self) -> None:
+        """It was never away."""
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise TypeError("a girih layer keeps a state, not keys and values")
 

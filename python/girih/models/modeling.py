@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from girih.models.base import Backbone, GirihPreTrainedModel, own_mask
+from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
+from girih.nn.attention_call import own_mask
 
 
 class GirihModel(Backbone):

@@ -1,0 +1,128 @@
+"""Attention modules of transformers that girih computes, or computes beside.
+
+A converted module stays the object it was, with its weights under their names; its class becomes one made of
+its own and of one here, and its new part is its submodule `girih`.
+"""
+
+import functools
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from girih.conversion.cache import AttentionStateLayer
+from girih.conversion.projections import Projections, Recording
+from girih.nn.attention_call import OF_TOKENS, attend, refuse_packed, state_layer, tokens_of
+
+PART = "girih"
+MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, which a window can cut
+
+
+class ConvertedAttention(nn.Module):
+    """What both kinds have: `original`, the class the module had, and `order`, its forward's arguments."""
+
+    original: ClassVar[type[nn.Module]]
+    order: ClassVar[tuple[str, ...]]
+
+    projections: Projections
+    layer_idx: int
+
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments behind hidden_states, by their names."""
+        return dict(zip(self.order[1:], args, strict=False)) | kwargs
+
+
+class ReplacedAttention(ConvertedAttention):
+    """A mixer of girih's in the place of attention, reading what attention's projections give."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return attend(self.girih, hidden_states, self.layer_idx, **self.named(args, kwargs))
+
+
+class InjectedAttention(ConvertedAttention):
+    """Attention as it was, with a linear path of the same q, k and v mixed in (`Liza`).
+
+    max_self_attn_length: how many tokens attention itself sees; None: as many as before.
+    """
+
+    max_self_attn_length: int | None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call = self.named(args, kwargs)
+        said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+        for name in ("girih_tokens", "cu_seqlens"):  # not the original's
+            call.pop(name, None)
+        cache, mask = call.get("past_key_values"), call.get("attention_mask")
+        place = None
+        if cache is not None:
+            window = self.max_self_attn_length
+            place = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
+        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **said)
+        if self.max_self_attn_length is not None:
+            kept = 0 if place is None else place.kept
+            call["attention_mask"] = self.windowed(mask, hidden_states, kept)
+        softmax = Recording(self, self.projections.qkv)
+        base, *rest = self.original.forward(softmax, hidden_states, **call)
+        options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
+        if place is not None:
+            refuse_packed(tokens)
+            options |= {"state": place.state, "use_cache": True}
+        qkv = self.projections.joined(self, softmax.outputs())
+        y, state = self.girih(base, qkv, getattr(self, self.projections.out), **options)
+        if place is not None:
+            place.advance(state, hidden_states.shape[1])
+        return y, *rest
+
+    def windowed(self, mask: Tensor | None, x: Tensor, kept: int) -> Tensor | None:
+        """A mask over the keys that are kept, `[B, heads, T, kept + T]`, in which a token sees a window only.
+
+        mask: as attention would get it, over all keys; None: a token sees those up to itself.
+        """
+        implementation = self.config._attn_implementation
+        if implementation not in MASKED:
+            raise ValueError(
+                f"max_self_attn_length: attn_implementation is {implementation!r}; expected one of "
+                f"{', '.join(MASKED)}, whose masks are tensors"
+            )
+        T, window = x.shape[1], self.max_self_attn_length
+        keys = kept + T
+        if mask is not None:
+            mask = mask[..., -keys:]
+        if keys <= window:
+            return mask
+        key = torch.arange(keys, device=x.device)
+        query = key[kept:, None]
+        see = ((key <= query) & (key > query - window))[None, None]
+        if mask is None:
+            mask = see
+            return see if implementation == "sdpa" else additive(see, x.dtype)
+        return mask & see if mask.dtype == torch.bool else mask + additive(see, mask.dtype).to(mask.dtype)
+
+
+def additive(see: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `see` is true and -inf elsewhere, to be added to scores or to another such mask."""
+    return torch.zeros_like(see, dtype=dtype).masked_fill(~see, -torch.inf)
+
+
+@functools.cache
+def converted_class(kind: type[ConvertedAttention], original: type[nn.Module]) -> type[ConvertedAttention]:
+    order = tuple(inspect.signature(original.forward).parameters)[1:]
+    name = kind.__name__.removesuffix("Attention") + original.__name__
+    return type(name, (kind, original), {"original": original, "order": order, "__module__": kind.__module__})
+
+
+def convert(
+    attention: nn.Module, kind: type[ConvertedAttention], projections: Projections, part: nn.Module
+) -> None:
+    attention.__class__ = converted_class(kind, type(attention))
+    attention.projections = projections
+    setattr(attention, PART, part)
+
+
+def restore(attention: nn.Module) -> None:
+    original = type(attention).original
+    delattr(attention, PART)
+    del attention.projections
+    attention.__dict__.pop("max_self_attn_length", None)
+    attention.__class__ = original

@@ -1,0 +1,150 @@
+"""What a conversion is told, and what is saved with the model of it."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+from girih.models.config import OWN_FIELDS, GirihConfig
+from girih.nn import MIXERS
+from girih.ops import words
+
+VIRTUAL_TOKENS = ("derivative", "rotary", "both")
+GATES = ("k", "v", "kv")
+POOLS = ("past", "window")
+INJECTED = ("delta_product",)
+# Mixers that read q, k and v of an attention's sizes and write its heads: what it has can start them.
+REPLACING = (
+    "abc",
+    "delta_product",
+    "deltanet",
+    "gated_deltanet",
+    "gla",
+    "gsa",
+    "linear_attention",
+    "mamba2",
+    "retnet",
+)
+# Of an attention these are its own, whatever a configuration could say.
+_SIZES = ("num_kv_heads", "head_dim")
+
+
+def one_of(name: str, value: Any, expected: tuple) -> None:
+    if value not in expected:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, expected))}")
+
+
+def check_layers(layers: Any) -> tuple[int, ...] | None:
+    """layers as a tuple; JSON has lists."""
+    if layers is None:
+        return None
+    if isinstance(layers, str) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers
+    ):
+        raise ValueError(f"layers is {layers!r}; expected indices of layers, from 0")
+    return tuple(layers)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What `girih.replace_attention` is told.
+
+    mixer: one of `REPLACING`. layers: `layer_idx` of those whose attention goes, by default all.
+    options: of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
+    """
+
+    how: ClassVar[str] = "replace"
+
+    mixer: str = "gsa"
+    layers: tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("mixer", self.mixer, REPLACING)
+        object.__setattr__(self, "layers", check_layers(self.layers))
+        known = [name for name in MIXERS[self.mixer].fields if name not in _SIZES]
+        for name in self.options:
+            if name not in known:
+                raise ValueError(
+                    f"{name}: {self.mixer} has no such option; expected one of {', '.join(known)}"
+                )
+
+    def mixer_config(self, **sizes: Any) -> GirihConfig:
+        """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit."""
+        given = {name: value for name, value in (self.options | sizes).items() if name in OWN_FIELDS}
+        return GirihConfig(mixer=self.mixer, num_hidden_layers=1, **given)
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What `girih.inject` is told: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
+
+    mixer: "delta_product". layers: `layer_idx` of the attention that gets a path, by default all.
+    n: steps a token, 1 to 4; n - 1 of them for virtual tokens.
+    virtual_tokens: "derivative", the m-th difference of k and v over time, divided by 2^m (eq. 22); "rotary",
+        their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k and so adds nothing; "both",
+        the mean of the two.
+    gate: of what the step sizes are the sigmoid of the causal mean (eq. 5): "k", "v", or "kv" for the product
+        of both. pool: that mean is over the "past" or a "window" of the last three tokens.
+    between_chunks: None, "gelu" or "tanh", applied to the memory after every `chunk` tokens (eq. 24).
+    weight: m, of the linear path, 0 to 1; learned: it is a parameter of each layer, weight its start; cross:
+        the product of both paths comes on top (eq. 7, 8).
+    max_self_attn_length: how many tokens the softmax path sees, itself among them; None: all.
+    """
+
+    how: ClassVar[str] = "inject"
+
+    mixer: str = "delta_product"
+    layers: tuple[int, ...] | None = None
+    n: int = 2
+    virtual_tokens: str = "derivative"
+    gate: str = "k"
+    pool: str = "past"
+    between_chunks: str | None = None
+    chunk: int = 64
+    weight: float = 0.5
+    learned: bool = False
+    cross: bool = False
+    max_self_attn_length: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        one_of("mixer", self.mixer, INJECTED)
+        object.__setattr__(self, "layers", check_layers(self.layers))
+        one_of("n", self.n, (1, 2, 3, 4))
+        one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
+        one_of("gate", self.gate, GATES)
+        one_of("pool", self.pool, POOLS)
+        one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
+        if not 1 <= self.chunk <= 64:
+            raise ValueError(f"chunk is {self.chunk}; expected 1 to 64")
+        length = self.max_self_attn_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise ValueError(f"max_self_attn_length is {length!r}; expected a number of tokens, 1 or more")
+        if not 0.0 <= self.weight <= 1.0 or (self.learned and self.weight in (0.0, 1.0)):
+            raise ValueError(
+                f"weight is {self.weight}; expected a number from 0 to 1, and between them if it is learned"
+            )
+        if not 0.0 <= self.norm_eps < float("inf"):
+            raise ValueError(f"norm_eps is {self.norm_eps}; expected a number, 0 or more")
+
+
+HOW = {kind.how: kind for kind in (Replacement, Injection)}
+
+
+def to_json(told: Replacement | Injection) -> dict[str, Any]:
+    """As the entry of config.json."""
+    return {"how": told.how} | asdict(told)
+
+
+def from_json(saved: Any) -> Replacement | Injection:
+    if not isinstance(saved, dict) or saved.get("how") not in HOW:
+        raise ValueError(
+            f"config.girih holds {saved!r:.80}; expected what girih.inject or replace_attention saved"
+        )
+    kind = HOW[saved["how"]]
+    given = {name: value for name, value in saved.items() if name != "how"}
+    unknown = given.keys() - {f.name for f in fields(kind)}
+    if unknown:
+        raise ValueError(
+            f"config.girih has {', '.join(sorted(unknown))}, which this version of girih does not know"
+        )
+    return kind(**given)

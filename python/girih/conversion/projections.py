@@ -1,0 +1,140 @@
+"""Where an attention module has its projections, by the names that transformers' models give them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
+FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: rows of q, of k, of v
+OUT = ("o_proj", "dense", "c_proj", "out_proj")
+NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # Qwen3, Gemma 3, OLMo 2; Phi
+
+
+def width(projection: nn.Module) -> tuple[int, int]:
+    """Its inputs and outputs: of nn.Linear, what quantises or adapts one, and transformers' Conv1D."""
+    if hasattr(projection, "out_features"):
+        return projection.in_features, projection.out_features
+    return projection.nx, projection.nf
+
+
+class Projections(NamedTuple):
+    """The names of an attention's projections and norms, and its sizes.
+
+    qkv: three names, or one if they are fused. out: the output's. norms: of q and k before rotary positions,
+    or None. heads queries of head_dim read kv_heads keys and values; x is `[B, T, hidden_size]`.
+    """
+
+    qkv: tuple[str, ...]
+    out: str
+    norms: tuple[str, str] | None
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def joined(self, attention: nn.Module, outputs: list[Tensor]) -> Tensor:
+        """What the projections gave, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`, normed."""
+        if self.norms is None:
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = outputs if len(outputs) == 3 else outputs[0].split(sizes, -1)
+        q, k = (
+            normed(getattr(attention, name), x, self.head_dim)
+            for name, x in zip(self.norms, (q, k), strict=True)
+        )
+        return torch.cat((q, k, v.to(q.dtype)), -1)
+
+    def project(self, attention: nn.Module, x: Tensor) -> Tensor:
+        """q, k and v of x, as the attention has them before rotary positions, joined."""
+        return self.joined(attention, [getattr(attention, name)(x) for name in self.qkv])
+
+
+def normed(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:
+    """x `[B, T, heads head_dim]` through a norm over all of it (OLMo 2) or each head (Qwen3, Gemma 3)."""
+    if norm.weight.shape == x.shape[-1:]:
+        return norm(x)
+    return norm(x.unflatten(-1, (-1, head_dim))).flatten(-2)
+
+
+def find(attention: nn.Module) -> Projections | str:
+    """The projections of a module, or why it is no attention that can be converted."""
+
+    def named(*names: str) -> bool:
+        return all(isinstance(getattr(attention, name, None), nn.Module) for name in names)
+
+    if not isinstance(getattr(attention, "layer_idx", None), int):
+        return "it has no layer_idx, its place in a cache"
+    if getattr(attention, "is_cross_attention", False) or not getattr(attention, "is_causal", True):
+        return "it is not causal self-attention"
+    qkv = next((names for names in (*SEPARATE, *((name,) for name in FUSED)) if named(*names)), None)
+    if qkv is None:
+        return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join(FUSED)}"
+    out = next((name for name in OUT if named(name)), None)
+    if out is None:
+        return f"it has none of {', '.join(OUT)}"
+    head_dim = getattr(attention, "head_dim", None)
+    if not isinstance(head_dim, int):
+        return "it has no head_dim"
+    inputs, widths = [], []
+    for name in qkv:
+        x, y = width(getattr(attention, name))
+        inputs.append(x)
+        widths.append(y)
+    channels = width(getattr(attention, out))[0]
+    if len(widths) == 1:
+        kv = (widths[0] - channels) // 2
+        widths = [channels, kv, widths[0] - channels - kv]
+    q, k, v = widths
+    if q != channels or k != v or k <= 0 or q % k or any(n % head_dim for n in widths):
+        return f"its q, k, v and output have {q}, {k}, {v} and {channels} channels, no heads of {head_dim}"
+    norms = next((names for names in NORMS if named(*names)), None)
+    for name, channels in zip(norms or (), (q, k), strict=False):
+        shape = getattr(getattr(attention, name), "weight", torch.empty(())).shape
+        if shape not in ((channels,), (head_dim,), (channels // head_dim, head_dim)):
+            return f"its {name} has a weight of {list(shape)}, for neither q and k nor their heads"
+    return Projections(qkv, out, norms, inputs[0], q // head_dim, k // head_dim, head_dim)
+
+
+class Shared:
+    """A function of an attention's projections that a mixer calls as its own projection.
+
+    It is no module, so that the weights keep one name, and it looks them up when it is called, so that
+    whatever stands there by then (an adapter, a quantised layer) is what computes. A copy of the mixer alone
+    has the same attention, as peft's modules_to_save makes one; a copy of a model has its own.
+    """
+
+    def __init__(self, attention: nn.Module, function: Callable[..., Any]):
+        self.attention, self.function = attention, function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(self.attention, x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shared":
+        return Shared(memo.get(id(self.attention), self.attention), self.function)
+
+
+class Recording:
+    """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
+
+    What its class's `forward` reads of it is the module's own.
+    """
+
+    def __init__(self, attention: nn.Module, names: tuple[str, ...]):
+        self._attention, self._names = attention, names
+        self._outputs: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._attention, name)
+        if name not in self._names:
+            return value
+
+        def recorded(x: Tensor) -> Tensor:
+            y = self._outputs[name] = value(x)
+            return y
+
+        return recorded
+
+    def outputs(self) -> list[Tensor]:
+        return [self._outputs[name] for name in self._names]

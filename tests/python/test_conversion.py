@@ -1,0 +1,217 @@
+"""Models of transformers with girih's mixers in place of their attention, or beside it."""
+
+import copy
+
+import girih
+import pytest
+import torch
+from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted
+from girih.conversion import Conversion
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(family):
+    return base_model(family)
+
+
+@torch.no_grad()
+def test_at_weight_0_an_injected_model_computes_what_it_did_bit_for_bit(base):
+    model = copy.deepcopy(base)
+    with girih.inject(model, weight=0.0, cross=True):
+        assert model(IDS).logits.equal(base(IDS).logits)
+        attention(model).girih.set_weight(0.5)
+        assert (model(IDS).logits - base(IDS).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base, way, tmp_path):
+    model = copy.deepcopy(base).train()
+    convert(model, way)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert without == []
+    optimizer.step()
+    assert all(not p.equal(before[name]) for name, p in model.named_parameters())
+    assert model(IDS, labels=IDS, use_cache=False).loss < loss
+    model.eval().save_pretrained(tmp_path)
+    loaded = girih.from_pretrained(tmp_path)
+    assert type(loaded) is type(base) and not loaded.training
+    with torch.no_grad():
+        assert loaded(IDS).logits.equal(model(IDS).logits)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    written = [
+        m.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
+        for m in (model, loaded)
+    ]
+    assert written[0].equal(written[1])
+
+
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_the_original_model_loads_from_what_was_saved_and_says_what_is_missing(base, way, tmp_path, caplog):
+    """Keys of the base model are what they were; of girih's own it says so in their names."""
+    model = copy.deepcopy(base)
+    convert(model, way)
+    assert {name for name in model.state_dict() if ".girih." not in name} == set(base.state_dict())
+    model.save_pretrained(tmp_path)
+    import logging
+
+    from transformers.utils import logging as of_transformers
+
+    root = logging.getLogger("transformers")
+    of_transformers.enable_propagation()
+    try:
+        with caplog.at_level("WARNING", root.name):
+            plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    finally:
+        of_transformers.disable_propagation()
+    assert ".girih." in caplog.text and "UNEXPECTED" in caplog.text
+    with torch.no_grad():
+        assert plain(IDS).logits.equal(base(IDS).logits)
+
+
+def test_undo_gives_the_model_back(base):
+    model = copy.deepcopy(base)
+    config, keys = model.config.to_dict(), list(model.state_dict())
+    for way in ("injected", "delta_product"):
+        conversion = convert(model, way)
+        assert "converted" not in repr(type(attention(model))) and "girih" in model.config.to_dict()
+        conversion.undo()
+        conversion.undo()
+        assert model.config.to_dict() == config and list(model.state_dict()) == keys
+        assert [type(m) for m in model.modules()] == [type(m) for m in base.modules()]
+        assert not model._is_stateful
+        with torch.no_grad():
+            assert model(IDS).logits.equal(base(IDS).logits)
+
+
+@torch.no_grad()
+def test_a_copy_of_a_model_is_its_own():
+    model = converted(way="gsa")
+    other = copy.deepcopy(model)
+    expected = model(IDS).logits
+    attention(other).q_proj.weight.zero_()
+    assert model(IDS).logits.equal(expected) and not other(IDS).logits.equal(expected)
+    attention(model).q_proj.weight.zero_()
+    close(model(IDS).logits[:, 0], other(IDS).logits[:, 0])
+
+
+@torch.no_grad()
+def test_some_layers_make_a_hybrid_and_two_conversions_stand_together(tmp_path):
+    model = base_model("llama", num_hidden_layers=3)
+    girih.replace_attention(model, "gated_deltanet", layers=[1])
+    girih.inject(model, layers=[2], weight=0.25)
+    kinds = [type(layer.self_attn).__name__ for layer in model.model.layers]
+    assert kinds == ["LlamaAttention", "ReplacedLlamaAttention", "InjectedLlamaAttention"]
+    model.save_pretrained(tmp_path)
+    assert girih.from_pretrained(tmp_path)(IDS).logits.equal(model(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["window", "delta_product"])
+def test_in_bf16_what_must_be_exact_stays_in_fp32(way, tmp_path):
+    base_model("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    convert(model, way)
+    dtypes = {name: p.dtype for name, p in attention(model).girih.state_dict().items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    assert model(IDS).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    loaded = girih.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {name: p.dtype for name, p in attention(loaded).girih.state_dict().items()} == dtypes
+    assert loaded(IDS).logits.equal(model(IDS).logits)
+
+
+def test_attentions_and_hidden_states_can_be_asked_for():
+    model = base_model("llama")
+    model.set_attn_implementation("eager")
+    girih.inject(model, layers=[0])
+    output = model(IDS, output_attentions=True, output_hidden_states=True)
+    assert [a.shape for a in output.attentions] == [(2, 4, 20, 20)] * 2 and len(output.hidden_states) == 3
+
+
+def wrong(**options):
+    return lambda: girih.inject(base_model(), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (wrong(mixer="gsa"), "mixer is 'gsa'; expected one of 'delta_product'"),
+        (wrong(n=5), "n is 5; expected one of 1, 2, 3, 4"),
+        (wrong(virtual_tokens="none"), "virtual_tokens is 'none'; expected one of 'derivative'"),
+        (wrong(gate="q"), "gate is 'q'"),
+        (wrong(pool=3), "pool is 3"),
+        (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
+        (wrong(chunk=65), "chunk is 65; expected 1 to 64"),
+        (wrong(weight=1.5), "weight is 1.5"),
+        (wrong(weight=0.0, learned=True), "weight is 0.0"),
+        (wrong(max_self_attn_length=0), "max_self_attn_length is 0"),
+        (wrong(norm_eps=-1.0), "norm_eps is -1.0"),
+        (wrong(layers=[2]), "layers has 2; attention that can be converted is at 0, 1"),
+        (wrong(layers="01"), "layers is "),
+        (wrong(slots=3), "slots: inject has no such option; expected one of n, virtual_tokens"),
+        (
+            lambda: girih.replace_attention(base_model(), "trellis"),
+            "mixer is 'trellis'; expected one of 'abc'",
+        ),
+        (
+            lambda: girih.replace_attention(base_model(), "gsa", n=2),
+            "n: gsa has no such option; expected one of num_slots, feature",
+        ),
+        (lambda: girih.replace_attention(base_model(), "gsa", num_slots=0), "num_slots"),
+        (lambda: girih.inject(converted()), "model has been converted at model.layers.0.self_attn"),
+        (lambda: girih.inject(torch.nn.Linear(2, 2)), "model is a Linear; expected a model of transformers"),
+        (
+            lambda: girih.inject(
+                BertModel(
+                    BertConfig(
+                        hidden_size=8,
+                        num_attention_heads=1,
+                        num_hidden_layers=1,
+                        intermediate_size=8,
+                        vocab_size=8,
+                    )
+                )
+            ),
+            "model is a BertModel without attention that can be converted .*BertSelfAttention",
+        ),
+        (
+            lambda: girih.inject(
+                T5ForConditionalGeneration(
+                    T5Config(vocab_size=8, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8)
+                )
+            ),
+            "with an encoder; expected a decoder",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_refused_model_is_as_it_was():
+    model = base_model()
+    with pytest.raises(ValueError, match="layers has 7"):
+        girih.inject(model, layers=[0, 7])
+    assert type(attention(model)).__name__ == "LlamaAttention" and not hasattr(model.config, "girih")
+
+
+def test_what_was_not_converted_is_not_loaded(tmp_path):
+    base_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no 'girih': this model was not converted"):
+        girih.from_pretrained(tmp_path)
+
+
+def test_it_is_a_conversion():
+    conversion = convert(base_model(), "gsa")
+    assert isinstance(conversion, Conversion) and "mixer='gsa'" in repr(conversion)
