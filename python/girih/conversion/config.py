@@ -80,8 +80,8 @@ class Injection:
     mixer: "delta_product". layers: `layer_idx` of the attention that gets a path, by default all.
     n: steps a token, 1 to 4; n - 1 of them for virtual tokens.
     virtual_tokens: "derivative", the m-th difference of k and v over time, divided by 2^m (eq. 22); "rotary",
-        their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k and so adds nothing; "both",
-        the mean of the two.
+        their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k, the first step once more;
+        "both", the mean of the two.
     gate: of what the step sizes are the sigmoid of the causal mean (eq. 5): "k", "v", or "kv" for the product
         of both. pool: that mean is over the "past" or a "window" of the last three tokens.
     between_chunks: None, "gelu" or "tanh", applied to the memory after every `chunk` tokens (eq. 24).

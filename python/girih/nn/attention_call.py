@@ -175,11 +175,11 @@ class SequenceLayer(Layer):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         if OF_ATTENTION.isdisjoint(kwargs):
             return super().__call__(*args, **kwargs)
+        if len(args) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: {', '.join(sorted(kwargs.keys() & OF_ATTENTION))} beside {len(args)} "
+                "arguments without a name; expected hidden_states alone without one"
+            )
         if args:
-            kwargs["hidden_states"], *more = args
-            if more:
-                raise ValueError(
-                    f"{type(self).__name__}: {', '.join(sorted(kwargs.keys() & OF_ATTENTION))} beside "
-                    f"{len(args)} arguments without a name; expected hidden_states alone without one"
-                )
+            kwargs["hidden_states"] = args[0]
         return attend(super().__call__, kwargs.pop("hidden_states"), self.layer_idx, **kwargs)
