@@ -27,47 +27,42 @@ def inputs(tokens=T, rows=2):
 
 def written_out(path, x, told):
     """One row x `[T, channels]`, by maths: Furfaro 2025, eq. 4, 5, 6, 16, 22, 23, 24."""
-    outputs = []
     raw = x.view(len(x), -1, D)
+
+    def unit(column, s):  # eq. 4
+        if s < 0:
+            return torch.zeros(D, dtype=x.dtype)
+        y = raw[s, column] * torch.sigmoid(raw[s, column])
+        return y / y.norm()
+
+    def mean(column, t):  # eq. 5
+        if told.pool == "past":
+            return sum(raw[s, column] for s in range(t + 1)) / (t + 1)
+        return sum(raw[s, column] for s in range(max(t - 2, 0), t + 1)) / 3
+
+    def virtual(column, t, m):  # eq. 22, 23
+        differences = [(-1) ** k * math.comb(m, k) * unit(column, t - k) for k in range(m + 1)]
+        derivative = sum(differences) / 2**m
+        angle, y = 2 * math.pi * m / told.n, unit(column, t)
+        turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        rotary = torch.cat([turn.to(x.dtype) @ y[i : i + 2] for i in range(0, D, 2)])
+        if told.virtual_tokens == "both":
+            return (derivative + rotary) / 2
+        return derivative if told.virtual_tokens == "derivative" else rotary
+
+    outputs = []
     for head in range(HEADS):
-        memory_head = head // (HEADS // KV_HEADS)
+        memory = head // (HEADS // KV_HEADS)
+        columns = {"k": HEADS + memory, "v": HEADS + KV_HEADS + memory}
         S = torch.zeros(D, D, dtype=x.dtype)
         for t in range(len(x)):
-
-            def unit(column, s):
-                if s < 0:
-                    return torch.zeros(D, dtype=x.dtype)
-                y = raw[s, column] * torch.sigmoid(raw[s, column])
-                return y / y.norm()
-
-            def mean(column):
-                if told.pool == "past":
-                    return sum(raw[s, column] for s in range(t + 1)) / (t + 1)
-                return sum(raw[s, column] for s in range(max(t - 2, 0), t + 1)) / 3
-
-            k_column, v_column = HEADS + memory_head, HEADS + KV_HEADS + memory_head
-            beta = torch.ones(D, dtype=x.dtype)
-            for letter, column in (("k", k_column), ("v", v_column)):
-                if letter in told.gate:
-                    beta = beta * torch.sigmoid(mean(column))
-
-            def virtual(column, m):
-                derivative = (
-                    sum((-1) ** k * math.comb(m, k) * unit(column, t - k) for k in range(m + 1)) / 2**m
-                )
-                angle, y = 2 * math.pi * m / told.n, unit(column, t)
-                turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-                rotary = torch.cat([turn.to(x.dtype) @ y[i : i + 2] for i in range(0, D, 2)])
-                if told.virtual_tokens == "both":
-                    return (derivative + rotary) / 2
-                return derivative if told.virtual_tokens == "derivative" else rotary
-
-            for m in range(told.n):
-                k, v = virtual(k_column, m), virtual(v_column, m)
+            beta = math.prod(torch.sigmoid(mean(columns[letter], t)) for letter in told.gate)
+            for m in range(told.n):  # eq. 16
+                k, v = virtual(columns["k"], t, m), virtual(columns["v"], t, m)
                 S = S + torch.outer(k, beta * v - S.T @ (beta * k))
             o = S.T @ unit(head, t)
-            outputs.append(o / (o.square().mean() + told.norm_eps).sqrt() * path.norm.weight)
-            if told.between_chunks and (t + 1) % told.chunk == 0:
+            outputs.append(o / (o.square().mean() + told.norm_eps).sqrt() * path.norm.weight)  # eq. 6
+            if told.between_chunks and (t + 1) % told.chunk == 0:  # eq. 24
                 S = S.tanh() if told.between_chunks == "tanh" else torch.nn.functional.gelu(S)
     return torch.stack(outputs).view(HEADS, len(x), D).transpose(0, 1).flatten(1)
 

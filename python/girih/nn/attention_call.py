@@ -176,9 +176,10 @@ class SequenceLayer(Layer):
         if OF_ATTENTION.isdisjoint(kwargs):
             return super().__call__(*args, **kwargs)
         if len(args) > 1:
+            said = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
             raise ValueError(
-                f"{type(self).__name__}: {', '.join(sorted(kwargs.keys() & OF_ATTENTION))} beside {len(args)} "
-                "arguments without a name; expected hidden_states alone without one"
+                f"{type(self).__name__}: {said} beside {len(args)} arguments without a name; expected "
+                "hidden_states alone without one"
             )
         if args:
             kwargs["hidden_states"] = args[0]
