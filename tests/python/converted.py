@@ -28,6 +28,8 @@ FAMILIES = {
     "olmo2": {},
     "phi": {"qk_layernorm": True, "without": ("head_dim",)},
     "phi3": {"without": ("head_dim",)},
+    "gpt_neox": {"without": ("head_dim", "num_key_value_heads")},
+    "girih": {"mixer": "attention", "initializer_range": 0.2},
 }
 WAYS = {
     "injected": {"weight": 0.6, "n": 2},
@@ -65,6 +67,11 @@ def base_model(family="llama", seed=0, **own):
     return model.eval()
 
 
+def fits(family, way):
+    """Whether a family's attention can have what a way asks of it: girih's own has no window."""
+    return family != "girih" or "max_self_attn_length" not in WAYS[way]
+
+
 def convert(model, way):
     torch.manual_seed(1)
     options = WAYS[way]
@@ -79,7 +86,8 @@ def converted(family="llama", way="injected", **own):
 
 def attention(model, i=0):
     """The attention module of a layer."""
-    return next(m for m in model.modules() if getattr(m, "layer_idx", None) == i and hasattr(m, "head_dim"))
+    found = (m for m in model.modules() if getattr(m, "layer_idx", None) == i)
+    return next(m for m in found if "Attention" in type(m).__name__)
 
 
 def close(a, b, tolerance=2e-5):

@@ -1,11 +1,13 @@
 """Models of transformers with girih's mixers in place of their attention, or beside it."""
 
 import copy
+import pickle
 
 import girih
 import pytest
 import torch
-from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted, fits
 from girih.conversion import Conversion
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
@@ -20,6 +22,13 @@ def base(family):
     return base_model(family)
 
 
+@pytest.fixture(params=WAYS)
+def way(family, request):
+    if not fits(family, request.param):
+        pytest.skip("girih's own attention has no window")
+    return request.param
+
+
 @torch.no_grad()
 def test_at_weight_0_an_injected_model_computes_what_it_did_bit_for_bit(base):
     model = copy.deepcopy(base)
@@ -29,7 +38,6 @@ def test_at_weight_0_an_injected_model_computes_what_it_did_bit_for_bit(base):
         assert (model(IDS).logits - base(IDS).logits).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base, way, tmp_path):
     model = copy.deepcopy(base).train()
     convert(model, way)
@@ -55,7 +63,6 @@ def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base
     assert written[0].equal(written[1])
 
 
-@pytest.mark.parametrize("way", ["injected", "gsa"])
 def test_the_original_model_loads_from_what_was_saved_and_says_what_is_missing(base, way, tmp_path, caplog):
     """Keys of the base model are what they were; of girih's own it says so in their names."""
     model = copy.deepcopy(base)
@@ -88,7 +95,7 @@ def test_undo_gives_the_model_back(base):
         conversion.undo()
         assert model.config.to_dict() == config and list(model.state_dict()) == keys
         assert [type(m) for m in model.modules()] == [type(m) for m in base.modules()]
-        assert not model._is_stateful
+        assert model._is_stateful == base._is_stateful
         with torch.no_grad():
             assert model(IDS).logits.equal(base(IDS).logits)
 
@@ -102,6 +109,38 @@ def test_a_copy_of_a_model_is_its_own():
     assert model(IDS).logits.equal(expected) and not other(IDS).logits.equal(expected)
     attention(model).q_proj.weight.zero_()
     close(model(IDS).logits[:, 0], other(IDS).logits[:, 0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+@pytest.mark.parametrize("kind", ["llama", "girih"])
+def test_a_converted_model_can_be_pickled(kind, way):
+    model = converted(kind, way)
+    assert pickle.loads(pickle.dumps(model))(IDS).logits.equal(model(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_what_accelerate_has_hooked_stays_hooked(way):
+    """As device_map does; its hooks call the forward that a module had when they came."""
+    model, seen = base_model(), []
+
+    class Seeing(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(type(module).__name__)
+            return args, kwargs
+
+    add_hook_to_module(attention(model), Seeing())
+    expected = converted(way=way)(IDS).logits
+    conversion = convert(model, way)
+    assert model(IDS).logits.equal(expected) and len(seen) == 1
+    conversion.undo()
+    assert model(IDS).logits.equal(base_model()(IDS).logits) and seen[-1] == "LlamaAttention"
+    attention(model).forward = lambda *args, **kwargs: None
+    remove_hook_from_module(attention(model))
+    attention(model).forward = lambda *args, **kwargs: None
+    with pytest.raises(ValueError, match="the forward of a LlamaAttention has been replaced"):
+        convert(model, way)
 
 
 @torch.no_grad()
@@ -156,6 +195,14 @@ def wrong(**options):
         (wrong(weight=0.0, learned=True), "weight is 0.0"),
         (wrong(max_self_attn_length=0), "max_self_attn_length is 0"),
         (wrong(norm_eps=-1.0), "norm_eps is -1.0"),
+        (
+            lambda: girih.inject(base_model("girih"), max_self_attn_length=4),
+            "max_self_attn_length: girih's own attention has no window",
+        ),
+        (
+            lambda: girih.inject(base_model("girih", mixer="gsa")),
+            "GatedSlotAttention: it is a mixer of girih's",
+        ),
         (wrong(layers=[2]), "layers has 2; attention that can be converted is at 0, 1"),
         (wrong(layers="01"), "layers is "),
         (wrong(slots=3), "slots: inject has no such option; expected one of n, virtual_tokens"),

@@ -61,10 +61,10 @@ def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
 def test_masked_tokens_do_nothing(model, side):
     mask = torch.ones_like(IDS)
     if side == "between":
-        if model.config.model_type in ("mistral", "gemma3_text") or getattr(
+        if model.config.model_type in ("mistral", "gemma3_text", "girih") or getattr(
             attention(model), "max_self_attn_length", None
         ):
-            pytest.skip("a window of attention counts the tokens that are masked in it")
+            pytest.skip("attention counts the tokens that are masked, in its window or in its positions")
         mask[0, 4:7] = 0
     else:
         mask[0, slice(0, 6) if side == "left" else slice(14, 20)] = 0
@@ -93,7 +93,7 @@ def test_eager_masks_say_the_same(model):
 
 @torch.no_grad()
 def test_a_cache_of_packed_sequences_is_refused(model):
-    with pytest.raises(ValueError, match="past_key_values: no cache is kept of packed sequences"):
+    with pytest.raises(ValueError, match="no cache (is kept )?of packed sequences"):
         model(**packed(), use_cache=True)
 
 

@@ -20,7 +20,9 @@ def family(request):
 
 def lora(family, **options):
     targets = ["c_attn", "c_proj"] if family == "gpt2" else ["q_proj", "v_proj", "o_proj"]
-    return peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    return peft.LoraConfig(
+        r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, **options
+    )
 
 
 def trained(model, steps=6, lr=3e-2):
@@ -157,7 +159,9 @@ def test_a_learned_weight_is_logged(tmp_path):
     run.train()
     weights = logged(run)
     assert len(weights) == 6 and len(set(weights)) == 6 and weights[0] == pytest.approx(0.25, abs=0.01)
-    assert weights[-1] == pytest.approx(sum(attention(model, i).girih.current_weight().item() for i in range(2)) / 2)
+    assert weights[-1] == pytest.approx(
+        sum(attention(model, i).girih.current_weight().item() for i in range(2)) / 2
+    )
 
 
 def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):

@@ -7,18 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from girih.conversion.attention import (
-    ConvertedAttention,
-    InjectedAttention,
-    ReplacedAttention,
-    convert,
-    restore,
-)
+from girih.conversion.attention import ConvertedAttention, convert, restore
 from girih.conversion.config import Injection, Replacement, to_json
 from girih.conversion.liza import Liza
 from girih.conversion.mixer import mixer_of
 from girih.conversion.projections import Projections, find
 from girih.conversion.tokens import TokensForLayers
+from girih.models.base import GirihPreTrainedModel
 
 FIELD = "girih"  # of a model's configuration
 
@@ -42,6 +37,8 @@ class Conversion:
                 "learned: model is one of peft's, which would not save the weight; call inject first, then "
                 'get_peft_model with modules_to_save=["girih"]'
             )
+        if getattr(told, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
+            raise ValueError("max_self_attn_length: girih's own attention has no window")
         self.layers: dict[str, nn.Module] = {}
         for name, (attention, sizes) in attention_of(self.model, told.layers).items():
             self._convert(attention, sizes, trains=not adapted)
@@ -49,6 +46,7 @@ class Conversion:
         self._hooks = [
             owner.register_forward_pre_hook(TokensForLayers(owner), with_kwargs=True)
             for owner in owners(self.model, self.layers.values())
+            if not isinstance(owner, GirihPreTrainedModel)  # whose layers are told
         ]
         config = self.model.config
         setattr(config, FIELD, [*(getattr(config, FIELD, None) or []), to_json(told)])
@@ -56,15 +54,13 @@ class Conversion:
 
     def _convert(self, attention: nn.Module, sizes: Projections, trains: bool) -> None:
         if isinstance(self.told, Replacement):
-            part, kind = mixer_of(attention, sizes, self.told), ReplacedAttention
+            part = mixer_of(attention, sizes, self.told)
         else:
-            part, kind = Liza(sizes, self.told), InjectedAttention
+            part = Liza(sizes, self.told)
         weight = getattr(attention, sizes.out).weight
         dtype = weight.dtype if weight.is_floating_point() else self.model.dtype
         part.to(weight.device, dtype).requires_grad_(trains).train(attention.training)
-        convert(attention, kind, sizes, part)
-        if isinstance(self.told, Injection):
-            attention.max_self_attn_length = self.told.max_self_attn_length
+        convert(attention, self.told, sizes, part)
 
     def undo(self) -> None:
         """The model as it was, with its weights as they are now. A second time nothing is left to do."""
@@ -85,7 +81,7 @@ class Conversion:
         setattr(self.model.config, FIELD, left)
         if not left:
             delattr(self.model.config, FIELD)
-            del self.model._is_stateful
+            del self.model._is_stateful  # and the class says it
 
     def __enter__(self) -> "Conversion":
         return self

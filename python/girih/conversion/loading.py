@@ -4,8 +4,9 @@ from os import PathLike
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from girih import models
 from girih.conversion.config import from_json
 from girih.conversion.convert import FIELD, Conversion
 
@@ -35,11 +36,7 @@ def from_pretrained(
             "own from_pretrained loads it"
         )
     told = [from_json(entry) for entry in saved]
-    if model_class is None:
-        names = config.architectures or []
-        model_class = getattr(transformers, names[0], None) if names else None
-        if model_class is None:
-            raise ValueError(f"model_class: {folder} names {names} as its class, which transformers has not")
+    model_class = model_class or class_of(config, folder)
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         model_class.__init__(self, config, *inputs, **options)
@@ -53,3 +50,15 @@ def from_pretrained(
     model = converted.from_pretrained(folder, *args, config=config, **kwargs)
     model.__class__ = model_class
     return model
+
+
+def class_of(config: PretrainedConfig, folder: str | PathLike) -> type[PreTrainedModel]:
+    """The class that a configuration names."""
+    for name in config.architectures or []:
+        for module in (transformers, models):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise ValueError(
+        f"model_class: {folder} names {config.architectures} as its class, which neither transformers nor "
+        "girih has"
+    )

@@ -1,13 +1,18 @@
 """Where an attention module has its projections, by the names that transformers' models give them."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from girih.nn import Attention
+from girih.nn.attention_call import CACHES, SequenceLayer
+
 SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
-FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: rows of q, of k, of v
+FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: channels of q, then of k, then of v
+BY_HEAD = ("query_key_value",)  # GPT-NeoX, Bloom: q, k and v of a head, then of the next
 OUT = ("o_proj", "dense", "c_proj", "out_proj")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # Qwen3, Gemma 3, OLMo 2; Phi
 
@@ -23,7 +28,8 @@ class Projections(NamedTuple):
     """The names of an attention's projections and norms, and its sizes.
 
     qkv: three names, or one if they are fused. out: the output's. norms: of q and k before rotary positions,
-    or None. heads queries of head_dim read kv_heads keys and values; x is `[B, T, hidden_size]`.
+    or None. heads queries of head_dim read kv_heads keys and values; x is `[B, T, hidden_size]`. by_head: the
+    fused projection's channels go head by head.
     """
 
     qkv: tuple[str, ...]
@@ -33,9 +39,12 @@ class Projections(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    by_head: bool = False
 
     def joined(self, attention: nn.Module, outputs: list[Tensor]) -> Tensor:
         """What the projections gave, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`, normed."""
+        if self.by_head:
+            outputs = [outputs[0].unflatten(-1, (self.heads, 3, -1)).transpose(-3, -2).flatten(-3)]
         if self.norms is None:
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
@@ -66,15 +75,22 @@ def find(attention: nn.Module) -> Projections | str:
 
     if not isinstance(getattr(attention, "layer_idx", None), int):
         return "it has no layer_idx, its place in a cache"
-    if getattr(attention, "is_cross_attention", False) or not getattr(attention, "is_causal", True):
+    if isinstance(attention, SequenceLayer):
+        if not isinstance(attention, Attention):
+            return "it is a mixer of girih's"
+    elif inspect.signature(type(attention).forward).parameters.keys().isdisjoint(CACHES):
+        return f"its forward takes no cache by the name of {' or '.join(CACHES)}"
+    causal = getattr(attention, "is_causal", getattr(attention, "causal", True))
+    if getattr(attention, "is_cross_attention", False) or not causal:
         return "it is not causal self-attention"
-    qkv = next((names for names in (*SEPARATE, *((name,) for name in FUSED)) if named(*names)), None)
+    fused = [(name,) for name in (*FUSED, *BY_HEAD)]
+    qkv = next((names for names in (*SEPARATE, *fused) if named(*names)), None)
     if qkv is None:
-        return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join(FUSED)}"
+        return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join((*FUSED, *BY_HEAD))}"
     out = next((name for name in OUT if named(name)), None)
     if out is None:
         return f"it has none of {', '.join(OUT)}"
-    head_dim = getattr(attention, "head_dim", None)
+    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
     if not isinstance(head_dim, int):
         return "it has no head_dim"
     inputs, widths = [], []
@@ -87,6 +103,9 @@ def find(attention: nn.Module) -> Projections | str:
         kv = (widths[0] - channels) // 2
         widths = [channels, kv, widths[0] - channels - kv]
     q, k, v = widths
+    by_head = qkv[0] in BY_HEAD
+    if by_head and k != q:
+        return f"its {qkv[0]} has fewer keys than queries, and their order is not known"
     if q != channels or k != v or k <= 0 or q % k or any(n % head_dim for n in widths):
         return f"its q, k, v and output have {q}, {k}, {v} and {channels} channels, no heads of {head_dim}"
     norms = next((names for names in NORMS if named(*names)), None)
@@ -94,7 +113,7 @@ def find(attention: nn.Module) -> Projections | str:
         shape = getattr(getattr(attention, name), "weight", torch.empty(())).shape
         if shape not in ((channels,), (head_dim,), (channels // head_dim, head_dim)):
             return f"its {name} has a weight of {list(shape)}, for neither q and k nor their heads"
-    return Projections(qkv, out, norms, inputs[0], q // head_dim, k // head_dim, head_dim)
+    return Projections(qkv, out, norms, inputs[0], q // head_dim, k // head_dim, head_dim, by_head)
 
 
 class Shared:

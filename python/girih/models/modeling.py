@@ -29,6 +29,8 @@ class GirihModel(Backbone):
             Block(MIXERS[mixer].build(config), config.hidden_size, config.intermediate_size, config.norm_eps)
             for mixer in config.mixers
         )
+        for i, block in enumerate(self.layers):
+            block.mixer.layer_idx = i
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()

@@ -13,8 +13,10 @@ from torch import Tensor
 from girih.nn.layer import Layer
 from girih.nn.packing import bounds
 
+# What attention modules call the cache: most, and GPT-NeoX, Bloom and GPT-BigCode.
+CACHES = ("past_key_values", "layer_past")
 # By any of these a call is one of transformers' and not one of a layer's own.
-OF_ATTENTION = frozenset(("hidden_states", "past_key_values", "position_embeddings", "position_ids"))
+OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
 
 
 class Tokens(NamedTuple):
@@ -137,20 +139,24 @@ def attend(
     hidden_states: Tensor,
     layer_idx: int | None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
     **call: Any,
 ) -> tuple[Tensor, None]:
     """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
     said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
-    if past_key_values is None:
+    cache = cache_of(call)
+    if cache is None:
         tokens = tokens_of(hidden_states, attention_mask, 0, **said)
         return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
-    place = state_layer(past_key_values, layer_idx)
+    place = state_layer(cache, layer_idx)
     tokens = tokens_of(hidden_states, attention_mask, place.tokens, **said)
     refuse_packed(tokens)
     y, state = layer(hidden_states, tokens.valid, place.state, True, None)
     place.advance(state, hidden_states.shape[1])
     return y, None
+
+
+def cache_of(call: dict[str, Any]) -> Any:
+    return next((call[name] for name in CACHES if call.get(name) is not None), None)
 
 
 def refuse_packed(tokens: Tokens) -> None:
