@@ -6,7 +6,7 @@ import girih
 import pytest
 import torch
 from converted import FAMILIES, IDS, WAYS, base_model, close, converted, fits
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ONES = torch.ones_like(IDS)
@@ -190,6 +190,29 @@ def test_a_static_cache_holds_the_keys_that_stay(way):
     ]
     close(torch.cat(parts, 1)[1], whole[1])
     close(torch.cat(parts, 1)[0, 3:], whole[0, 3:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("layers", [None, [0], [1]], ids=str)
+def test_a_static_cache_serves_what_is_written_with_it(family, layers):
+    for options in ({"weight": 0.5}, {"mixer": "gsa", "num_slots": 8}):
+        model = base_model(family)
+        if "mixer" in options:
+            girih.replace_attention(model, layers=layers, **options)
+        else:
+            girih.inject(model, layers=layers, **options)
+        mask = ONES.clone()
+        mask[0, :3] = 0
+        for given in (ONES, mask):
+            assert write(model, IDS, given, cache_implementation="static").equal(write(model, IDS, given))
+
+
+def test_compiled_decoding_writes_the_same():
+    model = converted("llama", "injected", num_hidden_layers=1)
+    how = CompileConfig(backend="eager", mode=None)
+    how._compile_all_devices = True
+    static = write(model, IDS, n=5, cache_implementation="static", compile_config=how)
+    assert static.equal(write(model, IDS, n=5))
 
 
 def test_a_window_needs_a_cache_that_moves():

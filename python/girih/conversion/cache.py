@@ -24,7 +24,7 @@ class AttentionStateLayer(StateLayer):
                     "DynamicCache is expected"
                 )
             self.softmax = DynamicSlidingWindowLayer(min(window, getattr(there, "sliding_window", window)))
-        super().__init__()
+        super().__init__(there)
 
     @property
     def is_sliding(self) -> bool:
@@ -45,6 +45,9 @@ class AttentionStateLayer(StateLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
         return self.softmax.update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int | Tensor:
+        return self.tokens if self.static is None else self.static.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.softmax is self.whole:

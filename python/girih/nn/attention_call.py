@@ -122,7 +122,7 @@ def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> 
         layers.append(cache.layer_class_to_replicate())
     if len(layers) <= layer_idx:
         raise ValueError(f"past_key_values has {len(layers)} layers; the layer's layer_idx is {layer_idx}")
-    there, kind = layers[layer_idx], kind or StateLayer
+    there = layers[layer_idx]
     if not isinstance(there, StateLayer):
         seen = there.get_seq_length() if hasattr(there, "get_seq_length") else 0
         if not isinstance(seen, int) or seen > 0:
@@ -130,7 +130,7 @@ def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> 
                 f"past_key_values holds keys of layer {layer_idx}, of tokens that its mixer has not read; "
                 "start from an empty cache"
             )
-        layers[layer_idx] = there = kind(there) if kind is not StateLayer else StateLayer()
+        layers[layer_idx] = there = (kind or StateLayer)(there)
     return there
 
 
