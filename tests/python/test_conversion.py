@@ -1,9 +1,12 @@
 """Models of transformers with girih's mixers in place of their attention, or beside it."""
 
 import copy
+import doctest
 import pickle
 
 import girih
+import girih.conversion.convert
+import girih.conversion.schedule
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
@@ -98,6 +101,24 @@ def test_undo_gives_the_model_back(base):
         assert model._is_stateful == base._is_stateful
         with torch.no_grad():
             assert model(IDS).logits.equal(base(IDS).logits)
+
+
+def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
+    config = base_model("gemma3_text").config
+    models = [type(base_model("gemma3_text"))(config).eval() for _ in range(3)]
+    girih.replace_attention(models[0], num_slots=8)
+    girih.inject(models[1])
+    assert not hasattr(config, "girih") and models[2].config is config
+    for i, model in enumerate(models[:2]):
+        model.save_pretrained(tmp_path / str(i))
+        loaded = girih.from_pretrained(tmp_path / str(i))
+        assert loaded(IDS).logits.equal(model(IDS).logits)
+        loaded.save_pretrained(tmp_path / f"{i} again")
+        assert girih.from_pretrained(tmp_path / f"{i} again")(IDS).logits.equal(model(IDS).logits)
+        model.set_attn_implementation("eager")
+        assert (
+            attention(model).config._attn_implementation == "eager" and config._attn_implementation == "sdpa"
+        )
 
 
 @torch.no_grad()
@@ -257,6 +278,14 @@ def test_what_was_not_converted_is_not_loaded(tmp_path):
     base_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no 'girih': this model was not converted"):
         girih.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "module", [girih.conversion.convert, girih.conversion.schedule], ids=lambda m: m.__name__
+)
+def test_examples_in_docstrings_run(module):
+    found = doctest.testmod(module, extraglobs={"torch": torch})
+    assert found.failed == 0 < found.attempted
 
 
 def test_it_is_a_conversion():

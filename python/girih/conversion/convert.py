@@ -1,11 +1,12 @@
 """`girih.replace_attention` and `girih.inject`: models of transformers with girih's mixers, in place."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from girih.conversion.attention import ConvertedAttention, convert, restore
 from girih.conversion.config import Injection, Replacement, to_json
@@ -40,7 +41,10 @@ class Conversion:
         if getattr(told, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
             raise ValueError("max_self_attn_length: girih's own attention has no window")
         self.layers: dict[str, nn.Module] = {}
-        for name, (attention, sizes) in attention_of(self.model, told.layers).items():
+        found = attention_of(self.model, told.layers)
+        if not any(isinstance(module, ConvertedAttention) for module in self.model.modules()):
+            own_config(model, self.model.config)
+        for name, (attention, sizes) in found.items():
             self._convert(attention, sizes, trains=not adapted)
             self.layers[name] = attention
         self._hooks = [
@@ -99,6 +103,19 @@ def outermost(model: nn.Module) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             return module
     raise ValueError(f"model is a {type(model).__name__}; expected a model of transformers, wrapped or not")
+
+
+def own_config(model: nn.Module, config: PretrainedConfig) -> None:
+    """Gives a model a configuration of its own: two models may have been made from one, and only one of them
+    is to be converted."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PretrainedConfig) and id(value) in copies:
+                own = copies[id(value)]
+                own.__dict__.pop(FIELD, None)
+                setattr(module, name, own)
 
 
 def attention_of(

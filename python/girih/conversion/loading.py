@@ -40,7 +40,6 @@ def from_pretrained(
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         model_class.__init__(self, config, *inputs, **options)
-        delattr(config, FIELD)  # the conversions write it again
         for each in told:
             Conversion(self, each)
 
