@@ -45,6 +45,7 @@ WAYS = {
     "window": {"weight": 0.5, "max_self_attn_length": 5, "pool": "window", "gate": "v", "learned": True},
     "gsa": {"mixer": "gsa", "num_slots": 8},
     "delta_product": {"mixer": "delta_product", "n": 2, "gated": True},
+    "trellis": {"mixer": "trellis", "num_slots": 6, "chunk": 4},
 }
 IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 

@@ -12,6 +12,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted, fits
 from girih.conversion import Conversion
+from girih.conversion.config import REPLACING
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 
@@ -101,6 +102,21 @@ def test_undo_gives_the_model_back(base):
         assert model._is_stateful == base._is_stateful
         with torch.no_grad():
             assert model(IDS).logits.equal(base(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", REPLACING)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_every_mixer_can_take_attentions_place(kind, mixer):
+    """With grouped queries, norms and biases."""
+    model = base_model(kind)
+    girih.replace_attention(model, mixer)
+    whole = model(IDS)
+    assert whole.logits.isfinite().all()
+    cache = model(IDS[:, :9]).past_key_values
+    close(model(IDS[:, 9:], past_key_values=cache).logits, whole.logits[:, 9:], 1e-4)
+    written = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
+    assert written.shape == (2, 23)
 
 
 def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
@@ -210,6 +226,11 @@ def wrong(**options):
         (wrong(virtual_tokens="none"), "virtual_tokens is 'none'; expected one of 'derivative'"),
         (wrong(gate="q"), "gate is 'q'"),
         (wrong(pool=3), "pool is 3"),
+        (wrong(gate_per="token"), "gate_per is 'token'"),
+        (
+            lambda: girih.replace_attention(base_model(), "lattice", num_slots=4),
+            "num_slots: lattice has no such option; expected one of chunk",
+        ),
         (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
         (wrong(chunk=65), "chunk is 65; expected 1 to 64"),
         (wrong(weight=1.5), "weight is 1.5"),
@@ -225,11 +246,13 @@ def wrong(**options):
             "GatedSlotAttention: it is a mixer of girih's",
         ),
         (wrong(layers=[2]), "layers has 2; attention that can be converted is at 0, 1"),
-        (wrong(layers="01"), "layers is "),
+        (wrong(layers="01"), "layers is '01'"),
+        (wrong(layers=1), "layers is 1; expected indices"),
+        (wrong(layers=[-1]), r"layers is \[-1\]"),
         (wrong(slots=3), "slots: inject has no such option; expected one of n, virtual_tokens"),
         (
-            lambda: girih.replace_attention(base_model(), "trellis"),
-            "mixer is 'trellis'; expected one of 'abc'",
+            lambda: girih.replace_attention(base_model(), "cat"),
+            "mixer is 'cat'; expected one of 'abc'",
         ),
         (
             lambda: girih.replace_attention(base_model(), "gsa", n=2),

@@ -1,8 +1,9 @@
 """Which tokens a converted layer reads: padding on either side, packed sequences, whatever says so."""
 
+import girih
 import pytest
 import torch
-from converted import FAMILIES, IDS, WAYS, attention, close, converted
+from converted import FAMILIES, IDS, WAYS, attention, base_model, close, converted
 from girih.nn.attention_call import valid_tokens
 from transformers import DataCollatorWithFlattening
 
@@ -89,6 +90,31 @@ def test_eager_masks_say_the_same(model):
         close(model(IDS, attention_mask=mask).logits[0, 6:], expected[0, 6:])
     finally:
         model.set_attn_implementation(implementation)
+
+
+@torch.no_grad()
+def test_where_no_attention_is_left_no_mask_of_pairs_is_made():
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0
+    seen = []
+
+    def see(module, args, kwargs):
+        seen.append(kwargs["attention_mask"])
+
+    model = base_model("llama")
+    girih.replace_attention(model, layers=[0], num_slots=8)
+    for module in (attention(model, 0), attention(model, 1)):
+        module.register_forward_pre_hook(see, with_kwargs=True)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(IDS, attention_mask=mask, position_ids=positions)
+    assert [m.shape for m in seen] == [(2, 1, 20, 20)] * 2
+    conversion = girih.replace_attention(model, layers=[1], num_slots=8)
+    logits = model(IDS, attention_mask=mask, position_ids=positions).logits
+    assert seen[2:] == [None, None]
+    close(logits[0, 6:], model(IDS[:1, 6:]).logits[0])
+    conversion.undo()
+    model(IDS, attention_mask=mask, position_ids=positions)
+    assert seen[-1] is not None
 
 
 @torch.no_grad()

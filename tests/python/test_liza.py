@@ -59,6 +59,8 @@ def written_out(path, x, told):
             beta = math.prod(torch.sigmoid(mean(columns[letter], t)) for letter in told.gate)
             for m in range(told.n):  # eq. 16
                 k, v = virtual(columns["k"], t, m), virtual(columns["v"], t, m)
+                if told.gate_per == "head":
+                    beta = beta.mean().expand(D)
                 S = S + torch.outer(k, beta * v - S.T @ (beta * k))
             o = S.T @ unit(head, t)
             outputs.append(o / (o.square().mean() + told.norm_eps).sqrt() * path.norm.weight)  # eq. 6
@@ -67,13 +69,17 @@ def written_out(path, x, told):
     return torch.stack(outputs).view(HEADS, len(x), D).transpose(0, 1).flatten(1)
 
 
-EVERY = [
-    {"n": n, "virtual_tokens": virtual, "gate": gate, "pool": pool}
-    for n, virtual, gate, pool in itertools.product(
-        (1, 2, 4), ("derivative", "rotary", "both"), ("k", "v", "kv"), ("past", "window")
-    )
-    if n == 4 or (virtual == "derivative" and gate != "v")
-] + [{"between_chunks": phi, "chunk": 4} for phi in ("gelu", "tanh")]
+EVERY = (
+    [
+        {"n": n, "virtual_tokens": virtual, "gate": gate, "pool": pool}
+        for n, virtual, gate, pool in itertools.product(
+            (1, 2, 4), ("derivative", "rotary", "both"), ("k", "v", "kv"), ("past", "window")
+        )
+        if n == 4 or (virtual == "derivative" and gate != "v")
+    ]
+    + [{"gate_per": "head", "gate": gate} for gate in ("v", "kv")]
+    + [{"between_chunks": phi, "chunk": 4} for phi in ("gelu", "tanh")]
+)
 
 
 @torch.no_grad()
@@ -89,7 +95,7 @@ def test_the_path_computes_its_equations(options):
 
 STATES = [
     {"n": 4, "virtual_tokens": "both", "gate": "kv"},
-    {"n": 3, "pool": "window", "gate": "v"},
+    {"n": 3, "pool": "window", "gate": "v", "gate_per": "head"},
     {"n": 1, "between_chunks": "tanh", "chunk": 3},
 ]
 

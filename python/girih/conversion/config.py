@@ -1,5 +1,6 @@
 """What a conversion is told, and what is saved with the model of it."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -9,10 +10,11 @@ from girih.ops import words
 
 VIRTUAL_TOKENS = ("derivative", "rotary", "both")
 GATES = ("k", "v", "kv")
+GATES_PER = ("channel", "head")
 POOLS = ("past", "window")
 INJECTED = ("delta_product",)
 # Mixers that read q, k and v of an attention's sizes and write its heads: what it has can start them.
-REPLACING = (
+OF_QKV = (
     "abc",
     "delta_product",
     "deltanet",
@@ -23,6 +25,9 @@ REPLACING = (
     "mamba2",
     "retnet",
 )
+# Mixers that have one projection for q and k.
+OF_QK = ("lattice", "trellis")
+REPLACING = tuple(sorted(OF_QKV + OF_QK))
 # Of an attention these are its own, whatever a configuration could say.
 _SIZES = ("num_kv_heads", "head_dim")
 
@@ -32,15 +37,14 @@ def one_of(name: str, value: Any, expected: tuple) -> None:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, expected))}")
 
 
-def check_layers(layers: Any) -> tuple[int, ...] | None:
+def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
     """layers as a tuple; JSON has lists."""
     if layers is None:
         return None
-    if isinstance(layers, str) or not all(
-        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers
-    ):
+    given = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
         raise ValueError(f"layers is {layers!r}; expected indices of layers, from 0")
-    return tuple(layers)
+    return given
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Replacement:
     def __post_init__(self) -> None:
         one_of("mixer", self.mixer, REPLACING)
         object.__setattr__(self, "layers", check_layers(self.layers))
-        known = [name for name in MIXERS[self.mixer].fields if name not in _SIZES]
+        # Lattice's keys have as many channels as it has slots.
+        sizes = (*_SIZES, "num_slots") if self.mixer == "lattice" else _SIZES
+        known = [name for name in MIXERS[self.mixer].fields if name not in sizes]
         for name in self.options:
             if name not in known:
                 raise ValueError(
@@ -83,7 +89,8 @@ class Injection:
         their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k, the first step once more;
         "both", the mean of the two.
     gate: of what the step sizes are the sigmoid of the causal mean (eq. 5): "k", "v", or "kv" for the product
-        of both. pool: that mean is over the "past" or a "window" of the last three tokens.
+        of both. pool: that mean is over the "past" or a "window" of the last three tokens. gate_per: a step
+        size for every "channel", or for every "head" their mean, for which delta_product has tensor cores.
     between_chunks: None, "gelu" or "tanh", applied to the memory after every `chunk` tokens (eq. 24).
     weight: m, of the linear path, 0 to 1; learned: it is a parameter of each layer, weight its start; cross:
         the product of both paths comes on top (eq. 7, 8).
@@ -97,6 +104,7 @@ class Injection:
     n: int = 2
     virtual_tokens: str = "derivative"
     gate: str = "k"
+    gate_per: str = "channel"
     pool: str = "past"
     between_chunks: str | None = None
     chunk: int = 64
@@ -112,6 +120,7 @@ class Injection:
         one_of("n", self.n, (1, 2, 3, 4))
         one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
         one_of("gate", self.gate, GATES)
+        one_of("gate_per", self.gate_per, GATES_PER)
         one_of("pool", self.pool, POOLS)
         one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
         if not 1 <= self.chunk <= 64:

@@ -176,7 +176,8 @@ def replace_attention(
 
     model: a decoder of transformers, or what wraps it. Attention is found by its projections' names: q_proj,
         k_proj, v_proj, or fused c_attn, qkv_proj; and o_proj, dense, c_proj or out_proj.
-    mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2 or retnet.
+    mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis
+        or lattice.
     layers: `layer_idx` of the attention that goes, by default all of it; fewer make a hybrid.
     options: the mixer's, by the names that `GirihConfig` has for them: num_slots, n, gated, conv_size, ...
 
@@ -193,7 +194,7 @@ def replace_attention(
     >>> model(torch.randint(64, (2, 12))).logits.shape, sorted(conversion.layers)
     (torch.Size([2, 12, 64]), ['model.layers.0.self_attn', 'model.layers.1.self_attn'])
     """
-    return Conversion(model, Replacement(mixer, None if layers is None else tuple(layers), options))
+    return Conversion(model, Replacement(mixer, layers, options))
 
 
 def inject(
@@ -210,9 +211,9 @@ def inject(
     model: as `replace_attention` takes it.
     mixer: "delta_product".
     layers: `layer_idx` of the attention that gets a path, by default all.
-    options: `Injection`'s, with their meaning: n, virtual_tokens, gate, pool, between_chunks, chunk, weight,
-        learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs the same
-        memory wherever it stands.
+    options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks, chunk,
+        weight, learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs the
+        same memory wherever it stands.
 
     Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
     `girih.from_pretrained` loads it.
@@ -230,4 +231,4 @@ def inject(
     for name in options:
         if name not in known:
             raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
-    return Conversion(model, Injection(mixer, None if layers is None else tuple(layers), **options))
+    return Conversion(model, Injection(mixer, layers, **options))

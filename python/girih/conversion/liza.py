@@ -59,7 +59,7 @@ class LinearPath(RecurrentLayer):
         super().__init__()
         self.heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
         self.head_dim, self.n, self.virtual_tokens = sizes.head_dim, told.n, told.virtual_tokens
-        self.gate, self.pool = told.gate, told.pool
+        self.gate, self.gate_per, self.pool = told.gate, told.gate_per, told.pool
         self.between_chunks = told.between_chunks
         self.chunk = told.chunk if told.between_chunks else None
         if told.n > 1 and told.virtual_tokens != "derivative" and sizes.head_dim % 2:
@@ -106,28 +106,41 @@ class LinearPath(RecurrentLayer):
             states.append(after)
         return rows, tuple(states)
 
+    def step_sizes(
+        self, qkv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """beta `[B, T, kv_heads, head_dim]` or, a head, `[B, T, kv_heads]`, and what the next call needs."""
+        kv = qkv[:, :, self.heads[0] :]
+        k, v = kv.chunk(2, 2)
+        source = {"k": k, "v": v, "kv": kv}[self.gate]
+        mean, pool, count = self.pooled(source.contiguous(), state, in_place, cu_seqlens)
+        beta = mean.sigmoid()
+        if self.gate == "kv":
+            of_k, of_v = beta.chunk(2, 2)
+            beta = of_k * of_v
+        return beta.mean(-1) if self.gate_per == "head" else beta, pool, count
+
+    def virtual(
+        self, kv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """k and v `[B, T, 2 kv_heads, head_dim]` for each of a token's n steps, and the states."""
+        rows, states, turns = [], (), []
+        if self.virtual_tokens != "rotary":
+            rows, states = self.differences(kv, state, in_place, cu_seqlens)
+        if self.virtual_tokens != "derivative":
+            turns = [turned(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
+        if self.virtual_tokens == "both":
+            rows = [(row + turn) / 2 for row, turn in zip(rows, turns, strict=True)]
+        return rows or turns, states
+
     def mix(
         self, x: Tensor, state: LinearPathState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
-        q, k, v = x.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
-        source = {"k": k, "v": v, "kv": x.unflatten(-1, (-1, self.head_dim))[:, :, self.heads[0] :]}[
-            self.gate
-        ]
-        mean, pool, count = self.pooled(source.contiguous(), state, in_place, cu_seqlens)
-        beta = mean.sigmoid()
-        if self.gate == "kv":
-            beta = beta[:, :, : self.heads[1]] * beta[:, :, self.heads[1] :]
-        q, kv = unit(q), unit(torch.cat((k, v), 2))
-        rows, differences = [kv] * self.n, ()
-        if self.virtual_tokens != "rotary":
-            rows, differences = self.differences(kv, state, in_place, cu_seqlens)
-        if self.virtual_tokens != "derivative":
-            turns = [turned(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
-            if self.virtual_tokens == "rotary":
-                rows = turns
-            else:
-                rows = [(row + turn) / 2 for row, turn in zip(rows, turns, strict=True)]
+        qkv = x.unflatten(-1, (-1, self.head_dim))
+        beta, pool, count = self.step_sizes(qkv, state, in_place, cu_seqlens)
+        q, kv = unit(qkv).split((self.heads[0], 2 * self.heads[1]), 2)
+        rows, differences = self.virtual(kv, state, in_place, cu_seqlens)
         k, v = torch.stack(rows, 2).flatten(1, 2).split(self.heads[1:], 2)  # token by token
         o, memory = advance(
             "delta_product",

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from girih.conversion.config import Replacement
+from girih.conversion.config import OF_QK, Replacement
 from girih.conversion.projections import Projections, Shared
 from girih.nn import MIXERS, ShortConv
 
@@ -16,33 +16,51 @@ def mixer_of(attention: nn.Module, sizes: Projections, told: Replacement) -> nn.
 
     A short convolution starts as one that passes its input on, so that the mixer starts from q, k and v as
     they are; the further steps of DeltaProduct, which read the same k and v, start from their differences
-    over time (TPTT, eq. 22), as equal steps would stay equal.
+    over time (TPTT, eq. 22), as equal steps would stay equal. Trellis and Lattice, which have one projection
+    for q and k, get the mean of the two, which of all is nearest to both, and a memory for each query head.
     """
+    by_qk = told.mixer in OF_QK
     config = told.mixer_config(
         hidden_size=sizes.hidden_size,
         num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
+        num_kv_heads=None if by_qk else sizes.kv_heads,
         head_dim=sizes.head_dim,
+        **({"num_slots": sizes.head_dim} if told.mixer == "lattice" else {}),
     )
     layer = MIXERS[told.mixer].build(config)
     n = getattr(layer, "n", 1)
-    del layer.qkv_proj, layer.o_proj
-    layer.qkv_proj = Shared(attention, functools.partial(read, sizes=sizes, n=n))
-    layer.o_proj = Shared(attention, functools.partial(write, sizes=sizes))
-    if isinstance(getattr(layer, "conv", None), ShortConv) and layer.conv.weight is not None:
-        start(layer.conv.weight, sizes, n)
+    readers = {"qk_proj": read_qk, "v_proj": read_v} if by_qk else {"qkv_proj": functools.partial(read, n=n)}
+    for name, function in (readers | {"o_proj": write}).items():
+        delattr(layer, name)
+        setattr(layer, name, Shared(attention, functools.partial(function, sizes=sizes)))
+    for name, conv in layer.named_children():
+        if isinstance(conv, ShortConv) and conv.weight is not None:
+            start(conv.weight, sizes, n if name == "conv" else 1)
     return layer
 
 
 def read(attention: nn.Module, x: Tensor, *, sizes: Projections, n: int) -> Tensor:
     """q, then k and v n times each, `[B, T, (heads + 2 n kv_heads) head_dim]`."""
-    qkv = sizes.project(attention, x)
     if n == 1:
-        return qkv
-    q, k, v = qkv.split(
-        [heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)], -1
-    )
+        return sizes.project(attention, x)
+    q, k, v = sizes.project_some(attention, x, 0, 1, 2)
     return torch.cat((q, *[k] * n, *[v] * n), -1)
+
+
+def for_each_query(x: Tensor, sizes: Projections) -> Tensor:
+    """What kv_heads have, `[B, T, kv_heads head_dim]`, for each of the heads that read it."""
+    return (
+        x.unflatten(-1, (-1, sizes.head_dim)).repeat_interleave(sizes.heads // sizes.kv_heads, 2).flatten(2)
+    )
+
+
+def read_qk(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
+    q, k = sizes.project_some(attention, x, 0, 1)
+    return (q + for_each_query(k, sizes)) / 2
+
+
+def read_v(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
+    return for_each_query(*sizes.project_some(attention, x, 2), sizes)
 
 
 def write(attention: nn.Module, o: Tensor, *, sizes: Projections) -> Tensor:

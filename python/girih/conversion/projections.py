@@ -41,23 +41,42 @@ class Projections(NamedTuple):
     head_dim: int
     by_head: bool = False
 
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Of q, k and v."""
+        return tuple(n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads))
+
+    def parted(self, fused: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of a fused projection's output, `[B, T, channels]` each."""
+        if self.by_head:
+            fused = fused.unflatten(-1, (self.heads, 3, -1)).transpose(-3, -2).flatten(-3)
+        return fused.split(self.channels, -1)
+
+    def normed(self, attention: nn.Module, parts: dict[int, Tensor]) -> list[Tensor]:
+        """Of q (0), k (1) and v (2) those that are given, as attention has them before rotary positions."""
+        norms = dict(enumerate(self.norms or ()))
+        return [
+            normed(getattr(attention, norms[i]), x, self.head_dim) if i in norms else x
+            for i, x in parts.items()
+        ]
+
     def joined(self, attention: nn.Module, outputs: list[Tensor]) -> Tensor:
         """What the projections gave, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`, normed."""
-        if self.by_head:
-            outputs = [outputs[0].unflatten(-1, (self.heads, 3, -1)).transpose(-3, -2).flatten(-3)]
-        if self.norms is None:
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = outputs if len(outputs) == 3 else outputs[0].split(sizes, -1)
-        q, k = (
-            normed(getattr(attention, name), x, self.head_dim)
-            for name, x in zip(self.norms, (q, k), strict=True)
-        )
-        return torch.cat((q, k, v.to(q.dtype)), -1)
+        if len(outputs) == 1 and self.norms is None and not self.by_head:
+            return outputs[0]
+        parts = outputs if len(outputs) == 3 else self.parted(outputs[0])
+        return torch.cat(self.normed(attention, dict(enumerate(parts))), -1)
 
     def project(self, attention: nn.Module, x: Tensor) -> Tensor:
         """q, k and v of x, as the attention has them before rotary positions, joined."""
         return self.joined(attention, [getattr(attention, name)(x) for name in self.qkv])
+
+    def project_some(self, attention: nn.Module, x: Tensor, *wanted: int) -> list[Tensor]:
+        """Of q (0), k (1) and v (2) of x those that are wanted."""
+        if len(self.qkv) == 1:
+            parts = self.parted(getattr(attention, self.qkv[0])(x))
+            return self.normed(attention, {i: parts[i] for i in wanted})
+        return self.normed(attention, {i: getattr(attention, self.qkv[i])(x) for i in wanted})
 
 
 def normed(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from girih.conversion.attention import ReplacedAttention
 from girih.nn.attention_call import Tokens, own_mask, where_masked
 from girih.nn.packing import bounds
 
@@ -19,6 +20,8 @@ class TokensForLayers:
     """
 
     def __init__(self, model: nn.Module):
+        found = (m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int))
+        self.attention = [m for m in found if "Attention" in type(m).__name__]
         parameters = inspect.signature(type(model).forward).parameters.values()
         self.order = tuple(p.name for p in parameters)[1:]
         self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -52,6 +55,10 @@ class TokensForLayers:
                 given["position_ids"] = restarting(cu_seqlens, x.shape[1])
             if given.get("use_cache") is None:
                 given["use_cache"] = False
+        if given.get("position_ids") is not None and all(
+            isinstance(m, ReplacedAttention) for m in self.attention
+        ):
+            given["attention_mask"] = None  # or one of T x T would be made of it, for nobody
         return (), given | {"girih_tokens": Tokens(valid, cu_seqlens)}
 
 
