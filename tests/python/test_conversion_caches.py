@@ -221,6 +221,12 @@ def test_a_window_needs_a_cache_that_moves():
         model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=32))
 
 
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_pages_of_keys_are_refused(way):
+    with pytest.raises(ValueError, match="cache: a state has no pages"):
+        converted("llama", way)(IDS, cache=object())
+
+
 def test_keys_that_the_mixer_has_not_read_are_no_past():
     base = base_model("llama")
     cache = base(IDS).past_key_values

@@ -1,11 +1,14 @@
 """Converted models in training: adapters, schedules of the weight, checkpointing, compilers."""
 
 import copy
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import girih
 import pytest
 import torch
 from converted import IDS, WAYS, attention, base_model, close, convert, converted
+from girih.data import read_corpus
 from girih.nn import decay_parameter_names
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -276,6 +279,26 @@ def test_fp16_and_autocast_stay_finite():
         assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
         half = copy.deepcopy(model).half().eval()
         assert half(IDS).logits.isfinite().all()
+
+
+def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
+    """On a model and a text of no time, in two steps."""
+    base_model("girih", vocab_size=256).save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text("the memory reads what it is told " * 800)
+    found = spec_from_file_location("tutorial", Path(__file__).parents[2] / "examples" / "inject_memory.py")
+    tutorial = module_from_spec(found)
+    found.loader.exec_module(tutorial)
+    monkeypatch.setattr(tutorial, "STEPS", 2)
+    monkeypatch.setattr(tutorial, "CONTEXT", 32)
+    monkeypatch.setattr(tutorial, "read_corpus", lambda: read_corpus(tmp_path / "text", 32))
+    monkeypatch.setattr("sys.argv", ["inject_memory.py", str(tmp_path)])
+    tutorial.main()
+    bits = dict(
+        line.split(" bits a byte  ")[::-1] for line in capsys.readouterr().out.splitlines() if " bits" in line
+    )
+    assert bits["with the memory, at weight 0"] == bits["the Transformer"]
+    assert bits["the same, saved and loaded"] == bits["with the memory, at weight 0.5, fine-tuned by LoRA"]
+    assert len(set(bits.values())) == 4
 
 
 def test_an_unconverted_copy_is_not_touched():

@@ -16,7 +16,15 @@ from girih.conversion.cache import AttentionStateLayer
 from girih.conversion.config import Injection, Replacement
 from girih.conversion.projections import Projections, Recording
 from girih.nn import Attention, MixState
-from girih.nn.attention_call import OF_TOKENS, attend, cache_of, refuse_packed, state_layer, tokens_of
+from girih.nn.attention_call import (
+    OF_TOKENS,
+    attend,
+    cache_of,
+    refuse_packed,
+    refuse_pages,
+    state_layer,
+    tokens_of,
+)
 
 PART = "girih"
 MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, which a window can cut
@@ -95,6 +103,7 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.named(args, kwargs)
+        refuse_pages(call)
         said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
         for name in ("girih_tokens", "cu_seqlens"):  # not the original's
             call.pop(name, None)
@@ -140,14 +149,9 @@ class InjectedAttention(ConvertedAttention):
         query = key[kept:, None]
         see = ((key <= query) & (key > query - window))[None, None]
         if mask is None:
-            mask = see
-            return see if implementation == "sdpa" else additive(see, x.dtype)
-        return mask & see if mask.dtype == torch.bool else mask + additive(see, mask.dtype).to(mask.dtype)
-
-
-def additive(see: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `see` is true and -inf elsewhere, to be added to scores or to another such mask."""
-    return torch.zeros_like(see, dtype=dtype).masked_fill(~see, -torch.inf)
+            mask = torch.ones_like(see) if implementation == "sdpa" else torch.zeros_like(see, dtype=x.dtype)
+        # The least number, as transformers has it, and not -inf: a token that sees nothing gives no NaN.
+        return mask & see if mask.dtype == torch.bool else mask.masked_fill(~see, torch.finfo(mask.dtype).min)
 
 
 @functools.cache
@@ -188,18 +192,21 @@ def restore(attention: nn.Module) -> None:
     with_hook(attention, hook)
 
 
-def without_hook(attention: nn.Module) -> Any:
-    """Takes off what accelerate has put around a module's forward, which would go on calling the old one."""
-    hook = getattr(attention, "_hf_hook", None)
-    if hook is not None:
-        remove_hook_from_module(attention)
-    if getattr(vars(attention).get("forward"), "__func__", None) is type(attention).forward:
-        del attention.forward  # accelerate leaves it there: the class's own, bound
-    if "forward" in vars(attention):
+def refuse_replaced_forward(attention: nn.Module) -> None:
+    """A forward of the module's own would go on being called in place of its new class's."""
+    if "forward" in vars(attention) and not hasattr(attention, "_hf_hook"):
         raise ValueError(
             f"model: the forward of a {type(attention).__name__} has been replaced, in the module itself; "
             "convert the model before that"
         )
+
+
+def without_hook(attention: nn.Module) -> Any:
+    """Takes off what accelerate has put around a module's forward, and returns it."""
+    hook = getattr(attention, "_hf_hook", None)
+    if hook is not None:
+        remove_hook_from_module(attention)
+        del attention.forward  # which it leaves there: the old class's, bound
     return hook
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from girih.conversion.attention import ConvertedAttention, convert, restore
+from girih.conversion.attention import ConvertedAttention, convert, refuse_replaced_forward, restore
 from girih.conversion.config import Injection, Replacement, to_json
 from girih.conversion.liza import Liza
 from girih.conversion.mixer import mixer_of
@@ -44,8 +44,10 @@ class Conversion:
         found = attention_of(self.model, told.layers)
         if not any(isinstance(module, ConvertedAttention) for module in self.model.modules()):
             own_config(model, self.model.config)
-        for name, (attention, sizes) in found.items():
-            self._convert(attention, sizes, trains=not adapted)
+        # All is made, and refused if it has to be, before anything changes.
+        parts = [self._part(attention, sizes, trains=not adapted) for attention, sizes in found.values()]
+        for (name, (attention, sizes)), part in zip(found.items(), parts, strict=True):
+            convert(attention, told, sizes, part)
             self.layers[name] = attention
         self._hooks = [
             owner.register_forward_pre_hook(TokensForLayers(owner), with_kwargs=True)
@@ -56,15 +58,15 @@ class Conversion:
         setattr(config, FIELD, [*(getattr(config, FIELD, None) or []), to_json(told)])
         self.model._is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
 
-    def _convert(self, attention: nn.Module, sizes: Projections, trains: bool) -> None:
+    def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
+        refuse_replaced_forward(attention)
         if isinstance(self.told, Replacement):
             part = mixer_of(attention, sizes, self.told)
         else:
             part = Liza(sizes, self.told)
         weight = getattr(attention, sizes.out).weight
         dtype = weight.dtype if weight.is_floating_point() else self.model.dtype
-        part.to(weight.device, dtype).requires_grad_(trains).train(attention.training)
-        convert(attention, self.told, sizes, part)
+        return part.to(weight.device, dtype).requires_grad_(trains).train(attention.training)
 
     def undo(self) -> None:
         """The model as it was, with its weights as they are now. A second time nothing is left to do."""
@@ -122,7 +124,7 @@ def attention_of(
     model: PreTrainedModel, layers: tuple[int, ...] | None
 ) -> dict[str, tuple[nn.Module, Projections]]:
     """The attention modules that can be converted, by name, of those whose `layer_idx` is among `layers`."""
-    if model.config.is_encoder_decoder:
+    if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"model is a {type(model).__name__}, with an encoder; expected a decoder alone")
     found, reasons = {}, {}
     for name, module in model.named_modules():
@@ -211,9 +213,9 @@ def inject(
     model: as `replace_attention` takes it.
     mixer: "delta_product".
     layers: `layer_idx` of the attention that gets a path, by default all.
-    options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks, chunk,
-        weight, learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs the
-        same memory wherever it stands.
+    options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks,
+        chunk, weight, learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs
+        the same memory wherever it stands.
 
     Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
     `girih.from_pretrained` loads it.

@@ -142,6 +142,7 @@ def attend(
     **call: Any,
 ) -> tuple[Tensor, None]:
     """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
+    refuse_pages(call)
     said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
     cache = cache_of(call)
     if cache is None:
@@ -157,6 +158,11 @@ def attend(
 
 def cache_of(call: dict[str, Any]) -> Any:
     return next((call[name] for name in CACHES if call.get(name) is not None), None)
+
+
+def refuse_pages(call: dict[str, Any]) -> None:
+    if call.get("cache") is not None:
+        raise ValueError("cache: a state has no pages; continuous batching is for attention")
 
 
 def refuse_packed(tokens: Tokens) -> None:
