@@ -12,7 +12,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted, fits
 from girih.conversion import Conversion
-from girih.conversion.config import REPLACING
+from girih.conversion.config import replacing
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 
@@ -105,7 +105,7 @@ def test_undo_gives_the_model_back(base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", REPLACING)
+@pytest.mark.parametrize("mixer", replacing())
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_every_mixer_can_take_attentions_place(kind, mixer):
     """With grouped queries, norms and biases."""
@@ -224,7 +224,7 @@ def wrong(**options):
         (wrong(gate_per="token"), "gate_per is 'token'"),
         (
             lambda: girih.replace_attention(base_model(), "lattice", num_slots=4),
-            "num_slots: lattice has no such option; expected one of chunk",
+            "num_slots is 4; lattice reads keys of so many channels, and attention's have 8",
         ),
         (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
         (wrong(chunk=65), "chunk is 65; expected 1 to 64"),

@@ -1,11 +1,16 @@
 """What a conversion is told, and what is saved with the model of it."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from girih.models.config import OWN_FIELDS, GirihConfig
+import torch
+from torch import nn
+
+from girih.models.config import GirihConfig
 from girih.nn import MIXERS
+from girih.nn.masking import RecurrentLayer
 from girih.ops import words
 
 VIRTUAL_TOKENS = ("derivative", "rotary", "both")
@@ -13,23 +18,26 @@ GATES = ("k", "v", "kv")
 GATES_PER = ("channel", "head")
 POOLS = ("past", "window")
 INJECTED = ("delta_product",)
-# Mixers that read q, k and v of an attention's sizes and write its heads: what it has can start them.
-OF_QKV = (
-    "abc",
-    "delta_product",
-    "deltanet",
-    "gated_deltanet",
-    "gla",
-    "gsa",
-    "linear_attention",
-    "mamba2",
-    "retnet",
-)
-# Mixers that have one projection for q and k.
-OF_QK = ("lattice", "trellis")
-REPLACING = tuple(sorted(OF_QKV + OF_QK))
+# What a mixer has to have as its projections for those of an attention to start it.
+PROJECTIONS = (("qkv_proj", "o_proj"), ("qk_proj", "v_proj", "o_proj"))
 # Of an attention these are its own, whatever a configuration could say.
 _SIZES = ("num_kv_heads", "head_dim")
+
+
+@functools.cache
+def replacing() -> tuple[str, ...]:
+    """The mixers that can take attention's place: recurrent ones whose projections an attention has."""
+
+    def fits(name: str) -> bool:
+        layer = MIXERS[name].build(GirihConfig(mixer=name, num_hidden_layers=1, hidden_size=8, num_heads=1))
+        return isinstance(layer, RecurrentLayer) and projections_of(layer) is not None
+
+    with torch.device("meta"):
+        return tuple(name for name in MIXERS if fits(name))
+
+
+def projections_of(layer: nn.Module) -> tuple[str, ...] | None:
+    return next((names for names in PROJECTIONS if all(hasattr(layer, name) for name in names)), None)
 
 
 def one_of(name: str, value: Any, expected: tuple) -> None:
@@ -51,7 +59,7 @@ def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
 class Replacement:
     """What `girih.replace_attention` is told.
 
-    mixer: one of `REPLACING`. layers: `layer_idx` of those whose attention goes, by default all.
+    mixer: one of `replacing()`. layers: `layer_idx` of those whose attention goes, by default all.
     options: of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
     """
 
@@ -62,11 +70,9 @@ class Replacement:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("mixer", self.mixer, REPLACING)
+        one_of("mixer", self.mixer, replacing())
         object.__setattr__(self, "layers", check_layers(self.layers))
-        # Lattice's keys have as many channels as it has slots.
-        sizes = (*_SIZES, "num_slots") if self.mixer == "lattice" else _SIZES
-        known = [name for name in MIXERS[self.mixer].fields if name not in sizes]
+        known = [name for name in MIXERS[self.mixer].fields if name not in _SIZES]
         for name in self.options:
             if name not in known:
                 raise ValueError(
@@ -75,8 +81,7 @@ class Replacement:
 
     def mixer_config(self, **sizes: Any) -> GirihConfig:
         """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit."""
-        given = {name: value for name, value in (self.options | sizes).items() if name in OWN_FIELDS}
-        return GirihConfig(mixer=self.mixer, num_hidden_layers=1, **given)
+        return GirihConfig(mixer=self.mixer, num_hidden_layers=1, **(self.options | sizes))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from girih.conversion.config import OF_QK, Replacement
+from girih.conversion.config import Replacement, projections_of
 from girih.conversion.projections import Projections, Shared
 from girih.nn import MIXERS, ShortConv
 
@@ -19,23 +19,33 @@ def mixer_of(attention: nn.Module, sizes: Projections, told: Replacement) -> nn.
     over time (TPTT, eq. 22), as equal steps would stay equal. Trellis and Lattice, which have one projection
     for q and k, get the mean of the two, which of all is nearest to both, and a memory for each query head.
     """
-    by_qk = told.mixer in OF_QK
-    config = told.mixer_config(
-        hidden_size=sizes.hidden_size,
-        num_heads=sizes.heads,
-        num_kv_heads=None if by_qk else sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        **({"num_slots": sizes.head_dim} if told.mixer == "lattice" else {}),
-    )
-    layer = MIXERS[told.mixer].build(config)
+    layer = built(sizes, told)
     n = getattr(layer, "n", 1)
-    readers = {"qk_proj": read_qk, "v_proj": read_v} if by_qk else {"qkv_proj": functools.partial(read, n=n)}
-    for name, function in (readers | {"o_proj": write}).items():
+    for name in projections_of(layer):
         delattr(layer, name)
+        function = functools.partial(READ[name], n=n) if name == "qkv_proj" else READ[name]
         setattr(layer, name, Shared(attention, functools.partial(function, sizes=sizes)))
     for name, conv in layer.named_children():
         if isinstance(conv, ShortConv) and conv.weight is not None:
             start(conv.weight, sizes, n if name == "conv" else 1)
+    return layer
+
+
+def built(sizes: Projections, told: Replacement) -> nn.Module:
+    """The mixer at an attention's sizes, with projections of its own still."""
+    mixer = MIXERS[told.mixer]
+    given = {"hidden_size": sizes.hidden_size, "num_heads": sizes.heads, "head_dim": sizes.head_dim}
+    if "num_kv_heads" in mixer.fields:
+        given["num_kv_heads"] = sizes.kv_heads
+    layer = mixer.build(told.mixer_config(**given))
+    if hasattr(layer, "qk_proj") and layer.qk_proj.out_features != sizes.heads * sizes.head_dim:
+        # Its keys have as many channels as it has slots.
+        if "num_slots" in told.options:
+            raise ValueError(
+                f"num_slots is {told.options['num_slots']}; {told.mixer} reads keys of so many channels, and "
+                f"attention's have {sizes.head_dim}"
+            )
+        layer = mixer.build(told.mixer_config(num_slots=sizes.head_dim, **given))
     return layer
 
 
@@ -65,6 +75,9 @@ def read_v(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
 
 def write(attention: nn.Module, o: Tensor, *, sizes: Projections) -> Tensor:
     return getattr(attention, sizes.out)(o)
+
+
+READ = {"qkv_proj": read, "qk_proj": read_qk, "v_proj": read_v, "o_proj": write}
 
 
 @torch.no_grad()
