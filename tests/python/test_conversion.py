@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import json
 import pickle
 
 import girih
@@ -217,7 +218,7 @@ def wrong(**options):
     ("call", "message"),
     [
         (wrong(mixer="gsa"), "mixer is 'gsa'; expected one of 'delta_product'"),
-        (wrong(n=5), "n is 5; expected one of 1, 2, 3, 4"),
+        (wrong(n=5), "n is 5; expected a whole number, 1 to 4"),
         (wrong(virtual_tokens="none"), "virtual_tokens is 'none'; expected one of 'derivative'"),
         (wrong(gate="q"), "gate is 'q'"),
         (wrong(pool=3), "pool is 3"),
@@ -227,10 +228,12 @@ def wrong(**options):
             "num_slots is 4; lattice reads keys of so many channels, and attention's have 8",
         ),
         (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
-        (wrong(chunk=65), "chunk is 65; expected 1 to 64"),
+        (wrong(chunk=65), "chunk is 65; expected a whole number, 1 to 64"),
         (wrong(weight=1.5), "weight is 1.5"),
         (wrong(weight=0.0, learned=True), "weight is 0.0"),
-        (wrong(max_self_attn_length=0), "max_self_attn_length is 0"),
+        (wrong(max_self_attn_length=0), "max_self_attn_length is 0; expected a whole number, 1 or more"),
+        (wrong(n=1.9), "n is 1.9; expected a whole number"),
+        (wrong(weight=float("nan")), "weight is nan"),
         (wrong(norm_eps=-1.0), "norm_eps is -1.0"),
         (
             lambda: girih.inject(base_model("girih"), max_self_attn_length=4),
@@ -307,6 +310,28 @@ def test_what_was_not_converted_is_not_loaded(tmp_path):
 def test_examples_in_docstrings_run(module):
     found = doctest.testmod(module, extraglobs={"torch": torch})
     assert found.failed == 0 < found.attempted
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"how": "guess"}, "config.girih holds .*guess"),
+        ({"how": "inject", "order": 2}, "config.girih has order, which this version of girih does not know"),
+        ({"how": "inject", "n": 7}, "n is 7"),
+    ],
+)
+def test_a_configuration_of_another_version_is_refused(saved, message, tmp_path):
+    converted().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"girih": [saved]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        girih.from_pretrained(tmp_path)
+
+
+def test_what_loading_has_found_is_told(tmp_path):
+    converted().save_pretrained(tmp_path)
+    model, info = girih.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model).__name__ == "LlamaForCausalLM" and not info["missing_keys"]
 
 
 def test_it_is_a_conversion():

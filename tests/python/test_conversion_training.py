@@ -192,9 +192,10 @@ def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
     [
         (lambda: girih.MixSchedule("linear"), "schedule is 'linear'; expected one of constant, gradual"),
         (lambda: girih.MixSchedule("constant", steps=3), "steps: the schedule 'constant' has no such option"),
-        (lambda: girih.MixSchedule("gradual", steps=0), "steps is 0; expected 1 or more"),
+        (lambda: girih.MixSchedule("gradual", steps=0), "steps is 0; expected a whole number, 1 or more"),
         (lambda: girih.MixSchedule("gradual", final=1.5), "final is 1.5; expected weights from 0 to 1"),
         (lambda: girih.MixSchedule("cyclic", levels=(0, 2)), r"levels is \(0, 2\); expected weights"),
+        (lambda: girih.MixSchedule("cyclic", levels=()), r"levels is \(\); expected weights"),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(make, message):
@@ -254,7 +255,7 @@ def test_a_converted_layer_compiles_whole(way):
 @pytest.mark.parametrize("way", ["both, gelu", "gsa"])
 def test_a_converted_model_compiles_whole(way):
     torch.compiler.reset()
-    model = converted("llama", way)
+    model = converted("llama", way, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     mask = torch.ones_like(IDS)
     mask[0, :6] = 0

@@ -45,6 +45,13 @@ def one_of(name: str, value: Any, expected: tuple) -> None:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, expected))}")
 
 
+def whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not fits or (most is not None and value > most):
+        expected = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} is {value!r}; expected a whole number, {expected}")
+
+
 def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
     """layers as a tuple; JSON has lists."""
     if layers is None:
@@ -122,17 +129,15 @@ class Injection:
     def __post_init__(self) -> None:
         one_of("mixer", self.mixer, INJECTED)
         object.__setattr__(self, "layers", check_layers(self.layers))
-        one_of("n", self.n, (1, 2, 3, 4))
+        whole("n", self.n, 1, 4)
         one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
         one_of("gate", self.gate, GATES)
         one_of("gate_per", self.gate_per, GATES_PER)
         one_of("pool", self.pool, POOLS)
         one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
-        if not 1 <= self.chunk <= 64:
-            raise ValueError(f"chunk is {self.chunk}; expected 1 to 64")
-        length = self.max_self_attn_length
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ValueError(f"max_self_attn_length is {length!r}; expected a number of tokens, 1 or more")
+        whole("chunk", self.chunk, 1, 64)
+        if self.max_self_attn_length is not None:
+            whole("max_self_attn_length", self.max_self_attn_length, 1)
         if not 0.0 <= self.weight <= 1.0 or (self.learned and self.weight in (0.0, 1.0)):
             raise ValueError(
                 f"weight is {self.weight}; expected a number from 0 to 1, and between them if it is learned"

@@ -79,7 +79,9 @@ class LinearPath(RecurrentLayer):
             taps = x.new_full((x.shape[2] * x.shape[3], WINDOW), 1 / WINDOW)
             mean, pool = advance("short_conv", x.flatten(2), taps, None, state=before, **options)
             return at_least_fp32(mean.view_as(x)), pool, None
-        # A running sum is linear attention whose keys and queries are the number 1.
+        # A running sum is linear attention whose keys and queries are the number 1. In bf16 the mean keeps
+        # its digits, as the sum is formed in fp32; in fp16 the sum itself would leave the range.
+        x = x.float() if x.dtype == torch.float16 else x
         one = x.new_ones(1).expand(*x.shape[:3], 1)
         total, pool = advance("gla", one, one, x, None, scale=1.0, state=before, **options)
         rank, count = ranks(x, None if state is None else state.count, cu_seqlens)

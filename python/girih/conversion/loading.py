@@ -46,9 +46,10 @@ def from_pretrained(
     # Converted as soon as it is made, on the meta device, so that its weights are loaded with all others.
     names = {"__init__": __init__, "__module__": model_class.__module__}
     converted = type(model_class.__name__, (model_class,), names)
-    model = converted.from_pretrained(folder, *args, config=config, **kwargs)
+    loaded = converted.from_pretrained(folder, *args, config=config, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
     model.__class__ = model_class
-    return model
+    return loaded
 
 
 def class_of(config: PretrainedConfig, folder: str | PathLike) -> type[PreTrainedModel]:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from girih.conversion.config import whole
 from girih.nn import MemoryAsGate, mix_weight
 from girih.nn.mix_attention import SCHEDULES
 
@@ -49,12 +50,13 @@ class MixSchedule(TrainerCallback):
                     f"{name}: the schedule {schedule!r} has no such option; expected one of "
                     f"{', '.join(expected) or 'none'}"
                 )
-        if options.get("steps", 1) < 1:
-            raise ValueError(f"steps is {options['steps']}; expected 1 or more")
-        for name, values in options.items():
-            for value in values if name == "levels" else [values] if name != "steps" else []:
-                if not 0.0 <= value <= 1.0:
-                    raise ValueError(f"{name} is {values}; expected weights from 0 to 1")
+        whole("steps", options.get("steps", 1), 1)
+        for name, given in options.items():
+            if name == "steps":
+                continue
+            values = tuple(given) if name == "levels" else (given,)
+            if not values or not all(0.0 <= value <= 1.0 for value in values):
+                raise ValueError(f"{name} is {given}; expected weights from 0 to 1")
         self.schedule, self.options = schedule, options
 
     def weight(self, step: int) -> float:
