@@ -120,6 +120,44 @@ def test_every_mixer_can_take_attentions_place(kind, mixer):
     assert written.shape == (2, 23)
 
 
+@torch.no_grad()
+def test_a_mixer_starts_from_attentions_projections():
+    model = base_model("qwen3")
+    own = attention(model)
+    x = torch.randn(2, 9, 32)
+    q = own.q_norm(own.q_proj(x).unflatten(-1, (-1, 8))).flatten(2)
+    k = own.k_norm(own.k_proj(x).unflatten(-1, (-1, 8))).flatten(2)
+    v = own.v_proj(x)
+    girih.replace_attention(model, "delta_product", n=3)
+    part = attention(model).girih
+    qkv = part.qkv_proj(x)
+    close(qkv, torch.cat((q, k, k, k, v, v, v), -1))
+    assert part.o_proj(q).equal(own.o_proj(q))
+    past = torch.cat((torch.zeros_like(x[:, :2, :1]).expand(-1, -1, 16), k), 1)
+    first = (past[:, 2:] - past[:, 1:-1]) / 2
+    second = (past[:, 2:] - 2 * past[:, 1:-1] + past[:, :-2]) / 4
+    read = part.conv(qkv)[0]
+    close(read[..., :80], torch.nn.functional.silu(torch.cat((q, k, first, second), -1)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cross", [False, True])
+def test_the_weight_mixes_what_both_paths_give(cross):
+    model = base_model("llama")
+    girih.inject(model, cross=cross, weight=0.0)
+    layer = attention(model)
+    x = torch.randn(2, 9, 32)
+    rotary = model.model.rotary_emb(x, torch.arange(9)[None])
+
+    def at(weight):
+        layer.girih.set_weight(weight)
+        return layer(hidden_states=x, position_embeddings=rotary, attention_mask=None)[0]
+
+    base, linear = at(0.0), at(1.0)
+    expected = 0.7 * base + 0.3 * linear + (0.7 * base * 0.3 * linear if cross else 0.0)
+    close(at(0.3), expected)
+
+
 def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
     config = base_model("gemma3_text").config
     models = [type(base_model("gemma3_text"))(config).eval() for _ in range(3)]
