@@ -1,7 +1,7 @@
 // What a kernel asks of a device before it is launched.
 #pragma once
 
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include <atomic>
 #include <cstdint>
@@ -56,22 +56,6 @@ inline cudaError_t has_boxes(bool& has) {
 template <auto Kernel>
 inline cudaError_t has_warpgroups(bool& has) {
   return is_compiled_for<Kernel, 90, 90>(has);
-}
-
-// Kernel(p) on blocks that come `size` in a cluster.
-template <auto Kernel, class Problem>
-inline cudaError_t launch_clusters(const Problem& p, unsigned blocks, int size, int threads, int bytes,
-                                   cudaStream_t stream) {
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = blocks, launch.blockDim = static_cast<unsigned>(threads);
-  launch.dynamicSmemBytes = static_cast<size_t>(bytes), launch.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(size), cluster.val.clusterDim.y = 1,
-  cluster.val.clusterDim.z = 1;
-  launch.attrs = &cluster, launch.numAttrs = size == 1 ? 0 : 1;
-  cudaLaunchKernelEx(&launch, Kernel, p);
-  return cudaGetLastError();
 }
 
 // Bytes of shared memory that a block may have on the current device.

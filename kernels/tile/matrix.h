@@ -171,33 +171,6 @@ __device__ inline void store_blocks(const Tile& tile, int row, int col, const Op
 #pragma unroll
   for (int k = 0; k < K; ++k) store_block(tile, row, col + 16 * k, a.at[k]);
 }
-// 16 x 16 blocks of a matrix whose transpose is a right factor, x A^T: the order of a left factor's registers
-// but for the middle two, so that those of a product stand side by side.
-template <typename T, int K, int N>
-__device__ inline void round_to_right(Operand<K>& a, const Sums<N>& sums) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    a.at[k][0] = pair_of<T>(sums.at[2 * k][0], sums.at[2 * k][1]);
-    a.at[k][1] = pair_of<T>(sums.at[2 * k + 1][0], sums.at[2 * k + 1][1]);
-    a.at[k][2] = pair_of<T>(sums.at[2 * k][2], sums.at[2 * k][3]);
-    a.at[k][3] = pair_of<T>(sums.at[2 * k + 1][2], sums.at[2 * k + 1][3]);
-  }
-}
-template <class Tile, int K>
-__device__ inline void store_right_blocks(const Tile& tile, int row, int col, const Operand<K>& a) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-#if __CUDA_ARCH__ >= 900
-    const int l = lane();
-    put_matrices(tile.address(row, col + 16 * k, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8), a.at[k]);
-#else
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      *reinterpret_cast<uint32_t*>(&lane_at(tile, row + i / 2 * 8, col + 16 * k + i % 2 * 8)) = a.at[k][i];
-    }
-#endif
-  }
-}
 // A block of the tile's transpose as a left factor: its rows are columns of the tile.
 template <class Tile>
 __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {

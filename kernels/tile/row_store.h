@@ -51,35 +51,6 @@ __device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
                : "memory");
 }
 
-// So many bytes of shared memory, a multiple of 4096 that others have written, to global memory, by a warp,
-// which may leave the place to others afterwards.
-template <int Bytes>
-__device__ inline void store_bytes(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 900
-  if ((threadIdx.x & 31) == 0) {
-    asm volatile(
-        "fence.proxy.async.shared::cta;\ncp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;\n" ::"l"(to),
-        "r"(shared_address(from)), "n"(Bytes)
-        : "memory");
-  }
-  __syncwarp();
-#else
-  constexpr int kBatch = 8;
-#pragma unroll 1
-  for (int first = 0; first < Bytes / 512; first += kBatch) {
-    uint32_t pack[kBatch][4];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const uint4 raw = static_cast<const uint4*>(from)[(first + i) * 32 + lane()];
-      pack[i][0] = raw.x, pack[i][1] = raw.y, pack[i][2] = raw.z, pack[i][3] = raw.w;
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) store_pack(static_cast<uint4*>(to) + (first + i) * 32 + lane(), pack[i]);
-  }
-#endif
-}
-
 // A tile's first rows, `cols` elements of each (a multiple of 8): whole rows, 16 bytes a lane, by warp
 // `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a
 // time.)

@@ -6,18 +6,15 @@
 
 namespace girih::kernels {
 
-// Chunks of a block: as many as fill four warps, but of wide memories no more than two.
-template <int Tile>
-__host__ __device__ constexpr int chunks_of_block(int tiles) {
-  return 4 / tiles < (Tile == 64 ? 4 : 2) ? 4 / tiles : (Tile == 64 ? 4 : 2);
-}
+// Chunks of a block: two where they have a tile or two. Blocks of more would leave more of a multiprocessor's
+// shared memory without one.
+__host__ __device__ constexpr int chunks_of_block(int tiles) { return tiles > 2 ? 1 : 2; }
 __host__ __device__ constexpr int tiles_of(int chunk) { return (chunk + kTile - 1) / kTile; }
 
 struct ChunkBlock {
   int tiles, chunks, threads;  // tiles of a chunk, chunks of the block
-  template <int Tile>
   __host__ __device__ static ChunkBlock of(int chunk) {
-    const int tiles = tiles_of(chunk), chunks = chunks_of_block<Tile>(tiles);
+    const int tiles = tiles_of(chunk), chunks = chunks_of_block(tiles);
     return {tiles, chunks, tiles * chunks * 32};
   }
   __host__ __device__ int rows() const { return tiles * chunks * kTile; }
@@ -48,7 +45,7 @@ struct TrellisChunk {
 
   __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared)
       : shape(shape),
-        block(ChunkBlock::of<Tile>(shape.grid.size)),
+        block(ChunkBlock::of(shape.grid.size)),
         shared(shared),
         tiles(shared + block.chunks * Memory::kBytes),
         head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads))),
@@ -158,7 +155,7 @@ struct TrellisChunk {
 // A block for every head and so many chunks.
 template <auto Kernel, typename T, int Tile, class Problem>
 cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
-  const auto block = ChunkBlock::of<Tile>(p.shape.grid.size);
+  const auto block = ChunkBlock::of(p.shape.grid.size);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const int bytes = chunk_bytes<T, Tile>(block, tokens);

@@ -14,7 +14,7 @@ int most_bytes() {
   using T = __nv_bfloat16;
   int most = std::max(TrellisScanSpace<T, Tile>::kBytes, TrellisReverseSpace<T, Tile>::kBytes);
   for (const int chunk : {16, 32, 48, 64}) {
-    const auto block = ChunkBlock::of<Tile>(chunk);
+    const auto block = ChunkBlock::of(chunk);
     most =
         std::max({most, chunk_bytes<T, Tile>(block, kOutputTiles), chunk_bytes<T, Tile>(block, kRowTiles)});
   }

@@ -51,7 +51,8 @@ __device__ inline float tanh_fast(float x) {
   asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-// For a z of T's digits: what tanh.approx is off, 2^-11, is an eighth of bf16's rounding, but as much as fp16's.
+// For a z of T's digits: what tanh.approx is off, 2^-11, is an eighth of bf16's rounding, but as much as
+// fp16's.
 template <typename T>
 __device__ inline float sigmoid(float z) {
   return reciprocal(1.f + exp2_fast(-kLog2E * z));

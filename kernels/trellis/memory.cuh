@@ -3,6 +3,7 @@
 // With it the walk over chunks, tile of 16 tokens by tile, that scan and reverse have in common.
 #pragma once
 
+#include "pipe/memory.h"
 #include "tile/array.h"
 #include "tile/launch.h"
 #include "tile/pack.h"

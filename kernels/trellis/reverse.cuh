@@ -22,13 +22,13 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   // Wide memories need the registers that those who load do without.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
-    if (kWide) take_registers<152>();
+    if (kWide) take_registers<160>();
     run_reverse<T, Tile, Map<Softmax>>(p, part, space, warp);
   } else if (warp < Space::kChain + Space::kReaders) {
-    if (kWide) take_registers<144>();
+    if (kWide) take_registers<136>();
     TrellisReverseReader<T, Tile>{p, part, space}.run(warp - Space::kChain);
   } else {
-    if (kWide) leave_registers<64>();
+    if (kWide) leave_registers<56>();
     const int loader = warp - Space::kChain - Space::kReaders;
     if (loader < Space::kLoaders) {
       TrellisReverseLoader<T, Tile>{p, part, space}.run(loader);

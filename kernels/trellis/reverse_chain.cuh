@@ -147,8 +147,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half);
-        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half],
-                           half);
+        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half], half);
       }
       // G += dZ^T X
       Operand<1> dz, jdu;

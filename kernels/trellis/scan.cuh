@@ -2,6 +2,7 @@
 // where there are clusters the two memories' blocks beside each other.
 #pragma once
 
+#include "pipe/clusters.h"
 #include "tile/cluster.h"
 #include "tile/warpgroup.h"
 #include "trellis/scan_chain.cuh"
@@ -35,6 +36,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     if (kWide) take_registers<168>();
     run_chain<T, Tile, Map<Softmax>>(p, part, space, warp);
   } else if (warp < Space::kChain + Space::kReaders) {
+    if (kWide) take_registers<136>();
     TrellisScanReader<T, Tile>{p, part, space}.run(warp - Space::kChain);
   } else {
     if (kWide) leave_registers<40>();

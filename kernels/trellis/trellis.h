@@ -1,8 +1,8 @@
 // Trellis: two memories A [M, X] that compress vectors x_t onto targets a_t, one of keys, one of values.
 //
 //     z_t = A' x_t        u_t = J_phi(z_t)^T (phi(z_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t
-//     x_t^T y_t = A_t q_t       [M]      of the memory of keys r_t = f(y_t) o_t = A_t^T r_t     [V]      of
-//     the memory of values
+//     of keys, of M slots by D    x_t = k_t    r_t = f(A_t q_t)
+//     of values, M by V           x_t = v_t    o_t = A_t^T r_t
 //
 // A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on.
 // Forward:

@@ -104,7 +104,7 @@ class Run:
                 ("dout", V, normal(B, T, H, V)),
             )
         }
-        one["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
+        one["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 4)
         one["g"] = None if gates is None else -gates * torch.rand(B, T, H, generator=generator)
         one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D)}
         one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
@@ -200,7 +200,11 @@ class Run:
             for name, x in zip(leaves, found, strict=True)
         }
         got = {"o": (one["o"], V), "dq": (one["dq"], D), "dk": (two["dx"][0], D), "dv": (two["dx"][1], V)}
-        got |= {"da": (-(two["jdu"][0] + two["jdu"][1]), M), "dgamma": (one["dgamma"], T), "dg": (one["dg"], T)}
+        got |= {
+            "da": (-(two["jdu"][0] + two["jdu"][1]), M),
+            "dgamma": (one["dgamma"], T),
+            "dg": (one["dg"], T),
+        }
         self.got = {
             name: (x[..., :width] if x.dim() == 4 else x)[:, tokens]
             for name, (x, width) in got.items()
@@ -231,9 +235,17 @@ def test_every_length(kernels, T):
     Run(kernels, 16, [T], position=[5]).check()
 
 
-@pytest.mark.parametrize("chunk", [8, 17, 32, 48, 63, 64])
+@pytest.mark.parametrize("chunk", [7, 17, 32, 48, 63, 64])
 def test_every_chunk(kernels, chunk):
     Run(kernels, chunk, [70], position=[chunk // 2], gates=0.05).check()
+
+
+def test_chunks_of_a_token(kernels):
+    Run(kernels, 1, [20], gates=0.05).check()
+
+
+def test_wide_memories_of_long_chunks(kernels):
+    Run(kernels, 64, [100], D=72, V=128, M=100, gates=0.01).check()
 
 
 @pytest.mark.parametrize("chunk, D, V, M", [(16, 128, 128, 128), (32, 72, 64, 20), (64, 64, 128, 100)])

@@ -15,8 +15,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, OptionalTen
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 // The problem's path, as far as this card and these sequences go.
-Path path_of(const Problem& problem, const Tensor& q, int64_t chunk) {
-  const auto path = problem.path(q, chunk);
+Path path_of(const Problem& problem, const Tensor& q) {
+  const auto path = problem.path(q);
   if (problem.N == 0) return aten(kNoSequence);
   if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
@@ -140,7 +140,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q, chunk) == Path::Code::aten) {
+  if (path_of(problem, q) == Path::Code::aten) {
     at::NoTF32Guard exact;
     return forward(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                    cu_seqlens, chunk, phi, f, save);
@@ -206,7 +206,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q, chunk) == Path::Code::aten) {
+  if (path_of(problem, q) == Path::Code::aten) {
     return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
                                               grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
                                               state_k, state_first_v, state_v, state_position, cu_seqlens,
@@ -338,7 +338,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(step ? Problem::step_path(q) : path_of(p, q, chunk), device);
+  return explained(step ? Problem::step_path(q) : path_of(p, q), device);
 }
 
 }  // namespace
