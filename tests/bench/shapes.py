@@ -161,6 +161,22 @@ SHAPES = {
     "gated_rms_norm": GATED_RMS_NORM,
 }
 
+HEADS = {"num_heads": 8, "head_dim": 128}
+SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
+# Whole models of 340M parameters (train_speed.py), by mixer: what girih's has beside its width and depth, and
+# fla's name and sizes.
+MIXERS = {
+    "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
+    "attention": ({"num_heads": 4}, None),
+    "gated_deltanet": (HEADS, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
+    "delta_product": (
+        HEADS | {"n": 2, "gated": True},
+        ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
+    ),
+    "trellis": (SLOTS, None),
+    "lattice": (SLOTS, None),
+}
+
 
 def flops(shape):
     """Of the recurrence's own products, forward: what no chunk form can leave out.

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.models.base import Backbone, own_mask
+from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
+from girih.nn.attention_call import own_mask
 from girih.nn.chunk_attention import KeyValues, single_row, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
 from girih.nn.masking import check_mask

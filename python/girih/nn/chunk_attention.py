@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from girih import ops
 from girih.nn.attention import rotary
-from girih.nn.layer import Layer
+from girih.nn.attention_call import SequenceLayer
 
 ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
 
@@ -63,7 +63,7 @@ def with_room(kept: Tensor, chunk: int, headers: int) -> Tensor:
     return F.pad(kept, (0, 0, 0, 0, 0, -(-more // ROOM) * ROOM)) if more > 0 else kept
 
 
-class ChunkAttention(Layer):
+class ChunkAttention(SequenceLayer):
     """Attention of rows in chunks, row 0 of each its header (the decoder of CAT).
 
     A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary

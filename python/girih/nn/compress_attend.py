@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from girih.nn.attention_call import SequenceLayer
 from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, single_row, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
-from girih.nn.layer import Layer
-from girih.nn.masking import check_mask, check_packing
+from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
+from girih.nn.packing import check_packing
 from girih.nn.state import map_state
 
 
@@ -24,7 +25,7 @@ class CompressAttendState(NamedTuple):
     reached: Reached
 
 
-class CompressAttend(Layer):
+class CompressAttend(SequenceLayer):
     """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
 
         header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
