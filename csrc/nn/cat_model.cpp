@@ -1,14 +1,19 @@
 #include <girih/language_model.h>
 
+#include <algorithm>
+#include <numeric>
+
 #include "../ops/operator.h"
+#include "chunk_rows.h"
 #include "chunks.h"
 #include "mixers.h"
 
 namespace girih::nn {
 
-CompressorImpl::CompressorImpl(const Config& config) {
+CompressorImpl::CompressorImpl(const Config& config) : lengths_(chunk_lengths(config)) {
   const auto width = *config.compressor_hidden_size,
-             chunks = (config.max_position_embeddings + config.chunk - 1) / config.chunk;
+             chunks = (config.max_position_embeddings + lengths_[0] - 1) / lengths_[0],
+             columns = std::accumulate(lengths_.begin(), lengths_.end(), int64_t(0));
   embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, width));
   position = register_module("position", torch::nn::Embedding(chunks, width));
   layers = register_module("layers", torch::nn::ModuleList());
@@ -20,23 +25,30 @@ CompressorImpl::CompressorImpl(const Config& config) {
                             config.norm_eps));
   }
   norm = register_module("norm", RMSNorm(width, config.norm_eps));
-  proj = register_module("proj", linear(config.chunk * width, config.hidden_size));
+  proj = register_module("proj", linear(columns * width, config.hidden_size));
 }
 
 Tensor CompressorImpl::forward(const Tensor& chunks, const Tensor& index) {
-  const auto B = chunks.size(0), K = chunks.size(1);
-  const auto place = position(index.clamp_max(position->weight.size(0) - 1)).expand({B, K, -1});
+  const auto B = chunks.size(0), K = chunks.size(1), C = chunks.size(2);
+  const auto at = (index * (C / lengths_[0])).clamp_max(position->weight.size(0) - 1);
+  const auto place = position(at).expand({B, K, -1});
   auto x = at::cat({place.unsqueeze(2), embed_tokens(chunks)}, 2).flatten(0, 1);
   for (size_t i = 0; i < layers->size(); ++i) x = layers->at<BlockImpl>(i).forward(x).first;
-  return proj(norm(x).slice(1, 1).flatten(1)).unflatten(0, {B, K});
+  x = norm(x).slice(1, 1).flatten(1);
+  const auto mine = std::ranges::find(lengths_, C);
+  const auto before = std::accumulate(lengths_.begin(), mine, int64_t(0)) * x.size(1) / C;
+  return at::linear(x, proj->weight.slice(1, before, before + x.size(1))).unflatten(0, {B, K});
 }
 
 CatModelImpl::CatModelImpl(const Config& config)
-    : chunk_(config.chunk),
+    : lengths_(chunk_lengths(config)),
+      chunk_(config.chunk),
       max_position_embeddings_(config.max_position_embeddings),
       initializer_range_(*config.initializer_range) {
   embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size));
-  header = register_parameter("header", at::empty({config.hidden_size}));
+  header =
+      register_parameter("header", config.chunks ? at::empty({int64_t(lengths_.size()), config.hidden_size})
+                                                 : at::empty({config.hidden_size}));
   no_weight_decay({header});
   compressor = register_module("compressor", Compressor(config));
   layers = register_module("layers", torch::nn::ModuleList());
@@ -55,45 +67,126 @@ CatModelImpl::CatModelImpl(const Config& config)
 
 void CatModelImpl::reset_parameters() { torch::nn::init::normal_(header, 0.0, initializer_range_); }
 
-Output CatModelImpl::run(const Tensor& now, const Call& call) {
-  check_packing(now, call.cu_seqlens);
-  TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
-  const Extended all(now, call.attention_mask, call.state);
-  const auto T = all.x.size(1), C = chunk_;
-  // Masked tokens count here: how many are valid is not known without a wait, nor are packed lengths.
-  TORCH_CHECK_VALUE(call.cu_seqlens.defined() || T <= max_position_embeddings_, "input_ids has ", T,
-                    " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
-  Tensor y;
-  if (!all.valid.defined() && !call.cu_seqlens.defined()) {
-    const auto K = T / C + 1;
-    const auto chunks = at::constant_pad_nd(all.x, {0, K * C - T}).unflatten(1, {K, C});
-    y = decode(chunks, at::arange(K, now.options()), {}).flatten(1, 2).slice(1, 1, T + 1);
-  } else {
-    const ChunkTable table(all.x, C, all.valid, call.cu_seqlens, /*room=*/1);
-    y = table.gather(decode(table.spread(all.x), table.index, table.cu_chunks * C), /*shift=*/1);
-  }
-  return {y.slice(1, T - now.size(1)), all.state()};
+void CatModelImpl::set_chunk(int64_t chunk) {
+  TORCH_CHECK_VALUE(std::ranges::count(lengths_, chunk) > 0, "chunk is ", chunk, "; expected one of ",
+                    c10::Join(", ", lengths_),
+                    ", which the model was made for (chunks in its configuration)");
+  chunk_ = chunk;
 }
 
-// chunks [B, K, C] at the places `index` [K] -> the rows [B, K, C, hidden_size]. The last chunk is nobody's
-// past, so it is not compressed.
-Tensor CatModelImpl::decode(const Tensor& chunks, const Tensor& index, const Tensor& cu_rows) {
-  const auto past = compressor(chunks.slice(1, 0, -1), index.slice(0, 0, -1));
-  const auto headers = at::where((index == 0).unsqueeze(-1), header.to(past.scalar_type()),
-                                 at::constant_pad_nd(past, {0, 0, 1, 0}));
+// The state: {ids, header, tokens, known} and {k, v} of each layer: the tokens of the chunk that goes on and
+// its header, how far the sequences reach, keys and values of the chunk's rows and of all headers.
+Output CatModelImpl::run(const Tensor& ids, const Call& call) {
+  check_packing(ids, call.cu_seqlens);
+  check_mask(ids, call.attention_mask);
+  TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
+                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
+  const bool past = !call.state.empty();
+  const auto& before = call.state.tensors;
+  const auto C = past ? before[0].size(1) : chunk_, T = ids.size(1);
+  std::vector<State> kept(layers->size());
+  if (call.cu_seqlens.defined()) {
+    const ChunkTable table(ids, C, call.cu_seqlens, /*room=*/1);
+    const auto chunks = table.spread(ids);
+    const auto first = (table.index == 0).unsqueeze(-1);
+    const auto x = rows_of(headers(chunks, first_header(C), table.index, first), chunks);
+    const auto y = decode(x.flatten(1, 2), {.chunk = C}, kept, table.cu_chunks);
+    return {table.gather(y.view_as(x), /*shift=*/1), {}};
+  }
+  const auto reached = past ? Reached{before[2], before[3]} : Reached();
+  // Masked tokens count here: how many of a call are valid is not known without a wait.
+  const auto longest = T + (past ? reached.most() : 0);
+  TORCH_CHECK_VALUE(longest <= max_position_embeddings_, "input_ids has ", longest,
+                    " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
+  if (past && !call.attention_mask.defined() && T == 1) {
+    return step(ids,
+                call.steps(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
+  }
+  // The chunk that goes on is read again from its start.
+  const bool keeps = past || call.use_cache;
+  const Continuation table(ids, C, call.attention_mask, reached, keeps);
+  const auto chunks = table.spread(ids, past ? before[0] : Tensor());
+  const auto index = table.begun.unsqueeze(-1) + at::arange(table.chunks, ids.options());
+  const auto heads = headers(chunks, past ? before[1].unsqueeze(1) : first_header(C), index,
+                             (index == index.slice(1, 0, 1)).unsqueeze(-1));
+  ChunkRows rows{.chunk = C};
+  if (keeps) {
+    rows.first = table.begun * C;
+    rows.end = table.reached.tokens + 1;
+    rows.headers = table.chunks + (past ? reached.most() / C : 0);
+  }
+  if (past) kept = call.state.parts;
+  const auto x = rows_of(heads, chunks);
+  const auto y = table.gather(decode(x.flatten(1, 2), rows, kept).view_as(x), /*shift=*/1);
+  if (!call.use_cache) return {y, {}};
+  return {y, {{table.last(chunks), table.last(heads), table.reached.tokens, table.reached.known}, kept}};
+}
+
+// One token [N, 1] of each sequence: its own row, or the header of the chunk that comes next where it is the
+// last one of a chunk. Writes the state's tensors.
+Output CatModelImpl::step(const Tensor& ids, const State& state) {
+  auto chunk = state.tensors[0], kept_header = state.tensors[1];
+  const Reached before{state.tensors[2], state.tensors[3]};
+  const auto C = chunk.size(1);
+  const auto& n = before.tokens;
+  auto kept = state.parts;
+  const auto room = (before.most() + 1) / C + 1;
+  for (auto& part : kept) part = part.map([&](const Tensor& t) { return with_room(t, C, room); });
+  chunk.index_put_({at::arange(ids.size(0), n.options()), n.remainder(C)}, ids.select(1, 0));
+  auto x = embed_tokens(ids);
+  if (const auto these = before.ended(C); these.defined()) {
+    const auto place = at::floor_divide(n.index_select(0, these), C).unsqueeze(-1);
+    const auto next = compressor(chunk.index_select(0, these).unsqueeze(1), place);
+    kept_header.index_copy_(0, these, next.select(1, 0).to(kept_header.scalar_type()));
+    x = x.index_copy(0, these, next.to(x.scalar_type()));
+  }
+  const auto y = decode(x, single_row(C, n + 1, kept[0].tensors[0].size(1)), kept);
+  return {y, {{chunk, kept_header, n + 1, before.known + 1}, kept}};
+}
+
+Tensor CatModelImpl::first_header(int64_t chunk) const {
+  return header.dim() == 1 ? header : header[std::ranges::find(lengths_, chunk) - lengths_.begin()];
+}
+
+// chunks [B, K, C] at the places `index` [K] or [B, K] -> each one's header, [B, K, hidden_size]: `first`
+// where `where` is true. The last chunk is nobody's past, so it is not compressed.
+Tensor CatModelImpl::headers(const Tensor& chunks, const Tensor& first, const Tensor& index,
+                             const Tensor& where) {
+  const auto past = compressor(chunks.slice(1, 0, -1), index.slice(-1, 0, -1));
+  return at::where(where, first.to(past.scalar_type()), at::constant_pad_nd(past, {0, 0, 1, 0}));
+}
+
+// headers [B, K, hidden_size] and their chunks [B, K, C] -> the rows that the decoder reads, [B, K, C,
+// hidden_size].
+Tensor CatModelImpl::rows_of(const Tensor& headers, const Tensor& chunks) {
   const auto tokens = embed_tokens(chunks.slice(2, 0, -1));
-  const auto rows = at::cat({headers.unsqueeze(2).to(tokens.scalar_type()), tokens}, 2);
-  auto x = rows.flatten(1, 2);
-  for (size_t i = 0; i < layers->size(); ++i)
-    x = layers->at<BlockImpl>(i).forward(x, Tensor(), State(), false, cu_rows).first;
-  return norm(x).view_as(rows);
+  return at::cat({headers.unsqueeze(2).to(tokens.scalar_type()), tokens}, 2);
+}
+
+// x [B, rows, hidden_size] through blocks and norm; kept: what each layer keeps.
+Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>& kept,
+                            const Tensor& cu_chunks) {
+  for (size_t i = 0; i < layers->size(); ++i) {
+    auto& block = layers->at<BlockImpl>(i);
+    auto& attention = dynamic_cast<ChunkAttentionImpl&>(*block.mixer);
+    x = block.around(
+        x, [&](const Tensor& normed) { return attention.attend(normed, rows, kept[i], cu_chunks); });
+  }
+  return norm(x);
 }
 
 void check_cat_model(const Config& c) {
   const auto& chunk = describe("cat_attention").option("chunk");
   TORCH_CHECK_VALUE(c.chunk >= int64_t(chunk.least) && c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk,
                     "; expected ", int64_t(chunk.least), " to ", int64_t(chunk.most), " for cat");
+  if (c.chunks) {
+    const auto& all = *c.chunks;
+    bool fit = all[0] >= int64_t(chunk.least);
+    for (size_t i = 1; i < all.size(); ++i) fit = fit && all[i] > all[i - 1] && all[i] % all[0] == 0;
+    TORCH_CHECK_VALUE(fit && std::ranges::count(all, c.chunk) > 0, "chunks is [", c10::Join(", ", all),
+                      "]; expected ascending multiples of the first, from ", int64_t(chunk.least),
+                      " on, with chunk, ", c.chunk, ", among them");
+  }
   expect_pairs(c);
   TORCH_CHECK_VALUE(*c.compressor_hidden_size % *c.head_dim == 0, "compressor_hidden_size is ",
                     *c.compressor_hidden_size, "; expected a multiple of head_dim ", *c.head_dim);

@@ -2,31 +2,18 @@
 
 namespace girih::nn {
 
-ChunkTable::ChunkTable(const Tensor& x, int64_t chunk, const Tensor& valid_tokens, const Tensor& cu_seqlens,
-                       int64_t room)
-    : chunk(chunk), B(x.size(0)), T(x.size(1)) {
+ChunkTable::ChunkTable(const Tensor& x, int64_t chunk, const Tensor& cu_seqlens, int64_t room)
+    : chunk(chunk) {
+  const auto T = x.size(1);
   const auto integers = x.options().dtype(at::kLong);
-  Tensor length, rank, sequence, valid;
-  int64_t chunks;
-  if (cu_seqlens.defined()) {
-    length = cu_seqlens.diff().to(at::kLong);
-    const auto token = at::arange(T, integers);
-    sequence =
-        at::searchsorted(cu_seqlens.slice(0, 1), token, false, /*right=*/true).clamp_max(length.size(0) - 1);
-    rank = token - cu_seqlens.index_select(0, sequence);
-    valid = token < cu_seqlens.select(0, -1);
-    chunks = (T + length.size(0) * (chunk - 1 + room)) / chunk;
-  } else {
-    valid = valid_tokens;
-    length = valid.sum(1);
-    rank = valid.cumsum(1) - 1;
-    sequence = at::arange(B, integers).unsqueeze(-1).expand({B, T});
-    chunks = B * ((T + room + chunk - 1) / chunk);
-  }
+  const auto length = cu_seqlens.diff().to(at::kLong), token = at::arange(T, integers);
+  const auto sequence =
+      at::searchsorted(cu_seqlens.slice(0, 1), token, false, /*right=*/true).clamp_max(length.size(0) - 1);
+  const auto rank = token - cu_seqlens.index_select(0, sequence), valid = token < cu_seqlens.select(0, -1);
+  const auto chunks = (T + length.size(0) * (chunk - 1 + room)) / chunk;
   const auto end = at::floor_divide(length + (room + chunk - 1), chunk).cumsum(0);
   cu_chunks = at::cat({end.new_zeros(1), end.slice(0, 0, -1), end.new_full(1, chunks)});
-  const auto start = cu_chunks.index_select(0, sequence.flatten()).view_as(sequence);
-  row = at::where(valid, start * chunk + rank, chunks * chunk).flatten();
+  row = at::where(valid, cu_chunks.index_select(0, sequence) * chunk + rank, chunks * chunk);
   const auto at = at::arange(chunks, integers);
   index = at - cu_chunks.index_select(0, at::searchsorted(end.slice(0, 0, -1), at, false, /*right=*/true));
 }
@@ -41,7 +28,64 @@ Tensor ChunkTable::spread(const Tensor& x) const {
 
 Tensor ChunkTable::gather(const Tensor& y, int64_t shift) const {
   const auto rows = y.flatten(0, 2);
-  return rows.index_select(0, (row + shift).clamp_max(rows.size(0) - 1)).unflatten(0, {B, T});
+  return rows.index_select(0, (row + shift).clamp_max(rows.size(0) - 1)).unsqueeze(0);
+}
+
+Tensor Reached::ended(int64_t chunk) const {
+  const auto these = at::nonzero((known + 1).remainder(chunk) == 0).flatten();
+  return these.numel() == 0 ? Tensor() : these.to(tokens.device());
+}
+
+Continuation::Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const Reached& past,
+                           bool keep)
+    : chunk_(chunk), T_(x.size(1)) {
+  const auto N = x.size(0);
+  const auto integers = x.options().dtype(at::kLong);
+  const bool goes_on = past.tokens.defined();
+  const auto start = goes_on ? past.tokens : at::zeros({N}, integers);
+  const auto known = goes_on ? past.known : at::zeros({N}, at::kLong);
+  auto count = at::full({N}, T_, integers), now = at::full({N}, T_, at::kLong);
+  if (attention_mask.defined()) {
+    const auto [order, place, valid] = valid_first(attention_mask.to(at::kBool));
+    order_ = order;
+    row_ = place.minimum(valid.unsqueeze(-1) - 1);
+    count = valid;
+    if (keep) now = count.to(at::kCPU);
+  }
+  if (goes_on) {
+    phase_ = start.remainder(chunk);
+    row_ = (row_.defined() ? row_ : at::arange(T_, integers)) + phase_.unsqueeze(-1);
+  }
+  begun = at::floor_divide(start, chunk);
+  const auto after = known.remainder(chunk) + now;
+  chunks = (N > 0 ? after.max().item<int64_t>() : 0) / chunk + 1;
+  if (!keep) return;
+  reached = {start + count, known + now};
+  passed_ = at::floor_divide(reached.tokens, chunk) - begun;
+}
+
+Tensor Continuation::spread(const Tensor& x, const Tensor& before) const {
+  const auto tokens = order_.defined() ? x.take_along_dim(along(order_, x), 1) : x;
+  const auto rows = chunks * chunk_;
+  if (!phase_.defined()) {
+    std::vector<int64_t> padding(2 * (x.dim() - 2), 0);
+    padding.insert(padding.end(), {0, rows - T_});
+    return at::constant_pad_nd(tokens, padding).unflatten(1, {chunks, chunk_});
+  }
+  const auto row = at::arange(rows, begun.options()), phase = phase_.unsqueeze(-1);
+  const auto from = at::where(row < phase, row, chunk_ + row - phase).clamp_max(chunk_ + T_ - 1);
+  const auto both = at::cat({before.to(x.scalar_type()), tokens}, 1);
+  return both.take_along_dim(along(from, x), 1).unflatten(1, {chunks, chunk_});
+}
+
+Tensor Continuation::gather(const Tensor& y, int64_t shift) const {
+  const auto rows = y.flatten(1, 2);
+  if (!row_.defined()) return rows.slice(1, shift, T_ + shift);
+  return rows.take_along_dim(along((row_ + shift).clamp_min(0), rows), 1);
+}
+
+Tensor Continuation::last(const Tensor& table) const {
+  return table.index({at::arange(table.size(0), begun.options()), passed_});
 }
 
 }  // namespace girih::nn

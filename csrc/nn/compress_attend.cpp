@@ -1,6 +1,52 @@
+#include "chunk_rows.h"
 #include "chunks.h"
 
 namespace girih::nn {
+namespace {
+
+// A cache grows by so many headers: rarely, as it is copied, and little, as every slot is read.
+constexpr int64_t kRoom = 16;
+
+// The cache after whole chunks of rows: their headers, and the rows of the chunk that goes on.
+State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State& past) {
+  const auto C = rows.chunk, N = k.size(0), T = k.size(1);
+  const auto sequence = at::arange(N, rows.first.options()).unsqueeze(-1);
+  const auto chunk =
+      at::floor_divide(rows.first, C).unsqueeze(-1) + at::arange((T + C - 1) / C, sequence.options());
+  // The chunk of the next row; of a new one only its header is here, or not even that.
+  const auto own =
+      ((at::floor_divide(rows.end, C) * C - rows.first).unsqueeze(-1) + at::arange(1, C, sequence.options()))
+          .clamp_max(T - 1);
+  State after;
+  for (size_t i = 0; i < 2; ++i) {
+    const auto& fresh = i == 0 ? k : v;
+    auto slots = past.empty() ? fresh.new_zeros({N, C - 1 + (rows.headers + kRoom - 1) / kRoom * kRoom,
+                                                 fresh.size(2), fresh.size(3)})
+                              : with_room(past.tensors[i], C, rows.headers).clone();
+    slots.index_put_({sequence, chunk + (C - 1)}, fresh.slice(1, 0, T, C));
+    slots.slice(1, 0, C - 1).copy_(fresh.take_along_dim(along(own, fresh), 1));
+    after.tensors.push_back(slots);
+  }
+  return after;
+}
+
+}  // namespace
+
+ChunkRows single_row(int64_t chunk, const Tensor& place, int64_t slots) {
+  const auto k = at::floor_divide(place, chunk), j = place.remainder(chunk);
+  const auto at = at::arange(slots, place.options()), header = at - (chunk - 1);
+  const auto see = at::where(header < 0, at < j.unsqueeze(-1), header <= k.unsqueeze(-1));
+  return {.chunk = chunk,
+          .first = place,
+          .slot = at::where(j == 0, k + (chunk - 1), j - 1),
+          .see = see.unsqueeze(1).unsqueeze(1)};
+}
+
+Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers) {
+  const auto more = chunk - 1 + headers - kept.size(1);
+  if (more <= 0) return kept;
+  return at::constant_pad_nd(kept, {0, 0, 0, 0, 0, (more + kRoom - 1) / kRoom * kRoom});
+}
 
 ChunkAttentionImpl::ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
     : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
@@ -15,10 +61,32 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
                     "attention_mask, state, use_cache: rows of chunks have neither padding nor a state");
   Tensor cu_chunks;
   if (call.cu_seqlens.defined()) cu_chunks = at::floor_divide(call.cu_seqlens, options.chunk);
-  const auto row = at::arange(x.size(1), x.options().dtype(at::kLong));
-  auto position = row.remainder(options.chunk);
+  State none;
+  return {attend(x, {.chunk = options.chunk}, none, cu_chunks), {}};
+}
+
+Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& rows, State& kept,
+                                  const Tensor& cu_chunks) {
+  const auto qkv = project(x, rows, cu_chunks);
+  Tensor o;
+  if (rows.slot.defined()) {
+    o = step(qkv, rows, kept);
+  } else {
+    const bool starts = kept.empty();
+    if (rows.first.defined()) kept = keep(qkv[1], qkv[2], rows, kept);
+    o = starts ? ops::cat_attention(qkv[0], qkv[1], qkv[2], {.chunk = rows.chunk, .cu_chunks = cu_chunks})
+               : extend(qkv, rows, kept);
+  }
+  return o_proj(o.flatten(-2));
+}
+
+std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows& rows,
+                                                const Tensor& cu_chunks) {
+  auto row = at::arange(x.size(1), x.options().dtype(at::kLong));
+  if (rows.first.defined()) row = row + rows.first.unsqueeze(-1);
+  auto position = row.remainder(rows.chunk);
   if (options.running_positions) {
-    auto k = at::floor_divide(row, options.chunk);
+    auto k = at::floor_divide(row, rows.chunk);
     if (cu_chunks.defined()) {
       const auto sequence = at::searchsorted(cu_chunks.slice(0, 1, -1), k, false, /*right=*/true);
       k = k - cu_chunks.index_select(0, sequence);
@@ -26,9 +94,49 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
     position = position + k;
   }
   const auto p = qkv_proj(x).unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
-  const auto q = rotary(p[0], position, options.rope_theta), k = rotary(p[1], position, options.rope_theta);
-  const auto o = ops::cat_attention(q, k, p[2], {.chunk = options.chunk, .cu_chunks = cu_chunks});
-  return {o_proj(o.flatten(-2)), {}};
+  return {rotary(p[0], position, options.rope_theta), rotary(p[1], position, options.rope_theta), p[2]};
+}
+
+// One row over K + chunk slots: its own key and value are written first, as it sees itself.
+Tensor ChunkAttentionImpl::step(const std::vector<Tensor>& qkv, const ChunkRows& rows,
+                                const State& kept) const {
+  const auto sequence = at::arange(qkv[0].size(0), rows.slot.options());
+  for (size_t i = 0; i < 2; ++i) {
+    auto slots = kept.tensors[i];
+    slots.index_put_({sequence, rows.slot}, qkv[i + 1].select(1, 0));
+  }
+  return at::scaled_dot_product_attention(qkv[0].transpose(1, 2), kept.tensors[0].transpose(1, 2),
+                                          kept.tensors[1].transpose(1, 2), rows.see, /*dropout_p=*/0.0,
+                                          /*is_causal=*/false, /*scale=*/std::nullopt,
+                                          /*enable_gqa=*/heads_[0] != heads_[1])
+      .transpose(1, 2);
+}
+
+// Rows of chunks that begin after others: softmax over the own chunk's rows up to oneself and the headers of
+// all earlier chunks, T (K + chunk) scores, of which K are in the cache.
+Tensor ChunkAttentionImpl::extend(const std::vector<Tensor>& qkv, const ChunkRows& rows,
+                                  const State& kept) const {
+  const auto C = rows.chunk, T = qkv[0].size(1), K = (T + C - 1) / C, H = heads_[1], G = heads_[0] / H;
+  const auto cut = [&](const Tensor& x) {
+    return at::constant_pad_nd(x, {0, 0, 0, 0, 0, K * C - T}).unflatten(1, {K, C});
+  };
+  const auto q = cut(qkv[0]).unflatten(3, {H, G}) * (1 / std::sqrt(double(head_dim_))), k = cut(qkv[1]),
+             v = cut(qkv[2]), header_k = kept.tensors[0].slice(1, C - 1),
+             header_v = kept.tensors[1].slice(1, C - 1);
+  const double never = -std::numeric_limits<double>::infinity();
+  const auto row = at::arange(C, rows.first.options());
+  const auto at = at::floor_divide(rows.first, C).unsqueeze(-1) + at::arange(K, row.options());
+  const auto header = at::arange(header_k.size(1), row.options());
+  // The own header is a row of the own chunk.
+  const auto unseen = (header >= at.unsqueeze(-1)).unsqueeze(1).unsqueeze(1).unsqueeze(4);
+  const auto own = at_least_fp32(at::einsum("nkchgd,nkehd->nhgkce", {q, k}))
+                       .masked_fill(row > row.unsqueeze(-1), never),
+             past =
+                 at_least_fp32(at::einsum("nkchgd,nshd->nhgkcs", {q, header_k})).masked_fill(unseen, never);
+  const auto p = at::cat({own, past}, -1).softmax(-1).to(v.scalar_type());
+  const auto o = at::einsum("nhgkce,nkehd->nkchgd", {p.slice(-1, 0, C), v}) +
+                 at::einsum("nhgkcs,nshd->nkchgd", {p.slice(-1, C), header_v});
+  return o.flatten(3, 4).flatten(1, 2).slice(1, 0, T);
 }
 
 CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
@@ -44,33 +152,87 @@ CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, C
 
 void CompressAttendImpl::reset_parameters() { torch::nn::init::normal_(header); }
 
-Output CompressAttendImpl::run(const Tensor& now, const Call& call) {
-  check_packing(now, call.cu_seqlens);
+// The state: {x, header, k, v, tokens, known}: the inputs of the chunk that goes on and its header, keys and
+// values of its tokens and of all headers, how far the sequences reach.
+Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
+  check_packing(x, call.cu_seqlens);
+  check_mask(x, call.attention_mask);
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
                     "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
-  const Extended all(now, call.attention_mask, call.state);
-  const auto T = all.x.size(1), C = options.chunk;
-  Tensor y;
-  if (!all.valid.defined() && !call.cu_seqlens.defined()) {
-    const auto K = (T + C - 1) / C;
-    const auto tokens = at::constant_pad_nd(all.x, {0, 0, 0, K * C - T}).unflatten(1, {K, C});
-    const auto first = at::arange(K, now.options().dtype(at::kLong)) == 0;
-    y = attend(tokens, first, {}).flatten(1, 2).slice(1, 0, T);
-  } else {
-    const ChunkTable table(all.x, C, all.valid, call.cu_seqlens);
-    y = table.gather(attend(table.spread(all.x), table.index == 0, table.cu_chunks));
+  const auto C = options.chunk;
+  State kept;
+  if (call.cu_seqlens.defined()) {
+    const ChunkTable table(x, C, call.cu_seqlens);
+    const auto tokens = table.spread(x);
+    return {table.gather(attend(headers(tokens, header, table.index == 0), tokens, {.chunk = C + 1}, kept,
+                                table.cu_chunks)),
+            {}};
   }
-  return {y.slice(1, T - now.size(1)), all.state()};
+  const bool past = !call.state.empty();
+  if (past && !call.attention_mask.defined() && x.size(1) == 1) {
+    return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
+  }
+  const auto& before = call.state.tensors;
+  const auto reached = past ? Reached{before[4], before[5]} : Reached();
+  const bool keeps = past || call.use_cache;
+  const Continuation table(x, C, call.attention_mask, reached, keeps);
+  const auto tokens = table.spread(x, past ? before[0] : Tensor());
+  const auto heads = headers(tokens, past ? before[1].unsqueeze(1) : header,
+                             at::arange(table.chunks, table.begun.options()) == 0);
+  ChunkRows rows{.chunk = C + 1};
+  if (keeps) {
+    const auto& n = table.reached.tokens;
+    rows.first = table.begun * (C + 1);
+    rows.end = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
+    // Every sequence's rows have slots, those after its last token too.
+    rows.headers = table.chunks + (past ? reached.most() / C : 0);
+    if (past) kept = {{before[2], before[3]}};
+  }
+  auto y = table.gather(attend(heads, tokens, rows, kept, {}));
+  // There may be no valid token before a masked one.
+  if (call.attention_mask.defined())
+    y = y.masked_fill(call.attention_mask.to(at::kBool).logical_not().unsqueeze(-1), 0);
+  if (!call.use_cache) return {y, {}};
+  return {y,
+          {{table.last(tokens), table.last(heads), kept.tensors[0], kept.tensors[1], table.reached.tokens,
+            table.reached.known}}};
 }
 
-// tokens [B, K, C, hidden_size] of sequences whose first chunks are marked in `first` [K].
-Tensor CompressAttendImpl::attend(const Tensor& tokens, const Tensor& first, const Tensor& cu_chunks) {
-  const auto before = at::constant_pad_nd(compress(tokens.flatten(2)), {0, 0, 1, 0}).slice(1, 0, -1);
-  const auto headers = at::where(first.unsqueeze(-1), header.to(before.scalar_type()), before);
-  const auto rows = at::cat({headers.unsqueeze(2), tokens}, 2);
-  const auto cu_rows = cu_chunks.defined() ? cu_chunks * (options.chunk + 1) : Tensor();
-  const auto y = attention(rows.flatten(1, 2), Tensor(), State(), false, cu_rows).first;
-  return y.view_as(rows).slice(2, 1);
+// tokens [B, K, C, hidden_size] -> each chunk's header, [B, K, hidden_size]: `first` where `where` [K] is
+// true, else what the chunk before has become.
+Tensor CompressAttendImpl::headers(const Tensor& tokens, const Tensor& first, const Tensor& where) {
+  const auto all = at::constant_pad_nd(compress(tokens.slice(1, 0, -1).flatten(2)), {0, 0, 1, 0});
+  return at::where(where.unsqueeze(-1), first.to(all.scalar_type()), all);
+}
+
+// headers [B, K, hidden_size] and their chunks' tokens -> the tokens' outputs [B, K, C, hidden_size].
+Tensor CompressAttendImpl::attend(const Tensor& headers, const Tensor& tokens, const ChunkRows& rows,
+                                  State& kept, const Tensor& cu_chunks) {
+  const auto all = at::cat({headers.unsqueeze(2), tokens}, 2);
+  return attention->attend(all.flatten(1, 2), rows, kept, cu_chunks).view_as(all).slice(2, 1);
+}
+
+// One token [N, 1, hidden_size] of each sequence; writes the state's tensors.
+Output CompressAttendImpl::step(const Tensor& x, const State& state) {
+  const auto C = options.chunk;
+  auto inputs = state.tensors[0], header = state.tensors[1];
+  const Reached before{state.tensors[4], state.tensors[5]};
+  const auto& n = before.tokens;
+  const auto room = (before.most() + 1) / C + 1;
+  State kept{{with_room(state.tensors[2], C + 1, room), with_room(state.tensors[3], C + 1, room)}};
+  const auto sequence = at::arange(x.size(0), n.options());
+  inputs.index_put_({sequence, n.remainder(C)}, x.select(1, 0).to(inputs.scalar_type()));
+  if (const auto these = before.ended(C); these.defined()) {
+    // The next chunk's header: this token does not see it.
+    const auto next = compress(inputs.index_select(0, these).flatten(1));
+    const auto k = at::floor_divide(n.index_select(0, these), C) + 1;
+    header.index_copy_(0, these, next.to(header.scalar_type()));
+    const auto qkv = attention->project(next.unsqueeze(1), {.chunk = C + 1, .first = k * (C + 1)});
+    for (size_t i = 0; i < 2; ++i) kept.tensors[i].index_put_({these, k + C}, qkv[i + 1].select(1, 0));
+  }
+  const auto place = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
+  const auto y = attention->attend(x, single_row(C + 1, place, kept.tensors[0].size(1)), kept);
+  return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n + 1, before.known + 1}}};
 }
 
 namespace {

@@ -54,6 +54,10 @@ void read_value(const char* name, const json& value, TokenIds& field) {
   auto& ids = field.emplace<std::vector<int64_t>>();
   for (const auto& id : value) read_value(name, id, ids.emplace_back());
 }
+void read_value(const char* name, const json& value, std::vector<int64_t>& field) {
+  if (!value.is_array() || value.empty()) refuse_type(name, value, "a list of integers");
+  for (const auto& item : value) read_value(name, item, field.emplace_back());
+}
 template <class T>
 void read_value(const char* name, const json& value, std::optional<T>& field) {
   field = std::nullopt;
@@ -84,6 +88,9 @@ void check_value(const char*, bool, const Allowed&) {}
 void check_value(const char* name, const std::string& value, const Allowed& allowed) {
   TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is ",
                     quoted_word(value), "; expected one of ", c10::Join(", ", allowed.words));
+}
+void check_value(const char* name, const std::vector<int64_t>& value, const Allowed& allowed) {
+  for (const auto item : value) check_value(name, item, allowed);
 }
 void check_value(const char* name, const TokenIds& value, const Allowed& allowed) {
   if (const auto* id = std::get_if<int64_t>(&value)) return check_value(name, *id, allowed);
@@ -121,6 +128,8 @@ void check_mixers(const Config& c) {
   if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {c.mag_base, c.mag_mixer});
   std::ranges::sort(used);
   used.erase(std::unique(used.begin(), used.end()), used.end());
+  TORCH_CHECK_VALUE(!c.chunks || c.is_whole_cat(), "chunks is [", c10::Join(", ", *c.chunks),
+                    "]; expected none: it is for the whole CAT model, mixer 'cat', to choose from");
   for (const auto& name : used) {
     if (c.is_whole_cat() && name == "cat") {
       check_cat_model(c);

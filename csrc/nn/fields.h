@@ -38,6 +38,7 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("intermediate_size", c.intermediate_size, between(1, 1 << 24));
   visit("num_slots", c.num_slots, size);
   visit("chunk", c.chunk, between(1, describe("cat_attention").option("chunk").most));
+  visit("chunks", c.chunks, between(1, describe("cat_attention").option("chunk").most));
   visit("n", c.n, between(describe("delta_product").option("n").least, 4096));
   visit("gated", c.gated, any);
   visit("conv_size", c.conv_size, between(0, double(W.most)));

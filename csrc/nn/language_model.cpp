@@ -19,10 +19,19 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, int64_t intermediate_s
 
 // The mixer's state is the block's.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
-  auto [y, state] =
-      mixer->forward(mixer_norm(x), call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
-  const auto h = x + y;
-  return {h + mlp(mlp_norm(h)), state};
+  State after;
+  const auto y = around(x, [&](const Tensor& normed) {
+    auto [mixed, state] =
+        mixer->forward(normed, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+    after = std::move(state);
+    return mixed;
+  });
+  return {y, after};
+}
+
+Tensor BlockImpl::around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix) {
+  const auto h = x + mix(mixer_norm(x));
+  return h + mlp(mlp_norm(h));
 }
 
 ModelImpl::ModelImpl(const Config& config)
@@ -83,6 +92,13 @@ LanguageModelImpl::LanguageModelImpl(const Config& given) : config(affordable(gi
       torch::nn::init::normal_(embedding->weight, 0.0, *config.initializer_range);
     }
   }
+}
+
+void LanguageModelImpl::set_chunk(int64_t chunk) {
+  auto* cat = dynamic_cast<CatModelImpl*>(model.get());
+  TORCH_CHECK_VALUE(cat != nullptr, "chunk is ", chunk,
+                    "; expected none: it is for the whole CAT model to choose");
+  cat->set_chunk(chunk);
 }
 
 Tensor LanguageModelImpl::head(const Tensor& x) const {

@@ -88,15 +88,19 @@ void check_packing(const Tensor& x, const Tensor& cu_seqlens) {
                     " rows; expected [N + 1] and one row, which packs N sequences");
 }
 
+std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid) {
+  const auto count = valid.sum(1);
+  const auto place =
+      at::where(valid, valid.cumsum(1) - 1, count.unsqueeze(-1) + valid.logical_not().cumsum(1) - 1);
+  const auto token = at::arange(valid.size(1), place.options()).expand_as(place);
+  return {at::empty_like(place).scatter_(1, place, token), place, count};
+}
+
 Output RecurrentLayerImpl::run(const Tensor& x, const Call& call) {
   if (!call.attention_mask.defined()) return mix(x, call);
   check_mask(x, call.attention_mask);
-  const auto valid = call.attention_mask.to(at::kBool);
-  const auto count = valid.sum(1, /*keepdim=*/true);
-  const auto place = at::where(valid, valid.cumsum(1) - 1, count + valid.logical_not().cumsum(1) - 1);
-  const auto token = at::arange(x.size(1), place.options()).expand_as(place);
-  const auto order = at::empty_like(place).scatter_(1, place, token);
-  const auto bounds = at::cat({at::zeros_like(count), count}, 1);
+  const auto [order, place, count] = valid_first(call.attention_mask.to(at::kBool));
+  const auto bounds = at::stack({at::zeros_like(count), count}, 1);
   auto [y, state] = mix(x.take_along_dim(order.unsqueeze(-1), 1), {{}, call.state, call.use_cache, bounds});
   return {y.take_along_dim(place.unsqueeze(-1), 1), state};
 }

@@ -34,13 +34,16 @@ inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, 
 void check_mask(const Tensor& x, const Tensor& attention_mask);
 void check_packing(const Tensor& x, const Tensor& cu_seqlens);
 
+// The order [B, T] that moves each row's valid tokens to its front, each token's place in it, and how many
+// are valid, [B]. Both parts keep their order.
+std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
+
 // x [B, T, ...] and its mask behind those that an earlier call kept as {x, mask}; a mask on one side only is
 // completed by ones on the other.
 struct Extended {
   Tensor x, valid;
 
   Extended(const Tensor& x, const Tensor& attention_mask, const State& past);
-  State state() const { return {{x, valid}}; }
 };
 
 }  // namespace girih::nn

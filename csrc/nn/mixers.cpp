@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "../ops/operator.h"
 
@@ -69,7 +70,9 @@ double least_parameters(const Config& c) {
   double count = V * h * (c.tie_word_embeddings ? 1 : 2);
   if (c.is_whole_cat()) {
     const double w = *c.compressor_hidden_size;
-    count += V * w + w * (double(c.max_position_embeddings) / double(c.chunk)) + double(c.chunk) * w * h +
+    const auto lengths = chunk_lengths(c);
+    const double all = double(std::accumulate(lengths.begin(), lengths.end(), int64_t(0)));
+    count += V * w + w * (double(c.max_position_embeddings) / double(lengths[0])) + all * w * h +
              double(*c.compressor_layers) * (4 * w * w + 3 * w * std::floor(inner * w / h)) +
              double(c.num_hidden_layers) * (least_of(c, "attention") + 3 * h * inner);
   } else {

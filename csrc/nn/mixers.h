@@ -53,6 +53,11 @@ void expect_pairs(const Config& config);
 // a slip of the pen. why: what bounds them.
 void expect_parameters(const Config& config, double most, const char* why);
 
+// The chunk lengths of the whole CAT model: `chunks`, or `chunk` alone.
+inline std::vector<int64_t> chunk_lengths(const Config& config) {
+  return config.chunks.value_or(std::vector<int64_t>{config.chunk});
+}
+
 // What the whole CAT model asks, where `mixer` is "cat" and not a list.
 void check_cat_model(const Config& config);
 

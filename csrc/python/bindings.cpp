@@ -60,6 +60,7 @@ PYBIND11_MODULE(_C, m) {
       .def("generate", &generate, py::arg("input_ids"), py::arg("max_new_tokens") = 64,
            py::arg("temperature") = 0.0, py::arg("top_k") = py::none(), py::arg("eos_token_id") = py::none(),
            py::arg("attention_mask") = py::none(), no_gil)
+      .def("set_chunk", &LanguageModelImpl::set_chunk, py::arg("chunk"))
       .def("named_parameters", [](const LanguageModelImpl& model) { return named(model.named_parameters()); })
       .def("named_buffers", [](const LanguageModelImpl& model) { return named(model.named_buffers()); });
 }

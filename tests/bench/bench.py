@@ -5,7 +5,7 @@ shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is t
 shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
 `OP=model` measures training and decoding of whole models (train_speed.py; SHAPE: names of models, CONTEXT:
 tokens of a row), `OP=accelerate` layers of transformers' models before and after `girih.accelerate`
-(accelerated.py).
+(accelerated.py), `OP=generation` CAT's generation beside a Transformer's (generation.py).
 """
 
 import argparse
@@ -29,7 +29,7 @@ def chosen(ops, names):
     """The shapes of these operators (None: all), or those of these names."""
     for op in ops or []:
         if op not in SHAPES:
-            refuse(f"op {op}: unknown, there are {', '.join(SHAPES)}, model, accelerate")
+            refuse(f"op {op}: unknown, there are {', '.join(SHAPES)}, model, accelerate, generation")
     shapes = [shape for op in ops or SHAPES for shape in SHAPES[op]]
     for name in names or []:
         if name not in {shape.name for shape in shapes}:
@@ -108,7 +108,9 @@ def measure(card, shape, with_peers, touched):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="bench", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--op", help=f"names with commas (default: all operators): {', '.join(SHAPES)}, model, accelerate"
+        "--op",
+        help=f"names with commas (default: all operators): {', '.join(SHAPES)}; or one of model, accelerate, "
+        "generation",
     )
     parser.add_argument("--shape", help="names with commas (default: all)")
     parser.add_argument("--context", type=int, help="of models: tokens of a row")
@@ -127,6 +129,10 @@ def main(argv=None):
         import accelerated
 
         return accelerated.main(["--folder", str(options.folder)])
+    if ops == ["generation"]:
+        import generation
+
+        return generation.main(["--folder", str(options.folder)])
     shapes = chosen(ops, options.shape.split(",") if options.shape else None)
 
     from measure import Card

@@ -149,6 +149,29 @@ TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]
   CHECK_THROWS_AS(model(ids(1, 2 * kChunk + 1), at::ones({1, 2 * kChunk + 1})), c10::ValueError);
 }
 
+TEST_CASE("CAT keeps a slot for each header and for one chunk", "[nn]") {
+  const at::NoGradGuard no_grad;
+  nn::Config config{.vocab_size = 11,
+                    .hidden_size = kHidden,
+                    .num_hidden_layers = 2,
+                    .mixer = "cat",
+                    .num_heads = 2,
+                    .chunk = kChunk};
+  auto model = in_double(config);
+  auto state = model(ids(2, 39 * kChunk), Tensor(), nn::State(), true).second;
+  const auto slots = [&] { return state.parts[0].tensors[0].size(1); };
+  CHECK(state.parts.size() == 2);
+  CHECK(slots() == 48 + kChunk - 1);  // 40 headers, and room for the next
+  const auto* at = state.parts[1].tensors[1].data_ptr();
+  for (int64_t t = 0; t < 8 * kChunk; ++t) {
+    state = model(ids(2, 1), Tensor(), state, true).second;
+    CHECK((state.parts[1].tensors[1].data_ptr() == at));
+  }
+  CHECK(slots() == 48 + kChunk - 1);
+  for (int64_t t = 0; t < kChunk; ++t) state = model(ids(2, 1), Tensor(), state, true).second;
+  CHECK(slots() == 64 + kChunk - 1);
+}
+
 TEST_CASE("Packed sequences are the sequences in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {

@@ -163,3 +163,44 @@ def test_without_a_gpu_it_says_so(capsys):
         bench.main([])
     assert stop.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["CAT C=8", "Transformer"])
+@torch.no_grad()
+def test_what_generation_measures_writes_the_models_text(name):
+    """Small, on the CPU, without graphs: token by token over a cache that is allocated at once, twice."""
+    import generation
+    from girih.models import GirihConfig, GirihForCausalLM
+
+    small = {"vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    small |= {"initializer_range": 0.3}
+    if "CAT" in name:
+        small |= {"compressor_hidden_size": 16, "compressor_layers": 1}
+    torch.manual_seed(0)
+    model = GirihForCausalLM(GirihConfig(**generation.models()[name] | small)).eval()
+    first, length = torch.tensor([[3], [9]]), 30
+    expected = model.generate(first, max_new_tokens=length - 1, do_sample=False)
+    decoder = generation.Decoder(model, 2, length)
+    ended = []
+    for _ in range(2):
+        decoder.go_to(0)
+        decoder.token.copy_(first)
+        written = [first]
+        for t in range(length - 1):
+            ended.append(decoder.ends(t))
+            decoder.step()
+            written.append(decoder.token.clone())
+        assert torch.cat(written, 1).equal(expected)
+    assert sum(ended) == (2 * 3 if "CAT" in name else 0)
+    slots = 7 + 16 if "CAT" in name else length
+    assert decoder.bytes_of_a_sequence() == 2 * 2 * slots * 32 * 4
+
+
+def test_the_table_of_generation_compares_within_a_length():
+    import generation
+
+    row = {"parameters": 1, "batch": 2, "cache_bytes": 2**20, "ms_a_step": 1.0, "tokens_per_second": 300}
+    slow = row | {"cache_bytes": 8 * 2**20, "tokens_per_second": 100}
+    rows = {"1024": {"CAT C=8": row, "Transformer": slow}}
+    text = generation.table({"rows": rows, "device": "a card", "versions": "torch", "date": "2026-01-01"})
+    assert "| 300 | 3.00x | 1.0 | 8.0x less |" in text

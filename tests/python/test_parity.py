@@ -20,6 +20,7 @@ VARIANTS = {
     "lattice encode": {"mixer": "lattice", "objective": "encode", "gated": False},
     "learned mixture": {"mixer": "mag", "mag_base": "gsa", "mag_learned": True, "mag_cross": True},
     "hybrid running": {"mixer": ["cat", "gsa"], "running_positions": True},
+    "cat adaptive": {"mixer": "cat", "chunks": [2, 4, 8]},
     "cat running": {"mixer": "cat", "running_positions": True, "num_kv_heads": 2, "num_hidden_layers": 4},
 }
 SIZES = {
@@ -223,6 +224,10 @@ def test_shards_and_their_dtype_are_read(tmp_path):
         {"mixer": "lattice", "num_kv_heads": 2},
         {"mixer": "attention", "head_dim": 3},
         {"mixer": "cat", "compressor_hidden_size": 33},
+        {"mixer": "cat", "chunks": [4, 6]},
+        {"mixer": "cat", "chunks": [8, 32]},
+        {"mixer": ["cat"] * 4, "chunks": [16]},
+        {"chunks": [0]},
         {"mixer": "cat", "intermediate_size": 1},
         {"feature": "sine"},
         {"phi": "sine"},

@@ -35,6 +35,8 @@ struct Config {
   std::optional<int64_t> num_kv_heads = {}, head_dim = {}, intermediate_size = {};
   int64_t num_slots = 64;
   int64_t chunk = 16;
+  // Of the CAT model, the chunk lengths that a call may choose, ascending multiples of the first.
+  std::optional<std::vector<int64_t>> chunks = {};
   int64_t n = 2;
   bool gated = true;
   std::optional<int64_t> conv_size = {};
@@ -88,8 +90,9 @@ class ModelImpl : public LayerImpl {
   Output run(const Tensor& ids, const Call& call) override;
 };
 
-// f(c): a chunk of C tokens as one vector of the decoder's width. chunks [B, K, C], index [K] -> [B, K,
-// hidden_size].
+// f(c): a chunk of C tokens as one vector of the decoder's width. chunks [B, K, C], index [K] or [B, K] ->
+// [B, K, hidden_size]. With several chunk lengths each has columns of its own in `proj`, and places are
+// counted in the shortest, so that a place means the same token in all.
 class CompressorImpl : public Module {
  public:
   explicit CompressorImpl(const Config& config);
@@ -99,16 +102,22 @@ class CompressorImpl : public Module {
   torch::nn::ModuleList layers{nullptr};  // of Block
   RMSNorm norm{nullptr};
   torch::nn::Linear proj{nullptr};
+
+ private:
+  std::vector<int64_t> lengths_;
 };
 TORCH_MODULE(Compressor);
 
 // CAT, the compress and attend transformer, as a whole model. Chunk k is the rows [header_k, x_{kC}, ...,
-// x_{kC+C-2}], header_k = f(c_{k-1}), header_0 learned; token t's output is row t + 1. The state keeps the
-// tokens, and a call computes the model anew on them.
+// x_{kC+C-2}], header_k = f(c_{k-1}), header_0 learned; token t's output is row t + 1. The state has slots
+// for K headers and one chunk in each layer: a token is one row over them, and a chunk that it ends one call
+// of the compressor. A cached call with a mask waits for how many tokens are valid.
 class CatModelImpl : public LayerImpl {
  public:
   explicit CatModelImpl(const Config& config);
   void reset_parameters();
+  // The chunk of the calls that begin sequences from now on, one of the configuration's `chunks`.
+  void set_chunk(int64_t chunk);
 
   torch::nn::Embedding embed_tokens{nullptr};
   Tensor header;
@@ -120,7 +129,12 @@ class CatModelImpl : public LayerImpl {
   Output run(const Tensor& ids, const Call& call) override;
 
  private:
-  Tensor decode(const Tensor& chunks, const Tensor& index, const Tensor& cu_rows);
+  Tensor first_header(int64_t chunk) const;
+  Tensor headers(const Tensor& chunks, const Tensor& first, const Tensor& index, const Tensor& where);
+  Tensor decode(Tensor x, const ChunkRows& rows, std::vector<State>& kept, const Tensor& cu_chunks = {});
+  Tensor rows_of(const Tensor& headers, const Tensor& chunks);
+  Output step(const Tensor& ids, const State& state);
+  std::vector<int64_t> lengths_;
   int64_t chunk_, max_position_embeddings_;
   double initializer_range_;
 };
@@ -151,6 +165,9 @@ class LanguageModelImpl : public LayerImpl {
   Tensor loss(const Tensor& ids, const Tensor& labels = {});
   // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens].
   Tensor generate(const Tensor& ids, const GenerateOptions& options = {});
+  // Of an adaptive CAT: the chunk of the calls that begin sequences from now on, one of config.chunks, and
+  // config.chunk before the first call of this.
+  void set_chunk(int64_t chunk);
   // config.json and model.safetensors, which Python's from_pretrained reads.
   void save_pretrained(const std::string& folder) const;
 

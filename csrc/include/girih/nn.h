@@ -402,11 +402,29 @@ struct ChunkAttentionOptions {
   bool running_positions = false;  // chunk k starts at position k, not at 0
 };
 
-// Attention of rows in chunks, row 0 of each its header (ops::cat_attention). There is no mask and no state;
-// cu_seqlens counts rows and cuts between chunks.
+// Where the rows of a call stand, and what their sequences keep. Without `first` each sequence begins here
+// and nothing is kept.
+struct ChunkRows {
+  int64_t chunk;        // rows of a chunk, the header among them
+  Tensor first = {};    // [N]: the place of each one's first row; the start of a chunk if there are several
+  Tensor end = {};      // [N]: the place after the last row that stays
+  int64_t headers = 0;  // how many headers the sequences have at most after the call
+  Tensor slot = {};     // of a single row: where its key goes, [N]
+  Tensor see = {};      // and which slots it reads, [N, 1, 1, slots]
+};
+
+// Attention of rows in chunks, row 0 of each its header (ops::cat_attention). As a layer it has no mask and
+// no state; cu_seqlens counts rows and cuts between chunks.
 class ChunkAttentionImpl : public LayerImpl {
  public:
   ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
+
+  // x [N, rows, hidden_size] -> y. kept: turned keys and values {k, v} [N, slots, heads, head_dim], chunk - 1
+  // slots for the rows that follow the current chunk's header, then one slot for each header; empty at the
+  // start. A single row writes them in place.
+  Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {});
+  // Queries, keys and values of x [N, rows, hidden_size], queries and keys turned to their places.
+  std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows, const Tensor& cu_chunks = {});
 
   ChunkAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -415,6 +433,8 @@ class ChunkAttentionImpl : public LayerImpl {
   Output run(const Tensor& x, const Call& call) override;
 
  private:
+  Tensor step(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& kept) const;
+  Tensor extend(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& kept) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
 };
@@ -423,7 +443,8 @@ TORCH_MODULE(ChunkAttention);
 // A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
 //   header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}],   chunk k: [header_k, x_{kC}, ...,
 //   x_{kC+C-1}]
-// options.chunk is C. The state keeps the inputs, and a call computes the layer anew.
+// options.chunk is C. The state has a slot for each header and for each token of one chunk; a token is one
+// row over them, and a finished chunk one product with W_c.
 class CompressAttendImpl : public LayerImpl {
  public:
   CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
@@ -438,7 +459,10 @@ class CompressAttendImpl : public LayerImpl {
   Output run(const Tensor& x, const Call& call) override;
 
  private:
-  Tensor attend(const Tensor& tokens, const Tensor& first, const Tensor& cu_chunks);
+  Tensor headers(const Tensor& tokens, const Tensor& first, const Tensor& where);
+  Tensor attend(const Tensor& headers, const Tensor& tokens, const ChunkRows& rows, State& kept,
+                const Tensor& cu_chunks);
+  Output step(const Tensor& x, const State& state);
 };
 TORCH_MODULE(CompressAttend);
 
@@ -470,6 +494,8 @@ TORCH_MODULE(MixAttention);
 class BlockImpl : public LayerImpl {
  public:
   BlockImpl(AnyLayer mixer, int64_t hidden_size, int64_t intermediate_size, double norm_eps = 1e-6);
+  // The block around what `mix` makes of the normed x.
+  Tensor around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix);
 
   RMSNorm mixer_norm{nullptr};
   AnyLayer mixer;

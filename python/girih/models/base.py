@@ -79,6 +79,7 @@ class Backbone(GirihPreTrainedModel):
     are cu_seqlens `[N + 1]`, or what transformers' collators call cu_seq_lens_q; or they start where seq_idx
     `[1, T]` changes or position_ids `[1, T]` restart, which is read on the host. position_ids that rise by
     one say nothing else, and others are refused. Packed sequences and training keep no cache unless asked.
+    chunk is an adaptive CAT's alone: the chunk of this call, one of `config.chunks`.
 
     Not read, as what is read says it: cache_position, cu_seq_lens_k, max_length_q, max_length_k.
     """
@@ -101,6 +102,7 @@ class Backbone(GirihPreTrainedModel):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        chunk: int | None = None,
     ) -> BaseModelOutputWithPast | tuple:
         config = self.config
         if output_attentions or (output_attentions is None and config.output_attentions):
@@ -120,7 +122,9 @@ class Backbone(GirihPreTrainedModel):
             use_cache = config.use_cache and not self.training and cu_seqlens is None
         if past_key_values is None and use_cache:
             past_key_values = self.new_cache()
-        every = self.hidden_states(input_ids, inputs_embeds, attention_mask, past_key_values, cu_seqlens)
+        every = self.hidden_states(
+            input_ids, inputs_embeds, attention_mask, past_key_values, cu_seqlens, chunk
+        )
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
         output = BaseModelOutputWithPast(
@@ -138,6 +142,7 @@ class Backbone(GirihPreTrainedModel):
         attention_mask: Tensor | None,
         cache: GirihCache | None,
         cu_seqlens: Tensor | None,
+        chunk: int | None,
     ) -> list[Tensor]:
         """What goes into each block, and what comes out of the last one and the norm. Moves the cache on."""
 

@@ -1,5 +1,7 @@
 """CAT, the compress and attend transformer, as a whole model."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,11 +9,11 @@ from torch import Tensor, nn
 from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
-from girih.nn import Attention, Block, ChunkAttention, RMSNorm
+from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
 from girih.nn.attention_call import own_mask
-from girih.nn.chunks import chunk_table
+from girih.nn.chunk_attention import KeyValues, single_row, with_room
+from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
 from girih.nn.masking import check_mask
-from girih.nn.state import History, extended
 
 
 class Compressor(nn.Module):
@@ -19,7 +21,10 @@ class Compressor(nn.Module):
 
     A learned token for the chunk's place in its sequence stands in front of the chunk's tokens; bidirectional
     blocks and a norm follow, then one linear map of the C token outputs side by side.
-    chunks `[B, K, C]`, index `[K]` -> `[B, K, hidden_size]`.
+    chunks `[B, K, C]`, index `[K]` or `[B, K]` -> `[B, K, hidden_size]`.
+
+    With several chunk lengths each has columns of its own in the map, and places are counted in the shortest,
+    so that a place means the same token in all.
     """
 
     def __init__(self, config: GirihConfig):
@@ -27,7 +32,8 @@ class Compressor(nn.Module):
         width = config.compressor_hidden_size
         heads, intermediate = width // config.head_dim, config.intermediate_size * width // config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.position = nn.Embedding(-(-config.max_position_embeddings // config.chunk), width)
+        self.chunks = config.chunks or [config.chunk]
+        self.position = nn.Embedding(-(-config.max_position_embeddings // self.chunks[0]), width)
         self.layers = nn.ModuleList(
             Block(
                 Attention(width, heads, head_dim=config.head_dim, rope_theta=config.rope_theta, causal=False),
@@ -38,15 +44,36 @@ class Compressor(nn.Module):
             for _ in range(config.compressor_layers)
         )
         self.norm = RMSNorm(width, config.norm_eps)
-        self.proj = nn.Linear(config.chunk * width, config.hidden_size, bias=False)
+        self.proj = nn.Linear(sum(self.chunks) * width, config.hidden_size, bias=False)
 
     def forward(self, chunks: Tensor, index: Tensor, run_block) -> Tensor:
-        B, K, _ = chunks.shape
-        place = self.position(index.clamp(max=self.position.num_embeddings - 1)).expand(B, K, -1)
+        B, K, C = chunks.shape
+        place = index * (C // self.chunks[0])
+        place = self.position(place.clamp(max=self.position.num_embeddings - 1)).expand(B, K, -1)
         x = torch.cat((place[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
         for block in self.layers:
             x, _ = run_block(block, x)
-        return self.proj(self.norm(x)[:, 1:].flatten(1)).unflatten(0, (B, K))
+        x = self.norm(x)[:, 1:].flatten(1)
+        if len(self.chunks) == 1:
+            return self.proj(x).unflatten(0, (B, K))
+        before = sum(self.chunks[: self.chunks.index(C)]) * self.norm.weight.shape[0]
+        return F.linear(x, self.proj.weight[:, before : before + x.shape[1]]).unflatten(0, (B, K))
+
+
+class CatState(NamedTuple):
+    """K headers and one chunk: `ids [N, C]` the tokens of the chunk that goes on, `header [N, hidden_size]`
+    its header, keys and values of its rows and of all headers in each layer, and how far they reach."""
+
+    ids: Tensor
+    header: Tensor
+    kv: tuple[KeyValues, ...]
+    reached: Reached
+
+    def with_room(self, tokens: int) -> "CatState":
+        """The same with slots for sequences of so many tokens, so that no step until then makes new tensors
+        for them: what a CUDA graph of a step needs."""
+        C = self.ids.shape[1]
+        return self._replace(kv=map_state(lambda part: with_room(part, C, tokens // C + 1), self.kv))
 
 
 class CatModel(Backbone):
@@ -54,16 +81,25 @@ class CatModel(Backbone):
 
     Chunk k is the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`: header_k = f(c_{k-1}), header_0 is learned, and
     a chunk's last token is never fed. Row r of a sequence predicts its token r, so token t's output is row t
-    + 1. A `Backbone`, whose arguments it takes but inputs_embeds. The cache keeps the tokens, and a call
-    computes all of them anew.
+    + 1. A `Backbone`, whose arguments it takes but inputs_embeds.
+
+    The cache has slots for K headers and one chunk in each layer. A token is one row over them, and a chunk
+    that it ends one call of the compressor. How far the sequences have come is known on the host: a cached
+    call with a mask waits for it.
+
+    Adaptive, with `config.chunks`: `chunk` is the chunk of this call, one of those; by default it is the
+    cache's, in training one that is drawn at random from torch's generator, else `config.chunk`. Each has its
+    own header_0, which tells the decoder which it is, and its own linear map behind the compressor.
     """
 
     undecayed = ("header",)
 
     def __init__(self, config: GirihConfig):
         super().__init__(config)
+        self.chunks = config.chunks or [config.chunk]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.header = nn.Parameter(torch.empty(config.hidden_size))
+        lengths = [len(self.chunks)] if config.chunks else []
+        self.header = nn.Parameter(torch.empty(*lengths, config.hidden_size))
         self.compressor = Compressor(config)
         self.layers = nn.ModuleList(
             Block(
@@ -89,6 +125,24 @@ class CatModel(Backbone):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.header, std=self.config.initializer_range)
 
+    def chosen(self, chunk: int | None, state: CatState | None) -> int:
+        """The chunk of a call, checked."""
+        begun = None if state is None else state.ids.shape[1]
+        if chunk is None:
+            if begun is not None:
+                return begun
+            if self.training and len(self.chunks) > 1:
+                return self.chunks[int(torch.randint(len(self.chunks), ()))]
+            return self.config.chunk
+        if chunk not in self.chunks:
+            raise ValueError(
+                f"chunk is {chunk!r}; expected one of {', '.join(map(str, self.chunks))}, "
+                "which the model was made for (chunks in its configuration)"
+            )
+        if begun is not None and chunk != begun:
+            raise ValueError(f"chunk is {chunk}; expected {begun}, with which the cache was begun")
+        return chunk
+
     def hidden_states(
         self,
         input_ids: Tensor | None,
@@ -96,6 +150,7 @@ class CatModel(Backbone):
         attention_mask: Tensor | None,
         cache: GirihCache | None,
         cu_seqlens: Tensor | None,
+        chunk: int | None,
     ) -> list[Tensor]:
         if inputs_embeds is not None:
             raise ValueError(
@@ -105,42 +160,104 @@ class CatModel(Backbone):
             raise ValueError(
                 "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
             )
-        past = None if cache is None else cache.layers[0]
-        mask = own_mask(attention_mask, input_ids.shape[1])
+        T = input_ids.shape[1]
+        mask = own_mask(attention_mask, T)
         check_mask(input_ids, mask, cu_seqlens)
-        ids, valid, new = extended(input_ids, mask, None if past is None else past.state)
-        C, T = self.config.chunk, ids.shape[1]
-        # Masked tokens count here: how many are valid is not known without a wait, nor are packed lengths.
-        most = self.config.max_position_embeddings
-        if cu_seqlens is None and most < T:
-            raise ValueError(f"input_ids has {T} tokens; expected at most max_position_embeddings, {most}")
-        if past is not None:
-            past.advance(History(ids, valid), new)
-        if valid is None and cu_seqlens is None:
-            K = T // C + 1
-            chunks, index = (
-                F.pad(ids, (0, K * C - T)).unflatten(1, (K, C)),
-                torch.arange(K, device=ids.device),
+        state = None if cache is None else cache.layers[0].state
+        C = self.chosen(chunk, state)
+        if cu_seqlens is not None:
+            table = chunk_table(input_ids, C, cu_seqlens, room=1)
+            chunks = table.spread(input_ids, C)
+            headers = self.headers(chunks, self.first_header(C), table.index, table.first[None, :, None])
+            rows, _ = self.decode(headers, chunks, ChunkRows(C), table.cu_chunks * C)
+            return [table.gather(x, shift=1) for x in rows]
+        # Masked tokens count here: how many of a call are valid is not known without a wait.
+        longest = T + (0 if state is None else most(state.reached.known))
+        if longest > self.config.max_position_embeddings:
+            raise ValueError(
+                f"input_ids has {longest} tokens; expected at most max_position_embeddings, "
+                f"{self.config.max_position_embeddings}"
             )
-            every = [y.flatten(1, 2)[:, 1 : T + 1] for y in self.decode(chunks, index, None)]
+        if state is not None and mask is None and T == 1:
+            every, state = self.step(input_ids, state)
         else:
-            table = chunk_table(ids, C, valid, cu_seqlens, room=1)
-            rows = self.decode(table.spread(ids, C), table.index, table.cu_chunks * C)
-            every = [table.gather(y, ids.shape, shift=1) for y in rows]
-        return [y[:, T - new :] for y in every]
+            every, state = self.several(input_ids, mask, state, C, cache is not None)
+        if cache is not None:
+            cache.layers[0].advance(state, T)
+        return every
 
-    def decode(self, chunks: Tensor, index: Tensor, cu_rows: Tensor | None) -> list[Tensor]:
-        """chunks `[B, K, C]` at the places `index [K]` -> the rows `[B, K, C, hidden_size]` before and after
-        each block.
+    def several(
+        self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, keep: bool
+    ) -> tuple[list[Tensor], CatState | None]:
+        """Tokens `[N, T]` after those of `state`: the chunk that goes on is read again from its start."""
+        past = state is not None
+        table = Continuation(ids, C, mask, state.reached if past else None, keep)
+        chunks = table.spread(ids, state.ids if past else None)
+        index = table.begun[:, None] + torch.arange(table.chunks, device=ids.device)
+        first = state.header[:, None] if past else self.first_header(C)
+        headers = self.headers(chunks, first, index, (index == index[:, :1])[..., None])
+        rows = ChunkRows(C)
+        if keep:
+            room = table.chunks + (most(state.reached.known) // C if past else 0)
+            rows = ChunkRows(C, table.begun * C, table.reached.tokens + 1, room)
+        every, kv = self.decode(headers, chunks, rows, None, state.kv if past else None)
+        every = [table.gather(x, shift=1) for x in every]
+        if not keep:
+            return every, None
+        return every, CatState(table.last(chunks), table.last(headers), kv, table.reached)
 
-        The last chunk is nobody's past, so it is not compressed. The last entry has passed the final norm.
-        """
-        past = self.compressor(chunks[:, :-1], index[:-1], self.run_block)
-        header = torch.where(index[:, None] == 0, self.header.to(past.dtype), F.pad(past, (0, 0, 1, 0)))
-        tokens = self.embed_tokens(chunks[:, :, :-1])
-        rows = torch.cat((header[:, :, None].to(tokens.dtype), tokens), 2)
-        every = [rows.flatten(1, 2)]
-        for block in self.layers:
-            every.append(self.run_block(block, every[-1], None, None, False, cu_rows)[0])
+    def step(self, ids: Tensor, state: CatState) -> tuple[list[Tensor], CatState]:
+        """One token `[N, 1]` of each sequence: its own row, or the header of the chunk that comes next where
+        it is the last one of a chunk. Writes the state's tensors unless gradients are asked."""
+        if torch.is_grad_enabled():
+            state = map_state(torch.clone, state)
+        C, n, known = state.ids.shape[1], state.reached.tokens, state.reached.known + 1
+        state = state.with_room(most(known))
+        sequence = torch.arange(ids.shape[0], device=ids.device)
+        state.ids[sequence, n % C] = ids[:, 0]
+        n.add_(1)
+        x = self.embed_tokens(ids)
+        if (ended := full(known, C, ids.device)) is not None:
+            place = (n[ended] // C - 1)[:, None]
+            header = self.compressor(state.ids[ended][:, None], place, self.run_block)[:, 0]
+            state.header[ended] = header.to(state.header.dtype)
+            x = x.index_put((sequence[ended],), header[:, None].to(x.dtype))
+        every, kv, row = [x], [], single_row(C, n, state.kv[0].k.shape[1])
+        for block, past in zip(self.layers, state.kv, strict=True):
+            x, kept = self.run_block(block, every[-1], None, row._replace(past=past), True, None)
+            every.append(x)
+            kv.append(kept)
         every[-1] = self.norm(every[-1])
-        return [x.view_as(rows) for x in every]
+        return every, CatState(state.ids, state.header, tuple(kv), Reached(n, known))
+
+    def first_header(self, chunk: int) -> Tensor:
+        return self.header if self.header.dim() == 1 else self.header[self.chunks.index(chunk)]
+
+    def headers(self, chunks: Tensor, first: Tensor, index: Tensor, where: Tensor) -> Tensor:
+        """chunks `[B, K, C]` at the places `index [K]` or `[B, K]` -> their headers `[B, K, hidden_size]`.
+
+        The last chunk is nobody's past, so it is not compressed. `first` is the header where `where` is true.
+        """
+        past = self.compressor(chunks[:, :-1], index[..., :-1], self.run_block)
+        return torch.where(where, first.to(past.dtype), F.pad(past, (0, 0, 1, 0)))
+
+    def decode(
+        self,
+        headers: Tensor,
+        chunks: Tensor,
+        rows: ChunkRows,
+        cu_rows: Tensor | None,
+        kv: tuple[KeyValues, ...] | None = None,
+    ) -> tuple[list[Tensor], tuple[KeyValues, ...]]:
+        """headers `[B, K, hidden_size]` and their chunks `[B, K, C]` -> the rows `[B, K, C, hidden_size]`
+        before and after each block, and what each layer keeps. The last rows have passed the final norm."""
+        tokens = self.embed_tokens(chunks[:, :, :-1])
+        x = torch.cat((headers[:, :, None].to(tokens.dtype), tokens), 2)
+        every, kept, shape = [x.flatten(1, 2)], [], x.shape
+        for i, block in enumerate(self.layers):
+            state = rows if kv is None else rows._replace(past=kv[i])
+            x, own = self.run_block(block, every[-1], None, state, rows.first is not None, cu_rows)
+            every.append(x)
+            kept.append(own)
+        every[-1] = self.norm(every[-1])
+        return [x.view(shape) for x in every], tuple(kept)

@@ -18,6 +18,8 @@ class GirihConfig(PretrainedConfig):
     num_heads, num_kv_heads, head_dim: queries, memories, width of each; by default one memory a query.
     num_slots: M of gsa, abc, trellis and lattice.
     chunk: C of trellis, lattice, cat and between_chunks.
+    chunks: of the CAT model, the chunk lengths that a call may choose, `chunk` among them: ascending
+        multiples of the first, as [4, 8, 16, 32].
     n: Householder steps of delta_product.
     gated: whether delta_product, trellis and lattice forget.
     conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
@@ -50,6 +52,7 @@ class GirihConfig(PretrainedConfig):
     intermediate_size: int | None = None
     num_slots: int = 64
     chunk: int = 16
+    chunks: list[int] | None = None
     n: int = 2
     gated: bool = True
     conv_size: int | None = None

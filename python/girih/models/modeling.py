@@ -52,7 +52,10 @@ class GirihModel(Backbone):
         attention_mask: Tensor | None,
         cache: GirihCache | None,
         cu_seqlens: Tensor | None,
+        chunk: int | None,
     ) -> list[Tensor]:
+        if chunk is not None:
+            raise ValueError(f"chunk is {chunk!r}; expected none: it is for the whole CAT model to choose")
         every = [self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds]
         mask = own_mask(attention_mask, every[0].shape[1])
         for i, block in enumerate(self.layers):
@@ -129,6 +132,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        chunk: int | None = None,
     ) -> CausalLMOutputWithPast | tuple:
         cu_seqlens = self.packed(
             input_ids,
@@ -149,6 +153,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             return_dict=True,
+            chunk=chunk,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, keep])

@@ -8,7 +8,8 @@ attention modules of transformers get, so it can stand in such a model as one.
 
 from girih.nn.attention import Attention, AttentionState, rotary
 from girih.nn.block import Block
-from girih.nn.compress_attend import ChunkAttention, CompressAttend
+from girih.nn.chunk_attention import ChunkAttention, ChunkRows
+from girih.nn.compress_attend import CompressAttend, CompressAttendState
 from girih.nn.decay import DecayGate
 from girih.nn.delta_product import DeltaProduct
 from girih.nn.gated_linear_attention import GatedLinearAttention
@@ -19,7 +20,7 @@ from girih.nn.mix_attention import MemoryAsGate, MixAttention, MixState, mix_wei
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import History, LayerState, map_state
+from girih.nn.state import LayerState, map_state
 from girih.nn.swiglu import SwiGLU
 from girih.nn.trellis import Trellis
 
@@ -29,14 +30,15 @@ __all__ = [
     "AttentionState",
     "Block",
     "ChunkAttention",
+    "ChunkRows",
     "CompressAttend",
+    "CompressAttendState",
     "DecayGate",
     "DeltaProduct",
     "GateLinear",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
-    "History",
     "Lattice",
     "Layer",
     "LayerState",

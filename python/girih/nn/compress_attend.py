@@ -1,73 +1,28 @@
 """CAT: attention to compressed past chunks and to the own chunk, as a layer."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih import ops
-from girih.nn.attention import rotary
 from girih.nn.attention_call import SequenceLayer
-from girih.nn.chunks import chunk_table
+from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, single_row, with_room
+from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
 from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
-from girih.nn.state import History, extended
+from girih.nn.state import map_state
 
 
-class ChunkAttention(SequenceLayer):
-    """Attention of rows in chunks, row 0 of each its header (the decoder of CAT).
+class CompressAttendState(NamedTuple):
+    """K headers and one chunk: `x [N, C, hidden_size]` the inputs of the chunk that goes on, `header
+    [N, hidden_size]` its header, keys and values of its tokens and of all headers, and how far they reach."""
 
-    A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary
-    positions are 0..chunk-1 in every chunk; with `running_positions` chunk k starts at k, as if each earlier
-    one were one token. x, y `[B, rows, hidden_size]`; `cu_seqlens` counts rows and cuts between chunks. There
-    is no mask and no state.
-
-    >>> ChunkAttention(64, num_heads=2, chunk=4)(torch.randn(3, 12, 64))[0].shape
-    torch.Size([3, 12, 64])
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        chunk: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        rope_theta: float = 10000.0,
-        running_positions: bool = False,
-    ):
-        super().__init__()
-        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
-        self.heads, self.head_dim, self.chunk = (num_heads, kv_heads, kv_heads), head_dim, chunk
-        self.rope_theta, self.running_positions = rope_theta, running_positions
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        state: None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, None]:
-        if attention_mask is not None or state is not None or use_cache:
-            raise ValueError(
-                "attention_mask, state, use_cache: rows of chunks have neither padding nor a state"
-            )
-        cu_chunks = None if cu_seqlens is None else cu_seqlens // self.chunk
-        row = torch.arange(x.shape[1], device=x.device)
-        position = row % self.chunk
-        if self.running_positions:
-            k = row // self.chunk
-            if cu_chunks is not None:
-                k = k - cu_chunks[torch.searchsorted(cu_chunks[1:-1], k, right=True)]
-            position = position + k
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
-        q, k = rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta)
-        o = ops.cat_attention(q, k, v, chunk=self.chunk, cu_chunks=cu_chunks)
-        return self.o_proj(o.flatten(-2)), None
+    x: Tensor
+    header: Tensor
+    kv: KeyValues
+    reached: Reached
 
 
 class CompressAttend(SequenceLayer):
@@ -77,13 +32,15 @@ class CompressAttend(SequenceLayer):
         chunk k:  [header_k, x_{kC}, ..., x_{kC+C-1}]
 
     A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed
-    sequences are laid on whole chunks of their own first. The state keeps the inputs, and a call computes the
-    layer anew. `torch.export` takes a dynamic T from C on with
-    `prefer_deferred_runtime_asserts_over_guards=True`, as C divides T or not.
+    sequences are laid on whole chunks of their own first. The state has a slot for each header and for each
+    token of one chunk, 1/C of a Transformer's; a token is one row over them, and a finished chunk one product
+    with W_c. `torch.export` takes a dynamic T from C on with `prefer_deferred_runtime_asserts_over_guards=
+    True`, as C divides T or not.
 
     >>> layer = CompressAttend(64, num_heads=2, chunk=4)
-    >>> layer(torch.randn(3, 10, 64))[0].shape
-    torch.Size([3, 10, 64])
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, layer(torch.randn(3, 1, 64), state=state, use_cache=True)[0].shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 1, 64]))
     """
 
     undecayed = ("header",)
@@ -121,37 +78,82 @@ class CompressAttend(SequenceLayer):
         self,
         x: Tensor,
         attention_mask: Tensor | None = None,
-        state: History | None = None,
+        state: CompressAttendState | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, History | None]:
+    ) -> tuple[Tensor, CompressAttendState | None]:
         check_mask(x, attention_mask, cu_seqlens)
         check_packing(x, cu_seqlens)
-        if cu_seqlens is not None and (use_cache or state is not None):
-            raise ValueError(
-                "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
-            )
-        x, valid, new = extended(x, attention_mask, state)
-        if valid is None and cu_seqlens is None:
-            # At least one row of padding: whether chunks are full must not show in a shape, or torch.export
-            # takes no dynamic T.
-            T, K = x.shape[1], x.shape[1] // self.chunk + 1
-            tokens = F.pad(x, (0, 0, 0, K * self.chunk - T)).unflatten(1, (K, self.chunk))
-            y = self.attend(tokens, torch.arange(K, device=x.device) == 0, None).flatten(1, 2)[:, :T]
-        else:
-            table = chunk_table(x, self.chunk, valid, cu_seqlens)
+        if cu_seqlens is not None:
+            if use_cache or state is not None:
+                raise ValueError(
+                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
+                )
+            table = chunk_table(x, self.chunk, cu_seqlens)
             tokens = table.spread(x, self.chunk)
-            y = table.gather(self.attend(tokens, table.first, table.cu_chunks), x.shape[:2])
-        return y[:, -new:], History(x, valid) if use_cache else None
+            headers = self.headers(tokens, self.header, table.first)
+            y, _ = self.attend(headers, tokens, None, table.cu_chunks)
+            return table.gather(y), None
+        if state is not None and attention_mask is None and x.shape[1] == 1:
+            in_place = use_cache and not torch.is_grad_enabled()
+            y, state = self.step(x, state if in_place else map_state(torch.clone, state))
+            return y, state if use_cache else None
+        past = state is not None
+        keep = use_cache or past
+        table = Continuation(x, self.chunk, attention_mask, state.reached if past else None, keep)
+        tokens = table.spread(x, state.x if past else None)
+        headers = self.headers(tokens, state.header[:, None] if past else self.header)
+        rows = None
+        if keep:
+            C = self.chunk + 1
+            n = table.reached.tokens
+            end = n // self.chunk * C + n % self.chunk + 1
+            # Every sequence's rows have slots, those after its last token too.
+            room = table.chunks + (most(state.reached.known) // self.chunk if past else 0)
+            rows = ChunkRows(C, table.begun * C, end, room, state.kv if past else None)
+        y, kv = self.attend(headers, tokens, rows, None)
+        y = table.gather(y)
+        if attention_mask is not None:  # there may be no valid token before a masked one
+            y = y.masked_fill(~attention_mask.bool()[..., None], 0)
+        if not use_cache:
+            return y, None
+        return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.reached)
 
-    def attend(self, tokens: Tensor, first: Tensor, cu_chunks: Tensor | None) -> Tensor:
-        """tokens `[B, K, C, hidden_size]` of sequences whose first chunks are marked in `first [K]`."""
-        before = F.pad(self.compress(tokens.flatten(2)), (0, 0, 1, 0))[:, :-1]
-        header = torch.where(first[:, None], self.header.to(before.dtype), before)
-        rows = torch.cat((header[:, :, None], tokens), 2)
+    def headers(self, tokens: Tensor, first: Tensor, where: Tensor | None = None) -> Tensor:
+        """tokens `[B, K, C, hidden_size]` -> each chunk's header, `[B, K, hidden_size]`: `first` (where it is
+        `where [K]`, by default the first chunk), then what the chunk before has become."""
+        # The last chunk is nobody's past; left out before, its being alone would show in a shape and
+        # torch.export take no dynamic T.
+        headers = F.pad(self.compress(tokens.flatten(2)), (0, 0, 1, 0))[:, :-1]
+        if where is None:
+            where = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        return torch.where(where[:, None], first.to(headers.dtype), headers)
+
+    def attend(
+        self, headers: Tensor, tokens: Tensor, state: ChunkRows | None, cu_chunks: Tensor | None
+    ) -> tuple[Tensor, KeyValues | None]:
+        """headers `[B, K, hidden_size]` and their chunks' tokens -> the tokens' outputs `[B, K, C, ...]`."""
+        rows = torch.cat((headers[:, :, None], tokens), 2)
         cu_rows = None if cu_chunks is None else cu_chunks * (self.chunk + 1)
-        y, _ = self.attention(rows.flatten(1, 2), cu_seqlens=cu_rows)
-        return y.view_as(rows)[:, :, 1:]
+        y, kv = self.attention(rows.flatten(1, 2), None, state, state is not None, cu_rows)
+        return y.view_as(rows)[:, :, 1:], kv
+
+    def step(self, x: Tensor, state: CompressAttendState) -> tuple[Tensor, CompressAttendState]:
+        """One token `[N, 1, hidden_size]` of each sequence; writes the state's tensors."""
+        C, n, known = self.chunk, state.reached.tokens, state.reached.known + 1
+        kv = KeyValues(*(with_room(part, C + 1, most(known) // C + 1) for part in state.kv))
+        sequence = torch.arange(x.shape[0], device=x.device)
+        state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
+        if (ended := full(known, C, x.device)) is not None:
+            # The next chunk's header: this token does not see it.
+            header, k = self.compress(state.x[ended].flatten(1)), n[ended] // C + 1
+            state.header[ended] = header.to(state.header.dtype)
+            _, *new = self.attention.project(header[:, None], ChunkRows(C + 1, k * (C + 1)))
+            for kept, part in zip(kv, new, strict=True):
+                kept[sequence[ended], C + k] = part[:, 0]
+        row = single_row(C + 1, n // C * (C + 1) + n % C + 1, kv.k.shape[1])
+        y, kv = self.attention(x, None, row._replace(past=kv), True)
+        return y, CompressAttendState(state.x, state.header, kv, Reached(n.add_(1), known))
 
 
 register_layer(

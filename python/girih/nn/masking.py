@@ -27,18 +27,23 @@ class RecurrentLayer(SequenceLayer):
         if attention_mask is None:
             return self.mix(x, state, use_cache, cu_seqlens)
         check_mask(x, attention_mask, cu_seqlens)
-        valid = attention_mask.bool()
-        count = valid.sum(1, keepdim=True)
-        place = torch.where(valid, valid.cumsum(1) - 1, count + valid.logical_not().cumsum(1) - 1)
-        token = torch.arange(x.shape[1], device=x.device).expand_as(place)
-        order = torch.empty_like(place).scatter_(1, place, token)
-        bounds = torch.cat((torch.zeros_like(count), count), 1)
+        order, place, count = valid_first(attention_mask.bool())
+        bounds = torch.stack((torch.zeros_like(count), count), 1)
         y, state = self.mix(x.take_along_dim(order[..., None], 1), state, use_cache, bounds)
         return y.take_along_dim(place[..., None], 1), state
 
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         """`forward` on valid tokens; cu_seqlens may be `[B, 2]`, the rows' bounds."""
         raise NotImplementedError
+
+
+def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The order `[B, T]` that moves each row's valid tokens to its front, each token's place in it, and how
+    many are valid, `[B]`. Both parts keep their order."""
+    count = valid.sum(1)
+    place = torch.where(valid, valid.cumsum(1) - 1, count[:, None] + valid.logical_not().cumsum(1) - 1)
+    token = torch.arange(valid.shape[1], device=valid.device).expand_as(place)
+    return torch.empty_like(place).scatter_(1, place, token), place, count
 
 
 def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -36,36 +36,10 @@ def advance(
 
 
 def map_state(f: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """`state` with f applied to every tensor in it; None stays None, named tuples keep their type."""
-    if state is None:
-        return None
+    """`state` with f applied to every tensor in it; None and numbers stay, named tuples keep their type."""
     if isinstance(state, Tensor):
         return f(state)
+    if not isinstance(state, tuple):
+        return state
     parts = [map_state(f, part) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-
-
-class History(NamedTuple):
-    """All inputs so far, `x [B, tokens, ...]`, and which of them were valid, `[B, tokens]` (None: all)."""
-
-    x: Tensor
-    valid: Tensor | None
-
-
-def extended(
-    x: Tensor, attention_mask: Tensor | None, past: History | None
-) -> tuple[Tensor, Tensor | None, int]:
-    """x `[B, T, ...]` and its mask behind those of `past`; and T.
-
-    A mask on one side only is completed by ones on the other.
-    """
-    valid, new = None if attention_mask is None else attention_mask.bool(), x.shape[1]
-    if past is None:
-        return x, valid, new
-    if valid is not None or past.valid is not None:
-        ones = (torch.ones(p.shape[:2], dtype=torch.bool, device=p.device) for p in (past.x, x))
-        valid = torch.cat(
-            [mask if mask is not None else one for mask, one in zip((past.valid, valid), ones, strict=True)],
-            1,
-        )
-    return torch.cat((past.x, x), 1), valid, new

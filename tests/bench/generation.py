@@ -1,0 +1,210 @@
+"""CAT writing text beside a Transformer with a static cache: `make bench OP=generation`.
+
+The paper's shape (appendix E.3): CAT of 12 layers, 2048 wide, behind a compressor of 6 layers, 1024 wide, at
+C 8 and 32; a Transformer of 12 layers of the same width, and one of half of it, the paper's own. 50257
+tokens, bf16 weights, greedy, texts of 1024 and 4096 tokens. Every model decodes as many sequences at once as
+the card holds, a step in one CUDA graph. A cache is allocated for the whole text, and a step reads all of it,
+so each costs the same: STEPS are measured, whole chunks of them. A token that ends a chunk of CAT is a graph
+of its own, with the compressor in it.
+
+    tokens_per_second   of all sequences together
+    cache_bytes         of one sequence, at the text's full length
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from device import require_gpu
+from results import FOLDER, write
+
+VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
+LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
+BESIDE = 2**20  # bytes a sequence takes while a token is decoded, beside its cache: logits above all
+
+
+def models():
+    """The configuration of each model, by name."""
+    shared = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "max_position_embeddings": max(LENGTHS)}
+    wide = shared | {"hidden_size": WIDTH, "num_heads": WIDTH // HEAD}
+    half = shared | {"hidden_size": WIDTH // 2, "num_heads": WIDTH // 2 // HEAD}
+    cats = {
+        f"CAT C={chunk}": wide
+        | {
+            "mixer": "cat",
+            "chunk": chunk,
+            "compressor_hidden_size": WIDTH // 2,
+            "compressor_layers": LAYERS // 2,
+        }
+        for chunk in CHUNKS
+    }
+    return cats | {
+        "Transformer": wide | {"mixer": "attention"},
+        "Transformer, half as wide": half | {"mixer": "attention"},
+    }
+
+
+class StaticAttention(torch.nn.Module):
+    """A girih Attention over keys and values of `slots` tokens that are allocated at once."""
+
+    def __init__(self, layer, batch, slots):
+        super().__init__()
+        self.layer = layer
+        weight = layer.o_proj.weight
+        shape = batch, layer.heads[1], slots, layer.head_dim
+        self.k, self.v = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.position = torch.zeros(1, dtype=torch.long, device=weight.device)
+
+    def forward(self, x, attention_mask=None, state=None, use_cache=False, cu_seqlens=None):
+        from girih.nn import rotary
+
+        layer = self.layer
+        q, k, v = layer.qkv_proj(x).unflatten(-1, (-1, layer.head_dim)).split(layer.heads, 2)
+        q, k = (rotary(p, self.position, layer.rope_theta) for p in (q, k))
+        for kept, new in ((self.k, k), (self.v, v)):
+            kept.index_copy_(2, self.position, new.transpose(1, 2))
+        see = torch.arange(self.k.shape[2], device=x.device) <= self.position
+        self.position += 1
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), self.k, self.v, attn_mask=see[None])
+        return layer.o_proj(o.transpose(1, 2).flatten(-2)), None
+
+
+class Decoder:
+    """Sequences that begin at their first token and are decoded greedily, `token [batch, 1]` at a time."""
+
+    def __init__(self, model, batch, slots):
+        self.model, self.cache = model, model.new_cache()
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.chunk = model.config.chunk if model.config.is_whole_cat else None
+        if self.chunk is None:
+            for block in model.model.layers:
+                block.mixer = StaticAttention(getattr(block.mixer, "layer", block.mixer), batch, slots)
+            self.kept = [t for block in model.model.layers for t in (block.mixer.k, block.mixer.v)]
+        else:
+            with torch.no_grad():
+                model(self.token[:, :0], past_key_values=self.cache)  # the first header
+            layer = self.cache.layers[0]
+            layer.state = layer.state.with_room(slots)
+            self.kept = [t for kv in layer.state.kv for t in kv]
+
+    def bytes_of_a_sequence(self):
+        return sum(t.nbytes for t in self.kept) // self.token.shape[0]
+
+    def ends(self, tokens):
+        """Whether the token after so many ends a chunk."""
+        return self.chunk is not None and (tokens + 1) % self.chunk == 0
+
+    @torch.no_grad()
+    def step(self):
+        self.token.copy_(self.model(self.token, past_key_values=self.cache).logits.argmax(-1))
+
+    def go_to(self, tokens):
+        """The sequences have so many tokens, whatever they are."""
+        if self.chunk is None:
+            for block in self.model.model.layers:
+                block.mixer.position.fill_(tokens)
+        else:
+            layer = self.cache.layers[0]
+            reached = layer.state.reached
+            layer.state = layer.state._replace(
+                reached=reached._replace(tokens=reached.tokens.fill_(tokens), known=tokens)
+            )
+
+    def graphs(self):
+        """{whether a chunk ends: what replays such a step}."""
+        replays, stream = {}, torch.cuda.Stream()
+        for tokens in (0,) if self.chunk is None else (0, self.chunk - 1):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self.go_to(tokens)
+                    self.step()
+                self.go_to(tokens)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                self.step()
+            replays[self.ends(tokens)] = graph.replay
+        self.go_to(0)
+        return replays
+
+
+def measure(config, length):
+    """One model at one length: as many sequences as the card holds."""
+    from girih.models import GirihConfig, GirihForCausalLM
+
+    torch.manual_seed(0)
+    model = GirihForCausalLM(GirihConfig(**config)).cuda().to(torch.bfloat16).eval()
+    a_sequence = Decoder(model, 1, length).bytes_of_a_sequence() + BESIDE
+    batch = max(1, int(0.8 * torch.cuda.mem_get_info()[0] / a_sequence) // 32 * 32)
+    decoder = Decoder(model, batch, length)
+    replays = decoder.graphs()
+    for timed in (False, True):
+        decoder.go_to(0)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for t in range(STEPS if timed else max(CHUNKS)):
+            replays[decoder.ends(t)]()
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    return {
+        "parameters": model.num_parameters(),
+        "batch": batch,
+        "cache_bytes": decoder.bytes_of_a_sequence(),
+        "ms_a_step": round(1e3 * seconds / STEPS, 3),
+        "tokens_per_second": round(batch * STEPS / seconds),
+    }
+
+
+def table(result):
+    """Markdown; ratios to the Transformer of the same run and length."""
+    text = "| N | model | parameters | sequences | ms a step | tokens/s |  | cache of a sequence, MiB |  |\n"
+    text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+    for length, rows in result["rows"].items():
+        beside = rows["Transformer"]
+        for name, row in rows.items():
+            speed = row["tokens_per_second"] / beside["tokens_per_second"]
+            less = beside["cache_bytes"] / row["cache_bytes"]
+            text += (
+                f"| {length} | {name} | {row['parameters']:,} | {row['batch']:,} | {row['ms_a_step']} "
+                f"| {row['tokens_per_second']:,} | {speed:.2f}x "
+                f"| {row['cache_bytes'] / 2**20:.1f} | {less:.1f}x less |\n"
+            )
+    return text + f"\n- {result['device']}, {result['versions']}, {result['date']}\n"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
+    options = parser.parse_args(argv)
+    require_gpu()
+    result = {
+        "rows": {},
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}",
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for length in LENGTHS:
+        result["rows"][str(length)] = {}
+        for name, config in models().items():
+            row = measure(config, length)
+            result["rows"][str(length)][name] = row
+            print(f"N {length}, {name}: {row['tokens_per_second']:,} tokens/s", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    write(options.folder / "generation.json", json.dumps(result, indent=1) + "\n")
+    print("\n" + table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

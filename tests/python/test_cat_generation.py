@@ -1,0 +1,513 @@
+"""CAT writes text from K headers and one chunk: the same text, one row a token, one compression a chunk."""
+
+import itertools
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from girih import _C
+from girih.models import CatModel, GirihConfig, GirihForCausalLM
+from girih.nn import ChunkAttention, CompressAttend, map_state, rotary
+from girih.nn.chunk_attention import ROOM
+
+CHUNK = 4
+MODELS = {
+    "model": {"mixer": "cat"},
+    "running": {"mixer": "cat", "running_positions": True, "num_heads": 4, "num_kv_heads": 2},
+    "layers": {"mixer": ["cat", "cat"]},
+    "layers running": {"mixer": ["cat", "gsa"], "running_positions": True, "num_heads": 4, "num_kv_heads": 2},
+}
+
+
+def made(dtype=torch.double, **options):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "num_slots": 4,
+        "chunk": CHUNK,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,  # large enough for logits that differ
+    }
+    return GirihForCausalLM(GirihConfig(**sizes | options)).to(dtype).eval()
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return made(**MODELS[request.param])
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(31, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def bytes_of(cache):
+    """Of the tensors of a cache's states."""
+    found = []
+    map_state(found.append, tuple(layer.state for layer in cache.layers))
+    return sum(part.nbytes for part in found)
+
+
+@torch.no_grad()
+def whole_cat(model, ids):
+    """maths.md, section 5, row by row: ids `[T]` -> logits `[T, vocab_size]`."""
+    cat, config = model.model, model.config
+    C, T, theta = config.chunk, len(ids), config.rope_theta
+
+    def attention(layer, x, position, see):
+        q, k, v = layer.qkv_proj(x).unflatten(-1, (-1, layer.head_dim)).split(layer.heads, 1)
+        q, k = (rotary(p[None], position, theta)[0] for p in (q, k))
+        k, v = (p.repeat_interleave(layer.heads[0] // layer.heads[1], 1) for p in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.head_dim**-0.5
+        p = scores.masked_fill(~see, -torch.inf).softmax(-1)
+        return layer.o_proj(torch.einsum("hqk,khd->qhd", p, v).flatten(1))
+
+    def block(b, x, position, see):
+        x = x + attention(b.mixer, b.mixer_norm(x), position, see)
+        return x + b.mlp(b.mlp_norm(x))
+
+    def compress(chunk, k):
+        x = torch.cat((cat.compressor.position.weight[k : k + 1], cat.compressor.embed_tokens(chunk)))
+        for b in cat.compressor.layers:
+            x = block(b, x, torch.arange(C + 1), torch.ones(C + 1, C + 1, dtype=torch.bool))
+        return cat.compressor.proj(cat.compressor.norm(x)[1:].flatten())
+
+    rows, place = [], []
+    for r in range(T + 1):
+        k, j = divmod(r, C)
+        header = cat.header if k == 0 else compress(ids[(k - 1) * C : k * C], k - 1) if j == 0 else None
+        rows.append(header if j == 0 else cat.embed_tokens.weight[ids[r - 1]])
+        place.append((k, j))
+    see = torch.tensor([[(j == 0 and k <= K) or (k == K and j <= J) for k, j in place] for K, J in place])
+    position = torch.tensor([j + (k if config.running_positions else 0) for k, j in place])
+    x = torch.stack(rows)
+    for b in cat.layers:
+        x = block(b, x, position, see)
+    return model.lm_head(cat.norm(x))[1:]
+
+
+@pytest.mark.parametrize("name", ["model", "running"])
+@torch.no_grad()
+def test_the_model_is_its_equation_whole_and_token_by_token(name):
+    model, ids = made(**MODELS[name]), tokens(1, 3 * CHUNK + 2)
+    expected = whole_cat(model, ids[0])
+    close(model(ids).logits[0], expected)
+    cache = model.new_cache()
+    stepped = [model(token, past_key_values=cache).logits[0] for token in ids.split(1, 1)]
+    close(torch.cat(stepped), expected)
+
+
+def test_every_token_sees_its_past_alone(model):
+    """What comes out at t has a gradient exactly for tokens 0..t: CAT's chunks through their headers, the own
+    one through its tokens, never through what will be made of it."""
+    T, embedded = 3 * CHUNK + 2, []
+
+    def keep(module, arguments, output):
+        if arguments[0].is_floating_point() or "position" in names[module]:
+            return
+        output.requires_grad_(True).retain_grad()
+        embedded.append((arguments[0], output))
+
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_hook(keep)
+    ids = torch.randperm(31)[None, :T]
+    for t in range(T):
+        embedded.clear()
+        model(ids).logits[:, t].square().sum().backward()
+        seen = set()
+        for token, vector in embedded:
+            seen |= set(token[vector.grad.abs().sum(-1) > 0].tolist())
+        assert seen == set(ids[0, : t + 1].tolist()) | (seen & {0}), t  # 0 fills up the last chunk
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@torch.no_grad()
+def test_a_changed_token_changes_itself_and_later_ones_alone(model, cached):
+    T = 3 * CHUNK + 1
+    ids = tokens(1, T)
+
+    def logits(ids):
+        if not cached:
+            return model(ids).logits[0]
+        cache = model.new_cache()
+        return torch.cat(
+            [model(part, past_key_values=cache).logits[0] for part in ids.split([6, *[1] * 7], 1)]
+        )
+
+    before = logits(ids)
+    for t in range(T):
+        other = ids.clone()
+        other[0, t] = (other[0, t] + 1) % 31
+        moved = (logits(other) - before).abs().amax(-1)
+        assert moved[:t].max().item() < 1e-12 if t else True
+        assert moved[t] > 1e-6
+
+
+@torch.no_grad()
+def test_a_chunk_never_sees_what_is_made_of_it():
+    """f(c_k) reaches the rows of chunk k + 1 and later ones: the logits from the last token of chunk k on."""
+    model, ids = made(mixer="cat"), tokens(1, 4 * CHUNK)
+    before = model(ids).logits[0]
+    for k in range(3):
+
+        def bend(module, arguments, output, k=k):
+            output[:, k] += 1.0
+            return output
+
+        handle = model.model.compressor.register_forward_hook(bend)
+        moved = (model(ids).logits[0] - before).abs().amax(-1) > 1e-9
+        handle.remove()
+        assert moved.tolist() == [t >= (k + 1) * CHUNK - 1 for t in range(4 * CHUNK)]
+
+
+def counted(model):
+    """Counts, by kind, what the model computes: rows of the decoder and compressed chunks."""
+    counts = {"rows": 0, "chunks": 0, "calls": 0}
+
+    def rows(module, arguments, output):
+        counts["rows"] += arguments[0].shape[0] * arguments[0].shape[1]
+
+    def chunks(module, arguments, output):
+        counts["chunks"] += arguments[0].shape[:-1].numel()
+        counts["calls"] += 1
+
+    for name, module in model.named_modules():
+        if name == "model.layers.0.mixer":
+            module.register_forward_hook(rows)
+        if name == "model.compressor":
+            module.register_forward_hook(chunks)
+    return counts
+
+
+@torch.no_grad()
+def test_a_token_is_one_row_and_a_finished_chunk_one_compression():
+    model = made(mixer="cat")
+    counts = counted(model)
+    prompt, new = 2 * CHUNK + 3, 3 * CHUNK + 2
+    cache = model.new_cache()
+    model(tokens(2, prompt), past_key_values=cache)
+    assert counts == {"rows": 2 * 3 * CHUNK, "chunks": 2 * 2, "calls": 1}  # the finished chunks alone
+    for t in range(prompt, prompt + new):
+        counts.update(rows=0, chunks=0, calls=0)
+        model(tokens(2, 1), past_key_values=cache)
+        ends = (t + 1) % CHUNK == 0
+        assert counts == {"rows": 2, "chunks": 2 * ends, "calls": int(ends)}
+
+
+@torch.no_grad()
+def test_padded_sequences_compress_their_own_finished_chunks_alone():
+    """Their chunks end at different tokens: each is compressed when it ends, and no other with it."""
+    model, lengths = made(mixer="cat"), [7, 5, 2, 7]
+    mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths])
+    counts, cache = counted(model), model.new_cache()
+    model(tokens(4, 7), attention_mask=mask, past_key_values=cache)
+    for t in range(1, 2 * CHUNK + 1):
+        counts.update(rows=0, chunks=0, calls=0)
+        model(tokens(4, 1), past_key_values=cache)
+        ends = sum((n + t) % CHUNK == 0 for n in lengths)
+        assert counts == {"rows": 4, "chunks": ends, "calls": int(ends > 0)}
+
+
+@pytest.mark.parametrize("mixer", ["cat", ["cat", "cat"]], ids=str)
+@pytest.mark.parametrize("chunk", [8, 32])
+@torch.no_grad()
+def test_the_cache_takes_a_chunkth_of_a_transformers(mixer, chunk):
+    """Bytes of K and V a token; beside them a chunk of slots, and at most ROOM spare ones, in each layer."""
+    sizes = {"chunk": chunk, "hidden_size": 8, "num_heads": 1, "dtype": torch.float32}
+    cat, transformer = made(mixer=mixer, **sizes), made(mixer="attention", **sizes)
+    lengths = (32 * ROOM, 96 * ROOM)
+    held = {
+        m: [bytes_of(m(tokens(1, T), use_cache=True).past_key_values) for T in lengths]
+        for m in (cat, transformer)
+    }
+    grown = {m: b - a for m, (a, b) in held.items()}
+    assert grown[cat] * chunk == grown[transformer]
+    a_slot = 2 * 2 * 8 * 4  # K and V of two layers
+    beside = 2 * (chunk + 2) * 8 * 8 + 100  # the chunk's tokens or inputs, its header, positions
+    assert held[cat][1] <= held[transformer][1] / chunk + (chunk + 1 + ROOM) * a_slot + beside
+    cache = cat(tokens(1, lengths[0]), use_cache=True).past_key_values
+    states = [layer.state for layer in cache.layers]
+    map_state(
+        lambda part: part.untyped_storage().nbytes() == part.nbytes or pytest.fail("a view"), tuple(states)
+    )
+    before = bytes_of(cache)
+    for token in tokens(1, 2 * chunk).split(1, 1):
+        cat(token, past_key_values=cache)
+    assert bytes_of(cache) <= before + ROOM * a_slot
+
+
+@torch.no_grad()
+def greedy(model, ids, new, **options):
+    """Each token from a forward of the whole text."""
+    for _ in range(new):
+        ids = torch.cat((ids, model(ids, use_cache=False, **options).logits[:, -1:].argmax(-1)), 1)
+    return ids
+
+
+def test_greedy_text_is_that_of_the_full_forward(model):
+    """Over more headers than a new cache has room for."""
+    ids = tokens(2, 3)
+    new = (ROOM + 3) * CHUNK
+    assert model.generate(ids, max_new_tokens=new, do_sample=False).equal(greedy(model, ids, new))
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prefill_chunk_size": 3}], ids=str)
+def test_padded_prompts_are_continued_as_they_are_alone(model, way):
+    """Their chunks lie across one another; beams, or a prompt in pieces, keep them apart."""
+    lengths, T, new = [9, 6, 1, 4], 9, 2 * CHUNK + 3
+    ids = tokens(4, T)
+    mask = torch.stack([torch.arange(T) >= T - n for n in lengths]).long()
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, **way}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for i, n in enumerate(lengths):
+        alone = model.generate(ids[i : i + 1, T - n :], **options)[0]
+        assert together[i, T - n :].equal(alone)
+        if not way.get("num_beams"):
+            assert alone.equal(greedy(model, ids[i : i + 1, T - n :], new)[0])
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_chosen_and_repeated_wherever_they_stand(model):
+    ids, lengths = tokens(3, 7), [7, 4, 2]
+    mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths])
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([5, 0, 3]))
+    more = tokens(3, 2 * CHUNK + 1, seed=2)
+    parts = [model(token, past_key_values=cache).logits for token in more.split(1, 1)]
+    for i, row in enumerate((2, 0, 1)):
+        n = lengths[row]
+        text = torch.cat((ids[row : row + 1, 7 - n :], more[i : i + 1]), 1)
+        close(torch.cat(parts, 1)[i], model(text).logits[0, n:])
+
+
+@torch.no_grad()
+def test_text_goes_on_in_pieces_of_any_length(model):
+    """f(a, b, ...) of any cuts, in chunks and across them, is f of the whole."""
+    ids = tokens(2, 5 * CHUNK)
+    whole = model(ids).logits
+    for pieces in ([1, 1, 1, 1, 5, 1, 10], [CHUNK, 2 * CHUNK, 1, 2 * CHUNK - 1], [3, 9, 4, 1, 1, 1, 1]):
+        cache = model.new_cache()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(pieces, 1)]
+        close(torch.cat(parts, 1), whole)
+        assert cache.get_seq_length() == ids.shape[1]
+
+
+@torch.no_grad()
+def test_steps_write_a_cache_that_stays_where_it_is():
+    """With room for what comes no step makes another, nor depends on how far the text is: a CUDA graph's
+    replay reads and writes the same tensors."""
+    model, total = made(mixer="cat"), 2 * ROOM * CHUNK - 1
+    cache = model(tokens(2, 3), use_cache=True).past_key_values
+    layer = cache.layers[0]
+    layer.state = layer.state.with_room(total)
+    first = map_state(torch.Tensor.data_ptr, layer.state._replace(reached=None))
+    for token in tokens(2, total - 3).split(1, 1):
+        model(token, past_key_values=cache)
+        assert map_state(torch.Tensor.data_ptr, layer.state._replace(reached=None)) == first
+    kept = deepcopy(cache)
+    model(tokens(2, 1), past_key_values=cache)  # one more than there was room for
+    assert layer.state.kv[0].k.shape[1] == kept.layers[0].state.kv[0].k.shape[1] + ROOM
+
+
+def test_gradients_pass_from_call_to_call():
+    model, ids = made(mixer="cat"), tokens(2, 2 * CHUNK + 2)
+    target = torch.randn(2, 2 * CHUNK + 2, 31, dtype=torch.double)
+
+    def gradients(logits):
+        model.zero_grad()
+        (logits * target).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    whole = gradients(model(ids).logits)
+    for pieces in ([3, 5, 2], [CHUNK - 1, 1, 1, CHUNK, 1]):
+        cache = model.new_cache()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(pieces, 1)]
+        apart = gradients(torch.cat(parts, 1))
+        for name in whole:
+            close(apart[name], whole[name])
+
+
+def test_what_a_cache_cannot_do_is_refused():
+    model = made(mixer="cat", max_position_embeddings=8)
+    cache = model(tokens(1, 8), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match="input_ids has 9 tokens; expected at most max_position_embeddings, 8"
+    ):
+        model(tokens(1, 1), past_key_values=cache)
+    layer, x = ChunkAttention(16, 2, chunk=4), torch.randn(1, 8, 16)
+    with pytest.raises(ValueError, match="attention_mask: rows of chunks"):
+        layer(x, attention_mask=torch.ones(1, 8))
+    with pytest.raises(ValueError, match="use_cache: expected True exactly with a state"):
+        layer(x, use_cache=True)
+    with pytest.raises(ValueError, match="CAT keeps no cache of packed sequences"):
+        CompressAttend(16, 2)(x, cu_seqlens=torch.tensor([0, 8]), use_cache=True)
+
+
+# ---- adaptive -----------------------------------------------------------------------------------------
+
+CHUNKS = [4, 8, 16, 32]
+
+
+@pytest.fixture(scope="module")
+def adaptive():
+    return made(mixer="cat", chunks=CHUNKS, chunk=8, max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_one_model_writes_with_any_of_its_chunks(adaptive, chunk):
+    ids = tokens(3, 9)
+    mask = torch.stack([torch.arange(9) >= 9 - n for n in (9, 4, 7)]).long()
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "chunk": chunk}
+    written = adaptive.generate(ids, attention_mask=mask, **options)
+    for i, n in enumerate((9, 4, 7)):
+        assert written[i, 9 - n :].equal(greedy(adaptive, ids[i : i + 1, 9 - n :], 30, chunk=chunk)[0])
+
+
+@torch.no_grad()
+def test_a_chunk_has_its_own_header_and_map_and_is_a_model_of_that_chunk(adaptive):
+    """An adaptive model at chunk C is the model of chunk C with C's header, columns and places."""
+    ids, width = tokens(2, 70), adaptive.config.compressor_hidden_size
+    logits = {chunk: adaptive(ids, chunk=chunk).logits for chunk in CHUNKS}
+    for a, b in itertools.combinations(CHUNKS, 2):
+        assert (logits[a] - logits[b]).abs().max() > 1e-3
+    assert adaptive(ids).logits.equal(logits[8])
+    weights = adaptive.state_dict()
+    for i, chunk in enumerate(CHUNKS):
+        alone = made(mixer="cat", chunk=chunk, max_position_embeddings=128)
+        before = sum(CHUNKS[:i]) * width
+        own = dict(weights)
+        own["model.header"] = weights["model.header"][i]
+        columns = slice(before, before + chunk * width)
+        own["model.compressor.proj.weight"] = weights["model.compressor.proj.weight"][:, columns]
+        own["model.compressor.position.weight"] = weights["model.compressor.position.weight"][:: chunk // 4]
+        alone.load_state_dict(own)
+        close(alone(ids).logits, logits[chunk])
+
+
+def test_training_draws_a_chunk_a_step_and_learns_all(tmp_path):
+    model = made(
+        torch.float32, mixer="cat", chunks=CHUNKS, max_position_embeddings=64, initializer_range=None
+    )
+    ids, drawn = tokens(4, 40), set()
+    model.model.compressor.register_forward_hook(lambda module, given, out: drawn.add(given[0].shape[-1]))
+    before = {chunk: model(ids, labels=ids, chunk=chunk).loss.item() for chunk in CHUNKS}
+    optimizer, taken = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    model.train()
+    for _ in range(40):
+        drawn.clear()
+        model(ids, labels=ids).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())  # as data parallel training asks
+        taken += drawn
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(taken) == 40 and set(taken) == set(CHUNKS)
+    assert min(taken.count(chunk) for chunk in CHUNKS) >= 3
+    model.eval()
+    assert all(model(ids, labels=ids, chunk=chunk).loss.item() < before[chunk] - 0.5 for chunk in CHUNKS)
+    model.save_pretrained(tmp_path)
+    for options, chunk in (({}, CHUNK), ({"chunk": 32}, 32)):
+        loaded = GirihForCausalLM.from_pretrained(tmp_path, **options).eval()
+        assert loaded.config.chunks == CHUNKS and loaded.config.chunk == chunk
+        with torch.no_grad():
+            assert loaded(ids).logits.equal(model(ids, chunk=chunk).logits)
+
+
+@torch.no_grad()
+def test_packed_sequences_take_any_chunk(adaptive):
+    ids, cuts = tokens(1, 50), [0, 1, 20, 50]
+    for chunk in CHUNKS:
+        packed = adaptive(ids, cu_seqlens=torch.tensor(cuts), use_cache=False, chunk=chunk).logits
+        for a, b in itertools.pairwise(cuts):
+            close(packed[:, a:b], adaptive(ids[:, a:b], chunk=chunk).logits)
+
+
+def test_a_chunk_that_a_model_has_not_is_refused(adaptive):
+    ids = tokens(1, 5)
+    with pytest.raises(
+        ValueError, match="chunk is 5; expected one of 4, 8, 16, 32, which the model was made"
+    ):
+        adaptive(ids, chunk=5)
+    with pytest.raises(ValueError, match="chunk is 8; expected one of 4, which"):
+        made(mixer="cat")(ids, chunk=8)
+    with pytest.raises(ValueError, match="chunk is 4; expected none"):
+        made(mixer=["cat", "cat"])(ids, chunk=4)
+    cache = adaptive(ids, chunk=16, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="chunk is 8; expected 16, with which the cache was begun"):
+        adaptive(ids, past_key_values=cache, chunk=8)
+    adaptive(ids, past_key_values=cache)
+    assert isinstance(adaptive.model, CatModel)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([8, 4], "chunks is \\[8, 4\\]; expected ascending multiples of the first"),
+        ([4, 6], "chunks is \\[4, 6\\]; expected ascending multiples"),
+        ([1, 4], "chunks is \\[1, 4\\]; .* from 2 on"),
+        ([8, 16], "chunks is \\[8, 16\\]; .* with chunk, 4, among them"),
+        ([4, 512], "chunks is 512; expected 1 to 256"),
+        ([], "chunks is a list; expected a list of integers"),
+        (4, "chunks is 4; expected a list of integers"),
+        ([4, "8"], 'chunks is "8"; expected an integer'),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(chunks, message):
+    with pytest.raises(ValueError, match=message):
+        made(mixer="cat", chunks=chunks)
+
+
+def test_chunks_are_for_the_whole_model():
+    with pytest.raises(
+        ValueError, match="chunks is \\[4, 8\\]; expected none: it is for the whole CAT model"
+    ):
+        made(mixer=["cat", "cat"], chunks=[4, 8])
+
+
+# ---- C++ ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cpp_writes_the_same_text(name, tmp_path):
+    """Over chunks that end at different tokens in each sequence, and over more headers than a new cache has
+    room for."""
+    model = made(torch.float32, **MODELS[name])
+    model.save_pretrained(tmp_path)
+    ids, new = tokens(3, 9), (ROOM + 3) * CHUNK
+    mask = torch.stack([torch.arange(9) >= 9 - n for n in (9, 4, 7)]).long()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    assert (
+        _C.LanguageModel.from_pretrained(str(tmp_path))
+        .generate(ids, new, attention_mask=mask)
+        .equal(expected)
+    )
+
+
+def test_cpp_chooses_a_chunk_too(adaptive, tmp_path):
+    model = deepcopy(adaptive).float()
+    model.save_pretrained(tmp_path)
+    cpp, ids = _C.LanguageModel.from_pretrained(str(tmp_path)), tokens(2, 20)
+    for chunk in (None, *CHUNKS):
+        if chunk is not None:
+            cpp.set_chunk(chunk)
+        with torch.no_grad():
+            want = model(ids, chunk=chunk).logits
+            torch.testing.assert_close(cpp.forward(ids)[0], want, atol=1e-4, rtol=1e-4)
+        written = model.generate(ids, max_new_tokens=40, do_sample=False, chunk=chunk)
+        assert cpp.generate(ids, 40).equal(written)
+    with pytest.raises(ValueError) as python:
+        adaptive(ids, chunk=5)
+    with pytest.raises(ValueError) as refused:
+        cpp.set_chunk(5)
+    assert str(refused.value) == str(python.value)
+    with pytest.raises(ValueError, match="chunk is 4; expected none: it is for the whole CAT model"):
+        _C.LanguageModel(json.dumps({"mixer": "gsa", "hidden_size": 16})).set_chunk(4)
