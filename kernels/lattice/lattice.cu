@@ -24,11 +24,10 @@ cudaError_t lattice_read(const LatticeRead& p, cudaStream_t stream) {
 cudaError_t lattice_reads(const LatticeReads& p, cudaStream_t stream) {
   return by_type(p, lattice::reads_of<__nv_bfloat16>, lattice::reads_of<__half>, stream);
 }
-cudaError_t lattice_reverse(const LatticeReverse& p, cudaStream_t stream) {
-  return by_type(p, lattice::reverse_of<__nv_bfloat16>, lattice::reverse_of<__half>, stream);
-}
-cudaError_t lattice_columns(const LatticeColumns& p, cudaStream_t stream) {
-  return by_type(p, lattice::columns_of<__nv_bfloat16>, lattice::columns_of<__half>, stream);
+cudaError_t lattice_reverse(const LatticeReverse& p, const LatticeColumns& columns, cudaStream_t stream) {
+  if (p.shape.dtype == DType::bf16) return lattice::reverse_of<__nv_bfloat16>(p, columns, stream);
+  if (p.shape.dtype == DType::f16) return lattice::reverse_of<__half>(p, columns, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace girih::kernels

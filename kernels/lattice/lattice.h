@@ -107,7 +107,6 @@ struct LatticeReverse {
   Out<2> ddecay;            // of LatticeReads, there with positions and g
   Out<2> dopen;  // [N, H] fp32, there with g: of the decay of the end of a chunk that is not complete
 };
-cudaError_t lattice_reverse(const LatticeReverse& problem, cudaStream_t stream);
 
 struct LatticeColumns {
   LatticeShape shape;
@@ -121,7 +120,8 @@ struct LatticeColumns {
   Out<3> dgamma;
   Out<3> dg;  // [B, T, H] fp32, optional
 };
-cudaError_t lattice_columns(const LatticeColumns& problem, cudaStream_t stream);
+// Where both have room in one block, they are one kernel: `gradients` then stays of the reads.
+cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeColumns& columns, cudaStream_t stream);
 
 // Whether the current device has the shared memory for these kernels.
 cudaError_t lattice_fits(const LatticeShape& shape, bool& fits);

@@ -40,7 +40,7 @@ cudaError_t read_of(const LatticeRead& problem, cudaStream_t stream);
 template <typename T>
 cudaError_t reads_of(const LatticeReads& problem, cudaStream_t stream);
 template <typename T>
-cudaError_t reverse_of(const LatticeReverse& problem, cudaStream_t stream);
+cudaError_t reverse_of(const LatticeReverse& problem, const LatticeColumns& columns, cudaStream_t stream);
 template <typename T>
 cudaError_t columns_of(const LatticeColumns& problem, cudaStream_t stream);
 

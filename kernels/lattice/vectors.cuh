@@ -180,8 +180,9 @@ struct ScanSpace {
 
 // A block for every sequence and head.
 template <auto Kernel, class Problem>
-cudaError_t launch_scan(const Problem& p, int threads, int bytes, cudaStream_t stream) {
-  const int64_t blocks = p.shape.grid.tokens.sequences * p.shape.heads;
+cudaError_t launch_scan(const Problem& p, int threads, int bytes, const LatticeShape& shape,
+                        cudaStream_t stream) {
+  const int64_t blocks = shape.grid.tokens.sequences * shape.heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;

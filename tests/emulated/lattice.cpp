@@ -100,12 +100,11 @@ extern "C" void run(const Call* call) {
   reverse.dlast_decay = in<2>(c.dlast_decay), reverse.gradients = c.gradients;
   reverse.dmemory = out<4>(c.dmemory), reverse.dstep = out<4>(c.dstep);
   reverse.ddecay = out<2>(c.ddecay), reverse.dopen = out<2>(c.dopen);
-  must(lattice::reverse_of<Element>(reverse, nullptr));
 
   auto columns = of<LatticeColumns>(c);
   columns.memories = c.memories, columns.gradients = c.gradients, columns.ends = c.ends;
   columns.at_floor = in<3>(c.at_floor), columns.dopen = in<2>(c.dopen);
   columns.dk = out<4>(c.dk), columns.dv = out<4>(c.dv);
   columns.dgamma = out<3>(c.dgamma), columns.dg = out<3>(c.dg);
-  must(lattice::columns_of<Element>(columns, nullptr));
+  must(lattice::reverse_of<Element>(reverse, columns, nullptr));
 }
