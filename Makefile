@@ -4,6 +4,7 @@
 # make docs                                             the tables of README.md and docs/, from files of results
 # make test [FULL=1]                                    every test that this machine can run; FULL: more examples
 # make test-gpu [STAGES=...] [PARTS=...] [RECORD=file]  every test on a GPU, compute-sanitizer's too, and their record
+# make wheel [CUDA=ON] [ARCHITECTURES=...]               a wheel for this Python in dist/
 # make format / make check-format
 #
 # FOLDER=path        where a run or a comparison keeps its files
@@ -11,6 +12,8 @@
 # DRAFTS=ON          with kernels that no GPU run vouches for yet
 # PYTHON=path        use this Python and its packages as they are instead of .venv
 
+# ARCHITECTURES      of a wheel's kernels, as CMake names them
+#
 # Variables of the environment do not count, only those of the command line.
 given = $(if $(filter command,$(firstword $(origin $(1)))),$($(1)))
 ifeq ($(call given,CUDA),)
@@ -27,7 +30,7 @@ endif
 run := PYTHONPATH=python $(PYTHON)
 option = $(if $(call given,$(1)),--$(2) '$($(1))')
 
-.PHONY: environment build gpu train compare bench docs test test-gpu format check-format
+.PHONY: environment build gpu train compare bench docs test test-gpu wheel format check-format
 
 build: environment
 	@GIRIH_CUDA=$(CUDA) GIRIH_DRAFTS=$(call given,DRAFTS) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -42,7 +45,7 @@ gpu: environment
 	@$(PYTHON) tests/bench/device.py $(firstword $(MAKECMDGOALS))
 
 bench: gpu build
-	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,PEER,peer) $(call option,FOLDER,folder)
+	@$(run) tests/bench/bench.py $(call option,OP,op) $(call option,SHAPE,shape) $(call option,CONTEXT,context) $(call option,PEER,peer) $(call option,FOLDER,folder)
 
 docs: build
 	@$(run) tests/bench/pages.py
@@ -53,6 +56,17 @@ test: build
 
 test-gpu: gpu $(if $(filter no,$(call given,BUILD)),,build)
 	@$(run) tests/gpu/run.py $(call option,STAGES,stages) $(call option,PARTS,parts) $(call option,RECORD,record) $(call option,BUILD,build)
+
+# What torch brings is not in it; the tag says which systems' libraries it needs.
+of_torch := libtorch* libc10* libcud* libcu* libnv*
+architectures = $(or $(call given,ARCHITECTURES),80;90a-real;100-real;120-real)
+wheel: environment
+	@rm -rf build/wheels
+	@GIRIH_CUDA=$(CUDA) GIRIH_DRAFTS=$(call given,DRAFTS) CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
+	  $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels .
+	@PATH=$(dir $(PYTHON)):$$PATH $(PYTHON) -m auditwheel repair --plat auto $(foreach l,$(of_torch),--exclude '$l') \
+	  --wheel-dir dist build/wheels/*.whl
+	@ls -l dist/*.whl
 
 sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/emulated/*.h' 'tests/emulated/*.cpp')
 clang_format = $(dir $(PYTHON))clang-format

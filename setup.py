@@ -1,7 +1,8 @@
 """Drives CMake; CMakeLists.txt is the description of the build.
 
-GIRIH_CUDA (AUTO, ON or OFF) and GIRIH_DRAFTS (ON or OFF) in the environment are CMake's options of those
-names.
+GIRIH_CUDA (AUTO, ON or OFF), GIRIH_DRAFTS (ON or OFF) and CMAKE_CUDA_ARCHITECTURES in the environment are
+CMake's options of those names. In place (`make build`) CMake leaves its results in python/girih; for a wheel
+the package is what `cmake --install` puts there, and serves C++ as well: headers, CMake's package, programs.
 """
 
 import os
@@ -16,8 +17,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGE = ROOT / "python" / "girih"  # where CMake leaves its results
-# What is shipped; the _C of another Python stays behind.
-RESULTS = ["lib", "_build.py", "_C" + sysconfig.get_config_var("EXT_SUFFIX")]
+# What is shipped beside what CMake installs; the _C of another Python stays behind.
+RESULTS = ["_build.py", "_C" + sysconfig.get_config_var("EXT_SUFFIX")]
 
 
 def cuda() -> str:
@@ -34,7 +35,7 @@ def cuda() -> str:
 
 class CMakeBuild(build_ext):
     def run(self):
-        build = ROOT / "build"
+        build = ROOT / "build" if self.inplace else ROOT / "build" / "wheel"
         tools = Path(sys.executable).parent  # cmake and ninja are wheels, their programs stand beside Python
         path = os.pathsep.join([str(tools), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path}
@@ -45,21 +46,24 @@ class CMakeBuild(build_ext):
         ]
         configure += [f"-DGIRIH_CUDA={cuda()}", f"-DGIRIH_TESTS={'ON' if self.inplace else 'OFF'}"]
         configure += [f"-DGIRIH_DRAFTS={os.environ.get('GIRIH_DRAFTS') or 'OFF'}"]
+        if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
+            configure += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
+        if not self.inplace:  # girih/lib and girih/bin, beside torch/lib
+            configure += ["-DCMAKE_INSTALL_LIBDIR=lib", "-DGIRIH_TORCH_LIBRARIES=$ORIGIN/../../torch/lib"]
         # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another
         # Python or option starts from an empty cache: the old one holds paths of the old.
         configured = build / "configured.txt"
+        build.mkdir(parents=True, exist_ok=True)
         if not configured.exists() or configured.read_text() != "\n".join(configure):
             subprocess.run([*configure, "--fresh"], check=True, env=environment)
             configured.write_text("\n".join(configure))
         subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
         if not self.inplace:
-            for result in (PACKAGE / name for name in RESULTS):
-                target = Path(self.build_lib) / "girih" / result.name
-                if result.is_dir():
-                    shutil.copytree(result, target, dirs_exist_ok=True)
-                else:
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(result, target)
+            target = Path(self.build_lib).absolute() / "girih"
+            install = ["cmake", "--install", str(build), "--prefix", str(target)]
+            subprocess.run(install, check=True, env=environment, stdout=subprocess.DEVNULL)
+            for name in RESULTS:
+                shutil.copy2(PACKAGE / name, target / name)
 
     def get_outputs(self):
         return []

@@ -50,6 +50,8 @@ def system() -> None:
         missing.append("catch2")
     if not header("nlohmann/json.hpp"):
         missing.append("nlohmann-json3-dev")
+    if not header("CLI/CLI.hpp"):
+        missing.append("libcli11-dev")
     try:
         import ensurepip  # noqa: F401  (Debian ships it apart)
     except ImportError:
@@ -103,7 +105,8 @@ def main() -> None:
     toolkit = not nvcc_in_path()
     if toolkit:
         packages += groups["toolkit"]
-    digest = hashlib.sha256("\n".join([sys.version, *packages]).encode()).hexdigest()
+    asked = [sys.version, *packages, Path(__file__).read_text()]
+    digest = hashlib.sha256("\n".join(asked).encode()).hexdigest()
     if READY.exists() and READY.read_text() == digest:
         return
     system()

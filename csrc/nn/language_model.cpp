@@ -126,7 +126,14 @@ Tensor choose(const Tensor& logits, const GenerateOptions& options) {
     const auto least = std::get<0>(scores.topk(std::min(*options.top_k, scores.size(-1)))).slice(-1, -1);
     scores = scores.masked_fill(scores < least, -INFINITY);
   }
-  return scores.softmax(-1).multinomial(1);
+  auto chances = scores.softmax(-1);
+  if (options.top_p) {
+    const auto [sorted, order] = chances.sort(/*dim=*/-1, /*descending=*/true);
+    // What more likely tokens have together; the most likely has none before it.
+    const auto before = sorted.cumsum(-1) - sorted;
+    chances = at::zeros_like(chances).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));
+  }
+  return chances.multinomial(1, /*replacement=*/false, options.generator);
 }
 
 }  // namespace
@@ -140,6 +147,8 @@ Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& opt
                     options.temperature, "; expected a number, at least 0");
   TORCH_CHECK_VALUE(!options.top_k || *options.top_k > 0, "top_k is ", options.top_k.value_or(0),
                     "; expected at least 1");
+  TORCH_CHECK_VALUE(!options.top_p || (*options.top_p > 0 && *options.top_p <= 1), "top_p is ",
+                    options.top_p.value_or(0), "; expected more than 0 and at most 1");
   const at::NoGradGuard no_grad;
   const auto ends = list_of(options.eos_token_id ? options.eos_token_id : config.eos_token_id);
   const auto end = at::tensor(ends, ids.options());
@@ -156,6 +165,7 @@ Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& opt
       ended = ended | at::isin(next, end);
     }
     text = at::cat({text, next}, 1);
+    if (options.on_token) options.on_token(next);
     if (!ends.empty() && ended.all().item<bool>()) break;
   }
   return text;

@@ -1,38 +1,30 @@
 // Chunks that a block has beside each other, as those kernels read them that take every chunk by itself: a
 // warp has a tile of 16 tokens, and of both memories what reads of them need.
-//
-// With weights E_ti = e^{L_t - L_i}, i <= t in the chunk, the reads of a memory A and their transposes are
-//     A_t w_t     = e^{L_t} (w_t A^T) - sum over i <= t of E_ti gamma_i (w_t.x_i) u_i       [M]
-//     A_t^T l_t   = e^{L_t} (l_t A)   - sum over i <= t of E_ti gamma_i (l_t.u_i) x_i       [X]
 #pragma once
 
-#include "trellis/memory.cuh"
+#include "trellis/reads.cuh"
 
 namespace girih::kernels {
 
-// Chunks of a block: as many as fill four warps, but of wide memories no more than two.
-template <int Tile>
-__host__ __device__ constexpr int chunks_of_block(int tiles) {
-  return 4 / tiles < (Tile == 64 ? 4 : 2) ? 4 / tiles : (Tile == 64 ? 4 : 2);
-}
+// Chunks of a block: two where they have a tile or two. Blocks of more would leave more of a multiprocessor's
+// shared memory without one.
+__host__ __device__ constexpr int chunks_of_block(int tiles) { return tiles > 2 ? 1 : 2; }
 __host__ __device__ constexpr int tiles_of(int chunk) { return (chunk + kTile - 1) / kTile; }
 
 struct ChunkBlock {
   int tiles, chunks, threads;  // tiles of a chunk, chunks of the block
-  template <int Tile>
   __host__ __device__ static ChunkBlock of(int chunk) {
-    const int tiles = tiles_of(chunk), chunks = chunks_of_block<Tile>(tiles);
+    const int tiles = tiles_of(chunk), chunks = chunks_of_block(tiles);
     return {tiles, chunks, tiles * chunks * 32};
   }
   __host__ __device__ int rows() const { return tiles * chunks * kTile; }
 };
 
-// What a kernel has in shared memory: so many memories a chunk, tiles of the block's tokens, and of every
-// token four numbers and one more for each of its chunk's tiles.
+// What a kernel has in shared memory: a memory a chunk, tiles of the block's tokens, and their gates.
 template <typename T, int Tile>
-__host__ __device__ constexpr int chunk_bytes(const ChunkBlock& block, int memories, int tokens) {
-  return memories * block.chunks * SharedTile<T, Tile, Tile>::kBytes +
-         block.rows() * (tokens * Tile * 2 + 16 + 4 * block.tiles);
+__host__ __device__ constexpr int chunk_bytes(const ChunkBlock& block, int tokens) {
+  return block.chunks * SharedTile<T, Tile, Tile>::kBytes +
+         block.rows() * (tokens * Tile * 2 + static_cast<int>(sizeof(TokenGate)));
 }
 
 template <typename T, int Tile>
@@ -51,11 +43,11 @@ struct TrellisChunk {
   int rows;  // tokens of the warp's tile
   Columns columns;
 
-  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared, int memories = 1)
+  __device__ TrellisChunk(const TrellisShape& shape, unsigned char* shared)
       : shape(shape),
-        block(ChunkBlock::of<Tile>(shape.grid.size)),
+        block(ChunkBlock::of(shape.grid.size)),
         shared(shared),
-        tiles(shared + memories * block.chunks * Memory::kBytes),
+        tiles(shared + block.chunks * Memory::kBytes),
         head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.heads))),
         local(warp_index() / block.tiles),
         tile(warp_index() % block.tiles),
@@ -73,113 +65,39 @@ struct TrellisChunk {
 
   // ---- tiles -------------------------------------------------------------------------------------------
 
-  __device__ Memory memory(int which = 0) const {
-    return {reinterpret_cast<T*>(shared + (which * block.chunks + local) * Memory::kBytes)};
-  }
+  __device__ Memory memory() const { return {reinterpret_cast<T*>(shared + local * Memory::kBytes)}; }
   // Tile `j` of the warp's chunk, of the block's tensor `which`.
   __device__ Rows rows_of(int which, int j) const {
     unsigned char* at = tiles + (which * block.rows() + (local * block.tiles + j) * kTile) * Tile * 2;
     return {reinterpret_cast<T*>(at)};
   }
   __device__ Rows own(int which) const { return rows_of(which, tile); }
-  __device__ float* gates(int tokens) const {
-    return reinterpret_cast<float*>(tiles + tokens * block.rows() * Tile * 2);
-  }
-
   // Starts the warp's tile of a tensor.
   __device__ void load(int which, const In<4>& x, int width) const {
     load_async<32>(own(which), row_of<T>(x, batch(), token(), head), x.stride[1], rows, width, lane());
   }
-  // Starts the chunk's memory, [M, X] of all chunks: a share of every warp of the chunk.
-  __device__ void load_memory(const void* memories, int width, int which = 0) const {
-    const T* from = static_cast<const T*>(memories) + (number * shape.heads + head) * shape.M * width;
-    constexpr int kPacks = Tile / 8;
-    const int have = chunk.length > 0 ? shape.M : 0;
-    for (int i = tile * 32 + lane(); i < Tile * kPacks; i += 32 * block.tiles) {
-      const int m = i / kPacks, x = i % kPacks * 8;
-      copy_async(memory(which).address(m, x), from + m * width + x, m < have && x < width);
+  // Starts the chunk's memory: a share of every warp of the chunk.
+  __device__ void load_memory(const void* memories) const {
+    const T* from = static_cast<const T*>(memories) + kept_place<T, Tile>(shape, number, head);
+    T* to = memory().data;
+    for (int i = tile * 32 + lane(); i < Tile * Tile / 8; i += 32 * block.tiles) {
+      copy_async(shared_address(to + 8 * i), from + 8 * i, chunk.length > 0);
     }
   }
-  // The chunk goes on in one that was begun before: A' is not A.
-  __device__ bool resumed(const In<4>& first) const { return first.data != nullptr && place.index == 0; }
-  // A' of such a chunk in the place of A.
-  __device__ void load_first(const In<4>& first, int width) const {
-    const auto* from =
-        static_cast<const float*>(first.data) + offset_of(first, place.of.sequence.index, head);
-    for (int i = tile * 32 + lane(); i < Tile * Tile; i += 32 * block.tiles) {
-      const int m = i / Tile, x = i % Tile;
-      const bool has = m < shape.slots && x < width && chunk.length > 0;
-      memory().at(m, x) = from_float<T>(has ? from[m * first.stride[2] + x * first.stride[3]] : 0.f);
-    }
+  // Starts the gates of the warp's tile, behind so many tiles of tokens.
+  __device__ void load_gates(const TokenGate* gates, int tokens) {
+    tokens_ =
+        reinterpret_cast<TokenGate*>(tiles + tokens * block.rows() * Tile * 2) + local * block.tiles * kTile;
+    kernels::load_gates(tokens_ + tile * kTile, shape, gates, batch(), rows == 0 ? 0 : token(), rows, head);
   }
-
-  // ---- gates -------------------------------------------------------------------------------------------
-
-  // Of the chunk's tokens, in units of log2: L_t and L_C - L_t; gamma_t; and a number that kernels keep
-  // there.
-  float *through, *lost, *after, *gamma, *kept;
-
-  // By every warp, of its chunk, for its own tile; seen by the others after the block's next barrier. L_C.
-  __device__ float load_gates(const In<3>& gammas, const In<3>& g, int tokens) {
-    through = gates(tokens) + local * block.tiles * kTile;
-    lost = through + block.rows(), after = lost + block.rows(), gamma = after + block.rows(),
-    kept = gamma + block.rows();
-    const GatePair pair = kernels::load_gates(gammas, g, batch(), chunk, head);
-    const GateSums sums(pair);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * lane() + i;
-      if (t / kTile != tile) continue;
-      through[t] = sums.through[i], lost[t] = sums.lost[i], after[t] = sums.after[i],
-      gamma[t] = pair.gamma[i];
-    }
-    return __shfl_sync(~0u, sums.after[0] + pair.gate[0], 0);
-  }
-  // Rows lane_row() and 8 further of the warp's tile.
-  __device__ float2 of_rows(const float* values) const {
-    return {values[tile * kTile + lane_row()], values[tile * kTile + lane_row() + 8]};
-  }
-
-  // L of the warp's rows.
-  struct Through {
-    float2 sum, lost;
-  };
-  __device__ Through own_through() const { return {of_rows(through), of_rows(lost)}; }
-
-  // -E_ti gamma_i, t of the warp's tile and i of tile j at or before it.
-  __device__ void weigh_earlier(Sums<2>& s, int j, const Through& L) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = j * kTile + 8 * n + lane_col() + (e & 1), t = tile * kTile + lane_row() + (e >> 1) * 8;
-        const float between =
-            (e < 2 ? L.sum.x : L.sum.y) - through[i] + ((e < 2 ? L.lost.x : L.lost.y) - lost[i]);
-        s.at[n][e] = i <= t ? s.at[n][e] * -gamma[i] * exp2_fast(between) : 0.f;
-      }
-    }
-  }
-  // E_ti, i of the warp's tile and t of tile j at or after it, t < the chunk's length.
-  __device__ void weigh_later(Sums<2>& s, int j, const Through& L) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int t = j * kTile + 8 * n + lane_col() + (e & 1), i = tile * kTile + lane_row() + (e >> 1) * 8;
-        const float between =
-            through[t] - (e < 2 ? L.sum.x : L.sum.y) + (lost[t] - (e < 2 ? L.lost.x : L.lost.y));
-        s.at[n][e] = i <= t && t < chunk.length ? s.at[n][e] * exp2_fast(between) : 0.f;
-      }
-    }
-  }
+  // Of tile j.
+  __device__ const TokenGate* gates_of(int j) const { return tokens_ + j * kTile; }
+  __device__ Through own_through() const { return Through(gates_of(tile)); }
 
   // ---- reads -------------------------------------------------------------------------------------------
 
   // The warp's tile of a tensor as a left factor.
-  __device__ void left(Operand<K>& a, int which) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k) load_block(a.at[k], own(which), 0, 16 * k);
-  }
+  __device__ void left(Operand<K>& a, int which) const { load_left(a, own(which)); }
   // The same as fp32.
   __device__ void wide(Sums<N>& x, int which) const {
 #pragma unroll
@@ -194,20 +112,6 @@ struct TrellisChunk {
     }
   }
 
-  // sum over tiles j of weigh(a xs_j^T) ys_j
-  template <class Weigh>
-  __device__ void add_scored(Sums<N>& sums, const Operand<K>& a, int xs, int ys, int from, int to,
-                             const Weigh& weigh) const {
-    for (int j = from; j < to; ++j) {
-      Sums<2> scores;
-      fill(scores, 0.f);
-      add_product_transposed<T>(scores, a, rows_of(xs, j));
-      weigh(scores, j);
-      Operand<1> weighed;
-      round_to<T>(weighed, scores);
-      add_product<T>(sums, weighed, rows_of(ys, j));
-    }
-  }
   // A_t w_t, with the memory in its place.
   __device__ void read(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
     fill(y, 0.f);
@@ -219,12 +123,6 @@ struct TrellisChunk {
     fill(y, 0.f);
     add_product<T>(y, l, memory());
     finish(y, l, us, xs);
-  }
-
-  // What a whole row's sums come to.
-  template <class Map>
-  __device__ Fit fit_of(const Map& map, const Sums<N>& y, const Sums<N>& a, int half) const {
-    return fit<N>(map, moments_of(map, y, a, half, columns), shape.slots);
   }
 
   __device__ void store(int which, const Sums<N>& x) const {
@@ -245,20 +143,22 @@ struct TrellisChunk {
   }
 
  private:
+  TokenGate* tokens_;
+
   __device__ void finish(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
-    const Through L = own_through();
-    scale_rows(y, {exp2_fast(L.sum.x), exp2_fast(L.sum.y)});
-    add_scored(y, w, xs, us, 0, tile + 1, [&](Sums<2>& s, int j) { weigh_earlier(s, j, L); });
+    finish_read<T>(
+        y, w, tile, [&](int j) { return rows_of(xs, j); }, [&](int j) { return rows_of(us, j); },
+        [&](int j) { return gates_of(j); });
   }
 };
 
 // A block for every head and so many chunks.
 template <auto Kernel, typename T, int Tile, class Problem>
-cudaError_t launch_chunks(const Problem& p, int memories, int tokens, cudaStream_t stream) {
-  const auto block = ChunkBlock::of<Tile>(p.shape.grid.size);
+cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
+  const auto block = ChunkBlock::of(p.shape.grid.size);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int bytes = chunk_bytes<T, Tile>(block, memories, tokens);
+  const int bytes = chunk_bytes<T, Tile>(block, tokens);
   if (bytes > limit) return cudaErrorInvalidValue;
   if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
   const int64_t blocks = (chunk_count(p.shape.grid) + block.chunks - 1) / block.chunks * p.shape.heads;

@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "trellis/columns.cuh"
 #include "trellis/launch.h"
 #include "trellis/output.cuh"
 #include "trellis/reverse.cuh"
@@ -15,10 +14,9 @@ int most_bytes() {
   using T = __nv_bfloat16;
   int most = std::max(TrellisScanSpace<T, Tile>::kBytes, TrellisReverseSpace<T, Tile>::kBytes);
   for (const int chunk : {16, 32, 48, 64}) {
-    const auto block = ChunkBlock::of<Tile>(chunk);
+    const auto block = ChunkBlock::of(chunk);
     most =
-        std::max({most, chunk_bytes<T, Tile>(block, 1, kOutputTiles),
-                  chunk_bytes<T, Tile>(block, 1, kRowTiles), chunk_bytes<T, Tile>(block, 2, kColumnTiles)});
+        std::max({most, chunk_bytes<T, Tile>(block, kOutputTiles), chunk_bytes<T, Tile>(block, kRowTiles)});
   }
   return most;
 }

@@ -8,13 +8,13 @@ namespace girih::kernels {
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 template <typename T, int Tile>
+cudaError_t scan_reads(bool& reads);
+template <typename T, int Tile>
 cudaError_t launch_trellis_output(const TrellisOutput& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_trellis_rows(const TrellisRows& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
-template <typename T, int Tile>
-cudaError_t launch_trellis_columns(const TrellisColumns& problem, cudaStream_t stream);
 
 // Bytes of shared memory that the largest of them asks for, at most.
 int trellis_shared_bytes();

@@ -9,17 +9,17 @@ namespace girih::kernels {
 // ---------------------------------------------------------------------------------------------
 
 // Sums of a row that J and the Hessian take of a vector x, x' = slope x: (x', (y - mean) x', (a - mean) x');
-// softmax: (p x, p^2 x, p a x). The lane's own part.
+// softmax: (p x, p^2 x, p a x). The lane's own part; x is 0 where there is no column.
 template <class Map, int N>
 __device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                     const Sums<N>& a, const Fit& f, int half, const Columns& columns) {
+                                     const Sums<N>& a, const Fit& f, int half) {
   float3 sum{0.f, 0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float by = Map::softmax ? softmax_of(f, y.at[n][i]) : slope.at[n][i];
-      const float own = columns.has(n, i) ? __fmul_rn(by, x.at[n][i]) : 0.f;
+      const float own = __fmul_rn(by, x.at[n][i]);
       sum.x += own;
       sum.y = fmaf(Map::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
       sum.z = fmaf(Map::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
@@ -44,30 +44,26 @@ __device__ inline void both_rows(float3 (&rows)[2], const float3& own) {
   rows[0] = upper ? other : own, rows[1] = upper ? own : other;
 }
 
-// slope' t: what the Hessian has of a silu's own curve.
-template <class Map, int N>
-__device__ inline void bend_of(const Map& map, Sums<N>& bend, const Sums<N>& z, const Sums<N>& y,
-                               const Sums<N>& a, const Fit& f, int half) {
+// slope' t, from slope' in its place: what the Hessian has of a silu's own curve.
+template <int N>
+__device__ inline void to_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& a, const Fit& f, int half) {
   const Residual residual(f);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float in = z.at[n][i], s = sigmoid(in), slope2 = s * (1.f - s) * (2.f + in * (1.f - 2.f * s));
-      bend.at[n][i] = map.silu ? slope2 * residual(y.at[n][i], a.at[n][i]) : 0.f;
-    }
+    for (int i = 2 * half; i < 2 * half + 2; ++i) curve.at[n][i] *= residual(y.at[n][i], a.at[n][i]);
   }
 }
 
-// The Hessian of E at z times x, in the place of x. With n = (y - mean) / r, alpha = n.x' / N, omega =
-// (phi - a).P x' / N, nu = |n|^2 / N:
+// The Hessian of E at z times x, in the place of x; something finite where there is no column. With n = (y -
+// mean) / r, alpha = n.x' / N, omega = (phi - a).P x' / N, nu = |n|^2 / N:
 //     by y   ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
 //     by z   slope times it + slope' t x
 // softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
 template <class Map, int N>
 __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
                                           const Sums<N>& bend, const Sums<N>& a, const Fit& f, float3 sums,
-                                          int half, const Columns& columns) {
+                                          int half) {
   const float r = f.inverse, r2 = r * r;
   const float alpha = sums.y * r * map.unit, omega = alpha - sums.z * map.unit;
   const float nu = 1.f - kMapEps * r2, along = 3.f * alpha * f.beta - omega - alpha * (2.f - nu);
@@ -89,15 +85,15 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
                                                     fmaf(h2, at - f.mean, h3 * (target - f.mean_a)));
         result = fmaf(bend.at[n][i], own, d * by_y);
       }
-      x.at[n][i] = columns.has(n, i) ? result : 0.f;
+      x.at[n][i] = result;
     }
   }
 }
 
-// J x, in the place of x: (P x' - n (n.x') / N) / r; softmax p * (x - p.x).
+// J x, in the place of x, likewise: (P x' - n (n.x') / N) / r; softmax p * (x - p.x).
 template <class Map, int N>
 __device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                           const Fit& f, float3 sums, int half, const Columns& columns) {
+                                           const Fit& f, float3 sums, int half) {
   const float r = f.inverse, alpha = sums.y * r * map.unit, mean_x = sums.x * map.centre;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -107,7 +103,7 @@ __device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sum
       const float result = Map::softmax
                                ? softmax_of(f, at) * (own - sums.x)
                                : fmaf(-(at - f.mean) * r, alpha, __fmul_rn(slope.at[n][i], own) - mean_x) * r;
-      x.at[n][i] = columns.has(n, i) ? result : 0.f;
+      x.at[n][i] = result;
     }
   }
 }

@@ -46,126 +46,99 @@ __device__ inline float inverse_root(float x) {
   return y;
 }
 
-__device__ inline float sigmoid(float z) { return reciprocal(1.f + exp2_fast(-kLog2E * z)); }
+__device__ inline float tanh_fast(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+// For a z of T's digits: what tanh.approx is off, 2^-11, is an eighth of bf16's rounding, but as much as
+// fp16's.
+template <typename T>
+__device__ inline float sigmoid(float z) {
+  return reciprocal(1.f + exp2_fast(-kLog2E * z));
+}
+template <>
+__device__ inline float sigmoid<__nv_bfloat16>(float z) {
+  return fmaf(0.5f, tanh_fast(0.5f * z), 0.5f);
+}
 
-// y and its slope in z, where there is a silu; else z, and the slope is 1.
-template <class Map, int N>
-__device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope) {
+// y in the place of z, and its slope and, if asked for, curve in z, where there is a silu; else z, 1 and 0.
+template <typename T, class Map, int N>
+__device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums<N>* curve = nullptr) {
   fill(slope, 1.f);
+  if (curve != nullptr) fill(*curve, 0.f);
   if constexpr (!Map::softmax) {
     if (!map.silu) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float z = y.at[n][i], s = sigmoid(z);
+        const float z = y.at[n][i], s = sigmoid<T>(z), rest = 1.f - s;
         y.at[n][i] = z * s;
-        slope.at[n][i] = fmaf(y.at[n][i], 1.f - s, s);
+        slope.at[n][i] = fmaf(y.at[n][i], rest, s);
+        // s (1 - s) (2 + z (1 - 2 s))
+        if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
       }
     }
   }
 }
 
-// Which of a row's columns the warp's Sums are, and which exist.
+// Which of a row's columns the warp's Sums are, and which exist. Of those that do not y and a are 0: they
+// count in no sum but softmax's.
 struct Columns {
   int first, slots;
   __device__ bool has(int n, int i) const { return first + 8 * n + lane_col() + (i & 1) < slots; }
-  template <int N>
-  __device__ float count() const {
-    return static_cast<float>(min(max(slots - first, 0), 8 * N));
+  // All bits of a pair's columns that exist.
+  __device__ uint32_t bits(int n) const {
+    return (has(n, 0) ? 0xffffu : 0u) | (has(n, 1) ? 0xffff0000u : 0u);
   }
 };
 
-// What a part of a row's columns has of its sums. Else, of n columns: (mean of y, sum of (y - mean)^2, sum of
-// a (y - mean), sum of a). Softmax: the largest y, then with e = e^{y - it} the sums of (e, e^2, a e).
+// What a part of a row's columns has of its sums: of y, y^2 and a y. Softmax: the largest y, then with
+// e = e^{y - it} the sums of (e, e^2, a e). Against the rounding of y to 16 bits, that of a mean's square is
+// nothing: what is left of a variance is as exact as its y.
 using Moments = float4;
 
-// Of rows lane_row() + 8 half, over the quad's columns: all four lanes get them. y and a are 0 where there is
-// no column.
-template <class Map, int N>
-__device__ inline Moments moments_of(const Map&, const Sums<N>& y, const Sums<N>& a, int half,
-                                     const Columns& columns) {
-  float x = 0.f, xx = 0.f, ax = 0.f;
-  if constexpr (Map::softmax) {
-    // Of a lane without columns: of finite size, so that no difference is NaN.
-    float most = -1e30f;
+// The largest of a row's y over the quad; finite where there is none, so that no difference is NaN.
+template <int N>
+__device__ inline float largest_of(const Sums<N>& y, int half, const Columns& columns) {
+  float most = -1e30f;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+  for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most;
-    }
-    most = max_over_row(most);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float e = columns.has(n, i) ? exp2_fast(kLog2E * (y.at[n][2 * half + i] - most)) : 0.f;
-        x += e, xx = fmaf(e, e, xx), ax = fmaf(a.at[n][2 * half + i], e, ax);
-      }
-    }
-    return {most, sum_over_row(x), sum_over_row(xx), sum_over_row(ax)};
-  } else {
-    // Against one of them: a mean far from 0 takes no digits of what y is about it.
-    float sum_a = 0.f;
-    const float about = __shfl_sync(~0u, y.at[0][2 * half], lane() & ~3);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float d = columns.has(n, i) ? y.at[n][2 * half + i] - about : 0.f, t = a.at[n][2 * half + i];
-        x += d, xx = fmaf(d, d, xx), ax = fmaf(t, d, ax), sum_a += t;
-      }
-    }
-    x = sum_over_row(x), xx = sum_over_row(xx), ax = sum_over_row(ax), sum_a = sum_over_row(sum_a);
-    const float off = x * reciprocal(fmaxf(columns.count<N>(), 1.f));
-    return {about + off, fmaf(-off, x, xx), fmaf(-off, sum_a, ax), sum_a};
+    for (int i = 0; i < 2; ++i) most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most;
   }
+  return max_over_row(most);
 }
 
-// The same of both rows at once: a lane gets those of row lane_row() + 8 (lane() % 2), with half as many
-// shuffles.
+// Of both the quad's rows over its columns: a lane gets those of row lane_row() + 8 (lane() % 2).
 template <class Map, int N>
 __device__ inline Moments moments_of_rows(const Map&, const Sums<N>& y, const Sums<N>& a,
                                           const Columns& columns) {
   const bool upper = lane() & 1;
-  float about[2], sums[2][4] = {};
+  float most[2] = {0.f, 0.f}, sums[2][3] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (Map::softmax) {
-      float most = -1e30f;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most;
-      }
-      about[half] = max_over_row(most);
-    } else {
-      about[half] = __shfl_sync(~0u, y.at[0][2 * half], lane() & ~3);
-    }
+    if constexpr (Map::softmax) most[half] = largest_of(y, half, columns);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float off = y.at[n][2 * half + i] - about[half], t = a.at[n][2 * half + i];
-        const float x = columns.has(n, i) ? (Map::softmax ? exp2_fast(kLog2E * off) : off) : 0.f;
+        float x = y.at[n][2 * half + i];
+        if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most[half])) : 0.f;
         sums[half][0] += x, sums[half][1] = fmaf(x, x, sums[half][1]);
-        sums[half][2] = fmaf(t, x, sums[half][2]), sums[half][3] += t;
+        sums[half][2] = fmaf(a.at[n][2 * half + i], x, sums[half][2]);
       }
     }
   }
-  float own[4];
+  float own[3];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 3; ++i) {
     own[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 1);
     own[i] += __shfl_xor_sync(~0u, own[i], 2);
   }
-  const float at = upper ? about[1] : about[0];
-  if constexpr (Map::softmax) {
-    return {at, own[0], own[1], own[2]};
-  } else {
-    const float off = own[0] * reciprocal(fmaxf(columns.count<N>(), 1.f));
-    return {at + off, fmaf(-off, own[0], own[1]), fmaf(-off, own[3], own[2]), own[3]};
-  }
+  if constexpr (Map::softmax) return {upper ? most[1] : most[0], own[0], own[1], own[2]};
+  return {own[0], own[1], own[2], 0.f};
 }
 
 // What a row's sums come to. r = sqrt(variance + eps) of y, beta = n.(phi - a) / N. Softmax: (the largest y,
@@ -174,9 +147,18 @@ struct Fit {
   float mean, inverse, beta, mean_a;
 };
 
-// Of the row's parts of 8 N columns each.
-template <int N, int Parts, class Map>
-__device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], int slots) {
+// Of the mean that is taken off, the sums of (y - mean)^2 and a (y - mean), and that of a. Without a norm,
+// where unit is 0, r is 1.
+template <class Map>
+__device__ inline Fit fit_about(const Map& map, float mean, float square, float with_a, float sum_a) {
+  const float variance = fmaxf(square * map.unit, 0.f),
+              inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f;
+  return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
+}
+
+// Of the row's parts, and the sum of its a.
+template <int Parts, class Map>
+__device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float sum_a) {
   if constexpr (Map::softmax) {
     float most = parts[0].x, e = 0.f, ee = 0.f, ae = 0.f;
 #pragma unroll
@@ -189,23 +171,33 @@ __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], int slo
     const float inverse = reciprocal(e);
     return {most, inverse, ee * inverse * inverse, ae * inverse};
   } else {
-    float mean = 0.f, sum_a = 0.f, square = 0.f, with_a = 0.f;
+    float y = 0.f, yy = 0.f, ay = 0.f;
 #pragma unroll
-    for (int w = 0; w < Parts; ++w) {
-      mean = fmaf(parts[w].x, Columns{8 * N * w, slots}.count<N>(), mean), sum_a += parts[w].w;
-    }
-    mean *= map.centre;
-#pragma unroll
-    for (int w = 0; w < Parts; ++w) {
-      const float n = Columns{8 * N * w, slots}.count<N>(), off = n > 0.f ? parts[w].x - mean : 0.f;
-      square += fmaf(n * off, off, parts[w].y), with_a += fmaf(parts[w].w, off, parts[w].z);
-    }
-    // Without a norm, where unit is 0, r is 1.
-    const float variance = fmaxf(square * map.unit, 0.f),
-                inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f;
-    return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
+    for (int w = 0; w < Parts; ++w) y += parts[w].x, yy += parts[w].y, ay += parts[w].z;
+    const float mean = y * map.centre;
+    return fit_about(map, mean, fmaf(-mean, y, yy), fmaf(-mean, sum_a, ay), sum_a);
   }
 }
+
+// Of a row that the quad has whole, as far as an image and its Jacobian need it.
+template <class Map, int N>
+__device__ inline Fit fit_of(const Map& map, const Sums<N>& y, int half, const Columns& columns) {
+  float most = 0.f, sum = 0.f, square = 0.f;
+  if constexpr (Map::softmax) most = largest_of(y, half, columns);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float x = y.at[n][2 * half + i];
+      if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most)) : 0.f;
+      sum += x, square = fmaf(x, x, square);
+    }
+  }
+  sum = sum_over_row(sum), square = sum_over_row(square);
+  const Moments whole[1] = {{Map::softmax ? most : sum, Map::softmax ? sum : square, 0.f, 0.f}};
+  return fit(map, whole, 0.f);
+}
+
 // Of both the quad's rows, from what each lane has of row lane_row() + 8 (lane() % 2).
 __device__ inline void both_rows(Fit (&rows)[2], const Fit& own) {
   const bool upper = lane() & 1;
@@ -214,42 +206,37 @@ __device__ inline void both_rows(Fit (&rows)[2], const Fit& own) {
   rows[0] = upper ? other : own, rows[1] = upper ? own : other;
 }
 
-template <int N, class Map>
-__device__ inline Fit fit(const Map& map, const Moments& whole, int slots) {
-  const Moments parts[1] = {whole};
-  return fit<N>(map, parts, slots);
-}
-
 // grad E by y, but for softmax: t = c (y - mean) - (a - mean of a) / r.
 struct Residual {
-  float c, inverse, mean, mean_a;
+  float c, inverse, mean, mean_a;  // of a over r
   __device__ explicit Residual(const Fit& f)
-      : c(f.inverse * f.inverse * (1.f - f.beta)), inverse(f.inverse), mean(f.mean), mean_a(f.mean_a) {}
-  __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, inverse * (mean_a - a)); }
+      : c(f.inverse * f.inverse * (1.f - f.beta)),
+        inverse(f.inverse),
+        mean(f.mean),
+        mean_a(f.inverse * f.mean_a) {}
+  __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, fmaf(-inverse, a, mean_a)); }
 };
 
 __device__ inline float softmax_of(const Fit& f, float y) {
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
-// u of the row's part `half`, in the place of y.
+// u of the row's part `half`, in the place of y; of columns that do not exist something finite.
 template <class Map, int N>
 __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& slope, const Sums<N>& a,
-                                   const Fit& f, int half, const Columns& columns) {
+                                   const Fit& f, int half) {
   const Residual residual(f);
   const float mean = f.beta - f.mean_a;  // p.(p - a) of softmax
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      float u;
       if constexpr (Map::softmax) {
         const float p = softmax_of(f, y.at[n][i]);
-        u = p * (p - a.at[n][i] - mean);
+        y.at[n][i] = p * (p - a.at[n][i] - mean);
       } else {
-        u = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
+        y.at[n][i] = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
       }
-      y.at[n][i] = columns.has(n, i) ? u : 0.f;
     }
   }
 }
@@ -265,6 +252,18 @@ __device__ inline void to_image(const Map& map, Sums<N>& y, const Fit& f, int ha
       y.at[n][i] = columns.has(n, i) ? image : 0.f;
     }
   }
+}
+
+// f(y) of 16 whole rows, in their place.
+template <typename T, int N>
+__device__ inline void to_images(TrellisMap map, int slots, Sums<N>& y) {
+  const Columns columns{0, slots};
+  with_map(map, slots, [&](const auto& f) {
+    Sums<N> slope;
+    activate<T>(f, y, slope);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) to_image(f, y, fit_of(f, y, half, columns), half, columns);
+  });
 }
 
 }  // namespace girih::kernels

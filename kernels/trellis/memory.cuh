@@ -3,8 +3,8 @@
 // With it the walk over chunks, tile of 16 tokens by tile, that scan and reverse have in common.
 #pragma once
 
+#include "pipe/memory.h"
 #include "tile/array.h"
-#include "tile/gates.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
 #include "tile/row_store.h"
@@ -13,6 +13,21 @@
 namespace girih::kernels {
 
 constexpr int kTile = 16;  // tokens
+
+// A token's gates of a head.
+__device__ inline const TokenGate* gate_of(const TrellisShape& shape, const TokenGate* gates, int64_t batch,
+                                           int64_t token, int head) {
+  return gates + (batch * shape.grid.tokens.tokens + token) * shape.heads + head;
+}
+
+// Starts the copies of a tile's gates; zeros beyond its rows.
+__device__ inline void load_gates(TokenGate* to, const TrellisShape& shape, const TokenGate* gates,
+                                  int64_t batch, int64_t token, int rows, int head) {
+  if (lane() >= 16) return;
+  const bool has = lane() < rows;
+  copy_async(shared_address(to + lane()), gate_of(shape, gates, batch, token + (has ? lane() : 0), head),
+             has);
+}
 
 // One sequence, head and memory.
 struct TrellisPart {
@@ -75,65 +90,11 @@ __device__ inline void store_state(const Out<4>& state, const Sums<N>& A, const 
                   [&](int n, int i, int64_t at) { static_cast<float*>(state.data)[at] = A.at[n][i]; });
 }
 
-// Memories on their way out, one a chunk: those who have them leave them in shared memory and go on, others
-// store them in whole rows.
-template <typename T, int Tile_>
-struct LeavingMemories {
-  using Tile = SharedTile<T, Tile_, Tile_>;
-  static constexpr int kPlaces = 2, kBytes = kPlaces * Tile::kBytes, kBarriers = 2 * kPlaces;
-  static constexpr int kWarps = Tile_ / 16, kStorers = Tile_ / 64;
-
-  unsigned char* tiles;
-  uint64_t* barriers;
-
-  __device__ Tile tile(int place) const { return {reinterpret_cast<T*>(tiles + place * Tile::kBytes)}; }
-  __device__ uint64_t* full(int place) const { return barriers + place; }
-  __device__ uint64_t* empty(int place) const { return barriers + kPlaces + place; }
-  __device__ void init() const {
-    for (int place = 0; place < kPlaces; ++place) {
-      init_barrier(full(place), once(kWarps));
-      init_barrier(empty(place), once(kStorers));
-    }
-  }
-
-  // The warp's slots of the next chunk's.
-  template <int K>
-  __device__ void leave(Turn& turn, const Operand<K>& A, int slot) const {
-    wait(empty(turn.place), turn.parity ^ 1);
-    store_blocks(tile(turn.place), slot, 0, A);
-    arrive_once(full(turn.place));
-    turn.next(kPlaces);
-  }
-  // By storer `storer`: the next one to [M, X] without gaps.
-  __device__ void store(Turn& turn, T* to, int M, int width, int storer) const {
-    constexpr int kPacks = Tile_ / 8, kAll = Tile_ * kPacks / 32 / kStorers, kBatch = 8;
-    wait(full(turn.place), turn.parity);
-    const auto from = tile(turn.place);
-#pragma unroll 1
-    for (int first = 0; first < kAll; first += kBatch) {
-      uint32_t pack[kBatch][4];
-      const auto place_of = [&](int i, int& m, int& x) {
-        const int at = ((first + i) * kStorers + storer) * 32 + lane();
-        m = at / kPacks, x = at % kPacks * 8;
-      };
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        int m, x;
-        place_of(i, m, x);
-        const uint4 raw = *reinterpret_cast<const uint4*>(&from.at(m, x));
-        pack[i][0] = raw.x, pack[i][1] = raw.y, pack[i][2] = raw.z, pack[i][3] = raw.w;
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        int m, x;
-        place_of(i, m, x);
-        if (m < M && x < width) store_pack(to + m * width + x, pack[i]);
-      }
-    }
-    arrive_once(empty(turn.place));
-    turn.next(kPlaces);
-  }
-};
+// Where chunk `number` has its memory among those that are kept.
+template <typename T, int Tile>
+__device__ inline int64_t kept_place(const TrellisShape& shape, int64_t number, int head) {
+  return (number * shape.heads + head) * (Tile * Tile);
+}
 
 // z = x A^T, of a tile's 16 tokens and the warp's 16 slots. Even and odd blocks add up apart: products that
 // wait for each other are half as many.
@@ -149,8 +110,8 @@ __device__ inline void product_with(Sums<2>& z, const Tile& x, const Operand<K>&
     load_block(left[1], x, 0, 16 * k + 16);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      mma<T>(z.at[j], left[0], A.at[k][j], A.at[k][2 + j]);
-      mma<T>(odd.at[j], left[1], A.at[k + 1][j], A.at[k + 1][2 + j]);
+      mma<T>(z.at[j], left[0], A.at[k][2 * j], A.at[k][2 * j + 1]);
+      mma<T>(odd.at[j], left[1], A.at[k + 1][2 * j], A.at[k + 1][2 * j + 1]);
     }
   }
 #pragma unroll
@@ -205,68 +166,6 @@ __device__ inline T* part_of(const Out<4>& to, const TrellisPart& part, int64_t 
   return row_of<T>(to, part.of.sequence.batch, token, part.head) + lane_row() * to.stride[1] + slot +
          lane_col();
 }
-
-// ---- gates of a chunk, by a warp: lane l has tokens 2 l and 2 l + 1 ------------------------------------
-
-struct GatePair {
-  float gamma[2], gate[2];  // 0 beyond the chunk; log2 e in the gate
-};
-__device__ inline GatePair load_gates(const In<3>& gamma, const In<3>& g, int64_t batch, const Chunk& chunk,
-                                      int head) {
-  GatePair pair;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int t = 2 * lane() + i;
-    const bool valid = t < chunk.length;
-    pair.gamma[i] = valid ? load_any(gamma, batch, chunk.start + t, head) : 0.f;
-    pair.gate[i] =
-        valid && g.data != nullptr ? kLog2E * summable(load_any(g, batch, chunk.start + t, head)) : 0.f;
-  }
-  return pair;
-}
-
-// The sum over the lanes beyond the own.
-__device__ inline float sum_after(float x) {
-  float sum = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float other = __shfl_down_sync(~0u, sum, step);
-    if (lane() + step < 32) sum += other;
-  }
-  const float after = __shfl_down_sync(~0u, sum, 1);
-  return lane() == 31 ? 0.f : after;
-}
-
-// L_t, and L_C - L_t, of both tokens, in units of log2. Sums of gates that close and others that do not lose
-// the digits of these: differences of L_t are taken with what was lost, `lost`.
-struct GateSums {
-  float through[2], lost[2], after[2];
-  __device__ explicit GateSums(const GatePair& pair) {
-    const float beyond = sum_after(pair.gate[0] + pair.gate[1]);
-    after[0] = beyond + pair.gate[1], after[1] = beyond;
-    float sum = 0.f, rest = 0.f;
-    add(sum, rest, pair.gate[0], 0.f);
-    add(sum, rest, pair.gate[1], 0.f);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_up_sync(~0u, sum, step), of_other = __shfl_up_sync(~0u, rest, step);
-      if (lane() >= step) add(sum, rest, other, of_other);
-    }
-    through[1] = sum, lost[1] = rest;
-    sum = __shfl_up_sync(~0u, sum, 1), rest = __shfl_up_sync(~0u, rest, 1);
-    if (lane() == 0) sum = 0.f, rest = 0.f;
-    add(sum, rest, pair.gate[0], 0.f);
-    through[0] = sum, lost[0] = rest;
-  }
-
- private:
-  // (sum, rest) += (x, rest_of_x), the rounding of the larger part kept in the smaller one.
-  __device__ static void add(float& sum, float& rest, float x, float rest_of_x) {
-    const float total = __fadd_rn(sum, x), of_x = __fadd_rn(total, -sum);
-    rest += __fadd_rn(__fadd_rn(sum, -__fadd_rn(total, -of_x)), __fadd_rn(x, -of_x)) + rest_of_x;
-    sum = total;
-  }
-};
 
 template <auto Kernel, class Space, class Problem>
 cudaError_t launch_parts(const Problem& p, int64_t blocks, cudaStream_t stream) {

@@ -18,12 +18,12 @@ __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_consta
   reader.load(kOutQ, p.q, shape.D);
   reader.load(kOutK, p.x[0], shape.D);
   reader.load(kOutUk, p.u[0], shape.M);
-  reader.load_memory(p.memories[0], shape.D);
+  reader.load_memory(p.memories[0]);
+  reader.load_gates(p.gates, kOutputTiles);
   commit_copies();
   reader.load(kOutV, p.x[1], shape.V);
   reader.load(kOutUv, p.u[1], shape.M);
   commit_copies();
-  reader.load_gates(p.gamma, p.g, kOutputTiles);
   wait_copies<1>();
   __syncthreads();
 
@@ -33,14 +33,9 @@ __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_consta
   Sums<N> y;
   reader.read(y, w, kOutK, kOutUk);
   __syncthreads();
-  reader.load_memory(p.memories[1], shape.V);
+  reader.load_memory(p.memories[1]);
   commit_copies();
-  with_map(shape.f, shape.slots, [&](const auto& f) {
-    Sums<N> slope;
-    activate(f, y, slope);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) to_image(f, y, reader.fit_of(f, y, y, half), half, reader.columns);
-  });
+  to_images<T>(shape.f, shape.slots, y);
   Operand<K> r;
   round_to<T>(r, y);
   wait_copies<0>();
@@ -53,7 +48,7 @@ __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_consta
 
 template <typename T, int Tile>
 cudaError_t launch_trellis_output(const TrellisOutput& p, cudaStream_t stream) {
-  return launch_chunks<trellis_output_kernel<T, Tile>, T, Tile>(p, 1, kOutputTiles, stream);
+  return launch_chunks<trellis_output_kernel<T, Tile>, T, Tile>(p, kOutputTiles, stream);
 }
 
 }  // namespace girih::kernels

@@ -1,8 +1,7 @@
 // What a chunk's tokens need of backward that no later chunk has a part in.
 //
-//     dr_t = A_t do_t of values        dy = J_f^T dr        dq_t = A_t^T dy_t of keys
-// and of either memory, with l = dy and w = q of keys, l = r and w = do of values, what du is of reads in the
-// chunk itself:  direct_i = sum over t >= i of e^{L_t - L_i} (w_t.x_i) l_t.
+//     r_t = f(A_t q_t) of keys, again        dr_t = A_t do_t of values
+//     dy = J_f^T dr                          dq_t = A_t^T dy_t of keys
 #pragma once
 
 #include "trellis/chunk.cuh"
@@ -10,7 +9,8 @@
 
 namespace girih::kernels {
 
-enum RowTile : int { kRowQ, kRowK, kRowV, kRowDo, kRowUk, kRowUv, kRowR, kRowDy, kRowTiles };
+// Tokens' vectors. Those of q and do, which are the warp's own, make way for r and dy.
+enum RowTile : int { kRowQ, kRowK, kRowV, kRowDo, kRowUk, kRowUv, kRowTiles };
 
 template <typename T, int Tile>
 __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant__ TrellisRows p) {
@@ -23,13 +23,13 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   reader.load(kRowDo, p.dout, shape.V);
   reader.load(kRowV, p.x[1], shape.V);
   reader.load(kRowUv, p.u[1], shape.M);
-  reader.load_memory(p.memories[1], shape.V);
+  reader.load_memory(p.memories[1]);
+  reader.load_gates(p.gates, kRowTiles);
   commit_copies();
   reader.load(kRowQ, p.q, shape.D);
   reader.load(kRowK, p.x[0], shape.D);
   reader.load(kRowUk, p.u[0], shape.M);
   commit_copies();
-  reader.load_gates(p.gamma, p.g, kRowTiles);
   wait_copies<1>();
   __syncthreads();
 
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   reader.left(w, kRowDo);
   reader.read(dr, w, kRowV, kRowUv);
   __syncthreads();
-  reader.load_memory(p.memories[0], shape.D);
+  reader.load_memory(p.memories[0]);
   commit_copies();
   wait_copies<0>();
   __syncthreads();
@@ -48,42 +48,29 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   reader.left(w, kRowQ);
   reader.read(y, w, kRowK, kRowUk);
   with_map(shape.f, shape.slots, [&](const auto& f) {
-    activate(f, y, slope);
+    activate<T>(f, y, slope);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Fit found = reader.fit_of(f, y, y, half);
+      const Fit found = fit_of(f, y, half, reader.columns);
       to_transposed_product(f, dr, y, slope, found, half, reader.columns);
       to_image(f, y, found, half, reader.columns);
     }
   });
-  reader.store(kRowR, y);
-  reader.store(kRowDy, dr);
+  reader.store(kRowQ, y);
+  reader.store(kRowDo, dr);
   __syncwarp();
-  reader.put_rows(p.l[1], shape.M, kRowR);
-  reader.put_rows(p.l[0], shape.M, kRowDy);
+  reader.put_rows(p.l[1], shape.M, kRowQ);
+  reader.put_rows(p.l[0], shape.M, kRowDo);
 
   // dQ. The tile of the values' u has been read by all.
   round_to<T>(w, dr);
   reader.read_transposed(y, w, kRowUk, kRowK);
   reader.store_out(p.dq, shape.D, y, kRowUv);
-  __syncthreads();
-
-  // direct
-  const auto L = reader.own_through();
-  const auto direct = [&](int memory, int x, int of_w, int of_l) {
-    reader.left(w, x);
-    fill(y, 0.f);
-    reader.add_scored(y, w, of_w, of_l, reader.tile, reader.block.tiles,
-                      [&](Sums<2>& s, int j) { reader.weigh_later(s, j, L); });
-    reader.store_out(p.direct[memory], shape.M, y, kRowUv);
-  };
-  direct(0, kRowK, kRowQ, kRowDy);
-  direct(1, kRowV, kRowDo, kRowR);
 }
 
 template <typename T, int Tile>
 cudaError_t launch_trellis_rows(const TrellisRows& p, cudaStream_t stream) {
-  return launch_chunks<trellis_rows_kernel<T, Tile>, T, Tile>(p, 1, kRowTiles, stream);
+  return launch_chunks<trellis_rows_kernel<T, Tile>, T, Tile>(p, kRowTiles, stream);
 }
 
 }  // namespace girih::kernels

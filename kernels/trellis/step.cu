@@ -29,23 +29,21 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
     for (int m = lane(); m < M; m += 32) sum += term(y[m], a[m]);
     return sum_over_warp(sum);
   };
-  Moments moments;
   if constexpr (Map::softmax) {
     float most = -1e30f;
     for (int m = lane(); m < M; m += 32) most = fmaxf(most, y[m]);
     most = max_over_warp(most);
     const auto e = [&](float x) { return expf(x - most); };
-    moments = {most, sum_of([&](float x, float) { return e(x); }),
-               sum_of([&](float x, float) { return e(x) * e(x); }),
-               sum_of([&](float x, float t) { return t * e(x); })};
+    const Moments whole[1] = {{most, sum_of([&](float x, float) { return e(x); }),
+                               sum_of([&](float x, float) { return e(x) * e(x); }),
+                               sum_of([&](float x, float t) { return t * e(x); })}};
+    return fit(map, whole, 0.f);
   } else {
-    const float mean = sum_of([](float x, float) { return x; }) / M;
-    moments = {mean, sum_of([&](float x, float) { return (x - mean) * (x - mean); }),
-               sum_of([&](float x, float t) { return t * (x - mean); }),
-               sum_of([](float, float t) { return t; })};
+    const float mean = sum_of([](float x, float) { return x; }) * map.centre;
+    return fit_about(map, mean, sum_of([&](float x, float) { return (x - mean) * (x - mean); }),
+                     sum_of([&](float x, float t) { return t * (x - mean); }),
+                     sum_of([](float, float t) { return t; }));
   }
-  // As one part of all columns.
-  return fit<1 << 20>(map, moments, M);
 }
 
 struct StepSpace {

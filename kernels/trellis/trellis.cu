@@ -37,8 +37,13 @@ GIRIH_TRELLIS(TrellisScan, trellis_scan)
 GIRIH_TRELLIS(TrellisOutput, trellis_output)
 GIRIH_TRELLIS(TrellisRows, trellis_rows)
 GIRIH_TRELLIS(TrellisReverse, trellis_reverse)
-GIRIH_TRELLIS(TrellisColumns, trellis_columns)
 #undef GIRIH_TRELLIS
+
+cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads) {
+  return by_instance(shape, [&](auto element, auto tile) {
+    return scan_reads<decltype(element), decltype(tile)::value>(reads);
+  });
+}
 
 cudaError_t trellis_fits(bool& fits) {
   int limit = 0;

@@ -1,17 +1,18 @@
 // Trellis: two memories A [M, X] that compress vectors x_t onto targets a_t, one of keys, one of values.
 //
 //     z_t = A' x_t        u_t = J_phi(z_t)^T (phi(z_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t
-//     x_t^T y_t = A_t q_t       [M]      of the memory of keys r_t = f(y_t) o_t = A_t^T r_t     [V]      of
-//     the memory of values
+//     of keys, of M slots by D    x_t = k_t    r_t = f(A_t q_t)
+//     of values, M by V           x_t = v_t    o_t = A_t^T r_t
 //
-// A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on, so
-// forward is two kernels:
-//   scan      both memories from chunk to chunk, in order; writes u, and the memory before every chunk
-//   output    every chunk by itself: both reads
-// and backward three, with the memories that forward kept:
-//   rows      every chunk: r, dr, dy, dq, and what of du needs no later chunk
-//   reverse   the memories' gradients from chunk to chunk, from the end: du, J du and dz
-//   columns   every chunk: dk, dv, da, dgamma, dg
+// A' is the memory at the start of the chunk. No memory's update needs the other, nor a read, to go on.
+// Forward:
+//   scan      both memories from chunk to chunk, in order, and both reads; for backward it keeps u, z and the
+//             memory before every chunk
+//   output    where blocks cannot reach each other's shared memory, the reads, every chunk by itself
+// and backward, with what forward kept:
+//   rows      every chunk by itself: r, dr, dy and dq
+//   reverse   the memories' gradients from chunk to chunk, from the end: du and dz, and beside them J du, dk,
+//             dv, dgamma and what dg is a sum of
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,29 +45,50 @@ struct TrellisShape {
   __host__ __device__ int width(int memory) const { return memory == 0 ? D : V; }
 };
 
+// A memory as it is kept: a square tile of 16-bit elements, slots by columns, zeros beyond those that exist,
+// as it lies in shared memory (SharedTile).
+__host__ __device__ inline int trellis_tile(const TrellisShape& shape) {
+  return shape.M <= 64 && shape.D <= 64 && shape.V <= 64 ? 64 : 128;
+}
+
+// Of a token, in units of log2: L_t, what its rounding has lost, and L_C - L_t; and gamma_t.
+struct alignas(16) TokenGate {
+  float through, lost, after, gamma;
+};
+struct TrellisGates {
+  TrellisShape shape;
+  In<3> gamma, g;     // [B, T, H], g optional
+  TokenGate* tokens;  // [B, T, H]
+};
+cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
+
 // Of each memory: 0 keys, 1 values. States are fp32 [N, H, M, X], any strides.
 struct TrellisScan {
   TrellisShape shape;
+  const TokenGate* gates;  // [B, T, H]
   In<4> x[2];              // [B, T, H, X]
   In<4> a;                 // [B, T, H, M]
-  In<3> gamma, g;          // [B, T, H], g optional
   In<4> first[2];          // A' of a sequence's first chunk; absent without positions: `initial`
   In<4> initial[2];        // A before the first token
   Out<4> last_first[2];    // A' of the chunk that the next token is in
   Out<4> last[2];          // A after the last token
   int64_t* last_position;  // [N]
-  void* memories[2];       // dtype [chunk_count, H, M, X]: A before every chunk
-  Out<4> u[2];             // [B, T, H, M], dtype
-  // For backward, optional: z, [B, T, H, M] in dtype, and its Fit (maps.cuh), [B, T, H, 4] in fp32.
-  Out<4> z[2], fit[2];
+  In<4> q;                 // [B, T, H, D]
+  Out<4> o;                // [B, T, H, V], if trellis_scan_reads(); else absent
+  // For backward and trellis_output(), optional: u and z, [B, T, H, M] in dtype, z's Fit (maps.cuh), [B, T,
+  // H, 4] in fp32, and A before every chunk, [chunk_count, H] of tiles.
+  Out<4> u[2], z[2], fit[2];
+  void* memories[2];
 };
 cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
+// Whether it can read too on the current device.
+cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads);
 
 struct TrellisOutput {
   TrellisShape shape;
+  const TokenGate* gates;
   In<4> q;  // [B, T, H, D]
   In<4> x[2], u[2];
-  In<3> gamma, g;
   const void* memories[2];
   Out<4> o;  // [B, T, H, V]
 };
@@ -75,41 +97,39 @@ cudaError_t trellis_output(const TrellisOutput& problem, cudaStream_t stream);
 // A read is l_t^T A_t w_t of either memory: (l, w) = (dy, q) of keys and (r, do) of values.
 struct TrellisRows {
   TrellisShape shape;
+  const TokenGate* gates;
   In<4> q;
   In<4> x[2], u[2];
-  In<3> gamma, g;
   const void* memories[2];
   In<4> dout;  // [B, T, H, V], dtype
   Out<4> dq;
-  Out<4> l[2];       // [B, T, H, M], dtype
-  Out<4> direct[2];  // [B, T, H, M], dtype: sum over t >= i in the chunk of e^{L_t - L_i} (w_t.x_i) l_t
+  Out<4> l[2];  // [B, T, H, M], dtype
 };
 cudaError_t trellis_rows(const TrellisRows& problem, cudaStream_t stream);
 
 struct TrellisReverse {
   TrellisShape shape;
-  In<4> x[2], w[2], l[2], z[2], direct[2], fit[2];
+  const TokenGate* gates;
+  In<4> x[2], w[2], l[2], z[2], u[2], fit[2];
   In<4> a;
-  In<3> gamma, g;
+  In<4> first[2];
+  const void* memories[2];
   In<4> dlast_first[2], dlast[2];  // fp32 [N, H, M, X], optional: zero
   Out<4> dfirst[2];                // fp32 [N, H, M, X], there with positions
   Out<4> dinitial[2];              // fp32 [N, H, M, X]
-  Out<4> jdu[2], dz[2];            // [B, T, H, M], dtype: J du, and of z
-  void* gradients[2];              // dtype [chunk_count, H, M, X]: of A after every chunk
+  Out<4> jdu[2];                   // [B, T, H, M], dtype: J du of either memory; da is minus their sum
+  Out<4> dx[2];                    // [B, T, H, X]
+  float* dgammas;                  // [2, B, T, H]: of either memory
+  float* dL;                       // [2, tiles of a chunk, B, T, H], optional: parts of a sum, gates.cu
 };
 cudaError_t trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
 
-struct TrellisColumns {
+struct TrellisGateGradients {
   TrellisShape shape;
-  In<4> x[2], w[2], l[2], u[2], jdu[2], dz[2];
-  In<3> gamma, g;
-  In<4> first[2];
-  const void *memories[2], *gradients[2];
-  Out<4> dx[2];       // [B, T, H, X]
-  Out<4> da;          // [B, T, H, M]
+  const float *dgammas, *dL;
   Out<3> dgamma, dg;  // [B, T, H] fp32, dg optional
 };
-cudaError_t trellis_columns(const TrellisColumns& problem, cudaStream_t stream);
+cudaError_t trellis_gate_gradients(const TrellisGateGradients& problem, cudaStream_t stream);
 
 // Whether the current device has the shared memory for these kernels.
 cudaError_t trellis_fits(bool& fits);

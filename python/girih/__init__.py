@@ -31,6 +31,9 @@ torch.ops.load_library(Path(__file__).parent / "lib" / "libgirih.so")
 from girih import _auto, ops
 
 __version__ = "0.1.0"
+#: Where CMake's ``find_package(girih)`` finds an installed package; torch's ``torch.utils.cmake_prefix_path``
+#: stands beside it in ``CMAKE_PREFIX_PATH``.
+cmake_prefix_path = str(Path(__file__).parent)
 __all__ = ["accelerate", "models", "nn", "ops"]
 
 

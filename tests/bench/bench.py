@@ -3,8 +3,9 @@
 Measures forward, forward + backward, a decoding step, peak memory and the first call, at the shapes of
 shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is there and replaced when its
 shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
-`OP=model` measures training and decoding of whole models (train_speed.py), `OP=accelerate` layers of
-transformers' models before and after `girih.accelerate` (accelerated.py).
+`OP=model` measures training and decoding of whole models (train_speed.py; SHAPE: names of models, CONTEXT:
+tokens of a row), `OP=accelerate` layers of transformers' models before and after `girih.accelerate`
+(accelerated.py).
 """
 
 import argparse
@@ -110,6 +111,7 @@ def main(argv=None):
         "--op", help=f"names with commas (default: all operators): {', '.join(SHAPES)}, model, accelerate"
     )
     parser.add_argument("--shape", help="names with commas (default: all)")
+    parser.add_argument("--context", type=int, help="of models: tokens of a row")
     parser.add_argument("--peer", choices=["yes", "no"], default="yes", help="no: ours alone")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
     options = parser.parse_args(argv)
@@ -118,7 +120,9 @@ def main(argv=None):
     if ops == ["model"]:
         import train_speed
 
-        return train_speed.main(["--folder", str(options.folder), "--peer", options.peer])
+        given = {"models": options.shape, "context": options.context}
+        own = [word for name, value in given.items() if value for word in (f"--{name}", str(value))]
+        return train_speed.main(["--folder", str(options.folder), "--peer", options.peer, *own])
     if ops == ["accelerate"]:
         import accelerated
 

@@ -121,6 +121,19 @@ def fused_rms_norm_gated(shape, keywords):
     return call, tensors(keywords, "x", "weight", "gate")
 
 
+# girih's own, for orientation
+
+
+def girih_gsa(shape, keywords):
+    """Slot attention over the same tokens, with as many slots and a gate for each."""
+    from girih.ops import gsa
+
+    slots = keywords.get("a", keywords["k"])
+    g = F.logsigmoid(slots.float()) / 8
+    own = {"q": keywords["k"], "k": keywords["k"], "v": keywords["v"], "s": slots, "g": g}
+    return lambda **given: gsa(**given)[0], own
+
+
 # causal_conv1d of Dao, and fla's in Triton
 
 
@@ -228,12 +241,17 @@ PEERS = {
     "causal_conv1d_update": causal_conv1d_update,
     "fla causal_conv1d": fla_causal_conv1d,
     "fla causal_conv1d_update": fla_causal_conv1d_update,
+    "girih gsa": girih_gsa,
     "dense sdpa": dense_sdpa,
     "flex_attention": flex_attention,
 }
 
 
 def version_of(name):
+    if name == "girih gsa":
+        import girih
+
+        return f"girih {girih.__version__}"
     if name in ("dense sdpa", "flex_attention", "compiled rms_norm"):
         return torch_version()
     if name in ("causal_conv1d", "causal_conv1d_update"):

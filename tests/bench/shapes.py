@@ -91,13 +91,34 @@ DELTA_PRODUCT = [
     at("4 4096 16 64", delta_product("n1-vector", vector=True)),
     at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
 ]
+TRELLIS_DEFAULT = trellis("m64-c16", g=True, chunk=16)
 TRELLIS = [
-    at("4 4096 16 64", trellis("m64-c16", g=True, chunk=16), "chunk_ttt_linear twice", M=64),
-    at("128 1 16 64", trellis("m64-c16", g=True, chunk=16), M=64),
+    at("4 4096 16 64", TRELLIS_DEFAULT, "chunk_ttt_linear twice", "girih gsa", "dense sdpa", M=64),
+    *(
+        at("4 4096 16 64", trellis(f"m64-c16-{phi}", g=True, chunk=16, phi=phi), M=64)
+        for phi in ("identity", "silu", "l2norm", "layer_norm", "l2_silu", "softmax")
+    ),
+    *(at("4 4096 16 64", trellis(f"m64-c{C}", g=True, chunk=C), M=64) for C in (1, 64)),
+    at("4 4096 16 128", trellis("m128-c16", g=True, chunk=16), M=128),
+    # A chain alone, and more chains than a card has places for.
+    at("1 4096 1 64", TRELLIS_DEFAULT, M=64),
+    at("8 4096 16 64", TRELLIS_DEFAULT, M=64),
+    at("1 65536 4 64", TRELLIS_DEFAULT, "dense sdpa", M=64),
+    at("128 1 16 64", TRELLIS_DEFAULT, M=64),
 ]
+LATTICE_DEFAULT = lattice("m64-c16", chunk=16)
 LATTICE = [
-    at("4 4096 16 64", lattice("m64-c16", chunk=16), "chunk_ttt_linear", M=64),
-    at("128 1 16 64", lattice("m64-c16", chunk=16), M=64),
+    at("4 4096 16 64", LATTICE_DEFAULT, "chunk_ttt_linear", "girih gsa", "dense sdpa", M=64),
+    *(
+        at("4 4096 16 64", lattice(f"m64-c16-{objective}", chunk=16, objective=objective), M=64)
+        for objective in ("encode", "similarity")
+    ),
+    at("4 4096 16 64", lattice("m64-c64", chunk=64), M=64),
+    at("4 4096 16 128", lattice("m128-c16", chunk=16), M=128),
+    at("1 4096 1 64", LATTICE_DEFAULT, M=64),
+    at("8 4096 16 64", LATTICE_DEFAULT, M=64),
+    at("1 65536 4 64", LATTICE_DEFAULT, "dense sdpa", M=64),
+    at("128 1 16 64", LATTICE_DEFAULT, M=64),
 ]
 CAT_ATTENTION = [
     at("4 4096 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),

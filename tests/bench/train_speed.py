@@ -1,15 +1,19 @@
 """Training speed of whole language models, and decoding in one CUDA graph: `make bench OP=model`.
 
-About 340M parameters: 24 layers, 1024 wide, MLPs of 2816, 32000 tokens, tied embeddings; rows of 2048 tokens,
-bf16 autocast over fp32 weights. A step is forward, backward, AdamW (fused) and zeroing the gradients.
+About 340M parameters: 24 layers, 1024 wide, MLPs of 2816, 32000 tokens, tied embeddings; 16384 tokens a step
+in rows of 2048, or of `--context`, bf16 autocast over fp32 weights. A step is forward, backward, AdamW
+(fused) and zeroing the gradients.
 
     girih gsa               gated slot attention, 4 heads of 64 slots
     girih attention         a Transformer: 4 heads, rotary positions, SDPA
     girih gated_deltanet    8 heads of 128
     girih delta_product     the same with two steps a token
+    girih trellis           16 heads of 64, 64 slots, chunks of 16
+    girih lattice           the same
     fla ...                 fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
     fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy, as girih's models have
     ... compiled            after torch.compile
+    ... at T                in rows of T tokens
 """
 
 import argparse
@@ -27,7 +31,7 @@ from device import require_gpu
 from peers import fla_version
 from results import FOLDER, write
 
-CONTEXT, BATCH, WARM_UPS, STEPS = 2048, 8, 5, 10
+CONTEXT, TOKENS, WARM_UPS, STEPS = 2048, 16384, 5, 10
 DECODED = 128  # sequences that decode together
 SIZES = {
     "vocab_size": 32000,
@@ -37,6 +41,7 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 HEADS = {"num_heads": 8, "head_dim": 128}
+SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
 # What a mixer's model is called and has beside SIZES: girih's, fla's.
 MIXERS = {
     "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
@@ -46,6 +51,8 @@ MIXERS = {
         HEADS | {"n": 2, "gated": True},
         ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
     ),
+    "trellis": (SLOTS, None),
+    "lattice": (SLOTS, None),
 }
 
 
@@ -93,12 +100,12 @@ def training_step(model, optimizer, ids):
     return loss
 
 
-def train(make):
+def train(make, context):
     """Tokens a second, seconds of the first step, peak memory."""
     torch.manual_seed(0)
     model = make().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
-    ids = torch.randint(SIZES["vocab_size"], (BATCH, CONTEXT), device="cuda")
+    ids = torch.randint(SIZES["vocab_size"], (TOKENS // context, context), device="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -111,7 +118,7 @@ def train(make):
         raise FloatingPointError("the loss is not finite")
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens_per_second": round(BATCH * CONTEXT / statistics.median(seconds[WARM_UPS:])),
+        "tokens_per_second": round(TOKENS / statistics.median(seconds[WARM_UPS:])),
         "first_step_s": round(seconds[0], 2),
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
@@ -152,8 +159,9 @@ def decode():
 
 def rival(name):
     """The model of ours that a model is compared with."""
+    name, at, context = name.partition(" at ")
     ours = f"girih {name.split()[1]}"
-    return "girih gsa" if ours == "girih attention" else ours
+    return ("girih gsa" if ours == "girih attention" else ours) + at + context
 
 
 def table(rows):
@@ -182,9 +190,12 @@ def main(argv=None):
         prog="train_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join([*DEFAULT, "decode"]), help="names with commas")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a row, a divisor of 16384")
     parser.add_argument("--peer", choices=["yes", "no"], default="yes", help="no: girih's models alone")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
     options = parser.parse_args(argv)
+    if options.context < 1 or TOKENS % options.context:
+        parser.error(f"--context {options.context}: should be a divisor of {TOKENS}")
     require_gpu()
     file = options.folder / "model.json"
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -197,24 +208,25 @@ def main(argv=None):
         if options.peer == "no" and name.startswith("fla"):
             continue
         versions = f"torch {torch.__version__}"
+        row_name = name if name == "decode" or options.context == CONTEXT else f"{name} at {options.context}"
         try:
-            row = decode() if name == "decode" else train(MODELS[name])
+            row = decode() if name == "decode" else train(MODELS[name], options.context)
             if name.startswith("fla"):
                 versions += f", {fla_version()}"
         except ImportError as error:
             print(f"{name}: its row stays empty: {error} (dependency group `bench` of pyproject.toml)")
             continue
-        except RuntimeError as error:
-            if not name.startswith("fla"):
+        except RuntimeError as error:  # of memory, or a peer's own
+            if not name.startswith("fla") and not isinstance(error, torch.OutOfMemoryError):
                 raise
             print(f"{name}: its row stays empty: {error}".splitlines()[0])
             continue
         origin = {"run": run, "date": date.today().isoformat(), "device": torch.cuda.get_device_name()}
-        rows[name] = row | origin | {"versions": versions}
+        rows[row_name] = row | origin | {"versions": versions}
         settings = SIZES | {"mixers": {name: ours for name, (ours, _) in MIXERS.items()}}
-        settings |= {"batch": BATCH, "context": CONTEXT}
+        settings |= {"tokens": TOKENS, "context": CONTEXT}
         write(file, json.dumps({"settings": settings, "models": rows}, indent=1) + "\n")
-        print(f"{name}: {row['tokens_per_second']:,} tokens/s", flush=True)
+        print(f"{row_name}: {row['tokens_per_second']:,} tokens/s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     write(options.folder / "model.md", table(rows))

@@ -300,6 +300,9 @@ struct Index {
 #define blockIdx \
   emulated::Index { emulated::current->block->number }
 
+#define blockDim \
+  emulated::Index { static_cast<unsigned>(emulated::threads) }
+
 inline void __syncthreads() { emulated::wait_at(0, emulated::threads); }
 inline void __syncwarp(unsigned = ~0u) {
   uint64_t nothing = 0;

@@ -5,7 +5,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
-# The bodies of functions in kernels/tile and beside the kernels, by a part of their signature.
+# The bodies of functions in kernels/tile, kernels/pipe and beside the kernels, by a part of their signature.
 BODIES = {
     "tile/matrix.h": {
         "uint32_t pair_of<__nv_bfloat16>": """
@@ -53,12 +53,21 @@ BODIES = {
     },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
+    "tile/warpgroup.h": {},
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
     },
-    "trellis/maps.cuh": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
+    "pipe/memory.h": {},
+    "pipe/clusters.h": {
+        "cudaError_t launch_clusters(": """
+            emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
+    },
+    "trellis/maps.cuh": {
+        "float inverse_root(": "return 1.f / std::sqrt(x);",
+        "float tanh_fast(": "return std::tanh(x);",
+    },
 }
 BEFORE_PAIRS = "// Two neighbouring elements as one register"
 PAIR = """
@@ -110,9 +119,9 @@ def rewritten(file: str) -> str:
 
 
 def write(folder: Path, operator: str) -> None:
-    """An operator's kernels and what they include of tile."""
-    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*.*h"))]
+    """An operator's kernels and what they include of tile and pipe."""
+    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in (KERNELS / operator).glob("*"))]
     for file in sorted(set(files)):
-        if file.startswith(("tile/", f"{operator}/")):
+        if file.startswith(("tile/", "pipe/", f"{operator}/")):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(rewritten(file))

@@ -1,5 +1,5 @@
 // Trellis' kernels on the emulator, for test_emulated_trellis.py, which fills a Call.
-#include "trellis/columns.cuh"
+#include "trellis/gates.cu"
 #include "trellis/output.cuh"
 #include "trellis/reverse.cuh"
 #include "trellis/rows.cuh"
@@ -20,14 +20,15 @@ struct Call {
   int64_t chunk;
   const int64_t* position;
   int64_t heads, D, V, M, slots, silu, norm, f_silu, f_norm;
+  int64_t apart;  // the reads by a kernel of their own
   Array q, x[2], a, gamma, g, first[2], initial[2];
   Array last_first[2], last[2];
   int64_t* last_position;
   void* memories[2];
   Array u[2], z[2], fit[2], o;
-  Array dout, dq, l[2], direct[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], jdu[2], dz[2];
-  void* gradients[2];
-  Array dx[2], da, dgamma, dg;
+  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], jdu[2], dx[2], dgamma, dg;
+  TokenGate* gates;
+  float *dgammas, *dL;
 };
 
 namespace {
@@ -71,9 +72,12 @@ void forward(const Call& c) {
   TrellisScan scan{};
   TrellisOutput output{};
   scan.shape = output.shape = shape_of(c);
-  scan.gamma = output.gamma = in<3>(c.gamma), scan.g = output.g = in<3>(c.g);
+  TrellisGates gates{scan.shape, in<3>(c.gamma), in<3>(c.g), c.gates};
+  must(trellis_gates(gates, nullptr));
+  scan.gates = output.gates = c.gates;
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
-  output.q = in<4>(c.q), output.o = out<4>(c.o);
+  output.q = scan.q = in<4>(c.q), output.o = out<4>(c.o);
+  if (!c.apart) scan.o = output.o;
   for (int m = 0; m < 2; ++m) {
     scan.x[m] = output.x[m] = in<4>(c.x[m]);
     scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
@@ -83,38 +87,33 @@ void forward(const Call& c) {
     output.u[m] = in<4>(c.u[m]);
   }
   must(launch_trellis_scan<Element, Tile>(scan, nullptr));
-  must(launch_trellis_output<Element, Tile>(output, nullptr));
+  if (c.apart) must(launch_trellis_output<Element, Tile>(output, nullptr));
 }
 
 template <int Tile>
 void backward(const Call& c) {
   TrellisRows rows{};
   TrellisReverse reverse{};
-  TrellisColumns columns{};
-  rows.shape = reverse.shape = columns.shape = shape_of(c);
-  rows.gamma = reverse.gamma = columns.gamma = in<3>(c.gamma);
-  rows.g = reverse.g = columns.g = in<3>(c.g);
+  rows.shape = reverse.shape = shape_of(c);
+  rows.gates = reverse.gates = c.gates;
   rows.q = in<4>(c.q), rows.dout = in<4>(c.dout), rows.dq = out<4>(c.dq);
-  reverse.a = in<4>(c.a);
-  columns.da = out<4>(c.da), columns.dgamma = out<3>(c.dgamma), columns.dg = out<3>(c.dg);
+  reverse.a = in<4>(c.a), reverse.dgammas = c.dgammas, reverse.dL = c.g.data == nullptr ? nullptr : c.dL;
   for (int m = 0; m < 2; ++m) {
-    rows.x[m] = reverse.x[m] = columns.x[m] = in<4>(c.x[m]);
-    rows.u[m] = columns.u[m] = in<4>(c.u[m]);
-    rows.memories[m] = columns.memories[m] = c.memories[m];
-    rows.l[m] = out<4>(c.l[m]), rows.direct[m] = out<4>(c.direct[m]);
-    reverse.w[m] = columns.w[m] = in<4>(m == 0 ? c.q : c.dout);
-    reverse.l[m] = columns.l[m] = in<4>(c.l[m]);
-    reverse.z[m] = in<4>(c.z[m]), reverse.fit[m] = in<4>(c.fit[m]), reverse.direct[m] = in<4>(c.direct[m]);
+    rows.x[m] = reverse.x[m] = in<4>(c.x[m]);
+    rows.u[m] = reverse.u[m] = in<4>(c.u[m]);
+    rows.memories[m] = reverse.memories[m] = c.memories[m];
+    rows.l[m] = out<4>(c.l[m]);
+    reverse.w[m] = in<4>(m == 0 ? c.q : c.dout);
+    reverse.l[m] = in<4>(c.l[m]);
+    reverse.z[m] = in<4>(c.z[m]), reverse.fit[m] = in<4>(c.fit[m]), reverse.first[m] = in<4>(c.first[m]);
     reverse.dlast_first[m] = in<4>(c.dlast_first[m]), reverse.dlast[m] = in<4>(c.dlast[m]);
     reverse.dfirst[m] = out<4>(c.dfirst[m]), reverse.dinitial[m] = out<4>(c.dinitial[m]);
-    reverse.jdu[m] = out<4>(c.jdu[m]), reverse.dz[m] = out<4>(c.dz[m]);
-    reverse.gradients[m] = c.gradients[m], columns.gradients[m] = c.gradients[m];
-    columns.first[m] = in<4>(c.first[m]);
-    columns.jdu[m] = in<4>(c.jdu[m]), columns.dz[m] = in<4>(c.dz[m]), columns.dx[m] = out<4>(c.dx[m]);
+    reverse.jdu[m] = out<4>(c.jdu[m]), reverse.dx[m] = out<4>(c.dx[m]);
   }
   must(launch_trellis_rows<Element, Tile>(rows, nullptr));
   must(launch_trellis_reverse<Element, Tile>(reverse, nullptr));
-  must(launch_trellis_columns<Element, Tile>(columns, nullptr));
+  TrellisGateGradients numbers{rows.shape, c.dgammas, c.dL, out<3>(c.dgamma), out<3>(c.dg)};
+  must(trellis_gate_gradients(numbers, nullptr));
 }
 
 }  // namespace

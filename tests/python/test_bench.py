@@ -46,12 +46,16 @@ def test_shapes_have_names_of_their_own_and_known_peers():
     assert all(peer in PEERS for shape in EVERY for peer in shape.peers)
 
 
+def small(shape):
+    few = {"B": 1, "N": 1, "H": 1, "Q": 1, "X": 8, "T": min(shape.sizes["T"], 32)}
+    few["R"] = few["T"] * shape.sizes.get("n", 1)
+    return replace(shape, sizes={letter: few.get(letter, n) for letter, n in shape.sizes.items()})
+
+
 @pytest.mark.parametrize("shape", EVERY, ids=names(EVERY))
 def test_every_shape_runs(shape):
     """Small, on the CPU: the inputs fit the operator, every one gets a gradient, the floor is positive."""
-    few = {"B": 1, "N": 1, "H": 1, "Q": 1, "X": 8, "T": min(shape.sizes["T"], 32)}
-    few["R"] = few["T"] * shape.sizes.get("n", 1)
-    shape = replace(shape, sizes={letter: few.get(letter, n) for letter, n in shape.sizes.items()})
+    shape = small(shape)
     keywords = inputs.draw(shape, "cpu")
     runs = measure.Runs(inputs.call(shape), keywords)
     o = runs.forward()
@@ -60,6 +64,18 @@ def test_every_shape_runs(shape):
     assert least.keys() == set(shape.measures) and min(least.values()) > 0
     if not shape.is_step:
         assert all(grad is not None for grad in runs.forward_backward())
+
+
+OF_TORCH = [(shape, peer) for shape in EVERY for peer in shape.peers if peer in ("girih gsa", "dense sdpa")]
+
+
+@pytest.mark.parametrize("shape, peer", OF_TORCH, ids=[f"{s.op}-{s.name}-{peer}" for s, peer in OF_TORCH])
+def test_peers_that_need_no_package_run(shape, peer):
+    shape = small(shape)
+    keywords = inputs.draw(shape, "cpu")
+    runs = measure.Runs(*PEERS[peer](shape, keywords))
+    assert runs.forward().shape == inputs.call(shape)(**keywords).shape
+    assert all(grad is not None for grad in runs.forward_backward())
 
 
 def test_the_floor_of_attention_is_its_products_and_of_gsa_its_bytes():

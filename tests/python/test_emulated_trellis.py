@@ -30,7 +30,7 @@ def fields():
         (pointer, "cu_seqlens"),
         (number, "chunk"),
         (pointer, "position"),
-        (number, "heads D V M slots silu norm f_silu f_norm"),
+        (number, "heads D V M slots silu norm f_silu f_norm apart"),
         (Array, "q"),
         (pair, "x"),
         (Array, "a gamma g"),
@@ -39,10 +39,9 @@ def fields():
         (pointer * 2, "memories"),
         (pair, "u z fit"),
         (Array, "o dout dq"),
-        (pair, "l direct dlast_first dlast dfirst dinitial jdu dz"),
-        (pointer * 2, "gradients"),
-        (pair, "dx"),
-        (Array, "da dgamma dg"),
+        (pair, "l dlast_first dlast dfirst dinitial jdu dx"),
+        (Array, "dgamma dg"),
+        (pointer, "gates dgammas dL"),
     ]
 
 
@@ -73,6 +72,7 @@ class Run:
         packed=False,
         phi="ln_silu",
         f="ln_silu",
+        apart=False,
     ):
         generator = torch.Generator().manual_seed(chunk + sum(lengths))
         N, widths = len(lengths), (D, V)
@@ -104,9 +104,9 @@ class Run:
                 ("dout", V, normal(B, T, H, V)),
             )
         }
-        one["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
+        one["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 4)
         one["g"] = None if gates is None else -gates * torch.rand(B, T, H, generator=generator)
-        one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D), "da": rows(B, T, H, M)}
+        one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D)}
         one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
         x = [rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
         initial = both(lambda m: state(m, widths[m] ** -0.5))
@@ -120,7 +120,7 @@ class Run:
             name: both(lambda m: unwritten(*initial[m].shape)) for name in ("last_first", "last", "dinitial")
         }
         two["dfirst"] = [None, None] if position is None else both(lambda m: unwritten(*initial[m].shape))
-        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "direct", "jdu", "dz")}
+        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "jdu")}
         two |= {"fit": both(lambda m: unwritten(B, T, H, 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
 
         starts = [sum(lengths[:i]) for i in range(N)]
@@ -136,6 +136,7 @@ class Run:
             V=eights(V),
             M=eights(M),
             slots=M,
+            apart=apart,
         )
         call.silu, call.norm = MAPS[phi]
         call.f_silu, call.f_norm = MAPS[f]
@@ -147,16 +148,16 @@ class Run:
         for name, pair in two.items():
             setattr(call, name, (Array * 2)(*map(Array.of, pair)))
         chunks = kernels.chunks(ctypes.byref(call))
-        kept = {
-            name: both(
-                lambda m: torch.full(
-                    (chunks, H, eights(M), eights(widths[m])), torch.nan, dtype=torch.bfloat16
-                )
-            )
-            for name in ("memories", "gradients")
+        tile = 64 if max(D, V, M) <= 64 else 128
+        memories = both(lambda m: torch.full((chunks, H, tile, tile), torch.nan, dtype=torch.bfloat16))
+        call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
+        numbers = {
+            "gates": unwritten(B, T, H, 4),
+            "dgammas": unwritten(2, B, T, H),
+            "dL": unwritten(2, (chunk + 15) // 16, B, T, H),
         }
-        for name, pair in kept.items():
-            setattr(call, name, (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in pair)))
+        for name, tensor in numbers.items():
+            setattr(call, name, tensor.data_ptr())
         kernels.run(ctypes.byref(call))
 
         def wide(tensor, width):
@@ -199,7 +200,11 @@ class Run:
             for name, x in zip(leaves, found, strict=True)
         }
         got = {"o": (one["o"], V), "dq": (one["dq"], D), "dk": (two["dx"][0], D), "dv": (two["dx"][1], V)}
-        got |= {"da": (one["da"], M), "dgamma": (one["dgamma"], T), "dg": (one["dg"], T)}
+        got |= {
+            "da": (-(two["jdu"][0] + two["jdu"][1]), M),
+            "dgamma": (one["dgamma"], T),
+            "dg": (one["dg"], T),
+        }
         self.got = {
             name: (x[..., :width] if x.dim() == 4 else x)[:, tokens]
             for name, (x, width) in got.items()
@@ -230,9 +235,17 @@ def test_every_length(kernels, T):
     Run(kernels, 16, [T], position=[5]).check()
 
 
-@pytest.mark.parametrize("chunk", [8, 17, 32, 48, 63, 64])
+@pytest.mark.parametrize("chunk", [7, 17, 32, 48, 63, 64])
 def test_every_chunk(kernels, chunk):
     Run(kernels, chunk, [70], position=[chunk // 2], gates=0.05).check()
+
+
+def test_chunks_of_a_token(kernels):
+    Run(kernels, 1, [20], gates=0.05).check()
+
+
+def test_wide_memories_of_long_chunks(kernels):
+    Run(kernels, 64, [100], D=72, V=128, M=100, gates=0.01).check()
 
 
 @pytest.mark.parametrize("chunk, D, V, M", [(16, 128, 128, 128), (32, 72, 64, 20), (64, 64, 128, 100)])
@@ -247,3 +260,8 @@ def test_packed_sequences(kernels):
 
 def test_gates_that_close(kernels):
     Run(kernels, 16, [40], gates=20.0, phi="silu", f="silu").check()
+
+
+@pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
+def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
+    Run(kernels, chunk, [70], position=[3], D=D, apart=True).check()

@@ -69,7 +69,42 @@ def test_a_program_of_another_project_finds_girih(tmp_path, monkeypatch, capfd):
     runpy.run_path(str(EXAMPLES / "complete.py"))
     assert capfd.readouterr().out == written
     assert written.startswith("giri\u1e2b") and len(set(written)) > 10
+    programs = [prefix / "bin" / name for name in ("girih-generate", "girih-train")]
+    asked = [programs[0], tmp_path / "model", "giri\u1e2b", "--max-new-tokens", 100]
+    assert run(*asked) == written
     (library,) = prefix.glob("lib*/libgirih.so")
-    for file in (library, made / "complete"):
+    for file in (library, made / "complete", *programs):
         assert "libpython" not in run("readelf", "-d", file)
-    assert "libpython" not in run("ldd", made / "complete")
+    for file in (made / "complete", *programs):
+        assert "libpython" not in run("ldd", file)
+
+
+@pytest.mark.skipif(not CACHE.exists(), reason="girih was not built here")
+def test_within_another_project_it_is_a_library_alone(tmp_path):
+    """As FetchContent has it: one target, no Python, Catch2 or CLI11, nothing written into the sources."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"""cmake_minimum_required(VERSION 3.25)
+        project(other LANGUAGES CXX)
+        add_subdirectory({ROOT} girih)
+        foreach(target _C girih_tests girih-generate girih-train)
+          if(TARGET ${{target}})
+            message(FATAL_ERROR "builds ${{target}} too")
+          endif()
+        endforeach()
+        add_executable(program {EXAMPLES / "complete" / "complete.cpp"})
+        target_link_libraries(program girih::girih)
+        """
+    )
+    paths = [torch.utils.cmake_prefix_path, *value_of("CMAKE_PREFIX_PATH").split(";")]
+    names = {"CMAKE_CUDA_COMPILER": "GIRIH_NVCC", "CUDA_TOOLKIT_ROOT_DIR": "CUDA_TOOLKIT_ROOT_DIR"}
+    options = [f"-D{name}={value}" for name, own in names.items() if (value := value_of(own))]
+    options += [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("Python", "Catch2")]
+    options += ["-DGIRIH_CUDA=OFF", f"-DCMAKE_PREFIX_PATH={';'.join(filter(None, paths))}", "-G", "Ninja"]
+    before = {p: p.stat().st_mtime_ns for p in (ROOT / "python" / "girih").rglob("*")}
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": tools})
+    assert done.returncode == 0, done.stderr[-2000:]
+    graph = (tmp_path / "build" / "build.ninja").read_text()
+    assert str(ROOT / "python") not in graph
+    assert {p: p.stat().st_mtime_ns for p in (ROOT / "python" / "girih").rglob("*")} == before

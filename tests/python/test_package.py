@@ -21,7 +21,10 @@ def test_a_package_ships_the_extension_of_its_own_python_alone(tmp_path):
         file.touch()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.25)\nproject(empty NONE)\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(empty NONE)\n"
+        "install(FILES python/girih/lib/libgirih.so DESTINATION ${CMAKE_INSTALL_LIBDIR})\n"
+    )
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", "built"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     built = tmp_path / "built"

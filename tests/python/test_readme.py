@@ -63,6 +63,7 @@ def anchors(page):
 
 HEADERS = "".join(file.read_text() for file in (ROOT / "csrc" / "include" / "girih").glob("*.h"))
 COMMANDS = "".join(inspect.getsource(module) for module in (train, compare))
+COMMANDS += "".join(file.read_text() for file in (ROOT / "csrc" / "programs").glob("*.cpp"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

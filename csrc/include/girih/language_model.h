@@ -11,6 +11,7 @@
 #include <girih/nn.h>
 #include <torch/nn/modules/embedding.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <variant>
@@ -128,10 +129,14 @@ struct GenerateOptions {
   int64_t max_new_tokens = 64;
   double temperature = 0.0;           // 0: the most likely token
   std::optional<int64_t> top_k = {};  // sample among these many
+  std::optional<double> top_p = {};  // and among the fewest that have this much of the probability, in (0, 1]
+  std::optional<at::Generator> generator = {};  // what samples are drawn by, of the model's device
   // What ends a sequence, the configuration's if absent; an empty list for nothing. The rest of it is
   // pad_token_id, or without one the first of these.
   std::optional<TokenIds> eos_token_id = {};
   Tensor attention_mask = {};  // of the prompt, padded on the left
+  // Called with the next token of every sequence, [B, 1], as soon as it is there.
+  std::function<void(const Tensor&)> on_token = {};
 };
 
 // A language model of any mixer and a head: ids [B, T] -> logits [B, T, vocab_size]. Takes what every layer

@@ -130,8 +130,8 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           part(first, 1, V),
           part(last, 1, V),
           chunks.next_position(),
-          room(kept.memories_k, q.options()),
-          room(kept.memories_v, q.options()),
+          room(kept.memories, q.options()),
+          room(kept.memories, q.options()),
           room(kept.tokens, q.options()),
           room(kept.tokens, q.options()),
           room(kept.fit, A.options())};

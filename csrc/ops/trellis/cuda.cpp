@@ -15,8 +15,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, OptionalTen
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 // The problem's path, as far as this card and these sequences go.
-Path path_of(const Problem& problem, const Tensor& q, int64_t chunk) {
-  const auto path = problem.path(q, chunk);
+Path path_of(const Problem& problem, const Tensor& q) {
+  const auto path = problem.path(q);
   if (problem.N == 0) return aten(kNoSequence);
   if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
@@ -80,9 +80,24 @@ struct Arguments {
     return at::empty({2, q.size(0), q.size(1), shape.heads, width}, q.options().dtype(type));
   }
   Tensor numbers() const { return rows_for(q, q.size(1), cu_seqlens, shape.heads, 1, at::kFloat).squeeze(3); }
-  Tensor memories(int memory) const {
-    return at::empty({kernels::chunk_count(shape.grid), shape.heads, shape.M, shape.width(memory)},
-                     q.options());
+  // Every chunk's, of a head each.
+  Tensor memories() const {
+    const int64_t tile = kernels::trellis_tile(shape);
+    return at::empty({kernels::chunk_count(shape.grid), shape.heads, tile, tile}, q.options());
+  }
+  // Numbers of tokens, in so many parts.
+  Tensor parts(int64_t count) const {
+    return at::empty({count, q.size(0), q.size(1), shape.heads}, q.options().dtype(at::kFloat));
+  }
+  // What the gates of chunks come to for their tokens.
+  Tensor token_gates(cudaStream_t stream) const {
+    const auto tokens =
+        at::empty({q.size(0), q.size(1), shape.heads, sizeof(kernels::TokenGate) / sizeof(float)},
+                  q.options().dtype(at::kFloat));
+    const kernels::TrellisGates p{shape, input<3>(gamma), input<3>(g),
+                                  static_cast<kernels::TokenGate*>(tokens.mutable_data_ptr())};
+    check_launch("trellis_gates", kernels::trellis_gates(p, stream));
+    return tokens;
   }
   // [N, heads, M, X], padded.
   Tensor states(int memory) const {
@@ -107,10 +122,11 @@ struct Arguments {
   }
 
   template <class Problem>
-  void fill(Problem& p) const {
+  void fill(Problem& p, const Tensor& token_gates) const {
     p.shape = shape;
+    p.gates = static_cast<const kernels::TokenGate*>(token_gates.const_data_ptr());
     if constexpr (requires { p.a; }) p.a = input<4>(a);
-    p.gamma = input<3>(gamma), p.g = input<3>(g);
+    if constexpr (requires { p.q; }) p.q = input<4>(q);
     for (int m = 0; m < 2; ++m) p.x[m] = input<4>(x[m]);
   }
 };
@@ -124,7 +140,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q, chunk) == Path::Code::aten) {
+  if (path_of(problem, q) == Path::Code::aten) {
     at::NoTF32Guard exact;
     return forward(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                    cu_seqlens, chunk, phi, f, save);
@@ -132,30 +148,38 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                        cu_seqlens, chunk, phi, f);
-  const Tensor memories[] = {args.memories(0), args.memories(1)};
-  const auto u = args.of_tokens(args.shape.M, q.scalar_type()), nothing = at::empty({0}, q.options());
-  const auto z = save ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing;
-  const auto fit = save ? args.of_tokens(4, at::kFloat) : at::empty({0}, args.initial[0].options());
+  bool reads = false;
+  check_launch("trellis_scan_reads", kernels::trellis_scan_reads(args.shape, reads));
+  const auto nothing = at::empty({0}, q.options());
+  const auto o = args.rows(args.shape.V), gates = args.token_gates(stream);
   const Tensor last_first[] = {args.states(0), args.states(1)}, last[] = {args.states(0), args.states(1)};
   const auto position = at::empty({args.shape.grid.tokens.sequences}, q.options().dtype(at::kLong));
+  const bool keeps = save || !reads;
+  const Tensor memories[] = {keeps ? args.memories() : nothing, keeps ? args.memories() : nothing};
+  const auto u = keeps ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing;
+  const auto z = save ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing;
+  const auto fit = save ? args.of_tokens(4, at::kFloat) : at::empty({0}, args.initial[0].options());
   kernels::TrellisScan scan;
-  args.fill(scan);
+  args.fill(scan, gates);
   scan.last_position = position.mutable_data_ptr<int64_t>();
-  kernels::TrellisOutput output_;
-  args.fill(output_);
+  if (reads) scan.o = output<4>(o);
   for (int m = 0; m < 2; ++m) {
-    scan.first[m] = input<4>(args.first[m]);
-    scan.u[m] = output<4>(u[m]), output_.u[m] = input<4>(u[m]);
-    if (save) scan.z[m] = output<4>(z[m]), scan.fit[m] = output<4>(fit[m]);
-    scan.initial[m] = input<4>(args.initial[m]);
+    scan.first[m] = input<4>(args.first[m]), scan.initial[m] = input<4>(args.initial[m]);
     scan.last_first[m] = output<4>(last_first[m]), scan.last[m] = output<4>(last[m]);
-    scan.memories[m] = memories[m].mutable_data_ptr();
-    output_.memories[m] = memories[m].const_data_ptr();
+    if (keeps) scan.u[m] = output<4>(u[m]);
+    if (save) scan.z[m] = output<4>(z[m]), scan.fit[m] = output<4>(fit[m]);
+    scan.memories[m] = keeps ? memories[m].mutable_data_ptr() : nullptr;
   }
   check_launch("trellis_scan", kernels::trellis_scan(scan, stream));
-  const auto o = args.rows(args.shape.V);
-  output_.q = input<4>(args.q), output_.o = output<4>(o);
-  check_launch("trellis_output", kernels::trellis_output(output_, stream));
+  if (!reads) {
+    kernels::TrellisOutput output_;
+    args.fill(output_, gates);
+    for (int m = 0; m < 2; ++m) {
+      output_.u[m] = input<4>(u[m]), output_.memories[m] = memories[m].const_data_ptr();
+    }
+    output_.o = output<4>(o);
+    check_launch("trellis_output", kernels::trellis_output(output_, stream));
+  }
   return {without_packs(o, v.size(3)),
           args.one_of(last_first[0], 0),
           args.one_of(last[0], 0),
@@ -182,15 +206,15 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q, chunk) == Path::Code::aten) {
+  if (path_of(problem, q) == Path::Code::aten) {
     return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
                                               grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
                                               state_k, state_first_v, state_v, state_position, cu_seqlens,
                                               memories_k, memories_v, z, u, fit, chunk, phi, f);
   }
   const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, true);
-  check_kept("trellis", "memories_k", memories_k, kept.memories_k, q.scalar_type());
-  check_kept("trellis", "memories_v", memories_v, kept.memories_v, q.scalar_type());
+  check_kept("trellis", "memories_k", memories_k, kept.memories, q.scalar_type());
+  check_kept("trellis", "memories_v", memories_v, kept.memories, q.scalar_type());
   check_kept("trellis", "z", z, kept.tokens, q.scalar_type());
   check_kept("trellis", "u", u, kept.tokens, q.scalar_type());
   check_kept("trellis", "fit", fit, kept.fit, at::kFloat);
@@ -201,28 +225,31 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const Tensor memories[] = {memories_k, memories_v};
   const auto dout = given(grad_o) ? in_packs(grad_o->to(q.scalar_type())) : args.rows(shape.V).zero_();
 
+  const auto gates = args.token_gates(stream);
   const auto dq = args.rows(shape.D);
   const Tensor w[] = {args.q, dout}, l[] = {args.scratch(shape.M), args.scratch(shape.M)};
-  Tensor direct[] = {args.scratch(shape.M), args.scratch(shape.M)};
   kernels::TrellisRows rows;
-  args.fill(rows);
-  rows.q = input<4>(args.q), rows.dout = input<4>(dout), rows.dq = output<4>(dq);
+  args.fill(rows, gates);
+  rows.dout = input<4>(dout), rows.dq = output<4>(dq);
   for (int m = 0; m < 2; ++m) {
     rows.u[m] = input<4>(u[m]);
     rows.memories[m] = memories[m].const_data_ptr();
-    rows.l[m] = output<4>(l[m]), rows.direct[m] = output<4>(direct[m]);
+    rows.l[m] = output<4>(l[m]);
   }
   check_launch("trellis_rows", kernels::trellis_rows(rows, stream));
 
-  const Tensor jdu[] = {args.scratch(shape.M), args.scratch(shape.M)},
-               dz[] = {args.scratch(shape.M), args.scratch(shape.M)};
-  const Tensor gradients[] = {args.memories(0), args.memories(1)};
+  const Tensor jdu[] = {args.rows(shape.M), args.rows(shape.M)};
+  const Tensor dx[] = {args.rows(shape.D), args.rows(shape.V)};
   const Tensor dinitial[] = {args.states(0), args.states(1)};
+  const auto tiles = (chunk + 15) / 16;
+  const auto dgammas = args.parts(2), dL = args.g.defined() ? args.parts(2 * tiles) : Tensor();
   Tensor dfirst[2];
   const OptionalTensor grads_first[] = {grad_first_k, grad_first_v}, grads[] = {grad_k, grad_v};
   Tensor dlast_first[2], dlast[2];
   kernels::TrellisReverse reverse;
-  args.fill(reverse);
+  args.fill(reverse, gates);
+  reverse.dgammas = dgammas.mutable_data_ptr<float>();
+  reverse.dL = dL.defined() ? dL.mutable_data_ptr<float>() : nullptr;
   for (int m = 0; m < 2; ++m) {
     if (given(state_position)) dfirst[m] = args.states(m);
     // The caller's states are those of every group's first head.
@@ -234,31 +261,20 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
       return at::constant_pad_nd(padded.unsqueeze(2), {0, 0, 0, 0, 0, group - 1}).flatten(1, 2);
     };
     dlast_first[m] = of_heads(grads_first[m]), dlast[m] = of_heads(grads[m]);
-    reverse.w[m] = input<4>(w[m]), reverse.l[m] = input<4>(l[m]), reverse.z[m] = input<4>(z[m]);
-    reverse.direct[m] = input<4>(direct[m]), reverse.fit[m] = input<4>(fit[m]);
+    reverse.first[m] = input<4>(args.first[m]), reverse.memories[m] = memories[m].const_data_ptr();
+    reverse.w[m] = input<4>(w[m]), reverse.l[m] = input<4>(l[m]), reverse.u[m] = input<4>(u[m]);
+    reverse.z[m] = input<4>(z[m]), reverse.fit[m] = input<4>(fit[m]);
     reverse.dlast_first[m] = input<4>(dlast_first[m]), reverse.dlast[m] = input<4>(dlast[m]);
     reverse.dfirst[m] = output<4>(dfirst[m]), reverse.dinitial[m] = output<4>(dinitial[m]);
-    reverse.jdu[m] = output<4>(jdu[m]), reverse.dz[m] = output<4>(dz[m]);
-    reverse.gradients[m] = gradients[m].mutable_data_ptr();
+    reverse.jdu[m] = output<4>(jdu[m]), reverse.dx[m] = output<4>(dx[m]);
   }
   check_launch("trellis_reverse", kernels::trellis_reverse(reverse, stream));
-  for (auto& x : direct) x.reset();
 
-  const Tensor dx[] = {args.rows(shape.D), args.rows(shape.V)};
-  const auto da = args.rows(shape.M), dgamma = args.numbers(),
-             dg = args.g.defined() ? args.numbers() : Tensor();
-  kernels::TrellisColumns columns;
-  args.fill(columns);
-  for (int m = 0; m < 2; ++m) {
-    columns.w[m] = input<4>(w[m]), columns.l[m] = input<4>(l[m]), columns.u[m] = input<4>(u[m]);
-    columns.jdu[m] = input<4>(jdu[m]), columns.dz[m] = input<4>(dz[m]);
-    columns.first[m] = input<4>(args.first[m]);
-    columns.memories[m] = memories[m].const_data_ptr();
-    columns.gradients[m] = gradients[m].const_data_ptr();
-    columns.dx[m] = output<4>(dx[m]);
-  }
-  columns.da = output<4>(da), columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
-  check_launch("trellis_columns", kernels::trellis_columns(columns, stream));
+  const auto dgamma = args.numbers(), dg = args.g.defined() ? args.numbers() : Tensor();
+  const kernels::TrellisGateGradients numbers{shape, dgammas.const_data_ptr<float>(), reverse.dL,
+                                              output<3>(dgamma), output<3>(dg)};
+  check_launch("trellis_gate_gradients", kernels::trellis_gate_gradients(numbers, stream));
+  const auto da = jdu[0].add(jdu[1]).neg_();
 
   const auto of_first = [&](const OptionalTensor& first, int m) {
     return if_given(first, [&] {
@@ -322,7 +338,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(step ? Problem::step_path(q) : path_of(p, q, chunk), device);
+  return explained(step ? Problem::step_path(q) : path_of(p, q), device);
 }
 
 }  // namespace

@@ -22,8 +22,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           memory(p.V),
           memory(p.V),
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories_k, q.options()),
-          at::empty_symint(kept.memories_v, q.options()),
+          at::empty_symint(kept.memories, q.options()),
+          at::empty_symint(kept.memories, q.options()),
           at::empty_symint(kept.tokens, q.options()),
           at::empty_symint(kept.tokens, q.options()),
           at::empty_symint(kept.fit, options)};
@@ -37,7 +37,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     std::string_view device, bool step) {
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
-  return explained(step ? Problem::step_path(q) : p.path(q, chunk), device);
+  return explained(step ? Problem::step_path(q) : p.path(q), device);
 }
 
 }  // namespace

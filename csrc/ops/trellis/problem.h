@@ -33,12 +33,11 @@ struct Problem {
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["M"], at["N"]};
   }
 
-  Path path(const Tensor& q, int64_t chunk) const {
+  Path path(const Tensor& q) const {
     if (!kDrafts) return aten(kNoDrafts);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
     if (M > kWidest || D > kWidest || V > kWidest) return aten("slots, keys or values wider than 128");
-    if (chunk < kShortestChunk) return aten("chunks of fewer than 8 tokens");
     return tensor_cores();
   }
   static Path step_path(const Tensor& q) {
@@ -46,20 +45,17 @@ struct Problem {
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
   }
 
-  // Of a head of queries each: the memories before every chunk, z and u of every token, and what z's rows
-  // come to.
+  // Of a head of queries each: the memories before every chunk, in tiles, z and u of every token, and what
+  // z's rows come to.
   struct Kept {
-    std::vector<c10::SymInt> memories_k, memories_v, tokens, fit;
+    std::vector<c10::SymInt> memories, tokens, fit;
   };
   Kept saved(const Tensor& q, const OptionalTensor& position, const OptionalTensor& cu_seqlens, int64_t chunk,
              bool save) const {
-    if (!save || path(q, chunk) != Path::Code::tensor_cores) return {{0}, {0}, {0}, {0}};
+    if (!save || path(q) != Path::Code::tensor_cores) return {{0}, {0}, {0}};
     const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
-    const auto slots = kept_width(M);
-    return {{chunks, HQ, slots, kept_width(D)},
-            {chunks, HQ, slots, kept_width(V)},
-            {2, B, T, HQ, slots},
-            {2, B, T, HQ, 4}};
+    const int64_t tile = M <= 64 && D <= 64 && V <= 64 ? 64 : 128;
+    return {{chunks, HQ, tile, tile}, {2, B, T, HQ, kept_width(M)}, {2, B, T, HQ, 4}};
   }
 };
 

@@ -1,6 +1,8 @@
-"""The sizes of model, and how each is trained."""
+"""The sizes of model, and how each is trained: `recipes.json`, which girih-train reads too."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,7 +25,7 @@ class Recipe:
     batch: int
     steps: int
     learning_rate: float
-    held_out: int = 256  # windows
+    held_out: int  # windows
 
     @property
     def bytes_a_step(self) -> int:
@@ -32,11 +34,8 @@ class Recipe:
 
 
 SIZES = {
-    "tiny": Recipe(100_000, 2, 2, 16, 16, 64, 8, 50, 3e-3, held_out=32),
-    "small": Recipe(1_800_000, 4, 3, 64, 32, 256, 8, 600, 3e-3),
-    "10m": Recipe(10_000_000, 8, 5, 64, 64, 512, 32, 2_000, 1e-3),
-    "100m": Recipe(100_000_000, 12, 12, 64, 64, 1024, 128, 10_000, 6e-4),
-    "340m": Recipe(340_000_000, 24, 16, 64, 64, 2048, 128, 20_000, 3e-4),
+    name: Recipe(**fields)
+    for name, fields in json.loads(Path(__file__).with_name("recipes.json").read_text()).items()
 }
 
 

@@ -1,0 +1,198 @@
+// girih-generate FOLDER [PROMPT ...]: a language model goes on with texts, byte by byte, or with token ids.
+#include <ATen/Context.h>
+#include <girih/girih.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <iterator>
+#include <sstream>
+
+#include "program.h"
+
+namespace girih::programs {
+namespace {
+
+struct Options {
+  std::string folder, device, dtype;
+  std::vector<std::string> prompts;
+  bool ids = false, lines = false, quiet = false;
+  std::vector<int64_t> eos;
+  std::optional<uint64_t> seed;
+  nn::GenerateOptions generate;
+};
+
+void describe(CLI::App& app, Options& of) {
+  app.add_option("folder", of.folder, "what save_pretrained wrote: config.json and model.safetensors")
+      ->required();
+  app.add_option("prompts", of.prompts, "what to go on with; all of standard input where none is given");
+  app.add_flag("--lines", of.lines, "every line of standard input is a prompt");
+  app.add_flag("--ids", of.ids, "prompts and texts are token ids, numbers with spaces, not bytes");
+  auto& generate = of.generate;
+  app.add_option("--max-new-tokens", generate.max_new_tokens, "of each text")->capture_default_str();
+  app.add_option("--temperature", generate.temperature, "0: always the most likely token")
+      ->capture_default_str();
+  app.add_option("--top-k", generate.top_k, "sample among these many tokens");
+  app.add_option("--top-p", generate.top_p, "and among the fewest that have this much of the probability");
+  app.add_option("--eos", of.eos, "tokens that end a text, instead of the model's own")->delimiter(',');
+  app.add_option("--seed", of.seed, "of samples; without one they differ from run to run");
+  app.add_option("--device", of.device, "cpu or cuda (default: cuda where there is one)");
+  app.add_option("--dtype", of.dtype, "float32, bfloat16 or float16 (default: the file's)");
+  app.add_flag("--quiet", of.quiet, "no line on standard error about the time it took");
+}
+
+std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
+  std::vector<int64_t> ids;
+  std::istringstream in(prompt);
+  for (std::string word; in >> word;) {
+    size_t read = 0;
+    int64_t id = -1;
+    try {
+      id = std::stoll(word, &read);
+    } catch (const std::exception&) {
+    }
+    TORCH_CHECK_VALUE(read == word.size() && id >= 0 && id < vocab_size, "prompts: ", word,
+                      " is no token; expected numbers from 0 to ", vocab_size - 1);
+    ids.push_back(id);
+  }
+  return ids;
+}
+
+std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
+  if (of.prompts.empty() && of.lines) {
+    for (std::string line; std::getline(std::cin, line);) of.prompts.push_back(line);
+  } else if (of.prompts.empty()) {
+    of.prompts.emplace_back(std::istreambuf_iterator<char>(std::cin), std::istreambuf_iterator<char>());
+  }
+  TORCH_CHECK_VALUE(!of.prompts.empty(), "prompts: there is none");
+  std::vector<std::vector<int64_t>> all;
+  for (const auto& prompt : of.prompts) {
+    all.push_back(of.ids ? numbers_of(prompt, vocab_size) : bytes_of(prompt));
+    TORCH_CHECK_VALUE(!all.back().empty(), "prompts: number ", all.size(), " is empty");
+  }
+  return all;
+}
+
+// A text on standard output, token by token.
+class Writer {
+ public:
+  explicit Writer(bool ids) : ids_(ids) {}
+
+  void put(int64_t token) {
+    if (ids_) {
+      std::printf("%s%lld", begun_ ? " " : "", static_cast<long long>(token));
+    } else {
+      std::putchar(static_cast<int>(token));
+    }
+    begun_ = true;
+  }
+  void flush() { std::fflush(stdout); }
+  void end() {
+    std::putchar('\n');
+    begun_ = false, flush();
+  }
+
+ private:
+  bool ids_, begun_ = false;
+};
+
+int generate(Options of) {
+  using Clock = std::chrono::steady_clock;
+  const auto device = device_of(of.device);
+  auto model = nn::from_pretrained(of.folder, device);
+  if (!of.dtype.empty()) {
+    const std::map<std::string, at::ScalarType> dtypes{
+        {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}};
+    const auto dtype = dtypes.find(of.dtype);
+    TORCH_CHECK_VALUE(dtype != dtypes.end(), "--dtype is ", of.dtype,
+                      "; expected float32, bfloat16 or float16");
+    model->to(dtype->second);
+  }
+  const auto vocab_size = model->config.vocab_size;
+  TORCH_CHECK_VALUE(of.ids || vocab_size == 256, "vocab_size is ", vocab_size,
+                    ": its tokens are not bytes; give and take their numbers with --ids");
+  const auto prompts = prompts_of(of, vocab_size);
+
+  // Padded on the left.
+  size_t longest = 0;
+  for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
+  const auto batch = static_cast<int64_t>(prompts.size()), tokens = static_cast<int64_t>(longest);
+  auto ids = at::zeros({batch, tokens}, at::kLong), mask = at::zeros({batch, tokens}, at::kBool);
+  for (int64_t i = 0; i < batch; ++i) {
+    const auto prompt = at::tensor(prompts[static_cast<size_t>(i)]);
+    ids[i].slice(0, tokens - prompt.size(0)).copy_(prompt);
+    mask[i].slice(0, tokens - prompt.size(0)).fill_(true);
+  }
+  auto& options = of.generate;
+  if (!mask.all().item<bool>()) options.attention_mask = mask.to(device);
+  if (!of.eos.empty()) options.eos_token_id = of.eos;
+  if (of.seed) {
+    options.generator = at::globalContext().defaultGenerator(device);
+    options.generator->set_current_seed(*of.seed);
+  }
+
+  // One text appears as it is written, several one after the other.
+  Writer writer(of.ids);
+  const auto& own = model->config.eos_token_id;
+  std::vector<int64_t> ends = of.eos;
+  if (ends.empty() && own) {
+    const auto* one = std::get_if<int64_t>(&*own);
+    ends = one != nullptr ? std::vector<int64_t>{*one} : std::get<std::vector<int64_t>>(*own);
+  }
+  const auto is_end = [&](int64_t token) { return std::ranges::find(ends, token) != ends.end(); };
+  int64_t steps = 0;
+  double until_first = 0.0;
+  const auto begun = Clock::now();
+  const auto passed = [&] { return std::chrono::duration<double>(Clock::now() - begun).count(); };
+  const auto put_prompt = [&](int64_t i) {
+    for (const auto token : prompts[static_cast<size_t>(i)]) writer.put(token);
+  };
+  options.on_token = [&](const at::Tensor& next) {
+    if (batch == 1) {
+      if (steps == 0) put_prompt(0);
+      const auto token = next.item<int64_t>();
+      if (!is_end(token)) writer.put(token), writer.flush();
+    }
+    if (++steps > 1) return;
+    if (device.is_cuda()) torch::cuda::synchronize();
+    until_first = passed();
+  };
+  const auto text = model->generate(ids.to(device), options).cpu();
+  const auto seconds = passed();
+  if (batch == 1) {
+    if (steps == 0) put_prompt(0);
+    writer.end();
+  } else {
+    for (int64_t i = 0; i < batch; ++i) {
+      put_prompt(i);
+      for (int64_t t = tokens; t < text.size(1); ++t) {
+        const auto token = text[i][t].item<int64_t>();
+        if (is_end(token)) break;
+        writer.put(token);
+      }
+      writer.end();
+    }
+  }
+  if (!of.quiet && steps > 0) {
+    std::fprintf(stderr, "%lld tokens in %.2f s, the first after %.2f s",
+                 static_cast<long long>(steps * batch), seconds, until_first);
+    if (steps > 1) {
+      std::fprintf(stderr, ", then %.0f tokens/s",
+                   static_cast<double>((steps - 1) * batch) / (seconds - until_first));
+    }
+    std::fputc('\n', stderr);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace girih::programs
+
+int main(int argc, char** argv) {
+  CLI::App app("A language model goes on with texts, byte by byte, or with token ids.", "girih-generate");
+  girih::programs::Options options;
+  girih::programs::describe(app, options);
+  CLI11_PARSE(app, argc, argv);
+  return girih::programs::answer("girih-generate", [&] { return girih::programs::generate(options); });
+}

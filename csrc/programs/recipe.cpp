@@ -1,0 +1,71 @@
+#include "recipe.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <numbers>
+#include <sstream>
+
+#include "recipes.h"  // kRecipes, the text; made by CMake
+
+namespace girih::programs {
+namespace {
+
+constexpr int64_t kStep = 8;  // what the width of an MLP is a multiple of
+
+int64_t parameters_of(nn::Config config, int64_t intermediate_size) {
+  config.intermediate_size = intermediate_size;
+  int64_t count = 0;
+  for (const auto& parameter : nn::LanguageModel(config)->parameters()) count += parameter.numel();
+  return count;
+}
+
+}  // namespace
+
+Recipe recipe_of(const std::string& size) {
+  const auto all = nlohmann::json::parse(kRecipes);
+  std::string known;
+  for (const auto& [name, recipe] : all.items()) known += (known.empty() ? "" : ", ") + name;
+  TORCH_CHECK_VALUE(all.contains(size), "size ", size, ": unknown, there are ", known);
+  const auto& of = all.at(size);
+  return {of.at("parameters"), of.at("layers"), of.at("heads"), of.at("head_dim"),      of.at("slots"),
+          of.at("context"),    of.at("batch"),  of.at("steps"), of.at("learning_rate"), of.at("held_out")};
+}
+
+nn::Config config_of_size(const std::string& mixer, const Recipe& size) {
+  std::vector<std::string> names;
+  std::istringstream in(mixer);
+  for (std::string name; std::getline(in, name, ',');) names.push_back(name);
+  TORCH_CHECK_VALUE(!names.empty() && static_cast<int64_t>(names.size()) <= size.layers, "mixer ", mixer,
+                    ": ", names.size(), " cannot take turns over ", size.layers, " layers");
+  nn::Config config;
+  config.vocab_size = 256;
+  config.hidden_size = size.heads * size.head_dim;
+  config.num_hidden_layers = size.layers;
+  config.num_heads = size.heads;
+  config.head_dim = size.head_dim;
+  config.num_slots = size.slots;
+  if (names.size() == 1) {
+    config.mixer = mixer;
+  } else {
+    for (int64_t i = 0; i < size.layers; ++i)
+      config.hybrid.push_back(names[static_cast<size_t>(i) % names.size()]);
+  }
+  // As the parameters grow with the width, by a line.
+  const auto least = parameters_of(config, kStep), a_step = parameters_of(config, 2 * kStep) - least;
+  const auto steps = std::lrint(static_cast<double>(size.parameters - least) / static_cast<double>(a_step));
+  config.intermediate_size = kStep * std::max<int64_t>(1, 1 + steps);
+  const auto count = least + (*config.intermediate_size / kStep - 1) * a_step;
+  TORCH_CHECK_VALUE(std::abs(static_cast<double>(count) / static_cast<double>(size.parameters) - 1) <= 0.02,
+                    "mixer ", mixer, ": it has ", least, " parameters or more, asked for ", size.parameters);
+  return config;
+}
+
+double rate_at(int64_t step, int64_t steps) {
+  const auto warm_up = std::max<int64_t>(1, steps / 20);
+  if (step < warm_up) return static_cast<double>(step) / static_cast<double>(warm_up);
+  const auto done =
+      static_cast<double>(step - warm_up) / static_cast<double>(std::max<int64_t>(1, steps - warm_up));
+  return 0.5 * (1 + std::cos(std::numbers::pi * done));
+}
+
+}  // namespace girih::programs

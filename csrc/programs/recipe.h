@@ -1,0 +1,30 @@
+// The sizes of model and how each is trained: python/girih/training/recipes.json, which the build puts into
+// the program.
+#pragma once
+
+#include <girih/language_model.h>
+
+#include <string>
+#include <vector>
+
+namespace girih::programs {
+
+struct Recipe {
+  int64_t parameters, layers, heads, head_dim, slots;
+  int64_t context, batch, steps;  // tokens, sequences
+  double learning_rate;
+  int64_t held_out;  // windows
+};
+
+// Throws c10::ValueError, which names those that there are.
+Recipe recipe_of(const std::string& size);
+
+// A byte-level model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
+// mixer: a name, or several with commas that take turns over the layers.
+nn::Config config_of_size(const std::string& mixer, const Recipe& size);
+
+// The share of the highest learning rate that a step trains with: up over a twentieth of the steps, then down
+// a cosine to zero.
+double rate_at(int64_t step, int64_t steps);
+
+}  // namespace girih::programs

@@ -1,0 +1,312 @@
+// girih-train CORPUS: a byte-level language model, trained as `make train` trains it, without Python.
+//
+// A run lives in one folder, can be stopped at any time (Ctrl-C) and is continued by the same command:
+//   arguments.json   what was asked for; a folder of other arguments is refused
+//   checkpoints/     until the run is finished
+//   model/           what from_pretrained loads, here and in Python
+//   sample.txt
+//   result.json      written last: where it stands, the run is finished
+#include <ATen/autocast_mode.h>
+#include <girih/girih.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+#include <torch/serialize.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "corpus.h"
+#include "program.h"
+#include "recipe.h"
+
+namespace girih::programs {
+namespace {
+
+namespace fs = std::filesystem;
+using at::Tensor;
+using nlohmann::json;
+
+struct Options {
+  std::string corpus, mixer = "gsa", size = "small", folder, device;
+  std::optional<int64_t> steps;
+  uint64_t seed = 0;
+};
+
+void describe(CLI::App& app, Options& of) {
+  app.add_option("corpus", of.corpus, "a file or folder of text")->required();
+  app.add_option("--mixer", of.mixer, "a mixer, or several with commas that take turns")
+      ->capture_default_str();
+  app.add_option("--size", of.size, "tiny, small, 10m, 100m or 340m")->capture_default_str();
+  app.add_option("--steps", of.steps, "instead of the size's own");
+  app.add_option("--folder", of.folder, "where the run lives (default: runs/MIXER-SIZE)");
+  app.add_option("--seed", of.seed, "of the first weights and of the data")->capture_default_str();
+  app.add_option("--device", of.device, "cpu or cuda (default: cuda where there is one)");
+}
+
+volatile std::sig_atomic_t stopped = 0;
+void stop(int signal) {
+  if (stopped != 0) std::_Exit(128 + signal);
+  stopped = signal;
+}
+
+// There whole or not at all.
+void publish(const fs::path& file, const std::string& text) {
+  const fs::path part = file.string() + ".part";
+  std::ofstream out(part, std::ios::binary);
+  out << text;
+  out.close();
+  TORCH_CHECK(out, file.string(), ": cannot be written");
+  fs::rename(part, file);
+}
+
+json read_json(const fs::path& file) {
+  std::ifstream in(file);
+  const auto content = json::parse(in, nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK_VALUE(content.is_object(), "file ", file.string(), ": it is damaged; remove it or its folder");
+  return content;
+}
+
+// Matrix products in bf16 where there is a GPU, as in Python.
+class Autocast {
+ public:
+  explicit Autocast(at::Device device) : on_(device.is_cuda()) {
+    if (!on_) return;
+    at::autocast::set_autocast_dtype(at::kCUDA, at::kBFloat16);
+    at::autocast::set_autocast_enabled(at::kCUDA, true);
+  }
+  ~Autocast() {
+    if (!on_) return;
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCUDA, false);
+  }
+  Autocast(const Autocast&) = delete;
+
+ private:
+  bool on_;
+};
+
+class Run {
+ public:
+  explicit Run(const Options& of) : device_(device_of(of.device)), size_(recipe_of(of.size)), seed_(of.seed) {
+    if (of.steps) size_.steps = *of.steps;
+    TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
+    torch::manual_seed(of.seed);
+    const auto config = config_of_size(of.mixer, size_);
+    corpus_ = read_corpus(of.corpus, size_.context);
+    folder_ = of.folder.empty() ? fs::path("runs") / (of.mixer + "-" + of.size) : fs::path(of.folder);
+    arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", size_.steps},
+                  {"seed", of.seed},         {"corpus", of.corpus}, {"corpus_digest", corpus_.digest},
+                  {"trainer", "girih-train"}};
+    torch::manual_seed(of.seed);
+    model_ = nn::LanguageModel(config);
+  }
+
+  int train() {
+    if (is_finished()) return 0;
+    begin();
+    model_->to(device_);
+    model_->train();
+    optimize();
+    const auto first = resume();
+    std::printf("%s, %lld parameters, on %s\n%lld steps of %lld x %lld bytes of %s%s\n",
+                arguments_["mixer"].get<std::string>().c_str(), number(parameters()), device_.str().c_str(),
+                number(size_.steps), number(size_.batch), number(size_.context),
+                arguments_["corpus"].get<std::string>().c_str(),
+                first > 0 ? (", from step " + std::to_string(first) + " on").c_str() : "");
+    const auto starts = drawn(corpus_.train, size_.steps * size_.batch, size_.context, seed_);
+    const auto every = (size_.steps + 39) / 40, saves = std::max<int64_t>(1, size_.steps / 10);
+    auto loss = at::zeros({}, device_);
+    auto since = Clock::now();
+    for (int64_t step = first, logged = first; step < size_.steps;) {
+      loss +=
+          train_step(windows_of(corpus_.train, starts.slice(0, step * size_.batch, (step + 1) * size_.batch),
+                                size_.context),
+                     step);
+      ++step;
+      if (step % every == 0 || step == size_.steps) {
+        report(step, loss.item<double>() / static_cast<double>(step - logged), step - logged, since);
+        loss.zero_(), logged = step, since = Clock::now();
+      }
+      if (step % saves == 0 || stopped != 0) save(step);
+      if (stopped != 0 && step < size_.steps) {
+        std::fputs("girih-train: stopped; the same command continues\n", stderr);
+        return 128 + stopped;
+      }
+    }
+    finish();
+    return 0;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static long long number(int64_t x) { return x; }
+  fs::path checkpoints() const { return folder_ / "checkpoints"; }
+
+  int64_t parameters() const {
+    int64_t count = 0;
+    for (const auto& parameter : model_->parameters()) count += parameter.numel();
+    return count;
+  }
+
+  bool is_finished() const {
+    const auto result = folder_ / "result.json";
+    if (!fs::exists(result) || read_json(folder_ / "arguments.json") != arguments_) return false;
+    std::printf("this run is finished; remove %s to train it again\n%s\n", folder_.c_str(),
+                read_json(result).dump().c_str());
+    return true;
+  }
+
+  void begin() const {
+    const auto file = folder_ / "arguments.json";
+    if (fs::exists(file)) {
+      TORCH_CHECK_VALUE(read_json(file) == arguments_, "folder ", folder_.string(),
+                        ": a run of other arguments is in it; give another --folder");
+      return;
+    }
+    TORCH_CHECK_VALUE(!fs::exists(folder_) || fs::is_empty(folder_), "folder ", folder_.string(),
+                      ": there is something else in it");
+    fs::create_directories(folder_);
+    publish(file, arguments_.dump(2) + "\n");
+  }
+
+  void optimize() {
+    const auto groups = nn::weight_decay_groups(*model_);
+    const auto options = [&](double decay) {
+      auto own = torch::optim::AdamWOptions(size_.learning_rate).betas({0.9, 0.95}).weight_decay(decay);
+      return std::make_unique<torch::optim::AdamWOptions>(own);
+    };
+    std::vector<torch::optim::OptimizerParamGroup> own;
+    own.emplace_back(groups.decayed, options(0.1));
+    own.emplace_back(groups.undecayed, options(0.0));
+    optimizer_ = std::make_unique<torch::optim::AdamW>(std::move(own));
+  }
+
+  Tensor train_step(const Tensor& windows, int64_t step) {
+    const auto ids = windows.to(device_);
+    Tensor loss;
+    {
+      const Autocast autocast(device_);
+      loss = model_->loss(ids);
+    }
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(model_->parameters(), 1.0);
+    for (auto& group : optimizer_->param_groups())
+      group.options().set_lr(size_.learning_rate * rate_at(step, size_.steps));
+    optimizer_->step();
+    optimizer_->zero_grad();
+    return loss.detach();
+  }
+
+  void report(int64_t step, double nats, int64_t steps, Clock::time_point since) const {
+    TORCH_CHECK(std::isfinite(nats), "step ", step, ": the loss is ", nats);
+    const auto seconds = std::chrono::duration<double>(Clock::now() - since).count();
+    std::printf("step %lld/%lld  %.3f bits per byte  %.0f tokens/s\n", number(step), number(size_.steps),
+                nats / std::numbers::ln2, static_cast<double>(steps * size_.batch * size_.context) / seconds);
+    std::fflush(stdout);
+  }
+
+  // Written beside its place and moved there; the two newest stay.
+  void save(int64_t step) const {
+    const auto named = [&](int64_t of) { return checkpoints() / ("step-" + std::to_string(of)); };
+    const fs::path part = named(step).string() + ".part";
+    fs::remove_all(part);
+    model_->save_pretrained(part);
+    torch::save(*optimizer_, (part / "optimizer.pt").string());
+    fs::remove_all(named(step));
+    fs::rename(part, named(step));
+    auto steps = saved();
+    for (; steps.size() > 2; steps.erase(steps.begin())) fs::remove_all(named(steps.front()));
+  }
+
+  std::vector<int64_t> saved() const {
+    std::vector<int64_t> steps;
+    if (!fs::exists(checkpoints())) return steps;
+    for (const auto& at : fs::directory_iterator(checkpoints())) {
+      const auto name = at.path().filename().string();
+      if (name.starts_with("step-") && !name.ends_with(".part")) steps.push_back(std::stoll(name.substr(5)));
+    }
+    std::ranges::sort(steps);
+    return steps;
+  }
+
+  // The step to go on with.
+  int64_t resume() {
+    const auto steps = saved();
+    if (steps.empty()) return 0;
+    const auto folder = checkpoints() / ("step-" + std::to_string(steps.back()));
+    const auto then = nn::from_pretrained(folder, device_);
+    const at::NoGradGuard no_grad;
+    const auto of = then->named_parameters();
+    for (auto& item : model_->named_parameters()) item.value().copy_(of[item.key()]);
+    torch::load(*optimizer_, (folder / "optimizer.pt").string(), device_);
+    return steps.back();
+  }
+
+  double held_out_bits() {
+    const at::NoGradGuard no_grad;
+    const auto starts = spread(corpus_.held_out, size_.held_out, size_.context);
+    double sum = 0.0;
+    for (const auto& some : starts.split(size_.batch)) {
+      const Autocast autocast(device_);
+      const auto ids = windows_of(corpus_.held_out, some, size_.context).to(device_);
+      sum += model_->loss(ids).item<double>() * static_cast<double>(some.size(0));
+    }
+    return sum / static_cast<double>(starts.size(0)) / std::numbers::ln2;
+  }
+
+  void finish() {
+    model_->eval();
+    const auto bits = held_out_bits();
+    const fs::path part = folder_ / "model.part";
+    fs::remove_all(part);
+    model_->save_pretrained(part);
+    fs::remove_all(folder_ / "model");
+    fs::rename(part, folder_ / "model");
+    torch::manual_seed(seed_);
+    const auto prompt = corpus_.held_out.slice(0, 0, 64).to(at::kLong).unsqueeze(0);
+    const auto ids = model_->generate(prompt.to(device_), {.max_new_tokens = 256, .temperature = 0.7}).cpu();
+    std::string sample;
+    for (int64_t i = 0; i < ids.size(1); ++i) sample += static_cast<char>(ids[0][i].item<int64_t>());
+    publish(folder_ / "sample.txt", sample);
+    const json result = {{"mixer", arguments_["mixer"]},
+                         {"size", arguments_["size"]},
+                         {"parameters", parameters()},
+                         {"steps", size_.steps},
+                         {"tokens", size_.steps * size_.batch * size_.context},
+                         {"bits_per_byte", std::round(bits * 1e4) / 1e4},
+                         {"corpus", arguments_["corpus"]},
+                         {"folder", (folder_ / "model").string()}};
+    publish(folder_ / "result.json", result.dump(2) + "\n");
+    fs::remove_all(checkpoints());
+    std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),
+                result.dump().c_str());
+  }
+
+  at::Device device_;
+  Recipe size_;
+  uint64_t seed_;
+  Corpus corpus_;
+  fs::path folder_;
+  json arguments_;
+  nn::LanguageModel model_{nullptr};
+  std::unique_ptr<torch::optim::AdamW> optimizer_;
+};
+
+}  // namespace
+}  // namespace girih::programs
+
+int main(int argc, char** argv) {
+  CLI::App app("Train a byte-level language model.", "girih-train");
+  girih::programs::Options options;
+  girih::programs::describe(app, options);
+  CLI11_PARSE(app, argc, argv);
+  std::signal(SIGINT, girih::programs::stop);
+  std::signal(SIGTERM, girih::programs::stop);
+  return girih::programs::answer("girih-train", [&] { return girih::programs::Run(options).train(); });
+}

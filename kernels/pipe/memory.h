@@ -1,0 +1,67 @@
+// A memory on its way from the chain that carries it: to those who read it, as a factor in shared memory, and
+// to global memory as it lies there.
+#pragma once
+
+#include "tile/matrix.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels {
+
+// 16 x 16 blocks of a matrix whose transpose is a right factor, x A^T: the order of a left factor's registers
+// but for the middle two, so that those of a product stand side by side.
+template <typename T, int K, int N>
+__device__ inline void round_to_right(Operand<K>& a, const Sums<N>& sums) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    a.at[k][0] = pair_of<T>(sums.at[2 * k][0], sums.at[2 * k][1]);
+    a.at[k][1] = pair_of<T>(sums.at[2 * k + 1][0], sums.at[2 * k + 1][1]);
+    a.at[k][2] = pair_of<T>(sums.at[2 * k][2], sums.at[2 * k][3]);
+    a.at[k][3] = pair_of<T>(sums.at[2 * k + 1][2], sums.at[2 * k + 1][3]);
+  }
+}
+template <class Tile, int K>
+__device__ inline void store_right_blocks(const Tile& tile, int row, int col, const Operand<K>& a) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#if __CUDA_ARCH__ >= 900
+    const int l = lane();
+    put_matrices(tile.address(row, col + 16 * k, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8), a.at[k]);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      *reinterpret_cast<uint32_t*>(&lane_at(tile, row + i / 2 * 8, col + 16 * k + i % 2 * 8)) = a.at[k][i];
+    }
+#endif
+  }
+}
+
+// So many bytes of shared memory, a multiple of 4096 that others have written, to global memory, by a warp,
+// which may leave the place to others afterwards.
+template <int Bytes>
+__device__ inline void store_bytes(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 900
+  if ((threadIdx.x & 31) == 0) {
+    asm volatile(
+        "fence.proxy.async.shared::cta;\ncp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;\n" ::"l"(to),
+        "r"(shared_address(from)), "n"(Bytes)
+        : "memory");
+  }
+  __syncwarp();
+#else
+  constexpr int kBatch = 8;
+#pragma unroll 1
+  for (int first = 0; first < Bytes / 512; first += kBatch) {
+    uint32_t pack[kBatch][4];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint4 raw = static_cast<const uint4*>(from)[(first + i) * 32 + lane()];
+      pack[i][0] = raw.x, pack[i][1] = raw.y, pack[i][2] = raw.z, pack[i][3] = raw.w;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) store_pack(static_cast<uint4*>(to) + (first + i) * 32 + lane(), pack[i]);
+  }
+#endif
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,270 @@
+// The reverse pass's readers: what a chunk's tokens get of the memories' gradients. Of either memory, with G
+// that of A after the chunk and E_ti = e^{L_t - L_i},
+//
+//     c_i  = e^{L_C - L_i} (u_i G) + sum over t >= i of E_ti (u_i.l_t) w_t
+//     dx_i = -gamma_i c_i + dz_i A'        dgamma_i = -x_i.c_i        da_i = -J du_i
+// A gate is in what is read after it of what was there before it: dg_j is the sum of
+//     e^{L_t} l_t^T A w_t                                 t >= j
+//     pair_ti = -gamma_i E_ti (w_t.x_i) (l_t.u_i)         i < j <= t
+//     end_i   = -gamma_i e^{L_C - L_i} x_i.(u_i G)        i < j,      and of e^{L_C} <G, A>.
+// Summed from the end (gates.cu), a pair is added at t and taken off at i as the same number, so that it
+// cancels where it should. A reader has one tile of a chunk, the next reader the tile before.
+#pragma once
+
+#include "tile/row_store.h"
+#include "trellis/reverse_space.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+struct TrellisReverseReader {
+  using Space = TrellisReverseSpace<T, Tile>;
+  using Token = typename Space::Token;
+  static constexpr int N = Tile / 8, K = Tile / 16;
+
+  const TrellisReverse& p;
+  const TrellisPart& part;
+  const Space& space;
+
+  // A reader's tile: its chunk, the chunk's first stage, and the turn of its own.
+  struct Own {
+    Chunk chunk;
+    Turn first, own;
+    int tile, tiles;
+    __device__ Own(const Chunk& chunk, const Turn& first, int tile, int tiles)
+        : chunk(chunk), first(first), own(first), tile(tile), tiles(tiles) {
+      own.skip(tiles - 1 - tile, Space::kStages);
+    }
+    // Of tile j, which come from the last one on.
+    __device__ int stage(int j) const {
+      const int s = first.place + tiles - 1 - j;
+      return s < Space::kStages ? s : s - Space::kStages;
+    }
+    __device__ int rows(int j) const { return rows_in(chunk, j); }
+    __device__ int64_t token(int j) const { return chunk.start + j * kTile; }
+  };
+
+  // The dot of every row with a tile: all four lanes get it.
+  __device__ static float2 dots(const Sums<N>& sums, const Token& tile) {
+    float2 dot{0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      Sums<2> x;
+      load_wide<T>(x, tile, 0, 16 * k);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          dot.x = fmaf(x.at[n][i], sums.at[2 * k + n][i], dot.x);
+          dot.y = fmaf(x.at[n][2 + i], sums.at[2 * k + n][2 + i], dot.y);
+        }
+      }
+    }
+    return {sum_over_row(dot.x), sum_over_row(dot.y)};
+  }
+
+  // The lane's share in <G, A>, the trace of G A^T: blocks of 16 slots are the chunk's readers' in turn.
+  __device__ float product_of_states(const Own& at, const typename Space::Memory& G,
+                                     const typename Space::Memory& A) const {
+    float sum = 0.f;
+    for (int m = at.tile * 16; m < p.shape.M; m += 16 * at.tiles) {
+      Sums<2> block;
+      fill(block, 0.f);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        uint32_t g[4];
+        load_block(g, G, m, 16 * k);
+        add_product_transposed<T>(block, g, A, m, 16 * k);
+      }
+      // Rows lane_row() and 8 further, of columns 8 n + lane_col() and the next.
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (lane_col() + i == lane_row()) sum += block.at[0][i] + block.at[1][2 + i];
+      }
+    }
+    return sum;
+  }
+
+  // Of a token in [B, T, H].
+  __device__ int64_t number(const Own& at, int j, int row) const {
+    const TrellisShape& shape = p.shape;
+    return (part.of.sequence.batch * shape.grid.tokens.tokens + at.token(j) + row) * shape.heads + part.head;
+  }
+  __device__ int64_t numbers() const {
+    return p.shape.grid.tokens.batch * p.shape.grid.tokens.tokens * p.shape.heads;
+  }
+
+  // Pairs of the tile's rows i with tile j's t, of the weighed scores E (u_i.l_t): taken off at i, and each
+  // t's sum left with the numbers of the stage.
+  __device__ void pairs(const Own& at, const Sums<2>& weighed, int j, float2 gamma, float2& dL) const {
+    const Token x = space.token(at.own.place, Space::kX), w = space.token(at.stage(j), Space::kW);
+    Sums<2> pair;
+    fill(pair, 0.f);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      uint32_t a[4];
+      load_block(a, x, 0, 16 * k);
+      add_product_transposed<T>(pair, a, w, 0, 16 * k);
+    }
+    float taken[2] = {0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float sums[2] = {0.f, 0.f};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int t = 8 * n + lane_col() + (e & 1), i = lane_row() + (e >> 1) * 8;
+        const float value =
+            j > at.tile || i < t ? -(e < 2 ? gamma.x : gamma.y) * weighed.at[n][e] * pair.at[n][e] : 0.f;
+        taken[e >> 1] += value, sums[e & 1] += value;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = sum_over_col(sums[i]);
+        if (lane_row() == 0) {
+          space.numbers(at.own.place).dL[j - at.tile][8 * n + lane_col() + i] = sum;
+        }
+      }
+    }
+    dL.x -= sum_over_row(taken[0]), dL.y -= sum_over_row(taken[1]);
+  }
+
+  // `memories` has the place of A' in turn, and where A is not A' that of A next.
+  template <class Memories>
+  __device__ void read(const Own& at, const typename Space::Memory& G, const Memories& memories) const {
+    const int s = at.own.place, memory = part.memory;
+    const bool gated = p.dL != nullptr;
+    auto& numbers_of = space.numbers(s);
+    const auto& gates = numbers_of.gates;
+    const float2 gamma{gates[lane_row()].gamma, gates[lane_row() + 8].gamma},
+        after{gates[lane_row()].after, gates[lane_row() + 8].after};
+    const Through L(gates);
+    const Token x = space.token(s, Space::kX);
+    float2 dL{0.f, 0.f};
+    float end = 0.f;  // the lane's share in what the end of the chunk has of dL
+
+    // c, and dgamma
+    Operand<K> left;
+    Sums<N> c;
+    fill(c, 0.f);
+    load_left(left, space.token(s, Space::kU));
+    add_product<T>(c, left, G);
+    scale_rows(c, {exp2_fast(after.x), exp2_fast(after.y)});
+    if (gated) {
+      const float2 dot = dots(c, x);
+      dL = {gamma.x * dot.x, gamma.y * dot.y};
+      // All four lanes of a row have its dot: one counts.
+      if (lane_col() == 0) end = -dL.x - dL.y;
+    }
+    for (int j = at.tile; j < at.tiles; ++j) {
+      const int other = at.stage(j);
+      add_scored<T>(c, left, space.token(other, Space::kL), space.token(other, Space::kW),
+                    [&](Sums<2>& scores) {
+                      weigh_later(scores, L, space.numbers(other).gates, j == at.tile, at.rows(j));
+                      if (gated) pairs(at, scores, j, gamma, dL);
+                    });
+    }
+    const float2 dgamma = dots(c, x);
+    if (lane_col() == 0) {
+      float* to = p.dgammas + memory * numbers();
+      if (lane_row() < at.rows(at.tile)) to[number(at, at.tile, lane_row())] = -dgamma.x;
+      if (lane_row() + 8 < at.rows(at.tile)) to[number(at, at.tile, lane_row() + 8)] = -dgamma.y;
+    }
+
+    // dx = -gamma c + dZ A'
+    scale_rows(c, {-gamma.x, -gamma.y});
+    load_left(left, space.token(s, Space::kZ));
+    add_product<T>(c, left, memories.first());
+    if (gated) {
+      // e^{L_t} l_t^T A w_t
+      const auto A = memories.second();
+      Sums<N> sums;
+      fill(sums, 0.f);
+      load_left(left, space.token(s, Space::kL));
+      add_product<T>(sums, left, A);
+      const float2 dot = dots(sums, space.token(s, Space::kW));
+      dL.x = fmaf(exp2_fast(L.sum.x), dot.x, dL.x), dL.y = fmaf(exp2_fast(L.sum.y), dot.y, dL.y);
+      end += numbers_of.decay * product_of_states(at, G, A);
+      end = sum_over_col(sum_over_row(end));
+      __syncwarp();
+      if (lane_col() == 0) numbers_of.dL[0][lane_row()] += dL.x, numbers_of.dL[0][lane_row() + 8] += dL.y;
+      __syncwarp();
+      const int last = at.tiles - 1;
+      if (lane() == 0) numbers_of.dL[last - at.tile][at.rows(last) - 1] += end;
+      __syncwarp();
+      float* to = p.dL + (memory * ((p.shape.grid.size + kTile - 1) / kTile) + at.tile) * numbers();
+      for (int j = at.tile; j < at.tiles; ++j) {
+        if (lane() < at.rows(j)) to[number(at, j, lane())] = numbers_of.dL[j - at.tile][lane()];
+      }
+    }
+    // The chain has taken what was in this tile.
+    store_tile(at, space.token(s, Space::kDirect), c);
+  }
+
+  __device__ void store_tile(const Own& at, const Token& tile, const Sums<N>& sums) const {
+    Operand<K> rounded;
+    round_to<T>(rounded, sums);
+    store_blocks(tile, 0, 0, rounded);
+    __syncwarp();
+    put(at, p.dx[part.memory], tile, p.shape.width(part.memory));
+    put(at, p.jdu[part.memory], space.token(at.own.place, Space::kA), p.shape.M);
+  }
+  __device__ void put(const Own& at, const Out<4>& to, const Token& tile, int width) const {
+    store_rows<1>(tile, row_of<T>(to, part.of.sequence.batch, at.token(at.tile), part.head), to.stride[1],
+                  at.rows(at.tile), width, 0);
+  }
+
+  // The memories of a chunk: a reader waits for each when it comes to it, and gives back all of them.
+  struct Memories {
+    const Space& space;
+    Turn& turn;
+    bool apart;  // A' and A are two
+
+    __device__ typename Space::Memory first() const { return here(); }
+    __device__ typename Space::Memory second() const {
+      if (apart) leave();
+      return here();
+    }
+    __device__ void leave() const {
+      wait(space.brought() + turn.place, turn.parity);
+      arrive_once(space.read() + turn.place);
+      turn.next(Space::kPlaces);
+    }
+
+   private:
+    __device__ typename Space::Memory here() const {
+      wait(space.brought() + turn.place, turn.parity);
+      return space.memory(turn.place);
+    }
+  };
+
+  __device__ void run(int reader) const {
+    Turn stage, place, memory;
+    unsigned begun = 0;  // tiles of the chunks before
+    for (int64_t i = part.of.chunks - 1; i >= 0; --i) {
+      const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
+      const int tiles = tiles_in(chunk), mine = static_cast<int>((reader - begun) % Space::kReaders);
+      const bool apart = is_resumed(p.first[part.memory], i);
+      Turn at_end = memory;
+      at_end.skip(1, Space::kPlaces);
+      if (apart) at_end.next(Space::kPlaces);
+      wait(space.left() + place.place, place.parity);
+      const Memories memories{space, memory, apart};
+      if (mine < tiles) {
+        const Own at(chunk, stage, tiles - 1 - mine, tiles);
+        // Tiles are written in order.
+        wait(space.written() + at.own.place, at.own.parity);
+        read(at, space.gradient(place.place), memories);
+      }
+      while (memory.place != at_end.place || memory.parity != at_end.parity) memories.leave();
+      for (int j = 0; j < tiles; ++j, stage.next(Space::kStages)) {
+        wait(space.written() + stage.place, stage.parity);
+        arrive_once(space.empty() + stage.place);
+      }
+      arrive_once(space.taken() + place.place);
+      place.next(Space::kPlaces);
+      begun += tiles;
+    }
+  }
+};
+
+}  // namespace girih::kernels

@@ -1,0 +1,127 @@
+// Those who bring the scan its tokens, tile by tile in turn, and the warp that stores its memories.
+#pragma once
+
+#include "trellis/scan_space.cuh"
+
+namespace girih::kernels {
+
+// Where the loaders are in their sequence: chunks, and tiles of them.
+struct TileWalk {
+  const TrellisShape& shape;
+  const ChunkedSequence& of;
+  int64_t chunk_number = 0;
+  int first = 0;  // of the tile in its chunk
+  Chunk chunk;
+
+  __device__ TileWalk(const TrellisShape& shape, const ChunkedSequence& of) : shape(shape), of(of) {
+    enter();
+  }
+  __device__ bool done() const { return chunk_number >= of.chunks; }
+  __device__ int rows() const { return min(chunk.length - first, kTile); }
+  __device__ void next() {
+    first += kTile;
+    if (first < chunk.length) return;
+    first = 0, ++chunk_number;
+    enter();
+  }
+
+ private:
+  __device__ void enter() {
+    if (!done()) chunk = chunk_of(shape.grid, of, chunk_number);
+  }
+};
+
+template <typename T, int Tile>
+struct TrellisScanLoader {
+  using Space = TrellisScanSpace<T, Tile>;
+  using Token = typename Space::Token;
+  static constexpr int kPacks = Tile / 8, kOfLane = kTile * kPacks / 32;
+
+  const TrellisScan& p;
+  const TrellisPart& part;
+  const Space& space;
+
+  // Starts the copies of a tile to its stage.
+  __device__ void start(const TileWalk& at, int stage) const {
+    const int64_t batch = part.of.sequence.batch, token = at.chunk.start + at.first;
+    const int rows = at.rows();
+    const auto bring = [&](typename Space::TokenTile which, const In<4>& x, int cols) {
+      load_async<32>(space.token(stage, which), row_of<T>(x, batch, token, part.head), x.stride[1], rows,
+                     cols, lane());
+    };
+    bring(Space::kX, p.x[part.memory], p.shape.width(part.memory));
+    bring(Space::kA, p.a, p.shape.M);
+    if (part.memory == 0 && p.o.data != nullptr) bring(Space::kR, p.q, p.shape.D);
+    load_gates(space.numbers(stage).gates, p.shape, p.gates, batch, token, rows, part.head);
+    commit_copies();
+  }
+
+  // Of a tile whose copies have arrived: x times its weight, and the sums of a.
+  __device__ void finish(int stage) const {
+    auto& numbers = space.numbers(stage);
+    const Token x = space.token(stage, Space::kX), weighed = space.token(stage, Space::kWeighed),
+                a = space.token(stage, Space::kA);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int at = i * 32 + lane(), row = at / kPacks, col = at % kPacks * 8;
+      Pack<8> pack = load<8>(&x.at(row, col));
+      const TokenGate gate = numbers.gates[row];
+      const float weight = -gate.gamma * exp2_fast(gate.after);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) pack.at[e] *= weight;
+      store<8>(&weighed.at(row, col), pack);
+    }
+    // Two lanes a row.
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPacks / 2; ++i) {
+      const Pack<8> pack = load<8>(&a.at(lane() / 2, (2 * i + lane() % 2) * 8));
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum += pack.at[e];
+    }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    if (lane() % 2 == 0) numbers.sum_a[lane() / 2] = sum;
+    // L_C, of the first token.
+    if (lane() == 0) numbers.decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
+    arrive_once(space.full() + stage);
+  }
+
+  // A tile's copies are under way while the one before, of this warp, is made ready.
+  __device__ void run(int loader) const {
+    Turn turn;
+    int mine = loader, before = -1;
+    for (TileWalk at(p.shape, part.of); !at.done(); at.next(), turn.next(Space::kStages)) {
+      if (mine-- > 0) continue;
+      mine = Space::kLoaders - 1;
+      wait(space.empty() + turn.place, turn.parity ^ 1);
+      start(at, turn.place);
+      if (before >= 0) {
+        wait_copies<1>();
+        __syncwarp();
+        finish(before);
+      }
+      before = turn.place;
+    }
+    if (before < 0) return;
+    wait_copies<0>();
+    __syncwarp();
+    finish(before);
+  }
+};
+
+template <typename T, int Tile>
+__device__ inline void store_scan(const TrellisScan& p, const TrellisPart& part,
+                                  const TrellisScanSpace<T, Tile>& space) {
+  if (p.memories[part.memory] == nullptr) return;
+  T* to = static_cast<T*>(p.memories[part.memory]);
+  Turn turn;
+  for (int64_t i = 0; i < part.of.chunks; ++i) {
+    wait(space.left() + turn.place, turn.parity);
+    store_bytes<Tile * Tile* static_cast<int>(sizeof(T))>(
+        to + kept_place<T, Tile>(p.shape, part.of.first + i, part.head), space.memory(turn.place).data);
+    arrive_once(space.taken() + turn.place);
+    turn.next(TrellisScanSpace<T, Tile>::kPlaces);
+  }
+}
+
+}  // namespace girih::kernels

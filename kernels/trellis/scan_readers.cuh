@@ -1,0 +1,130 @@
+// The scan's readers: what tokens read of the memories, and the storing of what they write. A reader has one
+// tile of a chunk, the next reader the next tile.
+//
+//     of keys    r_t = f(A_t q_t)       goes to the block that has the memory of values
+//     of values  o_t = A_t^T r_t
+#pragma once
+
+#include "tile/cluster.h"
+#include "trellis/scan_space.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+struct TrellisScanReader {
+  using Space = TrellisScanSpace<T, Tile>;
+  using Token = typename Space::Token;
+  static constexpr int N = Tile / 8, K = Tile / 16;
+
+  const TrellisScan& p;
+  const TrellisPart& part;
+  const Space& space;
+
+  // A reader's tile: its chunk's first stage and the turn of its own.
+  struct Own {
+    Turn chunk, own;
+    int tile;
+    __device__ Own(const Turn& first, int tile) : chunk(first), own(first), tile(tile) {
+      own.skip(tile, Space::kStages);
+    }
+    __device__ int stage(int j) const {
+      const int s = chunk.place + j;
+      return s < Space::kStages ? s : s - Space::kStages;
+    }
+  };
+
+  // The second part of a read, of tiles of two kinds.
+  __device__ void finish(Sums<N>& y, const Operand<K>& w, const Own& at, typename Space::TokenTile xs,
+                         typename Space::TokenTile ys) const {
+    finish_read<T>(
+        y, w, at.tile, [&](int j) { return space.token(at.stage(j), xs); },
+        [&](int j) { return space.token(at.stage(j), ys); },
+        [&](int j) { return space.numbers(at.stage(j)).gates; });
+  }
+
+  // R = f(Q A^T + ..), to the other block's stage.
+  __device__ void read_keys(const Own& at, const typename Space::Memory& memory) const {
+    const int s = at.own.place;
+    const Token tile = space.token(s, Space::kR);
+    Operand<K> w;
+    load_left(w, tile);
+    Sums<N> y;
+    fill(y, 0.f);
+    add_product_transposed<T>(y, w, memory);
+    finish(y, w, at, Space::kX, Space::kU);
+    to_images<T>(p.shape.f, p.shape.slots, y);
+    round_to<T>(w, y);
+    store_blocks(tile, 0, 0, w);
+    // The stage is free once the other block has taken r (space.init()): so the place there is too.
+    __syncwarp();
+    if (lane() == 0) send(tile.data, Token::kBytes, space.sent() + s, 1);
+  }
+
+  // O = R A + ..
+  __device__ void read_values(const Own& at, const typename Space::Memory& memory, int64_t token,
+                              int rows) const {
+    const int s = at.own.place;
+    wait(space.sent() + s, at.own.parity);
+    Operand<K> r;
+    load_left(r, space.token(s, Space::kR));
+    arrive_far(space.empty() + s, 0);
+    Sums<N> o;
+    fill(o, 0.f);
+    add_product<T>(o, r, memory);
+    finish(o, r, at, Space::kU, Space::kX);
+    // The chain has taken what was in this tile.
+    const Token tile = space.token(s, Space::kWeighed);
+    round_to<T>(r, o);
+    store_blocks(tile, 0, 0, r);
+    __syncwarp();
+    store_rows<1>(tile, row_of<T>(p.o, part.of.sequence.batch, token, part.head), p.o.stride[1], rows,
+                  p.shape.V, 0);
+  }
+
+  // What the tile's tokens have written, for backward.
+  __device__ void keep(int stage, int64_t token, int rows) const {
+    const int64_t batch = part.of.sequence.batch;
+    const auto put = [&](const Out<4>& to, typename Space::TokenTile which) {
+      if (to.data == nullptr) return;
+      store_rows<1>(space.token(stage, which), row_of<T>(to, batch, token, part.head), to.stride[1], rows,
+                    p.shape.M, 0);
+    };
+    put(p.u[part.memory], Space::kU);
+    put(p.z[part.memory], Space::kA);
+    const auto& fits = p.fit[part.memory];
+    if (fits.data == nullptr || lane() >= rows) return;
+    *reinterpret_cast<Fit*>(row_of<float>(fits, batch, token + lane(), part.head)) =
+        space.numbers(stage).fits[lane()];
+  }
+
+  __device__ void run(int reader) const {
+    Turn stage, place;
+    unsigned begun = 0;  // tiles of the chunks before
+    for (int64_t i = 0; i < part.of.chunks; ++i) {
+      const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
+      const int tiles = (chunk.length + kTile - 1) / kTile;
+      const int tile = static_cast<int>((reader - begun) % Space::kReaders);
+      wait(space.left() + place.place, place.parity);
+      if (tile < tiles) {
+        const Own at(stage, tile);
+        const auto memory = space.memory(place.place);
+        const int64_t token = chunk.start + tile * kTile;
+        const int rows = min(chunk.length - tile * kTile, kTile);
+        // Tiles are written in order.
+        wait(space.written() + at.own.place, at.own.parity);
+        if (p.o.data != nullptr && part.memory == 0) read_keys(at, memory);
+        if (p.o.data != nullptr && part.memory == 1) read_values(at, memory, token, rows);
+        keep(at.own.place, token, rows);
+      }
+      for (int j = 0; j < tiles; ++j, stage.next(Space::kStages)) {
+        wait(space.written() + stage.place, stage.parity);
+        arrive_once(space.empty() + stage.place);
+      }
+      arrive_once(space.taken() + place.place);
+      place.next(Space::kPlaces);
+      begun += tiles;
+    }
+  }
+};
+
+}  // namespace girih::kernels

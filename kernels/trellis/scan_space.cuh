@@ -1,0 +1,75 @@
+// What the scan's warps share. A block has one sequence, head and memory.
+//
+// Tokens go through a ring of stages, 16 a stage: `full` once a loader has brought them, `written` once the
+// chain has left what they write, `empty` once the readers have taken it. The memory before every chunk goes
+// through places of its own, from the chain to the readers and to the warp that stores it.
+#pragma once
+
+#include "trellis/reads.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+struct TrellisScanSpace {
+  using Token = SharedTile<T, kTile, Tile>;
+  using Memory = SharedTile<T, Tile, Tile>;
+  // Warps: the chain's, a chunk's readers as many as it may have tiles, and those that load and store.
+  static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
+  static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
+  static constexpr int kStages = Tile == 64 ? 8 : 7, kPlaces = Tile == 64 ? 4 : 2;
+  // A loader has two tiles under way, and a whole chunk may be between them.
+  static_assert(kStages >= kLoaders + kReaders);
+  // x and x times its weight, -gamma_t e^{L_C - L_t}; a, in whose place the chain leaves z; of the memory of
+  // keys q, in whose place a reader leaves r, and of that of values the r that has been sent; u.
+  enum TokenTile : int { kX, kWeighed, kA, kR, kU, kTokenTiles };
+  // Of a stage, for each token: its Fit, its gates, and the sum of a. The chunk's decay.
+  struct Numbers {
+    Fit fits[kTile];
+    TokenGate gates[kTile];
+    float sum_a[kTile], decay, unused[3];
+  };
+  static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes, kMemories = kPlaces * Memory::kBytes,
+                       kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
+                       kTable = 2 * kTile * kChain * static_cast<int>(sizeof(Moments));
+  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (4 * kStages + 2 * kPlaces) * 8;
+
+  unsigned char* base;
+
+  __device__ Token token(int stage, TokenTile which) const {
+    return {reinterpret_cast<T*>(base + (stage * kTokenTiles + which) * Token::kBytes)};
+  }
+  __device__ Memory memory(int place) const {
+    return {reinterpret_cast<T*>(base + kTiles + place * Memory::kBytes)};
+  }
+  __device__ Numbers& numbers(int stage) const {
+    return reinterpret_cast<Numbers*>(base + kTiles + kMemories)[stage];
+  }
+  // Moments of a row by every warp, [warp][row], of this tile and the one before.
+  __device__ Moments* table(unsigned tiles) const {
+    return reinterpret_cast<Moments*>(base + kTiles + kMemories + kNumbers) + (tiles & 1) * kTile * kChain;
+  }
+  __device__ uint64_t* full() const {
+    return reinterpret_cast<uint64_t*>(base + kTiles + kMemories + kNumbers + kTable);
+  }
+  __device__ uint64_t* written() const { return full() + kStages; }
+  __device__ uint64_t* empty() const { return written() + kStages; }
+  __device__ uint64_t* sent() const { return empty() + kStages; }  // r, from the memory of keys
+  __device__ uint64_t* left() const { return sent() + kStages; }   // the memory before a chunk
+  __device__ uint64_t* taken() const { return left() + kPlaces; }
+
+  // By one thread. `reads`: r of the keys' block is taken by that of values before its stage is free.
+  __device__ void init(int memory, bool reads, bool stores) const {
+    for (int s = 0; s < kStages; ++s) {
+      init_barrier(full() + s, once(1));
+      init_barrier(written() + s, once(kChain));
+      init_barrier(empty() + s, once(kReaders) + (reads && memory == 0 ? 1 : 0));
+      init_barrier(sent() + s, 1);
+    }
+    for (int place = 0; place < kPlaces; ++place) {
+      init_barrier(left() + place, once(kChain));
+      init_barrier(taken() + place, once(kReaders + (stores ? 1 : 0)));
+    }
+  }
+};
+
+}  // namespace girih::kernels

@@ -1,0 +1,214 @@
+"""girih-generate and girih-train, which have no Python in their process, beside what Python makes of it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.training.recipe import SIZES, model_of_size
+from transformers import AutoModelForCausalLM
+
+BIN = Path(__file__).parents[2] / "build" / "bin"
+pytestmark = pytest.mark.skipif(not BIN.exists(), reason="the programs were not built here")
+PROMPTS = ["a", "girih", "The quick brown fox jumps over the lazy dog, twice."]
+
+
+def run(program, *arguments, given="", code=0):
+    done = subprocess.run([BIN / program, *map(str, arguments)], capture_output=True, input=given.encode())
+    assert done.returncode == code, done.stderr.decode()
+    return done.stdout, done.stderr.decode()
+
+
+@pytest.fixture(scope="module", params=[*MIXERS, "gsa,attention"])
+def folder(request, tmp_path_factory):
+    torch.manual_seed(0)
+    names = request.param.split(",")
+    config = GirihConfig(
+        mixer=request.param if len(names) == 1 else names,
+        vocab_size=256,
+        hidden_size=32,
+        num_heads=2,
+        num_hidden_layers=2,
+        initializer_range=0.5,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    GirihForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def python_text(folder, prompt, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([list(prompt.encode())])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)[0].tolist()
+
+
+def test_greedy_text_is_that_of_python_alone_and_in_a_batch(folder):
+    texts = [bytes(python_text(folder, prompt, max_new_tokens=24)) for prompt in PROMPTS]
+    written, said = run("girih-generate", folder, PROMPTS[1], "--max-new-tokens", 24)
+    assert written == texts[1] + b"\n"
+    assert said.startswith("24 tokens in ")
+    together, said = run("girih-generate", folder, *PROMPTS, "--max-new-tokens", 24)
+    assert together == b"".join(text + b"\n" for text in texts)
+    assert said.startswith("72 tokens in ")
+
+
+@pytest.fixture(scope="module")
+def gsa(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
+    GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def ids_of(folder, *options, prompt="7 8 299", quiet=("--quiet",)):
+    written, said = run("girih-generate", folder, "--ids", *quiet, *options, given=prompt)
+    assert bool(said) != bool(quiet)
+    return [int(word) for word in written.split()]
+
+
+def test_token_ids_go_in_and_out(gsa):
+    model = AutoModelForCausalLM.from_pretrained(gsa).eval()
+    ids = torch.tensor([[7, 8, 299]])
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    assert ids_of(gsa, "--max-new-tokens", 9) == want[0].tolist()
+    both, _ = run("girih-generate", gsa, "--ids", "--lines", "--max-new-tokens", 9, given="7 8 299\n5\n")
+    assert [int(word) for word in both.splitlines()[0].split()] == want[0].tolist()
+    assert len(both.splitlines()[1].split()) == 10
+
+
+def test_samples_follow_the_seed_and_what_is_left_to_choose_from(gsa):
+    def sample(*options):
+        return ids_of(gsa, "--max-new-tokens", 40, "--temperature", 2, *options)
+
+    greedy = ids_of(gsa, "--max-new-tokens", 40)
+    assert sample("--seed", 1) == sample("--seed", 1) != sample("--seed", 2)
+    assert sample("--seed", 1) != greedy
+    assert sample("--seed", 1, "--top-p", 1e-6) == greedy == sample("--seed", 1, "--top-k", 1)
+    # The most likely tokens that have a share together, at every step.
+    model, text = AutoModelForCausalLM.from_pretrained(gsa).eval(), sample("--seed", 3, "--top-p", 0.6)
+    with torch.no_grad():
+        chances = (model(torch.tensor([text])).logits[0] / 2).softmax(-1)
+    taken = []
+    for t in range(2, len(text) - 1):
+        rank = (chances[t] > chances[t, text[t + 1]]).sum()
+        before = chances[t].sort(descending=True).values[:rank].sum()
+        assert before < 0.6
+        taken.append(rank)
+    assert max(taken) > 0
+
+
+def test_a_text_ends_at_its_end(gsa):
+    text = ids_of(gsa, "--max-new-tokens", 40)
+    at = next(i for i in range(4, len(text)) if text[i] not in text[3:i])
+    assert ids_of(gsa, "--max-new-tokens", 40, "--eos", f"{text[at]},298") == text[:at]
+
+
+@pytest.mark.parametrize(
+    "arguments, given, word",
+    [
+        (["{}", "1 300", "--ids"], "", "300"),
+        (["{}", "1 x", "--ids"], "", "x"),
+        (["{}", "text"], "", "vocab_size is 300"),
+        (["{}", "--ids"], "", "number 1 is empty"),
+        (["{}", "1", "--ids", "--temperature", "-1"], "", "temperature"),
+        (["{}", "1", "--ids", "--temperature", "1", "--top-p", "1.5"], "", "top_p"),
+        (["{}", "1", "--ids", "--temperature", "1", "--top-k", "0"], "", "top_k"),
+        (["{}", "1", "--ids", "--dtype", "int8"], "", "--dtype"),
+        (["{}", "1", "--ids", "--device", "tpu"], "", "--device"),
+        (["{}/none", "1", "--ids"], "", "config.json"),
+    ],
+)
+def test_what_cannot_be_done_is_a_line(gsa, arguments, given, word):
+    arguments = [str(a).format(gsa) for a in arguments]
+    written, said = run("girih-generate", *arguments, given=given, code=2)
+    assert not written and said.count("\n") == 1 and word in said
+
+
+# ---- girih-train ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    text = "".join(f"{i} times {i} is {i * i}.\n" for i in range(1500))
+    (folder / "one.txt").write_text(text)
+    (folder / "copy.txt").write_text(text)
+    (folder / "more.txt").write_text(text[::-1])
+    (folder / "zero.bin").write_bytes(b"\0" * 100)
+    (folder / ".hidden").write_text("no")
+    return folder
+
+
+def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
+    written, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
+    lines = [line for line in written.decode(errors="replace").splitlines() if line.startswith("step ")]
+    bits = [float(line.split()[2]) for line in lines]
+    assert bits[-1] < 5 < 7.5 < bits[0]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(result["folder"])
+    python = model_of_size("gsa", SIZES["tiny"])
+    ours, theirs = model.config.to_diff_dict(), python.config.to_diff_dict()
+    for name in ("architectures", "dtype", "transformers_version"):
+        ours.pop(name, None), theirs.pop(name, None)
+    assert ours == theirs
+    assert model.num_parameters() == result["parameters"]
+    again, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
+    assert again.startswith(b"this run is finished")
+    _, said = run("girih-train", corpus, "--size", "tiny", "--folder", tmp_path / "run", code=2)
+    assert "other arguments" in said
+
+
+def test_the_corpus_is_split_as_in_python(corpus, tmp_path):
+    from girih.data import Windows, read_corpus
+
+    run("girih-train", corpus, "--size", "tiny", "--steps", 20, "--folder", tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    size = SIZES["tiny"]
+    windows = Windows.spread(read_corpus(corpus, size.context).held_out, size.held_out, size.context)
+    model = AutoModelForCausalLM.from_pretrained(result["folder"]).eval()
+    ids = torch.stack([window["input_ids"] for window in windows])
+    with torch.no_grad():
+        bits = model(input_ids=ids, labels=ids).loss / torch.log(torch.tensor(2.0))
+    assert float(bits) == pytest.approx(result["bits_per_byte"], abs=1e-3)
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(corpus, tmp_path):
+    options = ["--mixer", "delta_product", "--size", "tiny", "--steps", "150"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run("girih-train", corpus, *options, "--folder", whole)
+    command = [BIN / "girih-train", corpus, *options, "--folder", stopped]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not list(stopped.glob("checkpoints/step-*")) and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGTERM)
+        _, said = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert b"the same command continues" in said
+    written, _ = run("girih-train", corpus, *options, "--folder", stopped)
+    assert b", from step " in written.splitlines()[1]
+    files = [folder / "model" / "model.safetensors" for folder in (whole, stopped)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (["{}", "--size", "huge"], "size huge"),
+        (["{}", "--mixer", "nothing"], "nothing"),
+        (["{}", "--mixer", "gsa,gla,gsa", "--size", "tiny"], "2 layers"),
+        (["{}", "--steps", "0"], "--steps is 0"),
+        (["{}/none"], "no such file"),
+        (["{}/.hidden"], "too short"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_in_a_line(corpus, tmp_path, arguments, word):
+    arguments = [a.format(corpus) for a in arguments]
+    written, said = run("girih-train", *arguments, "--folder", tmp_path / "run", code=2)
+    assert not written and said.count("\n") == 1 and word in said
+    assert not (tmp_path / "run").exists()
