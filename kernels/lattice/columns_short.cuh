@@ -9,8 +9,8 @@ namespace girih::kernels::lattice {
 template <typename T>
 class ShortColumns {
   using Ring = ShortRing<T>;
-  using Rows = Sums<8>;        // [tokens, D or M]
-  using Factor = Operand<4>;   // of T
+  using Rows = Sums<8>;       // [tokens, D or M]
+  using Factor = Operand<4>;  // of T
 
   const LatticeColumns& p;
   const In<2>& dlast_decay;
@@ -30,8 +30,9 @@ class ShortColumns {
       const int64_t token = part.chunk.start + lane();
       const bool exists = lane() < part.chunk.length;
       const float dgamma = exists ? before(p.dgamma, part, token) : 0.f,
-                  at_floor = exists && p.dg.data != nullptr ? load_any(p.at_floor, part.batch(), token, part.head)
-                                                            : 0.f;
+                  at_floor = exists && p.dg.data != nullptr
+                                 ? load_any(p.at_floor, part.batch(), token, part.head)
+                                 : 0.f;
       wait(ring.full() + turn.place, turn.parity);
       wait(ring.done() + turn.place, turn.parity);
       float sums[2], end = 0.f;
@@ -163,7 +164,7 @@ class ShortColumns {
     if (exists) store_any(p.dgamma, dgamma, part.batch(), token, part.head);
     if (p.dg.data == nullptr) return;
 
-    // dl_t = at_floor_t - gamma_t dgamma_t and at the end what cancels there, dg its sum from t on
+      // dl_t = at_floor_t - gamma_t dgamma_t and at the end what cancels there, dg its sum from t on
 #pragma unroll
     for (int i = 0; i < 2; ++i) end = fmaf(numbers.steps[t + 32 * i], numbers.cancels[t + 32 * i], end);
     end = sum_over_col(sum_over_row(end));

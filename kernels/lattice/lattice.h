@@ -121,7 +121,8 @@ struct LatticeColumns {
   Out<3> dg;  // [B, T, H] fp32, optional
 };
 // Where both have room in one block, they are one kernel: `gradients` then stays of the reads.
-cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeColumns& columns, cudaStream_t stream);
+cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeColumns& columns,
+                            cudaStream_t stream);
 
 // Whether the current device has the shared memory for these kernels.
 cudaError_t lattice_fits(const LatticeShape& shape, bool& fits);

@@ -260,7 +260,8 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
       for (int j = 0; j < 2; ++j) {
         const int m = first + lane_row() + 8 * j;
         if (m >= shape.M) continue;
-        const bool steps = complete && rho[j] > 0.f && fmaf(kept, kept, with.square[j]) * rho[j] * rho[j] < 0.5f;
+        const bool steps =
+            complete && rho[j] > 0.f && fmaf(kept, kept, with.square[j]) * rho[j] * rho[j] < 0.5f;
         to[m] = fmaf(kept, c[j], with.ahead[j]);
         to[shape.M + m] = steps ? 1.f : 0.f;
       }

@@ -56,8 +56,8 @@ __device__ inline void put_sum(float* to, float x) {
   if (lane() == 0) *to = x;
 }
 
-// A resumed chunk's dx goes through e^{L_C} Delta: to dDelta, and returned are the lane's parts of what it has
-// with it.
+// A resumed chunk's dx goes through e^{L_C} Delta: to dDelta, and returned are the lane's parts of what it
+// has with it.
 struct WithStep {
   float ahead[2] = {0.f, 0.f}, square[2] = {0.f, 0.f};  // e^{L_C} Delta.dx, |e^{L_C} Delta|^2
 };

@@ -19,11 +19,12 @@
 
 #include "lattice/columns_short.cuh"
 #include "lattice/reverse.cuh"
+#include "tile/warpgroup.h"
 
 namespace girih::kernels::lattice {
 
 // What a vector has of dS', s' and s in dX and in dS; for the lane's two.
-struct Mixture {
+struct Shares {
   float of_d[2], of_after[2], of_s[2];
 };
 
@@ -38,10 +39,7 @@ class ShortChain {
   const ChunkedSequence& of;
   const int head, warp, first;
   Sums<8> dS;
-  // S after the chunk, S, the gradient of the reads, and for decode K and the warp's of K^T.
-  Factor after, s, reads, k;
-  uint32_t own_k[4];
-  float opens = 0.f;
+  Factor after, s, reads;  // S after the chunk, S, the gradient of the reads
 
  public:
   __device__ ShortChain(const LatticeReverse& p, const Ring& ring, const Carried& block, int warp)
@@ -53,38 +51,41 @@ class ShortChain {
       for (int j = 0; j < 4; ++j) after.at[i][j] = a[j];
     });
     put_sum(ring.sums() + warp, within);
-    const bool ends_within = ends_in_chunk(p.shape, of);
+    put_sum(ring.sums() + S::kWarps + warp, 0.f);
+    bool open = ends_in_chunk(p.shape, of);  // the chunk is not complete
     const int chunks = static_cast<int>(of.chunks);
     Turn turn;
     if (chunks > 0) {
       wait(ring.full(), 0);
       fetch(0);
     }
-#pragma unroll 1
-    for (int left = chunks; left > 0; --left) {
+    const auto pass = [&](auto special, int left, bool complete, bool resumed) {
       Turn next = turn;
       next.next(Ring::kStages);
-      step(turn.place, left < chunks || !ends_within, left == 1 && of.begun > 0, left > 1, next);
+      step<special()>(turn.place, complete, resumed, left > 1, next);
       turn = next;
+    };
+    const int resumed = of.begun > 0 ? 1 : 0;  // chunks
+#pragma unroll 1
+    for (int left = chunks; left > 0; --left) {
+      if (!open) {
+        // Chunks like most are a loop of their own, which has nothing to ask.
+#pragma unroll 1
+        for (; left > resumed; --left) pass(std::false_type(), left, true, false);
+        if (left == 0) break;
+      }
+      pass(std::true_type(), left, !open, left == resumed);
+      open = false;
     }
-    put_sum(ring.sums() + S::kWarps + warp, opens);
     end_reverse<S::kWarps>(p, dS, of, head, first, ring.sums());
   }
 
  private:
-  __device__ bool decode() const { return p.shape.objective == LatticeObjective::decode; }
-
-  // A chunk's own, of what is there before the gradient comes to it.
+  // What a chunk's gradient meets first.
   __device__ void fetch(int stage) {
+    const int first = opaque(this->first);
 #pragma unroll
     for (int i = 0; i < 4; ++i) load_block(s.at[i], ring.memory(stage), first, 16 * i);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(reads.at[i], ring.gradient(stage), first, 16 * i);
-    if (!decode()) return;
-    const auto keys = ring.tokens(stage, Ring::k);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(k.at[i], keys, 0, 16 * i);
-    load_block_transposed(own_k, keys, first, 0);
   }
 
   // The lane's part of its rows' products.
@@ -99,43 +100,58 @@ class ShortChain {
     to[0] = sum[0] + sum[2], to[1] = sum[1] + sum[3];
   }
 
+  // Special: a chunk that is not complete, or resumed.
+  template <bool Special>
   __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
     auto& numbers = ring.numbers(stage);
-    const int row = first + lane_row();
-    const float alpha[2] = {numbers.alpha[row], numbers.alpha[row + 8]},
-                rho[2] = {numbers.rho[row], numbers.rho[row + 8]}, kept = numbers.kept;
-    const float2 weights = {numbers.weights[lane_row()], numbers.weights[lane_row() + 8]};
+    const int first = opaque(this->first), row = first + lane_row();
+    const float rho[2] = {numbers.rho[row], numbers.rho[row + 8]}, kept = numbers.kept;
 
-    float along[2], own[2], c[2];
+    // p, c
+    float along[2], c[2];
     dots(along, dS, after);
-    dots(own, dS, s);
+    dots(c, dS, s);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) along[j] = sum_over_row(along[j]), own[j] = sum_over_row(own[j]);
-    Mixture dx, to;
+    for (int j = 0; j < 2; ++j) along[j] = sum_over_row(along[j]), c[j] = sum_over_row(c[j]);
+    Shares dx;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float length = complete && rho[j] > 0.f ? reciprocal(rho[j]) : 0.f;
       along[j] = complete ? rho[j] * along[j] : 0.f;
-      c[j] = rho[j] * fmaf(-kept, along[j], own[j]);
+      c[j] = rho[j] * fmaf(-kept, along[j], c[j]);
       dx.of_d[j] = rho[j], dx.of_after[j] = -along[j], dx.of_s[j] = -c[j];
-      to.of_d[j] = rho[j] > 0.f ? alpha[j] * rho[j] : 1.f;
-      to.of_after[j] = -fmaf(alpha[j], along[j], length * c[j]), to.of_s[j] = alpha[j] * c[j];
     }
     WithStep with;
-    if (resumed) begin_resumed(with, dx, to, numbers, alpha, rho, c, complete);
+    if (Special && resumed) begin_resumed(with, dx, along, c, numbers, rho, complete);
 
+    // dX
     Factor dX;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int j = i % 2;
-      const float2 x = unpaired<T>(after.at[i / 4][i % 4]), y = unpaired<T>(s.at[i / 4][i % 4]);
-      const float* const d = &dS.at[i / 2][2 * j];
-      const float low = fmaf(dx.of_s[j], y.x, fmaf(dx.of_after[j], x.x, dx.of_d[j] * d[0])),
-                  high = fmaf(dx.of_s[j], y.y, fmaf(dx.of_after[j], x.y, dx.of_d[j] * d[1]));
-      dX.at[i / 4][i % 4] = pair_of<T>(bounded<T>(low), bounded<T>(high));
+      const float2 x = mixed(dx, i);
+      dX.at[i / 4][i % 4] = pair_of<T>(bounded<T>(x.x), bounded<T>(x.y));
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_block(reads.at[i], ring.gradient(stage), first, 16 * i);
     __syncwarp();
     store_blocks(ring.gradient(stage), first, 0, dX);
+
+    const bool decode = p.shape.objective == LatticeObjective::decode;
+    const auto keys = ring.tokens(stage, Ring::k);
+    uint32_t own_k[4];
+    if (decode) {
+      Factor k;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) load_block(k.at[i], keys, 0, 16 * i);
+      barrier_wait(1, S::kThreads);  // dX is there
+      Sums<2> y[2];
+      begin_y(y, k, stage);
+      mix<Special>(numbers, rho, along, c, complete, resumed);
+      end_y(y, numbers);
+      load_block_transposed(own_k, keys, first, 0);
+    } else {
+      mix<Special>(numbers, rho, along, c, complete, resumed);
+      if (p.shape.objective == LatticeObjective::encode) add_values(dX, stage);
+    }
     if (p.g.data != nullptr && (lane() & 3) == 0) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -145,27 +161,9 @@ class ShortChain {
         numbers.steps[row + 8 * j] = steps ? 1.f : 0.f;
       }
     }
-    if (decode()) barrier_wait(1, S::kThreads);  // dX is there
-
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int j = i % 2;
-      const float2 x = unpaired<T>(after.at[i / 4][i % 4]), y = unpaired<T>(s.at[i / 4][i % 4]),
-                   r = unpaired<T>(reads.at[i / 4][i % 4]);
-      float* const d = &dS.at[i / 2][2 * j];
-      d[0] = fmaf(to.of_s[j], y.x, fmaf(to.of_after[j], x.x, fmaf(to.of_d[j], d[0], r.x)));
-      d[1] = fmaf(to.of_s[j], y.y, fmaf(to.of_after[j], x.y, fmaf(to.of_d[j], d[1], r.y)));
-    }
-    if (!complete || resumed) end_special(complete, resumed, numbers.open, c);
-
-    if (decode()) {
-      put_y(stage, weights);
-    } else if (p.shape.objective == LatticeObjective::encode) {
-      add_values(stage, dX);
-    }
     arrive_once(ring.done() + stage);
     if (more) wait(ring.full() + next.place, next.parity);
-    if (decode()) {
+    if (decode) {
       barrier_wait(1, S::kThreads);  // Y is there
       add_product<T>(dS, own_k, ring.exchange(), 0);
     }
@@ -173,29 +171,63 @@ class ShortChain {
     if (more) fetch(next.place);
   }
 
-  // Y = (W E_C) dX^T, 16 columns a warp.
-  __device__ void put_y(int stage, float2 weights) const {
-    Sums<2> y, half;
-    fill(y, 0.f);
-    fill(half, 0.f);
+  // Of two elements, the i-th of the lane's 16 pairs.
+  __device__ float2 mixed(const Shares& of, int i) const {
+    const int j = i % 2;
+    const float2 x = unpaired<T>(after.at[i / 4][i % 4]), y = unpaired<T>(s.at[i / 4][i % 4]);
+    const float* const d = &dS.at[i / 2][2 * j];
+    return {fmaf(of.of_s[j], y.x, fmaf(of.of_after[j], x.x, of.of_d[j] * d[0])),
+            fmaf(of.of_s[j], y.y, fmaf(of.of_after[j], x.y, of.of_d[j] * d[1]))};
+  }
+
+  // dS but for what dX gives. alpha is fetched here, that none of this is done where the block waits for dX;
+  // s and S' are unpacked once more, for there are too few registers to keep them so.
+  template <bool Special>
+  __device__ void mix(const typename Ring::Numbers& numbers, const float (&rho)[2], const float (&along)[2],
+                      const float (&c)[2], bool complete, bool resumed) {
+    Shares of;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      add_product<T>(i % 2 ? half : y, k.at[i], ring.gradient(stage), 16 * i, 16 * warp);
+    for (int j = 0; j < 2; ++j) {
+      const float alpha = numbers.alpha[first + lane_row() + 8 * j];
+      const bool moved = rho[j] > 0.f;
+      const float length = complete && moved ? reciprocal(rho[j]) : 0.f;
+      of.of_d[j] = moved ? alpha * (Special && resumed ? 1.f : rho[j]) : 1.f;
+      of.of_after[j] = -fmaf(alpha, along[j], length * c[j]), of.of_s[j] = alpha * c[j];
     }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      hide(after.at[i / 4][i % 4]);
+      hide(s.at[i / 4][i % 4]);
+      const float2 x = mixed(of, i), r = unpaired<T>(reads.at[i / 4][i % 4]);
+      float* const d = &dS.at[i / 2][i % 2 * 2];
+      d[0] = x.x + r.x, d[1] = x.y + r.y;
+    }
+    if (Special) end_special(complete, resumed, numbers.open, c);
+  }
+  __device__ static void hide(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+  // Y = (W E_C) dX^T, 16 columns a warp, in two sums.
+  __device__ void begin_y(Sums<2> (&y)[2], const Factor& k, int stage) const {
+    fill(y[0], 0.f);
+    fill(y[1], 0.f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_product<T>(y[i % 2], k.at[i], ring.gradient(stage), 16 * i, 16 * warp);
+  }
+  __device__ void end_y(Sums<2> (&y)[2], const typename Ring::Numbers& numbers) const {
+    const float weights[2] = {numbers.weights[lane_row()], numbers.weights[lane_row() + 8]};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y.at[n][i] += half.at[n][i];
+      for (int i = 0; i < 4; ++i) y[0].at[n][i] = weights[i / 2] * (y[0].at[n][i] + y[1].at[n][i]);
     }
-    scale_rows(y, weights);
-    bound<T>(y);
+    bound<T>(y[0]);
     uint32_t x[4];
-    pack<T>(x, y);
+    pack<T>(x, y[0]);
     store_block(ring.exchange(), 0, 16 * warp, x);
   }
 
   // -V^T (gamma E_C (V dX)), the warp's vectors
-  __device__ void add_values(int stage, const Factor& dX) {
+  __device__ void add_values(const Factor& dX, int stage) {
     const auto v = ring.tokens(stage, Ring::v);
     Sums<2> read;
     fill(read, 0.f);
@@ -210,28 +242,24 @@ class ShortChain {
   }
 
   // dx in the place of dS', for what a resumed chunk's Delta has of it.
-  __device__ void begin_resumed(WithStep& with, Mixture& dx, Mixture& to, const typename Ring::Numbers& numbers,
-                                const float (&alpha)[2], const float (&rho)[2], float (&c)[2], bool complete) {
+  __device__ void begin_resumed(WithStep& with, Shares& dx, float (&along)[2], float (&c)[2],
+                                const typename Ring::Numbers& numbers, const float (&rho)[2], bool complete) {
+    dx.of_s[0] = dx.of_s[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int j = i % 2;
-      const float2 x = unpaired<T>(after.at[i / 4][i % 4]);
-      float* const d = &dS.at[i / 2][2 * j];
-      if (rho[j] > 0.f) {
-        d[0] = fmaf(dx.of_after[j], x.x, rho[j] * d[0]), d[1] = fmaf(dx.of_after[j], x.y, rho[j] * d[1]);
-      }
+      const float2 x = mixed(dx, i);
+      if (rho[i % 2] > 0.f) dS.at[i / 2][i % 2 * 2] = x.x, dS.at[i / 2][i % 2 * 2 + 1] = x.y;
     }
     dots(c, dS, s);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const bool moved = rho[j] > 0.f;
-      const float all = sum_over_row(c[j]);
-      c[j] = moved ? all : 0.f;
+      const float sum = sum_over_row(c[j]);
+      c[j] = moved ? sum : 0.f, along[j] = 0.f;
       dx.of_d[j] = moved ? 1.f : 0.f, dx.of_after[j] = 0.f, dx.of_s[j] = -c[j];
-      to.of_d[j] = moved ? alpha[j] : 1.f, to.of_s[j] = alpha[j] * c[j];
-      to.of_after[j] = complete && moved ? -c[j] * reciprocal(rho[j]) : 0.f;
     }
-    if (complete && numbers.sum > kLeastKept && (lane() & 3) == 0) opens = numbers.kept * (c[0] + c[1]);
+    const bool open = complete && numbers.sum > kLeastKept && (lane() & 3) == 0;
+    put_sum(ring.sums() + S::kWarps + warp, open ? numbers.kept * (c[0] + c[1]) : 0.f);
     with = through_step(p, dS, of.sequence.index, head, first, numbers.open, rho);
   }
 
@@ -263,9 +291,14 @@ __global__ void __launch_bounds__(ShortRing<T>::kThreads, 1)
   const Carried block = carried(p.reverse.shape);
   const int warp = warp_index();
   ring.start();
+  // Warpgroups: the chain, and two of others; of 168 a thread, which the three have at first.
   if (warp < kChain) {
+    take_registers<208>();
     ShortChain<T>(p.reverse, ring, block, warp).run();
-  } else if (warp < kChain + Ring::kLoaders) {
+    return;
+  }
+  leave_registers<144>();
+  if (warp < kChain + Ring::kLoaders) {
     ring.load(p, block.of, block.head, warp - kChain);
     wait_copies<0>();
   } else {
@@ -293,7 +326,8 @@ cudaError_t reverse_of(const LatticeReverse& p, const LatticeColumns& columns, c
   }
   const cudaError_t error = by_size(p.shape, [&](auto tokens, auto D, auto M) {
     using S = Sizes<T, tokens(), D(), M()>;
-    return launch_scan<reverse_kernel<S>>(p, ReverseRing<S>::kThreads, ReverseSpace<S>::kBytes, p.shape, stream);
+    return launch_scan<reverse_kernel<S>>(p, ReverseRing<S>::kThreads, ReverseSpace<S>::kBytes, p.shape,
+                                          stream);
   });
   return error == cudaSuccess ? columns_of<T>(columns, stream) : error;
 }

@@ -37,15 +37,21 @@ __device__ inline void bring(const Tile& tile, const typename Tile::Element* fro
   if (static_cast<int>(threadIdx.x) < kUsed) load_async<kUsed>(tile, from, stride, rows, cols, threadIdx.x);
 }
 
-// The same by one warp, a few rows at a time.
+// The same by one warp: a whole tile at once, others a few rows at a time.
 template <class Tile>
 __device__ inline void bring_by_warp(const Tile& tile, const typename Tile::Element* from, int64_t stride,
                                      int rows, int cols) {
   constexpr int kAtOnce = Tile::kRows < 32 ? Tile::kRows : 32;
   using Few = SharedTile<typename Tile::Element, kAtOnce, Tile::kCols>;
+  const bool whole = rows >= Tile::kRows && cols >= Tile::kCols;
 #pragma unroll 1
   for (int row = 0; row < Tile::kRows; row += kAtOnce) {
-    load_async<32>(Few{tile.data + row * Tile::kCols}, from + row * stride, stride, rows - row, cols, lane());
+    const Few few{tile.data + row * Tile::kCols};
+    if (whole) {
+      load_async<32>(few, from + row * stride, stride, kAtOnce, Tile::kCols, lane());
+    } else {
+      load_async<32>(few, from + row * stride, stride, rows - row, cols, lane());
+    }
   }
 }
 

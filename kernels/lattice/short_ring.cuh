@@ -30,8 +30,8 @@ struct ShortRing {
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = 2 * S::Memory::kBytes + 4 * kTokens;
   static constexpr int kNumbers = sizeof(Numbers);
-  static constexpr int kBytes =
-      kStages * (kStage + kNumbers + 3 * 8) + S::Values::kBytes + 2 * S::kWarps * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Values::kBytes +
+                                2 * S::kWarps * static_cast<int>(sizeof(float));
   enum Of { k, v, dk, dv };
 
   unsigned char* base;

@@ -207,8 +207,6 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   reverse.gradients = gradients.mutable_data_ptr();
   reverse.dmemory = output<4>(dfirst), reverse.dstep = output<4>(dstep);
   reverse.ddecay = output<2>(ddecay), reverse.dopen = output<2>(dopen);
-  check_launch("lattice_reverse", kernels::lattice_reverse(reverse, stream));
-
   const auto dg = gated ? args.numbers() : Tensor();
   kernels::LatticeColumns columns;
   args.fill(columns);
@@ -217,7 +215,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.at_floor = input<3>(at_floor), columns.dopen = input<2>(dopen);
   columns.dk = output<4>(dk), columns.dv = output<4>(dv);
   columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
-  check_launch("lattice_columns", kernels::lattice_columns(columns, stream));
+  check_launch("lattice_reverse", kernels::lattice_reverse(reverse, columns, stream));
 
   // What a start does not take gets no gradient.
   const auto none = [](const OptionalTensor& state) {
