@@ -6,13 +6,14 @@
 //     X_t = e^{g_t} X_{t-1} + d_t          X = S where a chunk begins, S <- unit(X) where it ends
 //     o_t = unit(X_t) q_t
 //
-// A chunk reads S at its start alone, so forward is two kernels:
+// A chunk reads S at its start alone, so forward is two parts:
 //   scan      the memory from chunk to chunk, in order; writes the one before every chunk
 //   read      every chunk by itself: o
 // and backward three, with the memories that forward kept:
 //   reads     every chunk: dq, and of all other gradients what the chunk's own reads give
 //   reverse   the memory's gradient from chunk to chunk, from the end
 //   columns   every chunk: dk, dv, dgamma, dg are completed by what the memory after the chunk gives
+// Each is a kernel, but of short chunks and small memories the first two are one, and the last two.
 //
 // In all of them a memory lies as S^T, its vectors s_i the rows of a tile.
 #pragma once
@@ -62,7 +63,6 @@ struct LatticeScan {
   void* memories;          // dtype [chunk_count, H, M, D]: S^T before every chunk
   float* ends;             // [chunk_count, H, 2, M]: alpha and rho of the chunk's end, see scan.cuh
 };
-cudaError_t lattice_scan(const LatticeScan& problem, cudaStream_t stream);
 
 struct LatticeRead {
   LatticeShape shape;
@@ -72,7 +72,10 @@ struct LatticeRead {
   const void* memories;
   Out<4> o;  // [B, T, HQ, D]
 };
-cudaError_t lattice_read(const LatticeRead& problem, cudaStream_t stream);
+cudaError_t lattice_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
+// Whether both are one kernel on the current device: `memories` and `ends` are then for backward alone, and
+// optional.
+cudaError_t lattice_is_short(const LatticeShape& shape, bool& is);
 
 struct LatticeReads {
   LatticeShape shape;
@@ -120,7 +123,7 @@ struct LatticeColumns {
   Out<3> dgamma;
   Out<3> dg;  // [B, T, H] fp32, optional
 };
-// Where both have room in one block, they are one kernel: `gradients` then stays of the reads.
+// Where both are one kernel `gradients` stays of the reads.
 cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeColumns& columns,
                             cudaStream_t stream);
 

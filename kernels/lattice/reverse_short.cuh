@@ -204,7 +204,6 @@ class ShortChain {
     }
     if (Special) end_special(complete, resumed, numbers.open, c);
   }
-  __device__ static void hide(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
   // Y = (W E_C) dX^T, 16 columns a warp, in two sums.
   __device__ void begin_y(Sums<2> (&y)[2], const Factor& k, int stage) const {

@@ -18,6 +18,9 @@ __device__ inline int opaque(int x) {
   return x;
 }
 
+// x is worked out here, and as far as the compiler knows it is something else afterwards.
+__device__ inline void hide(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 // The first element of a head's row, whose columns lie side by side.
 template <typename T>
 __device__ inline const T* row_of(const In<4>& in, int64_t batch, int64_t token, int64_t head) {
@@ -189,6 +192,17 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums.at[n][i] += half.at[n][i];
+  }
+}
+
+// The diagonal of 16 x 16, of the lane's columns.
+__device__ inline void squares_of(float2 (&squares)[2], const Sums<2>& g) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    // (t, t) of columns t = 8 n + lane_col() + i: the lane of row t % 8 has it.
+    const int even = 9 * lane_col() / 2, odd = 9 * lane_col() / 2 + 4;
+    squares[n].x = __shfl_sync(~0u, g.at[n][2 * n], even);
+    squares[n].y = __shfl_sync(~0u, g.at[n][2 * n + 1], odd);
   }
 }
 

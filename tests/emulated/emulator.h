@@ -325,6 +325,14 @@ template <class T>
 T __shfl_down_sync(unsigned, T x, int by) {
   return emulated::from_lane(x, emulated::lane() + by < 32 ? emulated::lane() + by : emulated::lane());
 }
+inline int __any_sync(unsigned, int x) {
+  const uint64_t word = x != 0;
+  const auto table = emulated::exchange(&word, 1);
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any |= table[i][0] != 0;
+  __syncwarp();
+  return any;
+}
 inline float __uint_as_float(uint32_t x) {
   float y;
   std::memcpy(&y, &x, sizeof y);

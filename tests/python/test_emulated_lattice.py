@@ -186,6 +186,12 @@ def test_every_chunk(kernels, chunk, T, objective):
     check(kernels, objective, chunk, [T], gates=0.05)
 
 
+@pytest.mark.parametrize("objective, rows", [("decode", 1), ("decode", 3), ("encode", 1), ("similarity", 3)])
+def test_more_chunks_than_stages(kernels, objective, rows):
+    # One row is shared by two blocks: the emulator has four multiprocessors.
+    check(kernels, objective, 4, [70] * rows, D=24, M=40, gates=0.1)
+
+
 @pytest.mark.parametrize(
     "objective, chunk, D, M", [("encode", 16, 128, 64), ("similarity", 16, 72, 128), ("decode", 33, 128, 120)]
 )
