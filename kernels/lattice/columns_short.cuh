@@ -14,19 +14,24 @@ class ShortColumns {
 
   const LatticeColumns& p;
   const In<2>& dlast_decay;
+  const int shares;
   const Ring& ring;
 
  public:
   __device__ ShortColumns(const ShortReverse& p, const Ring& ring)
-      : p(p.columns), dlast_decay(p.reverse.dlast_decay), ring(ring) {}
+      : p(p.columns), dlast_decay(p.reverse.dlast_decay), shares(p.shares), ring(ring) {}
 
-  // Every kColumns-th chunk from the `worker`-th last on.
-  __device__ void run(const ChunkedSequence& of, int head, int worker) const {
+  // Chunks of the block's share, counted from the last, in turn with the others that do.
+  __device__ void run(int worker) const {
+    const Carried& block = ring.block();
+    const ChunkedSequence& of = block.of;
+    const int workers = Ring::columns(shares), step = workers * shares, first = worker * shares + block.share;
+    if (worker >= workers) return;
     Turn turn;
-    turn.skip(worker, Ring::kStages);
+    turn.skip(first, Ring::kStages);
 #pragma unroll 1
-    for (int64_t n = worker; n < of.chunks; n += Ring::kColumns) {
-      const Part part = chunk_part(p.shape, of, of.chunks - 1 - n, head);
+    for (int64_t n = first; n < of.chunks; n += step, turn.skip(step, Ring::kStages)) {
+      const Part part = chunk_part(p.shape, of, of.chunks - 1 - n, block.head);
       const int64_t token = part.chunk.start + lane();
       const bool exists = lane() < part.chunk.length;
       const float dgamma = exists ? before(p.dgamma, part, token) : 0.f,
@@ -39,7 +44,6 @@ class ShortColumns {
       put_rows(part, turn.place, sums, end);
       put_gates(part, turn.place, sums, end, dgamma, at_floor);
       arrive_once(ring.empty() + turn.place);
-      turn.skip(Ring::kColumns, Ring::kStages);
     }
   }
 

@@ -56,14 +56,14 @@ __device__ inline void put_sum(float* to, float x) {
   if (lane() == 0) *to = x;
 }
 
-// A resumed chunk's dx goes through e^{L_C} Delta: to dDelta, and returned are the lane's parts of what it
-// has with it.
+// A resumed chunk's dx goes through e^{L_C} Delta: to dDelta where `stores`, and returned are the lane's
+// parts of what it has with it.
 struct WithStep {
   float ahead[2] = {0.f, 0.f}, square[2] = {0.f, 0.f};  // e^{L_C} Delta.dx, |e^{L_C} Delta|^2
 };
 template <int N>
 __device__ inline WithStep through_step(const LatticeReverse& p, Sums<N>& dx, int64_t sequence, int head,
-                                        int first, float open, const float (&rho)[2]) {
+                                        int first, float open, const float (&rho)[2], bool stores = true) {
   WithStep with;
   for_elements(dx, p.start.step, sequence, head, p.shape, first, [&](float& d, const float& step, int j) {
     with.ahead[j] = fmaf(open * step, d, with.ahead[j]);
@@ -73,6 +73,7 @@ __device__ inline WithStep through_step(const LatticeReverse& p, Sums<N>& dx, in
   for (int j = 0; j < 2; ++j) {
     with.ahead[j] = sum_over_row(with.ahead[j]), with.square[j] = sum_over_row(with.square[j]);
   }
+  if (!stores) return with;
   for_elements(dx, p.dstep, sequence, head, p.shape, first,
                [&](float& d, float& at, int j) { at = rho[j] > 0.f ? fmaf(open, d, at) : at; });
   return with;

@@ -1,9 +1,12 @@
-// reverse.cuh and columns.cuh in one, for chunks of at most 16 tokens and memories of at most 64 x 64: one
-// block a sequence and head, whose warps are
+// reverse.cuh and columns.cuh in one, for chunks of at most 16 tokens and memories of at most 64 x 64: a
+// block has a sequence and head, and its warps are
 //
 //     chain     dX, in the place of the gradient of the chunk's reads, and dS: chunk by chunk, from the end
 //     loaders   bring K, V, S, the gradient of the reads and their parts of dk and dv
 //     columns   dk, dv, dgamma and dg of a chunk, a warp each (columns_short.cuh)
+//
+// Where multiprocessors would stay idle two blocks have the same sequence and head: both have the whole
+// chain, and each makes the columns of every other chunk.
 //
 // The chain has the time of one chunk after another, so it does no more than has to be between dS' and dS.
 // Steps are tangent at s, so s.x = m_C, and with x = s' / rho all that it needs of dS' is there at once:
@@ -38,12 +41,19 @@ class ShortChain {
   const Ring& ring;
   const ChunkedSequence& of;
   const int head, warp, first;
+  const bool stores;  // where the sequence begins
   Sums<8> dS;
   Factor after, s, reads;  // S after the chunk, S, the gradient of the reads
 
  public:
-  __device__ ShortChain(const LatticeReverse& p, const Ring& ring, const Carried& block, int warp)
-      : p(p), ring(ring), of(block.of), head(block.head), warp(warp), first(16 * warp) {}
+  __device__ ShortChain(const LatticeReverse& p, const Ring& ring, int warp)
+      : p(p),
+        ring(ring),
+        of(ring.block().of),
+        head(ring.block().head),
+        warp(warp),
+        first(16 * warp),
+        stores(ring.block().share == 0) {}
 
   __device__ void run() {
     const float within = begin_reverse<T>(dS, p, of, head, first, [&](int i, const uint32_t(&a)[4]) {
@@ -77,7 +87,7 @@ class ShortChain {
       pass(std::true_type(), left, !open, left == resumed);
       open = false;
     }
-    end_reverse<S::kWarps>(p, dS, of, head, first, ring.sums());
+    if (stores) end_reverse<S::kWarps>(p, dS, of, head, first, ring.sums());
   }
 
  private:
@@ -163,12 +173,12 @@ class ShortChain {
     }
     arrive_once(ring.done() + stage);
     if (more) wait(ring.full() + next.place, next.parity);
+    after = s;
+    if (more) fetch(next.place);
     if (decode) {
       barrier_wait(1, S::kThreads);  // Y is there
       add_product<T>(dS, own_k, ring.exchange(), 0);
     }
-    after = s;
-    if (more) fetch(next.place);
   }
 
   // Of two elements, the i-th of the lane's 16 pairs.
@@ -259,7 +269,7 @@ class ShortChain {
     }
     const bool open = complete && numbers.sum > kLeastKept && (lane() & 3) == 0;
     put_sum(ring.sums() + S::kWarps + warp, open ? numbers.kept * (c[0] + c[1]) : 0.f);
-    with = through_step(p, dS, of.sequence.index, head, first, numbers.open, rho);
+    with = through_step(p, dS, of.sequence.index, head, first, numbers.open, rho, stores);
   }
 
   // What dS has of Delta' where a chunk is not complete, and of Delta where it is resumed.
@@ -287,21 +297,20 @@ __global__ void __launch_bounds__(ShortRing<T>::kThreads, 1)
   constexpr int kChain = Ring::S::kWarps;
   extern __shared__ __align__(128) unsigned char shared[];
   const Ring ring{shared};
-  const Carried block = carried(p.reverse.shape);
   const int warp = warp_index();
-  ring.start();
+  ring.start(p);
   // Warpgroups: the chain, and two of others; of 168 a thread, which the three have at first.
   if (warp < kChain) {
     take_registers<208>();
-    ShortChain<T>(p.reverse, ring, block, warp).run();
+    ShortChain<T>(p.reverse, ring, warp).run();
     return;
   }
   leave_registers<144>();
   if (warp < kChain + Ring::kLoaders) {
-    ring.load(p, block.of, block.head, warp - kChain);
+    ring.load(p, warp - kChain);
     wait_copies<0>();
   } else {
-    ShortColumns<T>(p, ring).run(block.of, block.head, warp - kChain - Ring::kLoaders);
+    ShortColumns<T>(p, ring).run(warp - kChain - Ring::kLoaders);
   }
 }
 
@@ -320,8 +329,12 @@ cudaError_t reverse_of(const LatticeReverse& p, const LatticeColumns& columns, c
   if (const cudaError_t error = takes_short<T>(p.shape, takes); error != cudaSuccess) return error;
   if (takes) {
     using Ring = ShortRing<T>;
-    return launch_scan<reverse_short_kernel<T>>(ShortReverse{p, columns}, Ring::kThreads, Ring::kBytes,
-                                                p.shape, stream);
+    int shares = 1;
+    if (const cudaError_t error = shares_of(p.shape, Ring::kMostShares, shares); error != cudaSuccess) {
+      return error;
+    }
+    return launch_scan<reverse_short_kernel<T>>(ShortReverse{p, columns, shares}, Ring::kThreads,
+                                                Ring::kBytes, p.shape, stream, shares);
   }
   const cudaError_t error = by_size(p.shape, [&](auto tokens, auto D, auto M) {
     using S = Sizes<T, tokens(), D(), M()>;

@@ -302,10 +302,10 @@ __global__ void __launch_bounds__(ShortScanRing<T>::kThreads, 1)
 template <typename T>
 cudaError_t launch_short(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
   using Ring = ShortScanRing<T>;
-  int processors = 0;
-  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
-  const int64_t blocks = scan.shape.grid.tokens.sequences * scan.shape.heads;
-  const int shares = Ring::kMostShares * blocks <= processors ? Ring::kMostShares : 1;
+  int shares = 1;
+  if (const cudaError_t error = shares_of(scan.shape, Ring::kMostShares, shares); error != cudaSuccess) {
+    return error;
+  }
   return launch_scan<scan_short_kernel<T>>(ShortScan{scan, read, shares}, Ring::kThreads, Ring::kBytes,
                                            scan.shape, stream, shares);
 }

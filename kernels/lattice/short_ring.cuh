@@ -5,21 +5,24 @@
 
 namespace girih::kernels::lattice {
 
-// As parameters of one kernel.
+// As parameters of one kernel. `shares`: blocks that have the same sequence and head.
 struct ShortReverse {
   LatticeReverse reverse;
   LatticeColumns columns;
+  int shares;
 };
 
 template <typename T_>
 struct ShortRing {
   using T = T_;
   using S = Sizes<T, 16, 64, 64>;
-  // A warp of `columns` takes every kColumns-th stage: were there more of them than stages, one would take
-  // another's turn for its own.
-  static constexpr int kStages = 8, kLoaders = 2, kColumns = 6;
+  static constexpr int kStages = 8, kLoaders = 2, kColumns = 6, kMostShares = 2;
   static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kColumns);
-  static_assert(kStages % kLoaders == 0 && kColumns <= kStages);
+  // Every stage has one loader, and is one share's or never is.
+  static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0);
+  // Warps of `columns` that take chunks in turn: were they a turn of the ring ahead of one another, one would
+  // take another's for its own.
+  __device__ static int columns(int shares) { return min(kColumns, kStages / shares); }
 
   struct Numbers {
     float alpha[64], rho[64];
@@ -31,7 +34,8 @@ struct ShortRing {
   static constexpr int kStage = 2 * S::Memory::kBytes + 4 * kTokens;
   static constexpr int kNumbers = sizeof(Numbers);
   static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Values::kBytes +
-                                2 * S::kWarps * static_cast<int>(sizeof(float));
+                                2 * S::kWarps * static_cast<int>(sizeof(float)) +
+                                static_cast<int>(sizeof(Carried));
   enum Of { k, v, dk, dv };
 
   unsigned char* base;
@@ -54,7 +58,11 @@ struct ShortRing {
   // Each chain warp's Delta'.dDelta', and of a resumed chunk its m_C c.
   __device__ float* sums() const { return reinterpret_cast<float*>(full() + 3 * kStages); }
 
-  __device__ void start() const {
+  // What the block has: there, for registers are few.
+  __device__ Carried& block() const { return *reinterpret_cast<Carried*>(sums() + 2 * S::kWarps); }
+
+  __device__ void start(const ShortReverse& p) const {
+    if (threadIdx.x == 0) block() = carried(p.reverse.shape, static_cast<unsigned>(p.shares));
     if (threadIdx.x < kStages) {
       init_barrier(full() + threadIdx.x, 32 + once(1));
       init_barrier(empty() + threadIdx.x, once(1));
@@ -63,8 +71,11 @@ struct ShortRing {
     __syncthreads();
   }
 
-  // By a loader: the sequence's chunks from the last to the first.
-  __device__ void load(const ShortReverse& p, const ChunkedSequence& of, int head, int loader) const {
+  // By a loader: the sequence's chunks from the last to the first. Of those that are another share's nobody
+  // makes more than the chain does.
+  __device__ void load(const ShortReverse& p, int loader) const {
+    const ChunkedSequence& of = block().of;
+    const int head = block().head;
     const LatticeReverse& from = p.reverse;
     const LatticeColumns& to = p.columns;
     const LatticeShape& shape = from.shape;
@@ -77,7 +88,8 @@ struct ShortRing {
       const RawTokens raw = next;
       if (turn + kLoaders < of.chunks) next = load_tokens(from.gamma, from.g, part_of(turn + kLoaders));
       const int stage = static_cast<int>(turn % kStages);
-      wait(empty() + stage, (turn / kStages & 1) ^ 1);
+      const bool own = turn % p.shares == block().share;
+      wait((own ? empty() : done()) + stage, (turn / kStages & 1) ^ 1);
       const int64_t place = memory_place(shape, part.number, head);
       bring_by_warp(memory(stage), static_cast<const T*>(from.memories) + place, shape.D, shape.M, shape.D);
       bring_by_warp(gradient(stage), static_cast<const T*>(from.gradients) + place, shape.D, shape.M,
@@ -88,10 +100,12 @@ struct ShortRing {
                     shape.M);
       bring_by_warp(tokens(stage, v), row_of<T>(from.v, batch, start, head), from.v.stride[1], length,
                     shape.D);
-      bring_by_warp(tokens(stage, dk), row_of<T>(to.dk, batch, start, head), to.dk.stride[1], length,
-                    shape.M);
-      bring_by_warp(tokens(stage, dv), row_of<T>(to.dv, batch, start, head), to.dv.stride[1], length,
-                    shape.D);
+      if (own) {
+        bring_by_warp(tokens(stage, dk), row_of<T>(to.dk, batch, start, head), to.dk.stride[1], length,
+                      shape.M);
+        bring_by_warp(tokens(stage, dv), row_of<T>(to.dv, batch, start, head), to.dv.stride[1], length,
+                      shape.D);
+      }
       Numbers& at = numbers(stage);
       const float* const ends = from.ends + (part.number * shape.heads + head) * 2 * shape.M;
       const int m = lane() % 16 * 4;

@@ -184,6 +184,15 @@ struct ScanSpace {
   static constexpr int kBytes = S::Memory::kBytes + Ring<S>::kBytes;
 };
 
+// How many blocks, at most `most`, have the same sequence and head: more than one where multiprocessors would
+// stay idle.
+inline cudaError_t shares_of(const LatticeShape& shape, int most, int& shares) {
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
+  shares = most * shape.grid.tokens.sequences * shape.heads <= processors ? most : 1;
+  return cudaSuccess;
+}
+
 // A block for every sequence and head, or `shares` of them.
 template <auto Kernel, class Problem>
 cudaError_t launch_scan(const Problem& p, int threads, int bytes, const LatticeShape& shape,
