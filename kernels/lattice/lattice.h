@@ -73,8 +73,8 @@ struct LatticeRead {
   Out<4> o;  // [B, T, HQ, D]
 };
 cudaError_t lattice_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
-// Whether both are one kernel on the current device: `memories` and `ends` are then for backward alone, and
-// optional.
+// Whether both are one kernel on the current device. `memories` and `ends` are then for backward alone, and
+// both may be null.
 cudaError_t lattice_is_short(const LatticeShape& shape, bool& is);
 
 struct LatticeReads {
