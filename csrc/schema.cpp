@@ -120,7 +120,8 @@ const std::vector<Operator>& operators() {
                 .packing = "cu_chunks",
                 .options = {{"int chunk", {}, 2, 256}, {"float? scale=None"}},
                 .output = {"o", "[B, T, HQ, V]"},
-                .saved = {{"lse", "[B, T, HQ]"}}}),
+                // The output itself is kept, by its name: backward has do . o of it.
+                .saved = {{"lse", "[B, T, HQ]"}, {"o", "[B, T, HQ, V]"}}}),
   };
   return all;
 }

@@ -86,7 +86,10 @@ Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValu
     stack.emplace_back(true);
     forms_of(op).forward.callBoxed(&stack);
   }
-  for (size_t i = op.outputs(); i < stack.size(); ++i) kept.push_back(tensor_of(stack[i]));
+  size_t own = op.outputs();
+  for (const auto& saved : op.saved) {
+    kept.push_back(tensor_of(stack[saved.name == op.output.name ? 0 : own++]));
+  }
   for (size_t i = 0; i < op.outputs(); ++i) {
     const auto output = tensor_of(stack[i]);
     if (!output.defined() || !output.is_floating_point()) continue;
@@ -135,6 +138,15 @@ void expect_dense(const Operator& op, const char* form, size_t i, const at::Tens
               " is a sparse or nested tensor but should be a dense one");
 }
 
+// X_forward with nothing saved, of which its outputs stay. `stack`: X's arguments.
+void run_forward_alone(const Operator& op, Stack* stack) {
+  const auto arguments = forms_of(op).forward.schema().arguments().size();
+  stack->emplace_back(false);
+  const auto below = stack->size() - arguments;
+  forms_of(op).forward.callBoxed(stack);
+  stack->resize(below + op.outputs());
+}
+
 void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   variable_list inputs;
@@ -156,9 +168,7 @@ void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  stack->emplace_back(false);
-  forms_of(op).forward.callBoxed(stack);
-  stack->resize(stack->size() - op.saved.size());
+  run_forward_alone(op, stack);
 }
 
 // Without autograd (inference mode) X is X_forward.
@@ -167,9 +177,7 @@ void not_differentiable(const Operator& op, const c10::OperatorHandle& handle, S
   for (size_t i = 0; i < op.inputs(); ++i) {
     expect_dense(op, "", i, tensor_of(arguments[i]));
   }
-  stack->emplace_back(false);
-  forms_of(op).forward.callBoxed(stack);
-  stack->resize(stack->size() - op.saved.size());
+  run_forward_alone(op, stack);
 }
 
 // A step writes its state in place, so there is nothing to differentiate it by.

@@ -183,7 +183,9 @@ std::string Operator::forward_schema() const {
   auto keywords = declarations(options);
   keywords.push_back("bool save");
   auto results = outputs_of(*this);
-  for (const auto& kept : saved) results.push_back("Tensor " + kept.name);
+  for (const auto& kept : saved) {
+    if (kept.name != output.name) results.push_back("Tensor " + kept.name);
+  }
   return name + "_forward" + arguments(inputs_of(*this, false), keywords) + returns(results);
 }
 

@@ -1,7 +1,9 @@
 """Sequence mixers that compress their past.
 
-``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models, and
-``girih.accelerate`` serves those of transformers; all but the first are imported when they are first used.
+``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models.
+``girih.accelerate`` serves those of transformers, ``girih.replace_attention`` and ``girih.inject`` convert
+them, ``girih.from_pretrained`` loads what was converted, ``girih.MixSchedule`` trains what was injected. All
+but the first are imported when they are first used.
 Importing the package loads ``libgirih.so``, which registers ``torch.ops.girih.*``, and makes the language
 models known to transformers' ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM`` once those are
 imported.
@@ -34,14 +36,30 @@ __version__ = "0.1.0"
 #: Where CMake's ``find_package(girih)`` finds an installed package; torch's ``torch.utils.cmake_prefix_path``
 #: stands beside it in ``CMAKE_PREFIX_PATH``.
 cmake_prefix_path = str(Path(__file__).parent)
-__all__ = ["accelerate", "models", "nn", "ops"]
+_IN = {
+    "accelerate": "acceleration",
+    "inject": "conversion",
+    "replace_attention": "conversion",
+    "from_pretrained": "conversion",
+    "MixSchedule": "conversion",
+}
+__all__ = [
+    "MixSchedule",
+    "accelerate",
+    "from_pretrained",
+    "inject",
+    "models",
+    "nn",
+    "ops",
+    "replace_attention",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("models", "nn"):
         return import_module(f"girih.{name}")
-    if name == "accelerate":
-        return import_module("girih.acceleration").accelerate
+    if name in _IN:
+        return getattr(import_module(f"girih.{_IN[name]}"), name)
     raise AttributeError(f"module 'girih' has no attribute {name!r}")
 
 

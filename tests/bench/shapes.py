@@ -120,9 +120,13 @@ LATTICE = [
     at("1 65536 4 64", LATTICE_DEFAULT, "dense sdpa", M=64),
     at("128 1 16 64", LATTICE_DEFAULT, M=64),
 ]
+CAT_PEERS = ("flex_attention", "dense sdpa")
 CAT_ATTENTION = [
-    at("4 4096 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),
-    at("1 16384 16 128", cat_attention("c16", chunk=16), "flex_attention", "dense sdpa"),
+    at("4 4096 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    at("1 16384 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    *(at("4 4096 16 128", cat_attention(f"c{C}", chunk=C), *CAT_PEERS) for C in (4, 8, 32, 64)),
+    at("4 4096 16 64", cat_attention("c16", chunk=16), *CAT_PEERS),
+    at("1 16384 4 128", cat_attention("c16", chunk=16), *CAT_PEERS),
 ]
 CONV = short_conv("w4-silu", activation="silu")
 SHORT_CONV = [
@@ -155,6 +159,22 @@ SHAPES = {
     "cat_attention": CAT_ATTENTION,
     "short_conv": SHORT_CONV,
     "gated_rms_norm": GATED_RMS_NORM,
+}
+
+HEADS = {"num_heads": 8, "head_dim": 128}
+SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
+# Whole models of 340M parameters (train_speed.py), by mixer: what girih's has beside its width and depth, and
+# fla's name and sizes.
+MIXERS = {
+    "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
+    "attention": ({"num_heads": 4}, None),
+    "gated_deltanet": (HEADS, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
+    "delta_product": (
+        HEADS | {"n": 2, "gated": True},
+        ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
+    ),
+    "trellis": (SLOTS, None),
+    "lattice": (SLOTS, None),
 }
 
 

@@ -4,12 +4,7 @@ About 340M parameters: 24 layers, 1024 wide, MLPs of 2816, 32000 tokens, tied em
 in rows of 2048, or of `--context`, bf16 autocast over fp32 weights. A step is forward, backward, AdamW
 (fused) and zeroing the gradients.
 
-    girih gsa               gated slot attention, 4 heads of 64 slots
-    girih attention         a Transformer: 4 heads, rotary positions, SDPA
-    girih gated_deltanet    8 heads of 128
-    girih delta_product     the same with two steps a token
-    girih trellis           16 heads of 64, 64 slots, chunks of 16
-    girih lattice           the same
+    girih ...               a mixer of shapes.py's MIXERS, with its sizes; attention: rotary positions, SDPA
     fla ...                 fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
     fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy, as girih's models have
     ... compiled            after torch.compile
@@ -30,6 +25,7 @@ import torch
 from device import require_gpu
 from peers import fla_version
 from results import FOLDER, write
+from shapes import MIXERS
 
 CONTEXT, TOKENS, WARM_UPS, STEPS = 2048, 16384, 5, 10
 DECODED = 128  # sequences that decode together
@@ -39,20 +35,6 @@ SIZES = {
     "num_hidden_layers": 24,
     "intermediate_size": 2816,
     "tie_word_embeddings": True,
-}
-HEADS = {"num_heads": 8, "head_dim": 128}
-SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
-# What a mixer's model is called and has beside SIZES: girih's, fla's.
-MIXERS = {
-    "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
-    "attention": ({"num_heads": 4}, None),
-    "gated_deltanet": (HEADS, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
-    "delta_product": (
-        HEADS | {"n": 2, "gated": True},
-        ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
-    ),
-    "trellis": (SLOTS, None),
-    "lattice": (SLOTS, None),
 }
 
 

@@ -9,6 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -18,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <random>
 #include <vector>
@@ -46,14 +48,16 @@ struct Copy {
 
 struct Block;
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it goes on
   char* stack;
   Block* block;
   unsigned thread;
-  bool done;
-  unsigned exchanges;                     // that it has taken part in with its warp
-  std::vector<Copy> open;                 // copies that no group has yet
-  std::vector<std::vector<Copy>> groups;  // oldest first
+  bool begun, done;
+  unsigned exchanges;                          // that it has taken part in with its warp
+  std::vector<Copy> open;                      // copies that no group has yet
+  std::vector<std::vector<Copy>> groups;       // oldest first
+  std::deque<std::function<void()>> products;  // under way (products.h), oldest first
 };
 
 // What a warp's lanes hand to one another: two tables in turn.
@@ -82,16 +86,26 @@ struct Parcel {
   uint64_t* barrier;
 };
 
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Block cluster[2];
-inline int cluster_size, threads;
+inline int cluster_size, threads, grid;
 inline Barrier cluster_barrier;
 inline Fiber* current;
 inline std::function<void()> kernel;
 inline std::mt19937 random_turns(1);
 inline std::vector<Parcel> parcels;  // on their way, oldest first
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+// (swapcontext() asks the system for signals every time.)
+inline void yield() {
+  if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+// Runs the current fiber until it yields.
+[[gnu::noinline]] inline void go_on() {
+  if (_setjmp(scheduler) != 0) return;
+  if (current->begun) _longjmp(current->place, 1);
+  current->begun = true;
+  setcontext(&current->context);
+}
 inline int lane() { return static_cast<int>(current->thread & 31); }
 
 // Every lane leaves n words and gets the table of all.
@@ -155,8 +169,18 @@ inline void arrive(uint64_t* barrier) {
   if (--of.left == 0) of.left = of.all, ++of.phase;
 }
 
+// What others bring to shared memory while a block runs, in any order (copy_engine.h).
+inline std::vector<std::function<void()>> deliveries;
+inline void deliver_any() {
+  const auto at = deliveries.begin() + random_turns() % deliveries.size();
+  const std::function<void()> delivery = *at;
+  deliveries.erase(at);
+  delivery();
+}
+
 inline void run_fiber() {
   kernel();
+  if (!current->products.empty()) fail("a thread has ended before its products");
   current->done = true;
   yield();
 }
@@ -192,7 +216,7 @@ inline void begin(Block& block, unsigned number) {
   }
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = *block.fibers[i];
-    fiber.block = &block, fiber.thread = i, fiber.done = false, fiber.exchanges = 0;
+    fiber.block = &block, fiber.thread = i, fiber.begun = fiber.done = false, fiber.exchanges = 0;
     fiber.open.clear(), fiber.groups.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack = {fiber.stack, 0, kStackBytes};
@@ -217,13 +241,14 @@ inline void run_cluster(unsigned number, int bytes) {
     if (running.empty()) break;
     if (turns > 20'000'000) fail("a block hangs");
     if (!parcels.empty() && random_turns() % 8 == 0) deliver();
+    if (!deliveries.empty() && random_turns() % 4 == 0) deliver_any();
     Fiber** warp = running[random_turns() % running.size()];
     for (int l = 0; l < 32; ++l) {
       current = warp[l];
-      if (!current->done) swapcontext(&scheduler, &current->context);
+      if (!current->done) go_on();
     }
   }
-  if (!parcels.empty()) fail("a block has ended before what it was sent");
+  if (!parcels.empty() || !deliveries.empty()) fail("a block has ended before what it was sent");
   for (int i = 0; i < cluster_size; ++i) {
     for (int at = bytes; at < kSharedRoom; ++at) {
       if (cluster[i].shared[at] != 0xff) fail("a block writes beyond its shared memory");
@@ -233,7 +258,7 @@ inline void run_cluster(unsigned number, int bytes) {
 
 template <class F>
 void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_size_ = 1) {
-  kernel = f, threads = threads_, cluster_size = cluster_size_;
+  kernel = f, threads = threads_, cluster_size = cluster_size_, grid = static_cast<int>(blocks);
   if (blocks % cluster_size != 0) fail("a cluster is not complete");
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
@@ -297,6 +322,8 @@ struct Index {
 
 #define threadIdx \
   emulated::Index { emulated::current->thread }
+#define gridDim \
+  emulated::Index { static_cast<unsigned>(emulated::grid) }
 #define blockIdx \
   emulated::Index { emulated::current->block->number }
 
@@ -316,6 +343,11 @@ template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return emulated::from_lane(x, emulated::lane() ^ mask);
 }
+inline bool __any_sync(unsigned, bool x) {
+  const uint64_t word = x;
+  const auto table = emulated::exchange(&word, 1);
+  return std::any_of(table, table + 32, [](const auto& of) { return of[0] != 0; });
+}
 template <class T>
 T __shfl_up_sync(unsigned, T x, int by) {
   return emulated::from_lane(x,
@@ -324,14 +356,6 @@ T __shfl_up_sync(unsigned, T x, int by) {
 template <class T>
 T __shfl_down_sync(unsigned, T x, int by) {
   return emulated::from_lane(x, emulated::lane() + by < 32 ? emulated::lane() + by : emulated::lane());
-}
-inline int __any_sync(unsigned, int x) {
-  const uint64_t word = x != 0;
-  const auto table = emulated::exchange(&word, 1);
-  bool any = false;
-  for (int i = 0; i < 32; ++i) any |= table[i][0] != 0;
-  __syncwarp();
-  return any;
 }
 inline float __uint_as_float(uint32_t x) {
   float y;

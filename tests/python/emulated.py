@@ -17,7 +17,7 @@ HEADERS = [p for p in (Path(torch.__file__).parents[1] / "nvidia").glob("*/inclu
 HEADERS += list(Path("/usr/local/cuda/include").glob("cuda_bf16.h"))
 needs_headers = pytest.mark.skipif(not HEADERS, reason="needs the headers of CUDA")
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class Array(ctypes.Structure):
@@ -31,8 +31,10 @@ class Array(ctypes.Structure):
         return cls(x.data_ptr(), DTYPES[x.dtype], stride)
 
 
-def compiled(folder, operator):
-    """The operator's kernels as a library, of sources whose names begin with its name."""
+def compiled(folder, operator, sizes=("chunks",)):
+    """The operator's kernels as a library, of sources whose names begin with its name; `sizes`: its functions
+    that give a number.
+    """
     rewrite.write(folder, operator)
     paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
     command = ["g++", "-std=c++20", "-Og", "-fPIC", *(f"-I{path}" for path in paths)]
@@ -42,7 +44,8 @@ def compiled(folder, operator):
     assert not any([compiler.wait() for compiler in compilers])
     subprocess.run(["g++", "-shared", *parts.values(), "-o", library], check=True)
     loaded = ctypes.CDLL(str(library))
-    loaded.chunks.restype = ctypes.c_int64
+    for name in sizes:
+        getattr(loaded, name).restype = ctypes.c_int64
     return loaded
 
 
@@ -50,9 +53,9 @@ def eights(n):
     return (n + 7) // 8 * 8
 
 
-def rows(*shape, of=None):
-    """[..., width] in bf16, in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
-    padded = torch.full([*shape[:-1], eights(shape[-1]) + 8], torch.nan, dtype=torch.bfloat16)
+def rows(*shape, of=None, dtype=torch.bfloat16):
+    """[..., width] in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
+    padded = torch.full([*shape[:-1], eights(shape[-1]) + 8], torch.nan, dtype=dtype)
     view = padded[..., : eights(shape[-1])]
     if of is not None:
         view.zero_()[..., : shape[-1]] = of
@@ -60,7 +63,7 @@ def rows(*shape, of=None):
 
 
 def assert_close(got, want):
-    """In bf16, with errors that add up over the chunks of a short sequence."""
+    """In 16 bits, with errors that add up over the chunks of a short sequence."""
     assert got.keys() == want.keys()
     for name, expected in want.items():
         error = (got[name].double() - expected).norm() / expected.norm().clamp_min(1e-9)

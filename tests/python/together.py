@@ -1,10 +1,12 @@
 """Models trained by two processes, by DDP and by FSDP2: run by test_together.py."""
 
+import functools
 import itertools
 from copy import deepcopy
 
 import torch
 import torch.distributed as dist
+from converted import WAYS, converted
 from girih.models import GirihConfig, GirihForCausalLM
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +21,15 @@ MODELS = {
     },
     "cat": {"mixer": "cat", "num_hidden_layers": 2, "max_position_embeddings": 64},
 }
+
+
+def girih_model(options):
+    torch.manual_seed(0)
+    return GirihForCausalLM(GirihConfig(**SIZES, **options))
+
+
+MAKE = {name: functools.partial(girih_model, options) for name, options in MODELS.items()}
+MAKE |= {f"converted: {way}": functools.partial(converted, "llama", way) for way in WAYS}
 
 
 def gradients(model):
@@ -50,9 +61,8 @@ def share(model, way, mesh):
 
 mesh = init_device_mesh("cpu", (2,))
 rank = dist.get_rank()
-for (name, options), way in itertools.product(MODELS.items(), ("ddp", "fsdp")):
-    torch.manual_seed(0)
-    alone = GirihForCausalLM(GirihConfig(**SIZES, **options)).double()
+for (name, make), way in itertools.product(MAKE.items(), ("ddp", "fsdp")):
+    alone = make().double().train()
     together = share(alone, way, mesh)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, together)]
     for number in range(2):  # the second step is from what the first has made

@@ -7,6 +7,7 @@
 //   p_j = e^{a_j - lse}        da_j = p_j (do . v_j - sum_i p_i do . v_i)
 //   dq = scale sum_j da_j k_j        dk_j = scale sum da_j q        dv_j = sum p_j do
 #include "../dispatch.h"
+#include "aten.h"
 #include "problem.h"
 
 namespace girih::cat_attention {
@@ -114,6 +115,8 @@ class Attention {
   Tensor first_;  // [K]: the first chunk of the chunk's sequence; only when packed
 };
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const OptionalTensor& cu_chunks, int64_t chunk,
                                    std::optional<double> scale, bool save) {
@@ -142,10 +145,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   return {x.join(o, q.scalar_type()), save ? x.join(lse, x.type).squeeze(-1) : at::empty({0}, lse.options())};
 }
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor>;
-
 Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& cu_chunks, const Tensor& lse, int64_t chunk,
+                   const OptionalTensor& cu_chunks, const Tensor& lse, const Tensor&, int64_t chunk,
                    std::optional<double> scale) {
   Problem::check(q, k, v, cu_chunks, chunk, scale);
   if (!given(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
@@ -176,9 +177,15 @@ Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& 
           std::nullopt};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("cat_attention_forward", forward)
-GIRIH_IMPL_ATEN("cat_attention_backward", backward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) {
+  m.impl("cat_attention_forward", &forward);
+  m.impl("cat_attention_backward", &backward);
+}
+#ifndef GIRIH_DRAFTS  // with them, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("cat_attention_forward", TORCH_FN(InFullPrecision<&forward>::call));
+  m.impl("cat_attention_backward", TORCH_FN(InFullPrecision<&backward>::call));
+}
+#endif
 
 }  // namespace girih::cat_attention

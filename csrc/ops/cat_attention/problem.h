@@ -1,10 +1,14 @@
-// The sizes of a call of cat_attention. Forward saves lse [B, T, HQ], fp32 or fp64: the log-sum-exp of a
-// row's scores.
+// The sizes of a call of cat_attention, and which kernels take it. Forward saves lse [B, T, HQ], fp32 or
+// fp64: the log-sum-exp of a row's scores; its output is kept too.
 #pragma once
 
+#include "../kept_within.h"
 #include "../path.h"
 
 namespace girih::cat_attention {
+
+constexpr int64_t kWidest = 256;                       // D and V of the kernels
+constexpr int64_t kLongest = (1u << 31) - (1u << 16);  // T of the kernels
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V;
@@ -16,7 +20,14 @@ struct Problem {
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"]};
   }
 
-  static Path path() { return aten("cat_attention has no kernels yet"); }
+  Path path(const Tensor& q) const {
+    if (!kDrafts) return aten(kNoDrafts);
+    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
+    if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
+    if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
+    if (T > kLongest) return aten("rows that 32 bits do not count");
+    return tensor_cores();
+  }
 };
 
 }  // namespace girih::cat_attention

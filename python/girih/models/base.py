@@ -12,7 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder
-from girih.models.packing import bounds
+from girih.nn.attention_call import own_mask
+from girih.nn.packing import bounds
 
 
 class GirihPreTrainedModel(PreTrainedModel):
@@ -150,16 +151,3 @@ def _loaded(module: nn.Module) -> bool:
     """Whether a checkpoint gave all of this module's own parameters and buffers."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return all(getattr(tensor, "_is_hf_initialized", False) for tensor in own) and bool(own)
-
-
-def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
-    """The last `tokens` columns of a mask over past and present tokens, `[B, tokens]`."""
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions; expected [batch, tokens]")
-    if attention_mask.shape[1] < tokens:
-        raise ValueError(
-            f"attention_mask covers {attention_mask.shape[1]} tokens; expected at least {tokens}"
-        )
-    return attention_mask[:, -tokens:].bool()

@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.models.base import Backbone, own_mask
+from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, RMSNorm
+from girih.nn.attention_call import own_mask
 from girih.nn.chunks import chunk_table
 from girih.nn.masking import check_mask
 from girih.nn.state import History, extended

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from girih.models.base import Backbone, GirihPreTrainedModel, own_mask
+from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
+from girih.nn.attention_call import own_mask
 
 
 class GirihModel(Backbone):
@@ -28,6 +29,8 @@ class GirihModel(Backbone):
             Block(MIXERS[mixer].build(config), config.hidden_size, config.intermediate_size, config.norm_eps)
             for mixer in config.mixers
         )
+        for i, block in enumerate(self.layers):
+            block.mixer.layer_idx = i
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()

@@ -2,7 +2,8 @@
 
 x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at tokens that do nothing. `state` is what an
 earlier call with `use_cache=True` returned; with `use_cache=True` again, one token without mask or gradient
-writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1.
+writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1. A layer also takes the call that
+attention modules of transformers get, so it can stand in such a model as one.
 """
 
 from girih.nn.attention import Attention, AttentionState, rotary
@@ -14,7 +15,7 @@ from girih.nn.gated_linear_attention import GatedLinearAttention
 from girih.nn.gated_slot_attention import GatedSlotAttention
 from girih.nn.lattice import Lattice
 from girih.nn.layer import GateLinear, Layer, decay_parameter_names
-from girih.nn.mix_attention import MixAttention, MixState, mix_weight
+from girih.nn.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
 from girih.nn.short_conv import ShortConv
@@ -39,6 +40,7 @@ __all__ = [
     "Lattice",
     "Layer",
     "LayerState",
+    "MemoryAsGate",
     "MixAttention",
     "MixState",
     "RMSNorm",

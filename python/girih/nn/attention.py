@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.layer import Layer
-from girih.nn.masking import check_mask, check_packing
+from girih.nn.attention_call import SequenceLayer
+from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
+from girih.nn.packing import check_packing
 
 
 def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
@@ -33,7 +34,7 @@ class AttentionState(NamedTuple):
     valid: Tensor | None
 
 
-class Attention(Layer):
+class Attention(SequenceLayer):
     """Softmax attention, causal or bidirectional, with `num_heads` queries on `num_kv_heads` keys and values.
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o

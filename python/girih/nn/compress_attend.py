@@ -6,14 +6,15 @@ from torch import Tensor, nn
 
 from girih import ops
 from girih.nn.attention import rotary
+from girih.nn.attention_call import SequenceLayer
 from girih.nn.chunks import chunk_table
-from girih.nn.layer import Layer
-from girih.nn.masking import check_mask, check_packing
+from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
+from girih.nn.packing import check_packing
 from girih.nn.state import History, extended
 
 
-class ChunkAttention(Layer):
+class ChunkAttention(SequenceLayer):
     """Attention of rows in chunks, row 0 of each its header (the decoder of CAT).
 
     A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary
@@ -69,7 +70,7 @@ class ChunkAttention(Layer):
         return self.o_proj(o.flatten(-2)), None
 
 
-class CompressAttend(Layer):
+class CompressAttend(SequenceLayer):
     """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
 
         header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from girih.nn.layer import Layer
+from girih.nn.attention_call import SequenceLayer
 
 
-class RecurrentLayer(Layer):
+class RecurrentLayer(SequenceLayer):
     """A layer that reads tokens in order and carries a state; `mix` is written without masks.
 
     Each row's valid tokens move to its front and its bounds go to the operators, so that the rest belongs to
@@ -50,13 +50,4 @@ def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | No
     if attention_mask.shape != x.shape[:2]:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; expected [B, T] = {list(x.shape[:2])}"
-        )
-
-
-def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Refuses what does not pack sequences into the one row of x `[1, T, ...]`."""
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
-        raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)} and x has {x.shape[0]} rows; "
-            "expected [N + 1] and one row, which packs N sequences"
         )

@@ -1,4 +1,4 @@
-"""Memory as gate (MaG): two mixers on the same input, mixed by a weight."""
+"""Memory as Gate (MaG): two mixers on the same input, mixed by a weight."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from girih.nn.attention_call import SequenceLayer
 from girih.nn.layer import Layer, at_least_fp32
 from girih.nn.mixers import MIXERS, register
 
@@ -41,36 +42,22 @@ class MixState(NamedTuple):
     mixer: Any
 
 
-class MixAttention(Layer):
-    """`y = (1 - m) base(x) + m mixer(x)`, and with `cross` their product on top (TPTT eq. 7, 8).
+class MemoryAsGate(Layer):
+    """The weight m of `(1 - m) base + m mixed`, with `cross` their product on top (TPTT eq. 7, 8).
 
     m is the buffer `weight`, which `set_weight(mix_weight(...))` moves during training; with `learned` it is
-    `sigmoid(logit)`, a parameter. Both mixers take x `[B, T, hidden_size]` and the arguments of every layer.
-
-    >>> from girih.nn import Attention, DeltaProduct
-    >>> layer = MixAttention(Attention(64, num_heads=2), DeltaProduct(64, num_heads=2), weight=0.25)
-    >>> layer(torch.randn(3, 10, 64))[0].shape
-    torch.Size([3, 10, 64])
+    `sigmoid(logit)`, a parameter. At m = 0 the mixture is base, bit for bit.
     """
 
     undecayed = ("logit",)
     fp32 = ("logit", "weight")
 
-    def __init__(
-        self,
-        base: nn.Module,
-        mixer: nn.Module,
-        *,
-        weight: float = 0.5,
-        learned: bool = False,
-        cross: bool = False,
-    ):
+    def __init__(self, *, weight: float = 0.5, learned: bool = False, cross: bool = False):
         super().__init__()
         if not 0.0 <= weight <= 1.0 or (learned and weight in (0.0, 1.0)):
             raise ValueError(
                 f"weight is {weight}; expected a number from 0 to 1, and between them if it is learned"
             )
-        self.base, self.mixer = base, mixer
         self.first_weight, self.learned, self.cross = weight, learned, cross
         if learned:
             self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard takes no scalar
@@ -90,6 +77,40 @@ class MixAttention(Layer):
             raise ValueError("weight: this mixture learns it, a schedule cannot move it")
         self.weight.fill_(weight)
 
+    def current_weight(self) -> Tensor:
+        """m, a tensor of one element, fp32."""
+        return self.logit.sigmoid() if self.learned else self.weight
+
+    def mixture(self, base: Tensor, mixed: Tensor) -> Tensor:
+        """base and mixed have one shape, which is the mixture's."""
+        m = self.current_weight().to(base.dtype)
+        base, mixed = (1 - m) * base, m * mixed
+        return base + mixed + base * mixed if self.cross else base + mixed
+
+
+class MixAttention(SequenceLayer, MemoryAsGate):
+    """`y = (1 - m) base(x) + m mixer(x)`, as `MemoryAsGate` mixes them.
+
+    Both mixers take x `[B, T, hidden_size]` and the arguments of every layer.
+
+    >>> from girih.nn import Attention, DeltaProduct
+    >>> layer = MixAttention(Attention(64, num_heads=2), DeltaProduct(64, num_heads=2), weight=0.25)
+    >>> layer(torch.randn(3, 10, 64))[0].shape
+    torch.Size([3, 10, 64])
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        mixer: nn.Module,
+        *,
+        weight: float = 0.5,
+        learned: bool = False,
+        cross: bool = False,
+    ):
+        super().__init__(weight=weight, learned=learned, cross=cross)
+        self.base, self.mixer = base, mixer
+
     def forward(
         self,
         x: Tensor,
@@ -101,10 +122,7 @@ class MixAttention(Layer):
         base_state, mixer_state = state or (None, None)
         base, base_state = self.base(x, attention_mask, base_state, use_cache, cu_seqlens)
         mixed, mixer_state = self.mixer(x, attention_mask, mixer_state, use_cache, cu_seqlens)
-        m = (self.logit.sigmoid() if self.learned else self.weight).to(base.dtype)
-        base, mixed = (1 - m) * base, m * mixed
-        y = base + mixed + base * mixed if self.cross else base + mixed
-        return y, MixState(base_state, mixer_state) if use_cache else None
+        return self.mixture(base, mixed), MixState(base_state, mixer_state) if use_cache else None
 
 
 def _mixture(config: Any) -> nn.Module:

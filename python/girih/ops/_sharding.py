@@ -74,7 +74,9 @@ def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strate
         returned = [(s, x if f else None) for s, x, f in zip(inputs, data, floating, strict=True)]
     else:
         arguments = list(zip(inputs, specs, strict=True))
-        returned = list(zip(outputs + saved, results, strict=True))[: len(outputs) if form == "" else None]
+        # An output that is kept for backward is returned once.
+        kept = [x["shapes"] for x in op["saved"] if x["name"] != op["output"]["name"]]
+        returned = list(zip(outputs + kept, results, strict=True))[: len(outputs) if form == "" else None]
 
     sizes = {
         letter: size

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from girih.nn.masking import check_packing
+
+def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Refuses what does not pack sequences into the one row of x `[1, T, ...]`."""
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and x has {x.shape[0]} rows; "
+            "expected [N + 1] and one row, which packs N sequences"
+        )
 
 
 def bounds(

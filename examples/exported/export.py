@@ -1,0 +1,32 @@
+"""A trained model as one file for C++: `export.py runs/gsa-small/model model.pt2`.
+
+torch.export and AOTInductor compile everything but the operators of girih, which the program has in
+libgirih.so. Texts of any length, batches of one size.
+"""
+
+import sys
+
+import girih  # noqa: F401  makes the models known to transformers
+import torch
+from transformers import AutoModelForCausalLM
+
+if len(sys.argv) != 3:
+    sys.exit("usage: export.py MODEL FILE.pt2")
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+model = Logits(AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval())
+length = torch.export.Dim("length", min=2, max=65536)
+with torch.no_grad():
+    exported = torch.export.export(
+        model, (torch.zeros(1, 64, dtype=torch.long),), dynamic_shapes=({1: length},)
+    )
+    torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[2])

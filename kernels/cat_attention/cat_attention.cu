@@ -1,0 +1,114 @@
+// Which instance a call takes.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cat_attention/header_list.h"
+#include "cat_attention/launch.h"
+#include "cat_attention/sm90/launch.h"
+
+namespace girih::kernels {
+namespace {
+
+// f(columns of a tile): the fewest that hold them.
+template <class F>
+auto with_tile(int widest, const F& f) {
+  if (widest <= 64) return f(std::integral_constant<int, 64>());
+  if (widest <= 128) return f(std::integral_constant<int, 128>());
+  return f(std::integral_constant<int, 256>());
+}
+
+template <class Launch>
+cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
+  const int widest = std::max(shape.D, shape.V);
+  if (widest > kCatWidest) return cudaErrorInvalidValue;
+  return with_tile(widest, [&](auto tile) {
+    if (shape.dtype == DType::bf16) return launch(__nv_bfloat16(), tile);
+    if (shape.dtype == DType::f16) return launch(__half(), tile);
+    return cudaErrorInvalidValue;
+  });
+}
+
+// Of the largest kernel: two stages of queries, or of keys and values, and a tile that stays.
+template <int Tile>
+constexpr int largest() {
+  const int queries = 2 * 64 * Tile * 2, stages = 4 * kCatQueries<Tile> * Tile * 2;
+  return queries + stages + 2 * kCatQueries<Tile> * static_cast<int>(sizeof(CatQuery));
+}
+
+}  // namespace
+
+cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream) {
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      bool taken = false;
+      const cudaError_t error = try_cat_group_forward<T, kTile>(problem, stream, taken);
+      if (taken || error != cudaSuccess) return error;
+    }
+    return launch_cat_forward<T, kTile>(problem, stream);
+  });
+}
+
+cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream) {
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      bool taken = false;
+      const cudaError_t error = try_cat_group_query_gradients<T, kTile>(problem, stream, taken);
+      if (taken || error != cudaSuccess) return error;
+    }
+    return launch_cat_query_gradients<T, kTile>(problem, stream);
+  });
+}
+
+cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream) {
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      bool has = false;
+      if (const cudaError_t error = has_cat_group_headers<T, kTile>(has); error != cudaSuccess) return error;
+      if (has) return launch_cat_group_header_gradients<T, kTile>(problem, stream);
+    }
+    return launch_cat_header_gradients<T, kTile>(problem, stream);
+  });
+}
+
+cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream) {
+  CatOwnGradients own = problem;
+  return by_instance(problem.shape, [&](auto element, auto tile) {
+    using T = decltype(element);
+    constexpr int kTile = decltype(tile)::value;
+    if constexpr (kTile <= kCatGroupWidest) {
+      if (const cudaError_t error = has_cat_group_headers<T, kTile>(own.groups); error != cudaSuccess)
+        return error;
+      if (own.groups && cat_joins(own.shape)) return launch_cat_join<T, kTile>(own, stream);
+    }
+    return launch_cat_own_gradients<T, kTile>(own, stream);
+  });
+}
+
+// Whichever kernel sums them.
+int64_t cat_partials(const CatShape& shape) {
+  return with_tile(std::max(shape.D, shape.V), [&](auto tile) -> int64_t {
+    constexpr int kTile = decltype(tile)::value;
+    const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<kTile>()).numbers();
+    if (kTile > kCatGroupWidest) return numbers;
+    const CatHeaderList of_groups(shape, kTile, group_header_tiles<kTile>());
+    return std::max(numbers, of_groups.numbers() + cat_shares<kTile>(shape));
+  });
+}
+
+cudaError_t cat_fits(int D, int V, bool& fits) {
+  int limit = 0;
+  const cudaError_t error = shared_limit(limit);
+  fits = limit >= with_tile(std::max(D, V), [](auto tile) { return largest<decltype(tile)::value>(); });
+  return error;
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,168 @@
+// o and lse of a tile of queries: softmax over blocks of keys as they come.
+#pragma once
+
+#include "cat_attention/keys.cuh"
+#include "cat_attention/launch.h"
+#include "cat_attention/softmax.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+struct CatForwardPass {
+  static constexpr int A = kCatSixteens<Tile>, kRows = 16 * kCatWarps * A, kKeys = kCatKeys<Tile>,
+                       kHeaders = kCatHeaders<Tile>;
+  using Queries = CatQueryTile<T, Tile, kRows, 1>;
+
+  const CatForward& p;
+  const Queries& tile;
+  int from;  // the warp's first row of the tile
+  const CatScale scale;
+  Sums<Tile / 8> o[A];
+  CatSoftmax softmax[A];
+
+  __device__ CatForwardPass(const CatForward& p, const Queries& tile)
+      : p(p), tile(tile), from(16 * A * warp_index()), scale(p.shape.scale) {
+#pragma unroll
+    for (int m = 0; m < A; ++m) fill(o[m], 0.f);
+  }
+
+  // Rows of the warp's own chunks, sixteen by sixteen: of chunks of 16 a sixteen of queries meets one.
+  __device__ void own(int block) {
+#pragma unroll
+    for (int m = 0; m < A; ++m) {
+      if (from + 16 * m >= tile.plan.rows) continue;
+      const CatWarp warp(tile, from + 16 * m, 16);
+      const CatRows rows(tile.seen, from + 16 * m);
+      for_own<kKeys>(tile.shape, tile.first_of(block), warp.common, warp.last, [&](int i, int key) {
+        // S = scale Q K^T
+        Sums<2> s;
+        fill(s, 0.f);
+#pragma unroll
+        for (int col = 0; col < Tile; col += 16) {
+          uint32_t q[4];
+          load_block(q, tile.queries(0), from + 16 * m, col);
+          scale.apply_sign(q);
+          add_product_transposed<T>(s, q, tile.keys(block), 16 * i, col);
+        }
+        for_pairs(rows, tile.shape, warp.first, key,
+                  [&](int n, int e, bool seen) { s.at[n][e] = seen ? s.at[n][e] : -INFINITY; });
+        // O <- e^{m - m'} O + e^{S - m'} V
+        scale_sums(o[m], softmax[m].add(s, scale));
+        Operand<1> weights;
+        round_to<T>(weights, s);
+        add_product<T>(o[m], weights, tile.values(block), 16 * i);
+      });
+    }
+  }
+
+  // kHeaders headers of a block, from row `key` of it on, of which all rows read all, or some.
+  __device__ void headers(int block, int key, bool all) {
+    Sums<kHeaders / 8> s[A];
+#pragma unroll
+    for (int m = 0; m < A; ++m) fill(s[m], 0.f);
+#pragma unroll
+    for (int col = 0; col < Tile; col += 16) {
+      uint32_t q[A][4];
+#pragma unroll
+      for (int m = 0; m < A; ++m) {
+        load_block(q[m], tile.queries(0), from + 16 * m, col);
+        scale.apply_sign(q[m]);
+      }
+      add_products_transposed<T>(s, q, tile.keys(block), key, col);
+    }
+    uint32_t weights[kHeaders / 16][A][4];
+#pragma unroll
+    for (int m = 0; m < A; ++m) {
+      if (!all) {
+        const CatRows rows(tile.seen, from + 16 * m);
+        const int first = tile.first_of(block) + key + lane_col();
+#pragma unroll
+        for (int n = 0; n < kHeaders / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s[m].at[n][e] = -INFINITY;
+          }
+        }
+      }
+      scale_sums(o[m], softmax[m].add(s[m], scale));
+      Operand<kHeaders / 16> rounded;
+      round_to<T>(rounded, s[m]);
+#pragma unroll
+      for (int k = 0; k < kHeaders / 16; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights[k][m][i] = rounded.at[k][i];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kHeaders / 16; ++k) add_products<T>(o, weights[k], tile.values(block), key + 16 * k);
+  }
+
+  __device__ void meet(int block) {
+    if (from >= tile.plan.rows) return;
+    if (tile.is_own(block)) {
+      own(block);
+      return;
+    }
+    const CatWarp warp(tile, from, 16 * A);
+#pragma unroll 1
+    for (int key = 0; key < kKeys; key += kHeaders) {
+      const int first = tile.first_of(block) + key;
+      if (warp.reads_headers(first, kHeaders)) headers(block, key, warp.reads_all(first, kHeaders));
+    }
+  }
+
+  // O / sum; lse = log sum + m
+  __device__ void store() {
+#pragma unroll
+    for (int m = 0; m < A; ++m) {
+      if (from + 16 * m >= tile.plan.rows) continue;
+      const CatRows rows(tile.seen, from + 16 * m);
+      float by[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool inside = rows.first[i] != kCatOutside;
+        const float sum = sum_over_row(softmax[m].sum[i]);
+        by[i] = inside ? 1.f / sum : 0.f;
+        const int row = from + 16 * m + lane_row() + 8 * i;
+        if (p.lse.data == nullptr || lane_col() > 0 || row >= tile.plan.rows) continue;
+        const float lse = inside ? softmax[m].log_sum(i, sum, scale) : INFINITY;
+        static_cast<float*>(
+            p.lse.data)[offset_of(p.lse, tile.plan.batch, tile.plan.row + row, tile.plan.head)] = lse;
+      }
+#pragma unroll
+      for (int n = 0; n < Tile / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[m].at[n][e] = by[e >> 1] == 0.f ? 0.f : o[m].at[n][e] * by[e >> 1];
+      }
+      // The queries of these rows are the warp's alone, and have been read.
+      Operand<Tile / 16> rounded;
+      round_to<T>(rounded, o[m]);
+      store_blocks(tile.queries(0), from + 16 * m, 0, rounded);
+    }
+    __syncwarp();
+    store_rows<kCatWarps>(tile.queries(0), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
+                          p.o.stride[1], tile.plan.rows, p.shape.V, warp_index());
+  }
+};
+
+template <typename T, int Tile>
+__global__ void __launch_bounds__(kCatThreads) cat_forward_kernel(const __grid_constant__ CatForward p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  using Pass = CatForwardPass<T, Tile>;
+  const typename Pass::Queries tile(p.shape, shared);
+  tile.load_queries(0, p.q, p.shape.D);
+  tile.load_keys(0, p.k, p.v);
+  Pass pass(p, tile);
+  tile.for_keys(p.k, p.v, [&](int block) { pass.meet(block); });
+  pass.store();
+}
+
+template <typename T, int Tile>
+cudaError_t launch_cat_forward(const CatForward& p, cudaStream_t stream) {
+  using Pass = CatForwardPass<T, Tile>;
+  return launch_cat<cat_forward_kernel<T, Tile>>(p, query_blocks(p.shape, Pass::kRows), kCatThreads,
+                                                 Pass::Queries::kBytes, stream);
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,107 @@
+// Keys and values that a block holds, 64 rows of which a warp has 16, and the queries and the gradients of
+// their outputs that it meets, tile after tile:
+//
+//     P^T = e^{scale K Q^T - lse}    dV += P^T dO    dA^T = P^T * (V dO^T - delta)    dK += dA^T Q
+#pragma once
+
+#include "cat_attention/keys.cuh"
+#include "cat_attention/launch.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+struct CatKeyTile {
+  static constexpr int kQueries = kCatQueries<Tile>, kColumns = kCatColumns<Tile>;
+  using KeyRows = SharedTile<T, kCatBlock, Tile>;
+  using QueryRows = SharedTile<T, kQueries, Tile>;
+  static constexpr int kStage = 2 * QueryRows::kBytes + kQueries * static_cast<int>(sizeof(CatQuery));
+  static constexpr int bytes(int stages) { return 2 * KeyRows::kBytes + stages * kStage; }
+
+  const CatShape& shape;
+  unsigned char* shared;
+  int stages;
+  float scale;  // scores in units of log2
+  int column;   // of dk and dv, the first
+  Sums<kColumns / 8> dk, dv;
+
+  __device__ CatKeyTile(const CatShape& shape, unsigned char* shared, int stages)
+      : shape(shape), shared(shared), stages(stages), scale(shape.scale * kLog2E), column(0) {}
+
+  __device__ KeyRows keys() const { return {reinterpret_cast<T*>(shared)}; }
+  __device__ KeyRows values() const { return {reinterpret_cast<T*>(shared + KeyRows::kBytes)}; }
+  __device__ unsigned char* stage(int n) const {
+    return shared + 2 * KeyRows::kBytes + (stages == 1 ? 0 : n % 2 * kStage);
+  }
+  __device__ QueryRows queries(int n) const { return {reinterpret_cast<T*>(stage(n))}; }
+  __device__ QueryRows gradients(int n) const { return {reinterpret_cast<T*>(stage(n) + QueryRows::kBytes)}; }
+  __device__ const CatQuery* described(int n) const {
+    return reinterpret_cast<const CatQuery*>(stage(n) + 2 * QueryRows::kBytes);
+  }
+
+  __device__ void begin() { fill(dk, 0.f), fill(dv, 0.f); }
+
+  // Rows `row`, `row` + apart, ...
+  __device__ void load_keys(const In<4>& k, const In<4>& v, int64_t batch, int64_t row, int apart, int rows,
+                            int head) const {
+    load_async<kCatThreads>(keys(), row_of<T>(k, batch, row, head), apart * k.stride[1], rows, shape.D,
+                            threadIdx.x);
+    load_async<kCatThreads>(values(), row_of<T>(v, batch, row, head), apart * v.stride[1], rows, shape.V,
+                            threadIdx.x);
+  }
+  // What there is of the queries from `row` on; the rest is zero.
+  __device__ void load_queries(int n, const In<4>& q, const In<4>& dout, const CatQuery* all, int64_t batch,
+                               int row, int head) const {
+    const int rows = min(kQueries, shape.rows - row);
+    load_async<kCatThreads>(queries(n), row_of<T>(q, batch, row, head), q.stride[1], rows, shape.D,
+                            threadIdx.x);
+    load_async<kCatThreads>(gradients(n), row_of<T>(dout, batch, row, head), dout.stride[1], rows, shape.V,
+                            threadIdx.x);
+    const CatQuery* from = all + (batch * shape.query_heads + head) * shape.rows + row;
+    for (int i = threadIdx.x; i < kQueries; i += kCatThreads)
+      copy_async(shared_address(described(n) + i), from + i, i < rows);
+    commit_copies();
+  }
+
+  // Sums of the warp's 16 keys with 8 N queries of tile n from `first` on; seen(i, j, query): whether query
+  // first + j is to be reckoned for row lane_row() + 8 i.
+  template <int N, class Seen>
+  __device__ void add(int n, int first, const Seen& seen) {
+    const int row = 16 * warp_index();
+    Sums<N> p, da;
+    fill(p, 0.f), fill(da, 0.f);
+#pragma unroll 4
+    for (int col = 0; col < Tile; col += 16) {
+      uint32_t a[4];
+      load_block(a, keys(), row, col);
+      add_product_transposed<T>(p, a, queries(n), first, col);
+    }
+#pragma unroll 4
+    for (int col = 0; col < Tile; col += 16) {
+      uint32_t a[4];
+      load_block(a, values(), row, col);
+      add_product_transposed<T>(da, a, gradients(n), first, col);
+    }
+#pragma unroll
+    for (int m = 0; m < N; ++m) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int at = 8 * m + lane_col() + j;
+        const CatQuery query = described(n)[first + at];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float &weight = p.at[m][2 * i + j], &gradient = da.at[m][2 * i + j];
+          weight = seen(i, at, query) ? exp2_fast(fmaf(scale, weight, -query.lse)) : 0.f;
+          gradient = weight * (gradient - query.delta);
+        }
+      }
+    }
+    Operand<N / 2> left;
+    round_to<T>(left, p);
+    add_product<T>(dv, left, gradients(n), first, column);
+    round_to<T>(left, da);
+    add_product<T>(dk, left, queries(n), first, column);
+  }
+};
+
+}  // namespace girih::kernels

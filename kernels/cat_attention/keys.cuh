@@ -1,0 +1,205 @@
+// A tile of queries and the keys that it reads, block after block: rows of their own chunks first, so that
+// every row meets itself before anything else and has a finite maximum, then headers.
+#pragma once
+
+#include "cat_attention/cat_attention.h"
+#include "cat_attention/tiles.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+
+template <typename T>
+__device__ inline const T* row_of(const In<4>& x, int64_t batch, int64_t row, int head) {
+  return static_cast<const T*>(x.data) + offset_of(x, batch, row, head);
+}
+template <typename T>
+__device__ inline T* row_of(const Out<4>& x, int64_t batch, int64_t row, int head) {
+  return static_cast<T*>(x.data) + offset_of(x, batch, row, head);
+}
+
+// A row reads the headers from `first` up to `chunk`, its own, without it.
+struct CatSeen {
+  int first, chunk;
+};
+constexpr int kCatOutside = 0x7fffffff;  // `first` where no sequence owns the row
+
+__device__ inline CatSeen cat_seen(const CatShape& shape, int64_t batch, int row) {
+  const int chunk = row / shape.size;
+  const Sequence sequence = sequence_of(shape.chunks, batch, chunk);
+  return {sequence.inside ? static_cast<int>(sequence.start) : kCatOutside, chunk};
+}
+
+// sums[i] += a[i] b^T, b = tile[row..row+8N-1, col..col+15], which is fetched once.
+template <typename T, int N, int A, class Tile>
+__device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_t (&a)[A][4],
+                                               const Tile& tile, int row, int col) {
+  const int l = lane();
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t b[4];
+    load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
+#pragma unroll
+    for (int i = 0; i < A; ++i) {
+      mma<T>(sums[i].at[n], a[i], b[0], b[1]);
+      mma<T>(sums[i].at[n + 1], a[i], b[2], b[3]);
+    }
+  }
+}
+
+// Where a tile of queries lies, and what it reads. In shared memory: registers are few.
+struct CatPlan {
+  int batch, head;         // of queries
+  int row, rows;           // the first, and how many there are
+  int own, header;         // the first row of a chunk that is read, and the first header
+  int header_end;          // one past the last
+  int own_blocks, blocks;  // of keys
+};
+
+// Rows x Tile queries of a head, and what the block has of keys in shared memory: `Queries` tiles of the
+// former, two pairs of tiles of the latter, and what every query sees.
+template <typename T, int Tile, int Rows, int Queries>
+struct CatQueryTile {
+  static constexpr int kKeys = kCatKeys<Tile>;
+  using QueryRows = SharedTile<T, Rows, Tile>;
+  using KeyRows = SharedTile<T, kKeys, Tile>;
+  static constexpr int kTiles = Queries * QueryRows::kBytes + 4 * KeyRows::kBytes;
+  static constexpr int kBytes = kTiles + static_cast<int>(Rows * sizeof(CatSeen) + sizeof(CatPlan));
+
+  const CatShape& shape;
+  unsigned char* shared;
+  CatSeen* seen;  // [Rows]
+  CatPlan& plan;
+
+  // The last tiles read most: they begin.
+  __device__ CatQueryTile(const CatShape& shape, unsigned char* shared)
+      : shape(shape),
+        shared(shared),
+        seen(reinterpret_cast<CatSeen*>(shared + kTiles)),
+        plan(*reinterpret_cast<CatPlan*>(seen + Rows)) {
+    const auto heads = static_cast<unsigned>(shape.query_heads),
+               all = heads * static_cast<unsigned>(shape.chunks.batch), of = blockIdx.x % all;
+    const int batch = static_cast<int>(of / heads),
+              row = ((shape.rows + Rows - 1) / Rows - 1 - static_cast<int>(blockIdx.x / all)) * Rows,
+              rows = min(Rows, shape.rows - row);
+    for (int i = threadIdx.x; i < Rows; i += kCatThreads) seen[i] = cat_seen(shape, batch, row + i);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const CatSeen first = seen[0], last = seen[rows - 1];
+      // Sixteens of keys begin where sixteens of queries do: a chunk of 16 is one product.
+      const int own = first.chunk * shape.size / 16 * 16, own_blocks = (row + rows - own + kKeys - 1) / kKeys;
+      const int header = min(first.first, first.chunk), header_end = max(last.chunk, header);
+      const int blocks = own_blocks + (header_end - header + kKeys - 1) / kKeys;
+      plan = {batch, static_cast<int>(of % heads), row, rows, own, header, header_end, own_blocks, blocks};
+    }
+    __syncthreads();
+  }
+
+  __device__ QueryRows queries(int which) const {
+    return {reinterpret_cast<T*>(shared + which * QueryRows::kBytes)};
+  }
+  __device__ KeyRows keys(int block) const {
+    return {reinterpret_cast<T*>(shared + Queries * QueryRows::kBytes + block % 2 * 2 * KeyRows::kBytes)};
+  }
+  __device__ KeyRows values(int block) const { return {keys(block).data + KeyRows::kRows * Tile}; }
+
+  __device__ bool is_own(int block) const { return block < plan.own_blocks; }
+  // The first row of a block of chunks' rows, or the first of a block of headers.
+  __device__ int first_of(int block) const {
+    return is_own(block) ? plan.own + block * kKeys : plan.header + (block - plan.own_blocks) * kKeys;
+  }
+
+  __device__ void load_queries(int which, const In<4>& x, int width) const {
+    load_async<kCatThreads>(queries(which), row_of<T>(x, plan.batch, plan.row, plan.head), x.stride[1],
+                            plan.rows, width, threadIdx.x);
+  }
+  // Headers are the rows of a matrix whose rows are C apart.
+  __device__ void load_keys(int block, const In<4>& k, const In<4>& v) const {
+    const int from = first_of(block), count = (is_own(block) ? plan.row + plan.rows : plan.header_end) - from;
+    const int64_t apart = is_own(block) ? 1 : shape.size, first = from * apart;
+    const int of = plan.head / shape.group();
+    load_async<kCatThreads>(keys(block), row_of<T>(k, plan.batch, first, of), apart * k.stride[1], count,
+                            shape.D, threadIdx.x);
+    load_async<kCatThreads>(values(block), row_of<T>(v, plan.batch, first, of), apart * v.stride[1], count,
+                            shape.V, threadIdx.x);
+    commit_copies();
+  }
+
+  // f(block) for all of them, each when it is there; the first is under way, the others come behind.
+  template <class F>
+  __device__ void for_keys(const In<4>& k, const In<4>& v, const F& f) const {
+    for (int block = 0; block < plan.blocks; ++block) {
+      if (block + 1 < plan.blocks) {
+        load_keys(block + 1, k, v);
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
+      }
+      __syncthreads();
+      f(block);
+      __syncthreads();
+    }
+  }
+};
+
+// What a lane's two rows of sixteen, the first of them `row` of a tile, read.
+struct CatRows {
+  int first[2], chunk[2];
+
+  CatRows() = default;
+  __device__ CatRows(const CatSeen* seen, int row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const CatSeen of = seen[row + lane_row() + 8 * i];
+      first[i] = of.first, chunk[i] = of.chunk;
+    }
+  }
+  // A header, by row lane_row() + 8 i.
+  __device__ bool header(int i, int n) const { return first[i] <= n && n < chunk[i]; }
+};
+
+// What `Sixteens` sixteens of queries of a warp read, from row `from` of the tile on; there is one at least.
+struct CatWarp {
+  int first, last;    // of their rows, of the whole tensor's
+  int least, most;    // headers that any of them reads: least..most-1
+  int every, common;  // headers that all of them read: every..common-1
+
+  template <class Tile>
+  __device__ CatWarp(const Tile& tile, int from, int count) {
+    const int to = min(from + count, tile.plan.rows) - 1;
+    const CatSeen low = tile.seen[from], high = tile.seen[to];
+    first = tile.plan.row + from, last = tile.plan.row + to;
+    least = min(low.first, low.chunk), most = high.chunk;
+    every = max(low.first, high.first), common = low.chunk;
+  }
+  __device__ bool reads_headers(int from, int count) const { return from < most && from + count > least; }
+  __device__ bool reads_all(int from, int count) const { return from >= every && from + count <= common; }
+};
+
+// f(sixteen of keys in the block, its first row) for those whose chunks' rows the sixteen queries from `row`
+// on to `last` read.
+template <int Keys, class F>
+__device__ inline void for_own(const CatShape& shape, int from, int chunk, int last, const F& f) {
+  const int start = chunk * shape.size;
+#pragma unroll 1
+  for (int i = 0; i < Keys / 16; ++i) {
+    const int key = from + 16 * i;
+    if (key + 15 >= start && key <= last) f(i, key);
+  }
+}
+
+// f(n, e, whether the row reads it) for every element s.at[n][e] of sixteen queries, from `row` on, with
+// sixteen keys of chunks' rows, from `key` on.
+template <class F>
+__device__ inline void for_pairs(const CatRows& rows, const CatShape& shape, int row, int key, const F& f) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = e >> 1, t = row + lane_row() + 8 * i, j = key + 8 * n + lane_col() + (e & 1);
+      f(n, e, rows.chunk[i] * shape.size <= j && j <= t);
+    }
+  }
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,152 @@
+// dk and dv: what keys get of the rows of their own chunk, and headers of later chunks, whose sums are added
+// in the list's order.
+#pragma once
+
+#include "cat_attention/header_list.h"
+#include "cat_attention/key_tile.cuh"
+
+namespace girih::kernels {
+
+// Keys whose chunks end with their tile meet one tile of queries, which needs no second place: three blocks a
+// multiprocessor instead of two.
+template <int Tile>
+__host__ __device__ inline int own_stages(const CatShape& shape) {
+  return kCatQueries<Tile> == kCatBlock && shape.group() == 1 && kCatBlock % shape.size == 0 ? 1 : 2;
+}
+
+struct CatOwnCall {
+  CatOwnGradients call;
+  CatHeaderList list;
+};
+
+template <typename T, int Tile>
+struct CatOwnPass {
+  using Keys = CatKeyTile<T, Tile>;
+  static constexpr int kQueries = Keys::kQueries;
+
+  const CatOwnGradients& p;
+  const CatHeaderList& list;
+  Keys& tile;
+  int64_t batch;
+  int head, part;
+  int row, rows;    // of keys
+  int tiles;        // of queries, of one head
+  int first, last;  // rows that the warp's keys get something of
+
+  // Tiles of 64 rows one after another, of one head those of its columns beside each other.
+  __device__ CatOwnPass(const CatOwnCall& given, Keys& tile) : p(given.call), list(given.list), tile(tile) {
+    const auto parts = static_cast<unsigned>(list.parts), heads = static_cast<unsigned>(p.shape.heads),
+               all = parts * heads * static_cast<unsigned>(p.shape.chunks.batch), of = blockIdx.x % all;
+    part = static_cast<int>(of % parts), head = static_cast<int>(of / parts % heads);
+    batch = of / parts / heads;
+    tile.column = part * Keys::kColumns;
+    row = static_cast<int>(blockIdx.x / all) * kCatBlock;
+    rows = min(kCatBlock, p.shape.rows - row);
+    tiles = static_cast<int>(divide_up(end_of(row + rows - 1) - row, kQueries));
+    first = row + 16 * warp_index();
+    last = end_of(min(first + 15, p.shape.rows - 1)) - 1;
+  }
+
+  // One past the last row of a row's chunk.
+  __device__ int end_of(int at) const { return min((at / p.shape.size + 1) * p.shape.size, p.shape.rows); }
+  __device__ int row_at(int i) const { return row + i % tiles * kQueries; }
+  __device__ void load(int i) const {
+    tile.load_queries(i, p.q, p.dout, p.queries, batch, row_at(i), head * p.shape.group() + i / tiles);
+  }
+
+  // Sixteen by sixteen: of chunks of 16 a sixteen of keys meets one.
+  __device__ void meet(int i) const {
+    if (first >= p.shape.rows) return;
+    const int end[2] = {end_of(first + lane_row()), end_of(first + lane_row() + 8)};
+#pragma unroll 1
+    for (int j = 0; j < kQueries; j += 16) {
+      const int query = row_at(i) + j;
+      if (query + 15 < first || query > last) continue;
+      tile.template add<2>(i, j, [&](int half, int at, const CatQuery&) {
+        return first + lane_row() + 8 * half <= query + at && query + at < end[half];
+      });
+    }
+  }
+
+  __device__ void add() {
+    const int all = tiles * p.shape.group();
+    tile.begin();
+    tile.load_keys(p.k, p.v, batch, row, 1, rows, head);
+    load(0);
+    for (int i = 0; i < all; ++i) {
+      if (i + 1 < all) {
+        load(i + 1);
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
+      }
+      __syncthreads();
+      meet(i);
+      __syncthreads();
+    }
+  }
+
+  // The sums of header h, row lane_row() + 8 i of the warp's.
+  __device__ void add_sums(int i, int h) const {
+    const int64_t block = h / list.headers;
+    if (block >= list.blocks) return;
+    const int64_t of = (batch * p.shape.heads + head) * list.parts + part, item = of * list.blocks + block;
+    const int64_t begin = of * list.each + list.before(block), end = begin + list.of(block);
+    for (int64_t run = begin / list.run; run * list.run < end; ++run) {
+      const float* at = p.partials + list.place(run, item) + h % list.headers * Keys::kColumns + lane_col();
+#pragma unroll
+      for (int n = 0; n < Keys::kColumns / 8; ++n) {
+        const auto k = *reinterpret_cast<const float2*>(at + 8 * n),
+                   v = *reinterpret_cast<const float2*>(at + 8 * n + list.size() / 2);
+        tile.dk.at[n][2 * i] += k.x, tile.dk.at[n][2 * i + 1] += k.y;
+        tile.dv.at[n][2 * i] += v.x, tile.dv.at[n][2 * i + 1] += v.y;
+      }
+    }
+  }
+
+  __device__ void store() const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = first + lane_row() + 8 * i;
+      if (at < p.shape.rows && at % p.shape.size == 0) add_sums(i, at / p.shape.size);
+    }
+    scale_rows(tile.dk, {p.shape.scale, p.shape.scale});
+    // By way of the warp's keys and values, which have been read.
+    put(tile.keys(), tile.dk, p.dk, p.shape.D);
+    put(tile.values(), tile.dv, p.dv, p.shape.V);
+  }
+
+ private:
+  __device__ void put(const typename Keys::KeyRows& by, const Sums<Keys::kColumns / 8>& sums,
+                      const Out<4>& to, int width) const {
+    Operand<Keys::kColumns / 16> rounded;
+    round_to<T>(rounded, sums);
+    store_blocks(by, 16 * warp_index(), 0, rounded);
+    __syncwarp();
+    store_rows<kCatWarps>(by, row_of<T>(to, batch, row, head) + tile.column, to.stride[1], rows,
+                          min(width - tile.column, Keys::kColumns), warp_index());
+  }
+};
+
+template <typename T, int Tile>
+__global__ void __launch_bounds__(kCatThreads)
+    cat_own_gradients_kernel(const __grid_constant__ CatOwnCall p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  CatKeyTile<T, Tile> tile(p.call.shape, shared, own_stages<Tile>(p.call.shape));
+  CatOwnPass<T, Tile> pass(p, tile);
+  pass.add();
+  pass.store();
+}
+
+template <typename T, int Tile>
+cudaError_t launch_cat_own_gradients(const CatOwnGradients& call, cudaStream_t stream) {
+  const auto& shape = call.shape;
+  const CatOwnCall p{
+      call, CatHeaderList(shape, Tile, call.groups ? group_header_tiles<Tile>() : header_tiles<Tile>())};
+  const int64_t blocks =
+      divide_up(shape.rows, kCatBlock) * shape.chunks.batch * shape.heads * (Tile / kCatColumns<Tile>);
+  return launch_cat<cat_own_gradients_kernel<T, Tile>>(
+      p, blocks, kCatThreads, CatKeyTile<T, Tile>::bytes(own_stages<Tile>(shape)), stream);
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,180 @@
+// dq of a tile of queries, and what the kernels of keys need to know of them.
+#pragma once
+
+#include "cat_attention/keys.cuh"
+#include "cat_attention/launch.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels {
+
+enum CatQueryOperand : int { kCatQ, kCatDout, kCatQueryOperands };
+
+template <typename T, int Tile>
+struct CatQueryPass {
+  static constexpr int kRows = 16 * kCatWarps, kKeys = kCatKeys<Tile>;
+  using Queries = CatQueryTile<T, Tile, kRows, kCatQueryOperands>;
+  static_assert(2 * Queries::KeyRows::kBytes >= Queries::QueryRows::kBytes);
+
+  const CatQueryGradients& p;
+  const Queries& tile;
+  int from;     // the warp's first row of the tile
+  float scale;  // scores in units of log2
+  float lse[2], delta[2];
+  Sums<Tile / 8> dq;
+
+  __device__ CatQueryPass(const CatQueryGradients& p, const Queries& tile)
+      : p(p), tile(tile), from(16 * warp_index()), scale(p.shape.scale * kLog2E) {
+    fill(dq, 0.f);
+  }
+
+  // O of the tile, in the place of the second block of keys.
+  __device__ typename Queries::QueryRows output() const { return {tile.keys(1).data}; }
+
+  // delta = sum over V of dO * O, and the numbers of the queries to memory.
+  __device__ void describe() {
+    float sum[2] = {0.f, 0.f};
+#pragma unroll 4
+    for (int col = 0; col < Tile; col += 16) {
+      uint32_t a[4], b[4];
+      load_block(a, tile.queries(kCatDout), from, col);
+      load_block(b, output(), from, col);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = unpaired<T>(a[i]), y = unpaired<T>(b[i]);
+        sum[i & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, sum[i & 1]));
+      }
+    }
+    const CatRows rows(tile.seen, from);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      delta[i] = sum_over_row(sum[i]);
+      lse[i] = 0.f;
+      const int row = from + lane_row() + 8 * i;
+      if (row >= tile.plan.rows) continue;
+      const int64_t at = offset_of(p.lse, tile.plan.batch, tile.plan.row + row, tile.plan.head);
+      lse[i] = static_cast<const float*>(p.lse.data)[at] * kLog2E;
+      if (lane_col() > 0) continue;
+      CatQuery* queries = p.queries + (tile.plan.batch * p.shape.query_heads + tile.plan.head) * p.shape.rows;
+      queries[tile.plan.row + row] = {lse[i], delta[i], rows.first[i], rows.chunk[i]};
+    }
+  }
+
+  // N sums of S and dP: S becomes dA = P * (dP - delta), P = e^{scale S - lse}.
+  template <int N, class Seen>
+  __device__ void gradients(Sums<N>& s, const Sums<N>& dp, const Seen& seen) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float weight = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1]));
+        s.at[n][e] = seen(n, e) ? weight * (dp.at[n][e] - delta[e >> 1]) : 0.f;
+      }
+    }
+  }
+
+  // Rows of the warp's own chunks, sixteen by sixteen.
+  __device__ void own(int block) {
+    const CatWarp warp(tile, from, 16);
+    const CatRows rows(tile.seen, from);
+    for_own<kKeys>(tile.shape, tile.first_of(block), warp.common, warp.last, [&](int i, int key) {
+      Sums<2> s, dp;
+      fill(s, 0.f), fill(dp, 0.f);
+#pragma unroll
+      for (int col = 0; col < Tile; col += 16) {
+        uint32_t a[4];
+        load_block(a, tile.queries(kCatQ), from, col);
+        add_product_transposed<T>(s, a, tile.keys(block), 16 * i, col);
+        load_block(a, tile.queries(kCatDout), from, col);
+        add_product_transposed<T>(dp, a, tile.values(block), 16 * i, col);
+      }
+      bool seen[2][4];
+      for_pairs(rows, tile.shape, warp.first, key, [&](int n, int e, bool is) { seen[n][e] = is; });
+      gradients(s, dp, [&](int n, int e) { return seen[n][e]; });
+      Operand<1> rounded;
+      round_to<T>(rounded, s);
+      add_product<T>(dq, rounded, tile.keys(block), 16 * i);
+    });
+  }
+
+  // A block of headers, of which all rows read all, or some.
+  template <bool All>
+  __device__ void headers(int block) {
+    Sums<kKeys / 8> s, dp;
+    fill(s, 0.f), fill(dp, 0.f);
+#pragma unroll
+    for (int col = 0; col < Tile; col += 16) {
+      uint32_t a[4];
+      load_block(a, tile.queries(kCatQ), from, col);
+      add_product_transposed<T>(s, a, tile.keys(block), 0, col);
+    }
+#pragma unroll
+    for (int col = 0; col < Tile; col += 16) {
+      uint32_t a[4];
+      load_block(a, tile.queries(kCatDout), from, col);
+      add_product_transposed<T>(dp, a, tile.values(block), 0, col);
+    }
+    const CatRows rows(tile.seen, from);
+    const int first = tile.first_of(block) + lane_col();
+    gradients(s, dp, [&](int n, int e) { return All || rows.header(e >> 1, first + 8 * n + (e & 1)); });
+    Operand<kKeys / 16> rounded;
+    round_to<T>(rounded, s);
+    add_product<T>(dq, rounded, tile.keys(block));
+  }
+
+  __device__ void meet(int block) {
+    if (from >= tile.plan.rows) return;
+    if (tile.is_own(block)) {
+      own(block);
+      return;
+    }
+    const CatWarp warp(tile, from, 16);
+    const int first = tile.first_of(block);
+    if (warp.reads_all(first, kKeys)) {
+      headers<true>(block);
+    } else if (warp.reads_headers(first, kKeys)) {
+      headers<false>(block);
+    }
+  }
+
+  // dQ = scale dA K, by way of the warp's queries, which have been read.
+  __device__ void store() {
+    scale_rows(dq, {p.shape.scale, p.shape.scale});
+    Operand<Tile / 16> rounded;
+    round_to<T>(rounded, dq);
+    store_blocks(tile.queries(kCatQ), from, 0, rounded);
+    __syncwarp();
+    store_rows<kCatWarps>(tile.queries(kCatQ),
+                          row_of<T>(p.dq, tile.plan.batch, tile.plan.row, tile.plan.head), p.dq.stride[1],
+                          tile.plan.rows, p.shape.D, warp_index());
+  }
+};
+
+template <typename T, int Tile>
+__global__ void __launch_bounds__(kCatThreads)
+    cat_query_gradients_kernel(const __grid_constant__ CatQueryGradients p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  using Pass = CatQueryPass<T, Tile>;
+  const typename Pass::Queries tile(p.shape, shared);
+  Pass pass(p, tile);
+  tile.load_queries(kCatQ, p.q, p.shape.D);
+  tile.load_queries(kCatDout, p.dout, p.shape.V);
+  load_async<kCatThreads>(pass.output(), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
+                          p.o.stride[1], tile.plan.rows, p.shape.V, threadIdx.x);
+  commit_copies();
+  tile.load_keys(0, p.k, p.v);
+  wait_copies<1>();
+  __syncthreads();
+  pass.describe();
+  __syncthreads();
+  tile.for_keys(p.k, p.v, [&](int block) { pass.meet(block); });
+  pass.store();
+}
+
+template <typename T, int Tile>
+cudaError_t launch_cat_query_gradients(const CatQueryGradients& p, cudaStream_t stream) {
+  using Pass = CatQueryPass<T, Tile>;
+  return launch_cat<cat_query_gradients_kernel<T, Tile>>(p, query_blocks(p.shape, Pass::kRows), kCatThreads,
+                                                         Pass::Queries::kBytes, stream);
+}
+
+}  // namespace girih::kernels

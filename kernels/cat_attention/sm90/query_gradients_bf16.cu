@@ -1,0 +1,10 @@
+#include "cat_attention/sm90/query_gradients.cuh"
+
+namespace girih::kernels {
+
+template cudaError_t try_cat_group_query_gradients<__nv_bfloat16, 64>(const CatQueryGradients&, cudaStream_t,
+                                                                      bool&);
+template cudaError_t try_cat_group_query_gradients<__nv_bfloat16, 128>(const CatQueryGradients&, cudaStream_t,
+                                                                       bool&);
+
+}  // namespace girih::kernels

@@ -1,0 +1,83 @@
+// What the blocks of warpgroups have in common: two warpgroups multiply, 64 rows each, and a warp of a third
+// brings boxes of what they read.
+#pragma once
+
+#include "cat_attention/sm90/plan.cuh"
+#include "tile/grid.h"
+#include "tile/row_store.h"
+#include "tile/warpgroup.h"
+
+namespace girih::kernels {
+
+constexpr int kCatGroupThreads = 384, kCatGroupWarps = 8;
+constexpr int kCatGroupBytes = 227 * 1024;  // of shared memory, at most
+
+// In a kernel: whether it is there. It is empty where has_warpgroups() says that it is not.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+constexpr bool kCatGroups = true;
+#else
+constexpr bool kCatGroups = false;
+#endif
+
+// Registers of a thread that multiplies, and of one of the others.
+template <int Multiplier, int Loader>
+struct CatGroupRegisters {
+  static constexpr int kMultiplier = Multiplier, kLoader = Loader;
+  // No more than the block begins with: 168 each.
+  static_assert(128 * (2 * Multiplier + Loader) <= 168 * kCatGroupThreads);
+};
+
+// All columns of some rows.
+template <class Rows>
+__device__ inline void copy_rows(const Rows& to, const Boxes& boxes, BoxPlace at, uint64_t* barrier) {
+#pragma unroll
+  for (int col = 0; col < Rows::kCols; col += 64) {
+    copy_box(shared_address(to.block(col).data), boxes, {col, at.row, at.head, at.batch}, barrier);
+  }
+}
+
+// f, by the multipliers, and load, by one thread, once the barriers are there.
+template <class Registers, class Init, class Load, class Multiply>
+__device__ inline void run_groups(const Init& init, const Load& load, const Multiply& multiply) {
+  if (threadIdx.x == 0) {
+    init();
+    publish_barriers();
+  }
+  __syncthreads();
+  if (warp_index() >= kCatGroupWarps) {
+    leave_registers<Registers::kLoader>();
+    if (threadIdx.x == 32 * kCatGroupWarps) load();
+    return;
+  }
+  take_registers<Registers::kMultiplier>();
+  multiply();
+}
+
+// What the lane's two rows of sixteen, from `row` on, read.
+__device__ inline CatRows rows_seen(const CatShape& shape, int batch, int row) {
+  CatRows rows;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const CatSeen seen = cat_seen(shape, batch, row + lane_row() + 8 * i);
+    rows.first[i] = seen.first, rows.chunk[i] = seen.chunk;
+  }
+  return rows;
+}
+
+// Row i of the lane's two, times `by`, to `to`: packs of 16 bytes. Times 0 whatever is 0.
+template <typename T, int N>
+__device__ inline void store_row(T* to, const Sums<N>& x, int i, float by, int width, bool is) {
+#pragma unroll
+  for (int n = 0; n < N; n += 4) {
+    uint32_t pack[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      pack[j] = by == 0.f ? 0 : pair_of<T>(x.at[n + j][2 * i] * by, x.at[n + j][2 * i + 1] * by);
+    }
+    turn_quad(pack);
+    const int col = 8 * (n + (lane() & 3));
+    if (is && col < width) store_pack(to + col, pack);
+  }
+}
+
+}  // namespace girih::kernels

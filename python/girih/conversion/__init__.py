@@ -1,0 +1,19 @@
+"""Models of transformers with girih's mixers in the place of their attention, or beside it."""
+
+from girih.conversion.config import Injection, Replacement
+from girih.conversion.convert import Conversion, inject, replace_attention
+from girih.conversion.liza import LinearPath, Liza
+from girih.conversion.loading import from_pretrained
+from girih.conversion.schedule import MixSchedule
+
+__all__ = [
+    "Conversion",
+    "Injection",
+    "LinearPath",
+    "Liza",
+    "MixSchedule",
+    "Replacement",
+    "from_pretrained",
+    "inject",
+    "replace_attention",
+]

@@ -1,0 +1,215 @@
+"""Attention modules of transformers that girih computes, or computes beside.
+
+A converted module stays the object it was, with its weights under their names; its class becomes one made of
+its own and of one here, and its new part is its submodule `girih`.
+"""
+
+import functools
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+from torch import Tensor, nn
+
+from girih.conversion.cache import AttentionStateLayer
+from girih.conversion.config import Injection, Replacement
+from girih.conversion.projections import Projections, Recording
+from girih.nn import Attention, MixState
+from girih.nn.attention_call import (
+    OF_TOKENS,
+    attend,
+    cache_of,
+    refuse_packed,
+    refuse_pages,
+    state_layer,
+    tokens_of,
+)
+
+PART = "girih"
+MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, which a window can cut
+
+
+class ConvertedAttention(nn.Module):
+    """What all kinds have: `original`, the class the module had, and `order`, its forward's arguments."""
+
+    how: ClassVar[str]
+    original: ClassVar[type[nn.Module]]
+    order: ClassVar[tuple[str, ...]]
+
+    projections: Projections
+    layer_idx: int
+
+    def __reduce__(self):
+        """A class that is made of two has no name to be found by."""
+        kind = next(kind for kind in type(self).__mro__[1:] if issubclass(kind, ConvertedAttention))
+        return empty, (kind, self.original), vars(self)
+
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments behind hidden_states, by their names."""
+        return dict(zip(self.order[1:], args, strict=False)) | kwargs
+
+
+class ReplacedLayer(ConvertedAttention):
+    """A mixer in the place of `girih.nn.Attention`, whose call it takes."""
+
+    how = "Replaced"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        return self.girih(x, *args, **kwargs)
+
+
+class InjectedLayer(ConvertedAttention):
+    """`girih.nn.Attention` with a linear path mixed in. Its keys are its state's, and grow."""
+
+    how = "Injected"
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: MixState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, MixState | None]:
+        base_state, path_state = state or (None, None)
+        softmax = Recording(self, self.projections.qkv)
+        base, base_state = self.original.forward(
+            softmax, x, attention_mask, base_state, use_cache, cu_seqlens
+        )
+        qkv = self.projections.joined(self, softmax.outputs())
+        out = getattr(self, self.projections.out)
+        y, path_state = self.girih(base, qkv, out, attention_mask, path_state, use_cache, cu_seqlens)
+        return y, MixState(base_state, path_state) if use_cache else None
+
+
+class ReplacedAttention(ConvertedAttention):
+    """A mixer of girih's in the place of attention, reading what attention's projections give."""
+
+    how = "Replaced"
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return attend(self.girih, hidden_states, self.layer_idx, **self.named(args, kwargs))
+
+
+class InjectedAttention(ConvertedAttention):
+    """Attention as it was, with a linear path of the same q, k and v mixed in (`Liza`).
+
+    max_self_attn_length: how many tokens attention itself sees; None: as many as before.
+    """
+
+    how = "Injected"
+    max_self_attn_length: int | None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call = self.named(args, kwargs)
+        refuse_pages(call)
+        said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+        for name in ("girih_tokens", "cu_seqlens"):  # not the original's
+            call.pop(name, None)
+        cache, mask = cache_of(call), call.get("attention_mask")
+        place = None
+        if cache is not None:
+            window = self.max_self_attn_length
+            place = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
+        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **said)
+        if self.max_self_attn_length is not None:
+            kept = 0 if place is None else place.kept
+            call["attention_mask"] = self.windowed(mask, hidden_states, kept)
+        softmax = Recording(self, self.projections.qkv)
+        base, *rest = self.original.forward(softmax, hidden_states, **call)
+        options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
+        if place is not None:
+            refuse_packed(tokens)
+            options |= {"state": place.state, "use_cache": True}
+        qkv = self.projections.joined(self, softmax.outputs())
+        y, state = self.girih(base, qkv, getattr(self, self.projections.out), **options)
+        if place is not None:
+            place.advance(state, hidden_states.shape[1])
+        return y, *rest
+
+    def windowed(self, mask: Tensor | None, x: Tensor, kept: int) -> Tensor | None:
+        """A mask over the keys that are kept, `[B, heads, T, kept + T]`, in which a token sees a window only.
+
+        mask: as attention would get it, over all keys; None: a token sees those up to itself.
+        """
+        implementation = self.config._attn_implementation
+        if implementation not in MASKED:
+            raise ValueError(
+                f"max_self_attn_length: attn_implementation is {implementation!r}; expected one of "
+                f"{', '.join(MASKED)}, whose masks are tensors"
+            )
+        T, window = x.shape[1], self.max_self_attn_length
+        keys = kept + T
+        if mask is not None:
+            mask = mask[..., -keys:]
+        if keys <= window:
+            return mask
+        key = torch.arange(keys, device=x.device)
+        query = key[kept:, None]
+        see = ((key <= query) & (key > query - window))[None, None]
+        if mask is None:
+            mask = torch.ones_like(see) if implementation == "sdpa" else torch.zeros_like(see, dtype=x.dtype)
+        # The least number, as transformers has it, and not -inf: a token that sees nothing gives no NaN.
+        return mask & see if mask.dtype == torch.bool else mask.masked_fill(~see, torch.finfo(mask.dtype).min)
+
+
+@functools.cache
+def converted_class(kind: type[ConvertedAttention], original: type[nn.Module]) -> type[ConvertedAttention]:
+    order = tuple(inspect.signature(original.forward).parameters)[1:]
+    name = kind.how + original.__name__
+    return type(name, (kind, original), {"original": original, "order": order, "__module__": kind.__module__})
+
+
+def empty(kind: type[ConvertedAttention], original: type[nn.Module]) -> ConvertedAttention:
+    """A converted module without anything in it, which a pickle or a copy fills."""
+    return nn.Module.__new__(converted_class(kind, original))
+
+
+def convert(
+    attention: nn.Module, told: Injection | Replacement, projections: Projections, part: nn.Module
+) -> None:
+    own = isinstance(attention, Attention)
+    if isinstance(told, Replacement):
+        kind = ReplacedLayer if own else ReplacedAttention
+    else:
+        kind = InjectedLayer if own else InjectedAttention
+        attention.max_self_attn_length = told.max_self_attn_length
+    hook = without_hook(attention)
+    attention.__class__ = converted_class(kind, type(attention))
+    attention.projections = projections
+    setattr(attention, PART, part)
+    with_hook(attention, hook)
+
+
+def restore(attention: nn.Module) -> None:
+    hook = without_hook(attention)
+    original = type(attention).original
+    delattr(attention, PART)
+    del attention.projections
+    attention.__dict__.pop("max_self_attn_length", None)
+    attention.__class__ = original
+    with_hook(attention, hook)
+
+
+def refuse_replaced_forward(attention: nn.Module) -> None:
+    """A forward of the module's own would go on being called in place of its new class's."""
+    if "forward" in vars(attention) and not hasattr(attention, "_hf_hook"):
+        raise ValueError(
+            f"model: the forward of a {type(attention).__name__} has been replaced, in the module itself; "
+            "convert the model before that"
+        )
+
+
+def without_hook(attention: nn.Module) -> Any:
+    """Takes off what accelerate has put around a module's forward, and returns it."""
+    hook = getattr(attention, "_hf_hook", None)
+    if hook is not None:
+        remove_hook_from_module(attention)
+        del attention.forward  # which it leaves there: the old class's, bound
+    return hook
+
+
+def with_hook(attention: nn.Module, hook: Any) -> None:
+    if hook is not None:
+        add_hook_to_module(attention, hook)

@@ -1,0 +1,169 @@
+"""What a conversion is told, and what is saved with the model of it."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from girih.models.config import GirihConfig
+from girih.nn import MIXERS
+from girih.nn.masking import RecurrentLayer
+from girih.ops import words
+
+VIRTUAL_TOKENS = ("derivative", "rotary", "both")
+GATES = ("k", "v", "kv")
+GATES_PER = ("channel", "head")
+POOLS = ("past", "window")
+INJECTED = ("delta_product",)
+# What a mixer has to have as its projections for those of an attention to start it.
+PROJECTIONS = (("qkv_proj", "o_proj"), ("qk_proj", "v_proj", "o_proj"))
+# Of an attention these are its own, whatever a configuration could say.
+_SIZES = ("num_kv_heads", "head_dim")
+
+
+@functools.cache
+def replacing() -> tuple[str, ...]:
+    """The mixers that can take attention's place: recurrent ones whose projections an attention has."""
+
+    def fits(name: str) -> bool:
+        layer = MIXERS[name].build(GirihConfig(mixer=name, num_hidden_layers=1, hidden_size=8, num_heads=1))
+        return isinstance(layer, RecurrentLayer) and projections_of(layer) is not None
+
+    with torch.device("meta"):
+        return tuple(name for name in MIXERS if fits(name))
+
+
+def projections_of(layer: nn.Module) -> tuple[str, ...] | None:
+    return next((names for names in PROJECTIONS if all(hasattr(layer, name) for name in names)), None)
+
+
+def one_of(name: str, value: Any, expected: tuple) -> None:
+    if value not in expected:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, expected))}")
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not fits or (most is not None and value > most):
+        expected = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} is {value!r}; expected a whole number, {expected}")
+
+
+def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
+    """layers as a tuple; JSON has lists."""
+    if layers is None:
+        return None
+    given = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
+        raise ValueError(f"layers is {layers!r}; expected indices of layers, from 0")
+    return given
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What `girih.replace_attention` is told.
+
+    mixer: one of `replacing()`. layers: `layer_idx` of those whose attention goes, by default all.
+    options: of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
+    """
+
+    how: ClassVar[str] = "replace"
+
+    mixer: str = "gsa"
+    layers: tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("mixer", self.mixer, replacing())
+        object.__setattr__(self, "layers", check_layers(self.layers))
+        known = [name for name in MIXERS[self.mixer].fields if name not in _SIZES]
+        for name in self.options:
+            if name not in known:
+                raise ValueError(
+                    f"{name}: {self.mixer} has no such option; expected one of {', '.join(known)}"
+                )
+
+    def mixer_config(self, **sizes: Any) -> GirihConfig:
+        """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit."""
+        return GirihConfig(mixer=self.mixer, num_hidden_layers=1, **(self.options | sizes))
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What `girih.inject` is told: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
+
+    mixer: "delta_product". layers: `layer_idx` of the attention that gets a path, by default all.
+    n: steps a token, 1 to 4; n - 1 of them for virtual tokens.
+    virtual_tokens: "derivative", the m-th difference of k and v over time, divided by 2^m (eq. 22); "rotary",
+        their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k, the first step once more;
+        "both", the mean of the two.
+    gate: of what the step sizes are the sigmoid of the causal mean (eq. 5): "k", "v", or "kv" for the product
+        of both. pool: that mean is over the "past" or a "window" of the last three tokens. gate_per: a step
+        size for every "channel", or for every "head" their mean, for which delta_product has tensor cores.
+    between_chunks: None, "gelu" or "tanh", applied to the memory after every `chunk` tokens (eq. 24).
+    weight: m, of the linear path, 0 to 1; learned: it is a parameter of each layer, weight its start; cross:
+        the product of both paths comes on top (eq. 7, 8).
+    max_self_attn_length: how many tokens the softmax path sees, itself among them; None: all.
+    """
+
+    how: ClassVar[str] = "inject"
+
+    mixer: str = "delta_product"
+    layers: tuple[int, ...] | None = None
+    n: int = 2
+    virtual_tokens: str = "derivative"
+    gate: str = "k"
+    gate_per: str = "channel"
+    pool: str = "past"
+    between_chunks: str | None = None
+    chunk: int = 64
+    weight: float = 0.5
+    learned: bool = False
+    cross: bool = False
+    max_self_attn_length: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        one_of("mixer", self.mixer, INJECTED)
+        object.__setattr__(self, "layers", check_layers(self.layers))
+        whole("n", self.n, 1, 4)
+        one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
+        one_of("gate", self.gate, GATES)
+        one_of("gate_per", self.gate_per, GATES_PER)
+        one_of("pool", self.pool, POOLS)
+        one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
+        whole("chunk", self.chunk, 1, 64)
+        if self.max_self_attn_length is not None:
+            whole("max_self_attn_length", self.max_self_attn_length, 1)
+        if not 0.0 <= self.weight <= 1.0 or (self.learned and self.weight in (0.0, 1.0)):
+            raise ValueError(
+                f"weight is {self.weight}; expected a number from 0 to 1, and between them if it is learned"
+            )
+        if not 0.0 <= self.norm_eps < float("inf"):
+            raise ValueError(f"norm_eps is {self.norm_eps}; expected a number, 0 or more")
+
+
+HOW = {kind.how: kind for kind in (Replacement, Injection)}
+
+
+def to_json(told: Replacement | Injection) -> dict[str, Any]:
+    """As the entry of config.json."""
+    return {"how": told.how} | asdict(told)
+
+
+def from_json(saved: Any) -> Replacement | Injection:
+    if not isinstance(saved, dict) or saved.get("how") not in HOW:
+        raise ValueError(
+            f"config.girih holds {saved!r:.80}; expected what girih.inject or replace_attention saved"
+        )
+    kind = HOW[saved["how"]]
+    given = {name: value for name, value in saved.items() if name != "how"}
+    unknown = given.keys() - {f.name for f in fields(kind)}
+    if unknown:
+        raise ValueError(
+            f"config.girih has {', '.join(sorted(unknown))}, which this version of girih does not know"
+        )
+    return kind(**given)

@@ -1,0 +1,236 @@
+"""`girih.replace_attention` and `girih.inject`: models of transformers with girih's mixers, in place."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from girih.conversion.attention import ConvertedAttention, convert, refuse_replaced_forward, restore
+from girih.conversion.config import Injection, Replacement, to_json
+from girih.conversion.liza import Liza
+from girih.conversion.mixer import mixer_of
+from girih.conversion.projections import Projections, find
+from girih.conversion.tokens import TokensForLayers
+from girih.models.base import GirihPreTrainedModel
+
+FIELD = "girih"  # of a model's configuration
+
+
+class Conversion:
+    """What `replace_attention` or `inject` has done to a model: `layers` by name, `told`, and `undo()`.
+
+    At the end of a `with` it is undone.
+    """
+
+    def __init__(self, model: nn.Module, told: Replacement | Injection):
+        self.told, self.model = told, outermost(model)
+        adapted = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+        if adapted and isinstance(told, Replacement):
+            raise ValueError(
+                "model is one of peft's, which would not save the mixers' weights; call replace_attention "
+                'first, then get_peft_model with modules_to_save=["girih"]'
+            )
+        if adapted and told.learned:
+            raise ValueError(
+                "learned: model is one of peft's, which would not save the weight; call inject first, then "
+                'get_peft_model with modules_to_save=["girih"]'
+            )
+        if getattr(told, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
+            raise ValueError("max_self_attn_length: girih's own attention has no window")
+        self.layers: dict[str, nn.Module] = {}
+        found = attention_of(self.model, told.layers)
+        if not any(isinstance(module, ConvertedAttention) for module in self.model.modules()):
+            own_config(model, self.model.config)
+        # All is made, and refused if it has to be, before anything changes.
+        parts = [self._part(attention, sizes, trains=not adapted) for attention, sizes in found.values()]
+        for (name, (attention, sizes)), part in zip(found.items(), parts, strict=True):
+            convert(attention, told, sizes, part)
+            self.layers[name] = attention
+        self._hooks = [
+            owner.register_forward_pre_hook(TokensForLayers(owner), with_kwargs=True)
+            for owner in owners(self.model, self.layers.values())
+            if not isinstance(owner, GirihPreTrainedModel)  # whose layers are told
+        ]
+        config = self.model.config
+        setattr(config, FIELD, [*(getattr(config, FIELD, None) or []), to_json(told)])
+        self.model._is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
+
+    def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
+        refuse_replaced_forward(attention)
+        if isinstance(self.told, Replacement):
+            part = mixer_of(attention, sizes, self.told)
+        else:
+            part = Liza(sizes, self.told)
+        weight = getattr(attention, sizes.out).weight
+        dtype = weight.dtype if weight.is_floating_point() else self.model.dtype
+        return part.to(weight.device, dtype).requires_grad_(trains).train(attention.training)
+
+    def undo(self) -> None:
+        """The model as it was, with its weights as they are now. A second time nothing is left to do."""
+        if not self.layers:
+            return
+        for name, attention in self.layers.items():
+            if not isinstance(attention, ConvertedAttention) or "original" not in vars(type(attention)):
+                raise ValueError(
+                    f"undo: {name} has become a {type(attention).__name__} since; undo that first"
+                )
+        for attention in self.layers.values():
+            restore(attention)
+        for hook in self._hooks:
+            hook.remove()
+        self.layers = {}
+        left = list(getattr(self.model.config, FIELD))
+        left.remove(to_json(self.told))
+        setattr(self.model.config, FIELD, left)
+        if not left:
+            delattr(self.model.config, FIELD)
+            del self.model._is_stateful  # and the class says it
+
+    def __enter__(self) -> "Conversion":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"Conversion of {len(self.layers)} layers by {self.told}"
+
+
+def outermost(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers in what wraps it, or the model itself."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"model is a {type(model).__name__}; expected a model of transformers, wrapped or not")
+
+
+def own_config(model: nn.Module, config: PretrainedConfig) -> None:
+    """Gives a model a configuration of its own: two models may have been made from one, and only one of them
+    is to be converted."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PretrainedConfig) and id(value) in copies:
+                own = copies[id(value)]
+                own.__dict__.pop(FIELD, None)
+                setattr(module, name, own)
+
+
+def attention_of(
+    model: PreTrainedModel, layers: tuple[int, ...] | None
+) -> dict[str, tuple[nn.Module, Projections]]:
+    """The attention modules that can be converted, by name, of those whose `layer_idx` is among `layers`."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"model is a {type(model).__name__}, with an encoder; expected a decoder alone")
+    found, reasons = {}, {}
+    for name, module in model.named_modules():
+        chosen = layers is None or getattr(module, "layer_idx", None) in layers
+        if isinstance(module, ConvertedAttention):
+            if chosen:
+                raise ValueError(
+                    f"model has been converted at {name}; undo that first, or leave it out of layers"
+                )
+            continue
+        sizes = find(module)
+        if isinstance(sizes, Projections):
+            found[name] = module, sizes
+        elif "Attention" in type(module).__name__:
+            reasons.setdefault(type(module).__name__, sizes)
+    told = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    if not found:
+        raise ValueError(
+            f"model is a {type(model).__name__} without attention that can be converted"
+            + f" ({told})" * bool(told)
+        )
+    if layers is None:
+        return found
+    there = {module.layer_idx for module, _ in found.values()}
+    if missing := set(layers) - there:
+        raise ValueError(
+            f"layers has {', '.join(map(str, sorted(missing)))}; attention that can be converted is at "
+            f"{', '.join(map(str, sorted(there)))}" + f" ({told})" * bool(told)
+        )
+    return {name: (module, sizes) for name, (module, sizes) in found.items() if module.layer_idx in layers}
+
+
+def owners(model: PreTrainedModel, layers: Iterable[nn.Module]) -> list[PreTrainedModel]:
+    """The innermost models around the layers, whose forward reads the masks that theirs are made of."""
+    inside = {}
+    for module in model.modules():  # outer ones come first
+        if isinstance(module, PreTrainedModel):
+            inside |= {id(child): module for child in module.modules()}
+    return list({id(owner): owner for layer in layers if (owner := inside[id(layer)])}.values())
+
+
+def replace_attention(
+    model: nn.Module, mixer: str = "gsa", *, layers: Iterable[int] | None = None, **options: Any
+) -> Conversion:
+    """Attention gives way to a recurrent mixer that starts from its q, k, v and output projections, in place.
+
+    The projections stay the attention's, under their names, with their biases, norms and adapters, and the
+    mixer reads and writes through them; what it has beside (gates, convolutions, norms) is its submodule
+    `girih`, new and random, so the model needs training (Zhang et al. 2024, section 3.3). It has no rotary
+    positions, and a cache that does not grow.
+
+    model: a decoder of transformers, or what wraps it. Attention is found by its projections' names: q_proj,
+        k_proj, v_proj, or fused c_attn, qkv_proj; and o_proj, dense, c_proj or out_proj.
+    mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis
+        or lattice.
+    layers: `layer_idx` of the attention that goes, by default all of it; fewer make a hybrid.
+    options: the mixer's, by the names that `GirihConfig` has for them: num_slots, n, gated, conv_size, ...
+
+    Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
+    `girih.from_pretrained` loads it.
+
+    Raises ValueError, which names the argument: a model without such attention, a mixer or an option that is
+    not known, layers that are not there or are converted already.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes))
+    >>> conversion = replace_attention(model, mixer="gsa", num_slots=8)
+    >>> model(torch.randint(64, (2, 12))).logits.shape, sorted(conversion.layers)
+    (torch.Size([2, 12, 64]), ['model.layers.0.self_attn', 'model.layers.1.self_attn'])
+    """
+    return Conversion(model, Replacement(mixer, layers, options))
+
+
+def inject(
+    model: nn.Module, mixer: str = "delta_product", *, layers: Iterable[int] | None = None, **options: Any
+) -> Conversion:
+    """Attention stays, and gets a linear path beside it that reads the same q, k and v (LiZA), in place.
+
+        y = (1 - m) attention(x) + m W_o RMSNorm(delta_product(q, k, v))          TPTT: Furfaro 2025, eq. 7
+
+    The path shares every projection, so a layer's only new parameter is its norm, and adapters on q_proj or
+    o_proj serve both. The weight m is a buffer, which `MixSchedule` moves during training, or learned. At
+    m = 0 the model computes what it did, bit for bit.
+
+    model: as `replace_attention` takes it.
+    mixer: "delta_product".
+    layers: `layer_idx` of the attention that gets a path, by default all.
+    options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks,
+        chunk, weight, learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs
+        the same memory wherever it stands.
+
+    Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
+    `girih.from_pretrained` loads it.
+
+    Raises ValueError, which names the argument.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes))
+    >>> conversion = inject(model, n=2, virtual_tokens="derivative", weight=0.25)
+    >>> model(torch.randint(64, (2, 12))).logits.shape, model.model.layers[0].self_attn.girih.weight.item()
+    (torch.Size([2, 12, 64]), 0.25)
+    """
+    known = [field.name for field in fields(Injection) if field.name not in ("mixer", "layers")]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
+    return Conversion(model, Injection(mixer, layers, **options))

@@ -1,0 +1,202 @@
+"""LiZA: a linear path that reads the same q, k and v as attention, and MaG, which mixes the two (TPTT)."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih.conversion.config import Injection
+from girih.conversion.projections import Projections
+from girih.nn import MemoryAsGate, RMSNorm
+from girih.nn.layer import at_least_fp32
+from girih.nn.masking import RecurrentLayer
+from girih.nn.state import advance
+
+WINDOW = 3  # tokens of a pooled gate
+
+
+class LinearPathState(NamedTuple):
+    """pool: the sum of all k and v that gates are pooled from, `[N, heads, 1, head_dim]`, or the last rows.
+
+    count: `[N]`, tokens so far, where the pool is the past. differences: for each order the row before, of k
+    and v. memory: S, and the position in its chunk.
+    """
+
+    pool: Any
+    count: Tensor | None
+    differences: tuple[Any, ...]
+    memory: Any
+
+
+def unit(x: Tensor) -> Tensor:
+    """SiLU, then length 1 (eq. 4). x `[..., head_dim]`."""
+    return F.normalize(F.silu(x), dim=-1, eps=1e-6)
+
+
+def turned(x: Tensor, angle: float) -> Tensor:
+    """The pairs (2i, 2i + 1) of x `[..., D]` turned by `angle` (eq. 23)."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = math.cos(angle), math.sin(angle)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+
+class LinearPath(RecurrentLayer):
+    """DeltaProduct of an attention's q, k and v, without a projection of its own (Furfaro 2025, section 3).
+
+        beta = sigmoid(mean of k over the past),   q, k, v <- silu(.) / |silu(.)|            eq. 5, 4
+        k_0 = k, v_0 = v;   k_m, v_m: their virtual tokens                                   eq. 22, 23
+        for m < n:  S <- S + k_m (beta * v_m - S^T (beta * k_m))^T
+        o = RMSNorm(S^T q)                                                                   eq. 6
+
+    x `[B, T, (heads + 2 kv_heads) head_dim]`, q, k and v joined as `Projections` gives them -> o
+    `[B, T, heads head_dim]`. The norm takes away every scale of o, so the read has none.
+    """
+
+    def __init__(self, sizes: Projections, told: Injection):
+        super().__init__()
+        self.heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        self.head_dim, self.n, self.virtual_tokens = sizes.head_dim, told.n, told.virtual_tokens
+        self.gate, self.gate_per, self.pool = told.gate, told.gate_per, told.pool
+        self.between_chunks = told.between_chunks
+        self.chunk = told.chunk if told.between_chunks else None
+        if told.n > 1 and told.virtual_tokens != "derivative" and sizes.head_dim % 2:
+            raise ValueError(
+                f"virtual_tokens is {told.virtual_tokens!r}, which turns pairs of channels; heads have "
+                f"{sizes.head_dim}"
+            )
+        self.norm = RMSNorm(sizes.head_dim, told.norm_eps)
+
+    def pooled(
+        self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """The causal mean of x `[B, T, heads, head_dim]`, in fp32, with what the next call needs of it."""
+        options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
+        before = None if state is None else state.pool
+        if self.pool == "window":
+            taps = x.new_full((x.shape[2] * x.shape[3], WINDOW), 1 / WINDOW)
+            mean, pool = advance("short_conv", x.flatten(2), taps, None, state=before, **options)
+            return at_least_fp32(mean.view_as(x)), pool, None
+        # A running sum is linear attention whose keys and queries are the number 1. In bf16 the mean keeps
+        # its digits, as the sum is formed in fp32; in fp16 the sum itself would leave the range.
+        x = x.float() if x.dtype == torch.float16 else x
+        one = x.new_ones(1).expand(*x.shape[:3], 1)
+        total, pool = advance("gla", one, one, x, None, scale=1.0, state=before, **options)
+        rank, count = ranks(x, None if state is None else state.count, cu_seqlens)
+        return at_least_fp32(total) / (rank + 1)[..., None, None], pool, count
+
+    def differences(
+        self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """x `[B, T, heads, head_dim]`, x^(1), ..., x^(n-1), each half the difference of the one before."""
+        taps = x.new_tensor((-0.5, 0.5)).expand(x.shape[2] * x.shape[3], 2)
+        rows, states = [x], []
+        for m in range(1, self.n):
+            before = None if state is None else state.differences[m - 1]
+            row, after = advance(
+                "short_conv",
+                rows[-1].flatten(2),
+                taps,
+                None,
+                state=before,
+                in_place=in_place,
+                cu_seqlens=cu_seqlens,
+            )
+            rows.append(row.view_as(x))
+            states.append(after)
+        return rows, tuple(states)
+
+    def step_sizes(
+        self, qkv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """beta `[B, T, kv_heads, head_dim]` or, a head, `[B, T, kv_heads]`, and what the next call needs."""
+        kv = qkv[:, :, self.heads[0] :]
+        k, v = kv.chunk(2, 2)
+        source = {"k": k, "v": v, "kv": kv}[self.gate]
+        mean, pool, count = self.pooled(source.contiguous(), state, in_place, cu_seqlens)
+        beta = mean.sigmoid()
+        if self.gate == "kv":
+            of_k, of_v = beta.chunk(2, 2)
+            beta = of_k * of_v
+        return beta.mean(-1) if self.gate_per == "head" else beta, pool, count
+
+    def virtual(
+        self, kv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """k and v `[B, T, 2 kv_heads, head_dim]` for each of a token's n steps, and the states."""
+        rows, states, turns = [], (), []
+        if self.virtual_tokens != "rotary":
+            rows, states = self.differences(kv, state, in_place, cu_seqlens)
+        if self.virtual_tokens != "derivative":
+            turns = [turned(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
+        if self.virtual_tokens == "both":
+            rows = [(row + turn) / 2 for row, turn in zip(rows, turns, strict=True)]
+        return rows or turns, states
+
+    def mix(
+        self, x: Tensor, state: LinearPathState | None, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LinearPathState | None]:
+        in_place = use_cache and state is not None
+        qkv = x.unflatten(-1, (-1, self.head_dim))
+        beta, pool, count = self.step_sizes(qkv, state, in_place, cu_seqlens)
+        q, kv = unit(qkv).split((self.heads[0], 2 * self.heads[1]), 2)
+        rows, differences = self.virtual(kv, state, in_place, cu_seqlens)
+        k, v = torch.stack(rows, 2).flatten(1, 2).split(self.heads[1:], 2)  # token by token
+        o, memory = advance(
+            "delta_product",
+            q,
+            k,
+            v,
+            beta.repeat_interleave(self.n, 1),
+            None,
+            n=self.n,
+            scale=1.0,
+            chunk=self.chunk,
+            between_chunks=self.between_chunks,
+            state=None if state is None else state.memory,
+            in_place=in_place,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.norm(o).flatten(-2)
+        return y, LinearPathState(pool, count, differences, memory) if use_cache else None
+
+
+def ranks(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How many tokens of its sequence stand before each of x `[B, T, ...]`, `[B, T]` or `[1, T]`, and how
+    many each sequence has in the end, `[N]`. before `[N]`: those of earlier calls."""
+    B, T = x.shape[:2]
+    token = torch.arange(T, device=x.device)[None]
+    if cu_seqlens is None or cu_seqlens.dim() == 2:  # one sequence a row, from its front
+        length = token.new_full((B,), T) if cu_seqlens is None else cu_seqlens.diff()[:, 0]
+        return (token, length) if before is None else (token + before[:, None], length + before)
+    length = cu_seqlens.diff()
+    sequence = torch.searchsorted(cu_seqlens[1:], token[0], right=True).clamp(max=length.shape[0] - 1)
+    rank = token - cu_seqlens[sequence]
+    return (rank, length) if before is None else (rank + before[sequence], length + before)
+
+
+class Liza(MemoryAsGate):
+    """What `girih.inject` puts beside an attention: its linear path, and the weight m that mixes the two.
+
+    y = (1 - m) attention(x) + m W_o path(q, k, v)          W_o is the attention's own
+    """
+
+    def __init__(self, sizes: Projections, told: Injection):
+        super().__init__(weight=told.weight, learned=told.learned, cross=told.cross)
+        self.path = LinearPath(sizes, told)
+
+    def forward(
+        self,
+        base: Tensor,
+        qkv: Tensor,
+        project: Callable[[Tensor], Tensor] | nn.Module,
+        attention_mask: Tensor | None = None,
+        state: LinearPathState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LinearPathState | None]:
+        """base `[B, T, hidden_size]`, what attention gave for qkv -> the mixture, and the path's state."""
+        o, state = self.path(qkv, attention_mask, state, use_cache, cu_seqlens)
+        return self.mixture(base, project(o)), state

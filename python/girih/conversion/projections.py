@@ -1,0 +1,178 @@
+"""Where an attention module has its projections, by the names that transformers' models give them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from girih.nn import Attention
+from girih.nn.attention_call import CACHES, SequenceLayer
+
+SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
+FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: channels of q, then of k, then of v
+BY_HEAD = ("query_key_value",)  # GPT-NeoX, Bloom: q, k and v of a head, then of the next
+OUT = ("o_proj", "dense", "c_proj", "out_proj")
+NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # Qwen3, Gemma 3, OLMo 2; Phi
+
+
+def width(projection: nn.Module) -> tuple[int, int]:
+    """Its inputs and outputs: of nn.Linear, what quantises or adapts one, and transformers' Conv1D."""
+    if hasattr(projection, "out_features"):
+        return projection.in_features, projection.out_features
+    return projection.nx, projection.nf
+
+
+class Projections(NamedTuple):
+    """The names of an attention's projections and norms, and its sizes.
+
+    qkv: three names, or one if they are fused. out: the output's. norms: of q and k before rotary positions,
+    or None. heads queries of head_dim read kv_heads keys and values; x is `[B, T, hidden_size]`. by_head: the
+    fused projection's channels go head by head.
+    """
+
+    qkv: tuple[str, ...]
+    out: str
+    norms: tuple[str, str] | None
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    by_head: bool = False
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Of q, k and v."""
+        return tuple(n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads))
+
+    def parted(self, fused: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of a fused projection's output, `[B, T, channels]` each."""
+        if self.by_head:
+            fused = fused.unflatten(-1, (self.heads, 3, -1)).transpose(-3, -2).flatten(-3)
+        return fused.split(self.channels, -1)
+
+    def normed(self, attention: nn.Module, parts: dict[int, Tensor]) -> list[Tensor]:
+        """Of q (0), k (1) and v (2) those that are given, as attention has them before rotary positions."""
+        norms = dict(enumerate(self.norms or ()))
+        return [
+            normed(getattr(attention, norms[i]), x, self.head_dim) if i in norms else x
+            for i, x in parts.items()
+        ]
+
+    def joined(self, attention: nn.Module, outputs: list[Tensor]) -> Tensor:
+        """What the projections gave, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`, normed."""
+        if len(outputs) == 1 and self.norms is None and not self.by_head:
+            return outputs[0]
+        parts = outputs if len(outputs) == 3 else self.parted(outputs[0])
+        return torch.cat(self.normed(attention, dict(enumerate(parts))), -1)
+
+    def project(self, attention: nn.Module, x: Tensor) -> Tensor:
+        """q, k and v of x, as the attention has them before rotary positions, joined."""
+        return self.joined(attention, [getattr(attention, name)(x) for name in self.qkv])
+
+    def project_some(self, attention: nn.Module, x: Tensor, *wanted: int) -> list[Tensor]:
+        """Of q (0), k (1) and v (2) of x those that are wanted."""
+        if len(self.qkv) == 1:
+            parts = self.parted(getattr(attention, self.qkv[0])(x))
+            return self.normed(attention, {i: parts[i] for i in wanted})
+        return self.normed(attention, {i: getattr(attention, self.qkv[i])(x) for i in wanted})
+
+
+def normed(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:
+    """x `[B, T, heads head_dim]` through a norm over all of it (OLMo 2) or each head (Qwen3, Gemma 3)."""
+    if norm.weight.shape == x.shape[-1:]:
+        return norm(x)
+    return norm(x.unflatten(-1, (-1, head_dim))).flatten(-2)
+
+
+def find(attention: nn.Module) -> Projections | str:
+    """The projections of a module, or why it is no attention that can be converted."""
+
+    def named(*names: str) -> bool:
+        return all(isinstance(getattr(attention, name, None), nn.Module) for name in names)
+
+    if not isinstance(getattr(attention, "layer_idx", None), int):
+        return "it has no layer_idx, its place in a cache"
+    if isinstance(attention, SequenceLayer):
+        if not isinstance(attention, Attention):
+            return "it is a mixer of girih's"
+    elif inspect.signature(type(attention).forward).parameters.keys().isdisjoint(CACHES):
+        return f"its forward takes no cache by the name of {' or '.join(CACHES)}"
+    causal = getattr(attention, "is_causal", getattr(attention, "causal", True))
+    if getattr(attention, "is_cross_attention", False) or not causal:
+        return "it is not causal self-attention"
+    fused = [(name,) for name in (*FUSED, *BY_HEAD)]
+    qkv = next((names for names in (*SEPARATE, *fused) if named(*names)), None)
+    if qkv is None:
+        return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join((*FUSED, *BY_HEAD))}"
+    out = next((name for name in OUT if named(name)), None)
+    if out is None:
+        return f"it has none of {', '.join(OUT)}"
+    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    if not isinstance(head_dim, int):
+        return "it has no head_dim"
+    inputs, widths = [], []
+    for name in qkv:
+        x, y = width(getattr(attention, name))
+        inputs.append(x)
+        widths.append(y)
+    channels = width(getattr(attention, out))[0]
+    if len(widths) == 1:
+        kv = (widths[0] - channels) // 2
+        widths = [channels, kv, widths[0] - channels - kv]
+    q, k, v = widths
+    by_head = qkv[0] in BY_HEAD
+    if by_head and k != q:
+        return f"its {qkv[0]} has fewer keys than queries, and their order is not known"
+    if q != channels or k != v or k <= 0 or q % k or any(n % head_dim for n in widths):
+        return f"its q, k, v and output have {q}, {k}, {v} and {channels} channels, no heads of {head_dim}"
+    norms = next((names for names in NORMS if named(*names)), None)
+    for name, channels in zip(norms or (), (q, k), strict=False):
+        shape = getattr(getattr(attention, name), "weight", torch.empty(())).shape
+        if shape not in ((channels,), (head_dim,), (channels // head_dim, head_dim)):
+            return f"its {name} has a weight of {list(shape)}, for neither q and k nor their heads"
+    return Projections(qkv, out, norms, inputs[0], q // head_dim, k // head_dim, head_dim, by_head)
+
+
+class Shared:
+    """A function of an attention's projections that a mixer calls as its own projection.
+
+    It is no module, so that the weights keep one name, and it looks them up when it is called, so that
+    whatever stands there by then (an adapter, a quantised layer) is what computes. A copy of the mixer alone
+    has the same attention, as peft's modules_to_save makes one; a copy of a model has its own.
+    """
+
+    def __init__(self, attention: nn.Module, function: Callable[..., Any]):
+        self.attention, self.function = attention, function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(self.attention, x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shared":
+        return Shared(memo.get(id(self.attention), self.attention), self.function)
+
+
+class Recording:
+    """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
+
+    What its class's `forward` reads of it is the module's own.
+    """
+
+    def __init__(self, attention: nn.Module, names: tuple[str, ...]):
+        self._attention, self._names = attention, names
+        self._outputs: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._attention, name)
+        if name not in self._names:
+            return value
+
+        def recorded(x: Tensor) -> Tensor:
+            y = self._outputs[name] = value(x)
+            return y
+
+        return recorded
+
+    def outputs(self) -> list[Tensor]:
+        return [self._outputs[name] for name in self._names]

@@ -1,0 +1,110 @@
+"""Schedules of MaG's weight for transformers' Trainer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from girih.conversion.config import whole
+from girih.nn import MemoryAsGate, mix_weight
+from girih.nn.mix_attention import SCHEDULES
+
+LEARNED = "learned"
+
+
+def mixtures(model: nn.Module) -> Iterator[MemoryAsGate]:
+    """Every mixture of a model: of injected layers, and of girih's own."""
+    return (module for module in model.modules() if isinstance(module, MemoryAsGate))
+
+
+class MixSchedule(TrainerCallback):
+    """Moves the weight m of every injected layer during training, and logs it at every step (TPTT, 4.2).
+
+    schedule: "constant", "gradual", "cyclic", as `girih.nn.mix_weight` has them, with its options final,
+        first, steps and levels; or "learned", which moves nothing and logs the mean of the layers' weights.
+
+    The weight follows from the step's number, so that training goes on from a checkpoint as it would have.
+    It is `mag_weight` in the Trainer's logs and, for every step, in `state.log_history`.
+
+    Raises ValueError for an unknown schedule or option, and, when training starts, for a model whose mixtures
+    the schedule does not fit.
+
+    >>> MixSchedule("gradual", first=0.0, final=0.5, steps=100).weight(50)
+    0.25
+    """
+
+    def __init__(self, schedule: str = "gradual", **options: Any):
+        known = (*SCHEDULES, LEARNED)
+        if schedule not in known:
+            raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(known)}")
+        expected = {
+            "constant": ("final",),
+            "gradual": ("first", "final", "steps"),
+            "cyclic": ("levels", "steps"),
+            LEARNED: (),
+        }[schedule]
+        for name in options:
+            if name not in expected:
+                raise ValueError(
+                    f"{name}: the schedule {schedule!r} has no such option; expected one of "
+                    f"{', '.join(expected) or 'none'}"
+                )
+        whole("steps", options.get("steps", 1), 1)
+        for name, given in options.items():
+            if name == "steps":
+                continue
+            values = tuple(given) if name == "levels" else (given,)
+            if not values or not all(0.0 <= value <= 1.0 for value in values):
+                raise ValueError(f"{name} is {given}; expected weights from 0 to 1")
+        self.schedule, self.options = schedule, options
+
+    def weight(self, step: int) -> float:
+        """m at a step, of a schedule that moves it."""
+        return mix_weight(self.schedule, step, **self.options)
+
+    def current(self, model: nn.Module) -> float:
+        weights = [float(mixture.current_weight()) for mixture in mixtures(model)]
+        return sum(weights) / len(weights)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any
+    ) -> None:
+        found = list(mixtures(model))
+        if not found:
+            raise ValueError(
+                "model has no mixture whose weight a schedule could move; call girih.inject first"
+            )
+        learned = self.schedule == LEARNED
+        if any(mixture.learned != learned for mixture in found):
+            raise ValueError(
+                f"schedule is {self.schedule!r}, but the model was made with learned={not learned}; "
+                "the two have to agree"
+            )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any
+    ) -> None:
+        if self.schedule != LEARNED:
+            weight = self.weight(state.global_step)
+            for mixture in mixtures(model):
+                mixture.set_weight(weight)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any
+    ) -> None:
+        learned = self.schedule == LEARNED
+        weight = self.current(model) if learned else self.weight(state.global_step - 1)
+        state.log_history.append({"mag_weight": weight, "step": state.global_step})
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs=None,
+        model=None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and model is not None:
+            logs["mag_weight"] = self.current(model)

@@ -1,0 +1,73 @@
+"""What a model is told of its tokens, for all its layers at once."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from girih.conversion.attention import ReplacedAttention
+from girih.nn.attention_call import Tokens, own_mask, where_masked
+from girih.nn.packing import bounds
+
+
+class TokensForLayers:
+    """A hook before a model's `forward`: `girih_tokens`, what converted layers need to know of the tokens.
+
+    Those see no attention_mask but what attention makes of it, if anything, and to find out where packed
+    sequences start each of them would have to wait for the device. A packed row gets position_ids that
+    restart, by which transformers makes its masks, and no cache unless it is asked for.
+    """
+
+    def __init__(self, model: nn.Module):
+        found = (m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int))
+        self.attention = [m for m in found if "Attention" in type(m).__name__]
+        parameters = inspect.signature(type(model).forward).parameters.values()
+        self.order = tuple(p.name for p in parameters)[1:]
+        self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        given = dict(zip(self.order, args, strict=False)) | kwargs
+        x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        mask = given.get("attention_mask")
+        if (
+            not self.takes_more
+            or x is None
+            or "girih_tokens" in given
+            or (mask is not None and not flat(mask))
+        ):
+            return None  # the layers see for themselves
+        x = x[None] if x.dim() == 1 else x
+        valid = where_masked(own_mask(mask, x.shape[1]))
+        position_ids = given.get("position_ids")
+        if position_ids is not None and (not flat(position_ids) or given.get("past_key_values") is not None):
+            position_ids = None
+        cu_seqlens = bounds(
+            x,
+            valid,
+            cu_seqlens=given.pop("cu_seqlens", None),
+            cu_seq_lens_q=given.get("cu_seq_lens_q"),
+            seq_idx=given.get("seq_idx"),
+            position_ids=position_ids,
+        )
+        if cu_seqlens is not None:
+            if given.get("position_ids") is None:
+                given["position_ids"] = restarting(cu_seqlens, x.shape[1])
+            if given.get("use_cache") is None:
+                given["use_cache"] = False
+        if given.get("position_ids") is not None and all(
+            isinstance(m, ReplacedAttention) for m in self.attention
+        ):
+            given["attention_mask"] = None  # or one of T x T would be made of it, for nobody
+        return (), given | {"girih_tokens": Tokens(valid, cu_seqlens)}
+
+
+def flat(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2
+
+
+def restarting(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """position_ids `[1, T]` of packed sequences."""
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    return (token - cu_seqlens[sequence])[None].long()

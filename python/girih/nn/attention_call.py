@@ -1,0 +1,198 @@
+"""The call that attention modules of transformers get, as the call of a layer.
+
+transformers calls attention as `attention(hidden_states, position_embeddings=, attention_mask=,
+position_ids=, past_key_values=, use_cache=, ...)` and takes `(y, attention weights)`. A layer reads from it
+which tokens are masked, where packed sequences start and what the cache holds of its own.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from girih.nn.layer import Layer
+from girih.nn.packing import bounds
+
+# What attention modules call the cache: most, and GPT-NeoX, Bloom and GPT-BigCode.
+CACHES = ("past_key_values", "layer_past")
+# By any of these a call is one of transformers' and not one of a layer's own.
+OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
+
+
+class Tokens(NamedTuple):
+    """valid `[B, T]`, bool: which tokens are to be read (None: all). cu_seqlens: as in every layer."""
+
+    valid: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The last `tokens` columns of a mask over past and present tokens, `[B, tokens]`."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions; expected [batch, tokens]")
+    if attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask covers {attention_mask.shape[1]} tokens; expected at least {tokens}"
+        )
+    return attention_mask[:, -tokens:].bool()
+
+
+def where_masked(valid: Tensor | None) -> Tensor | None:
+    """None in place of a mask that masks nothing, for the faster path; compiled code cannot look."""
+    if valid is None or torch.compiler.is_compiling() or valid.device.type == "meta":
+        return valid
+    return None if bool(valid.all()) else valid
+
+
+def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
+    """Which tokens of x `[B, T, ...]` a mask leaves, `[B, T]`, after `past` tokens.
+
+    attention_mask: None, `[B, past + T]`, or what attention adds to or selects its scores by,
+    `[B, heads, T, keys]`: there a token is masked exactly if it does not see itself.
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}; expected a tensor, [batch, tokens] or "
+            "[batch, heads, tokens, keys]"
+        )
+    B, T = x.shape[:2]
+    if attention_mask.dim() == 2:
+        return own_mask(attention_mask, T)
+    if attention_mask.dim() != 4 or attention_mask.shape[2] != T or attention_mask.shape[3] < T:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; expected [B, heads, {T}, keys]"
+        )
+    # Keys of a growing cache end with x's; those of a static one go on behind them.
+    own = attention_mask[:, 0].diagonal(min(past, attention_mask.shape[3] - T), 1, 2)
+    if own.dtype != torch.bool:
+        own = own > torch.finfo(own.dtype).min / 2
+    return own.expand(B, -1)
+
+
+def tokens_of(
+    x: Tensor,
+    attention_mask: Any,
+    past: int,
+    *,
+    girih_tokens: Tokens | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tokens:
+    """What a call says of x `[B, T, ...]`. `girih_tokens` is this, by who has read the model's arguments.
+
+    cu_seqlens, cu_seq_lens_q, seq_idx, position_ids: `packing.bounds`.
+    """
+    if girih_tokens is not None:
+        return girih_tokens
+    valid = where_masked(valid_tokens(x, attention_mask, past))
+    if position_ids is not None and (position_ids.dim() != 2 or past):
+        position_ids = None  # of an image's rows and columns; sequences are packed without a past
+    cu_seqlens = bounds(
+        x,
+        valid,
+        cu_seqlens=cu_seqlens,
+        cu_seq_lens_q=cu_seq_lens_q,
+        seq_idx=seq_idx,
+        position_ids=position_ids,
+    )
+    return Tokens(valid, cu_seqlens)
+
+
+def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> Any:
+    """The place of a layer's state in transformers' cache, a `StateLayer`, made when it is first asked for.
+
+    It takes the place of the layer of keys that a cache has there, as caches are made from a model's
+    configuration, of which masks are made too. kind makes it from that layer.
+    """
+    from girih.models.cache import StateLayer  # needs transformers, which the caller has
+
+    if layer_idx is None:
+        raise ValueError(
+            "past_key_values: the layer does not know its place in a cache; set its layer_idx, let "
+            "girih.replace_attention put it into the model, or call the model with use_cache=False"
+        )
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    while len(layers) <= layer_idx and getattr(cache, "layer_class_to_replicate", None) is not None:
+        layers.append(cache.layer_class_to_replicate())
+    if len(layers) <= layer_idx:
+        raise ValueError(f"past_key_values has {len(layers)} layers; the layer's layer_idx is {layer_idx}")
+    there = layers[layer_idx]
+    if not isinstance(there, StateLayer):
+        seen = there.get_seq_length() if hasattr(there, "get_seq_length") else 0
+        if not isinstance(seen, int) or seen > 0:
+            raise ValueError(
+                f"past_key_values holds keys of layer {layer_idx}, of tokens that its mixer has not read; "
+                "start from an empty cache"
+            )
+        layers[layer_idx] = there = (kind or StateLayer)(there)
+    return there
+
+
+def attend(
+    layer: Any,
+    hidden_states: Tensor,
+    layer_idx: int | None,
+    attention_mask: Any = None,
+    **call: Any,
+) -> tuple[Tensor, None]:
+    """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
+    refuse_pages(call)
+    said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+    cache = cache_of(call)
+    if cache is None:
+        tokens = tokens_of(hidden_states, attention_mask, 0, **said)
+        return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
+    place = state_layer(cache, layer_idx)
+    tokens = tokens_of(hidden_states, attention_mask, place.tokens, **said)
+    refuse_packed(tokens)
+    y, state = layer(hidden_states, tokens.valid, place.state, True, None)
+    place.advance(state, hidden_states.shape[1])
+    return y, None
+
+
+def cache_of(call: dict[str, Any]) -> Any:
+    return next((call[name] for name in CACHES if call.get(name) is not None), None)
+
+
+def refuse_pages(call: dict[str, Any]) -> None:
+    if call.get("cache") is not None:
+        raise ValueError("cache: a state has no pages; continuous batching is for attention")
+
+
+def refuse_packed(tokens: Tokens) -> None:
+    if tokens.cu_seqlens is not None:
+        raise ValueError(
+            "past_key_values: no cache is kept of packed sequences; call the model with use_cache=False"
+        )
+
+
+OF_TOKENS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")
+
+
+class SequenceLayer(Layer):
+    """A layer that takes the place of attention: `layer(x, attention_mask, state, use_cache, cu_seqlens)`.
+
+    It also takes the call that attention modules of transformers get, and answers as they do. `layer_idx`,
+    which they have too, is its place in a cache.
+    """
+
+    layer_idx: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        if OF_ATTENTION.isdisjoint(kwargs):
+            return super().__call__(*args, **kwargs)
+        if len(args) > 1:
+            said = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
+            raise ValueError(
+                f"{type(self).__name__}: {said} beside {len(args)} arguments without a name; expected "
+                "hidden_states alone without one"
+            )
+        if args:
+            kwargs["hidden_states"] = args[0]
+        return attend(super().__call__, kwargs.pop("hidden_states"), self.layer_idx, **kwargs)

@@ -1,0 +1,216 @@
+"""The kernels of cat_attention at their edges."""
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from girih import ops
+from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, assert_as_right
+from padding import Padded
+
+SANITIZED = bool(os.environ.get("GIRIH_SANITIZED"))
+HALVES = DTYPES[1:]
+
+
+def path(*, T=40, D=64, V=64, dtype=torch.bfloat16, chunk=16):
+    q, v = (torch.zeros(1, T, 1, n, dtype=dtype) for n in (D, V))
+    return ops.explain("cat_attention", q, q, v, chunk=chunk, device="cuda").path
+
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or path() != "tensor cores",
+    reason="needs a CUDA device and a build with GIRIH_DRAFTS",
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad: torch.Tensor
+    options: dict
+
+    def map(self, f):
+        return replace(self, **{name: f(getattr(self, name)) for name in ("q", "k", "v", "grad")})
+
+
+def draw(*, B=2, T=70, H=2, G=1, D=64, V=64, dtype=torch.bfloat16, seed=0, **options):
+    """On the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (H * G, D), "k": (H, D), "v": (H, V), "grad": (H * G, V)}
+    drawn = {m: torch.randn(B, T, *shape, generator=generator).to(dtype) for m, shape in shapes.items()}
+    return Inputs(**drawn, options={"chunk": 16} | options)
+
+
+def by_formula(q, k, v, *, chunk, scale=None, cu_chunks=None):
+    """Row by row of the mask; products take and give the inputs' dtype, softmax is in fp32."""
+    T, group = q.shape[1], q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    row = torch.arange(T, device=q.device)
+    own, first, outside = row // chunk, torch.zeros_like(row), torch.zeros_like(row, dtype=torch.bool)
+    if cu_chunks is not None:
+        bounds = cu_chunks.long()
+        after = torch.searchsorted(bounds, own, right=True)
+        first, outside = bounds[(after - 1).clamp_min(0)], (after == 0) | (after == len(bounds))
+    header = (row % chunk == 0) & (own >= first[:, None]) & (own < own[:, None])
+    seen = header | ((own == own[:, None]) & (row <= row[:, None]))
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * torch.einsum("bthd,bshd->bhts", q, k).to(wide)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
+    return torch.einsum("bhts,bshv->bthv", weights, v).masked_fill(outside[:, None, None], 0.0)
+
+
+def run(inputs, call=ops.cat_attention, cu_chunks=None):
+    """o and the gradients of q, k and v, by name."""
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    o = call(*leaves, **inputs.options, cu_chunks=cu_chunks)
+    found = torch.autograd.grad(o, leaves, inputs.grad)
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *found), strict=True))
+
+
+def assert_as_right_as_the_formula(inputs, cu_chunks=None, found=None):
+    """`run` on these inputs, or what it gave on the same numbers in another layout."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    cu_chunks = None if cu_chunks is None else cu_chunks.to(DEVICE)
+    found = run(inputs, cu_chunks=cu_chunks) if found is None else found
+    if SANITIZED:
+        return
+    exact = run(inputs.map(torch.Tensor.double), by_formula, cu_chunks)
+    rounded = run(inputs, by_formula, cu_chunks)
+    assert_as_right(found, exact, [rounded], inputs.q.shape[1] + inputs.q.shape[-1])
+
+
+def test_which_path_a_call_takes():
+    assert path() == path(D=256, V=20) == path(dtype=torch.float16, chunk=256) == path(chunk=2, D=1)
+    assert path(D=257) == path(V=264) == path(dtype=torch.float32) == path(dtype=torch.float64) == "aten"
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("T", [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300])
+def test_every_length(T, dtype):
+    assert_as_right_as_the_formula(draw(B=3, T=T, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "chunk", [2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256]
+)
+def test_every_chunk(chunk, dtype):
+    assert_as_right_as_the_formula(draw(T=531, chunk=chunk, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("chunk", [4, 16, 64])
+@pytest.mark.parametrize(
+    "D, V",
+    [(8, 64), (20, 8), (64, 72), (72, 64), (128, 128), (136, 40), (40, 136), (256, 256), (1, 3), (255, 129)],
+)
+def test_every_width(D, V, chunk, dtype):
+    assert_as_right_as_the_formula(draw(B=1, T=330, D=D, V=V, chunk=chunk, dtype=dtype))
+
+
+@pytest.mark.parametrize("T, chunk", [(1000, 2), (1029, 5), (2048, 16), (4097, 31)])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_many_blocks_of_headers(T, chunk, D):
+    assert_as_right_as_the_formula(draw(B=1, T=T, H=1, D=D, V=D, chunk=chunk))
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 128])
+@pytest.mark.parametrize("G", [2, 3, 8])
+def test_grouped_queries(G, chunk):
+    assert_as_right_as_the_formula(draw(T=200, G=G, chunk=chunk))
+    assert_as_right_as_the_formula(draw(T=200, G=G, D=256, chunk=chunk))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
+def test_every_scale(scale):
+    assert_as_right_as_the_formula(draw(scale=scale, D=16))
+
+
+@pytest.mark.parametrize("chunk", [5, 16])
+def test_scores_far_from_zero(chunk):
+    """e^a of most of them is beyond fp32."""
+    inputs = draw(T=200, chunk=chunk)
+    assert_as_right_as_the_formula(replace(inputs, q=inputs.q * 20, k=inputs.k * 20))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout):
+    inputs = draw(B=3, T=67, D=24, V=40)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_padding_at_full_tiles(D, chunk):
+    inputs = draw(T=256, D=D, V=D, chunk=chunk)
+    pad = Padded(*LAYOUTS["dense"], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 33])
+@pytest.mark.parametrize(
+    "bounds", [[0, 25], [0, 0, 7, 7, 19, 25, 25], [0, 1, 2, 12, 25], [4, 9, 20], [25, 25], [0, 0]], ids=str
+)
+def test_packed_sequences(bounds, chunk):
+    inputs = draw(B=1, T=25 * chunk - chunk // 2, chunk=chunk)
+    cu_chunks = torch.tensor(bounds, dtype=torch.int32 if len(bounds) % 2 else torch.int64)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_chunks=cu_chunks.to(DEVICE))
+    assert_as_right_as_the_formula(inputs, cu_chunks, found)
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
+)
+def test_bounds_that_make_no_sense_reach_nothing_outside(bounds):
+    inputs = draw(B=1, T=170, chunk=4)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_chunks=torch.tensor(bounds, device=DEVICE))
+    assert not any(x.isnan().any() for x in found.values())
+    pad.assert_untouched()
+
+
+def test_a_row_hears_of_nothing_after_it():
+    """Nor of the tokens of the chunks before its own."""
+    inputs = draw(B=1, T=200, H=1).map(lambda x: x.to(DEVICE))
+    o = ops.cat_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    hidden = torch.arange(200, device=DEVICE)
+    hidden = (hidden > 100) | ((hidden < 96) & (hidden % 16 > 0))
+    k, v = (x.masked_fill(hidden[:, None, None], 100.0) for x in (inputs.k, inputs.v))
+    other = ops.cat_attention(inputs.q, k, v, **inputs.options)
+    assert torch.equal(o[:, 96:101], other[:, 96:101]) and not torch.equal(o[:, 102:], other[:, 102:])
+
+
+def test_nothing_is_left_unwritten():
+    """With every new tensor full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for T, D in ((0, 8), (1, 8), (65, 20), (130, 64), (300, 256)):
+            found = run(draw(T=T, D=D, V=D).map(lambda x: x.to(DEVICE)))
+            assert all(x.isfinite().all() for x in found.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hundred_runs_have_the_same_bits(packed):
+    inputs = draw(B=1 if packed else 2, T=1030, chunk=4, G=2).map(lambda x: x.to(DEVICE))
+    cu_chunks = torch.tensor([0, 3, 150, 151, 258], device=DEVICE) if packed else None
+    first = run(inputs, cu_chunks=cu_chunks)
+    for _ in range(100):
+        found = run(inputs, cu_chunks=cu_chunks)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 64])
+@pytest.mark.parametrize("D", [64, 128])
+def test_long_sequences(D, chunk):
+    assert_as_right_as_the_formula(draw(B=1, T=4096, D=D, V=D, chunk=chunk))

@@ -1,0 +1,377 @@
+"""Models of transformers with girih's mixers in place of their attention, or beside it."""
+
+import copy
+import doctest
+import json
+import pickle
+
+import girih
+import girih.conversion.convert
+import girih.conversion.schedule
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted, fits
+from girih.conversion import Conversion
+from girih.conversion.config import replacing
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(family):
+    return base_model(family)
+
+
+@pytest.fixture(params=WAYS)
+def way(family, request):
+    if not fits(family, request.param):
+        pytest.skip("girih's own attention has no window")
+    return request.param
+
+
+@torch.no_grad()
+def test_at_weight_0_an_injected_model_computes_what_it_did_bit_for_bit(base):
+    model = copy.deepcopy(base)
+    with girih.inject(model, weight=0.0, cross=True):
+        assert model(IDS).logits.equal(base(IDS).logits)
+        attention(model).girih.set_weight(0.5)
+        assert (model(IDS).logits - base(IDS).logits).abs().max() > 0.1
+
+
+def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base, way, tmp_path):
+    model = copy.deepcopy(base).train()
+    convert(model, way)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert without == []
+    optimizer.step()
+    assert all(not p.equal(before[name]) for name, p in model.named_parameters())
+    assert model(IDS, labels=IDS, use_cache=False).loss < loss
+    model.eval().save_pretrained(tmp_path)
+    loaded = girih.from_pretrained(tmp_path)
+    assert type(loaded) is type(base) and not loaded.training
+    with torch.no_grad():
+        assert loaded(IDS).logits.equal(model(IDS).logits)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    written = [
+        m.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
+        for m in (model, loaded)
+    ]
+    assert written[0].equal(written[1])
+
+
+def test_the_original_model_loads_from_what_was_saved_and_says_what_is_missing(base, way, tmp_path, caplog):
+    """Keys of the base model are what they were; of girih's own it says so in their names."""
+    model = copy.deepcopy(base)
+    convert(model, way)
+    assert {name for name in model.state_dict() if ".girih." not in name} == set(base.state_dict())
+    model.save_pretrained(tmp_path)
+    import logging
+
+    from transformers.utils import logging as of_transformers
+
+    root = logging.getLogger("transformers")
+    of_transformers.enable_propagation()
+    try:
+        with caplog.at_level("WARNING", root.name):
+            plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    finally:
+        of_transformers.disable_propagation()
+    assert ".girih." in caplog.text and "UNEXPECTED" in caplog.text
+    with torch.no_grad():
+        assert plain(IDS).logits.equal(base(IDS).logits)
+
+
+def test_undo_gives_the_model_back(base):
+    model = copy.deepcopy(base)
+    config, keys = model.config.to_dict(), list(model.state_dict())
+    for way in ("injected", "delta_product"):
+        conversion = convert(model, way)
+        assert "converted" not in repr(type(attention(model))) and "girih" in model.config.to_dict()
+        conversion.undo()
+        conversion.undo()
+        assert model.config.to_dict() == config and list(model.state_dict()) == keys
+        assert [type(m) for m in model.modules()] == [type(m) for m in base.modules()]
+        assert model._is_stateful == base._is_stateful
+        with torch.no_grad():
+            assert model(IDS).logits.equal(base(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", replacing())
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_every_mixer_can_take_attentions_place(kind, mixer):
+    """With grouped queries, norms and biases."""
+    model = base_model(kind)
+    girih.replace_attention(model, mixer)
+    whole = model(IDS)
+    assert whole.logits.isfinite().all()
+    cache = model(IDS[:, :9]).past_key_values
+    close(model(IDS[:, 9:], past_key_values=cache).logits, whole.logits[:, 9:], 1e-4)
+    written = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
+    assert written.shape == (2, 23)
+
+
+@torch.no_grad()
+def test_a_mixer_starts_from_attentions_projections():
+    model = base_model("qwen3")
+    own = attention(model)
+    x = torch.randn(2, 9, 32)
+    q = own.q_norm(own.q_proj(x).unflatten(-1, (-1, 8))).flatten(2)
+    k = own.k_norm(own.k_proj(x).unflatten(-1, (-1, 8))).flatten(2)
+    v = own.v_proj(x)
+    girih.replace_attention(model, "delta_product", n=3)
+    part = attention(model).girih
+    qkv = part.qkv_proj(x)
+    close(qkv, torch.cat((q, k, k, k, v, v, v), -1))
+    assert part.o_proj(q).equal(own.o_proj(q))
+    past = torch.cat((torch.zeros_like(x[:, :2, :1]).expand(-1, -1, 16), k), 1)
+    first = (past[:, 2:] - past[:, 1:-1]) / 2
+    second = (past[:, 2:] - 2 * past[:, 1:-1] + past[:, :-2]) / 4
+    read = part.conv(qkv)[0]
+    close(read[..., :80], torch.nn.functional.silu(torch.cat((q, k, first, second), -1)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cross", [False, True])
+def test_the_weight_mixes_what_both_paths_give(cross):
+    model = base_model("llama")
+    girih.inject(model, cross=cross, weight=0.0)
+    layer = attention(model)
+    x = torch.randn(2, 9, 32)
+    rotary = model.model.rotary_emb(x, torch.arange(9)[None])
+
+    def at(weight):
+        layer.girih.set_weight(weight)
+        return layer(hidden_states=x, position_embeddings=rotary, attention_mask=None)[0]
+
+    base, linear = at(0.0), at(1.0)
+    expected = 0.7 * base + 0.3 * linear + (0.7 * base * 0.3 * linear if cross else 0.0)
+    close(at(0.3), expected)
+
+
+def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
+    config = base_model("gemma3_text").config
+    models = [type(base_model("gemma3_text"))(config).eval() for _ in range(3)]
+    girih.replace_attention(models[0], num_slots=8)
+    girih.inject(models[1])
+    assert not hasattr(config, "girih") and models[2].config is config
+    for i, model in enumerate(models[:2]):
+        model.save_pretrained(tmp_path / str(i))
+        loaded = girih.from_pretrained(tmp_path / str(i))
+        assert loaded(IDS).logits.equal(model(IDS).logits)
+        loaded.save_pretrained(tmp_path / f"{i} again")
+        assert girih.from_pretrained(tmp_path / f"{i} again")(IDS).logits.equal(model(IDS).logits)
+        model.set_attn_implementation("eager")
+        assert (
+            attention(model).config._attn_implementation == "eager" and config._attn_implementation == "sdpa"
+        )
+
+
+@torch.no_grad()
+def test_a_copy_of_a_model_is_its_own():
+    model = converted(way="gsa")
+    other = copy.deepcopy(model)
+    expected = model(IDS).logits
+    attention(other).q_proj.weight.zero_()
+    assert model(IDS).logits.equal(expected) and not other(IDS).logits.equal(expected)
+    attention(model).q_proj.weight.zero_()
+    close(model(IDS).logits[:, 0], other(IDS).logits[:, 0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+@pytest.mark.parametrize("kind", ["llama", "girih"])
+def test_a_converted_model_can_be_pickled(kind, way):
+    model = converted(kind, way)
+    assert pickle.loads(pickle.dumps(model))(IDS).logits.equal(model(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_what_accelerate_has_hooked_stays_hooked(way):
+    """As device_map does; its hooks call the forward that a module had when they came."""
+    model, seen = base_model(), []
+
+    class Seeing(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(type(module).__name__)
+            return args, kwargs
+
+    add_hook_to_module(attention(model), Seeing())
+    expected = converted(way=way)(IDS).logits
+    conversion = convert(model, way)
+    assert model(IDS).logits.equal(expected) and len(seen) == 1
+    conversion.undo()
+    assert model(IDS).logits.equal(base_model()(IDS).logits) and seen[-1] == "LlamaAttention"
+
+
+@torch.no_grad()
+def test_some_layers_make_a_hybrid_and_two_conversions_stand_together(tmp_path):
+    model = base_model("llama", num_hidden_layers=3)
+    girih.replace_attention(model, "gated_deltanet", layers=[1])
+    girih.inject(model, layers=[2], weight=0.25)
+    kinds = [type(layer.self_attn).__name__ for layer in model.model.layers]
+    assert kinds == ["LlamaAttention", "ReplacedLlamaAttention", "InjectedLlamaAttention"]
+    model.save_pretrained(tmp_path)
+    assert girih.from_pretrained(tmp_path)(IDS).logits.equal(model(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["window", "delta_product"])
+def test_in_bf16_what_must_be_exact_stays_in_fp32(way, tmp_path):
+    base_model("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    convert(model, way)
+    dtypes = {name: p.dtype for name, p in attention(model).girih.state_dict().items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    assert model(IDS).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    loaded = girih.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {name: p.dtype for name, p in attention(loaded).girih.state_dict().items()} == dtypes
+    assert loaded(IDS).logits.equal(model(IDS).logits)
+
+
+def test_attentions_and_hidden_states_can_be_asked_for():
+    model = base_model("llama")
+    model.set_attn_implementation("eager")
+    girih.inject(model, layers=[0])
+    output = model(IDS, output_attentions=True, output_hidden_states=True)
+    assert [a.shape for a in output.attentions] == [(2, 4, 20, 20)] * 2 and len(output.hidden_states) == 3
+
+
+def wrong(**options):
+    return lambda: girih.inject(base_model(), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (wrong(mixer="gsa"), "mixer is 'gsa'; expected one of 'delta_product'"),
+        (wrong(n=5), "n is 5; expected a whole number, 1 to 4"),
+        (wrong(virtual_tokens="none"), "virtual_tokens is 'none'; expected one of 'derivative'"),
+        (wrong(gate="q"), "gate is 'q'"),
+        (wrong(pool=3), "pool is 3"),
+        (wrong(gate_per="token"), "gate_per is 'token'"),
+        (
+            lambda: girih.replace_attention(base_model(), "lattice", num_slots=4),
+            "num_slots is 4; lattice reads keys of so many channels, and attention's have 8",
+        ),
+        (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
+        (wrong(chunk=65), "chunk is 65; expected a whole number, 1 to 64"),
+        (wrong(weight=1.5), "weight is 1.5"),
+        (wrong(weight=0.0, learned=True), "weight is 0.0"),
+        (wrong(max_self_attn_length=0), "max_self_attn_length is 0; expected a whole number, 1 or more"),
+        (wrong(n=1.9), "n is 1.9; expected a whole number"),
+        (wrong(weight=float("nan")), "weight is nan"),
+        (wrong(norm_eps=-1.0), "norm_eps is -1.0"),
+        (
+            lambda: girih.inject(base_model("girih"), max_self_attn_length=4),
+            "max_self_attn_length: girih's own attention has no window",
+        ),
+        (
+            lambda: girih.inject(base_model("girih", mixer="gsa")),
+            "GatedSlotAttention: it is a mixer of girih's",
+        ),
+        (wrong(layers=[2]), "layers has 2; attention that can be converted is at 0, 1"),
+        (wrong(layers="01"), "layers is '01'"),
+        (wrong(layers=1), "layers is 1; expected indices"),
+        (wrong(layers=[-1]), r"layers is \[-1\]"),
+        (wrong(slots=3), "slots: inject has no such option; expected one of n, virtual_tokens"),
+        (
+            lambda: girih.replace_attention(base_model(), "cat"),
+            "mixer is 'cat'; expected one of 'abc'",
+        ),
+        (
+            lambda: girih.replace_attention(base_model(), "gsa", n=2),
+            "n: gsa has no such option; expected one of num_slots, feature",
+        ),
+        (lambda: girih.replace_attention(base_model(), "gsa", num_slots=0), "num_slots"),
+        (lambda: girih.inject(converted()), "model has been converted at model.layers.0.self_attn"),
+        (lambda: girih.inject(torch.nn.Linear(2, 2)), "model is a Linear; expected a model of transformers"),
+        (
+            lambda: girih.inject(
+                BertModel(
+                    BertConfig(
+                        hidden_size=8,
+                        num_attention_heads=1,
+                        num_hidden_layers=1,
+                        intermediate_size=8,
+                        vocab_size=8,
+                    )
+                )
+            ),
+            "model is a BertModel without attention that can be converted .*BertSelfAttention",
+        ),
+        (
+            lambda: girih.inject(
+                T5ForConditionalGeneration(
+                    T5Config(vocab_size=8, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8)
+                )
+            ),
+            "with an encoder; expected a decoder",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_refused_model_is_as_it_was():
+    model = base_model()
+    with pytest.raises(ValueError, match="layers has 7"):
+        girih.inject(model, layers=[0, 7])
+    attention(model, 1).forward = attention(model, 1).forward
+    with pytest.raises(ValueError, match="the forward of a LlamaAttention has been replaced"):
+        girih.inject(model)
+    assert type(attention(model)).__name__ == "LlamaAttention" and not hasattr(model.config, "girih")
+
+
+def test_what_was_not_converted_is_not_loaded(tmp_path):
+    base_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no 'girih': this model was not converted"):
+        girih.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "module", [girih.conversion.convert, girih.conversion.schedule], ids=lambda m: m.__name__
+)
+def test_examples_in_docstrings_run(module):
+    found = doctest.testmod(module, extraglobs={"torch": torch})
+    assert found.failed == 0 < found.attempted
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"how": "guess"}, "config.girih holds .*guess"),
+        ({"how": "inject", "order": 2}, "config.girih has order, which this version of girih does not know"),
+        ({"how": "inject", "n": 7}, "n is 7"),
+    ],
+)
+def test_a_configuration_of_another_version_is_refused(saved, message, tmp_path):
+    converted().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"girih": [saved]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        girih.from_pretrained(tmp_path)
+
+
+def test_what_loading_has_found_is_told(tmp_path):
+    converted().save_pretrained(tmp_path)
+    model, info = girih.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model).__name__ == "LlamaForCausalLM" and not info["missing_keys"]
+
+
+def test_it_is_a_conversion():
+    conversion = convert(base_model(), "gsa")
+    assert isinstance(conversion, Conversion) and "mixer='gsa'" in repr(conversion)

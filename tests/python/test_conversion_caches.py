@@ -1,0 +1,247 @@
+"""Converted models write what their full forward says, in every way that transformers writes."""
+
+import copy
+
+import girih
+import pytest
+import torch
+from converted import FAMILIES, IDS, WAYS, base_model, close, converted, fits
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ONES = torch.ones_like(IDS)
+EACH = [(family, way) for family in FAMILIES for way in ("window", "both, gelu", "gsa") if fits(family, way)]
+
+
+@pytest.fixture(scope="module", params=EACH, ids=str)
+def each(request):
+    return converted(*request.param)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def model(request):
+    return converted("llama", request.param)
+
+
+@torch.no_grad()
+def greedy(model, ids, n, mask=None):
+    """Token by token, each from a full forward without a cache."""
+    for _ in range(n):
+        mask = torch.ones_like(ids) if mask is None else mask
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+        mask = torch.cat((mask, mask.new_ones(mask.shape[0], 1)), 1)
+    return ids
+
+
+def write(model, ids, mask=None, n=8, **options):
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=n, **({"do_sample": False, "eos_token_id": None} | options)
+    )
+
+
+def test_greedy_text_is_that_of_the_full_forward(each):
+    assert write(each, IDS).equal(greedy(each, IDS, 8))
+
+
+def test_with_padding_on_the_left_too(each):
+    mask = ONES.clone()
+    mask[0, :7] = 0
+    assert write(each, IDS, mask).equal(greedy(each, IDS, 8, mask))
+    assert write(each, IDS, mask)[:1, 7:].equal(write(each, IDS[:1, 7:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [(7,), (1, 2, 3), (19,), (5, 10, 15)], ids=str)
+def test_in_pieces_the_logits_are_those_of_the_whole(each, cuts):
+    """Pieces of several tokens after a past, and single ones, with padding in two of them."""
+    mask = ONES.clone()
+    mask[0, :6] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = each(IDS, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    cache, parts = each.new_cache() if each.config.model_type == "girih" else DynamicCache(), []
+    for a, b in zip((0, *cuts), (*cuts, 20), strict=True):
+        call = {"attention_mask": mask[:, :b], "position_ids": positions[:, a:b], "past_key_values": cache}
+        parts.append(each(IDS[:, a:b], **call).logits)
+    parts = torch.cat(parts, 1)
+    close(parts[1], whole[1])
+    close(parts[0, 6:], whole[0, 6:])
+
+
+def test_beams_are_those_without_a_cache(model):
+    options = {"num_beams": 3, "n": 6}
+    assert write(model, IDS, **options).equal(write(model, IDS, use_cache=False, **options))
+
+
+def test_samples_are_those_without_a_cache(model):
+    options = {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5}
+    texts = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        texts.append(write(model, IDS, use_cache=use_cache, **options))
+    assert texts[0].equal(texts[1]) and not texts[0][0].equal(texts[0][1])
+
+
+def test_a_prompt_read_in_pieces_is_a_prompt(model):
+    assert write(model, IDS, prefill_chunk_size=6).equal(write(model, IDS))
+
+
+def test_two_turns_of_a_chat_go_on_from_one_cache(model):
+    first = model.generate(
+        IDS,
+        attention_mask=ONES,
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+    )
+    turn = torch.cat((first.sequences, IDS[:, :5]), 1)
+    kept = copy.deepcopy(first.past_key_values)
+    for cache in (first.past_key_values, kept):  # a copy of a cache is another conversation
+        assert write(model, turn, past_key_values=cache).equal(greedy(model, turn, 8))
+        assert cache.get_seq_length() == turn.shape[1] + 7
+
+
+def test_assisted_decoding_is_refused(model):
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        write(model, IDS[:1], assistant_model=base_model("llama", seed=1))
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        write(model, IDS[:1], prompt_lookup_num_tokens=2)
+
+
+def test_a_cache_cannot_be_cropped_and_says_so(model):
+    cache = model(IDS).past_key_values
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="a recurrent state cannot be cropped"):  # as somebody's assistant
+        write(base_model("llama"), IDS[:1], assistant_model=model)
+
+
+def tensors(x):
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, tuple | list):
+        return [t for part in x for t in tensors(part)]
+    if hasattr(x, "__dict__") and not isinstance(x, type):
+        return [t for part in vars(x).values() for t in tensors(part)]
+    return []
+
+
+def size(cache):
+    held = {t.data_ptr(): t.untyped_storage().nbytes() for layer in cache.layers for t in tensors(layer)}
+    return sum(held.values())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
+@pytest.mark.parametrize("options", [{"weight": 1.0, "max_self_attn_length": 5}, {"mixer": "gsa"}], ids=str)
+def test_memory_a_token_is_constant(family, options):
+    model = base_model(family)
+    girih.replace_attention(model, **options) if "mixer" in options else girih.inject(model, **options)
+    cache, sizes = DynamicCache(config=model.config), []
+    for i in range(40):
+        model(IDS[:, i % 20, None], past_key_values=cache)
+        sizes.append(size(cache))
+    assert sizes[0] > 0 and len(set(sizes[6:])) == 1
+    growing = converted(family, "injected")
+    caches = [growing(IDS[:, :n]).past_key_values for n in (10, 20)]
+    assert family == "mistral" or size(caches[0]) < size(caches[1])
+
+
+@torch.no_grad()
+def test_a_window_hides_what_is_further_back_from_attention_alone():
+    model = base_model("llama", num_hidden_layers=1)
+    girih.inject(model, weight=0.0, max_self_attn_length=5)
+    other = IDS.clone()
+    other[:, 8] = (other[:, 8] + 1) % 64
+    moved = (model(IDS).logits != model(other).logits).any(-1).any(0)
+    assert moved.tolist() == [8 <= t < 13 for t in range(20)]
+    model.model.layers[0].self_attn.girih.set_weight(1.0)
+    moved = (model(IDS).logits != model(other).logits).any(-1).any(0)
+    assert moved.tolist() == [t >= 8 for t in range(20)]
+
+
+@torch.no_grad()
+def test_eager_attention_has_the_same_window():
+    model = converted("llama", "window")
+    expected = model(IDS).logits
+    model.set_attn_implementation("eager")
+    close(model(IDS).logits, expected)
+    assert write(model, IDS).equal(greedy(model, IDS, 8))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="max_self_attn_length: attn_implementation is 'flash_attention_2'"):
+        model(IDS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_a_static_cache_holds_the_keys_that_stay(way):
+    model = converted("llama", way)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    mask = ONES.clone()
+    mask[0, :3] = 0
+    whole = model(IDS, attention_mask=mask, use_cache=False).logits
+    parts = [
+        model(IDS[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+        for a, b in ((0, 9), (9, 20))
+    ]
+    close(torch.cat(parts, 1)[1], whole[1])
+    close(torch.cat(parts, 1)[0, 3:], whole[0, 3:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("layers", [None, [0], [1]], ids=str)
+def test_a_static_cache_serves_what_is_written_with_it(family, layers):
+    for options in ({"weight": 0.5}, {"mixer": "gsa", "num_slots": 8}):
+        model = base_model(family)
+        if "mixer" in options:
+            girih.replace_attention(model, layers=layers, **options)
+        else:
+            girih.inject(model, layers=layers, **options)
+        mask = ONES.clone()
+        mask[0, :3] = 0
+        for given in (ONES, mask):
+            assert write(model, IDS, given, cache_implementation="static").equal(write(model, IDS, given))
+
+
+def test_compiled_decoding_writes_the_same():
+    model = converted("llama", "injected", num_hidden_layers=1)
+    how = CompileConfig(backend="eager", mode=None)
+    how._compile_all_devices = True
+    static = write(model, IDS, n=5, cache_implementation="static", compile_config=how)
+    assert static.equal(write(model, IDS, n=5))
+
+
+def test_a_window_needs_a_cache_that_moves():
+    model = converted("llama", "window")
+    with pytest.raises(ValueError, match="max_self_attn_length: past_key_values has a StaticLayer"):
+        model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+
+
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_pages_of_keys_are_refused(way):
+    with pytest.raises(ValueError, match="cache: a state has no pages"):
+        converted("llama", way)(IDS, cache=object())
+
+
+def test_keys_that_the_mixer_has_not_read_are_no_past():
+    base = base_model("llama")
+    cache = base(IDS).past_key_values
+    girih.inject(base)
+    with pytest.raises(ValueError, match="past_key_values holds keys of layer 0"):
+        base(IDS, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_hybrid_has_masks_of_the_right_size():
+    for family, layers in (("llama", [0]), ("gemma3_text", [1]), ("gemma3_text", [0]), ("mistral", [0])):
+        for options in ({"max_self_attn_length": 5}, {}):
+            model = base_model(family)
+            girih.inject(model, layers=layers, **options)
+            assert write(model, IDS).equal(greedy(model, IDS, 8))
+        model = base_model(family)
+        girih.replace_attention(model, layers=layers, num_slots=8)
+        assert write(model, IDS).equal(greedy(model, IDS, 8))

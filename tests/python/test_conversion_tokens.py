@@ -1,0 +1,180 @@
+"""Which tokens a converted layer reads: padding on either side, packed sequences, whatever says so."""
+
+import girih
+import pytest
+import torch
+from converted import FAMILIES, IDS, WAYS, attention, base_model, close, converted
+from girih.nn.attention_call import valid_tokens
+from transformers import DataCollatorWithFlattening
+
+SEQUENCES = [[5, 9, 12, 7, 7, 11], [3], [8, 8, 4, 6, 12, 22, 9, 11, 5], [4, 31]]
+COLLATORS = {
+    "position_ids": {},
+    "cu_seq_lens_q": {"return_flash_attn_kwargs": True},
+    "cu_seq_lens_q alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "seq_idx": {"return_seq_idx": True, "return_position_ids": False},
+}
+HOW = [("llama", way) for way in WAYS] + [(family, "both, gelu") for family in FAMILIES if family != "llama"]
+
+
+@pytest.fixture(scope="module", params=HOW, ids=str)
+def model(request):
+    return converted(*request.param)
+
+
+def packed(**options):
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in SEQUENCES])
+    batch.pop("labels")
+    return batch
+
+
+def alone(model):
+    return torch.cat([model(torch.tensor([ids])).logits for ids in SEQUENCES], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("said", COLLATORS)
+def test_packed_sequences_know_nothing_of_each_other(model, said):
+    output = model(**packed(**COLLATORS[said]))
+    close(output.logits, alone(model))
+    assert output.past_key_values is None
+
+
+@torch.no_grad()
+def test_cu_seqlens_alone_packs_too(model):
+    batch = packed(return_flash_attn_kwargs=True, return_position_ids=False)
+    close(model(batch["input_ids"], cu_seqlens=batch["cu_seq_lens_q"]).logits, alone(model))
+
+
+def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
+    def gradients(logits):
+        model.zero_grad()
+        logits.square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    of_packed, of_each = gradients(model(**packed()).logits), gradients(alone(model))
+    for name, grad in of_each.items():
+        close(of_packed[name], grad, 1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right", "between"])
+def test_masked_tokens_do_nothing(model, side):
+    mask = torch.ones_like(IDS)
+    if side == "between":
+        if model.config.model_type in ("mistral", "gemma3_text", "girih") or getattr(
+            attention(model), "max_self_attn_length", None
+        ):
+            pytest.skip("attention counts the tokens that are masked, in its window or in its positions")
+        mask[0, 4:7] = 0
+    else:
+        mask[0, slice(0, 6) if side == "left" else slice(14, 20)] = 0
+    kept = mask[0].bool()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(IDS, attention_mask=mask, position_ids=positions).logits
+    close(logits[0, kept], model(IDS[:1, kept]).logits[0])
+    close(logits[1], model(IDS[1:]).logits[0])
+    ones = torch.ones_like(mask)
+    close(model(IDS, attention_mask=ones).logits, model(IDS).logits)
+
+
+@torch.no_grad()
+def test_eager_masks_say_the_same(model):
+    implementation = model.config._attn_implementation
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0
+    expected = model(IDS, attention_mask=mask).logits
+    model.set_attn_implementation("eager")
+    try:
+        close(model(IDS, attention_mask=mask).logits[1], expected[1])
+        close(model(IDS, attention_mask=mask).logits[0, 6:], expected[0, 6:])
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+@torch.no_grad()
+def test_where_no_attention_is_left_no_mask_of_pairs_is_made():
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0
+    seen = []
+
+    def see(module, args, kwargs):
+        seen.append(kwargs["attention_mask"])
+
+    model = base_model("llama")
+    girih.replace_attention(model, layers=[0], num_slots=8)
+    for module in (attention(model, 0), attention(model, 1)):
+        module.register_forward_pre_hook(see, with_kwargs=True)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(IDS, attention_mask=mask, position_ids=positions)
+    assert [m.shape for m in seen] == [(2, 1, 20, 20)] * 2
+    conversion = girih.replace_attention(model, layers=[1], num_slots=8)
+    logits = model(IDS, attention_mask=mask, position_ids=positions).logits
+    assert seen[2:] == [None, None]
+    close(logits[0, 6:], model(IDS[:1, 6:]).logits[0])
+    conversion.undo()
+    model(IDS, attention_mask=mask, position_ids=positions)
+    assert seen[-1] is not None
+
+
+@torch.no_grad()
+def test_a_cache_of_packed_sequences_is_refused(model):
+    with pytest.raises(ValueError, match="no cache (is kept )?of packed sequences"):
+        model(**packed(), use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["both, gelu", "gsa"])
+def test_a_layer_called_by_itself_reads_its_own_arguments(way):
+    """As inside of a model that passes nothing on: masks of attention, positions, bounds."""
+    layer = attention(converted("llama", way))
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    rotary = (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+
+    def call(x, **options):
+        cut = tuple(part[:, : x.shape[1]] for part in rotary)
+        return layer(hidden_states=x, position_embeddings=cut, **{"attention_mask": None} | options)[0]
+
+    whole = call(x)
+    close(call(x, attention_mask=causal), whole)
+    see = causal & (torch.arange(9) >= 3)
+    close(call(x, attention_mask=see)[:, 3:], call(x[:, 3:]))
+    added = torch.zeros(see.shape).masked_fill(~see, torch.finfo(torch.float32).min)
+    close(call(x, attention_mask=added)[:, 3:], call(x[:, 3:]))
+    block = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool() & causal
+    expected = torch.cat((call(x[:, :4]), call(x[:, 4:])), 1)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for said in (
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])},
+        {"cu_seqlens": bounds},
+        {"cu_seq_lens_q": bounds},
+        {"seq_idx": torch.tensor([[0] * 4 + [1] * 5])},
+    ):
+        close(call(x, attention_mask=block, **said), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 3), "attention_mask covers 3 tokens; expected at least 4"),
+        (torch.ones(2, 4, 4), r"attention_mask has shape \[2, 4, 4\]; expected \[B, heads, 4, keys\]"),
+        (torch.ones(2, 1, 3, 4), r"attention_mask has shape \[2, 1, 3, 4\]"),
+        ("causal", "attention_mask is a str; expected a tensor"),
+    ],
+    ids=str,
+)
+def test_masks_of_another_shape_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        valid_tokens(torch.zeros(2, 4, 8), mask, 0)
+
+
+def test_a_token_is_masked_where_it_does_not_see_itself():
+    x, valid = torch.zeros(2, 3, 8), torch.tensor([[0, 1, 1], [1, 1, 0]]).bool()
+    past, room = 2, 4  # two tokens before, four empty places of a static cache behind
+    see = torch.zeros(2, 1, 3, past + 3 + room, dtype=torch.bool)
+    see[:, 0, range(3), range(past, past + 3)] = valid
+    assert valid_tokens(x, see, past).equal(valid)
+    assert valid_tokens(x, see[..., : past + 3], past).equal(valid)
+    assert valid_tokens(x, see[..., 1 : past + 3], past).equal(valid)  # a window has dropped a key
+    assert valid_tokens(x, see[:1], past).equal(valid[:1].expand(2, -1))

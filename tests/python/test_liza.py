@@ -1,0 +1,143 @@
+"""The linear path of LiZA, against its equations written out token by token."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from girih.conversion import Injection, LinearPath
+from girih.conversion.projections import Projections
+
+HEADS, KV_HEADS, D, T = 4, 2, 6, 11
+SIZES = Projections(("q_proj", "k_proj", "v_proj"), "o_proj", None, 32, HEADS, KV_HEADS, D)
+
+
+def path_of(**options):
+    torch.manual_seed(0)
+    path = LinearPath(SIZES, Injection(**options)).double()
+    with torch.no_grad():
+        path.norm.weight.normal_()
+    return path
+
+
+def inputs(tokens=T, rows=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, tokens, (HEADS + 2 * KV_HEADS) * D, dtype=torch.float64, generator=generator)
+
+
+def written_out(path, x, told):
+    """One row x `[T, channels]`, by maths: Furfaro 2025, eq. 4, 5, 6, 16, 22, 23, 24."""
+    raw = x.view(len(x), -1, D)
+
+    def unit(column, s):  # eq. 4
+        if s < 0:
+            return torch.zeros(D, dtype=x.dtype)
+        y = raw[s, column] * torch.sigmoid(raw[s, column])
+        return y / y.norm()
+
+    def mean(column, t):  # eq. 5
+        if told.pool == "past":
+            return sum(raw[s, column] for s in range(t + 1)) / (t + 1)
+        return sum(raw[s, column] for s in range(max(t - 2, 0), t + 1)) / 3
+
+    def virtual(column, t, m):  # eq. 22, 23
+        differences = [(-1) ** k * math.comb(m, k) * unit(column, t - k) for k in range(m + 1)]
+        derivative = sum(differences) / 2**m
+        angle, y = 2 * math.pi * m / told.n, unit(column, t)
+        turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        rotary = torch.cat([turn.to(x.dtype) @ y[i : i + 2] for i in range(0, D, 2)])
+        if told.virtual_tokens == "both":
+            return (derivative + rotary) / 2
+        return derivative if told.virtual_tokens == "derivative" else rotary
+
+    outputs = []
+    for head in range(HEADS):
+        memory = head // (HEADS // KV_HEADS)
+        columns = {"k": HEADS + memory, "v": HEADS + KV_HEADS + memory}
+        S = torch.zeros(D, D, dtype=x.dtype)
+        for t in range(len(x)):
+            beta = math.prod(torch.sigmoid(mean(columns[letter], t)) for letter in told.gate)
+            for m in range(told.n):  # eq. 16
+                k, v = virtual(columns["k"], t, m), virtual(columns["v"], t, m)
+                if told.gate_per == "head":
+                    beta = beta.mean().expand(D)
+                S = S + torch.outer(k, beta * v - S.T @ (beta * k))
+            o = S.T @ unit(head, t)
+            outputs.append(o / (o.square().mean() + told.norm_eps).sqrt() * path.norm.weight)  # eq. 6
+            if told.between_chunks and (t + 1) % told.chunk == 0:  # eq. 24
+                S = S.tanh() if told.between_chunks == "tanh" else torch.nn.functional.gelu(S)
+    return torch.stack(outputs).view(HEADS, len(x), D).transpose(0, 1).flatten(1)
+
+
+EVERY = (
+    [
+        {"n": n, "virtual_tokens": virtual, "gate": gate, "pool": pool}
+        for n, virtual, gate, pool in itertools.product(
+            (1, 2, 4), ("derivative", "rotary", "both"), ("k", "v", "kv"), ("past", "window")
+        )
+        if n == 4 or (virtual == "derivative" and gate != "v")
+    ]
+    + [{"gate_per": "head", "gate": gate} for gate in ("v", "kv")]
+    + [{"between_chunks": phi, "chunk": 4} for phi in ("gelu", "tanh")]
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", EVERY, ids=lambda o: " ".join(map(str, o.values())))
+def test_the_path_computes_its_equations(options):
+    path, x = path_of(**options), inputs()
+    y, _ = path(x)
+    for row in range(2):
+        torch.testing.assert_close(
+            y[row], written_out(path, x[row], Injection(**options)), atol=1e-9, rtol=1e-7
+        )
+
+
+STATES = [
+    {"n": 4, "virtual_tokens": "both", "gate": "kv"},
+    {"n": 3, "pool": "window", "gate": "v", "gate_per": "head"},
+    {"n": 1, "between_chunks": "tanh", "chunk": 3},
+]
+
+
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_its_state_continues_it_in_any_pieces(options):
+    path, x = path_of(**options), inputs()
+    whole, _ = path(x)
+    for cuts in ((4,), (1, 2), tuple(range(1, T))):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                state, parts = None, []
+                for a, b in zip((0, *cuts), (*cuts, T), strict=True):
+                    y, state = path(x[:, a:b], None, state, True)
+                    parts.append(y)
+                torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_packed_and_masked_sequences_are_each_by_itself(options):
+    path, x = path_of(**options), inputs(rows=1)
+    packed, state = path(x, cu_seqlens=torch.tensor([0, 4, 4, 5, T]), use_cache=True)
+    alone = [path(x[:, a:b], use_cache=True) for a, b in ((0, 4), (4, 5), (5, T))]
+    torch.testing.assert_close(packed, torch.cat([y for y, _ in alone], 1), atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(state.memory.s[3], alone[2][1].memory.s[0], atol=1e-9, rtol=1e-7)
+    mask = torch.ones(1, T, dtype=torch.long)
+    mask[0, [0, 1, 5, 10]] = 0
+    masked, state = path(x, mask, use_cache=True)
+    kept, expected = path(x[:, mask[0].bool()], use_cache=True)
+    torch.testing.assert_close(masked[:, mask[0].bool()], kept, atol=1e-9, rtol=1e-7)
+    after, _ = path(x[:, :3], None, state, True)
+    torch.testing.assert_close(after, path(x[:, :3], None, expected, True)[0], atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_its_gradient_is_that_of_finite_differences(options):
+    path, x = path_of(**options), inputs(tokens=5, rows=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: path(x)[0], (x,), atol=1e-6)
+
+
+def test_pairs_need_an_even_width():
+    with pytest.raises(
+        ValueError, match="virtual_tokens is 'rotary', which turns pairs of channels; heads have 5"
+    ):
+        LinearPath(SIZES._replace(head_dim=5), Injection(n=3, virtual_tokens="rotary"))
