@@ -82,16 +82,18 @@ struct ShortScanRing {
     const int head = block().head, query_head = head * (shape.query_heads / shape.heads);
     if (loader >= of.chunks) return;
     RawTokens next = load_tokens(p.gamma, p.g, chunk_part(shape, of, loader, head));
+    Turn turn;
+    turn.skip(loader, kStages);
 #pragma unroll 1
-    for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {
-      const Part part = chunk_part(shape, of, turn, head);
+    for (int64_t n = loader; n < of.chunks; n += kLoaders, turn.skip(kLoaders, kStages)) {
+      const Part part = chunk_part(shape, of, n, head);
       const RawTokens raw = next;
-      if (turn + kLoaders < of.chunks) {
-        next = load_tokens(p.gamma, p.g, chunk_part(shape, of, turn + kLoaders, head));
+      if (n + kLoaders < of.chunks) {
+        next = load_tokens(p.gamma, p.g, chunk_part(shape, of, n + kLoaders, head));
       }
-      const int stage = static_cast<int>(turn % kStages);
-      const bool reads = turn % of_both.shares == block().share;
-      wait((reads ? empty() : written()) + stage, (turn / kStages & 1) ^ 1);
+      const int stage = turn.place;
+      const bool reads = is_own(n, block().share, of_both.shares);
+      wait((reads ? empty() : written()) + stage, turn.parity ^ 1);
       const int64_t batch = part.batch(), start = part.chunk.start;
       const int length = part.chunk.length;
       bring_by_warp(tokens(stage, k), row_of<T>(p.k, batch, start, head), p.k.stride[1], length, shape.M);
@@ -100,11 +102,11 @@ struct ShortScanRing {
         bring_by_warp(tokens(stage, q), row_of<T>(queries, batch, start, query_head), queries.stride[1],
                       length, shape.M);
       }
-      Numbers& at = numbers(stage);
+      Numbers& to = numbers(stage);
       const LaneTokens gates = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
       const float sign = sign_of(shape.objective), before = decay_before(p.start, part);
-      put_tokens<T>(at.tokens, gates, sign, before);
-      put_weights<16>(at.weights, gates, sign, before);
+      put_tokens<T>(to.tokens, gates, sign, before);
+      put_weights<16>(to.weights, gates, sign, before);
       arrive_after_copies(full() + stage);
       arrive_once(full() + stage);
     }

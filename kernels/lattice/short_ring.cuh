@@ -79,17 +79,19 @@ struct ShortRing {
     const LatticeReverse& from = p.reverse;
     const LatticeColumns& to = p.columns;
     const LatticeShape& shape = from.shape;
-    const auto part_of = [&](int64_t turn) { return chunk_part(shape, of, of.chunks - 1 - turn, head); };
+    const auto part_of = [&](int64_t n) { return chunk_part(shape, of, of.chunks - 1 - n, head); };
     if (loader >= of.chunks) return;
     RawTokens next = load_tokens(from.gamma, from.g, part_of(loader));
+    Turn turn;
+    turn.skip(loader, kStages);
 #pragma unroll 1
-    for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {
-      const Part part = part_of(turn);
+    for (int64_t n = loader; n < of.chunks; n += kLoaders, turn.skip(kLoaders, kStages)) {
+      const Part part = part_of(n);
       const RawTokens raw = next;
-      if (turn + kLoaders < of.chunks) next = load_tokens(from.gamma, from.g, part_of(turn + kLoaders));
-      const int stage = static_cast<int>(turn % kStages);
-      const bool own = turn % p.shares == block().share;
-      wait((own ? empty() : done()) + stage, (turn / kStages & 1) ^ 1);
+      if (n + kLoaders < of.chunks) next = load_tokens(from.gamma, from.g, part_of(n + kLoaders));
+      const int stage = turn.place;
+      const bool own = is_own(n, block().share, p.shares);
+      wait((own ? empty() : done()) + stage, turn.parity ^ 1);
       const int64_t place = memory_place(shape, part.number, head);
       bring_by_warp(memory(stage), static_cast<const T*>(from.memories) + place, shape.D, shape.M, shape.D);
       bring_by_warp(gradient(stage), static_cast<const T*>(from.gradients) + place, shape.D, shape.M,

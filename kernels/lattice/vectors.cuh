@@ -179,6 +179,9 @@ __device__ inline Carried carried(const LatticeShape& shape, unsigned shares = 1
           static_cast<int>(blockIdx.x % shares)};
 }
 
+// Whether the n-th chunk is the share's, of 1 or 2.
+__device__ inline bool is_own(int64_t n, int share, int shares) { return ((n ^ share) & (shares - 1)) == 0; }
+
 template <class S>
 struct ScanSpace {
   static constexpr int kBytes = S::Memory::kBytes + Ring<S>::kBytes;
