@@ -72,7 +72,7 @@ class ShortChain {
     const auto pass = [&](auto special, int left, bool complete, bool resumed) {
       Turn next = turn;
       next.next(Ring::kStages);
-      step<special()>(turn.place, complete, resumed, left > 1, next);
+      step<decltype(special)::value>(turn.place, complete, resumed, left > 1, next);
       turn = next;
     };
     const int resumed = of.begun > 0 ? 1 : 0;  // chunks

@@ -60,7 +60,7 @@ class ShortScanChain {
     const auto pass = [&](auto special, int left, bool complete) {
       Turn next = turn;
       next.next(Ring::kStages);
-      step<special()>(turn.place, complete, resumed, left > 1, next);
+      step<decltype(special)::value>(turn.place, complete, resumed, left > 1, next);
       turn = next;
     };
 #pragma unroll 1
