@@ -5,7 +5,7 @@
 #include "lattice/read.cuh"
 #include "lattice/reads_memory.cuh"
 #include "lattice/reverse.cuh"
-#include "lattice/scan.cuh"
+#include "lattice/scan_short.cuh"
 
 namespace girih::kernels {
 
@@ -21,5 +21,7 @@ cudaError_t lattice_fits(const LatticeShape& shape, bool& fits) {
     return cudaSuccess;
   });
 }
+
+cudaError_t lattice_is_short(const LatticeShape& shape, bool& is) { return lattice::is_short(shape, is); }
 
 }  // namespace girih::kernels

@@ -6,13 +6,14 @@
 //     X_t = e^{g_t} X_{t-1} + d_t          X = S where a chunk begins, S <- unit(X) where it ends
 //     o_t = unit(X_t) q_t
 //
-// A chunk reads S at its start alone, so forward is two kernels:
+// A chunk reads S at its start alone, so forward is two parts:
 //   scan      the memory from chunk to chunk, in order; writes the one before every chunk
 //   read      every chunk by itself: o
 // and backward three, with the memories that forward kept:
 //   reads     every chunk: dq, and of all other gradients what the chunk's own reads give
 //   reverse   the memory's gradient from chunk to chunk, from the end
 //   columns   every chunk: dk, dv, dgamma, dg are completed by what the memory after the chunk gives
+// Each is a kernel, but of short chunks and small memories the first two are one, and the last two.
 //
 // In all of them a memory lies as S^T, its vectors s_i the rows of a tile.
 #pragma once
@@ -62,7 +63,6 @@ struct LatticeScan {
   void* memories;          // dtype [chunk_count, H, M, D]: S^T before every chunk
   float* ends;             // [chunk_count, H, 2, M]: alpha and rho of the chunk's end, see scan.cuh
 };
-cudaError_t lattice_scan(const LatticeScan& problem, cudaStream_t stream);
 
 struct LatticeRead {
   LatticeShape shape;
@@ -72,7 +72,10 @@ struct LatticeRead {
   const void* memories;
   Out<4> o;  // [B, T, HQ, D]
 };
-cudaError_t lattice_read(const LatticeRead& problem, cudaStream_t stream);
+cudaError_t lattice_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
+// Whether both are one kernel on the current device. `memories` and `ends` are then for backward alone, and
+// both may be null.
+cudaError_t lattice_is_short(const LatticeShape& shape, bool& is);
 
 struct LatticeReads {
   LatticeShape shape;
@@ -107,7 +110,6 @@ struct LatticeReverse {
   Out<2> ddecay;            // of LatticeReads, there with positions and g
   Out<2> dopen;  // [N, H] fp32, there with g: of the decay of the end of a chunk that is not complete
 };
-cudaError_t lattice_reverse(const LatticeReverse& problem, cudaStream_t stream);
 
 struct LatticeColumns {
   LatticeShape shape;
@@ -121,7 +123,9 @@ struct LatticeColumns {
   Out<3> dgamma;
   Out<3> dg;  // [B, T, H] fp32, optional
 };
-cudaError_t lattice_columns(const LatticeColumns& problem, cudaStream_t stream);
+// Where both are one kernel `gradients` stays of the reads.
+cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeColumns& columns,
+                            cudaStream_t stream);
 
 // Whether the current device has the shared memory for these kernels.
 cudaError_t lattice_fits(const LatticeShape& shape, bool& fits);

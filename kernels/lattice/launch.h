@@ -34,13 +34,13 @@ inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
 
 // Each kernel for one type of elements.
 template <typename T>
-cudaError_t scan_of(const LatticeScan& problem, cudaStream_t stream);
+cudaError_t forward_of(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
 template <typename T>
 cudaError_t read_of(const LatticeRead& problem, cudaStream_t stream);
 template <typename T>
 cudaError_t reads_of(const LatticeReads& problem, cudaStream_t stream);
 template <typename T>
-cudaError_t reverse_of(const LatticeReverse& problem, cudaStream_t stream);
+cudaError_t reverse_of(const LatticeReverse& problem, const LatticeColumns& columns, cudaStream_t stream);
 template <typename T>
 cudaError_t columns_of(const LatticeColumns& problem, cudaStream_t stream);
 

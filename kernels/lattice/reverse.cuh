@@ -13,7 +13,7 @@
 // A warp has 16 vectors, dS in fp32. For decode dX goes through shared memory: Y = (W E_C) dX^T, then K^T Y.
 #pragma once
 
-#include "lattice/vectors.cuh"
+#include "lattice/reverse_ends.cuh"
 
 namespace girih::kernels::lattice {
 
@@ -78,23 +78,6 @@ struct ReverseRing {
     }
   }
 };
-
-// f(k, the 16 x 16 of sums from column 16 k on).
-template <int N, class F>
-__device__ inline void for_blocks(Sums<N>& sums, const F& f) {
-#pragma unroll
-  for (int k = 0; k < N / 2; ++k) f(k, reinterpret_cast<float(&)[2][4]>(sums.at[2 * k]));
-}
-// f(element, its own of a left factor, which of the lane's two rows)
-template <typename T, class F>
-__device__ inline void with_block(float (&sums)[2][4], const uint32_t (&a)[4], const F& f) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 x = unpaired<T>(a[i]);
-    f(sums[i / 2][i % 2 * 2], x.x, i % 2);
-    f(sums[i / 2][i % 2 * 2 + 1], x.y, i % 2);
-  }
-}
 
 // Of dX, which is a tile's rows.
 template <class S>
@@ -207,22 +190,11 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
   }
 
   const int64_t sequence = of.sequence.index;
-  const bool ends_within = of.chunks > 0 && !chunk_of(shape.grid, of, of.chunks - 1).complete;
   Sums<N> dS;
   After<S, Space::kHeld> after(shared + S::Values::kBytes, first);  // S after the chunk
-  float within = 0.f, opens = 0.f;
-  load_vectors(dS, p.last, sequence, head, shape, first);
-  for_blocks(dS, [&](int k, float(&)[2][4]) {
-    Operand<1> rounded;
-    round_to<T>(rounded, dS, 2 * k);
-    after.put(k, rounded.at[0]);
-  });
-  __syncwarp();
-  load_vectors(dS, ends_within ? p.dlast_step : p.dlast, sequence, head, shape, first);
-  if (ends_within) {
-    for_elements(dS, p.last_step, sequence, head, shape, first,
-                 [&](float& d, const float& x, int) { within = fmaf(d, x, within); });
-  }
+  float opens = 0.f;
+  const float within =
+      begin_reverse<T>(dS, p, of, head, first, [&](int k, const uint32_t(&a)[4]) { after.put(k, a); });
 
   Turn turn;
 #pragma unroll 1
@@ -273,19 +245,11 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
     }
 
     const float open = ring.weights(stage)[S::R + 1], sum = ring.weights(stage)[S::R + 2];
-    // Of e^{L_C} Delta: its product with dx, and |.|^2.
-    float ahead[2] = {0.f, 0.f}, square[2] = {0.f, 0.f};
+    WithStep with;
     if (part.resumed) {
-      for_elements(dS, p.start.step, sequence, head, shape, first, [&](float& d, const float& step, int j) {
-        ahead[j] = fmaf(open * step, d, ahead[j]);
-        square[j] = fmaf(open * step, open * step, square[j]);
-      });
-#pragma unroll
-      for (int j = 0; j < 2; ++j) ahead[j] = sum_over_row(ahead[j]), square[j] = sum_over_row(square[j]);
       if (complete && sum > kLeastKept && (lane() & 3) == 0)
         opens = ring.weights(stage)[S::R] * (c[0] + c[1]);
-      for_elements(dS, p.dstep, sequence, head, shape, first,
-                   [&](float& d, float& at, int j) { at = by[j] > 0.f ? at : fmaf(open, d, at); });
+      with = through_step(p, dS, sequence, head, first, open, rho);
     }
 
     // Whether most of x is steps of these tokens, for columns.cuh.
@@ -296,8 +260,9 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
       for (int j = 0; j < 2; ++j) {
         const int m = first + lane_row() + 8 * j;
         if (m >= shape.M) continue;
-        const bool steps = complete && rho[j] > 0.f && fmaf(kept, kept, square[j]) * rho[j] * rho[j] < 0.5f;
-        to[m] = fmaf(kept, c[j], ahead[j]);
+        const bool steps =
+            complete && rho[j] > 0.f && fmaf(kept, kept, with.square[j]) * rho[j] * rho[j] < 0.5f;
+        to[m] = fmaf(kept, c[j], with.ahead[j]);
         to[shape.M + m] = steps ? 1.f : 0.f;
       }
     }
@@ -348,46 +313,9 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
     arrive_once(ring.empty() + stage);
   }
 
-  // On the sphere: dS - s (s.dS).
-  float along[2] = {0.f, 0.f};
-  for_elements(dS, p.start.memory, sequence, head, shape, first,
-               [&](float& d, const float& x, int j) { along[j] = fmaf(x, d, along[j]); });
-#pragma unroll
-  for (int j = 0; j < 2; ++j) along[j] = sum_over_row(along[j]);
-  for_elements(dS, p.start.memory, sequence, head, shape, first,
-               [&](float& d, const float& x, int j) { d = fmaf(-x, along[j], d); });
-  store_vectors(p.dmemory, dS, sequence, head, shape, first);
-  const bool resumed = of.begun > 0 && of.chunks > 0;
-  if (p.dstep.data != nullptr && !resumed) {
-    fill(dS, 0.f);
-    if (of.chunks == 0) load_vectors(dS, p.dlast_step, sequence, head, shape, first);
-    store_vectors(p.dstep, dS, sequence, head, shape, first);
-  }
-
-  within = sum_over_col(sum_over_row(within)), opens = sum_over_col(sum_over_row(opens));
-  if (lane() == 0) sums[warp] = within, sums[S::kWarps + warp] = opens;
-  barrier_wait(1, S::kThreads);
-  if (threadIdx.x != 0) return;
-  float dlast = 0.f, open = 0.f, all = 0.f;
-  if (p.dlast_decay.data != nullptr && (ends_within || of.chunks == 0))
-    dlast = load_any(p.dlast_decay, sequence, head);
-  for (int w = 0; w < S::kWarps; ++w) all += sums[w], open += sums[S::kWarps + w];
-  if (p.dopen.data != nullptr) store_any(p.dopen, ends_within ? all + dlast : 0.f, sequence, head);
-  if (p.ddecay.data != nullptr) {
-    float before = 0.f;
-    if (resumed) before = static_cast<const float*>(p.ddecay.data)[offset_of(p.ddecay, sequence, head)];
-    // The decay that a call ends with goes on from the one that it began with only where no chunk has ended.
-    store_any(p.ddecay, before + open + (of.chunks == 0 || (resumed && of.chunks == 1) ? dlast : 0.f),
-              sequence, head);
-  }
-}
-
-template <typename T>
-cudaError_t reverse_of(const LatticeReverse& p, cudaStream_t stream) {
-  return by_size(p.shape, [&](auto tokens, auto D, auto M) {
-    using S = Sizes<T, tokens(), D(), M()>;
-    return launch_scan<reverse_kernel<S>>(p, ReverseRing<S>::kThreads, ReverseSpace<S>::kBytes, stream);
-  });
+  put_sum(sums + warp, within);
+  put_sum(sums + S::kWarps + warp, opens);
+  end_reverse<S::kWarps>(p, dS, of, head, first, sums);
 }
 
 }  // namespace girih::kernels::lattice

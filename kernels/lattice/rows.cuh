@@ -18,6 +18,9 @@ __device__ inline int opaque(int x) {
   return x;
 }
 
+// x is worked out here, and as far as the compiler knows it is something else afterwards.
+__device__ inline void hide(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 // The first element of a head's row, whose columns lie side by side.
 template <typename T>
 __device__ inline const T* row_of(const In<4>& in, int64_t batch, int64_t token, int64_t head) {
@@ -37,15 +40,21 @@ __device__ inline void bring(const Tile& tile, const typename Tile::Element* fro
   if (static_cast<int>(threadIdx.x) < kUsed) load_async<kUsed>(tile, from, stride, rows, cols, threadIdx.x);
 }
 
-// The same by one warp, a few rows at a time.
+// The same by one warp: a whole tile at once, others a few rows at a time.
 template <class Tile>
 __device__ inline void bring_by_warp(const Tile& tile, const typename Tile::Element* from, int64_t stride,
                                      int rows, int cols) {
   constexpr int kAtOnce = Tile::kRows < 32 ? Tile::kRows : 32;
   using Few = SharedTile<typename Tile::Element, kAtOnce, Tile::kCols>;
+  const bool whole = rows >= Tile::kRows && cols >= Tile::kCols;
 #pragma unroll 1
   for (int row = 0; row < Tile::kRows; row += kAtOnce) {
-    load_async<32>(Few{tile.data + row * Tile::kCols}, from + row * stride, stride, rows - row, cols, lane());
+    const Few few{tile.data + row * Tile::kCols};
+    if (whole) {
+      load_async<32>(few, from + row * stride, stride, kAtOnce, Tile::kCols, lane());
+    } else {
+      load_async<32>(few, from + row * stride, stride, rows - row, cols, lane());
+    }
   }
 }
 
@@ -183,6 +192,17 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums.at[n][i] += half.at[n][i];
+  }
+}
+
+// The diagonal of 16 x 16, of the lane's columns.
+__device__ inline void squares_of(float2 (&squares)[2], const Sums<2>& g) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    // (t, t) of columns t = 8 n + lane_col() + i: the lane of row t % 8 has it.
+    const int even = 9 * lane_col() / 2, odd = 9 * lane_col() / 2 + 4;
+    squares[n].x = __shfl_sync(~0u, g.at[n][2 * n], even);
+    squares[n].y = __shfl_sync(~0u, g.at[n][2 * n + 1], odd);
   }
 }
 

@@ -144,12 +144,4 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
   }
 }
 
-template <typename T>
-cudaError_t scan_of(const LatticeScan& p, cudaStream_t stream) {
-  return by_size(p.shape, [&](auto tokens, auto D, auto M) {
-    using S = Sizes<T, tokens(), D(), M()>;
-    return launch_scan<scan_kernel<S>>(p, Ring<S>::kThreads, ScanSpace<S>::kBytes, stream);
-  });
-}
-
 }  // namespace girih::kernels::lattice

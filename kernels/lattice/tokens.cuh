@@ -109,12 +109,9 @@ __device__ inline float decay_before(const LatticeStart& start, const Part& part
   return load_any(start.decay, part.sequence(), static_cast<int64_t>(part.head)) * kLog2E;
 }
 
-// By one warp.
-template <typename T, int R, class Problem>
-__device__ inline void put_tokens(ChunkTokens<R>& to, const Problem& p, const LatticeStart& start,
-                                  const Part& part) {
-  const LaneTokens tokens = sum_tokens(load_tokens(p.gamma, p.g, part), p.gamma.dtype, p.g.dtype);
-  const float sign = sign_of(p.shape.objective), before = decay_before(start, part);
+// By one warp; `before`: of a resumed chunk, decay_before().
+template <typename T, int R>
+__device__ inline void put_tokens(ChunkTokens<R>& to, const LaneTokens& tokens, float sign, float before) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int t = 2 * lane() + i;
@@ -125,6 +122,12 @@ __device__ inline void put_tokens(ChunkTokens<R>& to, const Problem& p, const La
     to.open[t] = exp2_fast(tokens.sum[i]);
     to.kept[t] = exp2_fast(fmaxf(before + tokens.sum[i], kLeastKept));
   }
+}
+template <typename T, int R, class Problem>
+__device__ inline void put_tokens(ChunkTokens<R>& to, const Problem& p, const LatticeStart& start,
+                                  const Part& part) {
+  put_tokens<T>(to, sum_tokens(load_tokens(p.gamma, p.g, part), p.gamma.dtype, p.g.dtype),
+                sign_of(p.shape.objective), decay_before(start, part));
 }
 
 // Running sums over tokens of a matrix whose columns are tokens: 16 of them at a time, by a triangle of
@@ -173,10 +176,8 @@ struct Carry {
   float at[2] = {0.f, 0.f};
 };
 
-// x becomes its sums; `by(col)`: the decays of columns col and col + 1 from the block before, or a power of
-// them.
-template <Run run, class Decays>
-__device__ inline void add_up(Sums<2>& x, const Triangle& triangle, Carry& carry, const Decays& by) {
+// sums += x times the triangle
+__device__ inline void add_sums(Sums<2>& sums, const Sums<2>& x, const Triangle& triangle) {
   uint32_t hi[4], lo[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -184,13 +185,25 @@ __device__ inline void add_up(Sums<2>& x, const Triangle& triangle, Carry& carry
   }
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
+    mma<__nv_bfloat16>(sums.at[n], hi, triangle.hi[n][0], triangle.hi[n][1]);
+    mma<__nv_bfloat16>(sums.at[n], lo, triangle.hi[n][0], triangle.hi[n][1]);
+    mma<__nv_bfloat16>(sums.at[n], hi, triangle.lo[n][0], triangle.lo[n][1]);
+  }
+}
+
+// x becomes its sums; `by(col)`: the decays of columns col and col + 1 from the block before, or a power of
+// them.
+template <Run run, class Decays>
+__device__ inline void add_up(Sums<2>& x, const Triangle& triangle, Carry& carry, const Decays& by) {
+  Sums<2> sums;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
     const float2 e = by(8 * n);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x.at[n][i] = carry.at[i >> 1] * (i & 1 ? e.y : e.x);
-    mma<__nv_bfloat16>(x.at[n], hi, triangle.hi[n][0], triangle.hi[n][1]);
-    mma<__nv_bfloat16>(x.at[n], lo, triangle.hi[n][0], triangle.hi[n][1]);
-    mma<__nv_bfloat16>(x.at[n], hi, triangle.lo[n][0], triangle.lo[n][1]);
+    for (int i = 0; i < 4; ++i) sums.at[n][i] = carry.at[i >> 1] * (i & 1 ? e.y : e.x);
   }
+  add_sums(sums, x, triangle);
+  x = sums;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     carry.at[i] = run == Run::forward ? __shfl_sync(~0u, x.at[1][2 * i + 1], lane() | 3)

@@ -13,22 +13,26 @@ namespace girih::kernels::lattice {
 constexpr int stages_of(int R) { return R == 16 ? 8 : R == 32 ? 4 : 2; }
 
 // By a warp: sign gamma_t e^{L_C - L_t} of R tokens, and then m_C, e^{L_C} of the tokens here, and L_C of all
-// the chunk in powers of two.
-template <int R, class Problem>
-__device__ inline void put_weights(float* to, const RawTokens& raw, const Problem& p, const Part& part) {
-  const LaneTokens tokens = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
-  const float sum = __shfl_sync(~0u, tokens.sum[1], 31), sign = sign_of(p.shape.objective);
+// the chunk in powers of two. `before`: of a resumed chunk, decay_before().
+template <int R>
+__device__ inline void put_weights(float* to, const LaneTokens& tokens, float sign, float before) {
+  const float sum = __shfl_sync(~0u, tokens.sum[1], 31);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int t = 2 * lane() + i;
     if (t < R) to[t] = sign * tokens.gamma[i] * exp2_fast(sum - tokens.sum[i]);
   }
   if (lane() == 0) {
-    const float all = decay_before(p.start, part) + sum;
+    const float all = before + sum;
     to[R] = exp2_fast(fmaxf(all, kLeastKept));
     to[R + 1] = exp2_fast(sum);
     to[R + 2] = all;
   }
+}
+template <int R, class Problem>
+__device__ inline void put_weights(float* to, const RawTokens& raw, const Problem& p, const Part& part) {
+  put_weights<R>(to, sum_tokens(raw, p.gamma.dtype, p.g.dtype), sign_of(p.shape.objective),
+                 decay_before(p.start, part));
 }
 
 // A stage is full once its loader's copies are there, and empty once all of the block's other warps are done
@@ -163,25 +167,40 @@ __device__ inline int64_t memory_place(const LatticeShape& shape, int64_t number
   return (number * shape.heads + head) * static_cast<int64_t>(shape.M) * shape.D;
 }
 
-// Which sequence and head a block of a scan has.
+// Which sequence and head a block of a scan has; `share` of all blocks that have the same.
 struct Carried {
   ChunkedSequence of;
-  int head;
+  int head, share;
 };
-__device__ inline Carried carried(const LatticeShape& shape) {
+__device__ inline Carried carried(const LatticeShape& shape, unsigned shares = 1) {
   const auto heads = static_cast<unsigned>(shape.heads);
-  return {chunked_sequence(shape.grid, blockIdx.x / heads), static_cast<int>(blockIdx.x % heads)};
+  const unsigned number = blockIdx.x / shares;
+  return {chunked_sequence(shape.grid, number / heads), static_cast<int>(number % heads),
+          static_cast<int>(blockIdx.x % shares)};
 }
+
+// Whether the n-th chunk is the share's, of 1 or 2.
+__device__ inline bool is_own(int64_t n, int share, int shares) { return ((n ^ share) & (shares - 1)) == 0; }
 
 template <class S>
 struct ScanSpace {
   static constexpr int kBytes = S::Memory::kBytes + Ring<S>::kBytes;
 };
 
-// A block for every sequence and head.
+// How many blocks, at most `most`, have the same sequence and head: more than one where multiprocessors would
+// stay idle.
+inline cudaError_t shares_of(const LatticeShape& shape, int most, int& shares) {
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
+  shares = most * shape.grid.tokens.sequences * shape.heads <= processors ? most : 1;
+  return cudaSuccess;
+}
+
+// A block for every sequence and head, or `shares` of them.
 template <auto Kernel, class Problem>
-cudaError_t launch_scan(const Problem& p, int threads, int bytes, cudaStream_t stream) {
-  const int64_t blocks = p.shape.grid.tokens.sequences * p.shape.heads;
+cudaError_t launch_scan(const Problem& p, int threads, int bytes, const LatticeShape& shape,
+                        cudaStream_t stream, int shares = 1) {
+  const int64_t blocks = shape.grid.tokens.sequences * shape.heads * shares;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;

@@ -217,13 +217,7 @@ struct Within {
     if constexpr (Own) {
       Sums<2> g;
       product_of_rows(g, h, h);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        // (t, t) of columns t = 8 n + lane_col() + i: the lane of row t % 8 has it.
-        const int even = 9 * lane_col() / 2, odd = 9 * lane_col() / 2 + 4;
-        squares[n].x = __shfl_sync(~0u, g.at[n][2 * n], even);
-        squares[n].y = __shfl_sync(~0u, g.at[n][2 * n + 1], odd);
-      }
+      squares_of(squares, g);
       apply(g, 0, 0, [&](float x, int t, int j) { return j < t ? x * tokens->decay(t, j) : 0.f; });
       bound<T>(g);
       pack<T>(own, g);

@@ -39,13 +39,6 @@ __device__ inline void with_map(TrellisMap map, int slots, const F& f) {
   }
 }
 
-// Of an x that is no less than the smallest normal number.
-__device__ inline float inverse_root(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ inline float tanh_fast(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));

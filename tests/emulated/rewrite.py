@@ -22,6 +22,7 @@ BODIES = {
         "float exp2_fast": """
             const float y = std::exp2(x); return std::fpclassify(y) == FP_SUBNORMAL ? 0.f : y;""",
         "float reciprocal(": "return 1.f / x;",
+        "float inverse_root(": "return 1.f / std::sqrt(x);",
     },
     "tile/shared.h": {
         "uint32_t shared_address": "return static_cast<uint32_t>(reinterpret_cast<uint64_t>(pointer));",
@@ -104,6 +105,7 @@ BODIES = {
     },
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
+        "cudaError_t processor_count(": "count = 4; return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
         "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
@@ -115,7 +117,6 @@ BODIES = {
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
     "trellis/maps.cuh": {
-        "float inverse_root(": "return 1.f / std::sqrt(x);",
         "float tanh_fast(": "return std::tanh(x);",
     },
 }

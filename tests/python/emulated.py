@@ -32,12 +32,17 @@ class Array(ctypes.Structure):
 
 
 def compiled(folder, operator, sizes=("chunks",)):
-    """The operator's kernels as a library; `sizes`: its functions that give a number."""
+    """The operator's kernels as a library, of sources whose names begin with its name; `sizes`: its functions
+    that give a number.
+    """
     rewrite.write(folder, operator)
     paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-I{path}" for path in paths)]
+    command = ["g++", "-std=c++20", "-Og", "-fPIC", *(f"-I{path}" for path in paths)]
     library = folder / f"{operator}.so"
-    subprocess.run([*command, str(EMULATED / f"{operator}.cpp"), "-o", str(library)], check=True)
+    parts = {path: folder / f"{path.stem}.o" for path in EMULATED.glob(f"{operator}*.cpp")}
+    compilers = [subprocess.Popen([*command, "-c", path, "-o", part]) for path, part in parts.items()]
+    assert not any([compiler.wait() for compiler in compilers])
+    subprocess.run(["g++", "-shared", *parts.values(), "-o", library], check=True)
     loaded = ctypes.CDLL(str(library))
     for name in sizes:
         getattr(loaded, name).restype = ctypes.c_int64

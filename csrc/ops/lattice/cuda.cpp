@@ -105,30 +105,32 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
                        chunk, objective);
-  const auto memories = args.memories(), last = args.states(), last_step = args.states();
+  const auto last = args.states(), last_step = args.states();
+  const auto nothing = at::empty({0}, q.options()), no_number = at::empty({0}, last.options());
+  bool is_short = false;
+  check_launch("lattice_is_short", kernels::lattice_is_short(args.shape, is_short));
+  const bool keeps = save || !is_short;
+  const auto memories = keeps ? args.memories() : nothing;
   const auto ends =
-      at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, q.options().dtype(at::kFloat));
+      keeps ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options()) : no_number;
   const auto decay = args.g.defined() ? args.of_sequences() : Tensor();
   const auto position = at::empty({args.sequences()}, q.options().dtype(at::kLong));
+  const auto o = args.rows(args.shape.query_heads, args.shape.D, q.scalar_type());
   kernels::LatticeScan scan;
   args.fill(scan);
   scan.start = args.start();
   scan.end = {output<4>(last), output<4>(last_step), output<2>(decay)};
   scan.last_position = position.mutable_data_ptr<int64_t>();
-  scan.memories = memories.mutable_data_ptr();
-  scan.ends = ends.mutable_data_ptr<float>();
-  check_launch("lattice_scan", kernels::lattice_scan(scan, stream));
-
-  const auto o = args.rows(args.shape.query_heads, args.shape.D, q.scalar_type());
+  scan.memories = keeps ? memories.mutable_data_ptr() : nullptr;
+  scan.ends = keeps ? ends.mutable_data_ptr<float>() : nullptr;
   kernels::LatticeRead read;
   args.fill(read);
   read.q = input<4>(args.q);
   read.start = args.start();
-  read.memories = memories.const_data_ptr();
+  read.memories = scan.memories;
   read.o = output<4>(o);
-  check_launch("lattice_read", kernels::lattice_read(read, stream));
+  check_launch("lattice_forward", kernels::lattice_forward(scan, read, stream));
 
-  const auto nothing = at::empty({0}, q.options()), no_number = at::empty({0}, last.options());
   // What is handed out may be written by who gets it.
   const auto own = [&](const Tensor& state) {
     return save ? cut(state, args.D, args.M).clone() : cut(state, args.D, args.M);
@@ -207,8 +209,6 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   reverse.gradients = gradients.mutable_data_ptr();
   reverse.dmemory = output<4>(dfirst), reverse.dstep = output<4>(dstep);
   reverse.ddecay = output<2>(ddecay), reverse.dopen = output<2>(dopen);
-  check_launch("lattice_reverse", kernels::lattice_reverse(reverse, stream));
-
   const auto dg = gated ? args.numbers() : Tensor();
   kernels::LatticeColumns columns;
   args.fill(columns);
@@ -217,7 +217,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.at_floor = input<3>(at_floor), columns.dopen = input<2>(dopen);
   columns.dk = output<4>(dk), columns.dv = output<4>(dv);
   columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
-  check_launch("lattice_columns", kernels::lattice_columns(columns, stream));
+  check_launch("lattice_reverse", kernels::lattice_reverse(reverse, columns, stream));
 
   // What a start does not take gets no gradient.
   const auto none = [](const OptionalTensor& state) {

@@ -1,0 +1,289 @@
+// read.cuh by a single warp, which goes through a chunk's 64 vectors 16 at a time, each with the chunk's 16
+// tokens as columns (within.cuh):
+//
+//     F_tj = e^{L_t - L_j} step_j          W_j = step_j c_j
+//     N^T = c^T (tril(G, -1) F)^T + e^{L} Delta^T H^T          q~ = q y
+//     O = sum over vectors of (q~ (m - sigma)) S^T + (q~ e^{L}) Delta^T, and (tril(q~ c^T) F) H
+//
+// Steps are numbers of tokens, and so are where decays are, in fp32: what is rounded is c, G F and q~.
+#pragma once
+
+#include "lattice/scan_short_ring.cuh"
+
+namespace girih::kernels::lattice {
+
+template <typename T>
+class ShortReader {
+  using Ring = ShortScanRing<T>;
+  using S = typename Ring::S;
+  static constexpr float kLift = lift<T>();
+
+  const LatticeScan& scan;
+  const LatticeRead& p;
+  const int shares;
+  const Ring& ring;
+
+ public:
+  __device__ ShortReader(const ShortScan& p, const Ring& ring)
+      : scan(p.scan), p(p.read), shares(p.shares), ring(ring) {}
+
+  // Every kReaders-th chunk of the block's share.
+  __device__ void run(int reader) const {
+    const Carried& block = ring.block();
+    const ChunkedSequence& of = block.of;
+    const int first = reader * shares + block.share, step = Ring::kReaders * shares;
+    Turn turn;
+    turn.skip(first, Ring::kStages);
+#pragma unroll 1
+    for (int64_t n = first; n < of.chunks; n += step, turn.skip(step, Ring::kStages)) {
+      const Part part = chunk_part(p.shape, of, n, block.head);
+      wait(ring.full() + turn.place, turn.parity);
+      wait(ring.written() + turn.place, turn.parity);
+      if (scan.memories != nullptr) keep(part, turn.place);
+      if (part.resumed) {
+        bring_step(part);
+        read_all<true>(part, turn.place);
+      } else {
+        read_all<false>(part, turn.place);
+      }
+      arrive_once(ring.empty() + turn.place);
+    }
+  }
+
+ private:
+  __device__ bool encode() const { return p.shape.objective == LatticeObjective::encode; }
+
+  // For backward.
+  __device__ void keep(const Part& part, int stage) const {
+    const LatticeShape& shape = p.shape;
+    store_rows<1>(ring.memory(stage),
+                  static_cast<T*>(scan.memories) + memory_place(shape, part.number, part.head), shape.D,
+                  shape.M, shape.D, 0);
+    const auto& numbers = ring.numbers(stage);
+    const bool rho = lane() >= 16;
+    const int m = lane() % 16 * 4;
+    float* const to = scan.ends + ((part.number * shape.heads + part.head) * 2 + (rho ? 1 : 0)) * shape.M + m;
+    if (m < shape.M) {
+      *reinterpret_cast<float4*>(to) =
+          *reinterpret_cast<const float4*>((rho ? numbers.rho : numbers.alpha) + m);
+    }
+  }
+
+  // Delta^T, rounded, and |Delta_i|^2.
+  __device__ void bring_step(const Part& part) const {
+    const In<4>& from = p.start.step;
+    const float* const place = static_cast<const float*>(from.data) +
+                               offset_of(from, part.sequence(), static_cast<int64_t>(part.head));
+    const auto step = ring.step();
+#pragma unroll 1
+    for (int m = lane(); m < S::M; m += 32) {
+      float square = 0.f;
+#pragma unroll 1
+      for (int d = 0; d < S::D; ++d) {
+        const bool exists = m < p.shape.M && d < p.shape.D;
+        const T x = from_float<T>(exists ? place[d * from.stride[2] + m * from.stride[3]] : 0.f);
+        step.at(m, d) = x;
+        square = fmaf(to_float(x), to_float(x), square);
+      }
+      ring.step_square()[m] = square;
+    }
+    __syncwarp();
+  }
+
+  // All query heads of the memory's: the loader has brought the first one's q.
+  template <bool Resumed>
+  __device__ void read_all(const Part& part, int stage) const {
+    const LatticeShape& shape = p.shape;
+    const int group = shape.query_heads / shape.heads, first = part.head * group;
+    const auto q = ring.tokens(stage, Ring::q);
+    const int64_t batch = part.batch(), start = part.chunk.start;
+#pragma unroll 1
+    for (int member = 0; member < group; ++member) {
+      if (member > 0) {
+        __syncwarp();
+        bring_by_warp(q, row_of<T>(p.q, batch, start, first + member), p.q.stride[1], part.chunk.length,
+                      shape.M);
+        commit_copies();
+        wait_copies<0>();
+        __syncwarp();
+      }
+      Sums<8> o;
+      read<Resumed>(o, stage);
+      Operand<4> rounded;
+      round_to<T>(rounded, o);
+      store_blocks(q, 0, 0, rounded);
+      __syncwarp();
+      store_rows<1>(q, row_of<T>(p.o, batch, start, first + member), p.o.stride[1], part.chunk.length,
+                    shape.D, 0);
+    }
+  }
+
+  // Of columns n and n + 1 of 8 n + lane_col().
+  __device__ static float2 of_columns(const float* numbers, int n) {
+    return *reinterpret_cast<const float2*>(numbers + 8 * n + lane_col());
+  }
+
+  // x y^T of 16 rows of x, from `first` on.
+  __device__ static void product(Sums<2>& sums, const typename S::Memory& x, const typename S::Values& y,
+                                 int first) {
+    Sums<2> half;
+    fill(sums, 0.f);
+    fill(half, 0.f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t a[4];
+      load_block(a, x, first, 16 * i);
+      add_product_transposed<T>(i % 2 ? half : sums, a, y, 0, 16 * i);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums.at[n][i] += half.at[n][i];
+    }
+  }
+
+  struct Inner {
+    Triangles triangles;
+    Sums<2> decays;     // F, [t, j], zero for j > t
+    uint32_t own[4];    // tril(G, -1) F
+    float2 squares[2];  // |h|^2 of the lane's columns
+  };
+  __device__ static void make_inner(Inner& to, const ChunkTokens<16>& tokens, const typename S::Values& h) {
+    make_triangles<Run::forward>(to.triangles, tokens, 0);
+    fill(to.decays, 0.f);
+    apply(to.decays, 0, 0,
+          [&](float, int t, int j) { return j <= t ? tokens.step[j] * tokens.decay(t, j) : 0.f; });
+    Sums<2> g;
+    product_of_rows(g, h, h);
+    squares_of(to.squares, g);
+    multiply(g, to.decays);
+    apply(g, 0, 0, [&](float x, int t, int j) { return j < t ? x : 0.f; });
+    bound<T>(g);
+    pack<T>(to.own, g);
+  }
+
+  template <bool Resumed>
+  __device__ void read(Sums<8>& o, int stage) const {
+    const auto& tokens = ring.numbers(stage).tokens;
+    const auto h = ring.tokens(stage, Ring::v);
+    Inner inner;
+    make_inner(inner, tokens, h);
+    Sums<2> scores;
+    fill(o, 0.f);
+    fill(scores, 0.f);
+#pragma unroll 1
+    for (int first = 0; first < S::M; first += 16) add_vectors<Resumed>(o, scores, inner, stage, first);
+
+    multiply(scores, inner.decays);
+    scale_rows(scores, {kLift, kLift});
+    bound<T>(scores);
+    uint32_t a[4];
+    pack<T>(a, scores);
+    add_product<T>(o, a, h, 0);
+  }
+
+  // What 16 vectors give to o, and to the scores of tokens.
+  template <bool Resumed>
+  __device__ void add_vectors(Sums<8>& o, Sums<2>& scores, const Inner& inner, int stage, int first) const {
+    const auto& tokens = ring.numbers(stage).tokens;
+    const auto memory = ring.memory(stage);
+    const auto k = ring.tokens(stage, Ring::k), h = ring.tokens(stage, Ring::v);
+    // a^T = S^T H^T, c^T, N^T
+    Sums<2> a, w, N;
+    product(a, memory, h, first);
+    uint32_t c[4];
+    load_block_transposed(c, k, first, 0);
+    unpack<T>(w, c);
+    if (encode()) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w.at[n][i] = a.at[n][i] - w.at[n][i];
+      }
+      pack<T>(c, w);
+      unpack<T>(w, c);
+    }
+    if constexpr (Resumed) {
+      product(N, ring.step(), h, first);
+      scale_columns(N, [&](int n) { return of_columns(tokens.open, n); });
+    } else {
+      fill(N, 0.f);
+    }
+    mma<T>(N.at[0], c, inner.own[0], inner.own[2]);
+    mma<T>(N.at[1], c, inner.own[1], inner.own[3]);
+
+    // sigma, r, n
+    scale_columns(w, [&](int n) { return of_columns(tokens.step, n); });
+    Sums<2> sigma, x, r, n;
+    x = w;
+    multiply(x, a);
+    fill(sigma, 0.f);
+    add_sums(sigma, x, inner.triangles.decay);
+    fill(n, 0.f);
+    fill(r, 0.f);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const float2 h2 = inner.squares[b];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float W = w.at[b][i], Wa = x.at[b][i], own = W * W * (i & 1 ? h2.y : h2.x);
+        r.at[b][i] = own;
+        x.at[b][i] = own - Wa * Wa + 2.f * W * (N.at[b][i] - a.at[b][i] * (sigma.at[b][i] - Wa));
+      }
+    }
+    // A floor may be rough.
+    uint32_t rounded[4];
+    pack<__nv_bfloat16>(rounded, r);
+    fill(r, 0.f);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      mma<__nv_bfloat16>(r.at[b], rounded, inner.triangles.square.hi[b][0], inner.triangles.square.hi[b][1]);
+    }
+    add_sums(n, x, inner.triangles.square);
+
+    // q~^T and (q~ (m - sigma))^T
+    Sums<2> query;
+    load_block_transposed(rounded, ring.tokens(stage, Ring::q), first, 0);
+    unpack<T>(query, rounded);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const float2 m = of_columns(tokens.kept, b);
+      float2 open = {0.f, 0.f};
+      if constexpr (Resumed) open = squared(of_columns(tokens.open, b));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float before = 0.f;
+        if constexpr (Resumed) {
+          before = (i & 1 ? open.y : open.x) * ring.step_square()[first + lane_row() + (i >> 1) * 8];
+        }
+        const float kept = i & 1 ? m.y : m.x, floor = least_share<T>() * (r.at[b][i] + before);
+        query.at[b][i] *= inverse_root(fmaf(kept, kept, fmaxf(n.at[b][i] + before, floor)));
+        x.at[b][i] = query.at[b][i] * (kept - sigma.at[b][i]);
+      }
+    }
+    pack<T>(rounded, x);
+    transpose_block(rounded);
+    add_product<T>(o, rounded, memory, first);
+    if constexpr (Resumed) {
+      x = query;
+      scale_columns(x, [&](int n) { return of_columns(tokens.open, n); });
+      bound<T>(x);
+      pack<T>(rounded, x);
+      transpose_block(rounded);
+      add_product<T>(o, rounded, ring.step(), first);
+    }
+    scale_rows(query, {1.f / kLift, 1.f / kLift});
+    bound<T>(query);
+    pack<T>(rounded, query);
+    transpose_block(rounded);
+    if (encode()) {
+      transpose_block(c);
+    } else {
+      load_block(c, k, 0, first);
+    }
+    mma<T>(scores.at[0], rounded, c[0], c[2]);
+    mma<T>(scores.at[1], rounded, c[1], c[3]);
+  }
+};
+
+}  // namespace girih::kernels::lattice

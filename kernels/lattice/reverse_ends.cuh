@@ -1,0 +1,122 @@
+// What the two reverse scans share: how they begin and end, and a warp's 16 vectors block by block.
+#pragma once
+
+#include "lattice/vectors.cuh"
+
+namespace girih::kernels::lattice {
+
+// f(k, the 16 x 16 of sums from column 16 k on).
+template <int N, class F>
+__device__ inline void for_blocks(Sums<N>& sums, const F& f) {
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k) f(k, reinterpret_cast<float(&)[2][4]>(sums.at[2 * k]));
+}
+// f(element, its own of a left factor, which of the lane's two rows)
+template <typename T, class F>
+__device__ inline void with_block(float (&sums)[2][4], const uint32_t (&a)[4], const F& f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = unpaired<T>(a[i]);
+    f(sums[i / 2][i % 2 * 2], x.x, i % 2);
+    f(sums[i / 2][i % 2 * 2 + 1], x.y, i % 2);
+  }
+}
+
+// Whether the sequence's last chunk is not complete.
+__device__ inline bool ends_in_chunk(const LatticeShape& shape, const ChunkedSequence& of) {
+  return of.chunks > 0 && !chunk_of(shape.grid, of, of.chunks - 1).complete;
+}
+
+// dS' after the last chunk, and put(k, S' rounded, columns 16 k on). Returned: the lane's part of
+// Delta'.dDelta'.
+template <typename T, int N, class Put>
+__device__ inline float begin_reverse(Sums<N>& dS, const LatticeReverse& p, const ChunkedSequence& of,
+                                      int head, int first, const Put& put) {
+  const int64_t sequence = of.sequence.index;
+  const bool within = ends_in_chunk(p.shape, of);
+  load_vectors(dS, p.last, sequence, head, p.shape, first);
+  for_blocks(dS, [&](int k, float(&)[2][4]) {
+    Operand<1> rounded;
+    round_to<T>(rounded, dS, 2 * k);
+    put(k, rounded.at[0]);
+  });
+  __syncwarp();
+  load_vectors(dS, within ? p.dlast_step : p.dlast, sequence, head, p.shape, first);
+  float sum = 0.f;
+  if (within) {
+    for_elements(dS, p.last_step, sequence, head, p.shape, first,
+                 [&](float& d, const float& x, int) { sum = fmaf(d, x, sum); });
+  }
+  return sum;
+}
+
+// A warp's own of a sum over all elements.
+__device__ inline void put_sum(float* to, float x) {
+  x = sum_over_col(sum_over_row(x));
+  if (lane() == 0) *to = x;
+}
+
+// A resumed chunk's dx goes through e^{L_C} Delta: to dDelta where `stores`, and returned are the lane's
+// parts of what it has with it.
+struct WithStep {
+  float ahead[2] = {0.f, 0.f}, square[2] = {0.f, 0.f};  // e^{L_C} Delta.dx, |e^{L_C} Delta|^2
+};
+template <int N>
+__device__ inline WithStep through_step(const LatticeReverse& p, Sums<N>& dx, int64_t sequence, int head,
+                                        int first, float open, const float (&rho)[2], bool stores = true) {
+  WithStep with;
+  for_elements(dx, p.start.step, sequence, head, p.shape, first, [&](float& d, const float& step, int j) {
+    with.ahead[j] = fmaf(open * step, d, with.ahead[j]);
+    with.square[j] = fmaf(open * step, open * step, with.square[j]);
+  });
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    with.ahead[j] = sum_over_row(with.ahead[j]), with.square[j] = sum_over_row(with.square[j]);
+  }
+  if (!stores) return with;
+  for_elements(dx, p.dstep, sequence, head, p.shape, first,
+               [&](float& d, float& at, int j) { at = rho[j] > 0.f ? fmaf(open, d, at) : at; });
+  return with;
+}
+
+// dS of the first memory, and what else a sequence begins with. `sums`: what put_sum() left of every warp,
+// Delta'.dDelta' and of a resumed chunk m_C c.
+template <int Warps, int N>
+__device__ inline void end_reverse(const LatticeReverse& p, Sums<N>& dS, const ChunkedSequence& of, int head,
+                                   int first, const float* sums) {
+  const int64_t sequence = of.sequence.index;
+  const LatticeShape& shape = p.shape;
+  // On the sphere: dS - s (s.dS).
+  float along[2] = {0.f, 0.f};
+  for_elements(dS, p.start.memory, sequence, head, shape, first,
+               [&](float& d, const float& x, int j) { along[j] = fmaf(x, d, along[j]); });
+#pragma unroll
+  for (int j = 0; j < 2; ++j) along[j] = sum_over_row(along[j]);
+  for_elements(dS, p.start.memory, sequence, head, shape, first,
+               [&](float& d, const float& x, int j) { d = fmaf(-x, along[j], d); });
+  store_vectors(p.dmemory, dS, sequence, head, shape, first);
+  const bool resumed = of.begun > 0 && of.chunks > 0;
+  if (p.dstep.data != nullptr && !resumed) {
+    fill(dS, 0.f);
+    if (of.chunks == 0) load_vectors(dS, p.dlast_step, sequence, head, shape, first);
+    store_vectors(p.dstep, dS, sequence, head, shape, first);
+  }
+
+  barrier_wait(1, 32 * Warps);
+  if (threadIdx.x != 0) return;
+  const bool within = ends_in_chunk(shape, of);
+  float dlast = 0.f, open = 0.f, all = 0.f;
+  if (p.dlast_decay.data != nullptr && (within || of.chunks == 0))
+    dlast = load_any(p.dlast_decay, sequence, head);
+  for (int w = 0; w < Warps; ++w) all += sums[w], open += sums[Warps + w];
+  if (p.dopen.data != nullptr) store_any(p.dopen, within ? all + dlast : 0.f, sequence, head);
+  if (p.ddecay.data != nullptr) {
+    float before = 0.f;
+    if (resumed) before = static_cast<const float*>(p.ddecay.data)[offset_of(p.ddecay, sequence, head)];
+    // The decay that a call ends with goes on from the one that it began with only where no chunk has ended.
+    store_any(p.ddecay, before + open + (of.chunks == 0 || (resumed && of.chunks == 1) ? dlast : 0.f),
+              sequence, head);
+  }
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,124 @@
+// The ring of scan_short.cuh: a chunk's tokens, the memory before it, and what the chain makes of them for
+// those who read it.
+#pragma once
+
+#include "lattice/vectors.cuh"
+
+namespace girih::kernels::lattice {
+
+// As parameters of one kernel. `shares`: blocks that have the same sequence and head.
+struct ShortScan {
+  LatticeScan scan;
+  LatticeRead read;
+  int shares;
+};
+
+template <typename T_>
+struct ShortScanRing {
+  using T = T_;
+  using S = Sizes<T, 16, 64, 64>;
+  static constexpr int kStages = 14, kLoaders = 2, kReaders = 6, kMostShares = 2;
+  static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kReaders);
+  // Every stage has one loader, and is one share's or never is. Readers are no further ahead of one another
+  // than a turn of the ring, else one would take another's turn for its own.
+  static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0 && kReaders * kMostShares <= kStages);
+
+  struct Numbers {
+    ChunkTokens<16> tokens;
+    float weights[20];         // put_weights()
+    float alpha[64], rho[64];  // from the chain: of the chunk's end
+    __device__ float kept() const { return weights[16]; }
+    __device__ float open() const { return weights[17]; }
+    __device__ float sum() const { return weights[18]; }
+  };
+  static constexpr int kTokens = S::Keys::kBytes;
+  static constexpr int kStage = S::Memory::kBytes + 3 * kTokens;
+  static constexpr int kNumbers = sizeof(Numbers);
+  static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Memory::kBytes + 4 * S::M +
+                                static_cast<int>(sizeof(Carried));
+  enum Of { q, k, v };  // o in the place of q, H in that of V
+
+  unsigned char* base;
+
+  template <class Tile>
+  __device__ Tile tile(int stage, int offset) const {
+    return {reinterpret_cast<T*>(base + stage * kStage + offset)};
+  }
+  __device__ auto memory(int stage) const { return tile<typename S::Memory>(stage, 0); }  // S^T
+  __device__ auto tokens(int stage, Of which) const {
+    return tile<typename S::Keys>(stage, S::Memory::kBytes + which * kTokens);
+  }
+  // Of a resumed chunk: Delta^T and |Delta_i|^2.
+  __device__ auto step() const { return tile<typename S::Memory>(kStages, 0); }
+  __device__ float* step_square() const {
+    return reinterpret_cast<float*>(base + kStages * kStage + S::Memory::kBytes);
+  }
+  __device__ Numbers& numbers(int stage) const {
+    return reinterpret_cast<Numbers*>(step_square() + S::M)[stage];
+  }
+  __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(&numbers(kStages)); }
+  __device__ uint64_t* written() const { return full() + kStages; }  // the chain is through with it
+  __device__ uint64_t* empty() const { return full() + 2 * kStages; }
+
+  // What the block has: there, for registers are few.
+  __device__ Carried& block() const { return *reinterpret_cast<Carried*>(full() + 3 * kStages); }
+
+  __device__ void start(const ShortScan& p) const {
+    if (threadIdx.x == 0) block() = carried(p.scan.shape, static_cast<unsigned>(p.shares));
+    if (threadIdx.x < kStages) {
+      init_barrier(full() + threadIdx.x, 32 + once(1));
+      init_barrier(written() + threadIdx.x, once(S::kWarps));
+      init_barrier(empty() + threadIdx.x, once(1));
+    }
+    __syncthreads();
+  }
+
+  // By a loader: the sequence's chunks in order. Nobody reads those that are another share's.
+  __device__ void load(const ShortScan& of_both, int loader) const {
+    const LatticeScan& p = of_both.scan;
+    const In<4>& queries = of_both.read.q;
+    const LatticeShape& shape = p.shape;
+    const ChunkedSequence& of = block().of;
+    const int head = block().head, query_head = head * (shape.query_heads / shape.heads);
+    if (loader >= of.chunks) return;
+    RawTokens next = load_tokens(p.gamma, p.g, chunk_part(shape, of, loader, head));
+    Turn turn;
+    turn.skip(loader, kStages);
+#pragma unroll 1
+    for (int64_t n = loader; n < of.chunks; n += kLoaders, turn.skip(kLoaders, kStages)) {
+      const Part part = chunk_part(shape, of, n, head);
+      const RawTokens raw = next;
+      if (n + kLoaders < of.chunks) {
+        next = load_tokens(p.gamma, p.g, chunk_part(shape, of, n + kLoaders, head));
+      }
+      const int stage = turn.place;
+      const bool reads = is_own(n, block().share, of_both.shares);
+      wait((reads ? empty() : written()) + stage, turn.parity ^ 1);
+      const int64_t batch = part.batch(), start = part.chunk.start;
+      const int length = part.chunk.length;
+      bring_by_warp(tokens(stage, k), row_of<T>(p.k, batch, start, head), p.k.stride[1], length, shape.M);
+      bring_by_warp(tokens(stage, v), row_of<T>(p.v, batch, start, head), p.v.stride[1], length, shape.D);
+      if (reads) {
+        bring_by_warp(tokens(stage, q), row_of<T>(queries, batch, start, query_head), queries.stride[1],
+                      length, shape.M);
+      }
+      Numbers& to = numbers(stage);
+      const LaneTokens gates = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
+      const float sign = sign_of(shape.objective), before = decay_before(p.start, part);
+      put_tokens<T>(to.tokens, gates, sign, before);
+      put_weights<16>(to.weights, gates, sign, before);
+      arrive_after_copies(full() + stage);
+      arrive_once(full() + stage);
+    }
+  }
+};
+
+// Whether chunks, memories and the card are such.
+inline cudaError_t is_short(const LatticeShape& shape, bool& is) {
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  is = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && ShortScanRing<__half>::kBytes <= limit;
+  return cudaSuccess;
+}
+
+}  // namespace girih::kernels::lattice

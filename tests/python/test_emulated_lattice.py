@@ -1,0 +1,216 @@
+"""The kernels of lattice as they stand, on the CPU (tests/emulated): forward and every gradient."""
+
+import ctypes
+
+import pytest
+import rounded_chunks
+import torch
+import torch.nn.functional as F
+from emulated import Array, assert_close, compiled, eights, needs_headers, rows
+from girih.ops import LatticeState
+
+pytestmark = needs_headers
+
+OBJECTIVES = ["decode", "encode", "similarity"]
+
+
+def fields():
+    """Of a Call in lattice.cpp: kind of a field, names."""
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    return [
+        (number, "batch tokens sequences"),
+        (pointer, "cu_seqlens"),
+        (number, "chunk"),
+        (pointer, "position"),
+        (number, "heads query_heads D M objective"),
+        (Array, "q k v gamma g memory step decay last last_step last_decay"),
+        (pointer, "last_position memories ends"),
+        (Array, "o dout dq dk dv dgamma at_floor"),
+        (pointer, "gradients"),
+        (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dopen dg"),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [(name, kind) for kind, names in fields() for name in names.split()]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("emulated"), "lattice")
+
+
+def check(
+    kernels,
+    objective,
+    chunk,
+    lengths,
+    *,
+    position=None,
+    D=64,
+    M=64,
+    H=1,
+    group=1,
+    gates=0.2,
+    packed=False,
+):
+    """One call: what the kernels make of it against the formula in float64.
+
+    The recurrence would not do: moved, a memory of its has steps so far that are not tangent at it.
+    """
+    generator = torch.Generator().manual_seed(chunk + sum(lengths))
+    N, HQ = len(lengths), H * group
+    B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def state(values):
+        padded = torch.zeros(N, H, eights(D), eights(M))
+        padded[:, :, :D, :M] = values
+        return padded
+
+    def unwritten(*shape):
+        return torch.full(shape, torch.nan)
+
+    gated, resumed = gates is not None, position is not None
+    first = F.normalize(normal(N, H, D, M), dim=2)
+    tensors = {
+        "q": rows(B, T, HQ, M, of=normal(B, T, HQ, M)),
+        "dout": rows(B, T, HQ, D, of=normal(B, T, HQ, D)),
+    }
+    tensors["k"] = rows(B, T, H, M, of=F.normalize(normal(B, T, H, M), dim=-1))
+    tensors["v"] = rows(B, T, H, D, of=F.normalize(normal(B, T, H, D), dim=-1))
+    tensors["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
+    tensors["g"] = -gates * torch.rand(B, T, H, generator=generator) if gated else None
+    tensors["memory"], tensors["step"], tensors["decay"] = state(first), None, None
+    if resumed:
+        step = 0.1 * normal(N, H, D, M)
+        tensors["step"] = state(step - first * (first * step).sum(2, keepdim=True))
+        tensors["decay"] = -torch.rand(N, H, generator=generator) if gated else None
+    sizes = tensors["memory"].shape
+    tensors |= {name: unwritten(*sizes) for name in ("last", "last_step", "dmemory")}
+    tensors |= {"dstep": unwritten(*sizes) if resumed else None, "dlast": state(normal(N, H, D, M))}
+    tensors["dlast_step"] = state(normal(N, H, D, M))
+    tensors["dlast_decay"] = normal(N, H) if gated else None
+    tensors |= {name: unwritten(N, H) if gated else None for name in ("last_decay", "dopen")}
+    tensors["ddecay"] = unwritten(N, H) if gated and resumed else None
+    tensors |= {
+        "o": rows(B, T, HQ, D),
+        "dq": rows(B, T, HQ, M),
+        "dk": rows(B, T, H, M),
+        "dv": rows(B, T, H, D),
+    }
+    tensors["dgamma"] = unwritten(B, T, H)
+    tensors |= {name: unwritten(B, T, H) if gated else None for name in ("at_floor", "dg")}
+
+    starts = [sum(lengths[:i]) for i in range(N)]
+    cu_seqlens, last_position = torch.tensor([*starts, sum(lengths)]), torch.zeros(N, dtype=torch.int64)
+    position = None if position is None else torch.tensor(position)
+    call = Call(
+        batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=eights(D), M=eights(M)
+    )
+    call.objective = OBJECTIVES.index(objective)
+    call.cu_seqlens = cu_seqlens.data_ptr() if packed else None
+    call.position = position.data_ptr() if resumed else None
+    call.last_position = last_position.data_ptr()
+    for name, tensor in tensors.items():
+        setattr(call, name, Array.of(tensor))
+    chunks = kernels.chunks(ctypes.byref(call))
+    memories, gradients = (
+        torch.full((chunks, H, eights(M), eights(D)), torch.nan, dtype=torch.bfloat16) for _ in range(2)
+    )
+    ends = unwritten(chunks, H, 2, eights(M))
+    call.memories, call.gradients, call.ends = memories.data_ptr(), gradients.data_ptr(), ends.data_ptr()
+    kernels.run(ctypes.byref(call))
+
+    widths = {"q": M, "k": M, "v": D, "o": D}
+    leaves = {name: tensors[name][..., : widths[name]].double() for name in "qkv"}
+    leaves |= {name: tensors[name].double() for name in ("gamma", "g") if tensors[name] is not None}
+    of_state = {name: tensors[name] for name in ("memory", "step", "decay") if tensors[name] is not None}
+    leaves |= {name: (x[:, :, :D, :M] if x.dim() == 4 else x).double() for name, x in of_state.items()}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    total, o, finals = 0.0, [], []
+    for n in range(N):
+        row, low = (0, starts[n]) if packed else (n, 0)
+        tokens = slice(low, low + lengths[n])
+        part = {name: leaf[row : row + 1, tokens] for name, leaf in leaves.items() if name not in of_state}
+        own = {name: leaves[name][n : n + 1] for name in of_state}
+        start = own["memory"]
+        if resumed:
+            start = LatticeState(own["memory"], own["step"], own.get("decay"), position[n : n + 1])
+        out, final = rounded_chunks.lattice(**part, chunk=chunk, objective=objective, state=start)
+        total = total + (out * tensors["dout"][row : row + 1, tokens, :, :D].double()).sum()
+        for name, x in zip(("dlast", "dlast_step", "dlast_decay"), final[:3], strict=True):
+            if x is not None:
+                given = tensors[name][n : n + 1]
+                total = total + (x * (given[:, :, :D, :M] if x.dim() == 4 else given).double()).sum()
+        o.append(out.detach())
+        finals.append([None if x is None else x.detach() for x in final])
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+
+    tokens = slice(0, sum(lengths) if packed else T)
+    want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat([x[0] for x in finals])}
+    want |= {f"d{n}": x if n in of_state else x[:, tokens] for n, x in zip(leaves, found, strict=True)}
+    along = (leaves["memory"].detach() * want["dmemory"]).sum(2, keepdim=True)
+    want["dmemory"] = want["dmemory"] - leaves["memory"].detach() * along
+    if gated:
+        want["last_decay"] = torch.cat([x[2] for x in finals])
+    got = {}
+    for name in want:
+        x = tensors[name]
+        if name.removeprefix("d") in widths:
+            x = x[..., : widths[name.removeprefix("d")]]
+        got[name] = x[:, :, :D, :M] if x.shape == sizes else x if x.shape[:2] != (B, T) else x[:, tokens]
+    # Half the digits: what is left where the memory before the chunk and the gradient after it cancel.
+    if "ddecay" in want:
+        error = (got.pop("ddecay") - want["ddecay"]).norm() / want.pop("ddecay").norm()
+        assert error < 0.05, f"ddecay: off by {error:.1%}"
+    assert_close(got, want)
+    begun = [0] * N if position is None else position.tolist()
+    assert last_position.tolist() == [(b + n) % chunk for b, n in zip(begun, lengths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "T, objective",
+    [*((T, "decode") for T in (1, 15, 16, 17)), *((40, objective) for objective in OBJECTIVES)],
+)
+def test_every_length(kernels, T, objective):
+    check(kernels, objective, 16, [T], position=[5])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("chunk, T", [(8, 20), (33, 40), (64, 70)])
+def test_every_chunk(kernels, chunk, T, objective):
+    check(kernels, objective, chunk, [T], gates=0.05)
+
+
+@pytest.mark.parametrize("objective, rows", [("decode", 1), ("decode", 3), ("encode", 1), ("similarity", 3)])
+def test_more_chunks_than_stages(kernels, objective, rows):
+    # One row is shared by two blocks: the emulator has four multiprocessors.
+    check(kernels, objective, 4, [70] * rows, D=24, M=40, gates=0.1)
+
+
+@pytest.mark.parametrize(
+    "objective, chunk, D, M", [("encode", 16, 128, 64), ("similarity", 16, 72, 128), ("decode", 33, 128, 120)]
+)
+def test_wide_memories(kernels, objective, chunk, D, M):
+    check(kernels, objective, chunk, [35], D=D, M=M, gates=None)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gates_that_shut(kernels, objective):
+    # Of what they leave, encode's reads and steps have next to nothing.
+    check(kernels, objective, 16, [40], position=[5], D=40, gates=1.0 if objective == "encode" else 8.0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_grouped_queries(kernels, objective):
+    check(kernels, objective, 16, [20], position=[7], D=24, M=40, H=2, group=2)
+
+
+def test_packed_sequences(kernels):
+    how = {"D": 24, "M": 40, "H": 2, "group": 2, "packed": True}
+    check(kernels, "decode", 16, [12, 3, 16, 0], position=[7, 5, 1, 3], **how)
+    check(kernels, "encode", 16, [20, 0, 12], D=24, packed=True)
