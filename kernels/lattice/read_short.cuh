@@ -9,6 +9,7 @@
 #pragma once
 
 #include "lattice/scan_short_ring.cuh"
+#include "pipe/roots.h"
 
 namespace girih::kernels::lattice {
 

@@ -20,6 +20,7 @@
 
 #include "lattice/read_short.cuh"
 #include "lattice/scan.cuh"
+#include "pipe/roots.h"
 
 namespace girih::kernels::lattice {
 

@@ -4,6 +4,7 @@
 
 #include "lattice/launch.h"
 #include "lattice/within.cuh"
+#include "pipe/card.h"
 #include "tile/shared.h"
 
 namespace girih::kernels::lattice {

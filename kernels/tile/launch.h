@@ -64,11 +64,5 @@ inline cudaError_t shared_limit(int& bytes) {
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
-// Multiprocessors of the current device.
-inline cudaError_t processor_count(int& count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-}
 
 }  // namespace girih::kernels

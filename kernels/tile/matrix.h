@@ -324,12 +324,6 @@ __device__ inline float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-// 1 / sqrt(x), of the same.
-__device__ inline float inverse_root(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
 // x / y for a y that is no less than the smallest normal number, nor more than 2^126: what __fdividef does
 // for others is three more instructions.
 __device__ inline float divide_fast(float x, float y) { return x * reciprocal(y); }

@@ -6,6 +6,7 @@
 // l2, and without a norm the shares of the norm are.
 #pragma once
 
+#include "pipe/roots.h"
 #include "tile/matrix.h"
 #include "trellis/trellis.h"
 

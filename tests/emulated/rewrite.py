@@ -22,7 +22,6 @@ BODIES = {
         "float exp2_fast": """
             const float y = std::exp2(x); return std::fpclassify(y) == FP_SUBNORMAL ? 0.f : y;""",
         "float reciprocal(": "return 1.f / x;",
-        "float inverse_root(": "return 1.f / std::sqrt(x);",
     },
     "tile/shared.h": {
         "uint32_t shared_address": "return static_cast<uint32_t>(reinterpret_cast<uint64_t>(pointer));",
@@ -105,13 +104,13 @@ BODIES = {
     },
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
-        "cudaError_t processor_count(": "count = 4; return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
         "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
     },
-    "cat_attention/sm90/launch.h": {"cudaError_t multiprocessors(": "count = 3; return cudaSuccess;"},
+    "pipe/card.h": {"cudaError_t processor_count(": "count = 4; return cudaSuccess;"},
     "pipe/memory.h": {},
+    "pipe/roots.h": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
     "pipe/clusters.h": {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",

@@ -302,7 +302,7 @@ cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, b
     if (error != cudaSuccess) return error;
   }
   int processors = 0;
-  if (const cudaError_t error = multiprocessors(processors); error != cudaSuccess) return error;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
   if (const cudaError_t error = allow_shared<cat_group_forward_kernel<T, Tile>>(Space::kBytes);
       error != cudaSuccess)
     return error;

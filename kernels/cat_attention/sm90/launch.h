@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cat_attention/cat_attention.h"
+#include "pipe/card.h"
 #include "tile/boxes.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -51,13 +52,6 @@ cudaError_t launch_cat_group_header_gradients(const CatHeaderGradients& problem,
 // Headers' dk and dv, from their shares and the sums.
 template <typename T, int Tile>
 cudaError_t launch_cat_join(const CatOwnGradients& problem, cudaStream_t stream);
-
-// Multiprocessors of the current device.
-inline cudaError_t multiprocessors(int& count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-}
 
 // Boxes of so many rows of a head of x [B, rows, H, width], `apart` rows from one to the next.
 inline cudaError_t describe_rows(Boxes& boxes, const In<4>& x, const CatShape& shape, int64_t rows,

@@ -316,7 +316,7 @@ cudaError_t try_cat_group_query_gradients(const CatQueryGradients& call, cudaStr
     if (error != cudaSuccess) return error;
   }
   int processors = 0;
-  if (const cudaError_t error = multiprocessors(processors); error != cudaSuccess) return error;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
   if (const cudaError_t error = allow_shared<kKernel>(Space::kBytes); error != cudaSuccess) return error;
   taken = true;
   const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
