@@ -16,7 +16,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-PACKAGE = ROOT / "python" / "girih"  # where CMake leaves its results
 # What is shipped beside what CMake installs; the _C of another Python stays behind.
 RESULTS = ["_build.py", "_C" + sysconfig.get_config_var("EXT_SUFFIX")]
 
@@ -48,8 +47,10 @@ class CMakeBuild(build_ext):
         configure += [f"-DGIRIH_DRAFTS={os.environ.get('GIRIH_DRAFTS') or 'OFF'}"]
         if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
             configure += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
+        package = build / "girih"
         if not self.inplace:  # girih/lib and girih/bin, beside torch/lib
             configure += ["-DCMAKE_INSTALL_LIBDIR=lib", "-DGIRIH_TORCH_LIBRARIES=$ORIGIN/../../torch/lib"]
+            configure += [f"-DGIRIH_PACKAGE={package}"]
         # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another
         # Python or option starts from an empty cache: the old one holds paths of the old.
         configured = build / "configured.txt"
@@ -63,7 +64,7 @@ class CMakeBuild(build_ext):
             install = ["cmake", "--install", str(build), "--prefix", str(target)]
             subprocess.run(install, check=True, env=environment, stdout=subprocess.DEVNULL)
             for name in RESULTS:
-                shutil.copy2(PACKAGE / name, target / name)
+                shutil.copy2(package / name, target / name)
 
     def get_outputs(self):
         return []

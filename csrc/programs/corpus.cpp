@@ -27,7 +27,7 @@ std::vector<fs::path> text_files(const fs::path& path) {
   TORCH_CHECK_VALUE(fs::is_directory(path), "corpus ", path.string(), ": no such file or folder");
   std::vector<fs::path> files;
   for (fs::recursive_directory_iterator at(path), end; at != end; ++at) {
-    if (at->path().filename().string().starts_with('.')) {
+    if (at->path().filename().string().starts_with('.') || fs::exists(at->path() / "arguments.json")) {
       at.disable_recursion_pending();
     } else if (at->is_regular_file() && !at->is_symlink()) {
       files.push_back(at->path());

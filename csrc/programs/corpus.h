@@ -13,9 +13,10 @@ struct Corpus {
   uint64_t digest;             // of all bytes in order
 };
 
-// A file, or every file below a folder in the order of their names, without what is hidden, linked, not text
-// (a zero byte) or there twice. Cut into stretches of 64 KiB, or a twentieth of less, the last of every
-// twenty is held out. Throws c10::ValueError where that leaves less than `context` bytes for a side.
+// A file, or every file below a folder in the order of their names, without what is hidden, linked, in the
+// folder of a run, not text (a zero byte) or there twice. Cut into stretches of 64 KiB, or a twentieth of
+// less, the last of every twenty is held out. Throws c10::ValueError where that leaves less than `context`
+// bytes for a side.
 Corpus read_corpus(const std::filesystem::path& path, int64_t context);
 
 // `count` windows of `context` bytes at places drawn by `seed`: where they begin, int64 [count].

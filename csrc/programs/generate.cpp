@@ -2,7 +2,6 @@
 #include <ATen/Context.h>
 #include <girih/girih.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -19,24 +18,28 @@ struct Options {
   std::vector<std::string> prompts;
   bool ids = false, lines = false, quiet = false;
   std::vector<int64_t> eos;
-  std::optional<uint64_t> seed;
+  std::optional<int64_t> seed;
   nn::GenerateOptions generate;
 };
 
 void describe(CLI::App& app, Options& of) {
   app.add_option("folder", of.folder, "what save_pretrained wrote: config.json and model.safetensors")
       ->required();
-  app.add_option("prompts", of.prompts, "what to go on with; all of standard input where none is given");
-  app.add_flag("--lines", of.lines, "every line of standard input is a prompt");
+  auto* prompts =
+      app.add_option("prompts", of.prompts, "what to go on with; all of standard input where none is given");
+  app.add_flag("--lines", of.lines, "every line of standard input is a prompt")->excludes(prompts);
   app.add_flag("--ids", of.ids, "prompts and texts are token ids, numbers with spaces, not bytes");
   auto& generate = of.generate;
-  app.add_option("--max-new-tokens", generate.max_new_tokens, "of each text")->capture_default_str();
+  app.add_option("--max-new-tokens", generate.max_new_tokens, "of each text")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1'000'000'000));
   app.add_option("--temperature", generate.temperature, "0: always the most likely token")
       ->capture_default_str();
   app.add_option("--top-k", generate.top_k, "sample among these many tokens");
   app.add_option("--top-p", generate.top_p, "and among the fewest that have this much of the probability");
   app.add_option("--eos", of.eos, "tokens that end a text, instead of the model's own")->delimiter(',');
-  app.add_option("--seed", of.seed, "of samples; without one they differ from run to run");
+  app.add_option("--seed", of.seed, "of samples; without one they differ from run to run")
+      ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--device", of.device, "cpu or cuda (default: cuda where there is one)");
   app.add_option("--dtype", of.dtype, "float32, bfloat16 or float16 (default: the file's)");
   app.add_flag("--quiet", of.quiet, "no line on standard error about the time it took");
@@ -112,6 +115,10 @@ int generate(Options of) {
   const auto vocab_size = model->config.vocab_size;
   TORCH_CHECK_VALUE(of.ids || vocab_size == 256, "vocab_size is ", vocab_size,
                     ": its tokens are not bytes; give and take their numbers with --ids");
+  for (const auto id : of.eos) {
+    TORCH_CHECK_VALUE(id >= 0 && id < vocab_size, "--eos is ", id, "; expected numbers from 0 to ",
+                      vocab_size - 1);
+  }
   const auto prompts = prompts_of(of, vocab_size);
 
   // Padded on the left.
@@ -129,7 +136,7 @@ int generate(Options of) {
   if (!of.eos.empty()) options.eos_token_id = of.eos;
   if (of.seed) {
     options.generator = at::globalContext().defaultGenerator(device);
-    options.generator->set_current_seed(*of.seed);
+    options.generator->set_current_seed(static_cast<uint64_t>(*of.seed));
   }
 
   // One text appears as it is written, several one after the other.
@@ -193,6 +200,5 @@ int main(int argc, char** argv) {
   CLI::App app("A language model goes on with texts, byte by byte, or with token ids.", "girih-generate");
   girih::programs::Options options;
   girih::programs::describe(app, options);
-  CLI11_PARSE(app, argc, argv);
-  return girih::programs::answer("girih-generate", [&] { return girih::programs::generate(options); });
+  return girih::programs::answer(app, argc, argv, [&] { return girih::programs::generate(options); });
 }

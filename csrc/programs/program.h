@@ -4,6 +4,8 @@
 #include <torch/cuda.h>
 #include <torch/types.h>
 
+#include <CLI/CLI.hpp>
+#include <cstdio>
 #include <exception>
 #include <iostream>
 #include <string>
@@ -11,11 +13,18 @@
 
 namespace girih::programs {
 
-// The exit code of `work`; what a person can put right is one line on stderr and code 2.
+// The exit code of `work` after the arguments have been read; what a person can put right is one line on
+// stderr and code 2.
 template <class Work>
-int answer(const char* program, const Work& work) {
+int answer(CLI::App& app, int argc, char** argv, const Work& work) {
+  const auto program = app.get_name();
   try {
-    return work();
+    app.parse(argc, argv);
+    const int code = work();
+    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    std::cerr << program << ": standard output cannot be written\n";
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
     std::cerr << program << ": " << text.substr(0, text.find('\n')) << '\n';

@@ -7,12 +7,13 @@
 //   sample.txt
 //   result.json      written last: where it stands, the run is finished
 #include <ATen/autocast_mode.h>
+#include <fcntl.h>
 #include <girih/girih.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
-#include <CLI/CLI.hpp>
+#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -35,7 +36,7 @@ using nlohmann::json;
 struct Options {
   std::string corpus, mixer = "gsa", size = "small", folder, device;
   std::optional<int64_t> steps;
-  uint64_t seed = 0;
+  int64_t seed = 0;
 };
 
 void describe(CLI::App& app, Options& of) {
@@ -45,7 +46,9 @@ void describe(CLI::App& app, Options& of) {
   app.add_option("--size", of.size, "tiny, small, 10m, 100m or 340m")->capture_default_str();
   app.add_option("--steps", of.steps, "instead of the size's own");
   app.add_option("--folder", of.folder, "where the run lives (default: runs/MIXER-SIZE)");
-  app.add_option("--seed", of.seed, "of the first weights and of the data")->capture_default_str();
+  app.add_option("--seed", of.seed, "of the first weights and of the data")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--device", of.device, "cpu or cuda (default: cuda where there is one)");
 }
 
@@ -53,6 +56,35 @@ volatile std::sig_atomic_t stopped = 0;
 void stop(int signal) {
   if (stopped != 0) std::_Exit(128 + signal);
   stopped = signal;
+}
+
+// Keeps other runs out of a folder, as girih.training does by the same file.
+class Lock {
+ public:
+  explicit Lock(const fs::path& folder)
+      : file_(folder / ".lock"), at_(open(file_.c_str(), O_RDWR | O_CREAT, 0666)) {
+    struct flock whole {};
+    whole.l_type = F_WRLCK, whole.l_whence = SEEK_SET;
+    const bool alone = at_ >= 0 && fcntl(at_, F_SETLK, &whole) == 0;
+    if (!alone && at_ >= 0) close(at_);
+    TORCH_CHECK_VALUE(alone, "folder ", folder.string(),
+                      ": another run is at work in it, or it cannot be written");
+  }
+  ~Lock() {
+    std::error_code ignored;
+    fs::remove(file_, ignored);
+    close(at_);
+  }
+  Lock(const Lock&) = delete;
+
+ private:
+  fs::path file_;
+  int at_;
+};
+
+// Text of any bytes.
+std::string text_of(const json& content, int indent = -1) {
+  return content.dump(indent, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
 
 // There whole or not at all.
@@ -93,23 +125,26 @@ class Autocast {
 
 class Run {
  public:
-  explicit Run(const Options& of) : device_(device_of(of.device)), size_(recipe_of(of.size)), seed_(of.seed) {
+  explicit Run(const Options& of)
+      : device_(device_of(of.device)), size_(recipe_of(of.size)), seed_(static_cast<uint64_t>(of.seed)) {
     if (of.steps) size_.steps = *of.steps;
     TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
-    torch::manual_seed(of.seed);
+    torch::manual_seed(seed_);
     const auto config = config_of_size(of.mixer, size_);
     corpus_ = read_corpus(of.corpus, size_.context);
     folder_ = of.folder.empty() ? fs::path("runs") / (of.mixer + "-" + of.size) : fs::path(of.folder);
     arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", size_.steps},
                   {"seed", of.seed},         {"corpus", of.corpus}, {"corpus_digest", corpus_.digest},
                   {"trainer", "girih-train"}};
-    torch::manual_seed(of.seed);
+    arguments_ = json::parse(text_of(arguments_));
+    torch::manual_seed(seed_);
     model_ = nn::LanguageModel(config);
   }
 
   int train() {
     if (is_finished()) return 0;
     begin();
+    const Lock lock(folder_);
     model_->to(device_);
     model_->train();
     optimize();
@@ -154,25 +189,34 @@ class Run {
     return count;
   }
 
+  // The corpus is known by its bytes, whatever its name.
+  bool is_same(json other) const {
+    auto own = arguments_;
+    own.erase("corpus"), other.erase("corpus");
+    return own == other;
+  }
+
   bool is_finished() const {
     const auto result = folder_ / "result.json";
-    if (!fs::exists(result) || read_json(folder_ / "arguments.json") != arguments_) return false;
+    if (!fs::exists(result) || !is_same(read_json(folder_ / "arguments.json"))) return false;
     std::printf("this run is finished; remove %s to train it again\n%s\n", folder_.c_str(),
-                read_json(result).dump().c_str());
+                text_of(read_json(result)).c_str());
     return true;
   }
 
   void begin() const {
     const auto file = folder_ / "arguments.json";
     if (fs::exists(file)) {
-      TORCH_CHECK_VALUE(read_json(file) == arguments_, "folder ", folder_.string(),
+      TORCH_CHECK_VALUE(is_same(read_json(file)), "folder ", folder_.string(),
                         ": a run of other arguments is in it; give another --folder");
       return;
     }
-    TORCH_CHECK_VALUE(!fs::exists(folder_) || fs::is_empty(folder_), "folder ", folder_.string(),
-                      ": there is something else in it");
+    const bool there = fs::exists(folder_);
+    const auto others =
+        there ? std::distance(fs::directory_iterator(folder_), {}) - fs::exists(folder_ / ".lock") : 0;
+    TORCH_CHECK_VALUE(others == 0, "folder ", folder_.string(), ": there is something else in it");
     fs::create_directories(folder_);
-    publish(file, arguments_.dump(2) + "\n");
+    publish(file, text_of(arguments_, 2) + "\n");
   }
 
   void optimize() {
@@ -229,7 +273,9 @@ class Run {
     if (!fs::exists(checkpoints())) return steps;
     for (const auto& at : fs::directory_iterator(checkpoints())) {
       const auto name = at.path().filename().string();
-      if (name.starts_with("step-") && !name.ends_with(".part")) steps.push_back(std::stoll(name.substr(5)));
+      const auto number = name.starts_with("step-") ? name.substr(5) : "";
+      if (!number.empty() && number.size() < 19 && std::ranges::all_of(number, isdigit))
+        steps.push_back(std::stoll(number));
     }
     std::ranges::sort(steps);
     return steps;
@@ -282,10 +328,10 @@ class Run {
                          {"bits_per_byte", std::round(bits * 1e4) / 1e4},
                          {"corpus", arguments_["corpus"]},
                          {"folder", (folder_ / "model").string()}};
-    publish(folder_ / "result.json", result.dump(2) + "\n");
+    publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),
-                result.dump().c_str());
+                text_of(result).c_str());
   }
 
   at::Device device_;
@@ -305,8 +351,7 @@ int main(int argc, char** argv) {
   CLI::App app("Train a byte-level language model.", "girih-train");
   girih::programs::Options options;
   girih::programs::describe(app, options);
-  CLI11_PARSE(app, argc, argv);
   std::signal(SIGINT, girih::programs::stop);
   std::signal(SIGTERM, girih::programs::stop);
-  return girih::programs::answer("girih-train", [&] { return girih::programs::Run(options).train(); });
+  return girih::programs::answer(app, argc, argv, [&] { return girih::programs::Run(options).train(); });
 }

@@ -37,13 +37,15 @@ def standard_library() -> list[Path]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """`path` itself, or every file below it, sorted; hidden files and links are passed over."""
+    """`path` itself, or every file below it, sorted; hidden files, links and the folders of runs are passed
+    over."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise CorpusError(f"corpus {path}: no such file or folder")
     visible = (p for p in path.rglob("*") if not any(s.startswith(".") for s in p.relative_to(path).parts))
-    return sorted(p for p in visible if p.is_file() and not p.is_symlink())
+    runs = {p.parent for p in path.rglob("arguments.json")} - {path}
+    return sorted(p for p in visible if p.is_file() and not p.is_symlink() and not runs & set(p.parents))
 
 
 def read_corpus(path: Path | None = None, context: int = 256) -> Corpus:

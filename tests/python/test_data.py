@@ -30,10 +30,13 @@ def test_a_corpus_is_the_same_however_the_files_were_made(numbered, tmp_path_fac
     assert first.digest == second.digest and torch.equal(first.train, second.train)
 
 
-def test_copies_hidden_files_links_and_binaries_are_left_out(numbered):
+def test_copies_hidden_files_links_binaries_and_runs_are_left_out(numbered):
     before = read_corpus(numbered).digest
     (numbered / "copy.txt").write_bytes((numbered / "a.txt").read_bytes())
     (numbered / ".hidden").write_text("x" * 5000)
+    (numbered / "run" / "model").mkdir(parents=True)
+    (numbered / "run" / "arguments.json").write_text("{}")
+    (numbered / "run" / "model" / "config.json").write_text("y" * 5000)
     (numbered / "binary").write_bytes(b"\0" * 5000)
     (numbered / "link").symlink_to("a.txt")
     assert read_corpus(numbered).digest == before

@@ -23,6 +23,7 @@ def test_a_package_ships_the_extension_of_its_own_python_alone(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(empty NONE)\n"
+        "file(GLOB built python/girih/_*)\nfile(COPY ${built} DESTINATION ${GIRIH_PACKAGE})\n"
         "install(FILES python/girih/lib/libgirih.so DESTINATION ${CMAKE_INSTALL_LIBDIR})\n"
     )
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", "built"]

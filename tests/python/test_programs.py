@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -121,6 +122,7 @@ def test_a_text_ends_at_its_end(gsa):
         (["{}", "1", "--ids", "--temperature", "1", "--top-k", "0"], "", "top_k"),
         (["{}", "1", "--ids", "--dtype", "int8"], "", "--dtype"),
         (["{}", "1", "--ids", "--device", "tpu"], "", "--device"),
+        (["{}", "1", "--ids", "--eos", "300"], "", "--eos"),
         (["{}/none", "1", "--ids"], "", "config.json"),
     ],
 )
@@ -128,6 +130,23 @@ def test_what_cannot_be_done_is_a_line(gsa, arguments, given, word):
     arguments = [str(a).format(gsa) for a in arguments]
     written, said = run("girih-generate", *arguments, given=given, code=2)
     assert not written and said.count("\n") == 1 and word in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seed", "-1"], ["--max-new-tokens", "-1"], ["--lines", "1"], ["--top-k", "x"], ["--odd"]]
+)
+def test_arguments_that_do_not_fit_are_refused(gsa, arguments):
+    written, said = run("girih-generate", gsa, "--ids", *arguments, given="1", code=2)
+    assert not written and arguments[0] in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
+def test_a_text_that_cannot_be_written_is_an_error(gsa):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [BIN / "girih-generate", gsa, "1", "--ids", "--quiet"], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 2 and b"standard output" in done.stderr
 
 
 # ---- girih-train ------------------------------------------------------------------------------------------
@@ -194,6 +213,28 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(corpus, tmp_path):
     assert b", from step " in written.splitlines()[1]
     files = [folder / "model" / "model.safetensors" for folder in (whole, stopped)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(corpus, tmp_path):
+    texts = tmp_path / "texts"
+    shutil.copytree(corpus, texts)
+    options = [texts, "--size", "tiny", "--steps", "3000", "--folder", texts / "run"]
+    with subprocess.Popen([BIN / "girih-train", *options], stdout=subprocess.PIPE) as process:
+        while not list(texts.glob("run/checkpoints/step-*")) and process.poll() is None:
+            time.sleep(0.01)
+        _, said = run("girih-train", *options, code=2)
+        assert "another run is at work" in said
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGINT
+    (texts / "run" / "checkpoints" / "step-old").mkdir()
+    with subprocess.Popen(
+        [BIN / "girih-train", f"{texts}/../texts", *options[1:]], stdout=subprocess.PIPE
+    ) as again:
+        lines = [again.stdout.readline() for _ in range(2)]
+        os.kill(again.pid, signal.SIGINT)
+        again.communicate()
+    assert b", from step " in lines[1] and not (texts / "run" / ".lock").exists()
 
 
 @pytest.mark.parametrize(
