@@ -389,7 +389,11 @@ def test_the_fused_projection_of_bigcode_is_read_in_its_order(multi_query):
 
 
 SHARED = {
-    "gemma4_text": {"global_head_dim": 8, "hidden_size_per_layer_input": 0},
+    "gemma4_text": {
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
     "gemma3n_text": {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
