@@ -12,7 +12,14 @@ from girih.conversion.config import from_json
 from girih.conversion.convert import FIELD, Conversion
 
 # Not for a configuration: "auto" is no dtype, and a quantisation that was saved stays.
-OF_LOADING = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "output_loading_info")
+OF_LOADING = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "attn_implementation",
+    "experts_implementation",
+    "output_loading_info",
+)
 # For a configuration and for the weights.
 OF_BOTH = (
     "cache_dir",
