@@ -14,7 +14,14 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted, fits
 from girih.conversion import Conversion
 from girih.conversion.config import replacing
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -273,6 +280,15 @@ def wrong(**options):
         (wrong(n=1.9), "n is 1.9; expected a whole number"),
         (wrong(weight=float("nan")), "weight is nan"),
         (wrong(norm_eps=-1.0), "norm_eps is -1.0"),
+        (wrong(weight="x"), "weight is 'x'; expected a number from 0 to 1"),
+        (wrong(weight=None), "weight is None"),
+        (wrong(norm_eps="a"), "norm_eps is 'a'; expected a number"),
+        (wrong(norm_eps=float("inf")), "norm_eps is inf"),
+        (wrong(layers=[]), r"layers is \[\]; expected one index at least"),
+        (
+            lambda: girih.replace_attention(base_model(), layers=[]),
+            r"layers is \[\]; expected one index at least",
+        ),
         (
             lambda: girih.inject(base_model("girih"), max_self_attn_length=4),
             "max_self_attn_length: girih's own attention has no window",
@@ -326,6 +342,124 @@ def test_what_does_not_fit_is_refused_by_its_name(call, message):
         call()
 
 
+OTHERS = {
+    "bloom": ({"n_layer": 2, "n_head": 4}, "BloomAttention: its forward takes residual"),
+    "codegen": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "CodeGenAttention: the channels of its qkv_proj go by blocks",
+    ),
+    "bitnet": ({"num_key_value_heads": 2}, "BitNetAttention: its attn_sub_norm stands between"),
+    "diffllama": ({"num_key_value_heads": 2}, "DiffLlamaAttention: its groupnorm stands between"),
+    "afmoe": ({"num_key_value_heads": 2, "head_dim": 8}, "AfmoeAttention: its gate_proj stands between"),
+    "gpt_neox_japanese": ({}, "GPTNeoXJapaneseAttention: its dense_bias is added outside"),
+    "olmo": ({"clip_qkv": 0.1}, "OlmoAttention: its q, k and v are clipped: clip_qkv is 0.1"),
+}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def other_model(kind, **options):
+    """A model of a family that is not converted, or not all of it."""
+    if "n_head" not in options:
+        sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        options = sizes | options
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | options)).eval()
+
+
+@pytest.mark.parametrize("convert", [girih.inject, girih.replace_attention])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_attention_that_does_more_than_its_projections_say_is_refused(kind, convert):
+    options, message = OTHERS[kind]
+    with pytest.raises(ValueError, match=message):
+        convert(other_model(kind, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("multi_query", [False, True])
+def test_the_fused_projection_of_bigcode_is_read_in_its_order(multi_query):
+    model = other_model("gpt_bigcode", n_layer=2, n_head=4, n_positions=64, multi_query=multi_query)
+    girih.replace_attention(model, "delta_product", n=1)
+    layer, x = attention(model), torch.randn(2, 9, 32)
+    fused = layer.c_attn(x)
+    if multi_query:
+        expected = fused
+    else:
+        expected = torch.cat([part.flatten(-2) for part in fused.view(2, 9, 4, 24).split(8, -1)], -1)
+    assert layer.girih.qkv_proj(x).equal(expected)
+
+
+SHARED = {
+    "gemma4_text": {
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
+    "gemma3n_text": {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": None,
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SHARED)
+def test_layers_that_share_keys_are_not_passed_over(kind):
+    """Layers 2 and 3 have no keys; those that they read are of 0 and 1, or of 1 and 2 of five."""
+
+    def model(n):
+        types = [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+            "full_attention",
+        ]
+        sizes = {"num_hidden_layers": n, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
+        return other_model(kind, **SHARED[kind] | sizes, layer_types=types[:n], num_kv_shared_layers=2)
+
+    with pytest.raises(
+        ValueError, match=r"layers is None.*num_kv_shared_layers.*at 2, 3; expected some of 0, 1"
+    ):
+        girih.inject(model(4))
+    with pytest.raises(ValueError, match="at 2, 3; expected some of 0, 1"):
+        girih.inject(model(4), layers=[1, 2])
+    with pytest.raises(ValueError, match="at 0, 1, 2, 3; expected some of none"):
+        girih.replace_attention(model(4))
+    with pytest.raises(ValueError, match="at 1, 2, 3, 4; expected some of 0"):
+        girih.replace_attention(model(5), layers=[0, 1])
+    for how in (
+        lambda m: girih.inject(m, layers=[0, 1]),
+        lambda m: girih.replace_attention(m, layers=[0], num_slots=4),
+    ):
+        converted = model(5)
+        how(converted)
+        written = converted.generate(
+            IDS[:1],
+            attention_mask=torch.ones_like(IDS[:1]),
+            max_new_tokens=4,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        logits = converted(written[:, :-1], use_cache=False).logits[:, 19:]
+        assert written[:, 20:].equal(logits.argmax(-1))
+
+
+def test_the_dropout_behind_the_output_projection_stays():
+    """GPT-2's, on what replaces attention and on the path beside it."""
+    for how in (
+        lambda m: girih.replace_attention(m, num_slots=4),
+        lambda m: girih.inject(m, weight=1.0),
+    ):
+        model = base_model("gpt2", resid_pdrop=0.5)
+        how(model)
+        layer, x = attention(model).train(), torch.randn(1, 9, 32)
+        y = layer(x)[0]
+        assert 0.3 < (y == 0).float().mean() < 0.7
+        assert (layer.eval()(x)[0] != 0).all()
+
+
 def test_a_refused_model_is_as_it_was():
     model = base_model()
     with pytest.raises(ValueError, match="layers has 7"):
@@ -370,6 +504,39 @@ def test_what_loading_has_found_is_told(tmp_path):
     converted().save_pretrained(tmp_path)
     model, info = girih.from_pretrained(tmp_path, output_loading_info=True)
     assert type(model).__name__ == "LlamaForCausalLM" and not info["missing_keys"]
+
+
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_weights_that_are_missing_are_told(way, tmp_path):
+    """As when the class's own from_pretrained has loaded the model, which keeps its configuration."""
+    converted(way=way).save_pretrained(tmp_path / "girih")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "girih")
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(
+        ValueError, match=r"weights of the conversion .* missing, model\.layers\.0\.self_attn\.girih"
+    ):
+        girih.from_pretrained(tmp_path / "plain")
+
+
+def test_arguments_that_are_of_the_configuration_change_it(tmp_path):
+    model = converted()
+    model.save_pretrained(tmp_path)
+    loaded = girih.from_pretrained(
+        tmp_path,
+        use_cache=False,
+        num_labels=3,
+        dtype="auto",
+        attn_implementation="eager",
+        local_files_only=True,
+    )
+    assert not loaded.config.use_cache and loaded.config.num_labels == 3
+    assert loaded.config._attn_implementation == "eager" and loaded.dtype == torch.float32
+    half, info = girih.from_pretrained(
+        tmp_path, dtype=torch.float16, output_loading_info=True, use_cache=False
+    )
+    assert half.dtype == torch.float16 and not info["missing_keys"]
+    with pytest.raises(TypeError, match="no_such"):
+        girih.from_pretrained(tmp_path, no_such=1)
 
 
 def test_it_is_a_conversion():

@@ -58,6 +58,46 @@ def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("said", ["position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("positions", [False, True], ids=["", "positions do not restart"])
+def test_a_mask_of_ones_and_other_positions_let_no_sequence_see_another(model, said, positions):
+    if model.config.model_type == "girih":
+        pytest.skip("girih's own models take packed sequences without a mask only")
+    batch = packed(return_flash_attn_kwargs=True, return_seq_idx=True)
+    value = batch["cu_seq_lens_q" if said == "cu_seqlens" else said]
+    call = {"attention_mask": torch.ones_like(batch["input_ids"])}
+    if positions:
+        call["position_ids"] = torch.arange(18)[None]
+    if positions and said == "position_ids":
+        pytest.skip("nothing else says where they start")
+    close(model(batch["input_ids"], **call | {said: value}).logits, alone(model))
+
+
+def test_a_padding_mask_of_packed_sequences_is_refused():
+    batch = packed(return_flash_attn_kwargs=True)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match="attention_mask: packed sequences have no padding"):
+        converted()(batch["input_ids"], attention_mask=mask, cu_seq_lens_q=batch["cu_seq_lens_q"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_a_mask_of_blocks_alone_is_refused(way):
+    model = converted("llama", way)
+    blocks = [torch.ones(len(ids), len(ids)).tril() for ids in SEQUENCES]
+    mask = torch.block_diag(*blocks).bool()[None, None]
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    batch = packed()
+    for each in (mask, added):
+        with pytest.raises(ValueError, match="attention_mask: a token does not see the one before it"):
+            model(batch["input_ids"], attention_mask=each, use_cache=False)
+        close(model(**batch, attention_mask=each, use_cache=False).logits, alone(model))
+    causal = torch.ones(18, 18, dtype=torch.bool).tril()[None, None]
+    close(model(batch["input_ids"], attention_mask=causal).logits, model(batch["input_ids"]).logits)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_masked_tokens_do_nothing(model, side):
     mask = torch.ones_like(IDS)

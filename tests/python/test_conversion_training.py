@@ -11,7 +11,7 @@ from converted import IDS, WAYS, attention, base_model, close, convert, converte
 from girih.data import read_corpus
 from girih.nn import decay_parameter_names
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 peft = pytest.importorskip("peft")
 
@@ -167,6 +167,31 @@ def test_a_learned_weight_is_logged(tmp_path):
     )
 
 
+def test_reporters_are_told_the_weight(tmp_path):
+    """TensorBoard's and others, which the Trainer has before the callbacks that it is given."""
+    seen, began = [], []
+
+    class Reporter(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            began.append(type(self))
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    class Later(Reporter):
+        pass
+
+    schedule = girih.MixSchedule("gradual", first=0.0, final=0.5, steps=4)
+    run = trainer(converted(), tmp_path, Reporter())
+    run.add_callback(schedule)
+    run.add_callback(Later())
+    run.train()
+    assert began == [Reporter, Later]
+    of_steps = [logs["mag_weight"] for logs in seen if "loss" in logs]
+    assert of_steps == [0.125, 0.125, 0.375, 0.375, 0.5, 0.5]
+    assert run.callback_handler.callbacks.count(schedule) == 1
+
+
 def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
     schedule = {"first": 0.0, "final": 0.5, "steps": 6}
     models, logs = [], []
@@ -195,6 +220,8 @@ def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
         (lambda: girih.MixSchedule("gradual", steps=0), "steps is 0; expected a whole number, 1 or more"),
         (lambda: girih.MixSchedule("gradual", final=1.5), "final is 1.5; expected weights from 0 to 1"),
         (lambda: girih.MixSchedule("cyclic", levels=(0, 2)), r"levels is \(0, 2\); expected weights"),
+        (lambda: girih.MixSchedule("constant", final="a"), "final is 'a'; expected weights from 0 to 1"),
+        (lambda: girih.MixSchedule("cyclic", levels=3), "levels is 3; expected weights"),
         (lambda: girih.MixSchedule("cyclic", levels=()), r"levels is \(\); expected weights"),
     ],
 )

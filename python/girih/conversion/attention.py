@@ -78,7 +78,7 @@ class InjectedLayer(ConvertedAttention):
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
         )
         qkv = self.projections.joined(self, softmax.outputs())
-        out = getattr(self, self.projections.out)
+        out = functools.partial(self.projections.written, self)
         y, path_state = self.girih(base, qkv, out, attention_mask, path_state, use_cache, cu_seqlens)
         return y, MixState(base_state, path_state) if use_cache else None
 
@@ -123,7 +123,7 @@ class InjectedAttention(ConvertedAttention):
             refuse_packed(tokens)
             options |= {"state": place.state, "use_cache": True}
         qkv = self.projections.joined(self, softmax.outputs())
-        y, state = self.girih(base, qkv, getattr(self, self.projections.out), **options)
+        y, state = self.girih(base, qkv, functools.partial(self.projections.written, self), **options)
         if place is not None:
             place.advance(state, hidden_states.shape[1])
         return y, *rest

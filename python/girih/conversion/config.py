@@ -1,8 +1,10 @@
 """What a conversion is told, and what is saved with the model of it."""
 
 import functools
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -52,11 +54,18 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> None:
         raise ValueError(f"{name} is {value!r}; expected a whole number, {expected}")
 
 
+def number(value: Any, most: float) -> bool:
+    """Whether it is a number from 0 to most."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= most
+
+
 def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
     """layers as a tuple; JSON has lists."""
     if layers is None:
         return None
     given = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if not given:
+        raise ValueError(f"layers is {layers!r}; expected one index at least, or None for all layers")
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
         raise ValueError(f"layers is {layers!r}; expected indices of layers, from 0")
     return given
@@ -138,12 +147,12 @@ class Injection:
         whole("chunk", self.chunk, 1, 64)
         if self.max_self_attn_length is not None:
             whole("max_self_attn_length", self.max_self_attn_length, 1)
-        if not 0.0 <= self.weight <= 1.0 or (self.learned and self.weight in (0.0, 1.0)):
+        if not number(self.weight, 1.0) or (self.learned and self.weight in (0.0, 1.0)):
             raise ValueError(
-                f"weight is {self.weight}; expected a number from 0 to 1, and between them if it is learned"
+                f"weight is {self.weight!r}; expected a number from 0 to 1, and between them if it is learned"
             )
-        if not 0.0 <= self.norm_eps < float("inf"):
-            raise ValueError(f"norm_eps is {self.norm_eps}; expected a number, 0 or more")
+        if not number(self.norm_eps, sys.float_info.max):
+            raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
 
 
 HOW = {kind.how: kind for kind in (Replacement, Injection)}

@@ -41,7 +41,7 @@ class Conversion:
         if getattr(told, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
             raise ValueError("max_self_attn_length: girih's own attention has no window")
         self.layers: dict[str, nn.Module] = {}
-        found = attention_of(self.model, told.layers)
+        found = attention_of(self.model, told.layers, isinstance(told, Replacement))
         if not any(isinstance(module, ConvertedAttention) for module in self.model.modules()):
             own_config(model, self.model.config)
         # All is made, and refused if it has to be, before anything changes.
@@ -121,7 +121,7 @@ def own_config(model: nn.Module, config: PretrainedConfig) -> None:
 
 
 def attention_of(
-    model: PreTrainedModel, layers: tuple[int, ...] | None
+    model: PreTrainedModel, layers: tuple[int, ...] | None, replaces: bool = False
 ) -> dict[str, tuple[nn.Module, Projections]]:
     """The attention modules that can be converted, by name, of those whose `layer_idx` is among `layers`."""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -141,6 +141,7 @@ def attention_of(
         elif "Attention" in type(module).__name__:
             reasons.setdefault(type(module).__name__, sizes)
     told = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    refuse_shared(model, layers, {module.layer_idx for module, _ in found.values()}, replaces)
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without attention that can be converted"
@@ -155,6 +156,23 @@ def attention_of(
             f"{', '.join(map(str, sorted(there)))}" + f" ({told})" * bool(told)
         )
     return {name: (module, sizes) for name, (module, sizes) in found.items() if module.layer_idx in layers}
+
+
+def refuse_shared(
+    model: PreTrainedModel, layers: tuple[int, ...] | None, there: set[int], replaces: bool
+) -> None:
+    """Where layers read the keys of others (Gemma 3n, 4), neither can be replaced, nor those converted."""
+    readers = [m.layer_idx for m in model.modules() if getattr(m, "is_kv_shared_layer", False) is True]
+    read = {m.layer_idx for m in model.modules() if getattr(m, "store_full_length_kv", False) is True}
+    if not readers:
+        return
+    refused = set(readers) | (read if replaces else set())
+    if layers is None or refused & set(layers):
+        raise ValueError(
+            f"layers is {layers}: the model's layers share keys and values (num_kv_shared_layers); it cannot "
+            f"be converted at {', '.join(map(str, sorted(refused)))}; expected some of "
+            f"{', '.join(map(str, sorted(there - refused))) or 'none'}"
+        )
 
 
 def owners(model: PreTrainedModel, layers: Iterable[nn.Module]) -> list[PreTrainedModel]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
@@ -191,7 +191,7 @@ class Liza(MemoryAsGate):
         self,
         base: Tensor,
         qkv: Tensor,
-        project: Callable[[Tensor], Tensor] | nn.Module,
+        project: Callable[[Tensor], Tensor],
         attention_mask: Tensor | None = None,
         state: LinearPathState | None = None,
         use_cache: bool = False,

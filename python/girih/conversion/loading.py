@@ -7,8 +7,30 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from girih import models
+from girih.conversion.attention import PART
 from girih.conversion.config import from_json
 from girih.conversion.convert import FIELD, Conversion
+
+# Not for a configuration: "auto" is no dtype, and a quantisation that was saved stays.
+OF_LOADING = (
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "attn_implementation",
+    "experts_implementation",
+    "output_loading_info",
+)
+# For a configuration and for the weights.
+OF_BOTH = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
 
 
 def from_pretrained(
@@ -22,13 +44,14 @@ def from_pretrained(
     The class's own `from_pretrained` loads the model without its conversion, whose weights it reports as
     unexpected: `model.layers.0.self_attn.girih...`.
 
-    Raises ValueError for a model that was not converted, and OSError where there is none.
+    Arguments by the names of the configuration's fields change it: use_cache, num_labels, ...
+
+    Raises ValueError for a model that was not converted or was saved without its conversion's weights, and
+    OSError where there is none.
     """
-    of_hub = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
     config = kwargs.pop("config", None)
     if config is None:
-        options = {name: kwargs[name] for name in of_hub if name in kwargs}
-        config = AutoConfig.from_pretrained(folder, **options)
+        config, kwargs = configuration(folder, kwargs)
     saved = getattr(config, FIELD, None)
     if not saved:
         raise ValueError(
@@ -46,10 +69,34 @@ def from_pretrained(
     # Converted as soon as it is made, on the meta device, so that its weights are loaded with all others.
     names = {"__init__": __init__, "__module__": model_class.__module__}
     converted = type(model_class.__name__, (model_class,), names)
-    loaded = converted.from_pretrained(folder, *args, config=config, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+    tell = kwargs.pop("output_loading_info", False)
+    model, info = converted.from_pretrained(folder, *args, config=config, output_loading_info=True, **kwargs)
+    refuse_missing(folder, info)
     model.__class__ = model_class
-    return loaded
+    return (model, info) if tell else model
+
+
+def configuration(folder: str | PathLike, options: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """The configuration, with what `from_pretrained` is told of it, and the options that are left."""
+    told = {name: value for name, value in options.items() if name not in OF_LOADING}
+    config, left = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **told)
+    # Where to look is for the weights too, and so is what attention computes with.
+    return config, {
+        name: options[name] for name in options if name in left or name in (*OF_LOADING, *OF_BOTH)
+    }
+
+
+def refuse_missing(folder: str | PathLike, info: dict[str, Any]) -> None:
+    """What the folder lacks of a conversion has no value: no class of transformers knows how it starts."""
+    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    lacking = sorted(key for key in lacking if f".{PART}." in key)
+    if lacking:
+        shown = ", ".join(lacking[:4]) + f" and {len(lacking) - 4} more" * (len(lacking) > 4)
+        raise ValueError(
+            f"{folder}: weights of the conversion that its configuration names are missing, {shown}: it was "
+            "saved after it had been loaded without girih.from_pretrained. Load it by its class's own, "
+            f"delete its config.{FIELD} and convert it again"
+        )
 
 
 def class_of(config: PretrainedConfig, folder: str | PathLike) -> type[PreTrainedModel]:

@@ -74,7 +74,7 @@ def read_v(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
 
 
 def write(attention: nn.Module, o: Tensor, *, sizes: Projections) -> Tensor:
-    return getattr(attention, sizes.out)(o)
+    return sizes.written(attention, o)
 
 
 READ = {"qkv_proj": read, "qk_proj": read_qk, "v_proj": read_v, "o_proj": write}

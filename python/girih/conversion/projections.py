@@ -12,9 +12,12 @@ from girih.nn.attention_call import CACHES, SequenceLayer
 
 SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
 FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: channels of q, then of k, then of v
-BY_HEAD = ("query_key_value",)  # GPT-NeoX, Bloom: q, k and v of a head, then of the next
+BY_HEAD = ("query_key_value",)  # GPT-NeoX, Persimmon: q, k and v of a head, then of the next
+DROPOUT = "resid_dropout"  # GPT-2, GPT-J
 OUT = ("o_proj", "dense", "c_proj", "out_proj")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # Qwen3, Gemma 3, OLMo 2; Phi
+# Of BitNet, DiffLlama, Kosmos; gates of Afmoe, Laguna, MiniMax: they stand before the output projection.
+BETWEEN = ("attn_sub_norm", "groupnorm", "inner_attn_ln", "o_norm", "gate_proj", "g_proj", "output_gate")
 
 
 def width(projection: nn.Module) -> tuple[int, int]:
@@ -71,6 +74,12 @@ class Projections(NamedTuple):
         """q, k and v of x, as the attention has them before rotary positions, joined."""
         return self.joined(attention, [getattr(attention, name)(x) for name in self.qkv])
 
+    def written(self, attention: nn.Module, o: Tensor) -> Tensor:
+        """o through the output projection, and the dropout that GPT-2's attention has behind it."""
+        y = getattr(attention, self.out)(o)
+        dropout = getattr(attention, DROPOUT, None)
+        return y if dropout is None else dropout(y)
+
     def project_some(self, attention: nn.Module, x: Tensor, *wanted: int) -> list[Tensor]:
         """Of q (0), k (1) and v (2) of x those that are wanted."""
         if len(self.qkv) == 1:
@@ -97,8 +106,22 @@ def find(attention: nn.Module) -> Projections | str:
     if isinstance(attention, SequenceLayer):
         if not isinstance(attention, Attention):
             return "it is a mixer of girih's"
-    elif inspect.signature(type(attention).forward).parameters.keys().isdisjoint(CACHES):
-        return f"its forward takes no cache by the name of {' or '.join(CACHES)}"
+    else:
+        takes = inspect.signature(type(attention).forward).parameters
+        if takes.keys().isdisjoint(CACHES):
+            return f"its forward takes no cache by the name of {' or '.join(CACHES)}"
+        if "residual" in takes:
+            return "its forward takes residual, which it adds to what it returns"
+    if hasattr(attention, "dense_bias"):
+        return "its dense_bias is added outside of it, as a third value that its forward returns"
+    if getattr(attention, "is_kv_shared_layer", False):
+        return "it reads the keys and values of another layer"
+    between = next((name for name in BETWEEN if named(name)), None)
+    if between is not None:
+        return f"its {between} stands between attention and its output projection"
+    clip = getattr(attention, "clip_qkv", getattr(getattr(attention, "config", None), "clip_qkv", None))
+    if clip is not None:
+        return f"its q, k and v are clipped: clip_qkv is {clip}"
     causal = getattr(attention, "is_causal", getattr(attention, "causal", True))
     if getattr(attention, "is_cross_attention", False) or not causal:
         return "it is not causal self-attention"
@@ -122,7 +145,10 @@ def find(attention: nn.Module) -> Projections | str:
         kv = (widths[0] - channels) // 2
         widths = [channels, kv, widths[0] - channels - kv]
     q, k, v = widths
-    by_head = qkv[0] in BY_HEAD
+    # CodeGen's go by blocks of a parallel model; those of GPT-BigCode by head, if each has keys of its own.
+    if "mp_num" in inspect.signature(getattr(attention, "_split_heads", find)).parameters:
+        return f"the channels of its {qkv[0]} go by blocks of q, v and k"
+    by_head = qkv[0] in BY_HEAD or (len(qkv) == 1 and getattr(attention, "multi_query", True) is False)
     if by_head and k != q:
         return f"its {qkv[0]} has fewer keys than queries, and their order is not known"
     if q != channels or k != v or k <= 0 or q % k or any(n % head_dim for n in widths):

@@ -1,12 +1,14 @@
 """Schedules of MaG's weight for transformers' Trainer."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from girih.conversion.config import whole
+from girih.conversion.config import number, whole
 from girih.nn import MemoryAsGate, mix_weight
 from girih.nn.mix_attention import SCHEDULES
 
@@ -16,6 +18,19 @@ LEARNED = "learned"
 def mixtures(model: nn.Module) -> Iterator[MemoryAsGate]:
     """Every mixture of a model: of injected layers, and of girih's own."""
     return (module for module in model.modules() if isinstance(module, MemoryAsGate))
+
+
+def go_first(callback: TrainerCallback) -> None:
+    """Puts a callback that is being called before all others of its Trainer, so that these find in the logs
+    what it writes there: the Trainer has its reporters first, and no callback is told of the Trainer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks.remove(callback)  # those behind it keep their places, and their turn
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
 
 
 class MixSchedule(TrainerCallback):
@@ -54,9 +69,9 @@ class MixSchedule(TrainerCallback):
         for name, given in options.items():
             if name == "steps":
                 continue
-            values = tuple(given) if name == "levels" else (given,)
-            if not values or not all(0.0 <= value <= 1.0 for value in values):
-                raise ValueError(f"{name} is {given}; expected weights from 0 to 1")
+            values = tuple(given) if name == "levels" and isinstance(given, Iterable) else (given,)
+            if not values or not all(number(value, 1.0) for value in values):
+                raise ValueError(f"{name} is {given!r}; expected weights from 0 to 1")
         self.schedule, self.options = schedule, options
 
     def weight(self, step: int) -> float:
@@ -75,6 +90,7 @@ class MixSchedule(TrainerCallback):
             raise ValueError(
                 "model has no mixture whose weight a schedule could move; call girih.inject first"
             )
+        go_first(self)
         learned = self.schedule == LEARNED
         if any(mixture.learned != learned for mixture in found):
             raise ValueError(

@@ -36,12 +36,14 @@ class TokensForLayers:
             or "girih_tokens" in given
             or (mask is not None and not flat(mask))
         ):
+            refuse_blocks(given)
             return None  # the layers see for themselves
         x = x[None] if x.dim() == 1 else x
         valid = where_masked(own_mask(mask, x.shape[1]))
         position_ids = given.get("position_ids")
         if position_ids is not None and (not flat(position_ids) or given.get("past_key_values") is not None):
             position_ids = None
+        said = any(given.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
         cu_seqlens = bounds(
             x,
             valid,
@@ -51,7 +53,11 @@ class TokensForLayers:
             position_ids=position_ids,
         )
         if cu_seqlens is not None:
-            if given.get("position_ids") is None:
+            if valid is not None:
+                raise ValueError("attention_mask: packed sequences have no padding to mask; leave it out")
+            given["attention_mask"] = None  # of ones; with one transformers looks for no sequences
+            there = given.get("position_ids")
+            if there is None or (said and flat(there)):
                 given["position_ids"] = restarting(cu_seqlens, x.shape[1])
             if given.get("use_cache") is None:
                 given["use_cache"] = False
@@ -64,6 +70,28 @@ class TokensForLayers:
 
 def flat(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2
+
+
+def refuse_blocks(given: dict[str, Any]) -> None:
+    """Refuses a mask of pairs in which a token does not see the one before it, if nothing else says why."""
+    mask = given.get("attention_mask")
+    said = ("position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "past_key_values", "girih_tokens")
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() != 4
+        or mask.shape[2] != mask.shape[3]
+        or any(given.get(name) is not None for name in said)
+        or torch.compiler.is_compiling()
+        or mask.device.type == "meta"
+    ):
+        return
+    see = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    valid = see.diagonal(0, 2, 3)
+    if (valid[..., 1:] & valid[..., :-1] & ~see.diagonal(-1, 2, 3)).any():
+        raise ValueError(
+            "attention_mask: a token does not see the one before it; the linear path knows packed sequences "
+            "by position_ids, seq_idx or cu_seqlens, so give one of these too"
+        )
 
 
 def restarting(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from girih.nn.layer import Layer
 from girih.nn.packing import bounds
 
-# What attention modules call the cache: most, and GPT-NeoX, Bloom and GPT-BigCode.
+# What attention modules call the cache: most, and GPT-NeoX and GPT-BigCode.
 CACHES = ("past_key_values", "layer_past")
 # By any of these a call is one of transformers' and not one of a layer's own.
 OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
