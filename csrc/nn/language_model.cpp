@@ -126,13 +126,13 @@ Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
                                 next.flatten(), {}, at::Reduction::Mean, /*ignore_index=*/-100);
 }
 
-namespace {
-
 std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
   if (!ids) return {};
   const auto* id = std::get_if<int64_t>(&*ids);
   return id != nullptr ? std::vector<int64_t>{*id} : std::get<std::vector<int64_t>>(*ids);
 }
+
+namespace {
 
 // logits [B, vocab_size] -> [B, 1]
 Tensor choose(const Tensor& logits, const GenerateOptions& options) {

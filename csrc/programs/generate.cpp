@@ -141,12 +141,7 @@ int generate(Options of) {
 
   // One text appears as it is written, several one after the other.
   Writer writer(of.ids);
-  const auto& own = model->config.eos_token_id;
-  std::vector<int64_t> ends = of.eos;
-  if (ends.empty() && own) {
-    const auto* one = std::get_if<int64_t>(&*own);
-    ends = one != nullptr ? std::vector<int64_t>{*one} : std::get<std::vector<int64_t>>(*own);
-  }
+  const auto ends = nn::list_of(options.eos_token_id ? options.eos_token_id : model->config.eos_token_id);
   const auto is_end = [&](int64_t token) { return std::ranges::find(ends, token) != ends.end(); };
   int64_t steps = 0;
   double until_first = 0.0;

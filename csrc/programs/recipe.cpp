@@ -14,12 +14,16 @@ constexpr int64_t kStep = 8;  // what the width of an MLP is a multiple of
 
 int64_t parameters_of(nn::Config config, int64_t intermediate_size) {
   config.intermediate_size = intermediate_size;
-  int64_t count = 0;
-  for (const auto& parameter : nn::LanguageModel(config)->parameters()) count += parameter.numel();
-  return count;
+  return count_parameters(nn::LanguageModel(config));
 }
 
 }  // namespace
+
+int64_t count_parameters(const nn::LanguageModel& model) {
+  int64_t count = 0;
+  for (const auto& parameter : model->parameters()) count += parameter.numel();
+  return count;
+}
 
 Recipe recipe_of(const std::string& size) {
   const auto all = nlohmann::json::parse(kRecipes);

@@ -19,6 +19,8 @@ struct Recipe {
 // Throws c10::ValueError, which names those that there are.
 Recipe recipe_of(const std::string& size);
 
+int64_t count_parameters(const nn::LanguageModel& model);
+
 // A byte-level model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 // mixer: a name, or several with commas that take turns over the layers.
 nn::Config config_of_size(const std::string& mixer, const Recipe& size);

@@ -22,6 +22,7 @@
 #include <nlohmann/json.hpp>
 #include <numbers>
 
+#include "../nn/safetensors.h"
 #include "corpus.h"
 #include "program.h"
 #include "recipe.h"
@@ -87,14 +88,8 @@ std::string text_of(const json& content, int indent = -1) {
   return content.dump(indent, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
 
-// There whole or not at all.
 void publish(const fs::path& file, const std::string& text) {
-  const fs::path part = file.string() + ".part";
-  std::ofstream out(part, std::ios::binary);
-  out << text;
-  out.close();
-  TORCH_CHECK(out, file.string(), ": cannot be written");
-  fs::rename(part, file);
+  nn::write_whole(file, [&](std::ostream& out) { out << text; });
 }
 
 json read_json(const fs::path& file) {
@@ -150,8 +145,8 @@ class Run {
     optimize();
     const auto first = resume();
     std::printf("%s, %lld parameters, on %s\n%lld steps of %lld x %lld bytes of %s%s\n",
-                arguments_["mixer"].get<std::string>().c_str(), number(parameters()), device_.str().c_str(),
-                number(size_.steps), number(size_.batch), number(size_.context),
+                arguments_["mixer"].get<std::string>().c_str(), number(count_parameters(model_)),
+                device_.str().c_str(), number(size_.steps), number(size_.batch), number(size_.context),
                 arguments_["corpus"].get<std::string>().c_str(),
                 first > 0 ? (", from step " + std::to_string(first) + " on").c_str() : "");
     const auto starts = drawn(corpus_.train, size_.steps * size_.batch, size_.context, seed_);
@@ -182,12 +177,6 @@ class Run {
   using Clock = std::chrono::steady_clock;
   static long long number(int64_t x) { return x; }
   fs::path checkpoints() const { return folder_ / "checkpoints"; }
-
-  int64_t parameters() const {
-    int64_t count = 0;
-    for (const auto& parameter : model_->parameters()) count += parameter.numel();
-    return count;
-  }
 
   // The corpus is known by its bytes, whatever its name.
   bool is_same(json other) const {
@@ -322,7 +311,7 @@ class Run {
     publish(folder_ / "sample.txt", sample);
     const json result = {{"mixer", arguments_["mixer"]},
                          {"size", arguments_["size"]},
-                         {"parameters", parameters()},
+                         {"parameters", count_parameters(model_)},
                          {"steps", size_.steps},
                          {"tokens", size_.steps * size_.batch * size_.context},
                          {"bits_per_byte", std::round(bits * 1e4) / 1e4},

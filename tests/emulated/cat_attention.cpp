@@ -1,4 +1,5 @@
 // The kernels of cat_attention on the emulator, for test_emulated_cat_attention.py, which fills a Call.
+#include "call.h"
 #include "cat_attention/forward.cuh"
 #include "cat_attention/header_gradients.cuh"
 #include "cat_attention/own_gradients.cuh"
@@ -9,12 +10,6 @@
 #include "cat_attention/sm90/query_gradients.cuh"
 
 using namespace girih::kernels;
-
-struct Array {
-  void* data;
-  int dtype;
-  int64_t stride[4];
-};
 
 struct Call {
   int64_t batch, tokens, chunk, sequences;
@@ -29,15 +24,6 @@ struct Call {
 
 namespace {
 
-template <template <int> class Kind, int Rank>
-Kind<Rank> as(const Array& array) {
-  Kind<Rank> result;
-  result.data = array.data;
-  result.dtype = static_cast<DType>(array.dtype);
-  std::copy(array.stride, array.stride + Rank, result.stride);
-  return result;
-}
-
 CatShape shape_of(const Call& c) {
   CatShape shape{};
   shape.chunks = {c.batch, (c.tokens + c.chunk - 1) / c.chunk, c.sequences, c.cu_chunks, true, false};
@@ -49,21 +35,17 @@ CatShape shape_of(const Call& c) {
   return shape;
 }
 
-void must(cudaError_t error) {
-  if (error != cudaSuccess) emulated::fail("a launch is refused");
-}
-
 template <class Problem>
 void fill(Problem& p, const Call& c) {
   p.shape = shape_of(c);
-  p.q = as<In, 4>(c.q), p.k = as<In, 4>(c.k), p.v = as<In, 4>(c.v);
+  p.q = in<4>(c.q), p.k = in<4>(c.k), p.v = in<4>(c.v);
 }
 
 template <typename Element, int Tile>
 void run(const Call& c) {
   CatForward forward{};
   fill(forward, c);
-  forward.o = as<Out, 4>(c.o), forward.lse = as<Out, 3>(c.lse);
+  forward.o = out<4>(c.o), forward.lse = out<3>(c.lse);
   bool taken = false;
   if constexpr (Tile <= kCatGroupWidest) {
     if (c.groups) must(try_cat_group_forward<Element, Tile>(forward, nullptr, taken));
@@ -74,9 +56,9 @@ void run(const Call& c) {
 
   CatQueryGradients of_queries{};
   fill(of_queries, c);
-  of_queries.o = as<In, 4>(c.o), of_queries.lse = as<In, 3>(c.lse), of_queries.dout = as<In, 4>(c.dout);
-  of_queries.dq = as<Out, 4>(c.dq), of_queries.queries = static_cast<CatQuery*>(c.queries);
-  of_queries.dk = as<Out, 4>(c.dk), of_queries.dv = as<Out, 4>(c.dv), of_queries.partials = c.partials;
+  of_queries.o = in<4>(c.o), of_queries.lse = in<3>(c.lse), of_queries.dout = in<4>(c.dout);
+  of_queries.dq = out<4>(c.dq), of_queries.queries = static_cast<CatQuery*>(c.queries);
+  of_queries.dk = out<4>(c.dk), of_queries.dv = out<4>(c.dv), of_queries.partials = c.partials;
   taken = false;
   if constexpr (Tile <= kCatGroupWidest) {
     if (c.groups) must(try_cat_group_query_gradients<Element, Tile>(of_queries, nullptr, taken));
@@ -85,7 +67,7 @@ void run(const Call& c) {
 
   CatHeaderGradients of_headers{};
   fill(of_headers, c);
-  of_headers.dout = as<In, 4>(c.dout), of_headers.queries = of_queries.queries;
+  of_headers.dout = in<4>(c.dout), of_headers.queries = of_queries.queries;
   of_headers.partials = c.partials;
   if constexpr (Tile <= kCatGroupWidest) {
     if (c.groups) must(launch_cat_group_header_gradients<Element, Tile>(of_headers, nullptr));
@@ -94,9 +76,9 @@ void run(const Call& c) {
 
   CatOwnGradients own{};
   fill(own, c);
-  own.dout = as<In, 4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
+  own.dout = in<4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
   own.groups = c.groups;
-  own.dk = as<Out, 4>(c.dk), own.dv = as<Out, 4>(c.dv);
+  own.dk = out<4>(c.dk), own.dv = out<4>(c.dv);
   if constexpr (Tile <= kCatGroupWidest) {
     if (c.groups && cat_joins(own.shape)) {
       must(launch_cat_join<Element, Tile>(own, nullptr));

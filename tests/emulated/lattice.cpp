@@ -1,15 +1,10 @@
 // Lattice's kernels on the emulator, for test_emulated_lattice.py, which fills a Call.
+#include "call.h"
 #include "lattice/read.cuh"
 #include "lattice/scan_short.cuh"
 
 using namespace girih::kernels;
 using Element = __nv_bfloat16;
-
-struct Array {
-  void* data;
-  int dtype;
-  int64_t stride[4];
-};
 
 struct Call {
   int64_t batch, tokens, sequences;
@@ -29,23 +24,6 @@ struct Call {
 
 namespace {
 
-template <template <int> class Kind, int Rank>
-Kind<Rank> as(const Array& array) {
-  Kind<Rank> result;
-  result.data = array.data;
-  result.dtype = static_cast<DType>(array.dtype);
-  std::copy(array.stride, array.stride + Rank, result.stride);
-  return result;
-}
-template <int Rank>
-In<Rank> in(const Array& array) {
-  return as<In, Rank>(array);
-}
-template <int Rank>
-Out<Rank> out(const Array& array) {
-  return as<Out, Rank>(array);
-}
-
 LatticeShape shape_of(const Call& c) {
   LatticeShape shape{};
   shape.grid = {
@@ -55,10 +33,6 @@ LatticeShape shape_of(const Call& c) {
   shape.dtype = DType::bf16;
   shape.objective = static_cast<LatticeObjective>(c.objective);
   return shape;
-}
-
-void must(cudaError_t error) {
-  if (error != cudaSuccess) emulated::fail("a launch is refused");
 }
 
 template <class Problem>

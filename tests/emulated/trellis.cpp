@@ -1,4 +1,5 @@
 // Trellis' kernels on the emulator, for test_emulated_trellis.py, which fills a Call.
+#include "call.h"
 #include "trellis/gates.cu"
 #include "trellis/output.cuh"
 #include "trellis/reverse.cuh"
@@ -7,12 +8,6 @@
 
 using namespace girih::kernels;
 using Element = __nv_bfloat16;
-
-struct Array {
-  void* data;
-  int dtype;
-  int64_t stride[4];
-};
 
 struct Call {
   int64_t batch, tokens, sequences;
@@ -33,23 +28,6 @@ struct Call {
 
 namespace {
 
-template <template <int> class Kind, int Rank>
-Kind<Rank> as(const Array& array) {
-  Kind<Rank> result;
-  result.data = array.data;
-  result.dtype = static_cast<DType>(array.dtype);
-  std::copy(array.stride, array.stride + Rank, result.stride);
-  return result;
-}
-template <int Rank>
-In<Rank> in(const Array& array) {
-  return as<In, Rank>(array);
-}
-template <int Rank>
-Out<Rank> out(const Array& array) {
-  return as<Out, Rank>(array);
-}
-
 TrellisShape shape_of(const Call& c) {
   TrellisShape shape{};
   shape.grid = {
@@ -61,10 +39,6 @@ TrellisShape shape_of(const Call& c) {
   shape.phi = {c.silu != 0, static_cast<Norm>(c.norm)};
   shape.f = {c.f_silu != 0, static_cast<Norm>(c.f_norm)};
   return shape;
-}
-
-void must(cudaError_t error) {
-  if (error != cudaSuccess) emulated::fail("a launch is refused");
 }
 
 template <int Tile>

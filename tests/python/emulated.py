@@ -31,6 +31,15 @@ class Array(ctypes.Structure):
         return cls(x.data_ptr(), DTYPES[x.dtype], stride)
 
 
+NUMBER, POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+def structure(*fields):
+    """The Call of an operator's file: (kind of a field, names) in its order."""
+    members = [(name, kind) for kind, names in fields for name in names.split()]
+    return type("Call", (ctypes.Structure,), {"_fields_": members})
+
+
 def compiled(folder, operator, sizes=("chunks",)):
     """The operator's kernels as a library, of sources whose names begin with its name; `sizes`: its functions
     that give a number.

@@ -5,27 +5,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from emulated import Array, assert_close, compiled, eights, needs_headers, rows
+from emulated import NUMBER, POINTER, Array, assert_close, compiled, eights, needs_headers, rows, structure
 
 pytestmark = needs_headers
 
 
-def fields():
-    """Of a Call in cat_attention.cpp: kind of a field, names."""
-    number, pointer = ctypes.c_int64, ctypes.c_void_p
-    return [
-        (number, "batch tokens chunk sequences"),
-        (pointer, "cu_chunks"),
-        (number, "heads query_heads D V"),
-        (ctypes.c_double, "scale"),
-        (number, "groups"),
-        (Array, "q k v o lse dout dq dk dv"),
-        (pointer, "queries partials"),
-    ]
-
-
-class Call(ctypes.Structure):
-    _fields_ = [(name, kind) for kind, names in fields() for name in names.split()]
+Call = structure(
+    (NUMBER, "batch tokens chunk sequences"),
+    (POINTER, "cu_chunks"),
+    (NUMBER, "heads query_heads D V"),
+    (ctypes.c_double, "scale"),
+    (NUMBER, "groups"),
+    (Array, "q k v o lse dout dq dk dv"),
+    (POINTER, "queries partials"),
+)
 
 
 @pytest.fixture(scope="module")

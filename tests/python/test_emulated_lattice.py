@@ -6,7 +6,7 @@ import pytest
 import rounded_chunks
 import torch
 import torch.nn.functional as F
-from emulated import Array, assert_close, compiled, eights, needs_headers, rows
+from emulated import NUMBER, POINTER, Array, assert_close, compiled, eights, needs_headers, rows, structure
 from girih.ops import LatticeState
 
 pytestmark = needs_headers
@@ -14,25 +14,18 @@ pytestmark = needs_headers
 OBJECTIVES = ["decode", "encode", "similarity"]
 
 
-def fields():
-    """Of a Call in lattice.cpp: kind of a field, names."""
-    number, pointer = ctypes.c_int64, ctypes.c_void_p
-    return [
-        (number, "batch tokens sequences"),
-        (pointer, "cu_seqlens"),
-        (number, "chunk"),
-        (pointer, "position"),
-        (number, "heads query_heads D M objective"),
-        (Array, "q k v gamma g memory step decay last last_step last_decay"),
-        (pointer, "last_position memories ends"),
-        (Array, "o dout dq dk dv dgamma at_floor"),
-        (pointer, "gradients"),
-        (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dopen dg"),
-    ]
-
-
-class Call(ctypes.Structure):
-    _fields_ = [(name, kind) for kind, names in fields() for name in names.split()]
+Call = structure(
+    (NUMBER, "batch tokens sequences"),
+    (POINTER, "cu_seqlens"),
+    (NUMBER, "chunk"),
+    (POINTER, "position"),
+    (NUMBER, "heads query_heads D M objective"),
+    (Array, "q k v gamma g memory step decay last last_step last_decay"),
+    (POINTER, "last_position memories ends"),
+    (Array, "o dout dq dk dv dgamma at_floor"),
+    (POINTER, "gradients"),
+    (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dopen dg"),
+)
 
 
 @pytest.fixture(scope="module")

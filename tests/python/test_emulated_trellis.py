@@ -6,7 +6,7 @@ import pytest
 import recurrences
 import torch
 import torch.nn.functional as F
-from emulated import Array, assert_close, compiled, eights, needs_headers, rows
+from emulated import NUMBER, POINTER, Array, assert_close, compiled, eights, needs_headers, rows, structure
 
 pytestmark = needs_headers
 
@@ -22,31 +22,24 @@ MAPS = {
 }
 
 
-def fields():
-    """Of a Call in trellis.cpp: kind of a field, names."""
-    number, pointer, pair = ctypes.c_int64, ctypes.c_void_p, Array * 2
-    return [
-        (number, "batch tokens sequences"),
-        (pointer, "cu_seqlens"),
-        (number, "chunk"),
-        (pointer, "position"),
-        (number, "heads D V M slots silu norm f_silu f_norm apart"),
-        (Array, "q"),
-        (pair, "x"),
-        (Array, "a gamma g"),
-        (pair, "first initial last_first last"),
-        (pointer, "last_position"),
-        (pointer * 2, "memories"),
-        (pair, "u z fit"),
-        (Array, "o dout dq"),
-        (pair, "l dlast_first dlast dfirst dinitial jdu dx"),
-        (Array, "dgamma dg"),
-        (pointer, "gates dgammas dL"),
-    ]
-
-
-class Call(ctypes.Structure):
-    _fields_ = [(name, kind) for kind, names in fields() for name in names.split()]
+Call = structure(
+    (NUMBER, "batch tokens sequences"),
+    (POINTER, "cu_seqlens"),
+    (NUMBER, "chunk"),
+    (POINTER, "position"),
+    (NUMBER, "heads D V M slots silu norm f_silu f_norm apart"),
+    (Array, "q"),
+    (Array * 2, "x"),
+    (Array, "a gamma g"),
+    (Array * 2, "first initial last_first last"),
+    (POINTER, "last_position"),
+    (POINTER * 2, "memories"),
+    (Array * 2, "u z fit"),
+    (Array, "o dout dq"),
+    (Array * 2, "l dlast_first dlast dfirst dinitial jdu dx"),
+    (Array, "dgamma dg"),
+    (POINTER, "gates dgammas dL"),
+)
 
 
 @pytest.fixture(scope="module")

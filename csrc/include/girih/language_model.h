@@ -21,6 +21,8 @@ namespace girih::nn {
 
 // One token, or any of several.
 using TokenIds = std::variant<int64_t, std::vector<int64_t>>;
+// All of them; without any, none.
+std::vector<int64_t> list_of(const std::optional<TokenIds>& ids);
 
 // girih.models.GirihConfig: the same fields, the same defaults, the same errors.
 struct Config {
