@@ -140,6 +140,18 @@ struct CatGroupPass {
     arrive_once(&barriers.own_read);
   }
 
+  // O takes the block that is next.
+  template <int K>
+  __device__ void take_values(const Operand<K>& weights) {
+    wait(&barriers.values[values.place], values.parity);
+    fence_products(o);
+    start_product(o, weights);
+    commit_products();
+    wait_products<0>(o);
+    keep(weights);
+    arrive_once(&barriers.values_read[values.place]);
+  }
+
   // A block of headers of which some rows read some, 8 N of them.
   template <int N>
   __device__ void part(int first) {
@@ -159,13 +171,7 @@ struct CatGroupPass {
     scale_rows(o, softmax.add(s, scale));
     Operand<N / 2> weights;
     round_to<T>(weights, s);
-    wait(&barriers.values[values.place], values.parity);
-    fence_products(o);
-    start_product(o, weights);
-    commit_products();
-    wait_products<0>(o);
-    keep(weights);
-    arrive_once(&barriers.values_read[values.place]);
+    take_values(weights);
   }
   template <int K>
   __device__ void start_product(Sums<Tile / 8>& to, const Operand<K>& weights) const {
@@ -226,13 +232,7 @@ struct CatGroupPass {
       scale_rows(o, by);
       round_to<T>(weights, s);
     }
-    wait(&barriers.values[values.place], values.parity);
-    fence_products(o);
-    start_product(o, weights);
-    commit_products();
-    wait_products<0>(o);
-    keep(weights);
-    arrive_once(&barriers.values_read[values.place]);
+    take_values(weights);
     values.next(Space::kStages);
   }
 
@@ -289,27 +289,15 @@ cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, b
   const int64_t items = query_tiles(shape);
   if (!has || !cat_fills_groups(shape) || items == 0) return cudaSuccess;
   CatGroupForward p{call, {}, {}, {}, {}, {}};
-  const auto rows = [&](Boxes& boxes, const In<4>& x, int heads, int width) {
-    return describe_rows(boxes, x, shape, shape.rows, 1, heads, width, kCatGroupRows);
-  };
-  const auto headers = [&](Boxes& boxes, const In<4>& x, int width) {
-    return describe_rows(boxes, x, shape, shape.chunks.tokens, shape.size, shape.heads, width, kCatGroupKeys);
-  };
-  for (const cudaError_t error :
-       {rows(p.q, call.q, shape.query_heads, shape.D), rows(p.k, call.k, shape.heads, shape.D),
-        rows(p.v, call.v, shape.heads, shape.V), headers(p.header_k, call.k, shape.D),
-        headers(p.header_v, call.v, shape.V)}) {
+  for (const cudaError_t error : {describe_tile(p.q, call.q, shape, shape.query_heads, shape.D),
+                                  describe_tile(p.k, call.k, shape, shape.heads, shape.D),
+                                  describe_tile(p.v, call.v, shape, shape.heads, shape.V),
+                                  describe_headers(p.header_k, call.k, shape, shape.D),
+                                  describe_headers(p.header_v, call.v, shape, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  int processors = 0;
-  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
-  if (const cudaError_t error = allow_shared<cat_group_forward_kernel<T, Tile>>(Space::kBytes);
-      error != cudaSuccess)
-    return error;
   taken = true;
-  const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
-  cat_group_forward_kernel<T, Tile><<<blocks, kCatGroupThreads, Space::kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_groups<cat_group_forward_kernel<T, Tile>>(p, items, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

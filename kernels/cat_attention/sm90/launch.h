@@ -13,6 +13,7 @@
 namespace girih::kernels {
 
 constexpr int kCatGroupRows = 128;  // of a tile of queries: 64 of a warpgroup
+constexpr int kCatGroupKeys = 64;   // headers of a block
 constexpr int kCatGroupWidest = 128;
 
 // Tiles of queries of all heads.
@@ -59,6 +60,13 @@ inline cudaError_t describe_rows(Boxes& boxes, const In<4>& x, const CatShape& s
   In<4> view = x;
   view.stride[1] *= apart;
   return describe(boxes, view, {shape.chunks.batch, rows, heads, width}, box);
+}
+// A tile's rows, and a block of headers.
+inline cudaError_t describe_tile(Boxes& boxes, const In<4>& x, const CatShape& shape, int heads, int width) {
+  return describe_rows(boxes, x, shape, shape.rows, 1, heads, width, kCatGroupRows);
+}
+inline cudaError_t describe_headers(Boxes& boxes, const In<4>& x, const CatShape& shape, int width) {
+  return describe_rows(boxes, x, shape, shape.chunks.tokens, shape.size, shape.heads, width, kCatGroupKeys);
 }
 
 }  // namespace girih::kernels

@@ -7,8 +7,6 @@
 
 namespace girih::kernels {
 
-constexpr int kCatGroupKeys = 64;  // headers of a block
-
 struct CatGroupPlan {
   int batch, head, row;    // of queries
   int header, header_end;  // that any row reads

@@ -302,26 +302,17 @@ cudaError_t try_cat_group_query_gradients(const CatQueryGradients& call, cudaStr
   if (cat_joins(shape)) {
     p.shares = call.partials + CatHeaderList(shape, Tile, group_header_tiles<Tile>()).numbers();
   }
-  const auto rows = [&](Boxes& boxes, const auto& x, int heads, int width) {
-    return describe_rows(boxes, x, shape, shape.rows, 1, heads, width, kCatGroupRows);
-  };
-  const auto headers = [&](Boxes& boxes, const In<4>& x, int width) {
-    return describe_rows(boxes, x, shape, shape.chunks.tokens, shape.size, shape.heads, width, kCatGroupKeys);
-  };
-  for (const cudaError_t error :
-       {rows(p.q, call.q, shape.query_heads, shape.D), rows(p.dout, call.dout, shape.query_heads, shape.V),
-        rows(p.k, call.k, shape.heads, shape.D), rows(p.v, call.v, shape.heads, shape.V),
-        rows(p.o, call.o, shape.query_heads, shape.V), headers(p.header_k, call.k, shape.D),
-        headers(p.header_v, call.v, shape.V)}) {
+  for (const cudaError_t error : {describe_tile(p.q, call.q, shape, shape.query_heads, shape.D),
+                                  describe_tile(p.dout, call.dout, shape, shape.query_heads, shape.V),
+                                  describe_tile(p.k, call.k, shape, shape.heads, shape.D),
+                                  describe_tile(p.v, call.v, shape, shape.heads, shape.V),
+                                  describe_tile(p.o, call.o, shape, shape.query_heads, shape.V),
+                                  describe_headers(p.header_k, call.k, shape, shape.D),
+                                  describe_headers(p.header_v, call.v, shape, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  int processors = 0;
-  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
-  if (const cudaError_t error = allow_shared<kKernel>(Space::kBytes); error != cudaSuccess) return error;
   taken = true;
-  const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
-  kKernel<<<blocks, kCatGroupThreads, Space::kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_groups<kKernel>(p, items, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

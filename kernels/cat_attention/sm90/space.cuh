@@ -53,6 +53,17 @@ __device__ inline void run_groups(const Init& init, const Load& load, const Mult
   multiply();
 }
 
+// A block for every multiprocessor, or for every tile where there are fewer.
+template <auto Kernel, class Problem>
+cudaError_t launch_groups(const Problem& p, int64_t items, int bytes, cudaStream_t stream) {
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
+  Kernel<<<blocks, kCatGroupThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
 // What the lane's two rows of sixteen, from `row` on, read.
 __device__ inline CatRows rows_seen(const CatShape& shape, int batch, int row) {
   CatRows rows;
