@@ -217,6 +217,7 @@ struct TrellisReverseReader {
   struct Memories {
     const Space& space;
     Turn& turn;
+    int& left;   // to give back
     bool apart;  // A' and A are two
 
     __device__ typename Space::Memory first() const { return here(); }
@@ -228,6 +229,7 @@ struct TrellisReverseReader {
       wait(space.brought() + turn.place, turn.parity);
       arrive_once(space.read() + turn.place);
       turn.next(Space::kPlaces);
+      --left;
     }
 
    private:
@@ -244,18 +246,16 @@ struct TrellisReverseReader {
       const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
       const int tiles = tiles_in(chunk), mine = static_cast<int>((reader - begun) % Space::kReaders);
       const bool apart = is_resumed(p.first[part.memory], i);
-      Turn at_end = memory;
-      at_end.skip(1, Space::kPlaces);
-      if (apart) at_end.next(Space::kPlaces);
+      int left = apart ? 2 : 1;
       wait(space.left() + place.place, place.parity);
-      const Memories memories{space, memory, apart};
+      const Memories memories{space, memory, left, apart};
       if (mine < tiles) {
         const Own at(chunk, stage, tiles - 1 - mine, tiles);
         // Tiles are written in order.
         wait(space.written() + at.own.place, at.own.parity);
         read(at, space.gradient(place.place), memories);
       }
-      while (memory.place != at_end.place || memory.parity != at_end.parity) memories.leave();
+      while (left > 0) memories.leave();
       for (int j = 0; j < tiles; ++j, stage.next(Space::kStages)) {
         wait(space.written() + stage.place, stage.parity);
         arrive_once(space.empty() + stage.place);

@@ -246,6 +246,11 @@ def test_wide_memories(kernels, chunk, D, V, M):
     Run(kernels, chunk, [40], D=D, V=V, M=M, H=2, gates=None).check()
 
 
+@pytest.mark.parametrize("gates", [None, 0.1])
+def test_wide_memories_that_go_on_in_a_chunk(kernels, gates):
+    Run(kernels, 16, [20, 3, 40], position=[7, 5, 1], D=72, V=40, M=100, gates=gates, packed=True).check()
+
+
 def test_packed_sequences(kernels):
     Run(kernels, 16, [20, 3, 16, 7, 0], position=[7, 5, 1, 9, 3], D=24, V=40, M=17, H=2, packed=True).check()
     Run(kernels, 33, [50, 0, 10], packed=True).check()
