@@ -9,7 +9,6 @@
 #
 # FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
-# DRAFTS=ON          with kernels that no GPU run vouches for yet
 # PYTHON=path        use this Python and its packages as they are instead of .venv
 
 # ARCHITECTURES      of a wheel's kernels, as CMake names them
@@ -33,7 +32,7 @@ option = $(if $(call given,$(1)),--$(2) '$($(1))')
 .PHONY: environment build gpu train compare bench docs test test-gpu wheel format check-format
 
 build: environment
-	@GIRIH_CUDA=$(CUDA) GIRIH_DRAFTS=$(call given,DRAFTS) $(PYTHON) setup.py --quiet build_ext --inplace
+	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
 	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
@@ -62,7 +61,7 @@ of_torch := libtorch* libc10* libcud* libcu* libnv*
 architectures = $(or $(call given,ARCHITECTURES),80;90a-real;100-real;120-real)
 wheel: environment
 	@rm -rf build/wheels
-	@GIRIH_CUDA=$(CUDA) GIRIH_DRAFTS=$(call given,DRAFTS) CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
+	@GIRIH_CUDA=$(CUDA) CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
 	  $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels .
 	@PATH=$(dir $(PYTHON)):$$PATH $(PYTHON) -m auditwheel repair --plat auto $(foreach l,$(of_torch),--exclude '$l') \
 	  --wheel-dir dist build/wheels/*.whl

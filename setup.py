@@ -1,8 +1,8 @@
 """Drives CMake; CMakeLists.txt is the description of the build.
 
-GIRIH_CUDA (AUTO, ON or OFF), GIRIH_DRAFTS (ON or OFF) and CMAKE_CUDA_ARCHITECTURES in the environment are
-CMake's options of those names. In place (`make build`) CMake leaves its results in python/girih; for a wheel
-the package is what `cmake --install` puts there, and serves C++ as well: headers, CMake's package, programs.
+GIRIH_CUDA (AUTO, ON or OFF) and CMAKE_CUDA_ARCHITECTURES in the environment are CMake's options of those
+names. In place (`make build`) CMake leaves its results in python/girih; for a wheel the package is what
+`cmake --install` puts there, and serves C++ as well: headers, CMake's package, programs.
 """
 
 import os
@@ -44,7 +44,6 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}",
         ]
         configure += [f"-DGIRIH_CUDA={cuda()}", f"-DGIRIH_TESTS={'ON' if self.inplace else 'OFF'}"]
-        configure += [f"-DGIRIH_DRAFTS={os.environ.get('GIRIH_DRAFTS') or 'OFF'}"]
         if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
             configure += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
         package = build / "girih"

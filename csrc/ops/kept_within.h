@@ -5,15 +5,6 @@
 
 namespace girih {
 
-// The kernels of these operators are drafts: built with -DGIRIH_DRAFTS=ON alone.
-#ifdef GIRIH_DRAFTS
-constexpr bool kDrafts = true;
-#else
-constexpr bool kDrafts = false;
-#endif
-constexpr const char* kNoDrafts =
-    "its kernels are drafts, which this library was built without (GIRIH_DRAFTS)";
-
 // Of shorter chunks these memories would be many times the size of the tokens.
 constexpr int64_t kShortestChunk = 8;
 

@@ -9,8 +9,8 @@ namespace girih::kernels::lattice {
 template <typename T>
 class ShortColumns {
   using Ring = ShortRing<T>;
-  using Rows = Sums<8>;       // [tokens, D or M]
-  using Factor = Operand<4>;  // of T
+  using Columns = Sums<2>;    // [tokens, 16 of D or M]
+  using Factor = Operand<4>;  // [tokens, D or M]
 
   const LatticeColumns& p;
   const In<2>& dlast_decay;
@@ -41,7 +41,7 @@ class ShortColumns {
       wait(ring.full() + turn.place, turn.parity);
       wait(ring.done() + turn.place, turn.parity);
       float sums[2], end = 0.f;
-      put_rows(part, turn.place, sums, end);
+      put_rows(part, turn.place, worker, sums, end);
       put_gates(part, turn.place, sums, end, dgamma, at_floor);
       arrive_once(ring.empty() + turn.place);
     }
@@ -58,99 +58,149 @@ class ShortColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i) load_block(to.at[i], from, 0, 16 * i);
   }
-  // sums += by * x
-  __device__ static void add(Rows& sums, const Factor& x, float by) {
+  // x += by * the tile's columns, and x to their place.
+  template <class Tile>
+  __device__ static void add(Columns& x, const Tile& tile, int col, float by) {
+    Columns y;
+    load_columns(y, tile, col);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 y = unpaired<T>(x.at[k][i]);
-        float* const at = &sums.at[2 * k + i / 2][i % 2 * 2];
-        at[0] = fmaf(by, y.x, at[0]), at[1] = fmaf(by, y.y, at[1]);
-      }
+      for (int i = 0; i < 4; ++i) x.at[n][i] = fmaf(by, y.at[n][i], x.at[n][i]);
     }
   }
-  __device__ static void round(Factor& to, Rows& from) {
-    bound<T>(from);
-    round_to<T>(to, from);
+  template <class Tile>
+  __device__ static void load_columns(Columns& x, const Tile& tile, int col) {
+    uint32_t a[4];
+    load_block(a, tile, 0, col);
+    unpack<T>(x, a);
+  }
+  template <class Tile>
+  __device__ static void store_columns(const Tile& tile, int col, const Columns& x) {
+    uint32_t a[4];
+    pack<T>(a, x);
+    store_block(tile, 0, col, a);
   }
   // Row lane_row() and the one 8 below it.
   __device__ static float2 of_rows(const float* numbers) {
     return {numbers[lane_row()], numbers[lane_row() + 8]};
   }
 
-  // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end.
-  __device__ void put_rows(const Part& part, int stage, float (&sums)[2], float& end) const {
-    const auto memory = ring.memory(stage), dX = ring.gradient(stage);
-    const auto& numbers = ring.numbers(stage);
-    Factor h, c;
-    Rows dW, y;
-
-    // H = K S^T - V, c = K or H = V, c = V S - K or K
-    load_rows(h, ring.tokens(stage, Ring::v));
-    load_rows(c, ring.tokens(stage, Ring::k));
-    if (is(LatticeObjective::decode)) {
-      fill(y, 0.f);
-      add(y, h, -1.f);
-      add_product<T>(y, c, memory);
-      round_to<T>(h, y);
-    } else if (is(LatticeObjective::encode)) {
-      fill(y, 0.f);
-      add(y, c, -1.f);
-      add_product_transposed<T>(y, h, memory);
-      round_to<T>(c, y);
-    }
-
-    // dW = E_C (H dX)
-    fill(dW, 0.f);
-    add_product_transposed<T>(dW, h, dX);
-    scale_rows(dW, of_rows(numbers.to_end));
-    sums[0] = sums[1] = 0.f;
-    const bool gated = p.dg.data != nullptr;
-    const float2 step = of_rows(numbers.step);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = unpaired<T>(c.at[k][i]);
-        float* const d = &dW.at[2 * k + i / 2][i % 2 * 2];
-        sums[i % 2] = fmaf(x.x, d[0], fmaf(x.y, d[1], sums[i % 2]));
-        const float by = i % 2 ? step.y : step.x;
-        d[0] *= by, d[1] *= by;
-        if (gated) {
-          const float* const steps = numbers.steps + 16 * k + i / 2 * 8 + lane_col();
-          end = fmaf(steps[0] * x.x, d[0], fmaf(steps[1] * x.y, d[1], end));
-        }
-      }
-    }
-
-    // Y = (W E_C) dX^T
-    fill(y, 0.f);
-    add_product<T>(y, c, dX);
-    scale_rows(y, of_rows(numbers.weights));
-    if (is(LatticeObjective::decode)) {
-      round(h, y);
-      add_product_transposed<T>(dW, h, memory);
-      scale_rows(y, {-1.f, -1.f});
-    } else if (is(LatticeObjective::encode)) {
-      round(h, dW);
-      add_product<T>(y, h, memory);
-      scale_rows(dW, {-1.f, -1.f});
-    }
-    put(p.dk, part, ring.tokens(stage, Ring::dk), dW, p.shape.M);
-    put(p.dv, part, ring.tokens(stage, Ring::dv), y, p.shape.D);
+  // f(col): 16 columns after another. Loops, for the block's warps share a cache of instructions: the chain
+  // waits for what does not fit.
+  template <class F>
+  __device__ static void for_columns(const F& f) {
+#pragma unroll 1
+    for (int col = 0; col < 64; col += 16) f(col);
+    __syncwarp();
   }
 
-  // The tile and what is added to it, to the tile's rows in global memory.
+  // decode: H = K S^T - V in the place of V; encode: c = V S - K in that of K; else H = V. Else c = K.
+  __device__ void make_difference(int stage) const {
+    const auto memory = ring.memory(stage);
+    const auto k = ring.tokens(stage, Ring::k), v = ring.tokens(stage, Ring::v);
+    const bool decode = is(LatticeObjective::decode);
+    const auto to = decode ? v : k;
+    Factor left;
+    load_rows(left, decode ? k : v);
+    for_columns([&](int col) {
+      Columns x;
+      fill(x, 0.f);
+      if (decode) {
+        add_product<T>(x, left, memory, 0, col);
+      } else {
+        add_product_transposed<T>(x, left, memory, col);
+      }
+      add(x, to, col, -1.f);
+      store_columns(to, col, x);
+    });
+  }
+
+  // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end. Of dW and Y what the
+  // other has a product with is made first, and goes there rounded.
+  __device__ void put_rows(const Part& part, int stage, int worker, float (&sums)[2], float& end) const {
+    const bool decode = is(LatticeObjective::decode), similarity = is(LatticeObjective::similarity);
+    if (!similarity) make_difference(stage);
+    sums[0] = sums[1] = 0.f;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      const bool crosses = pass == 1 && !similarity;
+      if ((pass == 0) == decode) {
+        make_y(stage, worker, crosses);
+        put(p.dv, part, ring.tokens(stage, Ring::dv), p.shape.D);
+      } else {
+        make_w(stage, worker, crosses, sums, end);
+        put(p.dk, part, ring.tokens(stage, Ring::dk), p.shape.M);
+      }
+    }
+  }
+
+  // dW = E_C (H dX), and dk: decode gamma dW + Y S, encode -gamma dW, similarity gamma dW
+  __device__ void make_w(int stage, int worker, bool crosses, float (&sums)[2], float& end) const {
+    const auto& numbers = ring.numbers(stage);
+    const auto dX = ring.gradient(stage), memory = ring.memory(stage);
+    const auto c = ring.tokens(stage, Ring::k), dk = ring.tokens(stage, Ring::dk);
+    const float2 to_end = of_rows(numbers.to_end), step = of_rows(numbers.step);
+    const bool gated = p.dg.data != nullptr, encode = is(LatticeObjective::encode);
+    Factor h, y;
+    load_rows(h, ring.tokens(stage, Ring::v));
+    if (crosses) load_rows(y, ring.rounded(worker));
+    for_columns([&](int col) {
+      Columns dW, x;
+      fill(dW, 0.f);
+      add_product_transposed<T>(dW, h, dX, col);
+      scale_rows(dW, to_end);
+      load_columns(x, c, col);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float* const steps = numbers.steps + col + 8 * n + lane_col();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& d = dW.at[n][i];
+          sums[i / 2] = fmaf(x.at[n][i], d, sums[i / 2]);
+          d *= i / 2 ? step.y : step.x;
+          if (gated) end = fmaf(steps[i % 2] * x.at[n][i], d, end);
+        }
+      }
+      if (crosses) add_product_transposed<T>(dW, y, memory, col);
+      if (encode) {
+        bound<T>(dW);
+        store_columns(ring.rounded(worker), col, dW);
+        scale_rows(dW, {-1.f, -1.f});
+      }
+      add(dW, dk, col, 1.f);
+      store_columns(dk, col, dW);
+    });
+  }
+
+  // Y = (W E_C) dX^T, and dv: decode -Y, encode Y + gamma dW S^T, similarity Y
+  __device__ void make_y(int stage, int worker, bool crosses) const {
+    const auto dX = ring.gradient(stage), memory = ring.memory(stage);
+    const auto dv = ring.tokens(stage, Ring::dv);
+    const float2 weights = of_rows(ring.numbers(stage).weights);
+    const bool decode = is(LatticeObjective::decode);
+    Factor c, w;
+    load_rows(c, ring.tokens(stage, Ring::k));
+    if (crosses) load_rows(w, ring.rounded(worker));
+    for_columns([&](int col) {
+      Columns y;
+      fill(y, 0.f);
+      add_product<T>(y, c, dX, 0, col);
+      scale_rows(y, weights);
+      if (crosses) add_product<T>(y, w, memory, 0, col);
+      if (decode) {
+        bound<T>(y);
+        store_columns(ring.rounded(worker), col, y);
+        scale_rows(y, {-1.f, -1.f});
+      }
+      add(y, dv, col, 1.f);
+      store_columns(dv, col, y);
+    });
+  }
+
+  // The tile to the chunk's rows in global memory.
   template <class Tile>
-  __device__ void put(const Out<4>& to, const Part& part, const Tile& tile, Rows& rows, int cols) const {
-    Factor x;
-    load_rows(x, tile);
-    add(rows, x, 1.f);
-    round_to<T>(x, rows);
-    __syncwarp();
-    store_blocks(tile, 0, 0, x);
-    __syncwarp();
+  __device__ void put(const Out<4>& to, const Part& part, const Tile& tile, int cols) const {
     store_rows<1>(tile, row_of<T>(to, part.batch(), part.chunk.start, part.head), to.stride[1],
                   part.chunk.length, cols, 0);
   }

@@ -181,13 +181,13 @@ class ShortChain {
     }
   }
 
-  // Of two elements, the i-th of the lane's 16 pairs.
-  __device__ float2 mixed(const Shares& of, int i) const {
+  // Of two elements, the i-th of the lane's 16 pairs; and `other`.
+  __device__ float2 mixed(const Shares& of, int i, float2 other = {0.f, 0.f}) const {
     const int j = i % 2;
     const float2 x = unpaired<T>(after.at[i / 4][i % 4]), y = unpaired<T>(s.at[i / 4][i % 4]);
     const float* const d = &dS.at[i / 2][2 * j];
-    return {fmaf(of.of_s[j], y.x, fmaf(of.of_after[j], x.x, of.of_d[j] * d[0])),
-            fmaf(of.of_s[j], y.y, fmaf(of.of_after[j], x.y, of.of_d[j] * d[1]))};
+    return {fmaf(of.of_s[j], y.x, fmaf(of.of_after[j], x.x, fmaf(of.of_d[j], d[0], other.x))),
+            fmaf(of.of_s[j], y.y, fmaf(of.of_after[j], x.y, fmaf(of.of_d[j], d[1], other.y)))};
   }
 
   // dS but for what dX gives. alpha is fetched here, that none of this is done where the block waits for dX;
@@ -208,9 +208,9 @@ class ShortChain {
     for (int i = 0; i < 16; ++i) {
       hide(after.at[i / 4][i % 4]);
       hide(s.at[i / 4][i % 4]);
-      const float2 x = mixed(of, i), r = unpaired<T>(reads.at[i / 4][i % 4]);
+      const float2 x = mixed(of, i, unpaired<T>(reads.at[i / 4][i % 4]));
       float* const d = &dS.at[i / 2][i % 2 * 2];
-      d[0] = x.x + r.x, d[1] = x.y + r.y;
+      d[0] = x.x, d[1] = x.y;
     }
     if (Special) end_special(complete, resumed, numbers.open, c);
   }

@@ -16,7 +16,7 @@ template <typename T_>
 struct ShortRing {
   using T = T_;
   using S = Sizes<T, 16, 64, 64>;
-  static constexpr int kStages = 8, kLoaders = 2, kColumns = 6, kMostShares = 2;
+  static constexpr int kStages = 8, kLoaders = 4, kColumns = 4, kMostShares = 2;
   static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kColumns);
   // Every stage has one loader, and is one share's or never is.
   static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0);
@@ -30,12 +30,20 @@ struct ShortRing {
     float kept, open, sum, unused;            // m_C, e^{L_C} of the tokens here, L_C of all the chunk
     float cancels[64], steps[64];             // columns.cuh: what cancels at the end, and where most is steps
   };
+  // What a loader brings of every chunk, to one place of a stage after another: the two memories, k, v, dk,
+  // dv.
+  struct Piece {
+    const T* from;
+    int64_t step, stride;  // elements from chunk to chunk, or token to token, and from row to row
+    int rows, cols;        // rows 0: the chunk's tokens
+  };
+  static constexpr int kPieces = 6;
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = 2 * S::Memory::kBytes + 4 * kTokens;
   static constexpr int kNumbers = sizeof(Numbers);
   static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Values::kBytes +
-                                2 * S::kWarps * static_cast<int>(sizeof(float)) +
-                                static_cast<int>(sizeof(Carried));
+                                kColumns * kTokens + 2 * S::kWarps * static_cast<int>(sizeof(float)) +
+                                static_cast<int>(sizeof(Carried)) + kPieces * static_cast<int>(sizeof(Piece));
   enum Of { k, v, dk, dv };
 
   unsigned char* base;
@@ -50,7 +58,13 @@ struct ShortRing {
     return tile<typename S::Keys>(stage, 2 * S::Memory::kBytes + which * kTokens);
   }
   __device__ auto exchange() const { return tile<typename S::Values>(kStages, 0); }
-  __device__ unsigned char* beyond() const { return base + kStages * kStage + S::Values::kBytes; }
+  // A place of each of `columns`.
+  __device__ auto rounded(int worker) const {
+    return tile<typename S::Keys>(kStages, S::Values::kBytes + worker * kTokens);
+  }
+  __device__ unsigned char* beyond() const {
+    return base + kStages * kStage + S::Values::kBytes + kColumns * kTokens;
+  }
   __device__ Numbers& numbers(int stage) const { return reinterpret_cast<Numbers*>(beyond())[stage]; }
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(beyond() + kStages * kNumbers); }
   __device__ uint64_t* empty() const { return full() + kStages; }
@@ -60,9 +74,13 @@ struct ShortRing {
 
   // What the block has: there, for registers are few.
   __device__ Carried& block() const { return *reinterpret_cast<Carried*>(sums() + 2 * S::kWarps); }
+  __device__ Piece* pieces() const { return reinterpret_cast<Piece*>(&block() + 1); }
 
   __device__ void start(const ShortReverse& p) const {
-    if (threadIdx.x == 0) block() = carried(p.reverse.shape, static_cast<unsigned>(p.shares));
+    if (threadIdx.x == 0) {
+      block() = carried(p.reverse.shape, static_cast<unsigned>(p.shares));
+      list(p);
+    }
     if (threadIdx.x < kStages) {
       init_barrier(full() + threadIdx.x, 32 + once(1));
       init_barrier(empty() + threadIdx.x, once(1));
@@ -77,7 +95,6 @@ struct ShortRing {
     const ChunkedSequence& of = block().of;
     const int head = block().head;
     const LatticeReverse& from = p.reverse;
-    const LatticeColumns& to = p.columns;
     const LatticeShape& shape = from.shape;
     const auto part_of = [&](int64_t n) { return chunk_part(shape, of, of.chunks - 1 - n, head); };
     if (loader >= of.chunks) return;
@@ -92,22 +109,7 @@ struct ShortRing {
       const int stage = turn.place;
       const bool own = is_own(n, block().share, p.shares);
       wait((own ? empty() : done()) + stage, turn.parity ^ 1);
-      const int64_t place = memory_place(shape, part.number, head);
-      bring_by_warp(memory(stage), static_cast<const T*>(from.memories) + place, shape.D, shape.M, shape.D);
-      bring_by_warp(gradient(stage), static_cast<const T*>(from.gradients) + place, shape.D, shape.M,
-                    shape.D);
-      const int64_t batch = part.batch(), start = part.chunk.start;
-      const int length = part.chunk.length;
-      bring_by_warp(tokens(stage, k), row_of<T>(from.k, batch, start, head), from.k.stride[1], length,
-                    shape.M);
-      bring_by_warp(tokens(stage, v), row_of<T>(from.v, batch, start, head), from.v.stride[1], length,
-                    shape.D);
-      if (own) {
-        bring_by_warp(tokens(stage, dk), row_of<T>(to.dk, batch, start, head), to.dk.stride[1], length,
-                      shape.M);
-        bring_by_warp(tokens(stage, dv), row_of<T>(to.dv, batch, start, head), to.dv.stride[1], length,
-                      shape.D);
-      }
+      bring(stage, own ? kPieces : kPieces - 2, part);
       Numbers& at = numbers(stage);
       const float* const ends = from.ends + (part.number * shape.heads + head) * 2 * shape.M;
       const int m = lane() % 16 * 4;
@@ -120,6 +122,36 @@ struct ShortRing {
   }
 
  private:
+  __device__ void list(const ShortReverse& p) const {
+    const LatticeReverse& from = p.reverse;
+    const LatticeShape& shape = from.shape;
+    const int64_t batch = block().of.sequence.batch, memory = memory_place(shape, 0, block().head),
+                  step = memory_place(shape, 1, 0);
+    const auto tokens = [&](const auto& x, int cols) {
+      return Piece{row_of<T>(x, batch, 0, block().head), x.stride[1], x.stride[1], 0, cols};
+    };
+    Piece* const to = pieces();
+    to[0] = {static_cast<const T*>(from.memories) + memory, step, shape.D, shape.M, shape.D};
+    to[1] = {static_cast<const T*>(from.gradients) + memory, step, shape.D, shape.M, shape.D};
+    to[2] = tokens(from.k, shape.M), to[3] = tokens(from.v, shape.D);
+    to[4] = tokens(p.columns.dk, shape.M), to[5] = tokens(p.columns.dv, shape.D);
+  }
+  // In a loop of few instructions (columns_short.cuh).
+  __device__ void bring(int stage, int count, const Part& part) const {
+    using Rows = typename S::Keys;  // 16 of a memory too
+    T* to = memory(stage).data;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const Piece& piece = pieces()[i];
+      const T* from = piece.from + (piece.rows > 0 ? part.number : part.chunk.start) * piece.step;
+      const int of_tile = piece.rows > 0 ? S::M : 16, rows = piece.rows > 0 ? piece.rows : part.chunk.length;
+#pragma unroll 1
+      for (int row = 0; row < of_tile; row += 16, to += 16 * 64, from += 16 * piece.stride) {
+        load_async<32>(Rows{to}, from, piece.stride, rows - row, piece.cols, lane());
+      }
+    }
+  }
+
   __device__ void put_numbers(Numbers& at, const RawTokens& raw, const LatticeReverse& p,
                               const Part& part) const {
     const LaneTokens of = sum_tokens(raw, p.gamma.dtype, p.g.dtype);

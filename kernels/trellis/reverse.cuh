@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   const Space space{shared};
   const TrellisPart part(p.shape, blockIdx.x);
   const int warp = warp_index();
-  if (threadIdx.x == 0) space.init();
+  if (threadIdx.x == 0) space.init(p, part);
   __syncthreads();
   // Wide memories need the registers that those who load do without.
   constexpr bool kWide = Tile > 64;

@@ -85,90 +85,94 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     ready.template load<T>(phi, space, at.place, slot);
   };
   if (kAhead && last >= 0) make_ready(turn);
-  for (int64_t i = last; i >= 0; --i) {
-    const Chunk chunk = chunk_of(shape.grid, part.of, i);
-    const bool resumed = i == 0 && positions;
-    round_to_right<T>(after, G);
+  bool more = last >= 0, open = within;  // tiles; the chunk is not complete
+#pragma unroll 1
+  for (; more; ++tiles) {
+    const int s = turn.place;
+    if (!kAhead) make_ready(turn);
+    const int marks = space.numbers(s).marks;
+    more = !(marks & Space::kEnds);
+    turn.next(Space::kStages);
+    if (marks & Space::kEnters) round_to_right<T>(after, G);
 
-    for (int j = tiles_in(chunk) - 1, first = j; j >= 0; --j, ++tiles) {
-      const int s = turn.place;
-      if (!kAhead) make_ready(turn);
-      turn.next(Space::kStages);
-
-      // dU
-      Sums<2> du;
-      product_with<T>(du, space.token(s, Space::kX), after);
-      if (j == first) {
-        // Beside the product: what waits for nothing.
-        wait(space.taken() + place.place, place.parity ^ 1);
-        store_right_blocks(space.gradient(place.place), slot, 0, after);
-        arrive_once(space.left() + place.place);
-        place.next(Space::kPlaces);
-        const float decay = space.numbers(s).decay;
-        if (decay != 1.f) scale_rows(G, {decay, decay});
-      }
-      const ReverseTile tile = ready;
-      Sums<2> a, direct;
-      unpack<T>(a, tile.a);
-      unpack<T>(direct, tile.direct);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          du.at[n][e] = fmaf(e < 2 ? tile.step.x : tile.step.y, du.at[n][e], direct.at[n][e]);
-        }
-      }
-      // The sums of both rows: each lane gets one row's.
-      float4* table = space.table(tiles);
-      const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, a, tile.fits[0], 0),
-                              products_of(phi, du, tile.y, tile.slope, a, tile.fits[1], 1)};
-      const float3 own = sum_of_rows(sums);
-      if ((lane() & 2) == 0) table[warp * kTile + own_row] = {own.x, own.y, own.z, 0.f};
-
-      // G <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T, and the next tile, before the other warps' sums are
-      // waited for
-      uint32_t left[4];
-      load_block_transposed(left, space.token(s, Space::kWeighed), slot, 0);
-      add_product<T>(G, left, space.token(s, Space::kW), 0);
-      if (kAhead && (i > 0 || j > 0)) make_ready(turn);
-
-      // dZ, and J dU
-      Sums<2> targets = du;
-      barrier_wait(1, 32 * kWarps);
-      float3 all{0.f, 0.f, 0.f};
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float4 of_warp = table[w * kTile + own_row];
-        all.x += of_warp.x, all.y += of_warp.y, all.z += of_warp.z;
-      }
-      unpack<T>(a, tile.a);
-      float3 of_rows[2];
-      both_rows(of_rows, all);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half);
-        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half], half);
-      }
-      // G += dZ^T X
-      Operand<1> dz, jdu;
-      round_to<T>(dz, du);
-      round_to<T>(jdu, targets);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        dz.at[0][2 * n] &= bits[n], dz.at[0][2 * n + 1] &= bits[n];
-        left[n] = transpose_pairs(dz.at[0][2 * n]), left[2 + n] = transpose_pairs(dz.at[0][2 * n + 1]);
-      }
-      if (resumed) {
-        add_apart<T, N>(p.dfirst[memory], left, space.token(s, Space::kX), part, shape, slot);
-      } else {
-        add_product<T>(G, left, space.token(s, Space::kX), 0);
-      }
-      // The warp's own columns of z and a have been read.
-      store_block(space.token(s, Space::kZ), 0, slot, dz.at[0]);
-      store_block(space.token(s, Space::kA), 0, slot, jdu.at[0]);
-      arrive_once(space.written() + s);
+    // dU
+    Sums<2> du;
+    product_with<T>(du, space.token(s, Space::kX), after);
+    if (marks & Space::kEnters) {
+      // Beside the product: what waits for nothing.
+      wait(space.taken() + place.place, place.parity ^ 1);
+      store_right_blocks(space.gradient(place.place), slot, 0, after);
+      arrive_once(space.left() + place.place);
+      place.next(Space::kPlaces);
+      const float decay = space.numbers(s).decay;
+      if (decay != 1.f) scale_rows(G, {decay, decay});
     }
-    if (i == last && within && !resumed) add_state(G, p.dlast_first[memory], part, shape, slot);
+    const ReverseTile tile = ready;
+    Sums<2> a, direct;
+    unpack<T>(a, tile.a);
+    unpack<T>(direct, tile.direct);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        du.at[n][e] = fmaf(e < 2 ? tile.step.x : tile.step.y, du.at[n][e], direct.at[n][e]);
+      }
+    }
+    // The sums of both rows: each lane gets one row's.
+    float4* table = space.table(tiles);
+    const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, a, tile.fits[0], 0),
+                            products_of(phi, du, tile.y, tile.slope, a, tile.fits[1], 1)};
+    const float3 own = sum_of_rows(sums);
+    if ((lane() & 2) == 0) table[warp * kTile + own_row] = {own.x, own.y, own.z, 0.f};
+
+    // G <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T, and the next tile, before the other warps' sums are
+    // waited for
+    uint32_t left[4];
+    load_block_transposed(left, space.token(s, Space::kWeighed), slot, 0);
+    add_product<T>(G, left, space.token(s, Space::kW), 0);
+    if (kAhead && more) make_ready(turn);
+
+    // dZ, and -J dU
+    Sums<2> targets = du;
+    barrier_wait(1, 32 * kWarps);
+    float3 all{0.f, 0.f, 0.f};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 of_warp = table[w * kTile + own_row];
+      all.x += of_warp.x, all.y += of_warp.y, all.z += of_warp.z;
+    }
+    unpack<T>(a, tile.a);
+    float3 of_rows[2];
+    both_rows(of_rows, all);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half);
+      to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half], half);
+    }
+    // G += dZ^T X
+    Operand<1> dz, da;
+    round_to<T>(dz, du);
+    round_to<T>(da, targets);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      dz.at[0][2 * n] &= bits[n], dz.at[0][2 * n + 1] &= bits[n];
+      left[n] = transpose_pairs(dz.at[0][2 * n]), left[2 + n] = transpose_pairs(dz.at[0][2 * n + 1]);
+    }
+    if (marks & Space::kResumed) {
+      add_apart<T, N>(p.dfirst[memory], left, space.token(s, Space::kX), part, shape, slot);
+    } else {
+      add_product<T>(G, left, space.token(s, Space::kX), 0);
+    }
+    // The warp's own columns of z and a have been read.
+    store_block(space.token(s, Space::kZ), 0, slot, dz.at[0]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) da.at[0][i] ^= 0x80008000u;  // -J dU
+    store_block(space.token(s, Space::kA), 0, slot, da.at[0]);
+    arrive_once(space.written() + s);
+    if (open && marks & Space::kLeaves) {
+      if (!(marks & Space::kResumed)) add_state(G, p.dlast_first[memory], part, shape, slot);
+      open = false;
+    }
   }
   store_state(p.dinitial[memory], G, part, shape, slot);
 }

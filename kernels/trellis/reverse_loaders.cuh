@@ -18,29 +18,25 @@ struct TrellisReverseLoader {
   // A tile on its way: its stage, and how many tiles of the chunk came before it, which are those after it.
   struct Place {
     Turn stage;
-    int after, rows_of_last;
+    int after, rows_of_last, marks;
     bool any = false;
   };
 
   __device__ void start(const Chunk& chunk, int tile, int stage) const {
-    const int memory = part.memory, width = p.shape.width(memory), rows = rows_in(chunk, tile);
+    const int rows = rows_in(chunk, tile);
     const int64_t batch = part.of.sequence.batch, token = chunk.start + tile * kTile;
-    const auto bring = [&](typename Space::TokenTile which, const In<4>& x, int cols) {
-      load_async<32>(space.token(stage, which), row_of<T>(x, batch, token, part.head), x.stride[1], rows,
-                     cols, lane());
-    };
-    bring(Space::kX, p.x[memory], width);
-    bring(Space::kW, p.w[memory], width);
-    bring(Space::kL, p.l[memory], p.shape.M);
-    bring(Space::kU, p.u[memory], p.shape.M);
-    bring(Space::kZ, p.z[memory], p.shape.M);
-    bring(Space::kA, p.a, p.shape.M);
+#pragma unroll 1
+    for (int i = 0; i < Space::kPieces; ++i) {
+      const auto& piece = space.piece(i);
+      load_async<32>(space.token(stage, piece.to), piece.from + token * piece.stride, piece.stride, rows,
+                     piece.cols, lane());
+    }
     auto& numbers = space.numbers(stage);
     load_gates(numbers.gates, p.shape, p.gates, batch, token, rows, part.head);
     if (lane() < kTile) {
       const bool has = lane() < rows;
       copy_async(shared_address(numbers.fits + lane()),
-                 row_of<float>(p.fit[memory], batch, token + (has ? lane() : 0), part.head), has);
+                 row_of<float>(p.fit[part.memory], batch, token + (has ? lane() : 0), part.head), has);
     }
     commit_copies();
   }
@@ -52,7 +48,7 @@ struct TrellisReverseLoader {
     auto& numbers = space.numbers(stage);
     const Token x = space.token(stage, Space::kX), l = space.token(stage, Space::kL),
                 weighed = space.token(stage, Space::kWeighed), direct = space.token(stage, Space::kDirect);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kOfLane; ++i) {
       const int index = i * 32 + lane(), row = index / kPacks, col = index % kPacks * 8;
       Pack<8> pack = load<8>(&l.at(row, col));
@@ -64,7 +60,7 @@ struct TrellisReverseLoader {
     if (lane() < kTile) {
       const TokenGate gate = numbers.gates[lane()];
       numbers.step[lane()] = -gate.gamma * exp2_fast(gate.after);
-      if (lane() == 0) numbers.decay = exp2_fast(gate.through + gate.after);
+      if (lane() == 0) numbers.decay = exp2_fast(gate.through + gate.after), numbers.marks = at.marks;
     }
     const Through L(numbers.gates);
     const float2 gamma{numbers.gates[lane_row()].gamma, numbers.gates[lane_row() + 8].gamma};
@@ -87,7 +83,7 @@ struct TrellisReverseLoader {
       scale_rows(s, {-gamma.x, -gamma.y});
       round_to<T>(scores[j], s);
     }
-#pragma unroll
+#pragma unroll 1
     for (int n = 0; n < Tile / 8; n += 4) {
       Sums<4> sums;
       fill(sums, 0.f);
@@ -125,13 +121,18 @@ struct TrellisReverseLoader {
         wait(space.empty() + turn.place, turn.parity ^ 1);
         start(chunk, tile, turn.place);
         if (kAhead) finish_last<1>(last);
-        last = {turn, tiles - 1 - tile, rows_in(chunk, tiles - 1), true};
+        last = {turn, tiles - 1 - tile, rows_in(chunk, tiles - 1), marks(i, tile, tiles), true};
       }
     }
     finish_last<0>(last);
   }
 
  private:
+  __device__ int marks(int64_t chunk, int tile, int tiles) const {
+    return (tile == tiles - 1 ? Space::kEnters : 0) | (tile == 0 ? Space::kLeaves : 0) |
+           (is_resumed(p.first[part.memory], chunk) ? Space::kResumed : 0) |
+           (chunk == 0 && tile == 0 ? Space::kEnds : 0);
+  }
   template <int Pending>
   __device__ void finish_last(const Place& last) const {
     if (!last.any) return;

@@ -20,7 +20,7 @@ template <typename T, int Tile>
 struct TrellisReverseReader {
   using Space = TrellisReverseSpace<T, Tile>;
   using Token = typename Space::Token;
-  static constexpr int N = Tile / 8, K = Tile / 16;
+  static constexpr int K = Tile / 16;
 
   const TrellisReverse& p;
   const TrellisPart& part;
@@ -44,24 +44,26 @@ struct TrellisReverseReader {
     __device__ int64_t token(int j) const { return chunk.start + j * kTile; }
   };
 
-  // The dot of every row with a tile: all four lanes get it.
-  __device__ static float2 dots(const Sums<N>& sums, const Token& tile) {
-    float2 dot{0.f, 0.f};
+  // f(col): 16 columns of a tile after another. Loops, for the block's warps share a cache of instructions:
+  // the chain waits for what does not fit.
+  template <class F>
+  __device__ static void for_columns(const F& f) {
+#pragma unroll 1
+    for (int col = 0; col < Tile; col += 16) f(col);
+  }
+  // The lane's part of the dots of its two rows.
+  __device__ static void add_dots(float2& dot, const Sums<2>& x, const Sums<2>& y) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      Sums<2> x;
-      load_wide<T>(x, tile, 0, 16 * k);
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          dot.x = fmaf(x.at[n][i], sums.at[2 * k + n][i], dot.x);
-          dot.y = fmaf(x.at[n][2 + i], sums.at[2 * k + n][2 + i], dot.y);
-        }
+      for (int i = 0; i < 2; ++i) {
+        dot.x = fmaf(x.at[n][i], y.at[n][i], dot.x);
+        dot.y = fmaf(x.at[n][2 + i], y.at[n][2 + i], dot.y);
       }
     }
-    return {sum_over_row(dot.x), sum_over_row(dot.y)};
   }
+  // All four lanes of a row get its sum.
+  __device__ static float2 whole(const float2& dot) { return {sum_over_row(dot.x), sum_over_row(dot.y)}; }
 
   // The lane's share in <G, A>, the trace of G A^T: blocks of 16 slots are the chunk's readers' in turn.
   __device__ float product_of_states(const Own& at, const typename Space::Memory& G,
@@ -142,46 +144,73 @@ struct TrellisReverseReader {
     float2 dL{0.f, 0.f};
     float end = 0.f;  // the lane's share in what the end of the chunk has of dL
 
-    // c, and dgamma
-    Operand<K> left;
-    Sums<N> c;
-    fill(c, 0.f);
-    load_left(left, space.token(s, Space::kU));
-    add_product<T>(c, left, G);
-    scale_rows(c, {exp2_fast(after.x), exp2_fast(after.y)});
-    if (gated) {
-      const float2 dot = dots(c, x);
-      dL = {gamma.x * dot.x, gamma.y * dot.y};
-      // All four lanes of a row have its dot: one counts.
-      if (lane_col() == 0) end = -dL.x - dL.y;
+    // E_ti (u_i.l_t)
+    Operand<K> u, z;
+    load_left(u, space.token(s, Space::kU));
+    Operand<1> scores[Space::kReaders];
+#pragma unroll
+    for (int j = 0; j < Space::kReaders; ++j) {
+      if (at.tile + j >= at.tiles) break;
+      const int other = at.stage(at.tile + j);
+      Sums<2> sums;
+      fill(sums, 0.f);
+      add_product_transposed<T>(sums, u, space.token(other, Space::kL));
+      weigh_later(sums, L, space.numbers(other).gates, j == 0, at.rows(at.tile + j));
+      if (gated) pairs(at, sums, at.tile + j, gamma, dL);
+      round_to<T>(scores[j], sums);
     }
-    for (int j = at.tile; j < at.tiles; ++j) {
-      const int other = at.stage(j);
-      add_scored<T>(c, left, space.token(other, Space::kL), space.token(other, Space::kW),
-                    [&](Sums<2>& scores) {
-                      weigh_later(scores, L, space.numbers(other).gates, j == at.tile, at.rows(j));
-                      if (gated) pairs(at, scores, j, gamma, dL);
-                    });
-    }
-    const float2 dgamma = dots(c, x);
+
+    // c, dgamma, and dx = -gamma c + dZ A' in the place of what the chain has taken
+    const Token dx = space.token(s, Space::kDirect);
+    const auto first = memories.first();
+    load_left(z, space.token(s, Space::kZ));
+    const float2 to_end{exp2_fast(after.x), exp2_fast(after.y)};
+    float2 of_end{0.f, 0.f}, dgamma{0.f, 0.f};
+    for_columns([&](int col) {
+      Sums<2> c, own;
+      fill(c, 0.f);
+      add_product<T>(c, u, G, 0, col);
+      scale_rows(c, to_end);
+      load_wide<T>(own, x, 0, col);
+      add_dots(of_end, c, own);
+#pragma unroll
+      for (int j = 0; j < Space::kReaders; ++j) {
+        if (at.tile + j >= at.tiles) break;
+        add_product<T>(c, scores[j].at[0], space.token(at.stage(at.tile + j), Space::kW), 0, col);
+      }
+      add_dots(dgamma, c, own);
+      scale_rows(c, {-gamma.x, -gamma.y});
+      add_product<T>(c, z, first, 0, col);
+      Operand<1> rounded;
+      round_to<T>(rounded, c);
+      store_block(dx, 0, col, rounded.at[0]);
+    });
+    dgamma = whole(dgamma);
     if (lane_col() == 0) {
       float* to = p.dgammas + memory * numbers();
       if (lane_row() < at.rows(at.tile)) to[number(at, at.tile, lane_row())] = -dgamma.x;
       if (lane_row() + 8 < at.rows(at.tile)) to[number(at, at.tile, lane_row() + 8)] = -dgamma.y;
     }
 
-    // dx = -gamma c + dZ A'
-    scale_rows(c, {-gamma.x, -gamma.y});
-    load_left(left, space.token(s, Space::kZ));
-    add_product<T>(c, left, memories.first());
     if (gated) {
+      of_end = whole(of_end);
+      of_end = {gamma.x * of_end.x, gamma.y * of_end.y};
+      dL.x += of_end.x, dL.y += of_end.y;
+      // All four lanes of a row have its dot: one counts.
+      if (lane_col() == 0) end = -of_end.x - of_end.y;
       // e^{L_t} l_t^T A w_t
       const auto A = memories.second();
-      Sums<N> sums;
-      fill(sums, 0.f);
-      load_left(left, space.token(s, Space::kL));
-      add_product<T>(sums, left, A);
-      const float2 dot = dots(sums, space.token(s, Space::kW));
+      const Token w = space.token(s, Space::kW);
+      float2 dot{0.f, 0.f};
+      load_left(u, space.token(s, Space::kL));
+      for_columns([&](int col) {
+        Sums<2> read, own;
+        fill(read, 0.f);
+        add_product<T>(read, u, A, 0, col);
+        load_wide<T>(own, w, 0, col);
+        add_dots(dot, read, own);
+      });
+      dot = whole(dot);
       dL.x = fmaf(exp2_fast(L.sum.x), dot.x, dL.x), dL.y = fmaf(exp2_fast(L.sum.y), dot.y, dL.y);
       end += numbers_of.decay * product_of_states(at, G, A);
       end = sum_over_col(sum_over_row(end));
@@ -196,17 +225,9 @@ struct TrellisReverseReader {
         if (lane() < at.rows(j)) to[number(at, j, lane())] = numbers_of.dL[j - at.tile][lane()];
       }
     }
-    // The chain has taken what was in this tile.
-    store_tile(at, space.token(s, Space::kDirect), c);
-  }
-
-  __device__ void store_tile(const Own& at, const Token& tile, const Sums<N>& sums) const {
-    Operand<K> rounded;
-    round_to<T>(rounded, sums);
-    store_blocks(tile, 0, 0, rounded);
     __syncwarp();
-    put(at, p.dx[part.memory], tile, p.shape.width(part.memory));
-    put(at, p.jdu[part.memory], space.token(at.own.place, Space::kA), p.shape.M);
+    put(at, p.dx[memory], dx, p.shape.width(memory));
+    put(at, p.da[memory], space.token(s, Space::kA), p.shape.M);
   }
   __device__ void put(const Own& at, const Out<4>& to, const Token& tile, int width) const {
     store_rows<1>(tile, row_of<T>(to, part.of.sequence.batch, at.token(at.tile), part.head), to.stride[1],

@@ -1,7 +1,7 @@
 // What the reverse pass's warps share. A block has one sequence, head and memory.
 //
 // Tokens go through a ring of stages, 16 a stage, from the last one on: `full` once a loader has brought
-// them, `written` once the chain has left dz and J du, `empty` once the readers have taken them. The memory
+// them, `written` once the chain has left dz and -J du, `empty` once the readers have taken them. The memory
 // before every chunk comes through places of its own, and G after it goes through others from the chain to
 // the readers.
 #pragma once
@@ -19,20 +19,34 @@ struct TrellisReverseSpace {
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 8 : 4, kPlaces = Tile == 64 ? 3 : 1;
   // x, w, l and u; l times e^{L_t}; what du is of the chunk's own reads; z and a, in whose places the chain
-  // leaves dz and J du.
+  // leaves dz and -J du.
   enum TokenTile : int { kX, kW, kL, kU, kWeighed, kDirect, kZ, kA, kTokenTiles };
+  // Where a tile is: the last of its chunk and so the first that is taken, the first of its chunk, of a chunk
+  // that goes on in one begun before (is_resumed), the sequence's first.
+  enum Mark : int { kEnters = 1, kLeaves = 2, kResumed = 4, kEnds = 8 };
   // Of a stage, for each token: its Fit and gates, and how much of G x is in du. The chunk's decay. What the
   // tile's reader has of dL, of the tile itself and those after it.
   struct Numbers {
     Fit fits[kTile];
     TokenGate gates[kTile];
-    float step[kTile], decay, unused[3], dL[kReaders][kTile];
+    float step[kTile], decay;
+    int marks, unused[2];
+    float dL[kReaders][kTile];
   };
+  // Rows that loaders bring, from the sequence's first token on.
+  struct Piece {
+    const T* from;
+    int64_t stride;
+    int cols;
+    TokenTile to;
+  };
+  static constexpr int kPieces = 6;
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes,
                        kMemories = 2 * kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
                        kTable = 2 * kTile * kChain * static_cast<int>(sizeof(float4));
-  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (3 * kStages + 4 * kPlaces) * 8;
+  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (3 * kStages + 4 * kPlaces) * 8 +
+                                kPieces * static_cast<int>(sizeof(Piece));
 
   unsigned char* base;
 
@@ -63,8 +77,17 @@ struct TrellisReverseSpace {
   __device__ uint64_t* left() const { return read() + kPlaces; }      // G
   __device__ uint64_t* taken() const { return left() + kPlaces; }     // and it may go
 
+  __device__ Piece& piece(int i) const { return reinterpret_cast<Piece*>(taken() + kPlaces)[i]; }
+
   // By one thread.
-  __device__ void init() const {
+  __device__ void init(const TrellisReverse& p, const TrellisPart& part) const {
+    const int memory = part.memory, width = p.shape.width(memory), M = p.shape.M;
+    const auto rows = [&](const In<4>& x, int cols, TokenTile to) {
+      return Piece{row_of<T>(x, part.of.sequence.batch, 0, part.head), x.stride[1], cols, to};
+    };
+    piece(0) = rows(p.x[memory], width, kX), piece(1) = rows(p.w[memory], width, kW);
+    piece(2) = rows(p.l[memory], M, kL), piece(3) = rows(p.u[memory], M, kU);
+    piece(4) = rows(p.z[memory], M, kZ), piece(5) = rows(p.a, M, kA);
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));

@@ -117,7 +117,7 @@ struct TrellisReverse {
   In<4> dlast_first[2], dlast[2];  // fp32 [N, H, M, X], optional: zero
   Out<4> dfirst[2];                // fp32 [N, H, M, X], there with positions
   Out<4> dinitial[2];              // fp32 [N, H, M, X]
-  Out<4> jdu[2];                   // [B, T, H, M], dtype: J du of either memory; da is minus their sum
+  Out<4> da[2];                    // [B, T, H, M], dtype: of either memory; da is their sum
   Out<4> dx[2];                    // [B, T, H, X]
   float* dgammas;                  // [2, B, T, H]: of either memory
   float* dL;                       // [2, tiles of a chunk, B, T, H], optional: parts of a sum, gates.cu

@@ -17,14 +17,16 @@ from shapes import cases
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# What the README shows: operator, shape, title.
+# What the README shows: operator, shape, title; beside the shape's first peer.
 SHOWN = [
     ("gsa", "4x4096x16x64-m64", "`gsa`, 64 slots"),
     ("gsa", "1x65536x4x64-m64", "`gsa`, one long sequence"),
     ("gla", "4x4096x16x64-channel", "`gla`, a gate a channel"),
     ("delta_product", "4x4096x16x64-n1", "`delta_product`: DeltaNet"),
     ("delta_product", "1x32768x8x128-n1-gated", "Gated DeltaNet"),
-    ("delta_product", "4x4096x16x128-n2-gated", "gated, 2 steps a token"),
+    ("trellis", "4x4096x16x64-m64-c16", "`trellis`, beside two of fla's `chunk_ttt_linear`"),
+    ("lattice", "4x4096x16x64-m64-c16", "`lattice`, beside `chunk_ttt_linear`"),
+    ("cat_attention", "1x16384x16x128-c16", "`cat_attention`, beside FlexAttention"),
 ]
 FOUR = {"D": 64, "V": 64, "M": 64}
 HALF, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -49,12 +51,24 @@ CALLS = [
     ("D or V over 256", cases.delta_product(""), FOUR | {"D": 257}, HALF),
     ("all but fp64", cases.short_conv(""), {}, HALF),
     ("all but fp64", cases.gated_rms_norm(""), {}, HALF),
+    ("bf16 or fp16", cases.trellis("", g=True, chunk=16), FOUR, HALF),
+    ("slots, D or V over 128", cases.trellis("", chunk=16), FOUR | {"M": 129}, HALF),
+    ("fp32", cases.trellis("", chunk=16), FOUR, FULL),
+    ("bf16 or fp16", cases.lattice("", g=True, chunk=16), FOUR, HALF),
+    ("chunks of fewer than 8", cases.lattice("", chunk=4), FOUR, HALF),
+    ("normalize=False", cases.lattice("", chunk=1, normalize=False), FOUR, HALF),
+    ("a shrinkage", cases.lattice("", chunk=1, shrinkage=0.1), FOUR, HALF),
+    ("slots or D over 128", cases.lattice("", chunk=16), FOUR | {"D": 129}, HALF),
+    ("fp32", cases.lattice("", chunk=16), FOUR, FULL),
+    ("bf16 or fp16", cases.cat_attention("", chunk=16), FOUR, HALF),
+    ("D or V over 256", cases.cat_attention("", chunk=16), FOUR | {"D": 257}, HALF),
+    ("fp32", cases.cat_attention("", chunk=16), FOUR, FULL),
     ("fp64, any operator", cases.gsa("", "g"), FOUR, DOUBLE),
 ]
 
 
 def speed():
-    """A few shapes, ours beside flash-linear-attention's."""
+    """A few shapes, ours beside the best public code."""
     found = {(shape.op, shape.name): (shape, entry) for shape, entry in read(FOLDER)}
     cells = []
     for op, name, title in SHOWN:
@@ -65,7 +79,7 @@ def speed():
             row += [ms(ours[measure]), ms(peer[measure]), ratio(ours[measure], peer[measure])]
         cells.append([*row, mib(ours["peak_bytes"]), mib(peer["peak_bytes"])])
     return markdown(
-        ["", "B x T x H x D", "forward, ms", "fla", "", "with backward, ms", "fla", "", "peak MiB", "fla"],
+        ["", "B x T x H x D", "forward, ms", "peer", "", "with backward, ms", "peer", "", "peak MiB", "peer"],
         cells,
     )
 

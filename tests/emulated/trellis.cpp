@@ -21,7 +21,7 @@ struct Call {
   int64_t* last_position;
   void* memories[2];
   Array u[2], z[2], fit[2], o;
-  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], jdu[2], dx[2], dgamma, dg;
+  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], da[2], dx[2], dgamma, dg;
   TokenGate* gates;
   float *dgammas, *dL;
 };
@@ -82,7 +82,7 @@ void backward(const Call& c) {
     reverse.z[m] = in<4>(c.z[m]), reverse.fit[m] = in<4>(c.fit[m]), reverse.first[m] = in<4>(c.first[m]);
     reverse.dlast_first[m] = in<4>(c.dlast_first[m]), reverse.dlast[m] = in<4>(c.dlast[m]);
     reverse.dfirst[m] = out<4>(c.dfirst[m]), reverse.dinitial[m] = out<4>(c.dinitial[m]);
-    reverse.jdu[m] = out<4>(c.jdu[m]), reverse.dx[m] = out<4>(c.dx[m]);
+    reverse.da[m] = out<4>(c.da[m]), reverse.dx[m] = out<4>(c.dx[m]);
   }
   must(launch_trellis_rows<Element, Tile>(rows, nullptr));
   must(launch_trellis_reverse<Element, Tile>(reverse, nullptr));

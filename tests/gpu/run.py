@@ -44,8 +44,6 @@ SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
 RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck")
 ASKED = ("kernels", "large", "memcheck")
 STAGES = (*RECORDED, "python")
-# Built with -DGIRIH_DRAFTS=ON alone, until all that is asked of the others holds for them.
-DRAFTS = ("cat_attention", "lattice", "trellis")
 
 
 # ---- what the record is about ------------------------------------------------------------------------------
@@ -74,9 +72,8 @@ def imports(file: Path) -> list[Path]:
 
 
 def parts() -> list[str]:
-    """The operators that have kernels in every build."""
-    found = {p.parent.name for p in (ROOT / "csrc" / "ops").glob("*/cuda.cpp")}
-    return sorted(found.difference(DRAFTS))
+    """The operators that have kernels."""
+    return sorted(p.parent.name for p in (ROOT / "csrc" / "ops").glob("*/cuda.cpp"))
 
 
 def tests_of(part: str) -> list[Path]:
@@ -272,9 +269,8 @@ def main() -> int:
         print(f"test-gpu: stage {unknown[0]}: unknown, there are {', '.join(STAGES)}", file=sys.stderr)
         return 2
     chosen = options.parts.split(",")
-    known = [*parts(), *DRAFTS]
-    if unknown := [part for part in chosen if part not in known]:
-        print(f"test-gpu: part {unknown[0]}: unknown, there are {', '.join(known)}", file=sys.stderr)
+    if unknown := [part for part in chosen if part not in parts()]:
+        print(f"test-gpu: part {unknown[0]}: unknown, there are {', '.join(parts())}", file=sys.stderr)
         return 2
     import torch
 

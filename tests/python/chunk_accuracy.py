@@ -20,13 +20,6 @@ FORMULAS = {"trellis": rounded_chunks.trellis, "lattice": rounded_chunks.lattice
 SANITIZED = bool(os.environ.get("GIRIH_SANITIZED"))
 
 
-def drafts():
-    """Whether the library was built with these kernels."""
-    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    told = ops.explain("lattice", q, q, q, q[..., 0], state=torch.eye(8)[None], chunk=16, device="cuda")
-    return told.path == "tensor cores"
-
-
 start_of_scans = kernel_accuracy.start_of
 
 

@@ -132,7 +132,12 @@ PATHS = [
     ("delta_product-gelu", {}, torch.bfloat16, "exact fp32"),
     ("short_conv-w4", {}, torch.bfloat16, "exact fp32"),
     ("gated_rms_norm-silu", {"X": 8193}, torch.bfloat16, "aten"),
-    ("trellis-default", {}, torch.bfloat16, "aten"),
+    ("trellis-default", {}, torch.bfloat16, "tensor cores"),
+    ("trellis-default", {"M": 129}, torch.bfloat16, "aten"),
+    ("trellis-default", {}, torch.float32, "aten"),
+    ("lattice-decode_c4", {}, torch.bfloat16, "aten"),
+    ("cat_attention-c4", {}, torch.bfloat16, "tensor cores"),
+    ("cat_attention-c4", {"D": 257}, torch.bfloat16, "aten"),
 ]
 
 
@@ -169,7 +174,7 @@ def test_explain_tells_the_path_of_a_step(name):
     case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
     inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)
     told = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
-    assert told.path == ("aten" if name == "trellis" else "exact fp32")
+    assert told.path == "exact fp32"
 
 
 def test_explain_refuses_what_the_call_refuses():
@@ -182,3 +187,14 @@ def test_explain_refuses_what_the_call_refuses():
         ops.explain("gals", q)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gate'"):
         ops.explain("gla", q, q, q, gate=q)
+
+
+OPERATORS = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("girih::")]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if name.endswith(("_forward", "_backward", "_step"))]
+)
+def test_every_build_serves_cuda_tensors(name):
+    """With kernels or, in a build without them, by PyTorch's own operators."""
+    assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")

@@ -36,7 +36,7 @@ Call = structure(
     (POINTER * 2, "memories"),
     (Array * 2, "u z fit"),
     (Array, "o dout dq"),
-    (Array * 2, "l dlast_first dlast dfirst dinitial jdu dx"),
+    (Array * 2, "l dlast_first dlast dfirst dinitial da dx"),
     (Array, "dgamma dg"),
     (POINTER, "gates dgammas dL"),
 )
@@ -113,7 +113,7 @@ class Run:
             name: both(lambda m: unwritten(*initial[m].shape)) for name in ("last_first", "last", "dinitial")
         }
         two["dfirst"] = [None, None] if position is None else both(lambda m: unwritten(*initial[m].shape))
-        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "jdu")}
+        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
         two |= {"fit": both(lambda m: unwritten(B, T, H, 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
 
         starts = [sum(lengths[:i]) for i in range(N)]
@@ -194,7 +194,7 @@ class Run:
         }
         got = {"o": (one["o"], V), "dq": (one["dq"], D), "dk": (two["dx"][0], D), "dv": (two["dx"][1], V)}
         got |= {
-            "da": (-(two["jdu"][0] + two["jdu"][1]), M),
+            "da": (two["da"][0] + two["da"][1], M),
             "dgamma": (one["dgamma"], T),
             "dg": (one["dg"], T),
         }

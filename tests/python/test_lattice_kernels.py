@@ -9,7 +9,6 @@ from chunk_accuracy import (
     assert_as_right,
     assert_as_right_as_the_formula,
     by_formula,
-    drafts,
     mean_square,
     start_of,
 )
@@ -18,9 +17,7 @@ from graphs import capture
 from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, LENGTHS, Inputs, gates, in_pieces, run
 from padding import Padded
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not drafts(), reason="needs a CUDA device and a build with GIRIH_DRAFTS"
-)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HALVES = DTYPES[1:]
 OBJECTIVES = ["decode", "encode", "similarity"]

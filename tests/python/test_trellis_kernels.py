@@ -9,7 +9,6 @@ from chunk_accuracy import (
     assert_as_right,
     assert_as_right_as_the_formula,
     by_formula,
-    drafts,
     mean_square,
     start_of,
 )
@@ -18,9 +17,7 @@ from graphs import capture
 from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, LENGTHS, Inputs, gates, in_pieces, run
 from padding import Padded
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not drafts(), reason="needs a CUDA device and a build with GIRIH_DRAFTS"
-)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HALVES = DTYPES[1:]
 MAPS = ["identity", "silu", "l2norm", "layer_norm", "l2_silu", "ln_silu", "softmax"]
@@ -57,7 +54,8 @@ def draw(
         return (F.normalize(x, dim=-1) if options.get("phi") in ("identity", "silu") else x).to(dtype)
 
     data = {"q": normal(B, T, H * G, D), "k": rows(D), "v": rows(V), "a": normal(B, T, H, M)}
-    data["gamma"] = (torch.rand(B, T, H, generator=generator) / chunk).to(gate_dtype)
+    # Where chunks are short, steps of up to 1 make the recurrence chaotic, and every formula's error chance.
+    data["gamma"] = (torch.rand(B, T, H, generator=generator) / max(chunk, 4)).to(gate_dtype)
     if pattern:
         data["g"] = gates(pattern, (B, T, H), generator).to(gate_dtype)
     # z = A x of about 1: far beyond, maps saturate, and the largest error is chance.

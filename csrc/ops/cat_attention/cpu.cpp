@@ -181,7 +181,7 @@ TORCH_LIBRARY_IMPL(girih, CPU, m) {
   m.impl("cat_attention_forward", &forward);
   m.impl("cat_attention_backward", &backward);
 }
-#ifndef GIRIH_DRAFTS  // with them, cuda.cpp serves CUDA tensors
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("cat_attention_forward", TORCH_FN(InFullPrecision<&forward>::call));
   m.impl("cat_attention_backward", TORCH_FN(InFullPrecision<&backward>::call));

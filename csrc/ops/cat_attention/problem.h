@@ -21,7 +21,6 @@ struct Problem {
   }
 
   Path path(const Tensor& q) const {
-    if (!kDrafts) return aten(kNoDrafts);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");

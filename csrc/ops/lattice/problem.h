@@ -40,7 +40,6 @@ struct Problem {
   }
 
   Path path(const Tensor& q, int64_t chunk, bool normalize, double shrinkage) const {
-    if (!kDrafts) return aten(kNoDrafts);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
     if (!normalize) return aten("normalize is False");
@@ -50,7 +49,6 @@ struct Problem {
     return tensor_cores();
   }
   static Path step_path(const Tensor& q, bool normalize, double shrinkage) {
-    if (!kDrafts) return aten(kNoDrafts);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (!normalize) return aten("normalize is False");
     return shrinkage > 0 ? aten("there is a shrinkage") : exact(kMemoryBound);

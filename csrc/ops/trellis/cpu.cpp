@@ -138,7 +138,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("trellis_forward", &forward); }
-#ifndef GIRIH_DRAFTS  // with them, cuda.cpp serves CUDA tensors
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
 TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("trellis_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
 #endif
 

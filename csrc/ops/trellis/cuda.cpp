@@ -238,7 +238,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   }
   check_launch("trellis_rows", kernels::trellis_rows(rows, stream));
 
-  const Tensor jdu[] = {args.rows(shape.M), args.rows(shape.M)};
+  const Tensor das[] = {args.rows(shape.M), args.rows(shape.M)};
   const Tensor dx[] = {args.rows(shape.D), args.rows(shape.V)};
   const Tensor dinitial[] = {args.states(0), args.states(1)};
   const auto tiles = (chunk + 15) / 16;
@@ -266,7 +266,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     reverse.z[m] = input<4>(z[m]), reverse.fit[m] = input<4>(fit[m]);
     reverse.dlast_first[m] = input<4>(dlast_first[m]), reverse.dlast[m] = input<4>(dlast[m]);
     reverse.dfirst[m] = output<4>(dfirst[m]), reverse.dinitial[m] = output<4>(dinitial[m]);
-    reverse.jdu[m] = output<4>(jdu[m]), reverse.dx[m] = output<4>(dx[m]);
+    reverse.da[m] = output<4>(das[m]), reverse.dx[m] = output<4>(dx[m]);
   }
   check_launch("trellis_reverse", kernels::trellis_reverse(reverse, stream));
 
@@ -274,7 +274,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const kernels::TrellisGateGradients numbers{shape, dgammas.const_data_ptr<float>(), reverse.dL,
                                               output<3>(dgamma), output<3>(dg)};
   check_launch("trellis_gate_gradients", kernels::trellis_gate_gradients(numbers, stream));
-  const auto da = jdu[0].add(jdu[1]).neg_();
+  const auto da = das[0].add(das[1]);
 
   const auto of_first = [&](const OptionalTensor& first, int m) {
     return if_given(first, [&] {

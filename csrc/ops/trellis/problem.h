@@ -34,14 +34,12 @@ struct Problem {
   }
 
   Path path(const Tensor& q) const {
-    if (!kDrafts) return aten(kNoDrafts);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
     if (M > kWidest || D > kWidest || V > kWidest) return aten("slots, keys or values wider than 128");
     return tensor_cores();
   }
   static Path step_path(const Tensor& q) {
-    if (!kDrafts) return aten(kNoDrafts);
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
   }
 
