@@ -7,6 +7,7 @@
 # make wheel [CUDA=ON] [ARCHITECTURES=...]               a wheel for this Python in dist/
 # make format / make check-format
 #
+# CHUNKS=4,8,16,32   of MIXER=cat: trains one model for all of these chunk lengths
 # FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
 # PYTHON=path        use this Python and its packages as they are instead of .venv
@@ -35,7 +36,7 @@ build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
-	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
+	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
 
 compare: build
 	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)

@@ -1,5 +1,6 @@
 #include "recipe.h"
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <numbers>
@@ -35,7 +36,7 @@ Recipe recipe_of(const std::string& size) {
           of.at("context"),    of.at("batch"),  of.at("steps"), of.at("learning_rate"), of.at("held_out")};
 }
 
-nn::Config config_of_size(const std::string& mixer, const Recipe& size) {
+nn::Config config_of_size(const std::string& mixer, const Recipe& size, const std::vector<int64_t>& chunks) {
   std::vector<std::string> names;
   std::istringstream in(mixer);
   for (std::string name; std::getline(in, name, ',');) names.push_back(name);
@@ -48,6 +49,10 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size) {
   config.num_heads = size.heads;
   config.head_dim = size.head_dim;
   config.num_slots = size.slots;
+  if (!chunks.empty()) {
+    config.chunks = chunks;
+    config.chunk = std::ranges::count(chunks, 16) > 0 ? 16 : chunks[0];
+  }
   if (names.size() == 1) {
     config.mixer = mixer;
   } else {

@@ -22,8 +22,10 @@ Recipe recipe_of(const std::string& size);
 int64_t count_parameters(const nn::LanguageModel& model);
 
 // A byte-level model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
-// mixer: a name, or several with commas that take turns over the layers.
-nn::Config config_of_size(const std::string& mixer, const Recipe& size);
+// mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, or
+// empty.
+nn::Config config_of_size(const std::string& mixer, const Recipe& size,
+                          const std::vector<int64_t>& chunks = {});
 
 // The share of the highest learning rate that a step trains with: up over a twentieth of the steps, then down
 // a cosine to zero.

@@ -6,6 +6,7 @@
 //   model/           what from_pretrained loads, here and in Python
 //   sample.txt
 //   result.json      written last: where it stands, the run is finished
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <fcntl.h>
 #include <girih/girih.h>
@@ -37,6 +38,7 @@ using nlohmann::json;
 struct Options {
   std::string corpus, mixer = "gsa", size = "small", folder, device;
   std::optional<int64_t> steps;
+  std::vector<int64_t> chunks;
   int64_t seed = 0;
 };
 
@@ -44,9 +46,12 @@ void describe(CLI::App& app, Options& of) {
   app.add_option("corpus", of.corpus, "a file or folder of text")->required();
   app.add_option("--mixer", of.mixer, "a mixer, or several with commas that take turns")
       ->capture_default_str();
+  app.add_option("--chunks", of.chunks, "of cat: chunk lengths with commas, one drawn a step (adaptive)")
+      ->delimiter(',');
   app.add_option("--size", of.size, "tiny, small, 10m, 100m or 340m")->capture_default_str();
   app.add_option("--steps", of.steps, "instead of the size's own");
-  app.add_option("--folder", of.folder, "where the run lives (default: runs/MIXER-SIZE)");
+  app.add_option("--folder", of.folder,
+                 "where the run lives (default: runs/MIXER-SIZE, or MIXER-adaptive-SIZE)");
   app.add_option("--seed", of.seed, "of the first weights and of the data")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
@@ -125,12 +130,14 @@ class Run {
     if (of.steps) size_.steps = *of.steps;
     TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
     torch::manual_seed(seed_);
-    const auto config = config_of_size(of.mixer, size_);
+    const auto config = config_of_size(of.mixer, size_, of.chunks);
     corpus_ = read_corpus(of.corpus, size_.context);
-    folder_ = of.folder.empty() ? fs::path("runs") / (of.mixer + "-" + of.size) : fs::path(of.folder);
+    const auto name = of.mixer + (of.chunks.empty() ? "-" : "-adaptive-") + of.size;
+    folder_ = of.folder.empty() ? fs::path("runs") / name : fs::path(of.folder);
     arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", size_.steps},
                   {"seed", of.seed},         {"corpus", of.corpus}, {"corpus_digest", corpus_.digest},
                   {"trainer", "girih-train"}};
+    if (!of.chunks.empty()) arguments_["chunks"] = of.chunks;
     arguments_ = json::parse(text_of(arguments_));
     torch::manual_seed(seed_);
     model_ = nn::LanguageModel(config);
@@ -176,6 +183,7 @@ class Run {
  private:
   using Clock = std::chrono::steady_clock;
   static long long number(int64_t x) { return x; }
+  static double rounded(double x) { return std::round(x * 1e4) / 1e4; }
   fs::path checkpoints() const { return folder_ / "checkpoints"; }
 
   // The corpus is known by its bytes, whatever its name.
@@ -220,7 +228,17 @@ class Run {
     optimizer_ = std::make_unique<torch::optim::AdamW>(std::move(own));
   }
 
+  // The chunk of an adaptive model's step, the same if the run is resumed.
+  void draw_chunk(int64_t step) {
+    const auto& chunks = model_->config.chunks;
+    if (!chunks) return;
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ + static_cast<uint64_t>(step));
+    const auto drawn = at::randint(static_cast<int64_t>(chunks->size()), {}, generator).item<int64_t>();
+    model_->set_chunk((*chunks)[static_cast<size_t>(drawn)]);
+  }
+
   Tensor train_step(const Tensor& windows, int64_t step) {
+    draw_chunk(step);
     const auto ids = windows.to(device_);
     Tensor loss;
     {
@@ -297,6 +315,12 @@ class Run {
 
   void finish() {
     model_->eval();
+    json by_chunk;
+    for (const auto chunk : model_->config.chunks.value_or(std::vector<int64_t>())) {
+      model_->set_chunk(chunk);
+      by_chunk[std::to_string(chunk)] = rounded(held_out_bits());
+    }
+    if (!by_chunk.empty()) model_->set_chunk(model_->config.chunk);
     const auto bits = held_out_bits();
     const fs::path part = folder_ / "model.part";
     fs::remove_all(part);
@@ -309,14 +333,15 @@ class Run {
     std::string sample;
     for (int64_t i = 0; i < ids.size(1); ++i) sample += static_cast<char>(ids[0][i].item<int64_t>());
     publish(folder_ / "sample.txt", sample);
-    const json result = {{"mixer", arguments_["mixer"]},
-                         {"size", arguments_["size"]},
-                         {"parameters", count_parameters(model_)},
-                         {"steps", size_.steps},
-                         {"tokens", size_.steps * size_.batch * size_.context},
-                         {"bits_per_byte", std::round(bits * 1e4) / 1e4},
-                         {"corpus", arguments_["corpus"]},
-                         {"folder", (folder_ / "model").string()}};
+    json result = {{"mixer", arguments_["mixer"]},
+                   {"size", arguments_["size"]},
+                   {"parameters", count_parameters(model_)},
+                   {"steps", size_.steps},
+                   {"tokens", size_.steps * size_.batch * size_.context},
+                   {"bits_per_byte", rounded(bits)},
+                   {"corpus", arguments_["corpus"]},
+                   {"folder", (folder_ / "model").string()}};
+    if (!by_chunk.empty()) result["bits_per_byte_by_chunk"] = by_chunk;
     publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),

@@ -23,7 +23,16 @@ from transformers.integrations import TensorBoardCallback
 
 from girih.data import Corpus, Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
-from girih.training.command import Parser, agreed, answer, path, refuse_steps, refuse_unknown, seed
+from girih.training.command import (
+    Parser,
+    agreed,
+    answer,
+    numbers,
+    path,
+    refuse_steps,
+    refuse_unknown,
+    seed,
+)
 from girih.training.folder import Whole, check_space, finished, newest_whole, run_in
 from girih.training.processes import Interrupt, Interrupted, gpus_for, run_on, together
 from girih.training.recipe import SIZES, Recipe, config_of_size
@@ -53,9 +62,10 @@ def run_of(options: argparse.Namespace) -> Run:
     refuse_steps(size.steps, size.bytes_a_step)
     share_of(size.batch)
     refuse_unknown("mixer", options.mixer.split(","), MIXERS)
-    config = config_of_size(options.mixer, size)
+    config = config_of_size(options.mixer, size, chunks=options.chunks)
     corpus = read_corpus(options.corpus, size.context)
-    folder = options.folder or Path("runs") / f"{options.mixer.replace(',', '-')}-{options.size}"
+    name = f"{options.mixer.replace(',', '-')}{'-adaptive' if options.chunks else ''}-{options.size}"
+    folder = options.folder or Path("runs") / name
     arguments = {
         "mixer": options.mixer,
         "size": options.size,
@@ -63,7 +73,7 @@ def run_of(options: argparse.Namespace) -> Run:
         "seed": options.seed,
         "corpus": corpus.name,
         "corpus_sha256": corpus.digest,
-    }
+    } | ({"chunks": options.chunks} if options.chunks else {})
     return Run(options.mixer, size, config, options.seed, corpus, folder, arguments)
 
 
@@ -105,9 +115,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="girih.train", description="Train a byte-level language model.")
     parser.add_argument("--mixer", default="gsa", help="a mixer, or several with commas that take turns")
     parser.add_argument("--size", default="small", help=", ".join(SIZES))
+    parser.add_argument(
+        "--chunks", type=numbers, help="of cat: chunk lengths with commas, one drawn a step (adaptive)"
+    )
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="instead of the size's own")
-    parser.add_argument("--folder", type=path, help="where the run lives (default: runs/MIXER-SIZE)")
+    parser.add_argument(
+        "--folder", type=path, help="where the run lives (default: runs/MIXER-SIZE, or MIXER-adaptive-SIZE)"
+    )
     parser.add_argument("--seed", type=seed, default=0)
     argv = sys.argv[1:] if argv is None else argv
 

@@ -4,9 +4,10 @@ About 340M parameters: 24 layers, 1024 wide, MLPs of 2816, 32000 tokens, tied em
 in rows of 2048, or of `--context`, bf16 autocast over fp32 weights. A step is forward, backward, AdamW
 (fused) and zeroing the gradients.
 
-    girih ...               a mixer of shapes.py's MIXERS, with its sizes; attention: rotary positions, SDPA
+    girih ...               a mixer of shapes.py's MIXERS, with its sizes, loss in chunks; attention: rotary
+                            positions, SDPA
     fla ...                 fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
-    fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy, as girih's models have
+    fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy
     ... compiled            after torch.compile
     ... at T                in rows of T tokens
 """
@@ -41,7 +42,7 @@ SIZES = {
 def girih_model(mixer, **sizes):
     from girih.models import GirihConfig, GirihForCausalLM
 
-    return GirihForCausalLM(GirihConfig(mixer=mixer, **SIZES | MIXERS[mixer][0] | sizes))
+    return GirihForCausalLM(GirihConfig(mixer=mixer, loss_in_chunks=True, **SIZES | MIXERS[mixer][0] | sizes))
 
 
 def fla_model(mixer, fused, **sizes):

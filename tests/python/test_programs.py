@@ -183,6 +183,17 @@ def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
     assert "other arguments" in said
 
 
+def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
+    options = ["--mixer", "cat", "--chunks", "4,8,16", "--size", "tiny", "--steps", 40]
+    run("girih-train", corpus, *options, "--folder", tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    by_chunk = result["bits_per_byte_by_chunk"]
+    assert by_chunk.keys() == {"4", "8", "16"} and by_chunk["16"] == result["bits_per_byte"]
+    assert len(set(by_chunk.values())) == 3 and all(bits < 7 for bits in by_chunk.values())
+    model = AutoModelForCausalLM.from_pretrained(result["folder"])
+    assert (model.config.chunk, model.config.chunks) == (16, [4, 8, 16])
+
+
 def test_the_corpus_is_split_as_in_python(corpus, tmp_path):
     from girih.data import Windows, read_corpus
 
@@ -243,6 +254,7 @@ def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(c
         (["{}", "--size", "huge"], "size huge"),
         (["{}", "--mixer", "nothing"], "nothing"),
         (["{}", "--mixer", "gsa,gla,gsa", "--size", "tiny"], "2 layers"),
+        (["{}", "--chunks", "4,8", "--size", "tiny"], "chunks is"),
         (["{}", "--steps", "0"], "--steps is 0"),
         (["{}/none"], "no such file"),
         (["{}/.hidden"], "too short"),

@@ -17,6 +17,7 @@ import torch
 from girih import train
 from girih.data import Windows, read_corpus
 from girih.models import GirihForCausalLM
+from girih.models.cat import CatModel
 from girih.nn import decay_parameter_names
 from girih.training.command import Refusal
 from girih.training.folder import LOCK, WHOLE, alone_in, newest_whole
@@ -198,6 +199,25 @@ def test_mixers_with_commas_take_turns_over_the_layers(corpus, tmp_path, capsys)
     assert list(GirihForCausalLM.from_pretrained(result["folder"]).config.mixer) == ["gsa", "attention"]
 
 
+def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path, capsys, monkeypatch):
+    drawn = []
+    chosen = CatModel.chosen
+    monkeypatch.setattr(
+        CatModel,
+        "chosen",
+        lambda model, *of: drawn.append((model.training, chosen(model, *of))) or drawn[-1][1],
+    )
+    argv = [*arguments(corpus, tmp_path / "run", mixer="cat"), "--chunks", "4,8,16"]
+    assert train.main(argv) == 0
+    result = last_line(capsys.readouterr().out)
+    assert {chunk for training, chunk in drawn if training} == {4, 8, 16}
+    by_chunk = result["bits_per_byte_by_chunk"]
+    assert by_chunk.keys() == {"4", "8", "16"} and by_chunk["16"] == result["bits_per_byte"]
+    assert len(set(by_chunk.values())) == 3 and all(bits < 7 for bits in by_chunk.values())
+    config = GirihForCausalLM.from_pretrained(result["folder"]).config
+    assert (config.chunk, config.chunks) == (16, [4, 8, 16])
+
+
 def test_layers_say_which_parameters_decay(corpus, tmp_path):
     model = model_of_size("trellis", SIZES["tiny"])
     trainer = fit(model, SIZES["tiny"], None, None, tmp_path, 0)
@@ -232,6 +252,9 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, t
         "at most": arguments(corpus, folder, steps=10**15),
         "argument --corpus: the name is empty": arguments("", folder),
         "argument --folder: the name is empty": arguments(corpus, ""),
+        "chunks": [*arguments(corpus, folder), "--chunks", "4,8"],
+        "ascending": [*arguments(corpus, folder, mixer="cat"), "--chunks", "8,4"],
+        "argument --chunks: invalid numbers value: 'few'": [*arguments(corpus, folder), "--chunks", "few"],
         "argument --seed: -1 ": [*arguments(corpus, folder), "--seed", "-1"],
         f"argument --seed: {2**32} ": [*arguments(corpus, folder), "--seed", str(2**32)],
         "argument --seed: invalid seed value: 'one'": [*arguments(corpus, folder), "--seed", "one"],

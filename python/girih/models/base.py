@@ -23,7 +23,6 @@ class GirihPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # num_items_in_batch
     _no_split_modules: ClassVar = ["Block"]
-    _is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
     _supports_sdpa = True  # what attention among the mixers is computed by
 
     @classmethod
@@ -51,8 +50,17 @@ class GirihPreTrainedModel(PreTrainedModel):
                 f"cache_implementation is {generation_config.cache_implementation!r}; "
                 "a girih model keeps its mixers' states and has no other cache"
             )
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError("assistant_early_exit: a girih model's layers cannot be left early")
+        if not generation_config.use_cache:
+            return
+        if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
+        cache = model_kwargs["past_key_values"]
+        if generation_config.is_assistant:  # whose tokens are taken back where they were wrong
+            cache.activate_past_recording()
+        elif isinstance(cache, GirihCache):  # who is assisted records anew
+            cache.end_past_recording()
 
     def new_cache(self) -> GirihCache:
         return GirihCache(1 if self.config.is_whole_cat else self.config.num_hidden_layers)
@@ -118,6 +126,10 @@ class Backbone(GirihPreTrainedModel):
         )
         if past_key_values is not None and not isinstance(past_key_values, GirihCache):
             raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; expected a GirihCache")
+        if cu_seqlens is not None and past_key_values is not None and past_key_values.layers[0].record_past:
+            raise ValueError(
+                "cu_seqlens: packed sequences cannot be taken back, as the cache's past is recorded"
+            )
         if use_cache is None:
             use_cache = config.use_cache and not self.training and cu_seqlens is None
         if past_key_values is None and use_cache:

@@ -125,9 +125,8 @@ class CatModel(Backbone):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.header, std=self.config.initializer_range)
 
-    def chosen(self, chunk: int | None, state: CatState | None) -> int:
-        """The chunk of a call, checked."""
-        begun = None if state is None else state.ids.shape[1]
+    def chosen(self, chunk: int | None, begun: int | None) -> int:
+        """The chunk of a call, checked; begun: that of the cache."""
         if chunk is None:
             if begun is not None:
                 return begun
@@ -163,14 +162,27 @@ class CatModel(Backbone):
         T = input_ids.shape[1]
         mask = own_mask(attention_mask, T)
         check_mask(input_ids, mask, cu_seqlens)
-        state = None if cache is None else cache.layers[0].state
-        C = self.chosen(chunk, state)
         if cu_seqlens is not None:
+            C = self.chosen(chunk, None)
             table = chunk_table(input_ids, C, cu_seqlens, room=1)
             chunks = table.spread(input_ids, C)
             headers = self.headers(chunks, self.first_header(C), table.index, table.first[None, :, None])
             rows, _ = self.decode(headers, chunks, ChunkRows(C), table.cu_chunks * C)
             return [table.gather(x, shift=1) for x in rows]
+        if cache is None:
+            return self.read(input_ids, mask, None, self.chosen(chunk, None), keep=False)[0]
+        layer = cache.layers[0]
+        # A cache that was cropped to nothing but what is to be read again has no state.
+        C = self.chosen(chunk, layer.chunk if layer.state is None else layer.state.ids.shape[1])
+        every = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
+        layer.chunk = C
+        return every
+
+    def read(
+        self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, keep: bool = True
+    ) -> tuple[list[Tensor], CatState | None]:
+        """Tokens `[N, T]` after those of `state`."""
+        T = ids.shape[1]
         # Masked tokens count here: how many of a call are valid is not known without a wait.
         longest = T + (0 if state is None else most(state.reached.known))
         if longest > self.config.max_position_embeddings:
@@ -179,12 +191,8 @@ class CatModel(Backbone):
                 f"{self.config.max_position_embeddings}"
             )
         if state is not None and mask is None and T == 1:
-            every, state = self.step(input_ids, state)
-        else:
-            every, state = self.several(input_ids, mask, state, C, cache is not None)
-        if cache is not None:
-            cache.layers[0].advance(state, T)
-        return every
+            return self.step(ids, state)
+        return self.several(ids, mask, state, C, keep)
 
     def several(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, keep: bool

@@ -31,6 +31,9 @@ class GirihConfig(PretrainedConfig):
         channels learn far sooner from it than from 0.02.
     max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's
         place.
+    loss_in_chunks: in training, with labels, the model's output has its loss and no logits, which are made
+        and left a part of the tokens after another (`girih.nn.loss`): of a large vocabulary they take more
+        memory than the layers. For trainers that read logits beside the loss leave it off.
 
     A value that does not fit raises a ValueError that names it: `girih::nn::Config` in C++ checks both.
 
@@ -75,12 +78,15 @@ class GirihConfig(PretrainedConfig):
     norm_eps: float = 1e-6
     initializer_range: float | None = None
     use_cache: bool = True
+    loss_in_chunks: bool = False
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if not isinstance(self.loss_in_chunks, bool):
+            raise ValueError(f"loss_in_chunks is {self.loss_in_chunks!r}; expected True or False")
         own = {name: getattr(self, name) for name in OWN_FIELDS}
         # JSON has no nan, no infinity and nothing beyond: as words they are refused like any other.
         most = sys.float_info.max
@@ -108,5 +114,5 @@ class GirihConfig(PretrainedConfig):
 OWN_FIELDS = tuple(
     field.name
     for field in fields(GirihConfig)
-    if field.name in GirihConfig.__annotations__ and field.name != "use_cache"
+    if field.name in GirihConfig.__annotations__ and field.name not in ("use_cache", "loss_in_chunks")
 )

@@ -13,6 +13,7 @@ from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
 from girih.nn.attention_call import own_mask
+from girih.nn.loss import linear_cross_entropy
 
 
 class GirihModel(Backbone):
@@ -62,9 +63,9 @@ class GirihModel(Backbone):
             if cache is None:
                 x, _ = self.run_block(block, every[-1], mask, None, False, cu_seqlens)
             else:
-                past = cache.layers[i]
-                x, state = self.run_block(block, every[-1], mask, past.state, True, cu_seqlens)
-                past.advance(state, x.shape[1])
+                x = cache.layers[i].run(
+                    lambda *call, block=block: self.run_block(block, *call, True, cu_seqlens), every[-1], mask
+                )
             every.append(x)
         every[-1] = self.norm(every[-1])
         return every
@@ -74,8 +75,8 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
     """A language model of any mixer: `GirihModel` (or `CatModel`) and a head.
 
     With `labels` `[B, T]` (-100: not counted) the output has the mean cross entropy of every token after the
-    first of its sequence, in nats. Other arguments are `Backbone`'s; `generate()` keeps the mixers' states as
-    its cache.
+    first of its sequence, in nats; with `config.loss_in_chunks`, in training, that and no logits. Other
+    arguments are `Backbone`'s; `generate()` keeps the mixers' states as its cache.
 
     Of a Trainer's weight decay memories and time scales must know: `girih.nn.decay_parameter_names`.
 
@@ -110,6 +111,18 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         if written and inputs["input_ids"].shape[1] == 1:
             inputs["attention_mask"] = None
         return inputs
+
+    def _has_loss_in_chunks(self) -> bool:
+        """Asked for, and the head and the loss are what they are by themselves: no adapter's, no hook's."""
+        head = self.lm_head
+        return (
+            self.config.loss_in_chunks
+            and self.training
+            and type(head) is nn.Linear
+            and head.bias is None
+            and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+            and getattr(self, "_loss_function", None) is None
+        )
 
     def forward(
         self,
@@ -155,18 +168,29 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             return_dict=True,
             chunk=chunk,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, keep])
-        loss = None
+        x, logits, loss = output.last_hidden_state, None, None
+        all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        in_chunks = labels is not None and all_logits and self._has_loss_in_chunks()
+        if not in_chunks:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(x[:, keep])
         if labels is not None:
             if cu_seqlens is not None:
                 labels = without_first(labels, cu_seqlens)
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.vocab_size,
-                num_items_in_batch=num_items_in_batch,
-            )
+            if in_chunks:
+                loss = linear_cross_entropy(
+                    x[:, :-1].flatten(0, 1),
+                    self.lm_head.weight,
+                    labels[:, 1:].flatten().to(x.device),
+                    num_items=num_items_in_batch,
+                )
+            else:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=labels,
+                    vocab_size=self.vocab_size,
+                    num_items_in_batch=num_items_in_batch,
+                )
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

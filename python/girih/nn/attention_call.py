@@ -151,9 +151,7 @@ def attend(
     place = state_layer(cache, layer_idx)
     tokens = tokens_of(hidden_states, attention_mask, place.tokens, **said)
     refuse_packed(tokens)
-    y, state = layer(hidden_states, tokens.valid, place.state, True, None)
-    place.advance(state, hidden_states.shape[1])
-    return y, None
+    return place.run(lambda *of: layer(*of, True, None), hidden_states, tokens.valid), None
 
 
 def cache_of(call: dict[str, Any]) -> Any:

@@ -1,7 +1,36 @@
 """The gated feed-forward layer of Llama blocks."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class _SiluProduct(torch.autograd.Function):
+    """`silu(gate) * up`, which keeps its arguments alone: silu(gate) is made again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate) * dy
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`. A compiler decides by itself what is kept; a trace has PyTorch's operators alone."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        return _SiluProduct.apply(gate, up)
+    return F.silu(gate) * up
 
 
 class SwiGLU(nn.Module):
@@ -18,4 +47,4 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))

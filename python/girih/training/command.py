@@ -42,6 +42,11 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> list[int]:
+    """The argument of an option that takes whole numbers, with commas."""
+    return [int(word) for word in text.split(",")]
+
+
 def path(text: str) -> Path:
     """The argument of an option that names a file or a folder; `Path("")` would be the current one."""
     if not text:

@@ -39,10 +39,13 @@ SIZES = {
 }
 
 
-def config_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihConfig:
+def config_of_size(
+    mixer: str, size: Recipe, vocab_size: int = 256, chunks: list[int] | None = None
+) -> GirihConfig:
     """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 
-    mixer: a name, or several with commas that take turns over the layers.
+    mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, which
+    goes by 16 where it is one of them and else by the first unless a call says otherwise.
     """
     names = mixer.split(",")
     if len(names) > size.layers:
@@ -58,6 +61,7 @@ def config_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihConf
             num_slots=size.slots,
             intermediate_size=intermediate,
             mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
+            **({"chunks": chunks, "chunk": 16 if 16 in chunks else chunks[0]} if chunks else {}),
         )
 
     def count(intermediate: int) -> int:

@@ -1,0 +1,77 @@
+"""The loss of a language model without the logits of all its tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and their gradient as much
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of cross entropies. Its gradients are made with it, a part of the rows after another: then they
+    are all that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
+        rows = max(1, LOGITS // weight.shape[0])
+        wanted_x, wanted_weight = ctx.needs_input_grad[:2]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx = torch.empty_like(x) if wanted_x else None
+        dweight = weight.new_zeros(weight.shape, dtype=wide) if wanted_weight else None
+        loss = x.new_zeros((), dtype=wide)
+        for i in range(0, x.shape[0], rows):
+            part, label = x[i : i + rows], labels[i : i + rows]
+            counted = label != ignored
+            at = label.masked_fill(~counted, 0)[:, None]
+            logits = F.linear(part, weight)
+            log_p = logits.to(loss.dtype).log_softmax(-1)
+            # Not in place: torch.compile loses all gradients of a function that writes what it returns.
+            loss = loss - log_p.gather(1, at)[:, 0].masked_fill(~counted, 0).sum()
+            if not (wanted_x or wanted_weight):
+                continue
+            d = log_p.exp_()
+            d.scatter_add_(1, at, torch.full_like(at, -1, dtype=d.dtype))
+            d = d.mul_(counted[:, None]).to(logits.dtype)
+            if wanted_x:
+                dx[i : i + rows] = F.linear(d, weight.t())
+            if not wanted_weight:
+                continue
+            if d.dtype == torch.float16:  # a sum over many tokens may be beyond it
+                with torch.autocast(x.device.type, enabled=False):
+                    dweight += d.t().float() @ part.float()
+            else:
+                dweight += F.linear(d.t(), part.t()).to(wide)
+        ctx.save_for_backward(dx, dweight)
+        ctx.dtypes = x.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        # Rounded once, behind the product: a sum over many tokens may be beyond 16 bits, and its mean is not.
+        both = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if d is None else (d.to(dloss.dtype) * dloss).to(t) for d, t in both), None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    num_items: int | Tensor | None = None,
+) -> Tensor:
+    """`cross_entropy(x @ weight.T, labels)` in nats, in memory for 2^26 logits.
+
+    x `[N, D]`, weight `[V, D]`, labels `[N]`, of which those that are ignore_index do not count. The sum is
+    divided by num_items; None: by how many count. Logits are rounded to the dtype of the product (under
+    autocast its), their softmax is fp32. Each gradient once; no second.
+
+    >>> x, weight, labels = torch.randn(50, 8), torch.randn(100, 8), torch.randint(100, (50,))
+    >>> torch.allclose(linear_cross_entropy(x, weight, labels), F.cross_entropy(x @ weight.T, labels))
+    True
+    """
+    loss = _LinearCrossEntropy.apply(x, weight, labels, ignore_index)
+    return loss / ((labels != ignore_index).sum() if num_items is None else num_items)

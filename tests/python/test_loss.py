@@ -1,0 +1,190 @@
+"""The loss without all logits, and what training keeps."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from girih.models import GirihConfig, GirihForCausalLM
+from girih.nn import loss as losses
+from girih.nn.loss import linear_cross_entropy
+from girih.nn.swiglu import SwiGLU
+from torch.autograd.graph import saved_tensors_hooks
+
+N, D, V = 37, 16, 29
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Five rows at a time."""
+    monkeypatch.setattr(losses, "LOGITS", 5 * V + 3)
+
+
+def draw(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, D, generator=generator, dtype=torch.float64).to(dtype) for n in (N, V))
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[[0, 7, 8, 36]] = -100
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+def usual(x, weight, labels, num_items=None):
+    logits = F.linear(x, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if num_items is None:
+        return F.cross_entropy(logits, labels)
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("num_items", [None, 11, torch.tensor(50)], ids=str)
+def test_it_is_the_cross_entropy_and_so_are_its_gradients(num_items):
+    x, weight, labels = draw()
+    ours = linear_cross_entropy(x, weight, labels, num_items=num_items)
+    theirs = usual(x, weight, labels, num_items)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(3 * y, (x, weight)) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert a.dtype == weight.dtype
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wanted", ["x", "weight", "neither"])
+def test_only_what_is_asked_for_is_made(wanted):
+    x, weight, labels = draw()
+    expected = dict(
+        zip(("x", "weight"), torch.autograd.grad(usual(x, weight, labels), (x, weight)), strict=True)
+    )
+    x.requires_grad_(wanted == "x"), weight.requires_grad_(wanted == "weight")
+    ours = linear_cross_entropy(x, weight, labels)
+    assert ours.requires_grad == (wanted != "neither")
+    if wanted != "neither":
+        (own,) = torch.autograd.grad(ours, {"x": x, "weight": weight}[wanted])
+        torch.testing.assert_close(own, expected[wanted])
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_in_16_bits_it_is_as_exact_as_the_usual(how):
+    x, weight, labels = draw(torch.bfloat16 if how == "bfloat16" else torch.float32)
+    double = [t.detach().double().requires_grad_() for t in (x, weight)]
+    exact = usual(*double, labels)
+    exact = [exact, *torch.autograd.grad(exact, double)]
+    cast = torch.autocast("cpu", torch.bfloat16) if how == "autocast" else nullcontext()
+
+    def errors(f):
+        with cast:
+            loss = f(x, weight, labels)
+        found = [loss, *torch.autograd.grad(loss, (x, weight))]
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+    for ours, theirs in zip(errors(linear_cross_entropy), errors(usual), strict=True):
+        assert ours < 2 * theirs + 1e-3
+
+
+def test_nothing_that_counts_is_no_number_as_of_the_usual():
+    x, weight, labels = draw()
+    assert linear_cross_entropy(x, weight, labels.fill_(-100)).isnan() and usual(x, weight, labels).isnan()
+
+
+def model_of(**options):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "num_slots": 8}
+    return GirihForCausalLM(GirihConfig(**sizes | options)).train()
+
+
+def saved_by(f):
+    """Shapes of what autograd keeps."""
+    shapes = []
+    with saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        f()
+    return shapes
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_trains_as_with_all_logits(tied, packed):
+    ids = torch.randint(V, (1 if packed else 3, 30), generator=torch.Generator().manual_seed(0))
+    call = {"cu_seqlens": torch.tensor([0, 11, 30])} if packed else {}
+    found = []
+    for in_chunks in (False, True):
+        model = model_of(tie_word_embeddings=tied, loss_in_chunks=in_chunks)
+        output = model(ids, labels=ids, **call)
+        output.loss.backward()
+        found.append((output.loss, {name: p.grad for name, p in model.named_parameters()}))
+        assert (output.logits is None) == in_chunks
+        shapes = saved_by(lambda model=model: model(ids, labels=ids, **call))
+        assert any(s[-1:] == (V,) for s in shapes) != in_chunks  # logits, or what is made of them
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+    assert model.eval()(ids, labels=ids, **call).logits is not None
+    assert GirihConfig(**model.config.to_dict()).loss_in_chunks
+
+
+def test_a_feed_forward_layer_keeps_its_two_projections_and_their_product():
+    layer, x = SwiGLU(8, 24).double(), torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    wide = [s for s in saved_by(lambda: layer(x)) if (s[-1] == 24 and len(s) > 2) or s == (15, 24)]
+    assert len(wide) == 3
+    usual = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
+    torch.testing.assert_close(layer(x), usual)
+    assert torch.autograd.gradcheck(layer, (x,))
+    arguments = (x, *layer.parameters())
+    for a, b in zip(
+        *(torch.autograd.grad(y.square().sum(), arguments) for y in (layer(x), usual)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_compiled_model_has_the_same_gradients(in_chunks):
+    ids = torch.randint(V, (2, 20), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        model = model_of(loss_in_chunks=in_chunks)
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        loss = run(ids, labels=ids).loss
+        loss.backward()
+        found.append((loss, {name: p.grad for name, p in model.named_parameters()}))
+        assert all(p.grad.any() for p in model.parameters())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_the_mean_of_many_is_rounded_not_their_sum():
+    x = torch.full((70000, 4), 3.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(3, 4, dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.zeros(70000, dtype=torch.long))
+    dx, dweight = torch.autograd.grad(loss, (x, weight))
+    torch.testing.assert_close(dweight, torch.tensor([-2.0, 1.0, 1.0]).half()[:, None].expand(3, 4))
+    assert dx.isfinite().all()
+
+
+@pytest.mark.parametrize("of", ["hook", "bias", "loss", "logits_to_keep"])
+def test_a_head_or_loss_of_another_kind_has_all_logits(of):
+    model, ids, call = model_of(loss_in_chunks=True, tie_word_embeddings=False), torch.arange(20)[None], {}
+    if of == "hook":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    elif of == "bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.ones(V))
+    elif of == "loss":
+        model.loss_function = lambda logits, **_: logits.sum()
+    else:
+        call = {"logits_to_keep": 20}
+    assert model(ids, labels=ids, **call).logits is not None
+
+
+def test_a_configuration_says_yes_or_no():
+    with pytest.raises(ValueError, match="loss_in_chunks is 'no'; expected True or False"):
+        GirihConfig(loss_in_chunks="no")
+
+
+def test_models_without_gradients_are_traced_and_mapped():
+    layer, x = SwiGLU(8, 24), torch.randn(3, 5, 8)
+    with torch.no_grad():
+        assert torch.jit.trace(layer, (x,))(x).equal(layer(x))
+    torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
+    call = torch.func.functional_call
+    grads = torch.func.grad(lambda p: call(layer, p, (x,)).sum())(dict(layer.named_parameters()))
+    expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+    torch.testing.assert_close(list(grads.values()), list(expected))

@@ -1,0 +1,242 @@
+"""Tokens that are taken back: checkpoints of a cache, cropping, assisted decoding and prompt lookup."""
+
+import pytest
+import torch
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+
+MODELS = {name: {"mixer": name} for name in MIXERS} | {
+    "hybrid": {"mixer": ["gsa", "attention", "delta_product"], "num_hidden_layers": 3},
+    "between_chunks": {"mixer": "delta_product", "chunk": 4, "between_chunks": "gelu"},
+}
+SIZES = {
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "num_slots": 8,
+    "num_hidden_layers": 2,
+    "chunk": 8,
+}
+
+
+def model_of(name, seed=0):
+    """In double precision: what is read in pieces and what in one must choose the same words."""
+    torch.manual_seed(seed)
+    # Larger weights than training starts from, that the past tells.
+    config = GirihConfig(**SIZES | MODELS[name], initializer_range=0.2)
+    return GirihForCausalLM(config).double().eval()
+
+
+def tokens(B, T, seed=0):
+    return torch.randint(SIZES["vocab_size"], (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [x for part in state for x in tensors(part)] if isinstance(state, tuple) else []
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return model_of(request.param)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("further", [1, 7, 64, 65])
+def test_a_restored_cache_is_as_if_it_had_never_gone_on(model, further):
+    prompt, others, rest = tokens(2, 19), tokens(2, further, seed=1), tokens(2, 5, seed=2)
+    cache = model(prompt, use_cache=True).past_key_values
+    then = cache.checkpoint()
+    kept = [x.clone() for x in tensors(tuple(layer.state for layer in then.layers))]
+    expected = model(rest, past_key_values=then.checkpoint()).logits
+    for _ in range(2):
+        for part in others.split([1, further - 1] if further > 1 else [1], 1):
+            model(part, past_key_values=cache)
+        assert cache.restore(then).get_seq_length() == 19
+        assert model(rest, past_key_values=cache).logits.equal(expected)
+        assert cache.get_seq_length() == 24
+        cache.restore(then)
+    now = tensors(tuple(layer.state for layer in then.layers))
+    assert all(a.equal(b) for a, b in zip(kept, now, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "calls, wrong",
+    [((9,), 0), ((9,), 9), ((1, 1, 1), 1), ((1, 1, 1), 3), ((4, 1, 3), 5), ((100,), 65), ((70, 2), 40)],
+)
+def test_a_cropped_cache_goes_on_from_what_was_right(model, calls, wrong):
+    came = sum(calls)
+    prompt, others, rest = tokens(2, 7), tokens(2, came, seed=1), tokens(2, 4, seed=2)
+    cache = model(prompt, use_cache=True).past_key_values
+    cache.activate_past_recording()
+    for part in others.split(calls, 1):
+        model(part, past_key_values=cache)
+    cache.crop(-wrong)
+    assert cache.get_seq_length() == 7 + came - wrong
+    text = torch.cat((prompt, others[:, : came - wrong], rest), 1)
+    expected = model(text, use_cache=False).logits
+    # A token first, and then taken back too.
+    close(model(rest[:, :1], past_key_values=cache).logits, expected[:, -4:-3])
+    cache.crop(-1)
+    close(model(rest, past_key_values=cache).logits, expected[:, -4:])
+
+
+@torch.no_grad()
+def test_what_was_read_behind_a_mask_is_taken_back_too(model):
+    text = tokens(2, 12)
+    valid = torch.ones(2, 12, dtype=torch.long)
+    valid[0, :3] = 0
+    cache = model(text[:, :5], attention_mask=valid[:, :5], use_cache=True).past_key_values
+    cache.activate_past_recording()
+    model(text[:, 5:10], attention_mask=valid[:, :10], past_key_values=cache)
+    cache.crop(-3)
+    logits = model(text[:, 7:], past_key_values=cache).logits
+    expected = model(text, attention_mask=valid, use_cache=False).logits
+    close(logits, expected[:, 7:])
+
+
+@torch.no_grad()
+def test_a_cropped_cache_keeps_its_rows_apart(model):
+    text = tokens(2, 12)
+    cache = model(text[:, :5], use_cache=True).past_key_values
+    cache.activate_past_recording()
+    model(text[:, 5:10], past_key_values=cache)
+    cache.crop(-2)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    close(
+        model(text[[1, 0, 1], 8:], past_key_values=cache).logits,
+        model(text, use_cache=False).logits[[1, 0, 1], 8:],
+    )
+
+
+def test_what_cannot_be_taken_back_is_said():
+    model = model_of("gsa")
+    with torch.no_grad():
+        cache = model(tokens(1, 5), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            cache.crop(-1)
+        cache.activate_past_recording()
+        with pytest.raises(ValueError, match="at most the 0 tokens since the last crop"):
+            cache.crop(-1)
+        model(tokens(1, 3), past_key_values=cache)
+        with pytest.raises(ValueError, match="at most the 3 tokens"):
+            cache.crop(-4)
+        with pytest.raises(ValueError, match="tokens_to_remove is 2"):
+            cache.crop(2)
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            model(tokens(1, 3), past_key_values=cache, cu_seqlens=torch.tensor([0, 1, 3]))
+        with pytest.raises(ValueError, match="checkpoint has 3 layers; expected 2"):
+            cache.restore(model_of("hybrid")(tokens(1, 2), use_cache=True).past_key_values)
+
+
+def written(model, prompt, **options):
+    return model.generate(prompt, max_new_tokens=24, do_sample=False, **options)
+
+
+def test_an_assistant_changes_no_word(model, request):
+    """One that is often right, as it is nearly the same, and one that seldom is."""
+    prompt = tokens(1, 9)
+    expected = written(model, prompt)
+    name = request.node.callspec.params["model"]
+    near = model_of(name)
+    for parameter in near.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    for assistant in (near, model_of("gsa", seed=1)):
+        calls = []
+        hook = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        assert written(model, prompt, assistant_model=assistant).equal(expected)
+        hook.remove()
+        if assistant is near:
+            assert len(calls) < 24  # some words were right
+
+
+def test_words_of_the_prompt_change_no_word(model):
+    prompt = tokens(1, 6).repeat(1, 15)  # 90 tokens: a call in two pieces
+    assert written(model, prompt, prompt_lookup_num_tokens=4).equal(written(model, prompt))
+
+
+def test_two_prompts_that_share_their_start_read_it_once():
+    model = model_of("gsa")
+    shared, ends = tokens(1, 60), tokens(2, 4, seed=1)
+    with torch.no_grad():
+        start = model(shared, use_cache=True).past_key_values
+    read = []
+    hook = model.model.embed_tokens.register_forward_hook(lambda _, ids, __: read.append(ids[0].shape[1]))
+    for end in ends.split(1):
+        prompt = torch.cat((shared, end), 1)
+        text = written(model, prompt, past_key_values=start.checkpoint())
+        assert read[0] == 4 and set(read[1:]) == {1}
+        read.clear()
+        assert text.equal(written(model, prompt))
+        read.clear()
+    hook.remove()
+
+
+def test_many_words_are_taken_back_without_reading_the_prompt_each_time():
+    model, prompt = model_of("gsa"), tokens(1, 8).repeat(1, 50)
+    read = []
+    mixer = model.model.layers[0].mixer
+    hook = mixer.register_forward_pre_hook(lambda _, of: read.append(of[0].shape[1]))
+    text = written(model, prompt, prompt_lookup_num_tokens=100)
+    hook.remove()
+    assert text.equal(written(model, prompt))
+    assert sum(n > 250 for n in read) <= 3
+
+
+def test_a_recorded_cache_serves_a_call_without_help():
+    model, prompt = model_of("hybrid"), tokens(1, 9)
+    text = written(model, prompt, assistant_model=model_of("gsa", seed=1), return_dict_in_generate=True)
+    cache = text.past_key_values
+    more = torch.cat((text.sequences, tokens(1, 2, seed=3)), 1)
+    assert written(model, more, past_key_values=cache).equal(written(model, more))
+    assert not any(layer.calls for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_a_call_that_fails_changes_nothing():
+    model = model_of("cat")
+    limit = model.config.max_position_embeddings = 80
+    cache = model(tokens(1, 10), use_cache=True).past_key_values
+    cache.activate_past_recording()
+    model(tokens(1, 6, seed=1), past_key_values=cache)
+    cache.crop(-2)
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        model(tokens(1, limit), past_key_values=cache)
+    rest = tokens(1, 5, seed=2)
+    whole = torch.cat((tokens(1, 10), tokens(1, 6, seed=1)[:, :4], rest), 1)
+    close(model(rest, past_key_values=cache).logits, model(whole, use_cache=False).logits[:, -5:])
+
+
+@torch.no_grad()
+def test_cat_goes_on_with_the_chunk_that_it_began_with():
+    torch.manual_seed(0)
+    config = GirihConfig(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
+    model = GirihForCausalLM(config).double().eval()
+    cache, text = model.new_cache(), tokens(1, 24)
+    cache.activate_past_recording()
+    model(text[:, :20], past_key_values=cache, chunk=4)
+    cache.crop(-3)
+    logits = model(text[:, 17:], past_key_values=cache).logits
+    close(logits, model(text, use_cache=False, chunk=4).logits[:, 17:])
+
+
+@torch.no_grad()
+def test_a_call_of_no_tokens_gives_none():
+    model = model_of("gsa")
+    cache = model(tokens(1, 5), use_cache=True).past_key_values
+    cache.activate_past_recording()
+    model(tokens(1, 5), past_key_values=cache)
+    cache.crop(-2)
+    assert model(tokens(1, 0), past_key_values=cache).logits.shape == (1, 0, SIZES["vocab_size"])
+
+
+def test_layers_are_not_left_early():
+    model = model_of("gsa")
+    with pytest.raises(ValueError, match="assistant_early_exit"):
+        written(model, tokens(1, 5), assistant_early_exit=1)
+    assert model.config.num_hidden_layers == 2
