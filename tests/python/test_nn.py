@@ -13,6 +13,7 @@ from girih.models import GirihConfig
 from girih.nn import (
     MIXERS,
     Attention,
+    AttentionState,
     CompressAttend,
     DeltaProduct,
     GatedLinearAttention,
@@ -76,10 +77,12 @@ def close(a, b):
 
 
 def tensors_of(state):
-    """The tensors of a state, in one order."""
-    found = []
-    map_state(found.append, state)
-    return found
+    """The tensors of a state, in one order; of keys and values what is there."""
+    if isinstance(state, AttentionState):
+        state = state._replace(k=state.k[:, : state.tokens], v=state.v[:, : state.tokens])
+    if isinstance(state, tuple):
+        return [tensor for part in state for tensor in tensors_of(part)]
+    return [state] if isinstance(state, torch.Tensor) else []
 
 
 def gradients(layer, loss):
@@ -474,3 +477,22 @@ def test_map_state_keeps_structure():
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@torch.no_grad()
+def test_attention_writes_its_tokens_where_there_is_room():
+    layer = Attention(HIDDEN, 2).double()
+    x = torch.randn(2, 300, HIDDEN, dtype=torch.double)
+    expected, ys, state, places = layer(x)[0], [], None, set()
+    for i in range(0, 10), *(range(i, i + 1) for i in range(10, 300)):
+        y, state = layer(x[:, i.start : i.stop], state=state, use_cache=True)
+        ys.append(y)
+        places.add((state.k.data_ptr(), state.k.shape[1]))
+    close(torch.cat(ys, 1), expected)
+    assert state.tokens == 300 and len(places) == 5
+    # Several tokens leave a state as it is, and may follow it in two ways.
+    kept = map_state(torch.clone, state)
+    for more in torch.randn(2, 2, 3, HIDDEN, dtype=torch.double):
+        y, _ = layer(more, state=state, use_cache=True)
+        close(y, layer(torch.cat((x, more), 1))[0][:, -3:])
+    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(kept), strict=True))

@@ -26,12 +26,33 @@ def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
+ROOM = 64  # slots more than are needed now
+
+
 class AttentionState(NamedTuple):
-    """Turned keys and values `[N, tokens, heads, head_dim]`; valid `[N, tokens]`, None if all were."""
+    """Turned keys and values `[N, room, heads, head_dim]`, of which the first `tokens` are there; valid
+    `[N, tokens]`, None if all were."""
 
     k: Tensor
     v: Tensor
     valid: Tensor | None
+    tokens: int
+
+
+def appended(kept: Tensor | None, tokens: int, x: Tensor, in_place: bool) -> Tensor:
+    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a tensor with room for more: in kept itself
+    where that has it and may be written. With gradients there is no more room than is needed."""
+    end = tokens + x.shape[1]
+    if in_place and kept.shape[1] >= end and kept.dtype == x.dtype:
+        kept[:, tokens:end] = x
+        return kept
+    if torch.is_grad_enabled():
+        return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
+    room = x.new_zeros(x.shape[0], end + ROOM, *x.shape[2:])
+    if kept is not None:
+        room[:, :tokens] = kept[:, :tokens]
+    room[:, tokens:end] = x
+    return room
 
 
 class Attention(SequenceLayer):
@@ -39,11 +60,12 @@ class Attention(SequenceLayer):
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 
-    x, y `[B, T, hidden_size]`. The state is the key-value cache and grows with every token.
+    x, y `[B, T, hidden_size]`. The state is the key-value cache and grows with the tokens; with use_cache and
+    without gradients a single token is written into the room that the last one's has, if it has.
 
     >>> layer = Attention(64, num_heads=4, num_kv_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
-    >>> y.shape, state.k.shape
+    >>> y.shape, state.k[:, : state.tokens].shape
     (torch.Size([3, 10, 64]), torch.Size([3, 10, 2, 16]))
     """
 
@@ -96,17 +118,25 @@ class Attention(SequenceLayer):
                 "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
             )
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
-        past, T = 0 if state is None else state.k.shape[1], x.shape[1]
+        past, T = 0 if state is None else state.tokens, x.shape[1]
         position = torch.arange(past, past + T, device=x.device)
         q, k = rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta)
         valid = None if attention_mask is None else attention_mask.bool()
-        if state is not None:
-            if valid is not None or state.valid is not None:
-                before, now = (k.new_ones(x.shape[0], n, dtype=torch.bool) for n in (past, T))
-                valid = torch.cat(
-                    (before if state.valid is None else state.valid, now if valid is None else valid), 1
-                )
-            k, v = torch.cat((state.k, k), 1), torch.cat((state.v, v), 1)
+        if state is not None and (valid is not None or state.valid is not None):
+            before, now = (k.new_ones(x.shape[0], n, dtype=torch.bool) for n in (past, T))
+            valid = torch.cat(
+                (before if state.valid is None else state.valid, now if valid is None else valid), 1
+            )
+        kept = None
+        if use_cache:
+            in_place = state is not None and T == 1 and not torch.is_grad_enabled()
+            before = (None, None) if state is None else (state.k, state.v)
+            k, v = kept = [
+                appended(old, past, new, in_place) for old, new in zip(before, (k, v), strict=True)
+            ]
+            k, v = k[:, : past + T], v[:, : past + T]
+        elif state is not None:
+            k, v = torch.cat((state.k[:, :past], k), 1), torch.cat((state.v[:, :past], v), 1)
         see = self.visible(past, T, valid, cu_seqlens, x.device)
         o = F.scaled_dot_product_attention(
             *(p.transpose(1, 2) for p in (q, k, v)),
@@ -115,7 +145,7 @@ class Attention(SequenceLayer):
             enable_gqa=self.heads[0] != self.heads[1],
         )
         y = self.o_proj(o.transpose(1, 2).flatten(-2))
-        return y, AttentionState(k, v, valid) if use_cache else None
+        return y, AttentionState(*kept, valid, past + T) if use_cache else None
 
 
 register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta")
