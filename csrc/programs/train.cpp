@@ -315,13 +315,16 @@ class Run {
 
   void finish() {
     model_->eval();
+    const auto& config = model_->config;
+    double bits = 0.0;
     json by_chunk;
-    for (const auto chunk : model_->config.chunks.value_or(std::vector<int64_t>())) {
-      model_->set_chunk(chunk);
-      by_chunk[std::to_string(chunk)] = rounded(held_out_bits());
+    for (const auto chunk : config.chunks.value_or(std::vector<int64_t>{config.chunk})) {
+      if (config.chunks) model_->set_chunk(chunk);
+      const auto found = held_out_bits();
+      by_chunk[std::to_string(chunk)] = rounded(found);
+      if (chunk == config.chunk) bits = found;
     }
-    if (!by_chunk.empty()) model_->set_chunk(model_->config.chunk);
-    const auto bits = held_out_bits();
+    if (config.chunks) model_->set_chunk(config.chunk);
     const fs::path part = folder_ / "model.part";
     fs::remove_all(part);
     model_->save_pretrained(part);
@@ -341,7 +344,7 @@ class Run {
                    {"bits_per_byte", rounded(bits)},
                    {"corpus", arguments_["corpus"]},
                    {"folder", (folder_ / "model").string()}};
-    if (!by_chunk.empty()) result["bits_per_byte_by_chunk"] = by_chunk;
+    if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
     publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),

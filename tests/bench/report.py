@@ -144,7 +144,7 @@ def draw(results, file):
     device = ", ".join(sorted({entry["device"] for _, entry in results}))
     figure.suptitle(f"blue: girih, grey: peers (times slower), black line: floor; {device}", fontsize=10)
     draft = file.with_name("part-" + file.name)
-    figure.savefig(draft, dpi=150)
+    figure.savefig(draft, dpi=100)  # it is long
     os.replace(draft, file)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from girih.nn import map_state
+from girih.nn.masking import joined_masks
 
 
 class Given(NamedTuple):
@@ -28,16 +29,8 @@ class Given(NamedTuple):
         return tuple(Given(self.x[:, part], self.valid[:, part]) for part in (first, others))
 
     def followed_by(self, other: "Given") -> "Given":
-        both = torch.cat([self.x, other.x], 1)
-        if self.valid is None and other.valid is None:
-            return Given(both, None)
-        return Given(both, torch.cat([self.where(), other.where()], 1))
-
-    def where(self) -> Tensor:
-        """valid, whether it was given or not."""
-        if self.valid is not None:
-            return self.valid.bool()
-        return self.x.new_ones(self.x.shape[:2], dtype=torch.bool)
+        valid = joined_masks(self.valid, other.valid, self.tokens, other.x)
+        return Given(torch.cat([self.x, other.x], 1), valid)
 
 
 class StateLayer(CacheLayerMixin):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.attention_call import SequenceLayer
-from girih.nn.masking import check_mask
+from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 
@@ -39,20 +39,20 @@ class AttentionState(NamedTuple):
     tokens: int
 
 
-def appended(kept: Tensor | None, tokens: int, x: Tensor, in_place: bool) -> Tensor:
-    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a tensor with room for more: in kept itself
-    where that has it and may be written. With gradients there is no more room than is needed."""
+def appended(kept: Tensor | None, tokens: int, x: Tensor, room: int) -> Tensor:
+    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a tensor with `room` more slots; where room
+    is asked for, one token goes into kept's own if it has any."""
     end = tokens + x.shape[1]
-    if in_place and kept.shape[1] >= end and kept.dtype == x.dtype:
+    if room and x.shape[1] == 1 and kept is not None and kept.shape[1] >= end and kept.dtype == x.dtype:
         kept[:, tokens:end] = x
         return kept
-    if torch.is_grad_enabled():
+    if not room:
         return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
-    room = x.new_zeros(x.shape[0], end + ROOM, *x.shape[2:])
+    roomy = x.new_zeros(x.shape[0], end + room, *x.shape[2:])
     if kept is not None:
-        room[:, :tokens] = kept[:, :tokens]
-    room[:, tokens:end] = x
-    return room
+        roomy[:, :tokens] = kept[:, :tokens]
+    roomy[:, tokens:end] = x
+    return roomy
 
 
 class Attention(SequenceLayer):
@@ -121,22 +121,11 @@ class Attention(SequenceLayer):
         past, T = 0 if state is None else state.tokens, x.shape[1]
         position = torch.arange(past, past + T, device=x.device)
         q, k = rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta)
-        valid = None if attention_mask is None else attention_mask.bool()
-        if state is not None and (valid is not None or state.valid is not None):
-            before, now = (k.new_ones(x.shape[0], n, dtype=torch.bool) for n in (past, T))
-            valid = torch.cat(
-                (before if state.valid is None else state.valid, now if valid is None else valid), 1
-            )
-        kept = None
-        if use_cache:
-            in_place = state is not None and T == 1 and not torch.is_grad_enabled()
-            before = (None, None) if state is None else (state.k, state.v)
-            k, v = kept = [
-                appended(old, past, new, in_place) for old, new in zip(before, (k, v), strict=True)
-            ]
-            k, v = k[:, : past + T], v[:, : past + T]
-        elif state is not None:
-            k, v = torch.cat((state.k[:, :past], k), 1), torch.cat((state.v[:, :past], v), 1)
+        before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
+        valid = joined_masks(before_valid, attention_mask, past, x)
+        room = ROOM if use_cache and not torch.is_grad_enabled() else 0
+        kept = appended(before_k, past, k, room), appended(before_v, past, v, room)
+        k, v = (part[:, : past + T] for part in kept)
         see = self.visible(past, T, valid, cu_seqlens, x.device)
         o = F.scaled_dot_product_attention(
             *(p.transpose(1, 2) for p in (q, k, v)),

@@ -46,6 +46,16 @@ def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(place).scatter_(1, place, token), place, count
 
 
+def joined_masks(past: Tensor | None, now: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
+    """The mask `[B, tokens + T]` of past tokens and of x `[B, T, ...]` after them; None: all count."""
+    if past is None and now is None:
+        return None
+    every = [x.new_ones(x.shape[0], n, dtype=torch.bool) for n in (tokens, x.shape[1])]
+    return torch.cat(
+        [m if mask is None else mask.bool() for m, mask in zip(every, (past, now), strict=True)], 1
+    )
+
+
 def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Refuses a mask beside packed sequences, and one that is not x's `[B, T]`."""
     if attention_mask is None:

@@ -47,21 +47,21 @@ def write_sample(model: GirihForCausalLM, prompt: bytes, length: int, seed: int)
     return bytes(out[0].tolist()).decode(errors="replace")
 
 
-def bits_by_chunk(trainer: ByteTrainer) -> dict[str, float]:
-    """Of an adaptive CAT: how it reads the held-out text by each of its chunk lengths."""
+def bits_by_chunk(trainer: ByteTrainer) -> dict[int, float]:
+    """How the model reads the held-out text, an adaptive CAT by each of its chunk lengths."""
     config = trainer.model.config
     usual, bits = config.chunk, {}
-    for chunk in config.chunks or []:
+    for chunk in config.chunks or [usual]:
         config.chunk = chunk
-        bits[str(chunk)] = round(trainer.evaluate()["eval_loss"] * BITS, 4)
+        bits[chunk] = trainer.evaluate()["eval_loss"] * BITS
     config.chunk = usual
     return bits
 
 
 def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, prompt: bytes) -> dict:
     """Measure, save the model, write a sample, draw the curve; last the result: it says that all is there."""
-    bits = trainer.evaluate()["eval_loss"] * BITS
-    by_chunk = bits_by_chunk(trainer)
+    config, by_chunk = trainer.model.config, bits_by_chunk(trainer)
+    bits = by_chunk[config.chunk]
     logs = [log for log in trainer.state.log_history if "tokens_per_second" in log]
     result = {
         "mixer": arguments["mixer"],
@@ -70,7 +70,11 @@ def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, pr
         "steps": size.steps,
         "tokens": size.steps * trainer.tokens_per_step,
         "bits_per_byte": round(bits, 4),
-        **({"bits_per_byte_by_chunk": by_chunk} if by_chunk else {}),
+        **(
+            {"bits_per_byte_by_chunk": {str(C): round(x, 4) for C, x in by_chunk.items()}}
+            if config.chunks
+            else {}
+        ),
         "tokens_per_second": round(len(logs) / sum(1 / log["tokens_per_second"] for log in logs)),
         "corpus": arguments["corpus"],
         "folder": str(folder / "model"),
