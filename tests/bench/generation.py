@@ -9,11 +9,19 @@ of its own, with the compressor in it.
 
     tokens_per_second   of all sequences together
     cache_bytes         of one sequence, at the text's full length
+
+Then a token of `generate()` itself, greedy, after a prompt of 128: models of 24 layers, 1024 wide, 32000
+tokens, bf16, at batch 1 and 128, beside a Llama of the same sizes as transformers compiles it, with its
+static cache.
+
+    ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it
 """
 
 import argparse
 import gc
+import itertools
 import json
+import statistics
 import sys
 import time
 from datetime import date
@@ -26,6 +34,7 @@ from results import FOLDER, write
 
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
+TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, NEW, BATCHES = 24, 1024, 16, 128, 256, (1, 128)
 BESIDE = 2**20  # bytes a sequence takes while a token is decoded, beside its cache: logits above all
 
 
@@ -162,6 +171,81 @@ def measure(config, length):
     }
 
 
+def decoders():
+    """What makes each model of 24 layers, and the options of its `generate()`, by name."""
+    from girih.models import GirihConfig, GirihForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32000, "num_hidden_layers": TOKEN_LAYERS, "hidden_size": TOKEN_WIDTH}
+    mixers = {
+        "GSA": "gsa",
+        "Gated DeltaNet": "gated_deltanet",
+        "GSA, every 4th attention": (["gsa"] * 3 + ["attention"]) * (TOKEN_LAYERS // 4),
+        "Gated DeltaNet, every 4th attention": (["gated_deltanet"] * 3 + ["attention"]) * (TOKEN_LAYERS // 4),
+        "attention": "attention",
+    }
+    heads = {"num_heads": TOKEN_HEADS}
+    configs = {name: GirihConfig(**sizes, **heads, mixer=mixer) for name, mixer in mixers.items()}
+    llama = LlamaConfig(
+        **sizes,
+        num_attention_heads=TOKEN_HEADS,
+        intermediate_size=configs["attention"].intermediate_size,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    made = {name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()}
+    static = {"cache_implementation": "static"}
+    return made | {"Llama, compiled": (lambda: LlamaForCausalLM(llama), static)}
+
+
+def time_of_a_token(make, options, batch):
+    """After a text that compiles what is compiled."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class Clock(StoppingCriteria):
+        """Once a token, each of which generate() waits for by itself."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            times.append(time.perf_counter())
+            return go_on
+
+    torch.manual_seed(0)
+    model = make().cuda().to(torch.bfloat16).eval()
+    ids = torch.randint(32000, (batch, PROMPT), device="cuda")
+    go_on = torch.zeros(batch, dtype=torch.bool, device="cuda")
+    for _ in range(2):
+        times = []
+        model.generate(
+            ids,
+            max_new_tokens=NEW,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([Clock()]),
+            **options,
+        )
+    tokens = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+    return {
+        "parameters": model.num_parameters(),
+        "ms_a_token": round(statistics.median(tokens), 3),
+        "mean_ms": round(statistics.mean(tokens), 3),
+    }
+
+
+def table_of_tokens(result):
+    """Markdown; ratios to the Llama of the same run and batch."""
+    text = "| batch | model | parameters | ms a token |  | mean |\n"
+    text += "| ---: | --- | ---: | ---: | ---: | ---: |\n"
+    for batch, rows in result["tokens"].items():
+        beside = rows.get("Llama, compiled", {}).get("ms_a_token")
+        for name, row in rows.items():
+            ratio = f"{row['ms_a_token'] / beside:.2f}x" if beside else ""
+            text += (
+                f"| {batch} | {name} | {row['parameters']:,} | {row['ms_a_token']} | {ratio} "
+                f"| {row['mean_ms']} |\n"
+            )
+    return text
+
+
 def table(result):
     """Markdown; ratios to the Transformer of the same run and length."""
     text = "| N | model | parameters | sequences | ms a step | tokens/s |  | cache of a sequence, MiB |  |\n"
@@ -184,25 +268,37 @@ def main(argv=None):
         prog="generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
+    parser.add_argument("--part", choices=["texts", "tokens"], help="one of the two alone, and no file of it")
     options = parser.parse_args(argv)
     require_gpu()
     result = {
         "rows": {},
+        "tokens": {},
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}",
     }
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for length in LENGTHS:
-        result["rows"][str(length)] = {}
+
+    def emptied():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    for batch in BATCHES if options.part != "texts" else ():
+        rows = result["tokens"][str(batch)] = {}
+        for name, (make, how) in decoders().items():
+            rows[name] = time_of_a_token(make, how, batch)
+            print(f"batch {batch}, {name}: {rows[name]['ms_a_token']} ms a token", flush=True)
+            emptied()
+    for length in LENGTHS if options.part != "tokens" else ():
+        rows = result["rows"][str(length)] = {}
         for name, config in models().items():
-            row = measure(config, length)
-            result["rows"][str(length)][name] = row
-            print(f"N {length}, {name}: {row['tokens_per_second']:,} tokens/s", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-    write(options.folder / "generation.json", json.dumps(result, indent=1) + "\n")
-    print("\n" + table(result))
+            rows[name] = measure(config, length)
+            print(f"N {length}, {name}: {rows[name]['tokens_per_second']:,} tokens/s", flush=True)
+            emptied()
+    if options.part is None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        write(options.folder / "generation.json", json.dumps(result, indent=1) + "\n")
+    print("\n" + table_of_tokens(result) + "\n" + table(result))
     return 0
 
 

@@ -44,6 +44,7 @@ SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
 RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck")
 ASKED = ("kernels", "large", "memcheck")
 STAGES = (*RECORDED, "python")
+JOBS = min(16, os.cpu_count())
 
 
 # ---- what the record is about ------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ class Runner:
             before += ("--kernel-name", "kns=girih")
         marks, names = SANITIZED
         chosen = ("--each", str(each), "-m", marks, "-k", names, *self.kernel_tests)
+        # Every process has every kernel instrumented anew: more of them do not take less time.
         result = self.pytest(*chosen, before=before, jobs=8, GIRIH_SANITIZED="1", **own)
         # A line of every process, whichever of them had errors.
         found = re.findall(
@@ -211,10 +213,10 @@ class Runner:
             left_out += [str(p.relative_to(ROOT)) for p in tests if re.search(r"\b_C\b|fuzz", p.read_text())]
             print(f"girih._C is not built for this Python, left out: {' '.join(left_out)}")
         chosen = (*(f"--ignore={f}" for f in left_out), "-k", names, "tests/python")
-        return self.pytest(*chosen, jobs=min(16, os.cpu_count()))
+        return self.pytest(*chosen, jobs=JOBS)
 
     def kernels(self) -> dict:
-        return self.pytest("-m", "not large", *self.kernel_tests, jobs=min(8, os.cpu_count()))
+        return self.pytest("-m", "not large", *self.kernel_tests, jobs=JOBS)
 
     def large(self) -> dict:
         result = self.pytest("-m", "large", *self.kernel_tests, jobs=0)

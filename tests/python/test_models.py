@@ -347,6 +347,16 @@ def test_trains_under_a_schedule_of_the_mixture():
     assert abs(model(ids, labels=ids).loss.item() - before) > 0.01
 
 
+def test_transformers_names_are_as_good_as_ours():
+    ours = GirihConfig(hidden_size=64, num_heads=8, num_kv_heads=4)
+    theirs = GirihConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+    assert theirs.to_dict() == ours.to_dict() and theirs.head_dim == 8
+    assert GirihConfig(hidden_size=64, num_heads=8, num_attention_heads=8).num_heads == 8
+    for number in (8, 4):  # 4 is the default
+        with pytest.raises(ValueError, match=f"num_heads is {number} and num_attention_heads is 2"):
+            GirihConfig(hidden_size=64, num_heads=number, num_attention_heads=2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

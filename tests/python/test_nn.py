@@ -4,6 +4,7 @@ import doctest
 import importlib
 import itertools
 import pkgutil
+import weakref
 from functools import partial
 
 import girih.nn
@@ -256,9 +257,9 @@ def test_no_token_sees_a_later_one(layer):
         assert grad[:, t].any() and not grad[:, t + 1 :].any()
 
 
-@pytest.mark.parametrize("name", ["gsa", "delta_product", "trellis", "lattice", "cat"])
+@pytest.mark.parametrize("name", ["gsa", "delta_product", "trellis", "lattice", "attention", "cat"])
 def test_compiles_as_one_graph(name):
-    """Training, masked and not, and a token of decoding that writes its state in place."""
+    """Training, masked and not, and tokens of decoding that write their state in place."""
     torch.compiler.reset()  # layers share one forward, and its graphs are counted together
     torch.manual_seed(0)
     layer = LAYERS[name]()
@@ -271,9 +272,42 @@ def test_compiles_as_one_graph(name):
     torch.testing.assert_close(compiled(x, mask)[0][mask], layer(x, mask)[0][mask])
     assert x.grad.isfinite().all()
     with torch.no_grad():
-        _, state = layer(x[:, :-1], use_cache=True)
-        last, _ = compiled(x[:, -1:], state=state, use_cache=True)
-    torch.testing.assert_close(last, y[:, -1:], atol=1e-5, rtol=1e-5)
+        _, state = layer(x[:, :-3], use_cache=True)
+        for t in range(x.shape[1] - 3, x.shape[1]):
+            token, state = compiled(x[:, t : t + 1], state=state, use_cache=True)
+            torch.testing.assert_close(token, y[:, t : t + 1], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_compiled_step_of_attention_makes_room():
+    torch.compiler.reset()
+    layer, x = Attention(HIDDEN, 2), torch.randn(2, 260, HIDDEN)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, (_, state) = layer(x)[0], layer(x[:, :190], use_cache=True)
+    for t in range(190, 260):
+        # The last sequence's tokens are masked from time to time.
+        mask = torch.tensor([[True], [t % 7 > 0]]) if t > 200 else None
+        y, state = compiled(x[:, t : t + 1], mask, state, True)
+        torch.testing.assert_close(y[:1], expected[:1, t : t + 1], atol=1e-5, rtol=1e-5)
+    assert state.k.shape[1] == 512 and state.tokens == 260
+
+
+@torch.no_grad()
+def test_a_step_that_returns_its_state_is_exported():
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Attention(HIDDEN, 2)
+
+        def forward(self, x, state):
+            return self.layer(x, state=state, use_cache=True)
+
+    step, x = Step(), torch.randn(2, 8, HIDDEN)
+    _, state = step.layer(x[:, :7], use_cache=True)
+    program = torch.export.export(step, (x[:, 7:], map_state(torch.clone, state))).module()
+    y, after = program(x[:, 7:], state)
+    torch.testing.assert_close(y, step.layer(x)[0][:, 7:])
+    assert after.tokens == 8 and after.place.tolist() == [8, 8] and after.slots.turn.equal(state.slots.turn)
 
 
 EXPORTED = ["gsa", "delta_product", "trellis", "lattice", "attention_grouped", "cat", "mag"]
@@ -482,17 +516,55 @@ def test_wrong_arguments_are_named(make, message):
 @torch.no_grad()
 def test_attention_writes_its_tokens_where_there_is_room():
     layer = Attention(HIDDEN, 2).double()
-    x = torch.randn(2, 300, HIDDEN, dtype=torch.double)
+    x = torch.randn(2, 600, HIDDEN, dtype=torch.double)
     expected, ys, state, places = layer(x)[0], [], None, set()
-    for i in range(0, 10), *(range(i, i + 1) for i in range(10, 300)):
+    for i in range(0, 10), *(range(i, i + 1) for i in range(10, 600)):
         y, state = layer(x[:, i.start : i.stop], state=state, use_cache=True)
         ys.append(y)
         places.add((state.k.data_ptr(), state.k.shape[1]))
     close(torch.cat(ys, 1), expected)
-    assert state.tokens == 300 and len(places) == 5
+    assert state.tokens == 600 and state.place.tolist() == [600, 600]
+    assert [slots for _, slots in sorted(places, key=lambda place: place[1])] == [256, 512, 768]
     # Several tokens leave a state as it is, and may follow it in two ways.
     kept = map_state(torch.clone, state)
     for more in torch.randn(2, 2, 3, HIDDEN, dtype=torch.double):
         y, _ = layer(more, state=state, use_cache=True)
         close(y, layer(torch.cat((x, more), 1))[0][:, -3:])
     assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(kept), strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [None, 9], ids=["no_mask_before", "masks_from_the_start"])
+def test_attention_writes_masked_tokens_in_place_too(first):
+    layer = Attention(HIDDEN, 4, num_kv_heads=2).double()
+    x, mask = torch.randn(3, 40, HIDDEN, dtype=torch.double), torch.rand(3, 40) < 0.6
+    mask[:, :9] |= first is None
+    y, state = layer(x[:, :9], mask[:, :first] if first else None, use_cache=True)
+    ys, k = [y], state.k
+    for t in range(9, 40):
+        now = None if t % 5 == 4 else mask[:, t : t + 1].long()
+        mask[:, t] |= now is None
+        y, state = layer(x[:, t : t + 1], now, state, True)
+        ys.append(y)
+    close(torch.cat(ys, 1), layer(x, mask)[0])
+    assert state.k is k and state.valid[:, 9:40].equal(mask[:, 9:])
+
+
+@torch.no_grad()
+def test_what_a_step_reads_of_slots_is_there_once():
+    layers, x = [Attention(HIDDEN, 2) for _ in range(2)], torch.randn(2, 5, HIDDEN)
+    states = [layer(x, use_cache=True)[1] for layer in layers for _ in range(2)]
+    assert len({id(state.slots) for state in states}) == 1
+    kept = weakref.ref(states[0].slots)
+    other = Attention(HIDDEN, 2, rope_theta=500.0)(x, use_cache=True)[1]
+    assert other.slots is not kept() and not other.slots.turn.equal(kept().turn)
+    del states
+    assert kept() is None
+
+
+@torch.no_grad()
+def test_keys_and_values_without_slots_get_them():
+    layer, x = Attention(HIDDEN, 2).double(), torch.randn(2, 5, HIDDEN, dtype=torch.double)
+    _, state = layer(x[:, :4], torch.ones(2, 4), use_cache=True)
+    there = [part[:, :4] for part in (state.k, state.v, state.valid)]
+    close(layer(x[:, 4:], state=AttentionState(*there, 4), use_cache=True)[0], layer(x)[0][:, 4:])

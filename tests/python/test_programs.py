@@ -83,6 +83,14 @@ def test_token_ids_go_in_and_out(gsa):
     assert len(both.splitlines()[1].split()) == 10
 
 
+def test_lines_end_as_either_system_ends_them(tmp_path):
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
+    GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(tmp_path)
+    how = ("--lines", "--quiet", "--max-new-tokens", 4)
+    one, other = (run("girih-generate", tmp_path, *how, given=f"ab{end}c{end}")[0] for end in ("\n", "\r\n"))
+    assert one == other and one.startswith(b"ab")
+
+
 def test_samples_follow_the_seed_and_what_is_left_to_choose_from(gsa):
     def sample(*options):
         return ids_of(gsa, "--max-new-tokens", 40, "--temperature", 2, *options)

@@ -134,11 +134,13 @@ class Backbone(GirihPreTrainedModel):
             use_cache = config.use_cache and not self.training and cu_seqlens is None
         if past_key_values is None and use_cache:
             past_key_values = self.new_cache()
-        every = self.hidden_states(
-            input_ids, inputs_embeds, attention_mask, past_key_values, cu_seqlens, chunk
-        )
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
+        call, every = (input_ids, inputs_embeds, attention_mask, past_key_values, cu_seqlens, chunk), None
+        if past_key_values is not None and not output_hidden_states:
+            every = past_key_values.steps.hidden_states(self, *call)
+        if every is None:
+            every = self.hidden_states(*call)
         output = BaseModelOutputWithPast(
             last_hidden_state=every[-1],
             past_key_values=past_key_values,
@@ -157,6 +159,10 @@ class Backbone(GirihPreTrainedModel):
         chunk: int | None,
     ) -> list[Tensor]:
         """What goes into each block, and what comes out of the last one and the norm. Moves the cache on."""
+
+    def takes_step(self, cache: GirihCache, chunk: int | None) -> bool:
+        """Whether `hidden_states` does nothing on the host with one token more but to call the layers."""
+        return chunk is None
 
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:

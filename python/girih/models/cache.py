@@ -1,5 +1,6 @@
 """The mixers' states as the cache of `generate()`."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
+from girih.models.graph import StepGraphs, move
 from girih.nn import map_state
 from girih.nn.masking import joined_masks
 
@@ -178,10 +180,25 @@ def _joined(parts: list[Tensor], first: int) -> Tensor:
 
 
 class GirihCache(Cache):
-    """One `StateLayer` a layer; a model called with `use_cache=True` and without one makes it."""
+    """One `StateLayer` a layer; a model called with `use_cache=True` and without one makes it.
+
+    steps: on a CUDA device, the graphs that its tokens are (`StepGraphs`).
+    """
 
     def __init__(self, num_layers: int):
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+        self.steps = StepGraphs()
+
+    def reset(self) -> None:
+        super().reset()
+        self.steps = StepGraphs()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Layer by layer to where graphs read it, so that no two states of all layers are there at once."""
+        for layer, places in itertools.zip_longest(self.layers, self.steps.places):
+            layer.reorder_cache(beam_idx)
+            if places is not None:
+                move(layer, places)
 
     def end_past_recording(self) -> None:
         """After `activate_past_recording()`: nothing is kept any more to crop."""

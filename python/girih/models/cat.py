@@ -75,6 +75,13 @@ class CatState(NamedTuple):
         C = self.ids.shape[1]
         return self._replace(kv=map_state(lambda part: with_room(part, C, tokens // C + 1), self.kv))
 
+    def stepped(self) -> tuple[bool, "CatState"] | None:
+        """A token that ends a chunk is another step. Sequences of several lengths are looked at each time."""
+        C, known = self.ids.shape[1], self.reached.known + 1
+        if isinstance(known, Tensor) or self.kv[0].k.shape[1] < C + known // C:
+            return None
+        return known % C == 0, self._replace(reached=self.reached._replace(known=known))
+
 
 class CatModel(Backbone):
     """Compressor and decoder of CAT; the output at a token predicts the next one, as in any causal model.
@@ -177,6 +184,14 @@ class CatModel(Backbone):
         every = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
         layer.chunk = C
         return every
+
+    def takes_step(self, cache: GirihCache, chunk: int | None) -> bool:
+        layer = cache.layers[0]
+        return (
+            chunk in (None, layer.chunk)
+            and layer.state is not None
+            and most(layer.state.reached.known) < self.config.max_position_embeddings
+        )
 
     def read(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, keep: bool = True

@@ -84,9 +84,21 @@ class GirihConfig(PretrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
+    def __new__(cls, *_: Any, **given: Any) -> "GirihConfig":
+        """Before the names become one: two different values of one thing are refused."""
+        for alias, name in cls.attribute_map.items():
+            if alias in given and given.get(name, given[alias]) != given[alias]:
+                raise ValueError(
+                    f"{name} is {given[name]!r} and {alias} is {given[alias]!r}; expected one of them"
+                )
+        return super().__new__(cls)
+
     def __post_init__(self, **kwargs: Any) -> None:
         if not isinstance(self.loss_in_chunks, bool):
             raise ValueError(f"loss_in_chunks is {self.loss_in_chunks!r}; expected True or False")
+        for alias, name in self.attribute_map.items():  # before what follows from them is completed
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
         own = {name: getattr(self, name) for name in OWN_FIELDS}
         # JSON has no nan, no infinity and nothing beyond: as words they are refused like any other.
         most = sys.float_info.max

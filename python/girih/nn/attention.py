@@ -1,54 +1,116 @@
 """Softmax attention with rotary positions: the baseline, the base of a mixture, and CAT's building block."""
 
+import weakref
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
+from girih.nn.state import by_itself
+
+
+def angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i/D), `[..., D/2]`; the angles are fp32 (fp64 for fp64)."""
+    half, wide = head_dim // 2, torch.promote_types(dtype, torch.float32)
+    rate = theta ** (torch.arange(half, device=position.device, dtype=wide) / -half)
+    angle = position[..., None] * rate
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
     """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D).
 
-    position is `[T]` or `[B, T]`, D even. Angles are fp32 (fp64 for fp64); the result has x's dtype.
+    position is `[T]` or `[B, T]`, D even. The result has x's dtype.
     """
-    half = x.shape[-1] // 2
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rate = theta ** (torch.arange(half, device=x.device, dtype=wide) / -half)
-    angle = (position[..., None] * rate)[..., None, :]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = (part[..., None, :] for part in angles(position, x.shape[-1], theta, x.dtype))
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
-ROOM = 64  # slots more than are needed now
+def with_spare(tokens: int) -> int:
+    """Slots for so many tokens and those that come. All of them are read, so not many; where they are full
+    the keys are copied and a CUDA graph made anew, so not few. Of whole 256, as cuDNN makes a plan for each
+    number, tens of milliseconds long."""
+    return -(-(tokens + max(64, tokens // 8)) // 256) * 256
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """What a step needs to know of slots, made once. None of it belongs to a sequence.
+
+    turn: `[slots, 2, head_dim]`; x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i.
+    see: `[2 slots - 1]`; the slots from slots - 1 - i on are added to the scores of a token at i.
+    """
+
+    turn: Tensor
+    see: Tensor
+
+
+register_dataclass(Slots, serialized_type_name="girih.nn.attention.Slots")  # programs may return it
+_slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
+
+
+def slots_of(kept: Tensor, theta: float) -> Slots:
+    """For `[N, slots, heads, head_dim]`; the same for all layers and caches of one stream, as `turn` is as
+    large as one sequence's keys and values of one head."""
+    slots, head_dim = kept.shape[1], kept.shape[-1]
+    shared = by_itself(kept)
+    if shared:
+        stream = torch.cuda.current_stream(kept.device) if kept.is_cuda else None
+        key = slots, head_dim, theta, kept.dtype, kept.device, stream
+        if (found := _slots.get(key)) is not None:
+            return found
+    cos, sin = angles(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
+    see = torch.zeros(2 * slots - 1, dtype=kept.dtype, device=kept.device)
+    see[slots:] = -torch.inf
+    made = Slots(torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1), see)
+    if shared:
+        _slots[key] = made
+    return made
 
 
 class AttentionState(NamedTuple):
-    """Turned keys and values `[N, room, heads, head_dim]`, of which the first `tokens` are there; valid
-    `[N, tokens]`, None if all were."""
+    """Turned keys and values `[N, slots, heads, head_dim]`, of which the first `tokens` are there.
+
+    valid: `[N, slots]`, false at masked tokens; None: there are none.  place: `[N]`, `tokens` on the device.
+    slots: what a step reads of them; without gradients, else None.
+    """
 
     k: Tensor
     v: Tensor
     valid: Tensor | None
     tokens: int
+    place: Tensor | None = None
+    slots: Slots | None = None
+
+    def stepped(self) -> tuple[tuple, "AttentionState"] | None:
+        if self.slots is None or self.tokens == self.k.shape[1]:
+            return None
+        return (), self._replace(tokens=self.tokens + 1)
+
+    def with_slots(self, slots: int, theta: float) -> "AttentionState":
+        def roomy(kept: Tensor, value: bool) -> Tensor:
+            return F.pad(kept, (0, 0) * (kept.dim() - 2) + (0, slots - kept.shape[1]), value=value)
+
+        k, v = roomy(self.k, False), roomy(self.v, False)
+        valid = None if self.valid is None else roomy(self.valid, True)
+        place = torch.full((k.shape[0],), self.tokens, device=k.device)
+        return AttentionState(k, v, valid, self.tokens, place, slots_of(k, theta))
 
 
-def appended(kept: Tensor | None, tokens: int, x: Tensor, room: int) -> Tensor:
-    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a tensor with `room` more slots; where room
-    is asked for, one token goes into kept's own if it has any."""
+def appended(kept: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
+    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a new tensor of at least so many slots."""
     end = tokens + x.shape[1]
-    if room and x.shape[1] == 1 and kept is not None and kept.shape[1] >= end and kept.dtype == x.dtype:
-        kept[:, tokens:end] = x
-        return kept
-    if not room:
+    if slots <= end:
         return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
-    roomy = x.new_zeros(x.shape[0], end + room, *x.shape[2:])
+    roomy = x.new_zeros(x.shape[0], slots, *x.shape[2:])
     if kept is not None:
         roomy[:, :tokens] = kept[:, :tokens]
     roomy[:, tokens:end] = x
@@ -60,8 +122,8 @@ class Attention(SequenceLayer):
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 
-    x, y `[B, T, hidden_size]`. The state is the key-value cache and grows with the tokens; with use_cache and
-    without gradients a single token is written into the room that the last one's has, if it has.
+    x, y `[B, T, hidden_size]`. The state is the key-value cache; with use_cache and without gradients it has
+    slots for tokens that come, and a single one is written there.
 
     >>> layer = Attention(64, num_heads=4, num_kv_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -117,14 +179,20 @@ class Attention(SequenceLayer):
             raise ValueError(
                 "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
             )
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         past, T = 0 if state is None else state.tokens, x.shape[1]
+        in_place = use_cache and not torch.is_grad_enabled()
+        if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
+            return self.step(qkv, state, attention_mask)
+        q, k, v = qkv.split(self.heads, 2)
         position = torch.arange(past, past + T, device=x.device)
         q, k = rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta)
         before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
+        if before_valid is not None:
+            before_valid = before_valid[:, :past]
         valid = joined_masks(before_valid, attention_mask, past, x)
-        room = ROOM if use_cache and not torch.is_grad_enabled() else 0
-        kept = appended(before_k, past, k, room), appended(before_v, past, v, room)
+        slots = with_spare(past + T) if in_place else past + T
+        kept = appended(before_k, past, k, slots), appended(before_v, past, v, slots)
         k, v = (part[:, : past + T] for part in kept)
         see = self.visible(past, T, valid, cu_seqlens, x.device)
         o = F.scaled_dot_product_attention(
@@ -134,7 +202,45 @@ class Attention(SequenceLayer):
             enable_gqa=self.heads[0] != self.heads[1],
         )
         y = self.o_proj(o.transpose(1, 2).flatten(-2))
-        return y, AttentionState(*kept, valid, past + T) if use_cache else None
+        if not use_cache:
+            return y, None
+        if valid is not None:
+            valid = F.pad(valid, (0, kept[0].shape[1] - past - T), value=True)
+        place = torch.full((x.shape[0],), past + T, device=x.device)
+        slots = slots_of(kept[0], self.rope_theta) if in_place else None
+        return y, AttentionState(*kept, valid, past + T, place, slots)
+
+    def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
+        """One token of each sequence, `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the state's
+        tensors; nothing on the device depends on how many tokens the host knows of."""
+        if state.slots is None or state.tokens == state.k.shape[1]:
+            state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta)
+        slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
+        heads, kv_heads, _ = self.heads
+        cos, sin = slots.turn.index_select(0, place)[:, None, None].unbind(3)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), 2)
+        q, k = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).split((heads, kv_heads), 2)
+        state.k.index_copy_(1, place, k)
+        state.v.index_copy_(1, place, v)
+        see = slots.see.unfold(0, n, 1).index_select(0, n - 1 - place).expand(len(q), -1)
+        if now is not None:
+            valid = now.new_ones(len(q), n, dtype=torch.bool) if valid is None else valid
+            valid.index_copy_(1, place, now.bool())
+        if valid is not None:
+            see = see.where(valid, -torch.inf)
+        if now is not None:
+            see = see.index_fill_(1, place, 0.0)  # a masked token sees itself, for something to attend to
+        # The queries of one key head as rows: no key is repeated for them.
+        o = F.scaled_dot_product_attention(
+            q[:, 0].unflatten(1, (kv_heads, -1)),
+            state.k.transpose(1, 2),
+            state.v.transpose(1, 2),
+            attn_mask=see[:, None, None],
+        )
+        state.place.add_(1)
+        y = self.o_proj(o.flatten(1)[:, None])
+        # Not by _replace, of which torch.compile makes an empty tuple.
+        return y, AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
 
 
 register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta")

@@ -1,6 +1,6 @@
 """What a layer carries from one call to the next, and how an operator advances it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,3 +43,38 @@ def map_state(f: Callable[[Tensor], Tensor], state: Any) -> Any:
         return state
     parts = [map_state(f, part) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def by_itself(x: Tensor) -> bool:
+    """Whether what is done with x is done now and no more: it is neither traced nor watched nor recorded."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or type(x) is not Tensor
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def stepped(state: Any) -> tuple[Hashable, Any] | None:
+    """Of a step of one token that works in place: what it runs, where that is not always the same, and
+    `state` after it, whose tensors the device writes; the same object where it has nothing else.
+
+    A named tuple that has numbers says it by a method of this name. None: what the step does cannot be told,
+    or it makes new tensors, as for more room.
+    """
+    if state is None or isinstance(state, Tensor):
+        return (), state
+    if hasattr(state, "stepped"):
+        return state.stepped()
+    if not isinstance(state, tuple):
+        return None
+    parts = [stepped(part) for part in state]
+    if None in parts:
+        return None
+    if all(part is after for part, (_, after) in zip(state, parts, strict=True)):
+        return (), state
+    kinds, after = zip(*parts, strict=True)
+    return kinds, type(state)(*after) if hasattr(state, "_fields") else after

@@ -1,0 +1,648 @@
+"""A token of generation is one CUDA graph, and nothing else changes.
+
+On the CPU a stand-in for torch.cuda.CUDAGraph replays what PyTorch's operators did, as a graph does: with the
+tensors and the numbers of the time when it was recorded, whatever the host has come to know since, in memory
+that all graphs use in turn.
+"""
+
+import copy
+import gc
+import itertools
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import needs_cuda
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM, graph
+from girih.nn import Attention, attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MODELS = {name: {"mixer": name} for name in MIXERS} | {
+    "hybrid": {"mixer": ["gsa", "attention", "gated_deltanet"], "num_hidden_layers": 3},
+    "grouped": {"mixer": ["attention", "gsa"], "num_heads": 4, "num_kv_heads": 2},
+    "between_chunks": {"mixer": "delta_product", "chunk": 4, "between_chunks": "gelu"},
+    "mag_with_convolutions": {"mixer": "mag", "mag_base": "attention", "mag_mixer": "trellis"},
+    "adaptive_cat": {"mixer": "cat", "chunks": [4, 8]},
+    "layers_of_cat": {"mixer": ["cat", "gsa"]},
+}
+NEW = 30
+
+
+def tensors(out):
+    return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes operators, and undoes what they wrote into tensors that were there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.undo, self.made = [], [], set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = function._schema
+        if "is_nonzero" in schema.name or "_local_scalar_dense" in schema.name:
+            raise RuntimeError("a graph tells the host nothing")
+        named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        for a in schema.arguments:
+            if a.alias_info is not None and a.alias_info.is_write and named[a.name] is not None:
+                written = named[a.name]
+                if written.untyped_storage().data_ptr() not in self.made:
+                    self.undo.append((written, written.clone()))
+        out = function(*args, **kwargs)
+        aliases = [r.alias_info for r in schema.returns]
+        fresh = [] if any(aliases) else tensors(out)
+        self.made |= {x.untyped_storage().data_ptr() for x in fresh}
+        if not any(aliases) or any(alias is not None and alias.is_write for alias in aliases):
+            self.calls.append((function, args, kwargs, fresh))  # all but views
+        return out
+
+    def spoil(self):
+        """Another graph ran."""
+        for *_, outs in self.calls:
+            for x in outs:
+                x.fill_(torch.nan if x.is_floating_point() else 1)
+
+    def replay(self):
+        for function, args, kwargs, outs in self.calls:
+            new = function(*args, **kwargs)
+            for x, y in zip(outs, tensors(new) if outs else [], strict=True):
+                x.copy_(y)
+
+
+@pytest.fixture
+def graphs(monkeypatch, device):
+    """Counts what is recorded and replayed; `off()` has every step run as without graphs.
+
+    `before` and `after` are called beside what is replayed.
+    """
+    counts = {"recorded": 0, "replayed": 0}
+    on_device, here, recorders = graph.record, graph.here, []
+
+    def record(call, stream):
+        counts["recorded"] += 1
+        if device == "cuda":
+            replay = on_device(call, stream)
+        else:
+            recorder = Recorder()
+            try:
+                with recorder:
+                    call()
+            finally:
+                with torch.no_grad():
+                    for written, before in reversed(recorder.undo):
+                        written.copy_(before)
+            recorders.append(weakref.ref(recorder))
+
+            def replay():
+                for other in [*recorders]:
+                    if other() not in (None, recorder):
+                        other().spoil()
+                recorder.replay()
+
+        def counted():
+            graphs.before()
+            counts["replayed"] += 1
+            replay()
+            graphs.after()
+
+        return counted
+
+    class Graphs:
+        recorded = property(lambda _: counts["recorded"])
+        replayed = property(lambda _: counts["replayed"])
+        before = after = staticmethod(lambda: None)
+
+        def off(self, now=True):
+            monkeypatch.setattr(graph, "here", lambda x: not now and (device == "cpu" or here(x)))
+
+    monkeypatch.setattr(graph, "record", record)
+    graphs = Graphs()
+    graphs.off(False)
+    return graphs
+
+
+def model_of(name, device, **options):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "num_slots": 8,
+        "num_hidden_layers": 2,
+        "chunk": 8,
+        "initializer_range": 0.2,  # larger weights than training starts from, that the past tells
+    }
+    model = GirihForCausalLM(GirihConfig(**sizes | MODELS[name] | options)).eval()
+    return model.to(device, torch.float64 if device == "cpu" else torch.float32)
+
+
+@pytest.fixture(params=MODELS)
+def model(request, device):
+    return model_of(request.param, device)
+
+
+@pytest.fixture
+def hybrid(device):
+    return model_of("hybrid", device)
+
+
+def tokens(model, *shape, seed=1):
+    ids = torch.randint(1, 31, shape, generator=torch.Generator().manual_seed(seed))
+    return ids.to(model.device)
+
+
+def written(model, ids, **options):
+    return model.generate(
+        ids, **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "use_cache": True} | options
+    )
+
+
+def same_text(graphs, model, ids, **options):
+    """Of both; how many steps were replayed."""
+    before = graphs.replayed
+    text = written(model, ids, **options)
+    replayed = graphs.replayed - before
+    graphs.off()
+    expected = written(model, ids, **options)
+    graphs.off(False)
+    assert text.equal(expected) and graphs.replayed == before + replayed
+    return replayed
+
+
+def expected_replays(model, uneven=False):
+    """Of NEW tokens the first comes of the prompt, and the second of a step that runs by itself."""
+    mixers = model.config.mixers
+    if model.config.is_whole_cat:
+        return 0 if uneven else NEW - 3  # of each kind the first runs by itself
+    return 0 if "cat" in mixers else NEW - 2
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_text_is_the_same_with_graphs(graphs, model, batch):
+    ids = tokens(model, batch, 7)
+    assert same_text(graphs, model, ids) == expected_replays(model)
+    text = ids
+    with torch.no_grad():
+        for _ in range(NEW):
+            text = torch.cat((text, model(text, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    assert written(model, ids).equal(text)
+
+
+@pytest.mark.filterwarnings("ignore:a token cannot be")  # CAT as a layer reads lengths that the host has
+def test_padded_prompts_are_continued_the_same(graphs, model):
+    ids, lengths = tokens(model, 3, 7), (7, 3, 1)
+    mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths]).long().to(model.device)
+    assert same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, uneven=True)
+
+
+def test_beams_change_places(graphs, model):
+    replayed = same_text(graphs, model, tokens(model, 2, 7), num_beams=3, num_return_sequences=2)
+    assert replayed == expected_replays(model)
+
+
+def test_samples_are_the_same(graphs, model):
+    def sample():
+        torch.manual_seed(5)
+        return written(model, tokens(model, 2, 7), do_sample=True, top_k=10)
+
+    text = sample()
+    assert graphs.replayed == expected_replays(model)
+    graphs.off()
+    assert sample().equal(text)
+
+
+def test_a_prompt_of_one_token_and_of_pieces(graphs, model):
+    same_text(graphs, model, tokens(model, 2, 1))
+    same_text(graphs, model, tokens(model, 2, 9), prefill_chunk_size=4)
+
+
+def test_inference_mode_is_as_good(graphs, hybrid):
+    with torch.inference_mode():
+        assert same_text(graphs, hybrid, tokens(hybrid, 2, 7)) == NEW - 2
+        Steps(hybrid).take(5)
+
+
+def test_an_assistant_is_no_step(graphs, hybrid):
+    ids = tokens(hybrid, 1, 9)
+    text = written(hybrid, ids)
+    before = graphs.replayed
+    assert written(hybrid, ids, prompt_lookup_num_tokens=4).equal(text)
+    assert written(hybrid, ids, assistant_model=hybrid).equal(text)
+    assert graphs.replayed == before == NEW - 2
+
+
+@pytest.mark.parametrize("name", ["attention", "hybrid", "grouped"])
+@pytest.mark.parametrize("way", [{}, {"num_beams": 2}], ids=str)
+def test_keys_that_need_room_get_it(graphs, name, way, device, monkeypatch):
+    """Their tensors are others then, and so is the graph."""
+    monkeypatch.setattr(attention, "with_spare", lambda n: n + 8)
+    model = model_of(name, device)
+    assert 0 < same_text(graphs, model, tokens(model, 2, 7), **way) < NEW - 6
+    assert graphs.recorded == 4
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_cat_needs_room_too(graphs, device, padded):
+    """16 headers of it."""
+    model = model_of("cat", device, chunk=2)
+    mask = torch.ones(2, 7, dtype=torch.long, device=device)
+    mask[0, :3] = not padded
+    replayed = same_text(graphs, model, tokens(model, 2, 7), attention_mask=mask, max_new_tokens=60)
+    assert replayed == 0 if padded else replayed > 45
+
+
+def test_texts_one_after_the_other_and_in_turn(graphs, model):
+    """Of other batches, and of two caches of one model."""
+    for batch in (2, 1, 2):
+        same_text(graphs, model, tokens(model, batch, 7, seed=batch))
+    prompts = [tokens(model, 2, 7, seed=seed) for seed in (1, 2)]
+    expected = [written(model, ids)[:, 7:] for ids in prompts]
+    with torch.no_grad():
+        outputs = [model(ids, use_cache=True) for ids in prompts]
+        ids = [output.logits[:, -1:].argmax(-1) for output in outputs]
+        texts = [[first] for first in ids]
+        for _ in range(NEW - 1):
+            for text, output in zip(texts, outputs, strict=True):
+                logits = model(text[-1], past_key_values=output.past_key_values).logits
+                text.append(logits.argmax(-1))
+    assert all(torch.cat(text, 1).equal(e) for text, e in zip(texts, expected, strict=True))
+
+
+def test_texts_of_several_threads(graphs, hybrid):
+    """Of one stream, and so of the same memory."""
+    graphs.after = lambda: time.sleep(1e-3)
+    steps = [Steps(hybrid, prompt=n) for n in (7, 8, 9)]
+    with ThreadPoolExecutor(len(steps)) as threads:
+        for taken in [threads.submit(one.take, 15) for one in steps]:
+            taken.result()
+    assert graphs.replayed == 3 * 14
+
+
+class Steps:
+    """Token by token; what comes out beside what the whole text gives."""
+
+    def __init__(self, model, batch=2, prompt=7):
+        self.model, self.text = model, tokens(model, batch, prompt)
+        with torch.no_grad():
+            self.cache = model(self.text, use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def take(self, count=1, **options):
+        for _ in range(count):
+            token = tokens(self.model, self.text.shape[0], 1, seed=self.text.shape[1])
+            self.text = torch.cat((self.text, token), 1)
+            output = self.model(token, past_key_values=self.cache, **options)
+            self.check(output.logits)
+        return output
+
+    def check(self, logits):
+        with torch.no_grad():
+            expected = self.model(self.text, use_cache=False).logits[:, -logits.shape[1] :]
+        tolerance = 1e-7 if logits.dtype == torch.float64 else 1e-3
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+        assert self.cache.get_seq_length() == self.text.shape[1]
+
+
+def test_what_a_step_returns_is_not_written_by_the_next(graphs, hybrid):
+    steps = Steps(hybrid)
+    first = steps.take(3)
+    kept = first.logits.clone()
+    steps.take(2)
+    assert first.logits.equal(kept) and graphs.replayed == 4
+    with torch.no_grad():
+        states = [hybrid.model(tokens(hybrid, 2, 1), past_key_values=steps.cache)[0] for _ in range(2)]
+    assert not states[0].equal(states[1])
+
+
+def test_a_cache_is_restored_and_copied_between_steps(graphs, model):
+    steps = Steps(model)
+    steps.take(4)
+    then, text, copied = steps.cache.checkpoint(), steps.text, copy.deepcopy(steps.cache)
+    steps.take(5)
+    for cache in (then.checkpoint(), copied):
+        other = Steps(model)
+        other.cache, other.text = cache, text
+        other.take(5)
+    steps.cache.restore(then)
+    steps.text = text
+    before = graphs.replayed
+    steps.take(4)
+    if expected_replays(model) == NEW - 2:
+        assert graphs.replayed == before + 4
+
+
+def test_what_a_graph_makes_stays_in_it(graphs, model):
+    """The first token after a prompt is taken back, so that the next is recorded; other graphs run then."""
+    steps, other = Steps(model), Steps(model, prompt=5)
+    then, text = steps.cache.checkpoint(), steps.text
+    steps.take()
+    steps.cache.restore(then)
+    steps.text = text
+    steps.take(2)
+    other.take(5)
+    steps.take(output_hidden_states=True)
+    steps.take(3)
+
+
+def test_beams_may_change_places_out_of_inference_mode(graphs, hybrid):
+    steps = Steps(hybrid)
+    with torch.inference_mode():
+        steps = Steps(hybrid)
+        steps.take(4)
+    order = torch.tensor([1, 0], device=hybrid.device)
+    steps.cache.reorder_cache(order)
+    steps.text = steps.text[order]
+    steps.take(4)
+    assert graphs.replayed == 3 + 3
+
+
+def test_a_cache_that_starts_anew_keeps_nothing(graphs, hybrid):
+    steps = Steps(hybrid)
+    steps.take(4)
+    keys = weakref.ref(steps.cache.layers[1].state.k)
+    steps.cache.reset()
+    gc.collect()
+    assert keys() is None
+    with torch.no_grad():
+        hybrid(steps.text, past_key_values=steps.cache)
+    assert replayed(graphs, steps, 4) == 3
+
+
+def test_a_cache_keeps_no_model(graphs, device):
+    model = model_of("hybrid", device)
+    steps = Steps(model)
+    steps.take(4)
+    cache, gone = steps.cache, weakref.ref(model.model)
+    assert cache.steps.graphs and cache.steps.taken is not None
+    del model, steps
+    gc.collect()
+    assert gone() is None and not cache.steps.graphs and cache.steps.taken is None
+    other = model_of("hybrid", device)
+    with torch.no_grad():
+        assert other(tokens(other, 2, 1), past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_text_goes_on_after_more_than_a_token(graphs, model):
+    steps = Steps(model)
+    for more in (3, 1, 20):
+        steps.take(4)
+        ids = tokens(model, 2, more, seed=more)
+        steps.text = torch.cat((steps.text, ids), 1)
+        with torch.no_grad():
+            steps.check(model(ids, past_key_values=steps.cache).logits)
+    steps.take(4)
+
+
+def test_rows_are_chosen_and_repeated(graphs, model):
+    steps = Steps(model)
+    steps.take(4)
+    steps.cache.batch_repeat_interleave(2)
+    steps.text = steps.text.repeat_interleave(2, 0)
+    steps.take(4)
+    order = torch.tensor([2, 0, 1], device=model.device)
+    steps.cache.batch_select_indices(order)
+    steps.text = steps.text[order]
+    steps.take(4)
+
+
+def replayed(graphs, steps, count=1, **options):
+    before = graphs.replayed
+    steps.take(count, **options)
+    return graphs.replayed - before
+
+
+def test_what_prevents_a_graph_runs_by_itself(graphs, hybrid):
+    steps = Steps(hybrid)
+    steps.take(2)
+    assert replayed(graphs, steps) == 1
+    assert replayed(graphs, steps, output_hidden_states=True) == 0
+    hybrid.train()
+    assert replayed(graphs, steps) == 0
+    hybrid.eval()
+    assert replayed(graphs, steps) == 1
+    with torch.autograd.graph.save_on_cpu(), TorchDispatchModeOfNothing():
+        assert replayed(graphs, steps) == 0
+    assert replayed(graphs, steps) == 1
+    mask = torch.ones(2, steps.text.shape[1] + 1, dtype=torch.long, device=hybrid.device)
+    assert replayed(graphs, steps, attention_mask=mask) == 0
+    assert replayed(graphs, steps, 3) == 2
+    with torch.enable_grad():
+        token = tokens(hybrid, 2, 1)
+        output = hybrid(token, past_key_values=steps.cache)
+        assert output.logits.requires_grad
+        output.logits.sum().backward()
+
+
+class TorchDispatchModeOfNothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.layers[1].mixer.register_forward_hook(lambda *_: None),
+        lambda model: setattr(model.model.layers[0].mlp, "forward", model.model.layers[0].mlp.forward),
+        lambda model: setattr(model.model.layers[1], "mixer", copy.deepcopy(model.model.layers[1].mixer)),
+        lambda model: setattr(
+            model.model.layers[2].mlp.up_proj,
+            "weight",
+            torch.nn.Parameter(model.model.layers[2].mlp.up_proj.weight * 2),
+        ),
+        lambda model: setattr(model.model.norm.weight, "data", torch.randn_like(model.model.norm.weight) + 1),
+        lambda model: setattr(
+            model.model.layers[1].mixer.o_proj.weight,
+            "data",
+            model.model.layers[1].mixer.o_proj.weight.data.t(),
+        ),
+    ],
+    ids=["hook", "forward", "module", "weight", "data", "transposed"],
+)
+def test_a_changed_model_is_seen(graphs, hybrid, change):
+    steps = Steps(hybrid)
+    assert replayed(graphs, steps, 4) == 3
+    change(hybrid)
+    steps_alone = Steps(hybrid)  # what was read before stays as it was read: only a new text can be checked
+    steps_alone.take(4)
+    with torch.no_grad():
+        token = tokens(hybrid, 2, 1)
+        then = steps.cache.checkpoint()
+        found = hybrid(token, past_key_values=steps.cache).logits
+        graphs.off()
+        assert hybrid(token, past_key_values=then).logits.equal(found)
+
+
+def test_a_hook_of_one_moment_is_of_that_moment(graphs, hybrid):
+    steps, seen = Steps(hybrid), []
+    steps.take()
+    hook = hybrid.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    assert replayed(graphs, steps, 2) == 0 and len(seen) == 4  # two of them of what is compared
+    hook.remove()
+    assert replayed(graphs, steps, 4) >= 3
+
+
+def test_what_fails_leaves_the_cache_as_it_was(graphs, hybrid, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    steps = Steps(hybrid)
+    steps.take()
+    for place, name in ((Attention, "step"), (graphs, "before")):  # while it is recorded; as it runs at first
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), torch.no_grad():
+            patch.setattr(place, name, fail)
+            hybrid(tokens(hybrid, 2, 1), past_key_values=steps.cache)
+        assert steps.cache.get_seq_length() == steps.text.shape[1]
+        steps.take()
+    assert replayed(graphs, steps, 3) == 3
+
+
+def test_weights_that_move_in_place_need_no_other_graph(graphs, hybrid):
+    steps = Steps(hybrid)
+    steps.take(3)
+    with torch.no_grad():
+        hybrid.model.layers[0].mlp.up_proj.weight.mul_(2)
+        then, token = steps.cache.checkpoint(), tokens(hybrid, 2, 1)
+        before = graphs.replayed
+        found = hybrid(token, past_key_values=steps.cache).logits
+        assert graphs.replayed == before + 1
+        graphs.off()
+        assert hybrid(token, past_key_values=then).logits.equal(found)
+
+
+class Counting(Attention):
+    """A module of a program's own: it may do anything."""
+
+    calls = 0
+
+    def forward(self, *args, **kwargs):
+        Counting.calls += 1
+        return super().forward(*args, **kwargs)
+
+
+def test_modules_of_others_run_by_themselves(graphs, hybrid):
+    mixer = hybrid.model.layers[1].mixer
+    mixer.__class__, Counting.calls = Counting, 0
+    text = written(hybrid, tokens(hybrid, 2, 7))
+    assert graphs.replayed == 0 and Counting.calls == NEW
+    mixer.__class__ = Attention
+    assert written(hybrid, tokens(hybrid, 2, 7)).equal(text)
+
+
+def test_a_step_that_cannot_be_recorded_runs_by_itself(graphs, hybrid, monkeypatch):
+    step = Attention.step
+    calls = itertools.count()
+
+    def reads_on_the_host(self, qkv, state, now):
+        next(calls)
+        state.place[0].item()
+        return step(self, qkv, state, now)
+
+    monkeypatch.setattr(Attention, "step", reads_on_the_host)
+    with pytest.warns(UserWarning, match="a token cannot be a CUDA graph"):
+        text = written(hybrid, tokens(hybrid, 2, 7))
+    assert graphs.replayed == 0 and next(calls) == NEW  # one of them while a graph was tried
+    monkeypatch.setattr(Attention, "step", step)
+    assert written(hybrid, tokens(hybrid, 2, 7)).equal(text)
+
+
+@needs_cuda
+def test_a_recording_that_failed_leaves_no_trace(monkeypatch):
+    """PyTorch's generator of random numbers and its memory are as ever."""
+    model, step = model_of("hybrid", "cuda"), Attention.step
+
+    def sample():
+        torch.manual_seed(5)
+        return written(model, tokens(model, 2, 7), do_sample=True, top_k=10)
+
+    def reads_on_the_host(self, qkv, state, now):
+        state.place[0].item()
+        return step(self, qkv, state, now)
+
+    text = sample()
+    monkeypatch.setattr(Attention, "step", reads_on_the_host)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="a token cannot be a CUDA graph"):
+            assert sample().equal(text)
+    monkeypatch.setattr(Attention, "step", step)
+    assert sample().equal(text)
+    torch.rand(1, device="cuda")
+    gc.collect()
+    # While PyTorch believes that something is recorded, what another stream used is not freed.
+    torch.cuda.synchronize()
+    other, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
+    used = torch.zeros(1 << 20, device="cuda")
+    used.record_stream(other)
+    del used
+    torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_cat_is_refused_more_tokens_than_it_has_places_for(graphs, device):
+    model = model_of("cat", device, max_position_embeddings=16)
+    steps = Steps(model)
+    steps.take(9)
+    assert graphs.replayed > 4
+    with pytest.raises(ValueError, match="input_ids has 17 tokens"):
+        steps.take()
+    with pytest.raises(ValueError, match="chunk is 4"), torch.no_grad():
+        model(tokens(model, 2, 1), past_key_values=steps.cache, chunk=4)
+
+
+def test_hidden_states_of_a_user_s_own_graph(device):
+    """The program records the step itself: then nothing is recorded within."""
+    if device == "cpu":
+        pytest.skip("of CUDA alone")
+    from graphs import capture
+
+    model = model_of("hybrid", device)
+    token = tokens(model, 2, 1)
+    with torch.no_grad():
+        cache = model(tokens(model, 2, 7), use_cache=True).past_key_values
+        model(token, past_key_values=cache)
+        then = cache.checkpoint()
+        replay, output = capture(lambda: model(token, past_key_values=cache).logits)
+        for own, before in zip(cache.layers, then.layers, strict=True):
+            for part, kept in zip(graph.tensors_of(own.state), graph.tensors_of(before.state), strict=True):
+                part.copy_(kept)
+        replay.replay()
+        torch.testing.assert_close(output, model(token, past_key_values=then).logits)
+
+
+def test_graphs_of_other_streams_and_of_many_texts(graphs, device):
+    """A graph belongs to the stream that it was recorded for; texts leave no memory behind."""
+    if device == "cpu":
+        pytest.skip("of CUDA alone")
+    model = model_of("hybrid", device)
+    ids = tokens(model, 2, 7)
+    expected, held = written(model, ids), []
+    steps = Steps(model)
+    steps.take(4)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert replayed(graphs, steps, 4) == 3
+        torch.cuda.synchronize()
+    assert replayed(graphs, steps, 4) == 3
+    for _ in range(12):
+        assert written(model, ids).equal(expected)
+        held.append(torch.cuda.memory_reserved())
+    assert held[-1] <= held[2]
+
+
+def test_in_bf16_it_is_bit_for_bit_the_same(graphs, device):
+    model = model_of("hybrid", device, hidden_size=128).bfloat16()
+    with torch.no_grad():
+        caches = [model(tokens(model, 5, 40), use_cache=True).past_key_values]
+        caches.append(caches[0].checkpoint())
+        for t in range(8):
+            token, found = tokens(model, 5, 1, seed=t), []
+            for off, cache in enumerate(caches):
+                graphs.off(bool(off))
+                found.append(model(token, past_key_values=cache).logits)
+            assert found[0].equal(found[1])
+    assert graphs.replayed == 7
