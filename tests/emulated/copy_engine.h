@@ -23,7 +23,10 @@ inline void expect(uint64_t* barrier, int bytes, int arrivals) {
 inline void arrive_expecting(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
 inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
   if (reinterpret_cast<uint64_t>(from) % 16 != 0 || bytes % 16 != 0) fail("bytes are not aligned");
-  deliveries.push_back([=] { std::memcpy(to, from, bytes), expect(barrier, -bytes, 0); });
+  deliveries.push_back([=] {
+    std::memcpy(to, from, bytes), std::memcpy(fenced(to), from, bytes);
+    expect(barrier, -bytes, 0);
+  });
 }
 inline void send_box(uint32_t to, const void* boxes, int64_t col, int64_t row, int64_t head, int64_t batch,
                      uint64_t* barrier) {
@@ -41,6 +44,8 @@ inline void send_box(uint32_t to, const void* boxes, int64_t col, int64_t row, i
         *place = is ? static_cast<const uint16_t*>(of.data)[at] : 0;
       }
     }
+    auto* const from = reinterpret_cast<const void*>(uint64_t{to});
+    std::memcpy(fenced(from), from, of.rows * 128);
     expect(barrier, -of.rows * 128, 0);
   });
 }

@@ -1,6 +1,7 @@
 // What a kernel's source asks of CUDA, on a CPU: so that kernels run, and their arithmetic is tested, where
-// there is no GPU. A block's threads are fibers of one thread. Warps take turns in a random order; copies
-// that are under way arrive no sooner than somebody waits for them; shared memory begins full of NaN.
+// there is no GPU. A block's threads are fibers of one thread. Warps take turns in a random order, and some
+// stand still for a while, so that who does not wait for them runs ahead; copies that are under way arrive no
+// sooner than somebody waits for them; shared memory begins full of NaN.
 //
 // rewrite.py puts this in the place of the instructions in kernels/tile. It knows no speed, no second block
 // at the same time but those of a cluster, and of races those that a turn of warps brings out.
@@ -28,6 +29,7 @@
 #define __launch_bounds__(...)
 #undef __grid_constant__
 #define __grid_constant__
+#define __noinline__
 
 namespace emulated {
 
@@ -43,7 +45,7 @@ constexpr int kStackBytes = 256 << 10;
 struct Copy {
   void* to;
   const void* from;  // null: zeros
-  int bytes;
+  int bytes, given;  // the rest: zeros
 };
 
 struct Block;
@@ -54,7 +56,10 @@ struct Fiber {
   Block* block;
   unsigned thread;
   bool begun, done;
+  const unsigned* word;  // what it waits for: a change of these bits of it
+  unsigned bits, value;
   unsigned exchanges;                          // that it has taken part in with its warp
+  bool of_products;                            // what it reads of shared memory products read
   std::vector<Copy> open;                      // copies that no group has yet
   std::vector<std::vector<Copy>> groups;       // oldest first
   std::deque<std::function<void()>> products;  // under way (products.h), oldest first
@@ -62,6 +67,7 @@ struct Fiber {
 
 // What a warp's lanes hand to one another: two tables in turn.
 struct Warp {
+  bool slow;
   unsigned arrived[2], finished;
   uint64_t table[2][32][8];
 };
@@ -73,9 +79,15 @@ struct Barrier {
 
 struct Block {
   unsigned number;
+  int running;  // warps
   unsigned char* shared = nullptr;
+  // Shared memory as products and the copy engine find it: what threads write comes there by a fence of one
+  // of them, when its warp's turn is over.
+  unsigned char* fenced = nullptr;
+  bool has_fenced;
   std::vector<Warp> warps;
   Barrier barriers[16];
+  bool all[2];                 // of what threads bring to barrier 0, in its phases in turn
   std::vector<Fiber*> fibers;  // as many as any block had
 };
 
@@ -86,18 +98,29 @@ struct Parcel {
   uint64_t* barrier;
 };
 
+inline int shared_bytes = kSharedBytes;  // what the card says
+inline bool early_products = false;      // some of them (products.h)
 inline jmp_buf scheduler;
 inline Block cluster[2];
-inline int cluster_size, threads, grid;
+inline int cluster_size, threads, grid, block_bytes;
 inline Barrier cluster_barrier;
 inline Fiber* current;
 inline std::function<void()> kernel;
 inline std::mt19937 random_turns(1);
-inline std::vector<Parcel> parcels;  // on their way, oldest first
+inline std::vector<Parcel> parcels;  // on their way: one may overtake another
 
 // (swapcontext() asks the system for signals every time.)
 inline void yield() {
   if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+// Until a word has other bits.
+inline void yield_while(const unsigned& word, unsigned bits, unsigned value) {
+  current->word = &word, current->bits = bits, current->value = value;
+  while ((word & bits) == value) yield();
+  current->word = nullptr;
+}
+inline bool waits(const Fiber& fiber) {
+  return fiber.word != nullptr && (*fiber.word & fiber.bits) == fiber.value;
 }
 // Runs the current fiber until it yields.
 [[gnu::noinline]] inline void go_on() {
@@ -108,13 +131,15 @@ inline void yield() {
 }
 inline int lane() { return static_cast<int>(current->thread & 31); }
 
+inline Warp& warp_of(const Fiber& fiber) { return fiber.block->warps[fiber.thread / 32]; }
+
 // Every lane leaves n words and gets the table of all.
 inline uint64_t (*exchange(const uint64_t* words, int n))[8] {
-  Warp& warp = current->block->warps[current->thread / 32];
+  Warp& warp = warp_of(*current);
   const unsigned number = current->exchanges++, which = number & 1;
   for (int i = 0; i < n; ++i) warp.table[which][lane()][i] = words[i];
   if (++warp.arrived[which] == 32) warp.arrived[which] = 0, warp.finished = number + 1;
-  while (static_cast<int>(warp.finished - (number + 1)) < 0) yield();
+  while (static_cast<int>(warp.finished - (number + 1)) < 0) yield_while(warp.finished, ~0u, warp.finished);
   return warp.table[which];
 }
 
@@ -133,17 +158,18 @@ inline void wait_at(Barrier& barrier, int arrivals) {
   if (++barrier.arrived == arrivals) {
     barrier.arrived = 0, ++barrier.phase;
   } else {
-    while (barrier.phase == phase) yield();
+    yield_while(barrier.phase, ~0u, phase);
   }
 }
 
 inline void wait_at(int id, int arrivals) { wait_at(current->block->barriers[id], arrivals); }
 
-inline void start_copy(uint32_t to, const void* from, int bytes) {
+inline void start_copy(uint32_t to, const void* from, int bytes, int given) {
   if (from != nullptr && reinterpret_cast<uint64_t>(from) % bytes != 0)
     fail("a copy's source is not aligned");
-  current->open.push_back({reinterpret_cast<void*>(uint64_t{to}), from, bytes});
+  current->open.push_back({reinterpret_cast<void*>(uint64_t{to}), from, bytes, given});
 }
+inline void start_copy(uint32_t to, const void* from, int bytes) { start_copy(to, from, bytes, bytes); }
 inline void close_group() {
   current->groups.push_back(current->open);
   current->open.clear();
@@ -153,7 +179,7 @@ inline void finish_groups(size_t left) {
   for (; groups.size() > left; groups.erase(groups.begin())) {
     for (const Copy& copy : groups.front()) {
       std::memset(copy.to, 0, copy.bytes);
-      if (copy.from != nullptr) std::memcpy(copy.to, copy.from, copy.bytes);
+      if (copy.from != nullptr) std::memcpy(copy.to, copy.from, copy.given);
     }
   }
 }
@@ -185,8 +211,19 @@ inline void run_fiber() {
   yield();
 }
 
+// Where products find what is here.
+inline unsigned char* fenced(const void* here) {
+  for (int i = 0; i < cluster_size; ++i) {
+    const auto at = static_cast<const unsigned char*>(here) - cluster[i].shared;
+    if (at >= 0 && at < block_bytes) return cluster[i].fenced + at;
+  }
+  fail("products read, or copies write, beyond shared memory");
+}
+inline void fence() { current->block->has_fenced = true; }
+
 // Where another block of the cluster has what the block has here.
 inline unsigned char* far(const void* here, int rank) {
+  if (cluster[rank].running == 0) fail("a block reaches another that has ended");
   return cluster[rank].shared + (static_cast<const unsigned char*>(here) - current->block->shared);
 }
 inline void send(const void* from, int bytes, const uint64_t* barrier, int rank) {
@@ -195,19 +232,43 @@ inline void send(const void* from, int bytes, const uint64_t* barrier, int rank)
                      bytes, reinterpret_cast<uint64_t*>(far(barrier, rank))});
 }
 inline void deliver() {
-  const Parcel parcel = parcels.front();
-  parcels.erase(parcels.begin());
+  const auto at = parcels.begin() + random_turns() % parcels.size();
+  const Parcel parcel = *at;
+  parcels.erase(at);
   std::memcpy(parcel.to, parcel.from, parcel.bytes);
+  std::memcpy(fenced(parcel.to), parcel.from, parcel.bytes);
   arrive(parcel.barrier);
+}
+
+// Arrays of shared memory that a kernel declares, each once for all blocks: no cluster has them.
+struct SharedArray {
+  void* data;
+  size_t bytes;
+};
+inline std::vector<SharedArray> shared_arrays;
+template <int Which, class T>
+T& shared_array() {
+  alignas(16) static T array;
+  static const bool is_new = [] {
+    std::memset(&array, 0xff, sizeof array);
+    shared_arrays.push_back({&array, sizeof array});
+    return true;
+  }();
+  if (!is_new || cluster_size != 1) fail("a cluster with arrays of a block");
+  return array;
 }
 
 inline void begin(Block& block, unsigned number) {
   if (block.shared == nullptr) {  // below 4 GiB: addresses have 32 bits
     block.shared = static_cast<unsigned char*>(
         mmap(nullptr, kSharedRoom, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0));
+    block.fenced = static_cast<unsigned char*>(std::malloc(kSharedBytes));
   }
   std::memset(block.shared, 0xff, kSharedRoom);  // NaN
-  block.number = number;
+  std::memset(block.fenced, 0xff, block_bytes);
+  block.has_fenced = false;
+  for (const SharedArray& of : shared_arrays) std::memset(of.data, 0xff, of.bytes);
+  block.number = number, block.running = threads / 32;
   block.warps.assign(threads / 32, Warp{});
   std::fill(std::begin(block.barriers), std::end(block.barriers), Barrier{});
   while (block.fibers.size() < static_cast<size_t>(threads)) {
@@ -217,6 +278,8 @@ inline void begin(Block& block, unsigned number) {
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = *block.fibers[i];
     fiber.block = &block, fiber.thread = i, fiber.begun = fiber.done = false, fiber.exchanges = 0;
+    fiber.of_products = false;
+    fiber.word = nullptr;
     fiber.open.clear(), fiber.groups.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack = {fiber.stack, 0, kStackBytes};
@@ -228,31 +291,45 @@ inline void begin(Block& block, unsigned number) {
 // Blocks number * cluster_size and on.
 inline void run_cluster(unsigned number, int bytes) {
   if (bytes > kSharedBytes) fail("a block asks for more shared memory than there is");
-  cluster_barrier = {};
+  cluster_barrier = {}, block_bytes = bytes;
   for (int i = 0; i < cluster_size; ++i) begin(cluster[i], number * cluster_size + i);
-  for (long turns = 0;; ++turns) {
-    std::vector<Fiber**> running;  // warps, by their first lane
-    for (int i = 0; i < cluster_size; ++i) {
-      for (int w = 0; w < threads / 32; ++w) {
-        Fiber** first = &cluster[i].fibers[32 * w];
-        if (!std::all_of(first, first + 32, [](const Fiber* f) { return f->done; })) running.push_back(first);
-      }
+  std::vector<Fiber**> running;  // warps, by their first lane
+  for (int i = 0; i < cluster_size; ++i) {
+    for (int w = 0; w < threads / 32; ++w) running.push_back(&cluster[i].fibers[32 * w]);
+  }
+  long others = 0;
+  size_t idle = 0;  // turns in which nobody has gone on
+  for (long turns = 0; !running.empty(); ++turns) {
+    // For a while some warps stand still, so that the rest runs ahead of them, until it waits for them.
+    const bool anew = turns == others;
+    if (anew) others += 256 << random_turns() % 10;
+    if (anew || idle > 8 * running.size()) {
+      for (Fiber** warp : running) warp_of(**warp).slow = anew && random_turns() % 8 == 0;
+      idle = 0;
     }
-    if (running.empty()) break;
     if (turns > 20'000'000) fail("a block hangs");
     if (!parcels.empty() && random_turns() % 8 == 0) deliver();
     if (!deliveries.empty() && random_turns() % 4 == 0) deliver_any();
-    Fiber** warp = running[random_turns() % running.size()];
+    const auto at = running.begin() + random_turns() % running.size();
+    Fiber** const warp = *at;
+    ++idle;
+    if (warp_of(**warp).slow) continue;
+    bool done = true;
     for (int l = 0; l < 32; ++l) {
       current = warp[l];
-      if (!current->done) go_on();
+      if (!current->done && !waits(*current)) idle = 0, go_on();
+      done &= current->done;
     }
+    Block& block = *warp[0]->block;
+    if (block.has_fenced) std::memcpy(block.fenced, block.shared, bytes);
+    block.has_fenced = false;
+    if (done) --block.running, running.erase(at);
   }
   if (!parcels.empty() || !deliveries.empty()) fail("a block has ended before what it was sent");
   for (int i = 0; i < cluster_size; ++i) {
-    for (int at = bytes; at < kSharedRoom; ++at) {
-      if (cluster[i].shared[at] != 0xff) fail("a block writes beyond its shared memory");
-    }
+    const unsigned char* const beyond = cluster[i].shared + bytes;
+    if (*beyond != 0xff || std::memcmp(beyond, beyond + 1, kSharedRoom - bytes - 1) != 0)
+      fail("a block writes beyond its shared memory");
   }
 }
 
@@ -263,21 +340,47 @@ void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_si
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
 
+// As cudaLaunchConfig_t.
+struct Launch {
+  unsigned grid;
+  int block;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  int numAttrs;
+};
+template <class F>
+void launch(const F& f, const Launch& how) {
+  const int size = how.numAttrs == 0 ? 1 : static_cast<int>(how.attrs->val.clusterDim.x);
+  launch(f, how.grid, how.block, static_cast<int>(how.dynamicSmemBytes), size);
+}
+
+// What a launch asks of the card.
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  return *blocks = 1, cudaSuccess;
+}
+
 // Products of 16-bit elements by their place in the lanes' registers (tile/matrix.h), summed in fp64.
 template <class Unpaired>
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Unpaired& unpaired) {
-  const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const uint32_t pairs[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  uint64_t words[6];
+  for (int i = 0; i < 6; ++i) {
+    const float2 both = unpaired(pairs[i]);
+    std::memcpy(&words[i], &both, sizeof both);
+  }
   const auto table = exchange(words, 6);
-  const auto element = [&](uint64_t pair, int which) {
-    const float2 both = unpaired(static_cast<uint32_t>(pair));
-    return static_cast<double>(which ? both.y : both.x);
-  };
   for (int i = 0; i < 4; ++i) {
     const int row = lane() / 4 + 8 * (i / 2), col = 2 * (lane() % 4) + i % 2;
     double sum = d[i];
-    for (int k = 0; k < 16; ++k) {
-      sum += element(table[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)], k % 2) *
-             element(table[col * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    for (int k = 0; k < 16; k += 2) {
+      float2 left, right;
+      std::memcpy(&left, &table[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)], sizeof left);
+      std::memcpy(&right, &table[col * 4 + k % 8 / 2][4 + k / 8], sizeof right);
+      sum += double{left.x} * right.x + double{left.y} * right.y;
     }
     d[i] = static_cast<float>(sum);
   }
@@ -290,7 +393,8 @@ inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) 
   const uint64_t word = address;
   const auto table = exchange(&word, 1);
   const auto element = [&](int matrix, int row, int col) {
-    return reinterpret_cast<const uint16_t*>(table[8 * matrix + row][0])[col];
+    const auto* at = reinterpret_cast<const unsigned char*>(table[8 * matrix + row][0]);
+    return reinterpret_cast<const uint16_t*>(current->of_products ? fenced(at) : at)[col];
   };
   uint32_t got[4];
   for (int m = 0; m < 4; ++m) {
@@ -314,68 +418,6 @@ inline uint32_t transpose_pairs(uint32_t x) {
   return element(col, row) | element(col + 1, row) << 16;
 }
 
-struct Index {
-  unsigned x;
-};
-
 }  // namespace emulated
 
-#define threadIdx \
-  emulated::Index { emulated::current->thread }
-#define gridDim \
-  emulated::Index { static_cast<unsigned>(emulated::grid) }
-#define blockIdx \
-  emulated::Index { emulated::current->block->number }
-
-#define blockDim \
-  emulated::Index { static_cast<unsigned>(emulated::threads) }
-
-inline void __syncthreads() { emulated::wait_at(0, emulated::threads); }
-inline void __syncwarp(unsigned = ~0u) {
-  uint64_t nothing = 0;
-  emulated::exchange(&nothing, 1);
-}
-template <class T>
-T __shfl_sync(unsigned, T x, int source) {
-  return emulated::from_lane(x, source);
-}
-template <class T>
-T __shfl_xor_sync(unsigned, T x, int mask) {
-  return emulated::from_lane(x, emulated::lane() ^ mask);
-}
-inline bool __any_sync(unsigned, bool x) {
-  const uint64_t word = x;
-  const auto table = emulated::exchange(&word, 1);
-  return std::any_of(table, table + 32, [](const auto& of) { return of[0] != 0; });
-}
-template <class T>
-T __shfl_up_sync(unsigned, T x, int by) {
-  return emulated::from_lane(x,
-                             std::max(emulated::lane() - by, emulated::lane() < by ? emulated::lane() : 0));
-}
-template <class T>
-T __shfl_down_sync(unsigned, T x, int by) {
-  return emulated::from_lane(x, emulated::lane() + by < 32 ? emulated::lane() + by : emulated::lane());
-}
-inline float __uint_as_float(uint32_t x) {
-  float y;
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
-inline uint32_t __float_as_uint(float x) {
-  uint32_t y;
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
-// What a compiler may not make one operation of with another.
-inline float __fadd_rn(float a, float b) {
-  volatile float sum = a + b;
-  return sum;
-}
-inline float __fmul_rn(float a, float b) {
-  volatile float product = a * b;
-  return product;
-}
-inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-using std::max;
-using std::min;
+#include "builtins.h"

@@ -1,9 +1,23 @@
 """Kernels' sources as emulator.h runs them: what is an instruction of the GPU becomes a call."""
 
+import os
 import re
 from pathlib import Path
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+# Or a copy of them, to see that tests fail of what is wrong there.
+KERNELS = Path(os.environ.get("GIRIH_KERNELS") or Path(__file__).resolve().parents[2] / "kernels")
+# What operators include, or link, beside their own, kernels/tile and kernels/pipe.
+ALSO = {"delta_product": ("exact",), "gla": ("gsa", "exact"), "gsa": ("exact",)}
+# What is compiled as in a build, for tests that call an operator's functions: every pattern's files at once.
+EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
+UNITS = {
+    "delta_product": tuple(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
+    "gla": ("gla/*_bf16.cu", "gla/*_f16.cu", "gla/step.cu", "gla/[gh]*[!6].cu", "gsa/[js]*n.cu", *EXACT),
+    "gsa": (
+        *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
+        *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
+    ),
+}
 
 # The bodies of functions in kernels/tile, kernels/pipe and beside the kernels, by a part of their signature.
 BODIES = {
@@ -33,11 +47,11 @@ BODIES = {
         "void prefetch(": "",
         "void barrier_wait(": "emulated::wait_at(id, threads);",
         "void init_barrier(": "emulated::phases(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0};",
-        "void arrive(": "emulated::arrive(barrier);",
+        "void arrive(": "emulated::arrive(barrier); emulated::yield();",
         "void arrive_once(": "__syncwarp(); if (emulated::lane() == 0) emulated::arrive(barrier);",
         "void arrive_after_copies(": """
             emulated::close_group(); emulated::finish_groups(0); emulated::arrive(barrier);""",
-        "void wait(": "while ((emulated::phases(barrier).phase & 1) == parity) emulated::yield();",
+        "void wait(": "emulated::yield_while(emulated::phases(barrier).phase, 1, parity);",
     },
     "tile/cluster.h": {
         "int cluster_rank(": "return static_cast<int>(emulated::current->block->number % 2);",
@@ -99,14 +113,16 @@ BODIES = {
                 add_product<T>(sums, left, y, row + 16 * k, col);
               }
             });""",
+        "void fence_tiles(": "emulated::fence();",
         "void commit_products(": "emulated::commit_products();",
         "void wait_products(": "emulated::wait_products(Pending);",
     },
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
-        "cudaError_t shared_limit(": "bytes = emulated::kSharedBytes; return cudaSuccess;",
+        "cudaError_t shared_limit(": "bytes = emulated::shared_bytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
         "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
+        "cudaError_t has_boxes(": "has = true; return cudaSuccess;",
     },
     "pipe/card.h": {"cudaError_t processor_count(": "count = 4; return cudaSuccess;"},
     "pipe/memory.h": {},
@@ -115,10 +131,49 @@ BODIES = {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
+    "delta_product/scan_chain.cuh": {
+        "void start_solution(": """
+            emulated::start_products([&u, &z, x] {
+              fill(u[0], 0.f), fill(u[1], 0.f);
+              add_solution<T>(u, z, [&](uint32_t(&block)[4], int i, int j) { x.load(block, i, j); });
+            });
+            commit_products();""",
+    },
+    "delta_product/reverse.cuh": {
+        "void start_transposed_solution(": """
+            emulated::start_products([&g, &du, x] {
+              fill(g[0], 0.f), fill(g[1], 0.f);
+              add_transposed_solution<T>(
+                  g, du, [&](uint32_t(&block)[4], int i, int j) { x.load_transposed(block, i, j); });
+            });
+            commit_products();""",
+    },
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
     },
 }
+# What else stands differently, by file: patterns, and what comes in their place.
+TEXTS = {
+    # Sequences are cut where they are short already, and a test says how large the card is.
+    "tile/segments.h": [
+        (r"constexpr int64_t kCard = 132;", "inline int64_t kCard = 132;"),
+        (r"kLeastChunks = 16;", "kLeastChunks = 2;"),
+    ],
+    "delta_product/prepare.cuh": [
+        (
+            r"asm volatile\(.cp\.async.*?exists \? into \+ size : 0\)\);",
+            "emulated::start_copy(shared_address(to), exists ? (const void*)(address - into) : nullptr, 4,\n"
+            "                     into + size);",
+        ),
+    ],
+}
+# Files of which the part for sm_90 is taken.
+FOR_BOXES = (
+    "tile/boxes.h",
+    "tile/cluster.h",
+    "cat_attention/sm90/space.cuh",
+    "delta_product/scan_output.cuh",
+)
 BEFORE_PAIRS = "// Two neighbouring elements as one register"
 PAIR = """
 template <class T>
@@ -145,7 +200,10 @@ def rewritten(file: str) -> str:
     source = (KERNELS / file).read_text()
     for signature, body in BODIES.get(file, {}).items():
         source = with_body(source, signature, body)
-    if file in ("tile/boxes.h", "tile/cluster.h", "cat_attention/sm90/space.cuh"):
+    for pattern, text in TEXTS.get(file, []):
+        source, count = re.subn(pattern, text, source, flags=re.DOTALL)
+        assert count == 1, f"{file} has no {pattern}"
+    if file in FOR_BOXES:
         source = re.sub("#if __CUDA_ARCH__ >= 900.*", "#if true", source)
     if file == "tile/matrix.h":
         source = source.replace(BEFORE_PAIRS, PAIR + BEFORE_PAIRS)
@@ -154,19 +212,38 @@ def rewritten(file: str) -> str:
         "[&] { uint16_t bits = raw.bits; __half half; memcpy(&half, &bits, 2); return half; }()",
     )
     source = re.sub(
-        r"extern __shared__ \w+\(\d+\) (unsigned char|float) shared\[\];",
-        r"\1* const shared = reinterpret_cast<\1*>(emulated::current->block->shared);",
+        r"extern __shared__ \w+\(\d+\) (unsigned char|char|float) (\w+)\[\];",
+        r"\1* const \2 = reinterpret_cast<\1*>(emulated::current->block->shared);",
         source,
     )
+    source = source.replace("Layout(shared)(", "Layout{shared}(")  # which g++ takes for a declaration
     source = re.sub(
-        r"([\w<>, ]+?)\s*<<<(.*?),\s*([^,]*?),\s*(.*?),\s*stream>>>\(p\);",
-        r"emulated::launch([=] { \1(p); }, \2, \3, \4);",
+        r"^( +)__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)((?:\[.*?\])+);",
+        r"\1auto& \3 = emulated::shared_array<__COUNTER__, \2\4>();",
+        source,
+        flags=re.MULTILINE,
+    )
+    source = re.sub(
+        r"([\w:<>, ]+?)\s*<<<(.*?),\s*stream>>>\((.*?)\);",
+        r"emulated::launch([=] { \1(\3); }, \2);",
         source,
         flags=re.DOTALL,
     )
     if file.startswith("cat_attention/sm90/"):
         # Rings that are soon full: who waits for a place, or gives one back too early, is seen.
         source = re.sub(r"kStages = Tile == 64 \? \d : \d", "kStages = 2", source)
+    source = source.replace("cudaLaunchConfig_t", "emulated::Launch")
+    source = re.sub(r"launch\.(grid|block)Dim", r"launch.\1", source)
+    source = re.sub(
+        r"cudaLaunchKernelEx\(&launch, (.*), (\w+)\);",
+        r"emulated::launch([=] { \1(\2); }, launch);",
+        source,
+    )
+    source = re.sub(
+        r"\bcuda(GetDevice|DeviceGetAttribute|OccupancyMaxActiveBlocksPerMultiprocessor)\(",
+        r"emulated::cuda\1(",
+        source,
+    )
     source = source.replace("cudaGetLastError()", "cudaSuccess")
     header = {"tile/boxes.h": "copy_engine.h", "tile/warpgroup.h": "products.h"}.get(file, "emulator.h")
     return source.replace("#pragma once\n", f'#pragma once\n#include "{header}"\n', 1)
@@ -174,9 +251,10 @@ def rewritten(file: str) -> str:
 
 def write(folder: Path, operator: str) -> None:
     """An operator's kernels and what they include of tile and pipe."""
-    sources = [p for p in (KERNELS / operator).rglob("*") if p.is_file()]
-    files = [*BODIES, *(p.relative_to(KERNELS).as_posix() for p in sources)]
+    folders = (operator, *ALSO.get(operator, ()))
+    sources = [p for of in folders for p in (KERNELS / of).rglob("*") if p.is_file()]
+    files = [*BODIES, *TEXTS, *(p.relative_to(KERNELS).as_posix() for p in sources)]
     for file in sorted(set(files)):
-        if file.startswith(("tile/", "pipe/", f"{operator}/")):
+        if file.startswith(("tile/", "pipe/", *(f"{of}/" for of in folders))):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(rewritten(file))

@@ -5,7 +5,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from emulated import NUMBER, POINTER, Array, assert_close, compiled, eights, needs_headers, rows, structure
+from emulated import (
+    NUMBER,
+    POINTER,
+    Array,
+    assert_close,
+    compiled_once,
+    eights,
+    needs_headers,
+    rows,
+    structure,
+)
 
 pytestmark = needs_headers
 
@@ -23,7 +33,7 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("emulated"), "cat_attention", sizes=("partials",))
+    return compiled_once(tmp_path_factory, "cat_attention", sizes=("partials",))
 
 
 def by_definition(q, k, v, chunk, scale, first):

@@ -6,7 +6,17 @@ import pytest
 import rounded_chunks
 import torch
 import torch.nn.functional as F
-from emulated import NUMBER, POINTER, Array, assert_close, compiled, eights, needs_headers, rows, structure
+from emulated import (
+    NUMBER,
+    POINTER,
+    Array,
+    assert_close,
+    compiled_once,
+    eights,
+    needs_headers,
+    rows,
+    structure,
+)
 from girih.ops import LatticeState
 
 pytestmark = needs_headers
@@ -30,7 +40,7 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("emulated"), "lattice")
+    return compiled_once(tmp_path_factory, "lattice")
 
 
 def check(

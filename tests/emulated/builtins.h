@@ -1,0 +1,84 @@
+// What kernels have of CUDA by itself: their place, barriers, what lanes hand to one another, and functions.
+#pragma once
+
+#include "emulator.h"
+
+namespace emulated {
+
+struct Index {
+  unsigned x;
+};
+
+}  // namespace emulated
+
+#define threadIdx \
+  emulated::Index { emulated::current->thread }
+#define gridDim \
+  emulated::Index { static_cast<unsigned>(emulated::grid) }
+#define blockIdx \
+  emulated::Index { emulated::current->block->number }
+
+#define blockDim \
+  emulated::Index { static_cast<unsigned>(emulated::threads) }
+
+inline void __syncthreads() { emulated::wait_at(0, emulated::threads); }
+inline bool __syncthreads_and(bool x) {
+  emulated::Block& block = *emulated::current->block;
+  bool& all = block.all[block.barriers[0].phase & 1];
+  if (block.barriers[0].arrived == 0) all = true;
+  all &= x;
+  __syncthreads();
+  return all;
+}
+inline void __syncwarp(unsigned = ~0u) {
+  uint64_t nothing = 0;
+  emulated::exchange(&nothing, 1);
+}
+template <class T>
+T __shfl_sync(unsigned, T x, int source) {
+  return emulated::from_lane(x, source);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return emulated::from_lane(x, emulated::lane() ^ mask);
+}
+inline bool __any_sync(unsigned, bool x) {
+  const uint64_t word = x;
+  const auto table = emulated::exchange(&word, 1);
+  return std::any_of(table, table + 32, [](const auto& of) { return of[0] != 0; });
+}
+inline bool __all_sync(unsigned, bool x) { return !__any_sync(~0u, !x); }
+template <class T>
+T __shfl_up_sync(unsigned, T x, int by) {
+  return emulated::from_lane(x,
+                             std::max(emulated::lane() - by, emulated::lane() < by ? emulated::lane() : 0));
+}
+template <class T>
+T __shfl_down_sync(unsigned, T x, int by) {
+  return emulated::from_lane(x, emulated::lane() + by < 32 ? emulated::lane() + by : emulated::lane());
+}
+inline float __uint_as_float(uint32_t x) {
+  float y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+// What a compiler may not make one operation of with another.
+inline float __fadd_rn(float a, float b) {
+  volatile float sum = a + b;
+  return sum;
+}
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __log2f(float x) { return std::log2(x); }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline double rsqrt(double x) { return 1. / std::sqrt(x); }
+using std::max;
+using std::min;

@@ -1,0 +1,117 @@
+"""Calls of gsa and gla on the emulator (tests/emulated/gated.h): tensors, gates, and what is compared."""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from emulated import NUMBER, POINTER, Array, eights
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FEATURES = ["softmax", "none", "silu", "relu", "relu2"]
+SHARED = 232448  # bytes that a block of sm_90 may have; of sm_80, of sm_86
+SHARED_80, SHARED_86 = 166912, 101376
+
+GATED = (
+    (NUMBER, "batch tokens sequences"),
+    (POINTER, "cu_seqlens"),
+    (NUMBER, "rows heads query_heads D V M slots feature"),
+    (ctypes.c_double, "scale"),
+    (NUMBER, "exact shared card"),
+    (Array, "q k v s g dout"),
+    (Array * 2, "initial last dlast dinitial"),
+    (Array, "o dq dk dv ds dg"),
+)
+
+
+def gates(pattern, shape, generator):
+    """Log gates as a layer makes them, or down to -20: from token to token, or rarely among weak ones."""
+    if pattern == "mild":
+        return F.logsigmoid(torch.randn(shape, generator=generator)) / 8
+    if pattern == "sudden":
+        return torch.where(torch.rand(shape, generator=generator) < 0.03, -20.0, -0.01)
+    return -20 * torch.rand(shape, generator=generator) ** 4
+
+
+class Layout:
+    """The tokens of sequences: rows of a batch, packed in one row, or a part of every row."""
+
+    def __init__(self, lengths, how):
+        self.lengths, self.N = lengths, len(lengths)
+        self.packed, self.cu_seqlens = how == "packed", None
+        if self.packed:
+            self.B, self.T = 1, sum(lengths) + 5
+            self.starts = [2 + sum(lengths[:i]) for i in range(self.N)]
+            self.cu_seqlens = torch.tensor([*self.starts, 2 + sum(lengths)])
+        elif how == "rows":
+            self.B, self.T = self.N, max(lengths) + 3
+            self.starts = [n % 3 for n in range(self.N)]
+            self.cu_seqlens = torch.tensor([[s, s + n] for s, n in zip(self.starts, lengths, strict=True)])
+        else:
+            self.B, self.T, self.starts = self.N, lengths[0], [0] * self.N
+        self.owned = torch.zeros(self.B, self.T, dtype=torch.bool)
+        for n in range(self.N):
+            self.owned[self.part(n)] = True
+
+    def part(self, n):
+        """Of a tensor [B, T, ...] the tokens of sequence n, [1, its length, ...]."""
+        row = 0 if self.packed else n
+        return slice(row, row + 1), slice(self.starts[n], self.starts[n] + self.lengths[n])
+
+    def fill(self, call):
+        call.batch, call.tokens, call.sequences = self.B, self.T, self.N
+        call.cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.data_ptr()
+        call.rows = self.cu_seqlens is not None and not self.packed
+
+    def assert_kept(self, name, x):
+        """Of rows() to be written: what no sequence owns, and what lies between rows, is as it was."""
+        left = x._base.clone()
+        left[self.owned] = left[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
+        assert left.isnan().all(), f"{name} is written beyond its rows"
+
+
+def state(N, H, width, M, of=None):
+    """A memory as kernels have it, [N, heads, width, M]: `of` and zeros, or to be written."""
+    padded = torch.full((N, H, eights(width), eights(M)), torch.nan)
+    if of is not None:
+        padded.zero_()[:, :, :width, :M] = of
+    return padded
+
+
+def gapped(x, dtype=FP32, turned=False):
+    """x as it may lie for a step: NaN between its rows, or, turned, its columns."""
+    if turned:
+        return gapped(x.mT, dtype).mT
+    padded = torch.full((*x.shape[:-1], x.shape[-1] + 4), torch.nan, dtype=dtype)
+    padded[..., : x.shape[-1]] = x
+    return padded[..., : x.shape[-1]]
+
+
+def assert_gaps_kept(x):
+    """Of gapped(), written all over."""
+    base = x._base
+    assert base.isnan().sum() == base.numel() - x.numel(), "a step writes beyond its rows"
+
+
+# Of all of a tensor, and of a row.
+ALLOWED = {BF16: (0.008, 0.015), FP16: (0.001, 0.002), FP32: (1e-5, 2e-5)}
+
+
+def assert_close_by_rows(got, want, dtype, kinks=False):
+    """All of a tensor, and each of its rows, as it is or as all are on the average. The gates' gradients are
+    sums that cancel. Behind kinks, a few numbers have the gradient of the other side.
+    """
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        most, most_of_row = ALLOWED[dtype]
+        if name == "dg":
+            most, most_of_row = 2 * most, 2 * most_of_row
+        if kinks and name.startswith("d") and dtype != FP32:
+            most, most_of_row = 0.06, 0.3
+        if not expected.numel():
+            continue
+        error = got[name].double() - expected
+        assert not error.isnan().any(), f"{name} has NaN"
+        whole = error.norm() / expected.norm().clamp_min(1e-2)
+        size = expected.norm(dim=-1) + expected.norm(dim=-1).mean().clamp_min(1e-2)
+        row = (error.norm(dim=-1) / size).max()
+        assert whole < most and row < most_of_row, f"{name}: off by {whole:.3%}, a row by {row:.3%}"

@@ -1,0 +1,399 @@
+"""The kernels of delta_product as they stand, on the CPU (tests/emulated): forward, gradients and step."""
+
+import ctypes
+
+import pytest
+import recurrences
+import torch
+import torch.nn.functional as F
+from emulated import (
+    NUMBER,
+    POINTER,
+    Array,
+    assert_close,
+    compiled_once,
+    eights,
+    needs_headers,
+    rows,
+    structure,
+)
+
+pytestmark = needs_headers
+
+
+Call = structure(
+    (NUMBER, "batch tokens sequences"),
+    (POINTER, "cu_seqlens"),
+    (NUMBER, "rows heads query_heads key_share query_share D V n unit gated"),
+    (ctypes.c_double, "scale"),
+    (NUMBER, "card"),
+    (Array, "q k v beta g initial last o last_alone o_alone"),
+    (Array, "dout dlast dinitial dz dq dk dv dbeta dg"),
+    (POINTER, "prepared states gradients scan_workspace reverse_workspace factors"),
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "delta_product", sizes=("chunks", "scan_bytes", "reverse_bytes"))
+
+
+def unwritten(*shape):
+    return torch.full(shape, torch.nan)
+
+
+class Draw:
+    """Random tensors, rounded to the dtype of q."""
+
+    def __init__(self, seed, dtype):
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator)
+
+    def uniform(self, low, high, *shape):
+        return low + (high - low) * torch.rand(shape, generator=self.generator)
+
+    def keys(self, kind, *shape):
+        """Unit vectors, or vectors of any length; "repeated": nearly the same in every row."""
+        x = self.normal(*shape)
+        if kind == "repeated":
+            x = x[:, :1] + 0.1 * x
+        return x if kind == "normal" else F.normalize(x, dim=-1)
+
+
+def check(
+    kernels,
+    *lengths,
+    D=64,
+    V=64,
+    H=1,
+    heads_q=None,
+    heads_k=None,
+    n=1,
+    gates=None,
+    unit=False,
+    beta=(0.0, 1.0),
+    keys="unit",
+    initial=True,
+    ends=True,
+    packed=False,
+    begins=None,
+    card=132,
+    dtype=torch.bfloat16,
+    numbers=torch.float32,
+    scale=None,
+    cut=False,
+    times=1,
+):
+    """One call against the recurrence in float64. `begins`: where the sequence of each row begins; `numbers`:
+    the dtype of beta and g; `cut`: both scans are; `times`: what is lost to 16 bits, at most so often.
+    """
+    N, HQ, HK = len(lengths), heads_q or H, heads_k or H
+    HO = max(HQ, H)
+    B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0] if begins is None else 2 + max(lengths))
+    draw = Draw(D + n + sum(lengths), dtype)
+
+    def state(given=True):
+        padded = torch.zeros(N, H, eights(D), eights(V))
+        padded[:, :, :D, :V] = draw.normal(N, H, D, V) * D**-0.5
+        return padded if given else None
+
+    def given(width, rows_, heads, values):
+        return rows(B, rows_, heads, width, of=values, dtype=dtype)
+
+    tensors = {
+        "q": given(D, T, HQ, draw.keys("normal" if unit else "unit", B, T, HQ, D)),
+        "k": given(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
+        "v": given(V, T * n, H, draw.normal(B, T * n, H, V)),
+        "dout": given(V, T, HO, draw.normal(B, T, HO, V)),
+        "beta": draw.uniform(*beta, B, T * n, H).to(numbers),
+        "g": None if gates is None else (-gates * draw.uniform(0, 1, B, T, H)).to(numbers),
+        "initial": state(initial),
+        "dlast": state(ends),
+    }
+    alone = H == HO
+    tensors |= {name: unwritten(N, H, eights(D), eights(V)) for name in ("last", "last_alone", "dinitial")}
+    tensors |= {name: rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
+    tensors |= {name: rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
+    tensors["dz"] = tensors["dv"] if alone else tensors["dz"]
+    tensors["dq"] = rows(B, T, HO, D, dtype=dtype)
+    tensors["dk"] = rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
+    tensors |= {"dbeta": unwritten(B, T * n, H), "dg": None if gates is None else unwritten(B, T, HO)}
+
+    outside = torch.ones(B, T, dtype=torch.bool)
+    starts = [sum(lengths[:i]) for i in range(N)] if packed else begins or [0] * N
+    bounds = torch.tensor([*starts, sum(lengths)])
+    if begins is not None:
+        bounds = torch.tensor([[low, low + length] for low, length in zip(starts, lengths, strict=True)])
+    for i, (low, length) in enumerate(zip(starts, lengths, strict=True)):
+        outside[0 if packed else i, low : low + length] = False
+    for name in ("q", "k", "v", "dout", "beta", "g"):  # of tokens that no sequence owns
+        if T and tensors[name] is not None:
+            x = tensors[name]
+            x[outside.repeat_interleave(x.shape[1] // T, 1)] = torch.nan
+    call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=eights(D), V=eights(V), n=n)
+    call.key_share, call.query_share = H // HK, max(H // HQ, 1)
+    call.unit, call.gated, call.card = unit, gates is not None, card
+    call.rows, call.cu_seqlens = begins is not None, bounds.data_ptr() if packed or begins else None
+    call.scale = D**-0.5 if scale is None else scale
+    for name, tensor in tensors.items():
+        setattr(call, name, Array.of(tensor))
+    chunks = kernels.chunks(ctypes.byref(call))
+    states = chunks * H * eights(V) * eights(D)
+    bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
+    assert not cut or all(bytes_of.values())
+    work = {  # all bits set, and some more behind
+        name: torch.full((size + 256,), 0xFF, dtype=torch.uint8)
+        for name, size in (
+            ("prepared", chunks * H * kernels.prepared_bytes()),
+            ("states", 2 * states),
+            ("gradients", 2 * states),
+            ("factors", chunks * HO * 256),
+            ("scan_workspace", bytes_of["scan"]),
+            ("reverse_workspace", bytes_of["reverse"]),
+        )
+    }
+    for name, tensor in work.items():
+        setattr(call, name, tensor.data_ptr())
+    kernels.run(ctypes.byref(call))
+    assert all((tensor[-256:] == 0xFF).all() for tensor in work.values())
+
+    widths = {"q": D, "k": D, "v": V, "o": V}
+    leaves = {name: tensors[name][..., : widths[name]].double() for name in "qkv"}
+    leaves |= {name: tensors[name].double() for name in ("beta", "g") if tensors[name] is not None}
+    if initial:
+        leaves["initial"] = tensors["initial"][:, :, :D, :V].double()
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    total, o, finals = 0.0, torch.full((B, T, HO, V), torch.nan, dtype=torch.float64), []
+    for i in range(N):
+        row, low = (0, starts[i]) if packed else (i, starts[i])
+        high = low + lengths[i]
+        own = {
+            name: x[row : row + 1, low:high] if name in "qg" else x[row : row + 1, n * low : n * high]
+            for name, x in leaves.items()
+            if name != "initial"
+        }
+        start = (leaves["initial"][i : i + 1], None) if initial else None
+        out, (final, _) = recurrences.delta_product(**own, n=n, scale=call.scale, l2norm_qk=unit, state=start)
+        total = total + (out * tensors["dout"][row : row + 1, low:high, :, :V].double()).sum()
+        if ends:
+            total = total + (final * tensors["dlast"][i : i + 1, :, :D, :V].double()).sum()
+        o[row, low:high] = out.detach()[0]
+        finals.append(final.detach())
+    found = dict.fromkeys(leaves)
+    if isinstance(total, torch.Tensor) and total.requires_grad:
+        gradients = torch.autograd.grad(
+            total, list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+        found = dict(zip(leaves, gradients, strict=True))
+
+    owned = ~outside[..., None, None]
+    want = {"o": o, "o_alone": o, "last": torch.cat(finals), "last_alone": torch.cat(finals)}
+    want |= {f"d{name}": x for name, x in found.items() if x is not None}
+    got = {}
+    for name, expected in want.items():
+        x, of = tensors[name], name.removeprefix("d").removesuffix("_alone")
+        if name in ("last", "last_alone", "dinitial"):
+            got[name] = x[:, :, :D, :V]
+            continue
+        token = owned.repeat_interleave(x.shape[1] // T, 1) if T else owned
+        token = token if x.dim() == 4 else token[..., 0]
+        if x.dim() == 4:
+            assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: beyond its columns"
+            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
+            x = x[..., : widths[of]]
+        x = x.double().masked_fill(~token, 0.0)
+        if x.shape != expected.shape:  # of heads that share one, each has its part
+            x = x.unflatten(2, (expected.shape[2], -1)).sum(3)
+        got[name], want[name] = x, expected.masked_fill(~token, 0.0)
+    assert_close(got, want, times * LOST[dtype])
+
+
+LOST = {torch.bfloat16: 0.01, torch.float16: 0.00125}
+GROUPED = {"H": 2, "heads_q": 4}
+SHARED = {"H": 2, "heads_q": 1, "heads_k": 1}
+EVERY = {"gates": 0.1, "unit": True}
+
+
+@pytest.mark.parametrize("T", [0, 1, 15, 64, 65])
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
+def test_every_length(kernels, T, how):
+    check(kernels, T, **how)
+
+
+@pytest.mark.parametrize("n", [2, 3, 16])
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
+def test_several_steps(kernels, n, how):
+    check(kernels, 70 // n, n=n, **how)
+
+
+@pytest.mark.parametrize("D, V", [(64, 128), (128, 64), (128, 128), (72, 24), (20, 40)])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("how", [{}, {"unit": True}, {"gates": 0.1}], ids=["plain", "unit", "gates"])
+def test_widths(kernels, D, V, n, how):
+    check(kernels, 70 // n, D=D, V=V, n=n, **how)
+
+
+@pytest.mark.parametrize("V", [24, 200])
+def test_widest(kernels, V):
+    check(kernels, 20, D=200, V=V, n=4, **EVERY)
+
+
+@pytest.mark.parametrize("D, V, n", [(64, 64, 1), (64, 40, 2), (128, 64, 1), (128, 128, 2), (64, 128, 2)])
+@pytest.mark.parametrize("heads", [GROUPED, SHARED], ids=["grouped", "shared"])
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
+def test_heads(kernels, D, V, n, heads, how):
+    check(kernels, 70 // n, D=D, V=V, n=n, **heads, **how)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("n", [1, 2])
+def test_packed_sequences(kernels, D, n):
+    check(kernels, 40, 0, 1, 70, D=D, n=n, gates=0.1, packed=True)
+    check(kernels, 17, 0, 70, D=D, n=n, H=2, packed=True, unit=True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_rows_with_one_sequence(kernels, n):
+    check(kernels, 70, 0, 33, n=n, gates=0.1, begins=[1, 5, 2])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("heads", [{}, GROUPED], ids=["own", "grouped"])
+def test_one_block_with_chain_and_readers(kernels, n, heads):
+    check(kernels, 330 // n, n=n, card=0, gates=0.05, **heads)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
+def test_more_chunks_than_stages(kernels, D, n, how):
+    check(kernels, 400 // n, D=D, n=n, card=2, **how)
+
+
+@pytest.mark.parametrize("D, V, n", [(64, 64, 1), (64, 24, 2), (128, 64, 1), (128, 40, 2), (72, 128, 2)])
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
+def test_segments(kernels, D, V, n, how):
+    check(kernels, 350 // n, D=D, V=V, n=n, cut=True, **how)
+
+
+def test_many_segments(kernels):
+    check(kernels, 320, n=2, V=24, cut=True)
+
+
+@pytest.mark.parametrize("D, V, card", [(64, 64, 4), (128, 64, 4), (64, 128, 8)])
+def test_two_chains_a_block(kernels, D, V, card):
+    check(kernels, 140, D=D, V=V, n=4, card=card, cut=True)
+
+
+def test_two_chains_that_share_many_stages(kernels):
+    check(kernels, 400, n=4, card=4, cut=True)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_segments_of_packed_sequences(kernels, D):
+    check(kernels, 70, 0, 190, n=4, D=D, gates=0.05 if D == 64 else None, packed=True, cut=True)
+
+
+@pytest.mark.parametrize("n, T, D", [(1, 100, 64), (2, 60, 64), (1, 70, 128), (2, 35, 128)])
+@pytest.mark.parametrize("gates", [None, 0.05])
+def test_repeated_keys_with_strong_steps(kernels, n, T, D, gates):
+    how = {"n": n, "D": D, "gates": gates, "keys": "repeated", "times": 4}
+    check(kernels, T, beta=(1.9, 2.0), **how)
+    check(kernels, T, beta=(0.9, 1.0), **how, **GROUPED)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_half_with_repeated_keys(kernels, n):
+    how = {"n": n, "keys": "repeated", "dtype": torch.float16, "times": 4}
+    check(kernels, 100 // n, beta=(1.9, 2.0), **how)
+    check(kernels, 100 // n, beta=(1.9, 2.0), gates=0.05, **how)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("how", [{}, EVERY, {"unit": True}], ids=["plain", "gates_unit", "unit"])
+def test_half(kernels, n, how):
+    check(kernels, 100 // n, n=n, dtype=torch.float16, **how)
+
+
+@pytest.mark.parametrize("gates", [5.0, 300.0])
+@pytest.mark.parametrize("D, V", [(64, 64), (128, 64), (128, 128)])
+def test_gates_that_close(kernels, D, V, gates):
+    check(kernels, 70, D=D, V=V, gates=gates)
+
+
+@pytest.mark.parametrize("numbers", [torch.bfloat16, torch.float16, torch.float64])
+def test_types_of_gates_and_steps(kernels, numbers):
+    check(kernels, 70, H=3, gates=0.1, numbers=numbers)
+    check(kernels, 37, H=1, n=2, numbers=numbers)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_without_states(kernels, D):
+    check(kernels, 70, D=D, gates=0.1, initial=False, ends=False, scale=0.3)
+
+
+def check_step(
+    kernels,
+    *,
+    D,
+    V,
+    H=1,
+    heads_q=None,
+    heads_k=None,
+    n=1,
+    gates=None,
+    unit=False,
+    vector=False,
+    dtype=torch.bfloat16,
+    N=2,
+):
+    HQ, HK = heads_q or H, heads_k or H
+    HO = max(HQ, H)
+    draw = Draw(D + V + n, dtype)
+    one = {
+        "q": draw.normal(N, 1, HQ, D).to(dtype),
+        "k": draw.keys("normal" if unit else "unit", N, n, HK, D).to(dtype),
+        "v": draw.normal(N, n, H, V).to(dtype),
+        "beta": draw.uniform(0, 1, N, n, H, *[D] * vector),
+    }
+    g = None if gates is None else -gates * draw.uniform(0, 1, N, 1, H)
+    # Every second row and head of what lies there.
+    room = draw.normal(N, 2 * H, 2 * D, V + 4)
+    state = room[:, ::2, ::2, :V]
+    given, around = state.double(), room.clone()
+    o = torch.full((N, HO, V + 1), torch.nan, dtype=dtype)[..., :V]
+    call = Call(sequences=N, heads=H, query_heads=HO, key_share=H // HK, query_share=max(H // HQ, 1))
+    call.D, call.V, call.n, call.unit, call.gated, call.scale = D, V, n, unit, gates is not None, 0.3
+    beta = one["beta"] if vector else one["beta"][..., None].expand(N, n, H, max(D, V))
+    for name, x in {
+        "q": one["q"][:, 0],
+        "k": one["k"],
+        "v": one["v"],
+        "beta": beta,
+        "g": g if g is None else g[:, 0],
+        "last": state,
+        "o": o,
+    }.items():
+        setattr(call, name, Array.of(x))
+    kernels.step(ctypes.byref(call))
+    double = {name: x.double() for name, x in one.items()} | {"g": None if g is None else g.double()}
+    out, (final, _) = recurrences.delta_product(**double, n=n, scale=0.3, l2norm_qk=unit, state=(given, None))
+    assert_close({"o": o}, {"o": out[:, 0]}, 1e-6 if dtype == torch.float32 else 4e-3)
+    assert_close({"last": state}, {"last": final}, 1e-6)
+    around[:, ::2, ::2, :V] = state
+    assert torch.equal(around, room)
+    assert o._base[..., V].isnan().all()
+
+
+@pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (72, 20), (20, 37), (200, 64)])
+@pytest.mark.parametrize("how", [{}, {"n": 2, **EVERY}, {"n": 2, **GROUPED}, SHARED | EVERY], ids=str)
+def test_step(kernels, D, V, how):
+    check_step(kernels, D=D, V=V, **how)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_step_with_a_beta_for_every_element(kernels, n):
+    check_step(kernels, D=72, V=72, n=n, vector=True, gates=0.1, dtype=torch.float32)

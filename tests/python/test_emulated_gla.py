@@ -1,0 +1,305 @@
+"""The kernels of gla as they stand, on the CPU (tests/emulated): forward, every gradient, the step."""
+
+import ctypes
+
+import pytest
+import recurrences
+import torch
+from emulated import NUMBER, Array, compiled_once, eights, needs_headers, rows, structure
+from emulated_gated import (
+    BF16,
+    FP16,
+    FP32,
+    GATED,
+    SHARED,
+    SHARED_80,
+    SHARED_86,
+    Layout,
+    assert_close_by_rows,
+    assert_gaps_kept,
+    gapped,
+    gates,
+    state,
+)
+
+pytestmark = needs_headers
+
+Call = structure(*GATED, (NUMBER, "by_head key_share query_share values"))
+Step = structure(
+    (NUMBER, "sequences heads query_heads key_share query_share D V"),
+    (ctypes.c_double, "scale"),
+    (Array, "q k v g state o"),
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "gla", sizes=())
+
+
+def for_heads(x, heads):
+    """[B, T, shared, width] for each of so many heads, or as it is."""
+    return x.repeat_interleave(max(1, heads // x.shape[2]), 2)
+
+
+def check(
+    kernels,
+    lengths,
+    kind="channel",
+    *,
+    dtype=BF16,
+    exact=False,
+    D=64,
+    V=64,
+    H=1,
+    queries=None,
+    keys=None,
+    pattern="mild",
+    gate_dtype=FP32,
+    how=None,
+    resumed=True,
+    scale=None,
+    shared=SHARED,
+    cut=True,
+):
+    """One call against the recurrence in float64. kind: a gate a channel, a head, or none (plain)."""
+    generator = torch.Generator().manual_seed(sum(lengths) + D + 2 * V)
+    at, N, scale = Layout(lengths, how), len(lengths), D**-0.5 if scale is None else scale
+    B, T, exact = at.B, at.T, exact or dtype == FP32
+    by_head = kind != "channel" and not exact
+    HQ, HK = queries or H, keys or H
+    HO = max(HQ, H)
+    part = dtype if HO == H else FP32
+    parts = H if exact else HO
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    given = {"q": normal(B, T, HQ, D), "k": normal(B, T, HK, D), "v": normal(B, T, H, V)}
+    given = {name: x.to(dtype) for name, x in given.items()}
+    if kind != "plain":
+        shape = (B, T, H, D) if kind == "channel" else (B, T, H)
+        given["g"] = gates(pattern, shape, generator).to(gate_dtype)
+    x = {name: rows(*y.shape, of=y, dtype=dtype) for name, y in given.items() if name in "qkv"}
+    if not by_head:
+        q = for_heads(given["q"], H)
+        k = for_heads(given["k"], H)
+        x["q"] = rows(*q.shape, of=q * scale, dtype=FP32) if exact else rows(*q.shape, of=q, dtype=dtype)
+        x["k"] = rows(*k.shape, of=k, dtype=dtype)
+        if exact:
+            x["s"] = rows(*k.shape, of=k, dtype=FP32)
+        g = given["g"].float() if "g" in given else torch.zeros(B, T, H)
+        x["g"] = rows(B, T, H, D, of=g if g.dim() == 4 else g[..., None], dtype=FP32)
+    x["dout"] = rows(B, T, HO, V, of=normal(B, T, HO, V), dtype=dtype)
+    x |= {
+        "o": rows(B, T, HO, V, dtype=dtype),
+        "dq": rows(B, T, HO, D, dtype=FP32 if exact else dtype),
+        "dk": rows(B, T, parts, D, dtype=FP32 if exact else part),
+        "dv": rows(B, T, parts, V, dtype=dtype if exact else part),
+    }
+    if not by_head:
+        x["dg"] = rows(B, T, parts, D, dtype=FP32)
+    first = normal(N, H, D, V) if resumed else None
+    dlast = normal(N, H, D, V)
+
+    call = Call(heads=H, query_heads=HO, D=0, V=eights(V), M=eights(D), slots=D, scale=scale)
+    at.fill(call)
+    call.exact, call.by_head, call.values = exact, by_head, V
+    call.shared, call.card = shared, 132 if cut else 1
+    call.key_share, call.query_share = H // HK, max(1, H // HQ)
+    if by_head:
+        # As they are; what the last state's gradient gives goes to a memory's first query head.
+        of_first = torch.zeros(N, H, HO // H, D, V)
+        of_first[:, :, 0] = dlast
+        memory = {
+            "initial": first,
+            "dlast": of_first.flatten(1, 2),
+            "last": torch.full((N, H, D, V), torch.nan),
+            "dinitial": torch.full((N, HO, D, V), torch.nan),
+        }
+        memory = {name: None if y is None else y.mT for name, y in memory.items()}
+        if "g" in given:
+            x |= {"g": given["g"], "dg": torch.full((B, T, H), torch.nan, dtype=gate_dtype)}
+    else:
+        memory = {name: state(N, H, V, D) for name in ("last", "dinitial")}
+        memory["initial"] = state(N, H, V, D, first.mT).mT.contiguous().mT if resumed else None
+        memory["dlast"] = state(N, H, V, D, dlast.mT)
+    for name, tensor in x.items():
+        setattr(call, name, Array.of(tensor))
+    for name, tensor in memory.items():
+        setattr(call, name, (Array * 2)(Array(), Array.of(tensor)))
+    kernels.run(ctypes.byref(call))
+
+    leaves = {name: y.double() for name, y in given.items()}
+    if resumed:
+        leaves["state"] = first.double()
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    total, o, finals = 0.0, [], []
+    for n in range(N):
+        tokens = {name: leaf[at.part(n)] for name, leaf in leaves.items() if name != "state"}
+        begin = (leaves["state"][n : n + 1],) if resumed else None
+        out, (final,) = recurrences.gla(**tokens, scale=scale, state=begin)
+        total = total + (out * x["dout"][at.part(n)][..., :V].double()).sum()
+        total = total + (final * dlast[n : n + 1].double()).sum()
+        o.append(out.detach()[0])
+        finals.append(final.detach())
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+
+    want = {"o": torch.cat(o), "last": torch.cat(finals)}
+    want |= {f"d{n}": y if n == "state" else y[at.owned] for n, y in zip(leaves, found, strict=True)}
+
+    def summed(name, heads, width):
+        return x[name].unflatten(2, (heads, -1)).float().sum(3)[at.owned][..., :width]
+
+    got = {"o": x["o"][at.owned][..., :V], "last": memory["last"].mT[:, :, :D, :V]}
+    got |= {"dq": summed("dq", HQ, D) * (scale if exact else 1), "dk": summed("dk", HK, D)}
+    got["dv"] = summed("dv", H, V)
+    if by_head and "g" in given:
+        got["dg"] = x["dg"][at.owned]
+    elif "g" in given:
+        got["dg"] = summed("dg", H, D).sum(-1) if kind == "head" else summed("dg", H, D)
+    if resumed:
+        got["dstate"] = memory["dinitial"].mT[:, :, :D, :V].unflatten(1, (H, -1)).sum(2)
+    assert_close_by_rows(got, want, dtype)
+    for name in ("o", "dq", "dk", "dv", *(["dg"] if not by_head else [])):
+        at.assert_kept(name, x[name])
+
+
+KINDS = ["channel", "head", "plain"]
+
+
+@pytest.mark.parametrize("T", [0, 1, 15, 64, 65, 128, 129])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_length(kernels, T, kind):
+    check(kernels, [T], kind, D=24, V=40)
+
+
+@pytest.mark.parametrize("pattern", ["mild", "strong", "sudden"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("kind", ["channel", "head"])
+def test_every_gate(kernels, kind, dtype, pattern):
+    check(kernels, [200], kind, dtype=dtype, pattern=pattern)
+
+
+@pytest.mark.parametrize("pattern", ["mild", "strong"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "kind, D, V",
+    [
+        *(("channel", D, V) for D, V in ((20, 130), (128, 64), (100, 72))),
+        *(("head", D, V) for D, V in ((20, 130), (128, 64), (100, 200), (256, 24), (200, 130))),
+    ],
+)
+def test_every_width(kernels, kind, D, V, dtype, pattern):
+    check(kernels, [140], kind, dtype=dtype, D=D, V=V, pattern=pattern)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("D, V", [(20, 130), (200, 24)])
+def test_every_width_of_the_exact_kernels(kernels, D, V, kind):
+    check(kernels, [70], kind, dtype=BF16 if V == 24 else FP32, exact=True, D=D, V=V)
+
+
+@pytest.mark.parametrize("gate_dtype", [BF16, FP16])
+def test_gates_of_16_bits(kernels, gate_dtype):
+    check(kernels, [129, 129], "head", H=2, gate_dtype=gate_dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "H, queries, keys", [(2, 6, 2), (4, 2, 1), (2, 1, 2), (2, 4, 1)], ids=lambda n: str(n)
+)
+def test_heads_that_share(kernels, H, queries, keys, kind, dtype):
+    check(kernels, [66], kind, dtype=dtype, D=40, V=24, H=H, queries=queries, keys=keys)
+
+
+@pytest.mark.parametrize("how", ["packed", "rows"])
+@pytest.mark.parametrize(
+    "kind, dtype", [*((kind, BF16) for kind in KINDS), ("head", FP16), ("channel", FP32)]
+)
+def test_sequences_of_their_own_lengths(kernels, kind, dtype, how):
+    check(kernels, [30, 0, 70, 64, 1, 193, 128], kind, dtype=dtype, D=24, V=40, H=2, how=how)
+
+
+@pytest.mark.parametrize("kind, dtype", [("channel", BF16), ("head", BF16), ("plain", BF16), ("head", FP32)])
+def test_no_first_state(kernels, kind, dtype):
+    check(kernels, [140, 140], kind, dtype=dtype, D=24, V=40, resumed=False)
+
+
+# Of 6 chunks or more, that is cut into segments (tile/segments.h as it is rewritten).
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shared", [SHARED, SHARED_86])
+def test_long_sequences(kernels, kind, shared):
+    check(kernels, [450], kind, D=24, V=40, shared=shared)
+    check(kernels, [385, 20], kind, D=24, V=40, H=2, queries=4, how="packed", shared=shared)
+
+
+# More chunks than rings have places, uncut.
+@pytest.mark.parametrize(
+    "D, T, shared",
+    [
+        *((64, 460, SHARED), (64, 330, SHARED_86), (128, 330, SHARED)),
+        *((128, 260, SHARED_86), (200, 260, SHARED), (200, 200, SHARED_80)),
+    ],
+)
+def test_more_chunks_than_places(kernels, D, T, shared):
+    check(kernels, [T], "head", D=D, V=24, shared=shared, cut=False)
+
+
+def step(kernels, D, V, kind, dtype, H=2, queries=None, keys=None, turned=False):
+    generator = torch.Generator().manual_seed(D + V)
+    N, HQ, HK = 3, queries or H, keys or H
+    HO = max(HQ, H)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x = {"q": gapped(normal(N, HQ, D), dtype, True), "k": gapped(normal(N, HK, D), dtype)}
+    x["v"] = gapped(normal(N, H, V), dtype, True)
+    if kind != "plain":
+        shape = (N, H, D) if kind == "channel" else (N, H, 1)
+        x["g"] = gapped(gates("strong", shape, generator), dtype).expand(N, H, D)
+    x["o"] = gapped(torch.full((N, HO, V), torch.nan), dtype)
+    memory = gapped(normal(N, H, D, V), turned=turned)
+
+    inputs = {name: x[name][:, None].double() for name in "qkvg" if name in x}
+    o, (state,) = recurrences.gla(**inputs, state=(memory.double(),))
+
+    call = Step(sequences=N, heads=H, query_heads=HO, D=D, V=V, scale=D**-0.5)
+    call.key_share, call.query_share = H // HK, max(1, H // HQ)
+    for name, tensor in x.items():
+        setattr(call, name, Array.of(tensor))
+    call.state = Array.of(memory)
+    kernels.step(ctypes.byref(call))
+    assert_close_by_rows({"o": x["o"]}, {"o": o[:, 0]}, dtype)
+    assert_close_by_rows({"state": memory}, {"state": state}, FP32)
+    for tensor in (x["o"], memory):
+        assert_gaps_kept(tensor)
+
+
+STEPS = {
+    "held": {"D": 40, "V": 128},
+    "too large": {"D": 72, "V": 132},
+    "no packs": {"D": 17, "V": 30},
+    "few packs": {"D": 20, "V": 12},
+    "wide": {"D": 9, "V": 520},
+    "long": {"D": 300, "V": 4},
+}
+
+
+@pytest.mark.parametrize("kind, dtype", [("channel", BF16), ("head", FP32), ("plain", FP16)])
+@pytest.mark.parametrize("sizes", STEPS)
+def test_step(kernels, sizes, kind, dtype):
+    step(kernels, **STEPS[sizes], kind=kind, dtype=dtype)
+
+
+@pytest.mark.parametrize("H, queries, keys", [(2, 6, 2), (4, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("sizes", ["held", "too large", "no packs"])
+def test_heads_that_share_in_a_step(kernels, sizes, H, queries, keys):
+    step(kernels, **STEPS[sizes], kind="channel", dtype=BF16, H=H, queries=queries, keys=keys)
+
+
+def test_step_of_a_state_that_lies_otherwise(kernels):
+    step(kernels, D=20, V=24, kind="channel", dtype=BF16, queries=4, turned=True)
