@@ -178,7 +178,6 @@ class Runner:
             before += ("--kernel-name", "kns=girih")
         marks, names = SANITIZED
         chosen = ("--each", str(each), "-m", marks, "-k", names, *self.kernel_tests)
-        # Every process has every kernel instrumented anew: more of them do not take less time.
         result = self.pytest(*chosen, before=before, jobs=8, GIRIH_SANITIZED="1", **own)
         # A line of every process, whichever of them had errors.
         found = re.findall(

@@ -2,8 +2,8 @@
 
 import ctypes
 
+import kernel_accuracy
 import torch
-import torch.nn.functional as F
 from emulated import NUMBER, POINTER, Array, eights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,12 +24,10 @@ GATED = (
 
 
 def gates(pattern, shape, generator):
-    """Log gates as a layer makes them, or down to -20: from token to token, or rarely among weak ones."""
-    if pattern == "mild":
-        return F.logsigmoid(torch.randn(shape, generator=generator)) / 8
-    if pattern == "sudden":
-        return torch.where(torch.rand(shape, generator=generator) < 0.03, -20.0, -0.01)
-    return -20 * torch.rand(shape, generator=generator) ** 4
+    """Log gates, of kernel_accuracy.py, or down to -20 from token to token, most of them weak."""
+    if pattern == "strong":
+        return -20 * torch.rand(shape, generator=generator) ** 4
+    return kernel_accuracy.gates(pattern, shape, generator)
 
 
 class Layout:
