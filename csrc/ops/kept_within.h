@@ -5,9 +5,6 @@
 
 namespace girih {
 
-// Of shorter chunks these memories would be many times the size of the tokens.
-constexpr int64_t kShortestChunk = 8;
-
 // Room for as many chunks as sequences can touch, which may begin within one where they have a position.
 inline c10::SymInt kept_within(const Tensor& q, const c10::SymInt& sequences, const OptionalTensor& position,
                                const OptionalTensor& cu_seqlens, int64_t chunk) {

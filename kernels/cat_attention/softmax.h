@@ -40,12 +40,9 @@ struct CatSoftmax {
       const float base = most * scale.by;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& x = s.at[n][2 * i + j];
-          x = exp2_fast(fmaf(x, scale.by, -base));
-          sum[i] += x;
-        }
+        float &x = s.at[n][2 * i], &y = s.at[n][2 * i + 1];
+        x = exp2_fast(fmaf(x, scale.by, -base)), y = exp2_fast(fmaf(y, scale.by, -base));
+        sum[i] += x + y;
       }
     }
     return {by[0], by[1]};
@@ -53,7 +50,8 @@ struct CatSoftmax {
 
   // log sum e^{scale s}, of a row's whole sum.
   __device__ float log_sum(int i, float whole, const CatScale& scale) const {
-    return largest[i] * scale.by / kLog2E + logf(whole);
+    constexpr float kLn2 = 0.6931471805599453f;
+    return largest[i] * scale.by * kLn2 + logf(whole);
   }
 };
 

@@ -92,7 +92,6 @@ struct TrellisChunk {
   }
   // Of tile j.
   __device__ const TokenGate* gates_of(int j) const { return tokens_ + j * kTile; }
-  __device__ Through own_through() const { return Through(gates_of(tile)); }
 
   // ---- reads -------------------------------------------------------------------------------------------
 

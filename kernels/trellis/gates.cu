@@ -1,5 +1,8 @@
-// What a chunk's gates come to for its tokens, and their gradients: a thread has a chunk's head, neighbours
-// the next head, and goes through the tokens.
+// What a chunk's gates come to for its tokens, and their gradients.
+//
+// A chunk's head is a column; a block has 32 of them, neighbours the next head. Its threads bring the
+// columns' numbers to shared memory, a warp goes through the tokens of all 32, and all threads store: what
+// waits for memory does not wait token by token.
 #include "tile/gates.h"
 #include "tile/pack.h"
 #include "trellis/trellis.h"
@@ -7,85 +10,124 @@
 namespace girih::kernels {
 namespace {
 
-// The chunk's head of thread `index`, of all threads.
-struct ChunkHead {
+constexpr int kColumns = 32, kWarps = 8;  // threads of a block; a warp has every eighth token
+
+// Of the thread.
+struct Column {
   int64_t batch;
   Chunk chunk;
-  int head;
+  int head, index, warp;
 
-  __device__ ChunkHead(const TrellisShape& shape, int64_t index)
-      : batch(0), chunk{0, 0, false}, head(static_cast<int>(index % shape.heads)) {
-    if (index >= chunk_count(shape.grid) * shape.heads) return;
-    const NumberedChunk at = chunk_at(shape.grid, index / shape.heads);
+  __device__ explicit Column(const TrellisShape& shape)
+      : batch(0),
+        chunk{0, 0, false},
+        head(0),
+        index(static_cast<int>(threadIdx.x) % kColumns),
+        warp(static_cast<int>(threadIdx.x) / kColumns) {
+    const int64_t column = blockIdx.x * int64_t{kColumns} + index;
+    if (column >= chunk_count(shape.grid) * shape.heads) return;
+    head = static_cast<int>(column % shape.heads);
+    const NumberedChunk at = chunk_at(shape.grid, column / shape.heads);
     chunk = chunk_of(shape.grid, at.of, at.index), batch = at.of.sequence.batch;
   }
   // Token t of the chunk in [B, T, H].
   __device__ int64_t place(const TrellisShape& shape, int t) const {
     return (batch * shape.grid.tokens.tokens + chunk.start + t) * shape.heads + head;
   }
+  // In the block's shared memory, a number a token and column.
+  __device__ int slot(int t) const { return t * kColumns + index; }
 };
 
-__device__ inline float gate_of(const In<3>& g, const ChunkHead& of, int t) {
-  return g.data == nullptr ? 0.f : kLog2E * summable(load_any(g, of.batch, of.chunk.start + t, of.head));
-}
-
-__global__ void trellis_gates_kernel(const __grid_constant__ TrellisGates p) {
-  const ChunkHead of(p.shape, blockIdx.x * int64_t{blockDim.x} + threadIdx.x);
-  float after = 0.f;
-#pragma unroll 4
-  for (int t = of.chunk.length - 1; t >= 0; --t) {
-    p.tokens[of.place(p.shape, t)].after = after;
-    after += gate_of(p.g, of, t);
+__global__ void __launch_bounds__(kColumns* kWarps)
+    trellis_gates_kernel(const __grid_constant__ TrellisGates p) {
+  extern __shared__ __align__(16) float shared[];
+  const int size = p.shape.grid.size * kColumns;
+  float *const gate = shared, *const after = gate + size, *const through = after + size,
+               *const lost = through + size;
+  const Column of(p.shape);
+  const int length = of.chunk.length;
+  if (p.g.data != nullptr) {
+    for (int t = of.warp; t < length; t += kWarps) {
+      gate[of.slot(t)] = kLog2E * summable(load_any(p.g, of.batch, of.chunk.start + t, of.head));
+    }
+  } else {
+    for (int t = of.warp; t < length; t += kWarps) gate[of.slot(t)] = 0.f;
   }
-  // L_t, and what its rounding has lost: sums of gates that close and of others that do not lose the digits
-  // of these, which differences of L_t are taken with.
-  float sum = 0.f, lost = 0.f;
-#pragma unroll 4
-  for (int t = 0; t < of.chunk.length; ++t) {
-    const float gate = gate_of(p.g, of, t), total = __fadd_rn(sum, gate), added = __fadd_rn(total, -sum);
-    lost += __fadd_rn(__fadd_rn(sum, -__fadd_rn(total, -added)), __fadd_rn(gate, -added));
-    sum = total;
-    TokenGate& token = p.tokens[of.place(p.shape, t)];
-    token.through = sum, token.lost = lost;
-    token.gamma = load_any(p.gamma, of.batch, of.chunk.start + t, of.head);
+  __syncthreads();
+  if (of.warp == 0) {
+    // L_t, and what its rounding has lost: sums of gates that close and of others that do not lose the digits
+    // of these, which differences of L_t are taken with.
+    float sum = 0.f, rest = 0.f;
+    for (int t = 0; t < length; ++t) {
+      const float g = gate[of.slot(t)], total = __fadd_rn(sum, g), added = __fadd_rn(total, -sum);
+      rest += __fadd_rn(__fadd_rn(sum, -__fadd_rn(total, -added)), __fadd_rn(g, -added));
+      sum = total;
+      through[of.slot(t)] = sum, lost[of.slot(t)] = rest;
+    }
+  } else if (of.warp == 1) {
+    float sum = 0.f;
+    for (int t = length - 1; t >= 0; --t) {
+      after[of.slot(t)] = sum;
+      sum += gate[of.slot(t)];
+    }
+  }
+  __syncthreads();
+  for (int t = of.warp; t < length; t += kWarps) {
+    const int slot = of.slot(t);
+    const float gamma = load_any(p.gamma, of.batch, of.chunk.start + t, of.head);
+    p.tokens[of.place(p.shape, t)] = {through[slot], lost[slot], after[slot], gamma};
   }
 }
 
 // dg_t is the sum of dL from t on.
-__global__ void trellis_gate_gradients_kernel(const __grid_constant__ TrellisGateGradients p) {
-  const ChunkHead of(p.shape, blockIdx.x * int64_t{blockDim.x} + threadIdx.x);
+__global__ void __launch_bounds__(kColumns* kWarps)
+    trellis_gate_gradients_kernel(const __grid_constant__ TrellisGateGradients p) {
+  extern __shared__ __align__(16) float shared[];
+  const Column of(p.shape);
   const int64_t numbers = p.shape.grid.tokens.batch * p.shape.grid.tokens.tokens * p.shape.heads;
-  const int tiles = (p.shape.grid.size + 15) / 16;
-  float sum = 0.f;
-  for (int t = of.chunk.length - 1; t >= 0; --t) {
+  const int tiles = (p.shape.grid.size + 15) / 16, length = of.chunk.length;
+  for (int t = of.warp; t < length; t += kWarps) {
     const int64_t at = of.place(p.shape, t);
     static_cast<float*>(p.dgamma.data)[offset_of(p.dgamma, of.batch, of.chunk.start + t, of.head)] =
         p.dgammas[at] + p.dgammas[numbers + at];
     if (p.dg.data == nullptr) continue;
+    float sum = 0.f;
     for (int memory = 0; memory < 2; ++memory) {
       for (int j = 0; j <= t / 16; ++j) sum += p.dL[(memory * tiles + j) * numbers + at];
     }
-    static_cast<float*>(p.dg.data)[offset_of(p.dg, of.batch, of.chunk.start + t, of.head)] = sum;
+    shared[of.slot(t)] = sum;
+  }
+  if (p.dg.data == nullptr) return;
+  __syncthreads();
+  if (of.warp == 0) {
+    float sum = 0.f;
+    for (int t = length - 1; t >= 0; --t) shared[of.slot(t)] = sum += shared[of.slot(t)];
+  }
+  __syncthreads();
+  for (int t = of.warp; t < length; t += kWarps) {
+    static_cast<float*>(p.dg.data)[offset_of(p.dg, of.batch, of.chunk.start + t, of.head)] =
+        shared[of.slot(t)];
   }
 }
 
+// With so many numbers a token and column.
 template <auto Kernel, class Problem>
-cudaError_t launch(const Problem& p, cudaStream_t stream) {
-  constexpr int kThreads = 128;
-  const int64_t blocks = (chunk_count(p.shape.grid) * p.shape.heads + kThreads - 1) / kThreads;
+cudaError_t launch(const Problem& p, int numbers, cudaStream_t stream) {
+  const int64_t blocks = (chunk_count(p.shape.grid) * p.shape.heads + kColumns - 1) / kColumns;
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  Kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  const int threads = kColumns * kWarps, bytes = numbers * p.shape.grid.size * kColumns * 4;
+  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream) {
-  return launch<trellis_gates_kernel>(problem, stream);
+  return launch<trellis_gates_kernel>(problem, 4, stream);
 }
 cudaError_t trellis_gate_gradients(const TrellisGateGradients& problem, cudaStream_t stream) {
-  return launch<trellis_gate_gradients_kernel>(problem, stream);
+  return launch<trellis_gate_gradients_kernel>(problem, 1, stream);
 }
 
 }  // namespace girih::kernels

@@ -1,6 +1,5 @@
-// A memory [M, X] in the registers of a block's warps: warp w has the slots 16 w to 16 w + 15, all of them as
-// fp32 sums that steps are added to and, rounded, as the right factor of the products with its transpose.
-// With it the walk over chunks, tile of 16 tokens by tile, that scan and reverse have in common.
+// What scan, reverse and the kernels that take every chunk by itself have in common: a sequence, head and
+// memory, tokens in tiles of 16, their gates, where memories are kept, and a memory [M, X] in registers.
 #pragma once
 
 #include "pipe/memory.h"
@@ -52,17 +51,18 @@ __device__ inline T* row_of(const Out<4>& x, int64_t batch, int64_t token, int h
   return static_cast<T*>(x.data) + offset_of(x, batch, token, head);
 }
 
-// The lane's elements of a state [N, H, M, X], of the warp's slots from `slot` on and 8 N columns from `col`
-// on: f(n, i, place in it).
-template <int N, template <int> class Array, class F>
+// The lane's elements of a state [N, H, M, X] where it lies as Sums, slots from `row` on and columns from
+// `col` on, or, transposed, columns from `row` on and slots from `col` on: f(n, i, place in it).
+template <bool Transposed, int N, template <int> class Array, class F>
 __device__ inline void each_element(const Array<4>& state, const TrellisPart& part, const TrellisShape& shape,
-                                    int slot, const F& f, int col = 0) {
+                                    int row, int col, const F& f) {
   const int64_t base = offset_of(state, part.sequence, part.head);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int m = slot + lane_row() + (i >> 1) * 8, x = col + 8 * n + lane_col() + (i & 1);
+      const int r = row + lane_row() + (i >> 1) * 8, c = col + 8 * n + lane_col() + (i & 1);
+      const int m = Transposed ? c : r, x = Transposed ? r : c;
       if (m < shape.slots && x < shape.width(part.memory)) {
         f(n, i, base + m * state.stride[2] + x * state.stride[3]);
       }
@@ -70,12 +70,13 @@ __device__ inline void each_element(const Array<4>& state, const TrellisPart& pa
   }
 }
 
-template <int N>
+template <bool Transposed = false, int N>
 __device__ inline void add_state(Sums<N>& A, const In<4>& state, const TrellisPart& part,
-                                 const TrellisShape& shape, int slot) {
+                                 const TrellisShape& shape, int row, int col = 0) {
   if (state.data == nullptr) return;
-  each_element<N>(state, part, shape, slot,
-                  [&](int n, int i, int64_t at) { A.at[n][i] += static_cast<const float*>(state.data)[at]; });
+  each_element<Transposed, N>(state, part, shape, row, col, [&](int n, int i, int64_t at) {
+    A.at[n][i] += static_cast<const float*>(state.data)[at];
+  });
 }
 template <int N>
 __device__ inline void load_state(Sums<N>& A, const In<4>& state, const TrellisPart& part,
@@ -83,11 +84,12 @@ __device__ inline void load_state(Sums<N>& A, const In<4>& state, const TrellisP
   fill(A, 0.f);
   add_state(A, state, part, shape, slot);
 }
-template <int N>
+template <bool Transposed = false, int N>
 __device__ inline void store_state(const Out<4>& state, const Sums<N>& A, const TrellisPart& part,
-                                   const TrellisShape& shape, int slot) {
-  each_element<N>(state, part, shape, slot,
-                  [&](int n, int i, int64_t at) { static_cast<float*>(state.data)[at] = A.at[n][i]; });
+                                   const TrellisShape& shape, int row, int col = 0) {
+  each_element<Transposed, N>(state, part, shape, row, col, [&](int n, int i, int64_t at) {
+    static_cast<float*>(state.data)[at] = A.at[n][i];
+  });
 }
 
 // Where chunk `number` has its memory among those that are kept.
@@ -121,16 +123,6 @@ __device__ inline void product_with(Sums<2>& z, const Tile& x, const Operand<K>&
   }
 }
 
-// [16 tokens, 16 slots], row i times weight.x or .y, as the left factor of a step: its transpose.
-template <typename T>
-__device__ inline void transpose_step(uint32_t (&a)[4], const Sums<2>& u, float2 weight) {
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    a[j] = transpose_pairs(pair_of<T>(u.at[j][0] * weight.x, u.at[j][1] * weight.x));
-    a[2 + j] = transpose_pairs(pair_of<T>(u.at[j][2] * weight.y, u.at[j][3] * weight.y));
-  }
-}
-
 // A left factor as fp32, and the warp's 16 x 16 of a tile.
 template <typename T>
 __device__ inline void unpack(Sums<2>& x, const uint32_t (&raw)[4]) {
@@ -145,26 +137,6 @@ __device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col)
   uint32_t raw[4];
   load_block(raw, tile, row, col);
   unpack<T>(x, raw);
-}
-
-// [16 tokens, 16 slots] to a tensor, rounded: `to` is where the lane's first row begins, of `rows` in all.
-template <typename T>
-__device__ inline void store_part(T* to, int64_t stride, const Sums<2>& x, int rows, int slot, int slots) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (lane_row() + 8 * half >= rows || slot + 8 * n >= slots) continue;
-      *reinterpret_cast<uint32_t*>(to + 8 * half * stride + 8 * n) =
-          pair_of<T>(x.at[n][2 * half], x.at[n][2 * half + 1]);
-    }
-  }
-}
-// Where it begins, of the warp's slots from `slot` on.
-template <typename T>
-__device__ inline T* part_of(const Out<4>& to, const TrellisPart& part, int64_t token, int slot) {
-  return row_of<T>(to, part.of.sequence.batch, token, part.head) + lane_row() * to.stride[1] + slot +
-         lane_col();
 }
 
 template <auto Kernel, class Space, class Problem>

@@ -5,6 +5,7 @@
 //     A_t^T l_t   = e^{L_t} (l_t A)   - sum over i <= t of E_ti gamma_i (l_t.u_i) x_i       [X]
 #pragma once
 
+#include "pipe/row_source.h"
 #include "trellis/memory.cuh"
 
 namespace girih::kernels {

@@ -9,13 +9,15 @@ template <typename T, int Tile>
 struct TrellisReverseLoader {
   using Space = TrellisReverseSpace<T, Tile>;
   using Token = typename Space::Token;
+  using TokenTile = typename Space::TokenTile;
   static constexpr int K = Tile / 16, kPacks = Tile / 8, kOfLane = kTile * kPacks / 32;
 
   const TrellisReverse& p;
   const TrellisPart& part;
   const Space& space;
 
-  // A tile on its way: its stage, and how many tiles of the chunk came before it, which are those after it.
+  // A tile on its way: its stage, how many tiles of the chunk came before it, which are those after it, the
+  // rows of the chunk's last tile, and its marks for the chain.
   struct Place {
     Turn stage;
     int after, rows_of_last, marks;
@@ -26,10 +28,9 @@ struct TrellisReverseLoader {
     const int rows = rows_in(chunk, tile);
     const int64_t batch = part.of.sequence.batch, token = chunk.start + tile * kTile;
 #pragma unroll 1
-    for (int i = 0; i < Space::kPieces; ++i) {
-      const auto& piece = space.piece(i);
-      load_async<32>(space.token(stage, piece.to), piece.from + token * piece.stride, piece.stride, rows,
-                     piece.cols, lane());
+    for (int i = 0; i < Space::kSources; ++i) {
+      const auto& source = space.sources()[i];
+      source.bring(space.token(stage, static_cast<TokenTile>(source.to)), token, rows);
     }
     auto& numbers = space.numbers(stage);
     load_gates(numbers.gates, p.shape, p.gates, batch, token, rows, part.head);
@@ -104,9 +105,8 @@ struct TrellisReverseLoader {
     return stage >= tiles ? stage - tiles : stage - tiles + Space::kStages;
   }
 
-  // A tile's copies are under way while the one before, of this warp, is made ready: where there are stages
-  // for both and for a whole chunk between them.
-  static constexpr bool kAhead = Space::kStages >= Space::kLoaders + Space::kReaders;
+  // A tile is made ready when its warp comes to its next: the copies had all the time between. (To start
+  // those first would wait for a stage that readers have, with a tile that the chain waits for.)
   __device__ void run(int loader) const {
     Turn turn;
     int mine = loader;
@@ -117,14 +117,13 @@ struct TrellisReverseLoader {
       for (int tile = tiles - 1; tile >= 0; --tile, turn.next(Space::kStages)) {
         if (mine-- > 0) continue;
         mine = Space::kLoaders - 1;
-        if (!kAhead) finish_last<0>(last);
+        finish_last(last);
         wait(space.empty() + turn.place, turn.parity ^ 1);
         start(chunk, tile, turn.place);
-        if (kAhead) finish_last<1>(last);
         last = {turn, tiles - 1 - tile, rows_in(chunk, tiles - 1), marks(i, tile, tiles), true};
       }
     }
-    finish_last<0>(last);
+    finish_last(last);
   }
 
  private:
@@ -133,10 +132,9 @@ struct TrellisReverseLoader {
            (is_resumed(p.first[part.memory], chunk) ? Space::kResumed : 0) |
            (chunk == 0 && tile == 0 ? Space::kEnds : 0);
   }
-  template <int Pending>
   __device__ void finish_last(const Place& last) const {
     if (!last.any) return;
-    wait_copies<Pending>();
+    wait_copies<0>();
     __syncwarp();
     finish(last);
   }

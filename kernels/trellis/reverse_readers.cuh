@@ -44,8 +44,7 @@ struct TrellisReverseReader {
     __device__ int64_t token(int j) const { return chunk.start + j * kTile; }
   };
 
-  // f(col): 16 columns of a tile after another. Loops, for the block's warps share a cache of instructions:
-  // the chain waits for what does not fit.
+  // f(col): 16 columns of a tile after another, in a loop (row_source.h).
   template <class F>
   __device__ static void for_columns(const F& f) {
 #pragma unroll 1

@@ -15,9 +15,12 @@ struct TrellisReverseSpace {
   using Token = SharedTile<T, kTile, Tile>;
   using Memory = SharedTile<T, Tile, Tile>;
   // Warps: the chain's, a chunk's readers, those that load tokens, and one that loads memories.
-  static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
+  static constexpr int kChain = 8, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
-  static constexpr int kStages = Tile == 64 ? 8 : 4, kPlaces = Tile == 64 ? 3 : 1;
+  static constexpr int kStages = Tile == 64 ? 8 : 4, kPlaces = Tile == 64 ? 5 : 1;
+  // The chain takes the next tile before it leaves one: there are stages for a whole chunk and that tile.
+  static constexpr bool kAhead = Tile == 64;
+  static_assert(!kAhead || kStages > kReaders);
   // x, w, l and u; l times e^{L_t}; what du is of the chunk's own reads; z and a, in whose places the chain
   // leaves dz and -J du.
   enum TokenTile : int { kX, kW, kL, kU, kWeighed, kDirect, kZ, kA, kTokenTiles };
@@ -33,20 +36,13 @@ struct TrellisReverseSpace {
     int marks, unused[2];
     float dL[kReaders][kTile];
   };
-  // Rows that loaders bring, from the sequence's first token on.
-  struct Piece {
-    const T* from;
-    int64_t stride;
-    int cols;
-    TokenTile to;
-  };
-  static constexpr int kPieces = 6;
+  static constexpr int kSources = 6;  // of a tile's tokens
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes,
                        kMemories = 2 * kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
                        kTable = 2 * kTile * kChain * static_cast<int>(sizeof(float4));
   static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (3 * kStages + 4 * kPlaces) * 8 +
-                                kPieces * static_cast<int>(sizeof(Piece));
+                                kSources * static_cast<int>(sizeof(RowSource<T>));
 
   unsigned char* base;
 
@@ -77,17 +73,18 @@ struct TrellisReverseSpace {
   __device__ uint64_t* left() const { return read() + kPlaces; }      // G
   __device__ uint64_t* taken() const { return left() + kPlaces; }     // and it may go
 
-  __device__ Piece& piece(int i) const { return reinterpret_cast<Piece*>(taken() + kPlaces)[i]; }
+  __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(taken() + kPlaces); }
 
   // By one thread.
   __device__ void init(const TrellisReverse& p, const TrellisPart& part) const {
     const int memory = part.memory, width = p.shape.width(memory), M = p.shape.M;
+    RowSource<T>* const source = sources();
     const auto rows = [&](const In<4>& x, int cols, TokenTile to) {
-      return Piece{row_of<T>(x, part.of.sequence.batch, 0, part.head), x.stride[1], cols, to};
+      return row_source<T>(x, part.of.sequence.batch, part.head, cols, to);
     };
-    piece(0) = rows(p.x[memory], width, kX), piece(1) = rows(p.w[memory], width, kW);
-    piece(2) = rows(p.l[memory], M, kL), piece(3) = rows(p.u[memory], M, kU);
-    piece(4) = rows(p.z[memory], M, kZ), piece(5) = rows(p.a, M, kA);
+    source[0] = rows(p.x[memory], width, kX), source[1] = rows(p.w[memory], width, kW);
+    source[2] = rows(p.l[memory], M, kL), source[3] = rows(p.u[memory], M, kU);
+    source[4] = rows(p.z[memory], M, kZ), source[5] = rows(p.a, M, kA);
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   const bool reads = p.o.data != nullptr;
   const int warp = warp_index();
   if (threadIdx.x == 0) {
-    space.init(part.memory, reads, p.memories[part.memory] != nullptr);
+    space.init(p, part);
     if (reads) publish_barriers();
     if (part.head == 0 && part.memory == 0) {
       const auto& sequence = part.of.sequence;

@@ -18,6 +18,12 @@ struct TileWalk {
   }
   __device__ bool done() const { return chunk_number >= of.chunks; }
   __device__ int rows() const { return min(chunk.length - first, kTile); }
+  template <class Space>
+  __device__ int marks() const {
+    const bool last = first + kTile >= chunk.length;
+    return (first == 0 ? Space::kEnters : 0) | (last && chunk_number + 1 == of.chunks ? Space::kEnds : 0) |
+           (chunk.complete ? 0 : Space::kOpen);
+  }
   __device__ void next() {
     first += kTile;
     if (first < chunk.length) return;
@@ -35,6 +41,7 @@ template <typename T, int Tile>
 struct TrellisScanLoader {
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
+  using TokenTile = typename Space::TokenTile;
   static constexpr int kPacks = Tile / 8, kOfLane = kTile * kPacks / 32;
 
   const TrellisScan& p;
@@ -44,24 +51,22 @@ struct TrellisScanLoader {
   // Starts the copies of a tile to its stage.
   __device__ void start(const TileWalk& at, int stage) const {
     const int64_t batch = part.of.sequence.batch, token = at.chunk.start + at.first;
-    const int rows = at.rows();
-    const auto bring = [&](typename Space::TokenTile which, const In<4>& x, int cols) {
-      load_async<32>(space.token(stage, which), row_of<T>(x, batch, token, part.head), x.stride[1], rows,
-                     cols, lane());
-    };
-    bring(Space::kX, p.x[part.memory], p.shape.width(part.memory));
-    bring(Space::kA, p.a, p.shape.M);
-    if (part.memory == 0 && p.o.data != nullptr) bring(Space::kR, p.q, p.shape.D);
+    const int rows = at.rows(), sources = part.memory == 0 && p.o.data != nullptr ? 3 : 2;
+#pragma unroll 1
+    for (int i = 0; i < sources; ++i) {
+      const auto& source = space.sources()[i];
+      source.bring(space.token(stage, static_cast<TokenTile>(source.to)), token, rows);
+    }
     load_gates(space.numbers(stage).gates, p.shape, p.gates, batch, token, rows, part.head);
     commit_copies();
   }
 
   // Of a tile whose copies have arrived: x times its weight, and the sums of a.
-  __device__ void finish(int stage) const {
+  __device__ void finish(int stage, int marks) const {
     auto& numbers = space.numbers(stage);
     const Token x = space.token(stage, Space::kX), weighed = space.token(stage, Space::kWeighed),
                 a = space.token(stage, Space::kA);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kOfLane; ++i) {
       const int at = i * 32 + lane(), row = at / kPacks, col = at % kPacks * 8;
       Pack<8> pack = load<8>(&x.at(row, col));
@@ -73,7 +78,7 @@ struct TrellisScanLoader {
     }
     // Two lanes a row.
     float sum = 0.f;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kPacks / 2; ++i) {
       const Pack<8> pack = load<8>(&a.at(lane() / 2, (2 * i + lane() % 2) * 8));
 #pragma unroll
@@ -82,14 +87,17 @@ struct TrellisScanLoader {
     sum += __shfl_xor_sync(~0u, sum, 1);
     if (lane() % 2 == 0) numbers.sum_a[lane() / 2] = sum;
     // L_C, of the first token.
-    if (lane() == 0) numbers.decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
+    if (lane() == 0) {
+      numbers.decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
+      numbers.marks = marks;
+    }
     arrive_once(space.full() + stage);
   }
 
   // A tile's copies are under way while the one before, of this warp, is made ready.
   __device__ void run(int loader) const {
     Turn turn;
-    int mine = loader, before = -1;
+    int mine = loader, before = -1, marks = 0;
     for (TileWalk at(p.shape, part.of); !at.done(); at.next(), turn.next(Space::kStages)) {
       if (mine-- > 0) continue;
       mine = Space::kLoaders - 1;
@@ -98,14 +106,14 @@ struct TrellisScanLoader {
       if (before >= 0) {
         wait_copies<1>();
         __syncwarp();
-        finish(before);
+        finish(before, marks);
       }
-      before = turn.place;
+      before = turn.place, marks = at.template marks<Space>();
     }
     if (before < 0) return;
     wait_copies<0>();
     __syncwarp();
-    finish(before);
+    finish(before, marks);
   }
 };
 

@@ -16,22 +16,28 @@ struct TrellisScanSpace {
   // Warps: the chain's, a chunk's readers as many as it may have tiles, and those that load and store.
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
-  static constexpr int kStages = Tile == 64 ? 8 : 7, kPlaces = Tile == 64 ? 4 : 2;
+  static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 4 : 2;
   // A loader has two tiles under way, and a whole chunk may be between them.
   static_assert(kStages >= kLoaders + kReaders);
   // x and x times its weight, -gamma_t e^{L_C - L_t}; a, in whose place the chain leaves z; of the memory of
   // keys q, in whose place a reader leaves r, and of that of values the r that has been sent; u.
   enum TokenTile : int { kX, kWeighed, kA, kR, kU, kTokenTiles };
-  // Of a stage, for each token: its Fit, its gates, and the sum of a. The chunk's decay.
+  // Where a tile is: a chunk's first, the sequence's last, in a chunk that is not complete.
+  enum Mark : int { kEnters = 1, kEnds = 2, kOpen = 4 };
+  // Of a stage, for each token: its Fit, its gates, and the sum of a. The chunk's decay, and the tile's
+  // marks.
   struct Numbers {
     Fit fits[kTile];
     TokenGate gates[kTile];
-    float sum_a[kTile], decay, unused[3];
+    float sum_a[kTile], decay;
+    int marks, unused[2];
   };
+  static constexpr int kSources = 3;  // of a tile's tokens
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes, kMemories = kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
                        kTable = 2 * kTile * kChain * static_cast<int>(sizeof(Moments));
-  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (4 * kStages + 2 * kPlaces) * 8;
+  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (4 * kStages + 2 * kPlaces) * 8 +
+                                kSources * static_cast<int>(sizeof(RowSource<T>));
 
   unsigned char* base;
 
@@ -56,9 +62,18 @@ struct TrellisScanSpace {
   __device__ uint64_t* sent() const { return empty() + kStages; }  // r, from the memory of keys
   __device__ uint64_t* left() const { return sent() + kStages; }   // the memory before a chunk
   __device__ uint64_t* taken() const { return left() + kPlaces; }
+  __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(taken() + kPlaces); }
 
-  // By one thread. `reads`: r of the keys' block is taken by that of values before its stage is free.
-  __device__ void init(int memory, bool reads, bool stores) const {
+  // By one thread. r of the keys' block is taken by that of values before its stage is free.
+  __device__ void init(const TrellisScan& p, const TrellisPart& part) const {
+    const int memory = part.memory;
+    const bool reads = p.o.data != nullptr, stores = p.memories[memory] != nullptr;
+    RowSource<T>* const source = sources();
+    const auto rows = [&](const In<4>& x, int cols, TokenTile to) {
+      return row_source<T>(x, part.of.sequence.batch, part.head, cols, to);
+    };
+    source[0] = rows(p.x[memory], p.shape.width(memory), kX), source[1] = rows(p.a, p.shape.M, kA);
+    if (memory == 0 && reads) source[2] = rows(p.q, p.shape.D, kR);
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));

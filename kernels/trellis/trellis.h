@@ -11,8 +11,8 @@
 //   output    where blocks cannot reach each other's shared memory, the reads, every chunk by itself
 // and backward, with what forward kept:
 //   rows      every chunk by itself: r, dr, dy and dq
-//   reverse   the memories' gradients from chunk to chunk, from the end: du and dz, and beside them J du, dk,
-//             dv, dgamma and what dg is a sum of
+//   reverse   the memories' gradients from chunk to chunk, from the end: du and dz, and beside them -J du,
+//             dk, dv, dgamma and what dg is a sum of
 #pragma once
 
 #include <cuda_runtime_api.h>

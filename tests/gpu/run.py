@@ -83,7 +83,7 @@ def tests_of(part: str) -> list[Path]:
 
 
 def files_of_state(part: str) -> list[Path]:
-    """Its kernels, what calls them, and their tests."""
+    """Its kernels, what calls them, and their tests: what the stages that are asked for run."""
     kernels = ROOT / "kernels"
     found = closure([ROOT / "csrc" / "ops" / part / "cuda.cpp"], includes)
     while True:
@@ -94,8 +94,7 @@ def files_of_state(part: str) -> list[Path]:
         if not more:
             break
         found |= more
-    tests = [*tests_of(part), ROOT / "tests/python/test_cuda.py"]
-    return sorted({*found, kernels / "CMakeLists.txt", *closure(tests, imports)})
+    return sorted({*found, kernels / "CMakeLists.txt", *closure(tests_of(part), imports)})
 
 
 def state_hash(part: str) -> str:

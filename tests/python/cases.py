@@ -456,9 +456,11 @@ CASES = [
             ("decode", 1, True, GROUPED),
             ("decode", 4, False, GROUPED),
             ("decode", 4, True, None),
+            ("decode", 8, True, None),
             ("encode", 1, True, None),
             ("encode", 4, False, None),
             ("encode", 5, True, GROUPED),
+            ("encode", 9, False, GROUPED),
             ("similarity", 1, False, None),
             ("similarity", 3, True, None),
         ]

@@ -34,7 +34,8 @@ def handlers():
 
 
 class Place(str):
-    """A device, and in half precision the dtype of what is drawn there."""
+    """A device, and in half precision the dtype of what is drawn there. Places of two dtypes are two, so that
+    pytest makes each of them its fixtures."""
 
     dtype: torch.dtype | None = None
 
@@ -42,6 +43,11 @@ class Place(str):
         place = super().__new__(cls, device)
         place.dtype = dtype
         return place
+
+    def __eq__(self, other):
+        return str.__eq__(self, other) and getattr(other, "dtype", self.dtype) == self.dtype
+
+    __hash__ = str.__hash__
 
 
 PLACES = {

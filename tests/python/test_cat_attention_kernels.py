@@ -211,3 +211,24 @@ def test_a_hundred_runs_have_the_same_bits(packed):
 @pytest.mark.parametrize("D", [64, 128])
 def test_long_sequences(D, chunk):
     assert_as_right_as_the_formula(draw(B=1, T=4096, D=D, V=D, chunk=chunk))
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements():
+    """All outputs and gradients are that large too. The last of packed sequences is not zero."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free device memory")
+    T, H, tail = 2**20 + 2**12, 32, 2**12
+    end = draw(B=1, T=tail, H=H).map(lambda x: x.to(DEVICE))
+
+    def long(x):
+        whole = torch.zeros(1, T, *x.shape[2:], dtype=x.dtype, device=DEVICE)
+        whole[:, -tail:] = x
+        return whole
+
+    cu_chunks = torch.arange(0, T + 1, tail, device=DEVICE) // 16
+    found, want = run(end.map(long), cu_chunks=cu_chunks), run(end)
+    for name, x in want.items():
+        torch.testing.assert_close(found[name][:, -tail:], x, rtol=2e-2, atol=2e-2 * x.abs().max().item())
+        assert not found[name][:, :-tail].any()

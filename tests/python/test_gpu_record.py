@@ -32,7 +32,7 @@ def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
     assert {
         "tests/python/test_gsa_kernels.py",
         "tests/python/kernel_accuracy.py",
-        "tests/python/cases.py",
+        "tests/python/recurrences.py",
     } <= files["gsa"]
     assert "csrc/ops/gsa/cpu.cpp" not in files["gsa"] and "kernels/trellis/scan.cuh" not in files["gsa"]
     assert {"kernels/trellis/maps.cuh", "kernels/time/chunks.h"} <= files["trellis"]

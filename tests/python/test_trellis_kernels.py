@@ -15,6 +15,7 @@ from chunk_accuracy import (
 from girih import ops
 from graphs import capture
 from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, LENGTHS, Inputs, gates, in_pieces, run
+from long_sequences import assert_same_at_the_end
 from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -249,6 +250,13 @@ def test_long_sequences_in_one_call_and_in_pieces():
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(inputs)
     assert_as_right(run(inputs), exact, rounded, 2048, [mean_square])
     assert_as_right(in_pieces(inputs, 777), exact, rounded, 2048, [mean_square])
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements():
+    """All outputs and gradients are that large too."""
+    end = draw(B=1, T=100, H=32, chunk=64, pattern=None, resumed=False)
+    assert_same_at_the_end(end.map(torch.Tensor.cuda), 2**20 + 100 - 64, 110)
 
 
 def stepped(inputs, T):

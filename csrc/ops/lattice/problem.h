@@ -7,6 +7,8 @@
 namespace girih::lattice {
 
 constexpr int64_t kWidest = 128;  // D and M of the kernels
+// Of shorter chunks the memories that backward keeps would be many times the size of the tokens.
+constexpr int64_t kShortestChunk = 8;
 
 struct Problem {
   c10::SymInt B, T, HQ, H, M, D, N;

@@ -65,11 +65,12 @@ __device__ inline void for_items(const CatGroupHeaderGradients& p, const F& f) {
   }
 }
 
-// By one thread.
+// By a warp: by one of its threads.
 template <typename T, int Tile>
 __device__ inline void load_headers(const CatGroupHeaderGradients& p,
                                     const CatGroupHeaderSpace<T, Tile>& space) {
   using Space = CatGroupHeaderSpace<T, Tile>;
+  if (lane() != 0) return;
   const CatShape& shape = p.call.shape;
   auto& barriers = space.barriers();
   Turn turn;

@@ -1,5 +1,5 @@
 // dk and dv of headers: what their own chunk has given, and after it the sums of later chunks in the list's
-// order. A warp has a header's keys or its values.
+// order. A warp has a header.
 #pragma once
 
 #include "cat_attention/header_list.h"
@@ -19,38 +19,38 @@ __global__ void __launch_bounds__(kCatThreads) cat_join_kernel(const __grid_cons
   const CatShape& shape = p.call.shape;
   const CatHeaderList& list = p.list;
   const int64_t chunks = shape.chunks.tokens, all = shape.chunks.batch * shape.heads * chunks,
-                number = (int64_t{blockIdx.x} * kCatWarps + warp_index()) / 2;
-  const int of_values = warp_index() % 2;
+                number = int64_t{blockIdx.x} * kCatWarps + warp_index();
   if (number >= all) return;
   const int64_t of = number / chunks, header = number - of * chunks, block = header / list.headers;
   constexpr int kEach = Tile / 32;  // columns of a lane
   const int col = lane() * kEach;
-  auto sum = load<kEach>(p.call.partials + list.numbers() + (number * 2 + of_values) * Tile + col);
+  const float* const share = p.call.partials + list.numbers() + number * 2 * Tile + col;
+  auto keys = load<kEach>(share), values = load<kEach>(share + Tile);
   if (block < list.blocks) {
     const int64_t begin = of * list.each + list.before(block), end = begin + list.of(block);
-    for (int64_t run = begin / list.run; run * list.run < end; ++run) {
-      const float* from = p.call.partials + list.place(run, of * list.blocks + block) +
-                          (of_values * list.headers + header - block * list.headers) * Tile + col;
-      const auto more = load<kEach>(from);
+    const int64_t first = begin / list.run, last = (end - 1) / list.run;
+    const float* from = p.call.partials + list.place(first, of * list.blocks + block) +
+                        (header - block * list.headers) * Tile + col;
+#pragma unroll 2
+    for (int64_t run = first; run <= last; ++run, from += list.size()) {
+      const auto more_keys = load<kEach>(from), more_values = load<kEach>(from + list.headers * Tile);
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) sum.at[i] += more.at[i];
+      for (int i = 0; i < kEach; ++i) keys.at[i] += more_keys.at[i], values.at[i] += more_values.at[i];
     }
   }
-  if (col >= (of_values ? shape.V : shape.D)) return;
-  if (!of_values) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) sum.at[i] *= shape.scale;
-  }
-  const Out<4>& to = of_values ? p.call.dv : p.call.dk;
-  store<kEach>(row_of<T>(to, of / shape.heads, header * shape.size, static_cast<int>(of % shape.heads)) + col,
-               sum);
+  for (int i = 0; i < kEach; ++i) keys.at[i] *= shape.scale;
+  const int64_t batch = of / shape.heads, row = header * shape.size;
+  const int head = static_cast<int>(of - batch * shape.heads);
+  if (col < shape.D) store<kEach>(row_of<T>(p.call.dk, batch, row, head) + col, keys);
+  if (col < shape.V) store<kEach>(row_of<T>(p.call.dv, batch, row, head) + col, values);
 }
 
 template <typename T, int Tile>
 cudaError_t launch_cat_join(const CatOwnGradients& call, cudaStream_t stream) {
   const CatShape& shape = call.shape;
   const CatJoin p{call, CatHeaderList(shape, Tile, group_header_tiles<Tile>())};
-  const int64_t warps = shape.chunks.batch * shape.heads * shape.chunks.tokens * 2;
+  const int64_t warps = shape.chunks.batch * shape.heads * shape.chunks.tokens;
   return launch_cat<cat_join_kernel<T, Tile>>(p, divide_up(warps, kCatWarps), kCatThreads, 0, stream);
 }
 

@@ -12,65 +12,69 @@
 namespace girih::kernels {
 
 template <typename T, int Tile>
-struct CatGroupQueryPass {
+struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
   using Space = CatGroupQuerySpace<T, Tile>;
+  using CatRingPlace<Space>::rest, CatRingPlace<Space>::tile;
+  using CatRingPlace<Space>::next, CatRingPlace<Space>::done;
+  using Scores = Sums<kCatGroupKeys / 8>;
+  using Weights = Operand<kCatGroupKeys / 16>;
 
   const CatGroupQueryGradients& p;
   const Space& space;
-  typename Space::Barriers& barriers;
   const float scale;  // scores in units of log2
   int from;           // the warp's first row of the tile
-  Turn turn;
+  CatGroupPlan plan;
+  const float* of_rows;  // in shared memory, lse of the warp's rows
   Operand<Tile / 16> q, dout;
   Sums<Tile / 8> dq;
-  float lse[2], delta[2];
+  float lse[2], delta[2];  // lse in units of log2
   CatRows rows;
 
   __device__ CatGroupQueryPass(const CatGroupQueryGradients& p, const Space& space)
-      : p(p),
+      : CatRingPlace<Space>{space.rest(), {}, {}},
+        p(p),
         space(space),
-        barriers(space.barriers()),
         scale(p.call.shape.scale * kLog2E),
         from(16 * warp_index()) {}
 
-  __device__ void done() {
-    arrive_once(&barriers.read[turn.place]);
-    turn.next(Space::kStages);
-  }
-
-  // The queries' numbers, to memory too.
-  __device__ void describe(const CatGroupPlan& plan) {
-    const CatShape& shape = p.call.shape;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = plan.row + from + lane_row() + 8 * i;
-      lse[i] = 0.f;
-      if (row < shape.rows) {
-        lse[i] =
-            static_cast<const float*>(p.call.lse.data)[offset_of(p.call.lse, plan.batch, row, plan.head)] *
-            kLog2E;
-      }
-    }
-    rows = rows_seen(shape, plan.batch, plan.row + from);
+  // Left factors, and delta.
+  __device__ void begin() {
+    const int at_o = next();
+    const CatGroupQueryTile& of = rest.tiles[tile.place];
+    plan = of.tile.read();
+    rows = of.tile.rows(p.call.shape, plan, from);
+    of_rows = of.lse + from;
+    tile.next(Space::kTiles);
+    const int at_dout = next();
     float sum[2] = {0.f, 0.f};
-    wait(&barriers.stage[turn.place], turn.parity);
-    const auto output = space.output(turn.place);
 #pragma unroll
     for (int k = 0; k < Tile / 16; ++k) {
       uint32_t o[4];
-      load_block(o, output, from, 16 * k);
+      load_block(dout.at[k], space.own(at_dout), from, 16 * k);
+      load_block(o, space.own(at_o), from, 16 * k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 x = unpaired<T>(dout.at[k][i]), y = unpaired<T>(o[i]);
         sum[i & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, sum[i & 1]));
       }
     }
-    done();
+    done(at_o), done(at_dout);
+    const int at_q = next();
+#pragma unroll
+    for (int k = 0; k < Tile / 16; ++k) load_block(q.at[k], space.own(at_q), from, 16 * k);
+    done(at_q);
+    delta[0] = sum_over_row(sum[0]), delta[1] = sum_over_row(sum[1]);
+    fill(dq, 0.f);
+  }
+
+  // The queries' numbers, to memory too.
+  __device__ void describe() {
+    const CatShape& shape = p.call.shape;
     CatQuery* const queries =
         p.call.queries + (int64_t{plan.batch} * shape.query_heads + plan.head) * shape.rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      delta[i] = sum_over_row(sum[i]);
+      lse[i] = of_rows[lane_row() + 8 * i] * kLog2E;
       const int row = plan.row + from + lane_row() + 8 * i;
       if (lane_col() == 0 && row < shape.rows)
         queries[row] = {lse[i], delta[i], rows.first[i], rows.chunk[i]};
@@ -96,43 +100,70 @@ struct CatGroupQueryPass {
     }
   }
 
-  // What the warp's rows get of themselves: of keys dK = dA^T Q, of values dV = P^T dO. Headers' to memory as
-  // they are: later chunks add to them.
+  // What the warp's rows get of themselves: of keys dK = dA^T Q, of values dV = P^T dO, to where the keys or
+  // the values were. Headers' to memory as they are: later chunks add to them. (The right factors are turned
+  // in registers: their places in shared memory have what comes next.)
   template <int of_values>
-  __device__ void give(const CatGroupPlan& plan, const uint32_t (&left)[4]) const {
+  __device__ void give(const uint32_t (&left)[4], int place) const {
     const CatShape& shape = p.call.shape;
-    const Out<4>& to = of_values ? p.call.dv : p.call.dk;
-    const int width = of_values ? shape.V : shape.D;
+    const Operand<Tile / 16>& right = of_values ? dout : q;
+    const auto to = space.own(place);
     const float by = of_values ? 1.f : shape.scale;
     const uint32_t turned[4] = {transpose_pairs(left[0]), transpose_pairs(left[2]), transpose_pairs(left[1]),
                                 transpose_pairs(left[3])};
-#pragma unroll 1
-    for (int col = 0; col < width; col += 32) {
-      Sums<4> x;
+    float* share[2];  // of the lane's two rows, where they are headers
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = plan.row + from + lane_row() + 8 * i;
+      const int64_t head = int64_t{plan.batch} * shape.heads + plan.head;
+      share[i] = (row & (shape.size - 1)) == 0 && row < shape.rows
+                     ? p.shares + ((head * shape.chunks.tokens + plan.chunk_of(row)) * 2 + of_values) * Tile +
+                           lane_col()
+                     : nullptr;
+    }
+#pragma unroll
+    for (int k = 0; k < Tile / 16; ++k) {
+      Sums<2> x;
       fill(x, 0.f);
-      add_product<T>(x, turned, space.own(of_values), from, col);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        mma<T>(x.at[n], turned, transpose_pairs(right.at[k][2 * n]), transpose_pairs(right.at[k][2 * n + 1]));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = plan.row + from + lane_row() + 8 * i;
-        const bool header = row % shape.size == 0;
-        store_row(row_of<T>(to, plan.batch, row, plan.head) + col, x, i, by, width - col,
-                  row < shape.rows && !header);
-        if (!header || row >= shape.rows) continue;
-        const int64_t head = int64_t{plan.batch} * shape.heads + plan.head;
-        float* const share = p.shares +
-                             ((head * shape.chunks.tokens + row / shape.size) * 2 + of_values) * Tile + col +
-                             lane_col();
+        if (share[i] == nullptr) continue;
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
-          *reinterpret_cast<float2*>(share + 8 * n) = {x.at[n][2 * i], x.at[n][2 * i + 1]};
+        for (int n = 0; n < 2; ++n)
+          *reinterpret_cast<float2*>(share[i] + 16 * k + 8 * n) = {x.at[n][2 * i], x.at[n][2 * i + 1]};
       }
+      scale_rows(x, {by, by});
+      Operand<1> rounded;
+      round_to<T>(rounded, x);
+      store_blocks(to, from, 16 * k, rounded);
+    }
+  }
+  // And from there to memory, whole rows, but for headers'.
+  __device__ void send(const Out<4>& to, int width, int place) const {
+    constexpr int kPacks = Tile / 8, kStep = 32 / kPacks;
+    const CatShape& shape = p.call.shape;
+    const int col = lane() % kPacks * 8, at = from + lane() / kPacks;
+    const auto tile = space.own(place);
+    T* row = row_of<T>(to, plan.batch, plan.row + at, plan.head) + col;
+#pragma unroll
+    for (int i = 0; i < 16; i += kStep) {
+      const int t = plan.row + at + i;
+      const auto pack = *reinterpret_cast<const uint4*>(&tile.at(at + i, col));
+      if (t < shape.rows && col < width && (t & (shape.size - 1)) != 0)
+        store_pack(row, {pack.x, pack.y, pack.z, pack.w});
+      row += kStep * to.stride[1];
     }
   }
 
   // The rows of the warp's own chunks, sixteen by sixteen.
-  __device__ void own(const CatGroupPlan& plan) {
+  __device__ void own() {
     const CatShape& shape = p.call.shape;
-    const auto keys = space.own(2), values = space.own(3);
+    const int at_keys = next(), at_values = next();
+    const auto keys = space.own(at_keys), values = space.own(at_values);
+    describe();
 #pragma unroll 1
     for (int key = from & -max(shape.size, 16); key <= from; key += 16) {
       Sums<2> s, dp;
@@ -143,110 +174,82 @@ struct CatGroupQueryPass {
       for_pairs(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
         if (!seen) s.at[n][e] = 0.f;
       });
-      Operand<1> rounded;
-      round_to<T>(rounded, s);
-      if (p.shares != nullptr) give<1>(plan, rounded.at[0]);
+      Operand<1> of_values, of_keys;
+      round_to<T>(of_values, s);
       gradients(s, dp);
-      round_to<T>(rounded, s);
-      add_product<T>(dq, rounded, keys, key);
-      if (p.shares != nullptr) give<0>(plan, rounded.at[0]);
-    }
-    arrive_once(&barriers.own_read);
-  }
-
-  // A block of headers of which some rows read some, 8 N of them.
-  template <int N>
-  __device__ void part(int first) {
-    Sums<N> s, dp;
-    fence_products(s, dp);
-    start_product_transposed<T, false>(s, q, space.keys(turn.place));
-    start_product_transposed<T, false>(dp, dout, space.values(turn.place));
-    commit_products();
-    wait_products<0>(s, dp);
-    weights(s);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (!rows.header(e >> 1, first + 8 * n + lane_col() + (e & 1))) s.at[n][e] = 0.f;
+      round_to<T>(of_keys, s);
+      add_product<T>(dq, of_keys, keys, key);
+      if (p.shares != nullptr) {
+        __syncwarp();  // keys and values have been read
+        give<1>(of_values.at[0], at_values);
+        give<0>(of_keys.at[0], at_keys);
       }
     }
-    gradients(s, dp);
-    Operand<N / 2> rounded;
-    round_to<T>(rounded, s);
-    fence_products(dq);
-    start_product<T>(dq, rounded, space.keys(turn.place));
-    commit_products();
-    wait_products<0>(dq);
-    keep(rounded);
-  }
-
-  __device__ void parts(const CatGroupPlan& plan) {
-    // The warpgroup's last row reads most. All four warps decide alike.
-    const int last = min(plan.row + (from & -64) + 64, p.call.shape.rows) - 1,
-              most = min(last / p.call.shape.size, plan.header_end);
-    for (int met = 0; met < plan.parts(); ++met) {
-      const int first = plan.first_of(met), count = most - first;
-      wait(&barriers.stage[turn.place], turn.parity);
-      if (count > 32) {
-        part<8>(first);
-      } else if (count > 0) {
-        part<4>(first);
-      }
-      done();
+    if (p.shares != nullptr) {
+      __syncwarp();
+      send(p.call.dv, shape.V, at_values);
+      send(p.call.dk, shape.D, at_keys);
+      fence_tiles();
     }
+    done(at_keys), done(at_values);
   }
 
   // The products of the next block; dP is under way while S becomes P.
-  __device__ void start_scores(Sums<kCatGroupKeys / 8>& s, Sums<kCatGroupKeys / 8>& dp) const {
-    start_product_transposed<T, false>(s, q, space.keys(turn.place));
+  __device__ void start_scores(Scores& s, Scores& dp, int place) const {
+    start_product_transposed<T, false>(s, q, space.keys(place));
     commit_products();
-    start_product_transposed<T, false>(dp, dout, space.values(turn.place));
+    start_product_transposed<T, false>(dp, dout, space.values(place));
     commit_products();
   }
-  __device__ void finish_scores(Operand<kCatGroupKeys / 16>& rounded, Sums<kCatGroupKeys / 8>& s,
-                                Sums<kCatGroupKeys / 8>& dp) {
+  __device__ void finish_scores(Weights& rounded, Scores& s, Scores& dp, int met) {
     wait_products<1>(s);
     weights(s);
+    if (met < plan.parts()) {
+      const int first = plan.first_of(met) + lane_col();
+#pragma unroll
+      for (int n = 0; n < kCatGroupKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = 0.f;
+        }
+      }
+    }
     wait_products<0>(dp);
     gradients(s, dp);
     round_to<T>(rounded, s);
   }
 
   // dQ takes a block ahead of the products of the next.
-  __device__ void wholes(const CatGroupPlan& plan) {
-    if (plan.whole == 0) return;
-    Operand<kCatGroupKeys / 16> rounded;
-    Sums<kCatGroupKeys / 8> s, dp;
-    wait(&barriers.stage[turn.place], turn.parity);
+  __device__ void headers() {
+    if (plan.blocks == 0) return;
+    Weights rounded;
+    Scores s, dp;
+    int before = next();
     fence_products(s, dp);
-    start_scores(s, dp);
-    finish_scores(rounded, s, dp);
-    int before = turn.place;
-    turn.next(Space::kStages);
+    start_scores(s, dp, before);
+    finish_scores(rounded, s, dp, 0);
 #pragma unroll 1
-    for (int i = 1; i < plan.whole; ++i) {
-      wait(&barriers.stage[turn.place], turn.parity);
+    for (int met = 1; met < plan.blocks; ++met) {
+      const int place = next();
       fence_products(s, dp, dq);
       start_product<T>(dq, rounded, space.keys(before));
       commit_products();
-      start_scores(s, dp);
+      start_scores(s, dp, place);
       wait_products<2>(dq);
       keep(rounded);
-      arrive_once(&barriers.read[before]);
-      finish_scores(rounded, s, dp);
-      before = turn.place;
-      turn.next(Space::kStages);
+      done(before);
+      finish_scores(rounded, s, dp, met);
+      before = place;
     }
     fence_products(dq);
     start_product<T>(dq, rounded, space.keys(before));
     commit_products();
     wait_products<0>(dq);
     keep(rounded);
-    arrive_once(&barriers.read[before]);
+    done(before);
   }
 
-  __device__ void store(const CatGroupPlan& plan) const {
+  __device__ void store() const {
     const CatShape& shape = p.call.shape;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -258,21 +261,12 @@ struct CatGroupQueryPass {
 
   __device__ void run() {
     const unsigned items = CatGroupPlan::items(p.call.shape);
-    unsigned tiles = 0;
+#pragma unroll 1
     for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-      const CatGroupPlan plan(p.call.shape, item);
-      wait(&barriers.own, tiles++ & 1);
-#pragma unroll
-      for (int k = 0; k < Tile / 16; ++k) {
-        load_block(q.at[k], space.own(0), from, 16 * k);
-        load_block(dout.at[k], space.own(1), from, 16 * k);
-      }
-      describe(plan);
-      fill(dq, 0.f);
-      own(plan);
-      parts(plan);
-      wholes(plan);
-      store(plan);
+      begin();
+      own();
+      headers();
+      store();
     }
   }
 };

@@ -1,7 +1,8 @@
-// What the blocks of query_gradients.cuh have in shared memory, and who brings it.
+// What the blocks of query_gradients.cuh have in shared memory, and who brings it, all through one ring: of a
+// tile o, dout, q, k and v, and blocks of headers.
 #pragma once
 
-#include "cat_attention/sm90/space.cuh"
+#include "cat_attention/sm90/ring.cuh"
 
 namespace girih::kernels {
 
@@ -12,84 +13,71 @@ struct CatGroupQueryGradients {
   float* shares;             // of headers; null where another kernel has dk and dv
 };
 
-template <typename T, int Tile>
-struct CatGroupQuerySpace {
-  static constexpr int kStages = Tile == 64 ? 6 : 3, kOwn = 4;
-  using Own = BlockTile<T, Tile, kCatGroupRows>;
-  using Headers = BlockTile<T, Tile, kCatGroupKeys>;
-  struct Barriers {
-    uint64_t own, own_read, stage[kStages], read[kStages];
-  };
-  // A stage: headers' keys and values, or what 128 rows have put out.
-  static constexpr int kStage = 2 * Headers::kBytes;
-  static_assert(kStage == Own::kBytes);
-  static constexpr int kBytes = kOwn * Own::kBytes + kStages * kStage + static_cast<int>(sizeof(Barriers));
-  static_assert(kBytes <= kCatGroupBytes);
-
-  unsigned char* shared;
-
-  // q, dout, k, v
-  __device__ Own own(int which) const { return {reinterpret_cast<T*>(shared + which * Own::kBytes)}; }
-  __device__ T* stage(int n) const { return reinterpret_cast<T*>(shared + kOwn * Own::kBytes + n * kStage); }
-  __device__ Own output(int n) const { return {stage(n)}; }
-  __device__ Headers keys(int n) const { return {stage(n)}; }
-  __device__ Headers values(int n) const { return {stage(n) + kCatGroupKeys * Tile}; }
-  __device__ Barriers& barriers() const {
-    return *reinterpret_cast<Barriers*>(shared + kOwn * Own::kBytes + kStages * kStage);
-  }
-  __device__ void init() const {
-    Barriers& all = barriers();
-    init_barrier(&all.own, 1), init_barrier(&all.own_read, once(kCatGroupWarps));
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(&all.stage[i], 1), init_barrier(&all.read[i], once(kCatGroupWarps));
-    }
-  }
+// And what is known of its queries.
+struct CatGroupQueryTile {
+  CatGroupTile tile;
+  float lse[kCatGroupRows];
 };
 
-// By one thread.
+template <int Tile>
+struct CatQuerySizes {
+  // Of a tile's own 128 rows k and v stay until its chunks are done; o, dout and q go before.
+  static constexpr int kStages = 2 + (Tile == 64 ? 8 : 5);
+  // A tile takes five stages at least, and its numbers come with the third: when they do, those of so many
+  // tiles before have been read to the last, the values' stage.
+  static constexpr int kTiles = (kStages + 2 + 4) / 5;
+};
+template <typename T, int Tile>
+using CatGroupQuerySpace = CatGroupRing<T, Tile, CatQuerySizes<Tile>, CatGroupQueryTile>;
+
+// By a warp.
 template <typename T, int Tile>
 __device__ inline void load_queries(const CatGroupQueryGradients& p,
                                     const CatGroupQuerySpace<T, Tile>& space) {
   using Space = CatGroupQuerySpace<T, Tile>;
   const CatShape& shape = p.call.shape;
-  auto& barriers = space.barriers();
+  auto& rest = space.rest();
   const unsigned items = CatGroupPlan::items(shape);
-  // The tile's own, a tensor at a time: the next tile's come between blocks of headers.
-  unsigned tiles = 0;
-  const auto own = [&](unsigned item, int which) {
-    const CatGroupPlan plan(shape, item);
-    if (which == 0) {
-      wait(&barriers.own_read, (tiles++ & 1) ^ 1);
-      arrive_expecting(&barriers.own, Space::kOwn * Space::Own::kBytes);
-    }
-    const Boxes& boxes = which == 0 ? p.q : which == 1 ? p.dout : which == 2 ? p.k : p.v;
-    const BoxPlace at{0, plan.row, which < 2 ? plan.head : plan.head / shape.group(), plan.batch};
-    copy_rows(space.own(which), boxes, at, &barriers.own);
-  };
-  if (blockIdx.x < items) {
-    for (int which = 0; which < Space::kOwn; ++which) own(blockIdx.x, which);
-  }
-  Turn turn;
+  Turn turn, tile;
+#pragma unroll 1
   for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-    const CatGroupPlan plan(shape, item);
-    const unsigned next = item + gridDim.x;
-    int which = next < items ? 0 : Space::kOwn;
-    for (int met = -1; met < plan.blocks; ++met) {
-      // By then the stages are full, and the tile's own have been read.
-      if (met >= Space::kStages && which < Space::kOwn) own(next, which++);
-      uint64_t* const barrier = &barriers.stage[turn.place];
-      wait(&barriers.read[turn.place], turn.parity ^ 1);
-      arrive_expecting(barrier, Space::kStage);
-      if (met < 0) {
-        copy_rows(space.output(turn.place), p.o, {0, plan.row, plan.head, plan.batch}, barrier);
-      } else {
-        const BoxPlace at{0, plan.first_of(met), plan.head / shape.group(), plan.batch};
-        copy_rows(space.keys(turn.place), p.header_k, at, barrier);
-        copy_rows(space.values(turn.place), p.header_v, at, barrier);
+    // By then the tile that had its place has been read.
+    wait(&rest.read[turn.place], turn.parity ^ 1);
+    CatGroupQueryTile& described = rest.tiles[tile.place];
+    const CatGroupPlan plan = described.tile.describe(shape, item);
+    tile.next(Space::kTiles);
+    const int of = plan.head / shape.group();
+#pragma unroll 1
+    for (int met = -5; met < plan.blocks; ++met) {
+      if (met == -3) {
+        // Without a register, which a thread that loads has few of.
+        wait(&rest.read[turn.place], turn.parity ^ 1);
+#pragma unroll 1
+        for (int i = lane(); i < kCatGroupRows; i += 32) {
+          const auto* const from = static_cast<const float*>(p.call.lse.data) +
+                                   offset_of(p.call.lse, plan.batch, plan.row + i, plan.head);
+          copy_async_4(shared_address(described.lse + i), from, plan.row + i < shape.rows);
+        }
+        commit_copies();
+      } else if (met == -1) {
+        wait_copies<0>();
+        __syncwarp();
+      }
+      if (lane() == 0) {
+        uint64_t* const barrier = &rest.stage[turn.place];
+        wait(&rest.read[turn.place], turn.parity ^ 1);
+        arrive_expecting(barrier, Space::kStage);
+        if (met < 0) {
+          const Boxes& boxes = met == -5 ? p.o : met == -4 ? p.dout : met == -3 ? p.q : met == -2 ? p.k : p.v;
+          copy_rows(space.own(turn.place), boxes, {0, plan.row, met < -2 ? plan.head : of, plan.batch},
+                    barrier);
+        } else {
+          space.bring_headers(turn.place, p.header_k, p.header_v, {0, plan.first_of(met), of, plan.batch});
+        }
       }
       turn.next(Space::kStages);
     }
-    while (which < Space::kOwn) own(next, which++);
+    __syncwarp();
   }
 }
 

@@ -36,7 +36,7 @@ __device__ inline void copy_rows(const Rows& to, const Boxes& boxes, BoxPlace at
   }
 }
 
-// f, by the multipliers, and load, by one thread, once the barriers are there.
+// multiply(), by the multipliers, and load(), by a warp, once the barriers are there.
 template <class Registers, class Init, class Load, class Multiply>
 __device__ inline void run_groups(const Init& init, const Load& load, const Multiply& multiply) {
   if (threadIdx.x == 0) {
@@ -46,7 +46,7 @@ __device__ inline void run_groups(const Init& init, const Load& load, const Mult
   __syncthreads();
   if (warp_index() >= kCatGroupWarps) {
     leave_registers<Registers::kLoader>();
-    if (threadIdx.x == 32 * kCatGroupWarps) load();
+    if (warp_index() == kCatGroupWarps) load();
     return;
   }
   take_registers<Registers::kMultiplier>();
@@ -62,17 +62,6 @@ cudaError_t launch_groups(const Problem& p, int64_t items, int bytes, cudaStream
   const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
   Kernel<<<blocks, kCatGroupThreads, bytes, stream>>>(p);
   return cudaGetLastError();
-}
-
-// What the lane's two rows of sixteen, from `row` on, read.
-__device__ inline CatRows rows_seen(const CatShape& shape, int batch, int row) {
-  CatRows rows;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const CatSeen seen = cat_seen(shape, batch, row + lane_row() + 8 * i);
-    rows.first[i] = seen.first, rows.chunk[i] = seen.chunk;
-  }
-  return rows;
 }
 
 // Row i of the lane's two, times `by`, to `to`: packs of 16 bytes. Times 0 whatever is 0.

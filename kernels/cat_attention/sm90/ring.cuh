@@ -1,0 +1,60 @@
+// The ring through which blocks of warpgroups get what they read: a stage has 128 rows of a tile, or the keys
+// and the values of 64 headers. Beside it stands what is known of the tiles under way.
+#pragma once
+
+#include "cat_attention/sm90/space.cuh"
+
+namespace girih::kernels {
+
+// `Sizes` has kStages, and kTiles, so many described tiles.
+template <typename T, int Tile, class Sizes, class Described>
+struct CatGroupRing {
+  static constexpr int kStages = Sizes::kStages, kTiles = Sizes::kTiles;
+  using Own = BlockTile<T, Tile, kCatGroupRows>;
+  using Headers = BlockTile<T, Tile, kCatGroupKeys>;
+  struct Rest {
+    Described tiles[kTiles];
+    uint64_t stage[kStages], read[kStages];
+  };
+  static constexpr int kStage = Own::kBytes;
+  static_assert(kStage == 2 * Headers::kBytes);
+  static constexpr int kBytes = kStages * kStage + static_cast<int>(sizeof(Rest));
+  static_assert(kBytes <= kCatGroupBytes);
+
+  unsigned char* shared;
+
+  __device__ T* stage(int n) const { return reinterpret_cast<T*>(shared + n * kStage); }
+  __device__ Own own(int n) const { return {stage(n)}; }
+  __device__ Headers keys(int n) const { return {stage(n)}; }
+  __device__ Headers values(int n) const { return {stage(n) + kCatGroupKeys * Tile}; }
+  __device__ Rest& rest() const { return *reinterpret_cast<Rest*>(shared + kStages * kStage); }
+  __device__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(&rest().stage[i], 1), init_barrier(&rest().read[i], once(kCatGroupWarps));
+    }
+  }
+
+  // Headers from row `at` on to stage n, whose barrier expects them.
+  __device__ void bring_headers(int n, const Boxes& of_k, const Boxes& of_v, BoxPlace at) const {
+    copy_rows(keys(n), of_k, at, &rest().stage[n]);
+    copy_rows(values(n), of_v, at, &rest().stage[n]);
+  }
+};
+
+// Where a warp that multiplies is in it.
+template <class Ring>
+struct CatRingPlace {
+  typename Ring::Rest& rest;
+  Turn turn, tile;
+
+  // What is next in the ring: its place, once it is there.
+  __device__ int next() {
+    const int place = turn.place;
+    wait(&rest.stage[place], turn.parity);
+    turn.next(Ring::kStages);
+    return place;
+  }
+  __device__ void done(int place) const { arrive_once(&rest.read[place]); }
+};
+
+}  // namespace girih::kernels

@@ -1,0 +1,186 @@
+// The gradient of a memory [M, X] in the registers of the reverse pass's chain, and its slots of a tile of
+// tokens.
+//
+// A warp has 8 S slots, from `slot` on, of all columns. Eight warps with few slots each, where the scan has
+// four of 16 for narrow memories: the chain has twice the scan's instructions, and what one warp waits for is
+// the other's time.
+#pragma once
+
+#include "trellis/memory.cuh"
+
+namespace girih::kernels {
+
+// Transposed, in fp32, what steps are added to: at[k] is columns 16 k to 16 k + 15 by the warp's slots.
+template <int K, int S>
+struct Held {
+  Sums<S> at[K];
+};
+// The same rounded, as the right factor of the products with its transpose.
+template <int K, int S>
+struct Right {
+  uint32_t at[K][S][2];
+};
+// The warp's slots of 16 tokens, as they lie in a tile: at[n] and at[n + 1] are tokens 0 to 7 and 8 to 15 of
+// slots 4 n to 4 n + 7.
+template <int S>
+struct Slice {
+  uint32_t at[2 * S];
+};
+
+// ---- states in global memory -----------------------------------------------------------------------------
+
+template <int K, int S>
+__device__ inline void add_state(Held<K, S>& A, const In<4>& state, const TrellisPart& part,
+                                 const TrellisShape& shape, int slot) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) add_state<true>(A.at[k], state, part, shape, 16 * k, slot);
+}
+template <int K, int S>
+__device__ inline void store_state(const Out<4>& state, const Held<K, S>& A, const TrellisPart& part,
+                                   const TrellisShape& shape, int slot) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) store_state<true>(state, A.at[k], part, shape, 16 * k, slot);
+}
+
+// ---- a memory's products ---------------------------------------------------------------------------------
+
+template <int K, int S>
+__device__ inline void clear(Held<K, S>& A) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) fill(A.at[k], 0.f);
+}
+template <int K, int S>
+__device__ inline void scale(Held<K, S>& A, float by) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) scale_rows(A.at[k], {by, by});
+}
+
+template <typename T, int K, int S>
+__device__ inline void round_to(Right<K, S>& right, const Held<K, S>& A) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int n = 0; n < S; ++n) {
+      const float(&block)[4] = A.at[k].at[n];
+      right.at[k][n][0] = transpose_pairs(pair_of<T>(block[0], block[1]));
+      right.at[k][n][1] = transpose_pairs(pair_of<T>(block[2], block[3]));
+    }
+  }
+}
+// To a tile [M, X], the warp's rows.
+template <class Tile, int K, int S>
+__device__ inline void store_right(const Tile& tile, int slot, const Right<K, S>& right) {
+#pragma unroll
+  for (int n = 0; n < S; ++n) {
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
+      const uint32_t four[4] = {right.at[k][n][0], right.at[k][n][1], right.at[k + 1][n][0],
+                                right.at[k + 1][n][1]};
+#if __CUDA_ARCH__ >= 900
+      put_matrices(tile.address(slot + 8 * n, 16 * k, lane() & 7, (lane() >> 3) * 8), four);
+#else
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        *reinterpret_cast<uint32_t*>(&lane_at(tile, slot + 8 * n, 16 * k + 8 * i)) = four[i];
+      }
+#endif
+    }
+  }
+}
+
+// z = x A^T, of a tile's 16 tokens. Even and odd blocks add up apart: products that wait for each other are
+// half as many.
+template <typename T, class Tile, int K, int S>
+__device__ inline void product_with(Sums<S>& z, const Tile& x, const Right<K, S>& right) {
+  Sums<S> odd;
+  fill(z, 0.f);
+  fill(odd, 0.f);
+#pragma unroll
+  for (int k = 0; k < K; k += 2) {
+    uint32_t left[2][4];
+    load_block(left[0], x, 0, 16 * k);
+    load_block(left[1], x, 0, 16 * k + 16);
+#pragma unroll
+    for (int n = 0; n < S; ++n) {
+      mma<T>(z.at[n], left[0], right.at[k][n][0], right.at[k][n][1]);
+      mma<T>(odd.at[n], left[1], right.at[k + 1][n][0], right.at[k + 1][n][1]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < S; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z.at[n][i] += odd.at[n][i];
+  }
+}
+
+// Columns `col` to col + 15 of A += y^T x, of 16 tokens' x, a tile, and y, the warp's slots, as a right
+// factor.
+template <typename T, class Tile, int S>
+__device__ inline void add_columns(Sums<S>& A, const Tile& x, int col, const Slice<S>& y) {
+  uint32_t left[4];
+  load_block_transposed(left, x, col, 0);
+#pragma unroll
+  for (int n = 0; n < S; ++n) mma<T>(A.at[n], left, y.at[2 * n], y.at[2 * n + 1]);
+}
+template <typename T, class Tile, int K, int S>
+__device__ inline void add_step(Held<K, S>& A, const Tile& x, const Slice<S>& y) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) add_columns<T>(A.at[k], x, 16 * k, y);
+}
+
+// ---- slices -----------------------------------------------------------------------------------------------
+
+template <class Tile, int S>
+__device__ inline void load_slice(Slice<S>& x, const Tile& tile, int slot) {
+  uint32_t four[4];
+  load_matrices(four, tile.address(0, slot, lane() & 15, S == 1 ? 0 : (lane() >> 4) * 8));
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) x.at[i] = four[i];
+}
+// As a right factor.
+template <class Tile, int S>
+__device__ inline void load_right_slice(Slice<S>& x, const Tile& tile, int slot) {
+  uint32_t four[4];
+  load_matrices_transposed(four, tile.address(0, slot, lane() & 15, S == 1 ? 0 : (lane() >> 4) * 8));
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) x.at[i] = four[i];
+}
+template <class Tile, int S>
+__device__ inline void store_slice(const Tile& tile, int slot, const Slice<S>& x) {
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) {
+    *reinterpret_cast<uint32_t*>(&lane_at(tile, i % 2 * 8, slot + i / 2 * 8)) = x.at[i];
+  }
+}
+
+template <typename T, int S>
+__device__ inline void unpack(Sums<S>& x, const Slice<S>& raw) {
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) {
+    const float2 pair = unpaired<T>(raw.at[i]);
+    x.at[i / 2][2 * (i % 2)] = pair.x, x.at[i / 2][2 * (i % 2) + 1] = pair.y;
+  }
+}
+template <typename T, int S>
+__device__ inline void round_to(Slice<S>& x, const Sums<S>& sums) {
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) {
+    x.at[i] = pair_of<T>(sums.at[i / 2][2 * (i % 2)], sums.at[i / 2][2 * (i % 2) + 1]);
+  }
+}
+// Zero where there is no slot.
+template <int S>
+__device__ inline void clear_missing(Slice<S>& x, const uint32_t (&bits)[S]) {
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) x.at[i] &= bits[i / 2];
+}
+// A slice as a right factor.
+template <int S>
+__device__ inline Slice<S> right_factor(const Slice<S>& x) {
+  Slice<S> right;
+#pragma unroll
+  for (int i = 0; i < 2 * S; ++i) right.at[i] = transpose_pairs(x.at[i]);
+  return right;
+}
+
+}  // namespace girih::kernels
