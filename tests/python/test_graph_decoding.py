@@ -646,3 +646,26 @@ def test_in_bf16_it_is_bit_for_bit_the_same(graphs, device):
                 found.append(model(token, past_key_values=cache).logits)
             assert found[0].equal(found[1])
     assert graphs.replayed == 7
+
+
+@needs_cuda
+@pytest.mark.parametrize("batch", [1, 5, 17])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_graph_in_16_bits_is_as_right_as_the_layers(name, batch):
+    """Its products of few rows round less than the layers do; more than 16 rows are the layers' own."""
+    model = model_of(name, "cuda", hidden_size=64).to(torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    ids = tokens(model, batch, 24)
+    expected = exact(ids).logits[:, 4:]
+
+    def error(graphs):
+        cache, found = model.new_cache(), []
+        model(ids[:, :4], past_key_values=cache)
+        cache.steps.refused = not graphs
+        for t in range(4, 24):
+            found.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+        assert bool(cache.steps.graphs) == graphs or name == "layers_of_cat"
+        return (torch.cat(found, 1).double() - expected).norm()
+
+    assert error(True) <= 1.5 * error(False)

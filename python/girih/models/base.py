@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -14,6 +15,7 @@ from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder
 from girih.nn.attention_call import own_mask
 from girih.nn.packing import bounds
+from girih.nn.step import by_weights_alone
 
 
 class GirihPreTrainedModel(PreTrainedModel):
@@ -167,6 +169,8 @@ class Backbone(GirihPreTrainedModel):
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(block.__call__, *arguments)
+        if not torch.compiler.is_compiling() and by_weights_alone.get():
+            return block.step(*arguments)
         return block(*arguments)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from girih.nn import map_state
 from girih.nn.state import by_itself, stepped
+from girih.nn.step import by_weights_alone
 
 if TYPE_CHECKING:
     from girih.models.base import Backbone
@@ -251,7 +252,9 @@ class StepGraphs:
         try:
             if self.taken.can_be(ids.device) and own <= {ids.device}:
                 replay = record(
-                    lambda: every.extend(model.hidden_states(self.ids, None, None, cache, None, chunk)),
+                    lambda: every.extend(
+                        alone(model.hidden_states, self.ids, None, None, cache, None, chunk)
+                    ),
                     self.stream,
                 )
                 if all(
@@ -271,6 +274,14 @@ class StepGraphs:
             if graph is None:
                 self.drop()
         return graph
+
+
+def alone(call: Callable[..., Any], *arguments: Any) -> Any:
+    token = by_weights_alone.set(True)
+    try:
+        return call(*arguments)
+    finally:
+        by_weights_alone.reset(token)
 
 
 def weakly(method: Callable[[], None]) -> Callable[[Any], None]:

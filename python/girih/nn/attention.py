@@ -1,6 +1,7 @@
 """Softmax attention with rotary positions: the baseline, the base of a mixture, and CAT's building block."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 from girih.nn.state import by_itself
+from girih.nn.step import Product
 
 
 def angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -179,7 +181,22 @@ class Attention(SequenceLayer):
             raise ValueError(
                 "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
             )
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        o, state = self.core((self.qkv_proj(x),), state, use_cache, cu_seqlens, attention_mask)
+        return self.o_proj(o), state
+
+    def products(self) -> tuple[Product, ...]:
+        return (Product(self.qkv_proj.weight),)
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: AttentionState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState | None]:
+        x = projected[0]
+        qkv = x.unflatten(-1, (-1, self.head_dim))
         past, T = 0 if state is None else state.tokens, x.shape[1]
         in_place = use_cache and not torch.is_grad_enabled()
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
@@ -195,20 +212,23 @@ class Attention(SequenceLayer):
         kept = appended(before_k, past, k, slots), appended(before_v, past, v, slots)
         k, v = (part[:, : past + T] for part in kept)
         see = self.visible(past, T, valid, cu_seqlens, x.device)
-        o = F.scaled_dot_product_attention(
-            *(p.transpose(1, 2) for p in (q, k, v)),
-            attn_mask=see,
-            is_causal=self.causal and see is None and past == 0,
-            enable_gqa=self.heads[0] != self.heads[1],
-        )
-        y = self.o_proj(o.transpose(1, 2).flatten(-2))
+        if q.numel() == 0:  # no token has no output; on CUDA, in 16 bits, PyTorch's attention returns None
+            o = q
+        else:
+            o = F.scaled_dot_product_attention(
+                *(p.transpose(1, 2) for p in (q, k, v)),
+                attn_mask=see,
+                is_causal=self.causal and see is None and past == 0,
+                enable_gqa=self.heads[0] != self.heads[1],
+            ).transpose(1, 2)
+        o = o.flatten(-2)
         if not use_cache:
-            return y, None
+            return o, None
         if valid is not None:
             valid = F.pad(valid, (0, kept[0].shape[1] - past - T), value=True)
         place = torch.full((x.shape[0],), past + T, device=x.device)
         slots = slots_of(kept[0], self.rope_theta) if in_place else None
-        return y, AttentionState(*kept, valid, past + T, place, slots)
+        return o, AttentionState(*kept, valid, past + T, place, slots)
 
     def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
         """One token of each sequence, `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the state's
@@ -238,9 +258,10 @@ class Attention(SequenceLayer):
             attn_mask=see[:, None, None],
         )
         state.place.add_(1)
-        y = self.o_proj(o.flatten(1)[:, None])
         # Not by _replace, of which torch.compile makes an empty tuple.
-        return y, AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
+        return o.flatten(1)[:, None], AttentionState(
+            state.k, state.v, valid, state.tokens + 1, state.place, slots
+        )
 
 
 register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta")

@@ -5,6 +5,7 @@ position_ids=, past_key_values=, use_cache=, ...)` and takes `(y, attention weig
 which tokens are masked, where packed sequences start and what the cache holds of its own.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from girih.nn.layer import Layer
 from girih.nn.packing import bounds
+from girih.nn.step import PLAIN, Product, RowInput
 
 # What attention modules call the cache: most, and GPT-NeoX and GPT-BigCode.
 CACHES = ("past_key_values", "layer_past")
@@ -194,3 +196,18 @@ class SequenceLayer(Layer):
         if args:
             kwargs["hidden_states"] = args[0]
         return attend(super().__call__, kwargs.pop("hidden_states"), self.layer_idx, **kwargs)
+
+    def products(self) -> tuple[Product, ...] | None:
+        """Of a layer that is `o_proj(core(projections of x))`: those, for a step that computes them at once
+        and has nothing of modules but weights. None: a step calls the layer."""
+        return None
+
+    def core(
+        self, projected: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """What `o_proj` takes, but for `before_output`, and the state."""
+        raise NotImplementedError
+
+    def before_output(self) -> RowInput:
+        """What is left to do with core's output."""
+        return PLAIN

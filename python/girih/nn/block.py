@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from girih.nn.norm import RMSNorm
+from girih.nn.step import Product, RowInput, products
 from girih.nn.swiglu import SwiGLU
 
 
@@ -37,3 +38,32 @@ class Block(nn.Module):
         y, state = self.mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
+
+    def step(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: Any = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """`forward` of few tokens by few kernels, which have nothing of modules but their weights: no hook
+        runs. Norms, activations and sums stand with the products beside them."""
+        mixer, mlp = self.mixer, self.mlp
+        wanted = mixer.products()
+        if wanted is None or attention_mask is not None:
+            y, state = mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
+            x = x + y
+        else:
+            projected = products(x, wanted, norm_of(self.mixer_norm))
+            y, state = mixer.core(projected, state, use_cache, cu_seqlens)
+            (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.before_output(), residual=x)
+        gate, up = products(
+            x, [Product(mlp.gate_proj.weight), Product(mlp.up_proj.weight)], norm_of(self.mlp_norm)
+        )
+        (x,) = products(gate, [Product(mlp.down_proj.weight)], RowInput("silu_product", up), residual=x)
+        return x, state
+
+
+def norm_of(norm: RMSNorm) -> RowInput:
+    return RowInput("rms_norm", norm.weight, norm.eps)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.layer import Layer, at_least_fp32
+from girih.nn.step import Product
 
 
 def first_step_bias(chunk: int) -> float:
@@ -46,6 +47,10 @@ class DecayGate(Layer):
         nn.init.uniform_(self.A_log, 0.0, math.log(16.0))
         most = math.log(self.largest_step)  # softplus(b) = exp(b) down here
         nn.init.uniform_(self.dt_bias, most - math.log(100.0), most)
+
+    def product(self) -> Product:
+        """g's."""
+        return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dt = F.softplus(at_least_fp32(self.proj(x)) + self.dt_bias)

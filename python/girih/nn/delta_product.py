@@ -1,5 +1,7 @@
 """DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
@@ -9,6 +11,7 @@ from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
+from girih.nn.step import Product
 
 
 class DeltaProduct(RecurrentLayer):
@@ -65,11 +68,30 @@ class DeltaProduct(RecurrentLayer):
     def mix(
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        conv, memory = state or (None, None)
-        qkv, conv = self.conv(self.qkv_proj(x), state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
         beta = at_least_fp32(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        g = None if self.decay is None else self.decay(x)[0]
+        projected = [self.qkv_proj(x), beta, self.g_proj(x)]
+        if self.decay is not None:
+            projected.append(self.decay(x)[0])
+        o, state = self.core(projected, state, use_cache, cu_seqlens)
+        return self.o_proj(o), state
+
+    def products(self) -> tuple[Product, ...]:
+        beta = Product(self.beta_proj.weight, "sigmoid", scale=2.0 if self.allow_neg_eigval else 1.0)
+        decay = () if self.decay is None else (self.decay.product(),)
+        return Product(self.qkv_proj.weight), beta, Product(self.g_proj.weight), *decay
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: LayerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, LayerState | None]:
+        qkv, beta, gate, *decay = projected
+        g = decay[0] if decay else None
+        conv, memory = state or (None, None)
+        qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
         o, memory = advance(
             "delta_product",
             q,
@@ -85,9 +107,8 @@ class DeltaProduct(RecurrentLayer):
             in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
-        gate = self.g_proj(x).unflatten(-1, (-1, self.head_dim))
-        y = self.o_proj(self.norm(o, gate).flatten(-2))
-        return y, LayerState(conv, memory) if use_cache else None
+        o = self.norm(o, gate.unflatten(-1, (-1, self.head_dim)))
+        return o.flatten(-2), LayerState(conv, memory) if use_cache else None
 
 
 _FIELDS = (

@@ -1,5 +1,7 @@
 """Gated slot attention, and ABC, its ungated form."""
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
+from girih.nn.step import Product, RowInput
 
 
 class GatedSlotAttention(RecurrentLayer):
@@ -56,12 +59,31 @@ class GatedSlotAttention(RecurrentLayer):
     def mix(
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        conv, memory = state or (None, None)
-        qkv, conv = self.conv(self.qkv_proj(x), state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
-        q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
-        s, g = at_least_fp32(self.f_proj(x)).unflatten(-1, (-1, self.num_slots)), None
+        f = at_least_fp32(self.f_proj(x))
         if self.gated:
-            s, g = None, F.logsigmoid(s) / self.gate_logit_normalizer
+            f = F.logsigmoid(f) / self.gate_logit_normalizer
+        o, state = self.core((self.qkv_proj(x), f), state, use_cache, cu_seqlens)
+        return self.o_proj(self.norm(F.silu(o))), state
+
+    def products(self) -> tuple[Product, ...]:
+        gate = Product(self.f_proj.weight, "linear")
+        if self.gated:
+            gate = Product(self.f_proj.weight, "logsigmoid", scale=1.0 / self.gate_logit_normalizer)
+        return Product(self.qkv_proj.weight), gate
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: LayerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, LayerState | None]:
+        qkv, f = projected
+        conv, memory = state or (None, None)
+        qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
+        f = f.unflatten(-1, (-1, self.num_slots))
+        s, g = (None, f) if self.gated else (f, None)
         o, memory = advance(
             "gsa",
             q,
@@ -75,8 +97,10 @@ class GatedSlotAttention(RecurrentLayer):
             in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
-        y = self.o_proj(self.norm(F.silu(o.flatten(-2))))
-        return y, LayerState(conv, memory) if use_cache else None
+        return o.flatten(-2), LayerState(conv, memory) if use_cache else None
+
+    def before_output(self) -> RowInput:
+        return RowInput("silu_rms_norm", self.norm.weight, self.norm.eps)
 
 
 _FIELDS = ("num_kv_heads", "head_dim", "num_slots", "feature", "conv_size", "norm_eps")

@@ -1,5 +1,7 @@
 """The Trellis layer."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
+from girih.nn.step import Product
 
 
 class Trellis(RecurrentLayer):
@@ -80,17 +83,38 @@ class Trellis(RecurrentLayer):
     def mix(
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
+        projected = [
+            self.qk_proj(x),
+            self.v_proj(x),
+            self.a_proj(x),
+            self.g_proj(x),
+            self.gamma_proj(x).sigmoid(),
+        ]
+        if self.decay is not None:
+            projected.append(self.decay(x)[0])
+        o, state = self.core(projected, state, use_cache, cu_seqlens)
+        return self.o_proj(o), state
+
+    def products(self) -> tuple[Product, ...]:
+        plain = self.qk_proj, self.v_proj, self.a_proj, self.g_proj
+        gamma = Product(self.gamma_proj.weight, "sigmoid", self.gamma_proj.bias)
+        decay = () if self.decay is None else (self.decay.product(),)
+        return *(Product(linear.weight) for linear in plain), gamma, *decay
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: LayerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, LayerState | None]:
+        qk, v, a, gate, gamma, *decay = projected
+        g = decay[0] if decay else None
         (q_state, k_state), memory = state or ((None, None), None)
-        qk = self.qk_proj(x)
         q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
-        q, k, v, a, gate = (
-            p.unflatten(-1, (self.num_heads, -1))
-            for p in (q, k, self.v_proj(x), self.a_proj(x), self.g_proj(x))
-        )
+        q, k, v, a, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, a, gate))
         k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
-        gamma = self.gamma_proj(x).sigmoid()
-        g = None if self.decay is None else self.decay(x)[0]
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
         o, memory = advance(
@@ -108,8 +132,7 @@ class Trellis(RecurrentLayer):
             in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
-        y = self.o_proj(self.norm(o, gate).flatten(-2))
-        return y, LayerState((q_state, k_state), memory) if use_cache else None
+        return self.norm(o, gate).flatten(-2), LayerState((q_state, k_state), memory) if use_cache else None
 
 
 register_layer(

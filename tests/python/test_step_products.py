@@ -1,0 +1,101 @@
+"""A block's step by weights alone against the block itself, and products against their formula."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from girih.models import GirihConfig
+from girih.nn import MIXERS, Block, map_state
+from girih.nn.step import PLAIN, Product, RowInput, products
+
+torch.manual_seed(0)
+LAYERS = sorted(set(MIXERS) - {"cat"})
+
+
+def block_of(mixer, **options):
+    config = GirihConfig(
+        hidden_size=64, num_heads=2, num_slots=16, num_hidden_layers=1, mixer=[mixer], **options
+    )
+    torch.manual_seed(1)
+    block = Block(MIXERS[mixer].build(config), 64, 96).double().eval()
+    for parameter in block.parameters():  # norms and biases too, which begin at what does nothing
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return block
+
+
+@pytest.mark.parametrize("mixer", LAYERS)
+@torch.no_grad()
+def test_a_step_by_weights_is_the_blocks(mixer):
+    block = block_of(mixer)
+    x = torch.randn(3, 8, 64, dtype=torch.float64)
+    _, state = block(x[:, :4], use_cache=True)
+    other = map_state(torch.clone, state)
+    for t in range(4, 8):
+        y, state = block(x[:, t : t + 1], state=state, use_cache=True)
+        z, other = block.step(x[:, t : t + 1], state=other, use_cache=True)
+        torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        ("abc", {}),
+        ("delta_product", {"n": 2, "gated": True, "allow_neg_eigval": True}),
+        ("delta_product", {"n": 3, "gated": False}),
+        ("trellis", {"gated": False}),
+        ("lattice", {"gated": False}),
+        ("gsa", {"conv_size": 4}),
+        ("attention", {"num_kv_heads": 1}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_step_with_options(mixer, options):
+    block = block_of(mixer, **options)
+    x = torch.randn(2, 6, 64, dtype=torch.float64)
+    _, state = block(x[:, :5], use_cache=True)
+    other = map_state(torch.clone, state)
+    y, _ = block(x[:, 5:], state=state, use_cache=True)
+    z, _ = block.step(x[:, 5:], state=other, use_cache=True)
+    torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
+
+
+def test_mixers_that_have_products_name_all_that_reads_x():
+    """Every projection of these layers is among its products, or o_proj."""
+    for mixer in ("gsa", "delta_product", "gated_deltanet", "trellis", "lattice", "attention"):
+        layer = block_of(mixer).mixer
+        said = {id(product.weight) for product in layer.products()}
+        linears = [
+            m for name, m in layer.named_modules() if isinstance(m, torch.nn.Linear) and name != "o_proj"
+        ]
+        assert said == {id(m.weight) for m in linears}, mixer
+
+
+def test_products_in_pytorch():
+    x, w, up = torch.randn(3, 16), torch.randn(5, 16), torch.randn(3, 16)
+    b, a, norm = torch.randn(5), torch.rand(5), torch.rand(16)
+    r = x @ w.T
+    wanted = [
+        Product(w),
+        Product(w, "linear", b),
+        Product(w, "sigmoid", b, scale=2.0),
+        Product(w, "logsigmoid", scale=0.125),
+        Product(w, "decay", b, a),
+    ]
+    expected = [
+        r,
+        r + b,
+        2 / (1 + torch.exp(-r - b)),
+        -torch.log1p(torch.exp(-r)) / 8,
+        -torch.exp(a) * torch.log1p(torch.exp(r + b)),
+    ]
+    torch.testing.assert_close(products(x, wanted), expected)
+    silu = x / (1 + torch.exp(-x))
+    for given, u in (
+        (PLAIN, x),
+        (RowInput("rms_norm", norm, 0.1), x / (x.square().mean(-1, True) + 0.1).sqrt() * norm),
+        (RowInput("silu_rms_norm", norm, 0.1), silu / (silu.square().mean(-1, True) + 0.1).sqrt() * norm),
+        (RowInput("silu_product", up), silu * up),
+    ):
+        y = products(x, [Product(w)], given, residual=r)
+        torch.testing.assert_close(y, [F.linear(u, w) + r])
