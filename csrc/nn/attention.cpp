@@ -1,7 +1,83 @@
+#include <algorithm>
+#include <limits>
+
 #include "layer.h"
 #include "mixers.h"
+#include "slots.h"
 
 namespace girih::nn {
+namespace {
+
+// Slots for so many tokens and those that come. All of them are read, so not many; where they are full the
+// keys are copied and a CUDA graph made anew, so not few. Of whole 256, as cuDNN makes a plan for each
+// number, tens of milliseconds long.
+int64_t with_spare(int64_t tokens) { return (tokens + std::max<int64_t>(64, tokens / 8) + 255) / 256 * 256; }
+
+// The first `tokens` slots of kept, which may be undefined, then x [N, T, heads, head_dim], in a new tensor
+// of at least so many slots.
+Tensor appended(const Tensor& kept, int64_t tokens, const Tensor& x, int64_t slots) {
+  const auto end = tokens + x.size(1);
+  if (slots <= end) return kept.defined() ? at::cat({kept.slice(1, 0, tokens), x}, 1) : x;
+  const auto roomy = x.new_zeros({x.size(0), slots, x.size(2), x.size(3)});
+  if (kept.defined()) roomy.slice(1, 0, tokens).copy_(kept.slice(1, 0, tokens));
+  roomy.slice(1, tokens, end).copy_(x);
+  return roomy;
+}
+
+// For k [N, slots, heads, head_dim].
+std::shared_ptr<const Slots> slots_of(const Tensor& k, double theta) {
+  const auto slots = k.size(1);
+  const auto position = at::arange(slots, k.options().dtype(at::kLong));
+  const auto [cos, sin] = angles(position, k.size(3), theta, k.scalar_type());
+  auto see = at::zeros({2 * slots - 1}, k.options());
+  see.slice(0, slots).fill_(-std::numeric_limits<double>::infinity());
+  return std::make_shared<const Slots>(
+      Slots{at::stack({at::cat({cos, cos}, -1), at::cat({-sin, sin}, -1)}, 1), see, theta});
+}
+
+// The state with free slots, and what a step reads of them.
+State with_slots(const State& state, int64_t slots, double theta) {
+  const auto roomy = [&](const Tensor& x, double value) {
+    if (x.size(1) == slots) return x;
+    std::vector<int64_t> padding(2 * (x.dim() - 2), 0);
+    padding.insert(padding.end(), {0, slots - x.size(1)});
+    return at::constant_pad_nd(x, padding, value);
+  };
+  auto more = state;
+  for (const size_t i : {0, 1}) more.tensors[i] = roomy(state.tensors[i], 0);
+  if (const auto& valid = state.tensors[2]; valid.defined()) more.tensors[2] = roomy(valid, 1);
+  more.slots = slots_of(more.tensors[0], theta);
+  return more;
+}
+
+// Whether there is a slot for one more token.
+bool has_room(const State& state) {
+  const auto& k = state.tensors[0];
+  return state.slots && state.tokens < k.size(1) && state.slots->turn.size(0) == k.size(1) &&
+         state.slots->turn.scalar_type() == k.scalar_type() && state.slots->turn.device() == k.device();
+}
+
+void share_slots(State& state, std::vector<std::shared_ptr<const Slots>>& kept) {
+  for (auto& part : state.parts) share_slots(part, kept);
+  if (!state.slots) return;
+  const auto same = std::ranges::find_if(kept, [&](const auto& other) {
+    const auto &a = other->turn, &b = state.slots->turn;
+    return other->theta == state.slots->theta && a.sizes() == b.sizes() &&
+           a.scalar_type() == b.scalar_type() && a.device() == b.device();
+  });
+  if (same == kept.end()) {
+    kept.push_back(state.slots);
+  } else {
+    state.slots = *same;
+  }
+}
+
+}  // namespace
+
+void share_slots(State& state) {
+  std::vector<std::shared_ptr<const Slots>> kept;
+  share_slots(state, kept);
+}
 
 AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions given)
     : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
@@ -32,21 +108,63 @@ Output AttentionImpl::run(const Tensor& x, const Call& call) {
   TORCH_CHECK_VALUE(
       !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
       "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
-  const auto p = qkv_proj(x).unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
-  const State& before = call.state;
-  const auto past = before.empty() ? 0 : before.tensors[0].size(1), T = x.size(1);
+  const auto qkv = qkv_proj(x).unflatten(-1, {-1, head_dim_});
+  const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
+  const auto past = before.tokens, T = x.size(1);
+  if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
+      before.tensors[0].scalar_type() == qkv.scalar_type())
+    return step(qkv, before);
+  const auto p = qkv.split_with_sizes(heads_, 2);
   const auto position = at::arange(past, past + T, x.options().dtype(at::kLong));
   const auto q = rotary(p[0], position, options.rope_theta);
-  const Extended k(rotary(p[1], position, options.rope_theta), call.attention_mask,
-                   before.empty() ? State() : State{{before.tensors[0], before.tensors[2]}});
-  const auto v = before.empty() ? p[2] : at::cat({before.tensors[1], p[2]}, 1);
-  const auto see = visible(past, T, k.valid, call.cu_seqlens, x.device());
+  const bool in_place = call.use_cache && !at::GradMode::is_enabled();
+  const auto slots = in_place ? with_spare(past + T) : past + T;
+  const auto k = appended(before.tensors[0], past, rotary(p[1], position, options.rope_theta), slots),
+             v = appended(before.tensors[1], past, p[2], slots);
+  const auto &was = before.tensors[2],
+             valid = joined_masks(was.defined() ? was.slice(1, 0, past) : was, call.attention_mask, past, x);
+  const auto see = visible(past, T, valid, call.cu_seqlens, x.device());
   const auto o = at::scaled_dot_product_attention(
-      q.transpose(1, 2), k.x.transpose(1, 2), v.transpose(1, 2),
+      q.transpose(1, 2), k.slice(1, 0, past + T).transpose(1, 2), v.slice(1, 0, past + T).transpose(1, 2),
       see.defined() ? std::optional<Tensor>(see) : std::nullopt, /*dropout_p=*/0.0,
       /*is_causal=*/options.causal && !see.defined() && past == 0, /*scale=*/std::nullopt,
       /*enable_gqa=*/heads_[0] != heads_[1]);
-  return {o_proj(o.transpose(1, 2).flatten(-2)), {{k.x, v, k.valid}}};
+  const auto y = o_proj(o.transpose(1, 2).flatten(-2));
+  if (!call.use_cache) return {y, {}};
+  const auto place = at::full({x.size(0)}, past + T, position.options());
+  State after{{k, v, valid, place}, {}, past + T};
+  return {y, in_place ? with_slots(after, slots, options.rope_theta) : after};
+}
+
+// One token of each sequence, qkv [N, 1, heads, head_dim]. Writes the state's tensors; nothing on the device
+// depends on how many tokens the host knows of.
+Output AttentionImpl::step(const Tensor& qkv, State state) {
+  if (!has_room(state)) state = with_slots(state, with_spare(state.tokens + 1), options.rope_theta);
+  auto k = state.tensors[0], v = state.tensors[1], place = state.tensors[3];
+  const auto& valid = state.tensors[2];
+  const auto N = k.size(0), slots = k.size(1), kv_heads = heads_[1];
+  const auto at = place.slice(0, 0, 1);
+  const auto turn = state.slots->turn.index_select(0, at).unsqueeze(1).unsqueeze(1).unbind(3);
+  const auto p = qkv.split_with_sizes({heads_[0] + kv_heads, kv_heads}, 2);
+  const auto qk = at::addcmul(p[0] * turn[0], p[0].roll(head_dim_ / 2, -1), turn[1])
+                      .split_with_sizes({heads_[0], kv_heads}, 2);
+  k.index_copy_(1, at, qk[1]);
+  v.index_copy_(1, at, p[1]);
+  auto see = state.slots->see.unfold(0, slots, 1).index_select(0, at::rsub(at, slots - 1)).expand({N, slots});
+  if (valid.defined()) see = at::where(valid, see, -std::numeric_limits<double>::infinity());
+  // The queries of one key head as rows: no key is repeated for them.
+  const auto o =
+      at::scaled_dot_product_attention(qk[0].select(1, 0).unflatten(1, {kv_heads, -1}), k.transpose(1, 2),
+                                       v.transpose(1, 2), see.unsqueeze(1).unsqueeze(1));
+  place.add_(1);
+  ++state.tokens;
+  return {o_proj(o.flatten(1).unsqueeze(1)), state};
+}
+
+bool AttentionImpl::stepped(State& state, std::vector<bool>&) const {
+  if (!has_room(state)) return false;
+  ++state.tokens;
+  return true;
 }
 
 namespace {

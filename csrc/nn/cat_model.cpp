@@ -140,8 +140,20 @@ Output CatModelImpl::step(const Tensor& ids, const State& state) {
     kept_header.index_copy_(0, these, next.select(1, 0).to(kept_header.scalar_type()));
     x = x.index_copy(0, these, next.to(x.scalar_type()));
   }
-  const auto y = decode(x, single_row(C, n + 1, kept[0].tensors[0].size(1)), kept);
-  return {y, {{chunk, kept_header, n + 1, before.known + 1}, kept}};
+  n.add_(1);
+  const auto y = decode(x, single_row(C, n, kept[0].tensors[0].size(1)), kept);
+  return {y, {{chunk, kept_header, n, before.known + 1}, kept}};
+}
+
+bool CatModelImpl::stepped(State& state, std::vector<bool>& kind) const {
+  const auto C = state.tensors[0].size(1);
+  const Reached after{state.tensors[2], state.tensors[3] + 1};
+  if (!after.level() || after.most() > max_position_embeddings_ ||
+      state.parts[0].tensors[0].size(1) < C + after.most() / C)
+    return false;
+  kind.push_back(after.most() % C == 0);
+  state.tensors[3] = after.known;
+  return true;
 }
 
 Tensor CatModelImpl::first_header(int64_t chunk) const {

@@ -33,7 +33,10 @@ Tensor ChunkTable::gather(const Tensor& y, int64_t shift) const {
 
 Tensor Reached::ended(int64_t chunk) const {
   const auto these = at::nonzero((known + 1).remainder(chunk) == 0).flatten();
-  return these.numel() == 0 ? Tensor() : these.to(tokens.device());
+  if (these.numel() == 0) return {};
+  // All of them without a copy from the host, which a CUDA graph cannot hold.
+  return these.numel() == known.numel() ? at::arange(known.numel(), tokens.options())
+                                        : these.to(tokens.device());
 }
 
 Continuation::Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const Reached& past,

@@ -27,6 +27,8 @@ struct Reached {
   Tensor tokens, known;
 
   int64_t most() const { return known.numel() > 0 ? known.max().item<int64_t>() : 0; }
+  // Whether all sequences are as long.
+  bool level() const { return known.numel() > 0 && (known == known[0]).all().item<bool>(); }
   // The sequences, on the device, whose chunk one more token ends; undefined where there are none.
   Tensor ended(int64_t chunk) const;
 };

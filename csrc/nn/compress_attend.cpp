@@ -232,7 +232,17 @@ Output CompressAttendImpl::step(const Tensor& x, const State& state) {
   }
   const auto place = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
   const auto y = attention->attend(x, single_row(C + 1, place, kept.tensors[0].size(1)), kept);
-  return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n + 1, before.known + 1}}};
+  n.add_(1);
+  return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n, before.known + 1}}};
+}
+
+bool CompressAttendImpl::stepped(State& state, std::vector<bool>& kind) const {
+  const auto C = options.chunk;
+  const Reached after{state.tensors[4], state.tensors[5] + 1};
+  if (!after.level() || state.tensors[2].size(1) <= C + after.most() / C) return false;
+  kind.push_back(after.most() % C == 0);
+  state.tensors[5] = after.known;
+  return true;
 }
 
 namespace {

@@ -45,7 +45,7 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   if (options.gate == "fixed") {
     const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
     const auto head = at::arange(heads_[1], x.options().dtype(wide));
-    return {at::log1p(-at::exp2(-5.0 - head)).expand({x.size(0), x.size(1), -1}), {}};
+    return {at::log1p(-at::exp2(at::rsub(head, -5.0))).expand({x.size(0), x.size(1), -1}), {}};
   }
   if (options.gate == "scalar") return decay_scalar(x);
   const auto logits = nn::gate(gate_proj, decay_vector->at<torch::nn::LinearImpl>(0).forward(x));

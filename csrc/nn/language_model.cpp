@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "decoding.h"
 #include "layer.h"
 #include "mixers.h"
+#include "slots.h"
 
 namespace girih::nn {
 
@@ -28,6 +30,8 @@ Output BlockImpl::run(const Tensor& x, const Call& call) {
   });
   return {y, after};
 }
+
+bool BlockImpl::stepped(State& state, std::vector<bool>& kind) const { return mixer->stepped(state, kind); }
 
 Tensor BlockImpl::around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix) {
   const auto h = x + mix(mixer_norm(x));
@@ -54,7 +58,15 @@ Output ModelImpl::run(const Tensor& ids, const Call& call) {
     x = y;
     after.parts.push_back(std::move(state));
   }
+  share_slots(after);
   return {norm(x), after};
+}
+
+bool ModelImpl::stepped(State& state, std::vector<bool>& kind) const {
+  for (size_t i = 0; i < layers->size(); ++i) {
+    if (!layers->at<LayerImpl>(i).stepped(state.parts[i], kind)) return false;
+  }
+  return true;
 }
 
 namespace {
@@ -134,8 +146,17 @@ std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
 
 namespace {
 
+// chances [B, vocab_size] -> [B, 1]. On a GPU what multinomial does, which looks at the chances each time and
+// waits for the device: `sound`, undefined at first, becomes false there where they are no numbers.
+Tensor draw(const Tensor& chances, const std::optional<at::Generator>& generator, Tensor& sound) {
+  if (!chances.is_cuda()) return chances.multinomial(1, /*replacement=*/false, generator);
+  const auto numbers = chances.amax() <= 1;
+  sound = sound.defined() ? sound & numbers : numbers;
+  return (chances / at::empty_like(chances).exponential_(1, generator)).argmax(-1, /*keepdim=*/true);
+}
+
 // logits [B, vocab_size] -> [B, 1]
-Tensor choose(const Tensor& logits, const GenerateOptions& options) {
+Tensor choose(const Tensor& logits, const GenerateOptions& options, Tensor& sound) {
   if (options.temperature == 0) return logits.argmax(-1, /*keepdim=*/true);
   auto scores = logits.to(at::kFloat) / options.temperature;
   if (options.top_k) {
@@ -149,7 +170,7 @@ Tensor choose(const Tensor& logits, const GenerateOptions& options) {
     const auto before = sorted.cumsum(-1) - sorted;
     chances = at::zeros_like(chances).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));
   }
-  return chances.multinomial(1, /*replacement=*/false, options.generator);
+  return draw(chances, options.generator, sound);
 }
 
 }  // namespace
@@ -168,23 +189,24 @@ Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& opt
   const at::NoGradGuard no_grad;
   const auto ends = list_of(options.eos_token_id ? options.eos_token_id : config.eos_token_id);
   const auto end = at::tensor(ends, ids.options());
-  auto text = ids, next = ids, mask = options.attention_mask;
+  auto next = ids, mask = options.attention_mask, sound = Tensor();
   auto ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
-  State state;
+  std::vector<Tensor> text{ids};
+  Decoder decode(*this, recorder_for(ids));
   for (int64_t i = 0; i < options.max_new_tokens; ++i) {
-    auto [x, after] = model->forward(next, mask, state, /*use_cache=*/true);
-    state = std::move(after);
+    next = choose(decode(next, mask), options, sound);
     mask = Tensor();  // what was written is valid
-    next = choose(head(x.select(1, -1)), options);
     if (!ends.empty()) {
       next = next.masked_fill(ended, config.pad_token_id.value_or(ends[0]));
       ended = ended | at::isin(next, end);
     }
-    text = at::cat({text, next}, 1);
+    text.push_back(next);
     if (options.on_token) options.on_token(next);
     if (!ends.empty() && ended.all().item<bool>()) break;
   }
-  return text;
+  TORCH_CHECK(!sound.defined() || sound.item<bool>(),
+              "probability tensor contains either `inf`, `nan` or element < 0");  // multinomial's words
+  return at::cat(text, 1);
 }
 
 }  // namespace girih::nn

@@ -9,6 +9,8 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
   State mapped;
   for (const auto& tensor : tensors) mapped.tensors.push_back(tensor.defined() ? f(tensor) : Tensor());
   for (const auto& part : parts) mapped.parts.push_back(part.map(f));
+  mapped.tokens = tokens;
+  mapped.slots = slots;
   return mapped;
 }
 
@@ -71,6 +73,8 @@ Output LayerImpl::run_part(LayerImpl& layer, const Tensor& x, const Call& call, 
   return layer.forward(x, call.attention_mask, call.part(part), call.use_cache, call.cu_seqlens);
 }
 
+bool LayerImpl::stepped(State&, std::vector<bool>&) const { return false; }
+
 bool LayerImpl::Call::steps(const Tensor& x) const {
   return use_cache && !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 &&
          !at::GradMode::is_enabled();
@@ -105,27 +109,26 @@ Output RecurrentLayerImpl::run(const Tensor& x, const Call& call) {
   return {y.take_along_dim(place.unsqueeze(-1), 1), state};
 }
 
-Extended::Extended(const Tensor& now, const Tensor& attention_mask, const State& past) : x(now) {
-  check_mask(now, attention_mask);
-  if (attention_mask.defined()) valid = attention_mask.to(at::kBool);
-  if (past.empty()) return;
-  const auto &past_x = past.tensors[0], &past_valid = past.tensors[1];
-  if (valid.defined() || past_valid.defined()) {
-    const auto ones = [](const Tensor& like) {
-      return at::ones({like.size(0), like.size(1)}, like.options().dtype(at::kBool));
-    };
-    valid =
-        at::cat({past_valid.defined() ? past_valid : ones(past_x), valid.defined() ? valid : ones(now)}, 1);
-  }
-  x = at::cat({past_x, now}, 1);
+Tensor joined_masks(const Tensor& before, const Tensor& now, int64_t past, const Tensor& x) {
+  check_mask(x, now);
+  if (!before.defined() && !now.defined()) return {};
+  const auto or_ones = [&](const Tensor& mask, int64_t tokens) {
+    return mask.defined() ? mask.to(at::kBool) : at::ones({x.size(0), tokens}, x.options().dtype(at::kBool));
+  };
+  return at::cat({or_ones(before, past), or_ones(now, x.size(1))}, 1);
+}
+
+std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
+                                 at::ScalarType dtype) {
+  const auto half = head_dim / 2;
+  const auto wide = position.options().dtype(at::promote_types(dtype, at::kFloat));
+  const auto angle = position.unsqueeze(-1) * at::pow(theta, at::arange(half, wide) / -half);
+  return {angle.cos().to(dtype), angle.sin().to(dtype)};
 }
 
 Tensor rotary(const Tensor& x, const Tensor& position, double theta) {
-  const auto half = x.size(-1) / 2;
-  const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
-  const auto rate = at::pow(theta, at::arange(half, x.options().dtype(wide)) / -half);
-  const auto angle = (position.unsqueeze(-1) * rate).unsqueeze(-2);
-  const auto cos = angle.cos().to(x.scalar_type()), sin = angle.sin().to(x.scalar_type());
+  auto [cos, sin] = angles(position, x.size(-1), theta, x.scalar_type());
+  cos = cos.unsqueeze(-2), sin = sin.unsqueeze(-2);
   const auto pair = x.chunk(2, -1);
   return at::cat({pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos}, -1);
 }

@@ -38,12 +38,12 @@ void check_packing(const Tensor& x, const Tensor& cu_seqlens);
 // are valid, [B]. Both parts keep their order.
 std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
 
-// x [B, T, ...] and its mask behind those that an earlier call kept as {x, mask}; a mask on one side only is
-// completed by ones on the other.
-struct Extended {
-  Tensor x, valid;
+// cos and sin of position * theta^(-2i/D), [..., D/2] in this dtype; the angles are fp32, fp64 for fp64.
+std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
+                                 at::ScalarType dtype);
 
-  Extended(const Tensor& x, const Tensor& attention_mask, const State& past);
-};
+// The masks of `past` tokens and of x's [B, T, ...] as one, [B, past + T]; a mask on one side only is
+// completed by ones on the other. Undefined: there is none.
+Tensor joined_masks(const Tensor& before, const Tensor& now, int64_t past, const Tensor& x);
 
 }  // namespace girih::nn

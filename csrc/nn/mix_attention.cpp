@@ -37,11 +37,15 @@ void MixAttentionImpl::set_weight(double m) {
   weight.fill_(m);
 }
 
+bool MixAttentionImpl::stepped(State& state, std::vector<bool>& kind) const {
+  return base->stepped(state.parts[0], kind) && mixer->stepped(state.parts[1], kind);
+}
+
 Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
   auto [b, base_state] = run_part(*base, x, call, 0);
   auto [y, mixer_state] = run_part(*mixer, x, call, 1);
   const auto m = (options.learned ? logit.sigmoid() : weight).to(b.scalar_type());
-  b = (1 - m) * b;
+  b = at::rsub(m, 1) * b;
   y = m * y;
   return {options.cross ? b + y + b * y : b + y, {{}, {base_state, mixer_state}}};
 }

@@ -180,11 +180,13 @@ int generate(Options of) {
     }
   }
   if (!of.quiet && steps > 0) {
-    std::fprintf(stderr, "%lld tokens in %.2f s, the first after %.2f s",
-                 static_cast<long long>(steps * batch), seconds, until_first);
+    const auto written = static_cast<double>(steps * batch);
+    std::fprintf(stderr, "%.0f tokens in %.2f s, %.0f tokens/s; the first after %.2f s", written, seconds,
+                 written / seconds, until_first);
     if (steps > 1) {
-      std::fprintf(stderr, ", then %.0f tokens/s",
-                   static_cast<double>((steps - 1) * batch) / (seconds - until_first));
+      const auto each = (seconds - until_first) / static_cast<double>(steps - 1);
+      std::fprintf(stderr, ", then %.0f tokens/s, %.3f ms a token", static_cast<double>(batch) / each,
+                   1e3 * each);
     }
     std::fputc('\n', stderr);
   }

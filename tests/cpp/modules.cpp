@@ -11,53 +11,15 @@
 #include <set>
 
 #include "catch.h"
+#include "models.h"
 
 using at::Tensor;
 using namespace girih;
+using namespace girih::test;
 
 namespace {
 
-constexpr int64_t kHidden = 16, kChunk = 4;
-
-// Configurations of every mixer, small.
-std::vector<nn::Config> configurations() {
-  std::vector<nn::Config> all;
-  for (const auto& mixer : nn::mixer_names()) {
-    nn::Config config{.vocab_size = 11,
-                      .hidden_size = kHidden,
-                      .num_hidden_layers = 2,
-                      .mixer = mixer,
-                      .num_heads = 2,
-                      .num_slots = 5,
-                      .chunk = kChunk};
-    all.push_back(config);
-  }
-  auto hybrid = all[0];
-  hybrid.hybrid = {"cat", "gsa"};
-  all.push_back(hybrid);
-  auto bent = all[0];
-  bent.mixer = "delta_product";
-  bent.between_chunks = "gelu";
-  all.push_back(bent);
-  return all;
-}
-
-std::string name_of(const nn::Config& config) {
-  std::string name = config.mixer;
-  for (const auto& part : config.hybrid) name += " " + part;
-  return name;
-}
-
-Tensor ids(int64_t B, int64_t T) { return at::randint(11, {B, T}, at::kLong); }
-
 bool close(const Tensor& a, const Tensor& b) { return at::allclose(a, b, 1e-9, 1e-9); }
-
-nn::LanguageModel in_double(const nn::Config& config) {
-  at::manual_seed(0);
-  nn::LanguageModel model(config);
-  model->to(at::kDouble);
-  return model;
-}
 
 }  // namespace
 
@@ -134,6 +96,30 @@ TEST_CASE("A state is written only for the next one", "[nn]") {
     const auto first = model(last, Tensor(), state).first;
     CHECK(close(model(last, Tensor(), state).first, first));
     CHECK(close(model(last, Tensor(), state, true).first, first));
+  }
+}
+
+TEST_CASE("Rows of a state are chosen and repeated in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  const auto order = at::tensor({1, 0, 1});
+  const auto chosen = [&](const Tensor& x) { return x.index_select(0, order); };
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    auto mask = at::ones({2, 5}, at::kLong);
+    mask[1][0] = 0;
+    for (const auto& given : {mask, Tensor()}) {
+      auto state = model(ids(2, 5), given, nn::State(), true).second;
+      state = model(ids(2, 1), Tensor(), state, true).second;
+      auto other = state.map(chosen);
+      for (int step = 0; step < 3; ++step) {
+        const auto next = ids(2, 1);
+        auto [y, after] = model(next, Tensor(), state, true);
+        auto [z, other_after] = model(chosen(next), Tensor(), other, true);
+        CHECK(close(z, chosen(y)));
+        state = after, other = other_after;
+      }
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_cuda
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.recipe import SIZES, model_of_size
 from transformers import AutoModelForCausalLM
@@ -52,10 +54,24 @@ def test_greedy_text_is_that_of_python_alone_and_in_a_batch(folder):
     texts = [bytes(python_text(folder, prompt, max_new_tokens=24)) for prompt in PROMPTS]
     written, said = run("girih-generate", folder, PROMPTS[1], "--max-new-tokens", 24)
     assert written == texts[1] + b"\n"
-    assert said.startswith("24 tokens in ")
+    assert re.fullmatch(
+        r"24 tokens in [^;]+ s, \d+ tokens/s; [^;]+, then \d+ tokens/s, [\d.]+ ms a token\n", said
+    )
     together, said = run("girih-generate", folder, *PROMPTS, "--max-new-tokens", 24)
     assert together == b"".join(text + b"\n" for text in texts)
     assert said.startswith("72 tokens in ")
+
+
+@needs_cuda
+@pytest.mark.parametrize("batch", [1, 3])
+def test_text_on_cuda_is_that_of_python(folder, batch):
+    """In both a token is a CUDA graph there; of CAT, one that ends a chunk another."""
+    prompts = ["girih", "tiles", "lines"][:batch]
+    ids = torch.tensor([[*prompt.encode()] for prompt in prompts], device="cuda")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().cuda()
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+    written, _ = run("girih-generate", folder, *prompts, "--max-new-tokens", 64, "--device", "cuda")
+    assert written == b"".join(bytes(row) + b"\n" for row in text.tolist())
 
 
 @pytest.fixture(scope="module")

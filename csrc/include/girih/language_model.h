@@ -83,6 +83,7 @@ AnyLayer make_mixer(const std::string& name, const Config& config);
 class ModelImpl : public LayerImpl {
  public:
   explicit ModelImpl(const Config& config);
+  bool stepped(State& state, std::vector<bool>& kind) const override;
 
   torch::nn::Embedding embed_tokens{nullptr};
   torch::nn::ModuleList layers{nullptr};  // of Block
@@ -120,6 +121,7 @@ class CatModelImpl : public LayerImpl {
   void reset_parameters();
   // The chunk of the calls that begin sequences from now on, one of the configuration's `chunks`.
   void set_chunk(int64_t chunk);
+  bool stepped(State& state, std::vector<bool>& kind) const override;
 
   torch::nn::Embedding embed_tokens{nullptr};
   Tensor header;
@@ -165,7 +167,8 @@ class LanguageModelImpl : public LayerImpl {
   // Mean cross entropy of every token after the first, in nats; labels [B, T], -100 not counted, are ids
   // unless given.
   Tensor loss(const Tensor& ids, const Tensor& labels = {});
-  // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens].
+  // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens]. On a GPU a
+  // token is one CUDA graph, which reads the weights where they are: on_token must leave them there.
   Tensor generate(const Tensor& ids, const GenerateOptions& options = {});
   // Of an adaptive CAT: the chunk of the calls that begin sequences from now on, one of config.chunks, and
   // config.chunk before the first call of this.
@@ -181,6 +184,7 @@ class LanguageModelImpl : public LayerImpl {
   Output run(const Tensor& ids, const Call& call) override;
 
  private:
+  friend class Decoder;  // generate's, token by token
   Tensor head(const Tensor& x) const;
   torch::nn::Embedding embed_tokens_{nullptr};  // the model's
 };

@@ -22,11 +22,16 @@ namespace girih::nn {
 
 using at::Tensor;
 
+struct Slots;  // what attention's steps read that belongs to no sequence
+
 // What a layer carries from one call to the next: its own tensors, and the states of the layers that it is
 // made of. A default-made one is the start of a sequence.
 struct State {
   std::vector<Tensor> tensors = {};  // undefined where absent
   std::vector<State> parts = {};
+  // Of attention: how many of the keys' slots are taken.
+  int64_t tokens = 0;
+  std::shared_ptr<const Slots> slots = {};
 
   bool empty() const { return tensors.empty() && parts.empty(); }
   // The same state with f applied to every tensor: to reorder a batch, to copy, to move.
@@ -84,6 +89,11 @@ class LayerImpl : public Module {
  public:
   Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
                  bool use_cache = false, const Tensor& cu_seqlens = {});
+  // Whether one token after `state`, which is none of a start, runs on the device alone, with use_cache and
+  // without mask or gradient, in tensors that stay where `state` has them and say all of how far it has come:
+  // done again there, it reads the next token. If so `state` becomes what the host knows of it after the
+  // token, and `kind` gets what runs where that is not always the same; if not, neither means anything.
+  virtual bool stepped(State& state, std::vector<bool>& kind) const;
 
  protected:
   struct Call {
@@ -107,6 +117,9 @@ using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its p
 // moves no state, no position in a chunk and no window of a convolution, wherever it stood. What comes out at
 // masked tokens means nothing.
 class RecurrentLayerImpl : public LayerImpl {
+ public:
+  bool stepped(State& /*state*/, std::vector<bool>& /*kind*/) const override { return true; }
+
  protected:
   Output run(const Tensor& x, const Call& call) final;
   // `run` on valid tokens; cu_seqlens may be [B, 2], the rows' bounds.
@@ -376,10 +389,14 @@ struct AttentionOptions {
   bool causal = true;
 };
 
-// Softmax attention with rotary positions. The state is keys, values and which of them were valid; it grows.
+// Softmax attention with rotary positions. The state {k, v, valid, place} has turned keys and values [N,
+// slots, heads, head_dim], of which the first `tokens` are there, which of them were valid, [N, slots],
+// undefined where all were, and `tokens` on the device, [N]. Without gradients there are slots for tokens
+// that come, and a single one is written there.
 class AttentionImpl : public LayerImpl {
  public:
   AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
+  bool stepped(State& state, std::vector<bool>& kind) const override;
 
   AttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -390,6 +407,7 @@ class AttentionImpl : public LayerImpl {
  private:
   Tensor visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                  at::Device device) const;
+  Output step(const Tensor& qkv, State state);
   std::vector<int64_t> heads_;
   int64_t head_dim_;
 };
@@ -449,6 +467,7 @@ class CompressAttendImpl : public LayerImpl {
  public:
   CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
   void reset_parameters();
+  bool stepped(State& state, std::vector<bool>& kind) const override;
 
   ChunkAttentionOptions options;
   Tensor header;
@@ -480,6 +499,7 @@ class MixAttentionImpl : public LayerImpl {
   void reset_parameters();
   // Moves m, without waiting for the device.
   void set_weight(double weight);
+  bool stepped(State& state, std::vector<bool>& kind) const override;
 
   MixAttentionOptions options;
   AnyLayer base, mixer;
@@ -494,6 +514,7 @@ TORCH_MODULE(MixAttention);
 class BlockImpl : public LayerImpl {
  public:
   BlockImpl(AnyLayer mixer, int64_t hidden_size, int64_t intermediate_size, double norm_eps = 1e-6);
+  bool stepped(State& state, std::vector<bool>& kind) const override;
   // The block around what `mix` makes of the normed x.
   Tensor around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix);
 

@@ -1,0 +1,116 @@
+// CUDA graphs of decoding.
+#include <ATen/autocast_mode.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <exception>
+#include <mutex>
+
+#include "../decoding.h"
+
+namespace girih::nn {
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+// What the graphs have in common that run on one stream, one after the other. Nothing that one of them leaves
+// in the pool is read once it has run.
+struct Shared {
+  c10::cuda::CUDAStream stream;  // they are recorded on it, and nothing else runs there
+  at::MempoolId_t pool;          // what all of them allocate from
+};
+
+// stream: where they run. The pool stays, as memory of its own would stay with each of them until all of
+// PyTorch's free memory is given back.
+Shared make_shared_for(c10::cuda::CUDAStream stream) {
+  cudaStream_t own{};
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
+  const Shared made{c10::cuda::getStreamFromExternal(own, stream.device_index()),
+                    at::cuda::graph_pool_handle()};
+  allocator::createOrIncrefPool(stream.device_index(), made.pool);
+  return made;
+}
+
+// The device's generator gives nobody else numbers while it is recorded, nor ever after if that fails. A step
+// takes none: a copy is recorded in its place.
+void begin(at::cuda::CUDAGraph& graph, const Shared& shared) {
+  auto numbers = at::cuda::detail::getDefaultCUDAGenerator(shared.stream.device_index());
+  const auto own = numbers.graphsafe_get_state();
+  const auto copy = [&] {
+    const std::lock_guard<std::mutex> lock(numbers.mutex());
+    return numbers.clone();
+  }();
+  numbers.graphsafe_set_state(copy);
+  try {
+    graph.capture_begin(shared.pool, cudaStreamCaptureModeThreadLocal);
+  } catch (...) {
+    numbers.graphsafe_set_state(own);
+    throw;
+  }
+  numbers.graphsafe_set_state(own);
+}
+
+void record(at::cuda::CUDAGraph& graph, const std::function<void()>& work, const Shared& shared) {
+  const c10::cuda::CUDAStreamGuard guard(shared.stream);
+  std::exception_ptr failed;
+  try {
+    begin(graph, shared);
+    try {
+      work();
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    graph.capture_end();
+  } catch (...) {
+    if (!failed) failed = std::current_exception();
+    try {
+      const auto device = shared.stream.device_index();
+      allocator::endAllocateToPool(device, shared.pool);
+      allocator::releasePool(device, shared.pool);
+    } catch (const c10::Error&) {  // not even begun
+    }
+  }
+  if (failed) std::rethrow_exception(failed);
+}
+
+class Graphs final : public Recorder {
+ public:
+  std::function<void()> record(const std::function<void()>& work) override {
+    // Never destroyed, as the driver may be gone by then.
+    static auto& mutex = *new std::mutex;
+    static auto& all = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Shared>;
+    const c10::cuda::CUDAGuard guard(device_);
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    const std::pair key(device_, stream.id());
+    const std::lock_guard<std::mutex> lock(mutex);  // one at a time
+    auto found = all.find(key);
+    if (found == all.end()) found = all.emplace(key, make_shared_for(stream)).first;
+    const auto graph = std::make_shared<at::cuda::CUDAGraph>();
+    try {
+      nn::record(*graph, work, found->second);
+    } catch (...) {
+      allocator::releasePool(device_, found->second.pool);
+      all.erase(found);  // the next has another stream and other memory
+      throw;
+    }
+    return [graph] { graph->replay(); };
+  }
+
+  explicit Graphs(c10::DeviceIndex device) : device_(device) {}
+
+ private:
+  c10::DeviceIndex device_;
+};
+
+}  // namespace
+
+std::unique_ptr<Recorder> recorder_for(const Tensor& ids) {
+  // Autocast makes weights anew for each token.
+  if (!ids.is_cuda() || ids.numel() == 0 || at::autocast::is_autocast_enabled(at::kCUDA)) return nullptr;
+  const c10::cuda::CUDAGuard guard(ids.device());
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return nullptr;
+  return std::make_unique<Graphs>(ids.get_device());
+}
+
+}  // namespace girih::nn

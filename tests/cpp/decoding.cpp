@@ -1,0 +1,293 @@
+// A step of decoding that is recorded once: its replays are the steps that follow. On the CPU the work stands
+// in for a CUDA graph of it: it is done again with the tensors, and with what the host knew, of the time when
+// it was recorded. With kernels and a GPU the same is asked of graphs there.
+#include "../../csrc/nn/decoding.h"
+
+#include <ATen/Context.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+
+#include "catch.h"
+#include "models.h"
+
+using at::Tensor;
+using namespace girih;
+using namespace girih::test;
+
+namespace {
+
+struct Counts {
+  int recorded = 0, replayed = 0;
+};
+
+class Counting final : public nn::Recorder {
+ public:
+  Counting(Counts& counts, std::unique_ptr<nn::Recorder> inner) : counts_(counts), inner_(std::move(inner)) {}
+
+  std::function<void()> record(const std::function<void()>& work) override {
+    ++counts_.recorded;
+    return [&counts = counts_, replay = inner_ ? inner_->record(work) : work] {
+      ++counts.replayed;
+      replay();
+    };
+  }
+
+ private:
+  Counts& counts_;
+  std::unique_ptr<nn::Recorder> inner_;
+};
+
+class Warnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { words.push_back(warning.msg()); }
+  std::vector<std::string> words;
+};
+
+class Refusing final : public nn::Recorder {
+  std::function<void()> record(const std::function<void()>&) override {
+    throw std::runtime_error("not here");
+  }
+};
+
+// The CPU, and the GPU if there is one and kernels for it.
+std::vector<at::Device> devices() {
+  std::vector<at::Device> all{at::kCPU};
+  if (torch::cuda::is_available() &&
+      nn::recorder_for(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))))
+    all.emplace_back(at::kCUDA, 0);
+  return all;
+}
+
+std::vector<nn::Config> decoded() {
+  auto all = configurations();
+  auto with = [&](const auto& change) {
+    auto config = configurations()[0];
+    change(config);
+    all.push_back(config);
+  };
+  with([](auto& c) { c.hybrid = {"gsa", "attention", "gated_deltanet"}, c.num_hidden_layers = 3; });
+  with([](auto& c) { c.hybrid = {"attention", "gla"}, c.num_heads = 4, c.num_kv_heads = 2; });
+  with([](auto& c) { c.mixer = "mag", c.mag_base = "cat", c.mag_mixer = "attention"; });
+  with([](auto& c) { c.mixer = "cat", c.running_positions = true; });
+  for (auto& config : all) config.initializer_range = 0.2;  // that the past tells
+  return all;
+}
+
+bool has_cat(const nn::Config& config) {
+  return std::ranges::count(config.mixers(), "cat") > 0 || config.mag_base == "cat";
+}
+
+// fp64 where the ATen forms serve, fp32 for kernels.
+nn::LanguageModel model_on(at::Device device, const nn::Config& config) {
+  auto model = in_double(config);
+  if (device.is_cuda()) model->to(device, at::kFloat);
+  return model;
+}
+
+bool close(const Tensor& a, const Tensor& b) {
+  const double most = a.scalar_type() == at::kDouble ? 1e-9 : 1e-3;
+  return at::allclose(a, b, most, most);
+}
+
+// Steps through a text after its first `prompt` tokens, beside the logits of all of it.
+void check_steps(nn::LanguageModel& model, nn::Decoder& decode, const Tensor& text, int64_t prompt,
+                 const Tensor& mask = {}) {
+  Tensor all;
+  if (mask.defined()) all = at::cat({mask, mask.new_ones({text.size(0), text.size(1) - prompt})}, 1);
+  const auto whole = model(text, all).first;
+  REQUIRE(close(decode(text.slice(1, 0, prompt), mask), whole.select(1, prompt - 1)));
+  for (auto t = prompt; t < text.size(1); ++t) {
+    INFO("token " << t);
+    REQUIRE(close(decode(text.slice(1, t, t + 1)), whole.select(1, t)));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("Replayed steps read the next tokens in every mixer", "[decoding]") {
+  const at::NoGradGuard no_grad;
+  constexpr int prompt = 5, steps = 5 * kChunk;
+  for (const auto device : devices()) {
+    for (const auto& config : decoded()) {
+      for (const int64_t batch : {1, 3}) {
+        INFO(name_of(config) << " on " << device << ", batch " << batch);
+        auto model = model_on(device, config);
+        const auto text = ids(batch, prompt + steps).to(device);
+        Counts counts;
+        nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+        check_steps(model, decode, text, prompt);
+        // Of each kind the first runs as ever: a token, and one that ends a chunk.
+        const int kinds = has_cat(config) ? 2 : 1;
+        CHECK(counts.recorded == kinds);
+        CHECK(counts.replayed == steps - kinds);
+      }
+    }
+  }
+}
+
+TEST_CASE("Steps after padded prompts are replayed, but CAT's of several lengths", "[decoding]") {
+  const at::NoGradGuard no_grad;
+  constexpr int prompt = 6, steps = 3 * kChunk;
+  for (const auto device : devices()) {
+    for (const auto& config : decoded()) {
+      INFO(name_of(config) << " on " << device);
+      auto model = model_on(device, config);
+      const auto text = ids(3, prompt + steps).to(device);
+      const auto mask =
+          at::arange(prompt, text.options()) >= at::tensor({0, 4, 3}, text.options()).unsqueeze(1);
+      Counts counts;
+      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+      check_steps(model, decode, text, prompt, mask);
+      CHECK(counts.replayed == (has_cat(config) ? 0 : steps - 1));
+    }
+  }
+}
+
+TEST_CASE("Keys stay where they are while there is room, and are recorded anew where there is more",
+          "[decoding]") {
+  const at::NoGradGuard no_grad;
+  constexpr int prompt = 180, steps = 90, slots = 256;
+  for (const auto device : devices()) {
+    auto config = decoded()[0];
+    config.hybrid = {"attention", "gsa"};
+    auto model = model_on(device, config);
+    const auto text = ids(2, prompt + steps).to(device);
+    Counts counts;
+    nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+    const auto keys = [&] { return decode.state().parts[0].tensors[0]; };
+    check_steps(model, decode, text.slice(1, 0, slots), prompt);
+    CHECK(counts.replayed == slots - prompt - 1);
+    CHECK(decode.state().parts[0].tokens == slots);
+    CHECK(keys().size(1) == slots);
+    const auto whole = model(text).first;
+    for (int64_t t = slots; t < text.size(1); ++t) {
+      const auto before = keys();
+      REQUIRE(close(decode(text.slice(1, t, t + 1)), whole.select(1, t)));
+      CHECK(keys().is_same(before) == (t > slots));
+    }
+    CHECK(keys().size(1) == 2 * slots);
+    CHECK(counts.recorded == 2);
+    CHECK(counts.replayed == steps - 1 - 2);  // the one that made room, and the first after it
+  }
+}
+
+TEST_CASE("Headers of CAT get room too", "[decoding]") {
+  const at::NoGradGuard no_grad;
+  for (const auto device : devices()) {
+    for (const auto* second : {"", "gsa"}) {
+      auto config = decoded()[0];
+      config.mixer = "cat";
+      if (*second) config.hybrid = {"cat", second};
+      config.chunk = 2;
+      auto model = model_on(device, config);
+      const auto text = ids(2, 90).to(device);
+      Counts counts;
+      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+      check_steps(model, decode, text, 7);
+      CHECK(counts.recorded > 2);
+      CHECK(counts.replayed > 70);
+    }
+  }
+}
+
+TEST_CASE("Two texts of one model are written in turn", "[decoding]") {
+  const at::NoGradGuard no_grad;
+  for (const auto device : devices()) {
+    for (const auto& config : decoded()) {
+      INFO(name_of(config) << " on " << device);
+      auto model = model_on(device, config);
+      std::vector<Tensor> texts, whole;
+      std::vector<std::unique_ptr<nn::Decoder>> decoders;
+      Counts counts;
+      for (const int64_t batch : {2, 1}) {
+        texts.push_back(ids(batch, 20).to(device));
+        whole.push_back(model(texts.back()).first);
+        decoders.push_back(std::make_unique<nn::Decoder>(
+            *model, std::make_unique<Counting>(counts, nn::recorder_for(texts.back()))));
+        (*decoders.back())(texts.back().slice(1, 0, 4));
+      }
+      for (int64_t t = 4; t < 20; ++t) {
+        std::vector<Tensor> logits;
+        for (size_t i = 0; i < 2; ++i) logits.push_back((*decoders[i])(texts[i].slice(1, t, t + 1)));
+        for (size_t i = 0; i < 2; ++i) REQUIRE(close(logits[i], whole[i].select(1, t)));
+      }
+      CHECK(counts.replayed > 0);
+    }
+  }
+}
+
+TEST_CASE("What cannot be recorded runs as ever, and says so once", "[decoding]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : decoded()) {
+    INFO(name_of(config));
+    auto model = model_on(at::kCPU, config);
+    nn::Decoder decode(*model, std::make_unique<Refusing>());
+    Warnings warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    check_steps(model, decode, ids(2, 17), 5);
+    REQUIRE(warnings.words.size() == 1);
+    CHECK(warnings.words[0].starts_with("a token cannot be a CUDA graph and runs as ever: not here"));
+  }
+}
+
+TEST_CASE("Text is the same with and without recorded steps", "[decoding]") {
+  const at::NoGradGuard no_grad;
+  constexpr int more = 24;
+  for (const auto device : devices()) {
+    for (const auto& config : decoded()) {
+      for (const int64_t batch : {1, 3}) {
+        INFO(name_of(config) << " on " << device << ", batch " << batch);
+        auto model = model_on(device, config);
+        const auto prompt = ids(batch, 5).to(device);
+        nn::Decoder decode(*model, nullptr);
+        std::vector<Tensor> text{prompt};
+        while (text.size() <= more) text.push_back(decode(text.back()).argmax(-1, true));
+        CHECK(model->generate(prompt, {.max_new_tokens = more}).equal(at::cat(text, 1)));
+
+        auto numbers = at::globalContext().defaultGenerator(device);
+        numbers.set_current_seed(1);
+        nn::Decoder again(*model, nullptr);
+        text.resize(1);
+        while (text.size() <= more) {
+          const auto chances = (again(text.back()).to(at::kFloat) / 1.5).softmax(-1);
+          text.push_back(chances.multinomial(1, /*replacement=*/false, numbers));
+        }
+        numbers.set_current_seed(1);
+        const auto sampled =
+            model->generate(prompt, {.max_new_tokens = more, .temperature = 1.5, .generator = numbers});
+        CHECK(sampled.equal(at::cat(text, 1)));
+      }
+    }
+  }
+}
+
+TEST_CASE("Threads write texts of one model at once", "[decoding]") {
+  for (const auto device : devices()) {
+    for (const auto& config : decoded()) {
+      INFO(name_of(config) << " on " << device);
+      auto model = model_on(device, config);
+      std::vector<Tensor> prompts, expected, found(3);
+      for (int64_t i = 0; i < 3; ++i) {
+        prompts.push_back(ids(1 + i, 4 + i).to(device));
+        expected.push_back(model->generate(prompts.back(), {.max_new_tokens = 20}));
+      }
+      std::vector<std::thread> threads;
+      for (size_t i = 0; i < 3; ++i) {
+        threads.emplace_back([&, i] { found[i] = model->generate(prompts[i], {.max_new_tokens = 20}); });
+      }
+      for (auto& thread : threads) thread.join();
+      for (size_t i = 0; i < 3; ++i) CHECK(found[i].equal(expected[i]));
+    }
+  }
+}
+
+TEST_CASE("There is no sampling from what is no number", "[decoding]") {
+  for (const auto device : devices()) {
+    auto model = model_on(device, decoded()[0]);
+    model->parameters()[0].detach().fill_(NAN);
+    CHECK_THROWS_AS(model->generate(ids(2, 5).to(device), {.temperature = 1.0}), c10::Error);
+  }
+}
