@@ -5,8 +5,8 @@
 them, ``girih.from_pretrained`` loads what was converted, ``girih.MixSchedule`` trains what was injected. All
 but the first are imported when they are first used.
 Importing the package loads ``libgirih.so``, which registers ``torch.ops.girih.*``, and makes the language
-models known to transformers' ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM`` once those are
-imported.
+models known to transformers' ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``, and the operators to
+DTensor, once those are imported.
 """
 
 from importlib import import_module

@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, cotangents, gradients, operator
 from comparison import assert_within
-from girih.ops._sharding import register
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-
-register()
 
 mesh = init_device_mesh("cpu", (2,))
 HEADS = {"H", "HQ", "HK", "channels"}

@@ -5,6 +5,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+CALL = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+mesh = init_device_mesh("cpu", (1,))
+q, k, v = (distribute_tensor(torch.randn(2, 5, 2, 4), mesh, [Shard(0)]) for _ in range(3))
+assert girih.ops.gla(q, k, v)[0].placements == (Shard(0),)
+"""
+
+
+@pytest.mark.parametrize("first", ["girih", "torch.distributed.tensor", "girih.ops._sharding"])
+def test_operators_are_known_to_dtensor_whichever_is_imported_first(first):
+    code = f"import torch, {first}\n"
+    if first == "girih":
+        code += "import sys; assert 'torch.distributed.tensor' not in sys.modules\n"
+    program = code + "import girih\n" + CALL
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
 
 def test_sharded_operands_give_the_whole_result():
     program = Path(__file__).with_name("sharded.py")

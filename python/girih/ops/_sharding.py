@@ -1,4 +1,4 @@
-"""DTensor operands: how an operator's tensors may lie over the devices of a mesh.
+"""DTensor operands: how an operator's tensors may lie over the devices of a mesh. Importing it tells DTensor.
 
 Sequences of a batch know nothing of each other, nor do memory heads (channels of the short convolution). So
 everything may be cut along the batch, or along the heads with the queries of each; what has neither is whole
@@ -100,9 +100,7 @@ def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strate
     return found
 
 
-def register() -> None:
-    """Tells DTensor the rules of every operator."""
-    for name in describe():
-        for form in ("", "_forward", "_backward"):
-            overload = getattr(torch.ops.girih, name + form).default
-            register_sharding(overload)(partial(strategies, name, form))
+for _name in describe():
+    for _form in ("", "_forward", "_backward"):
+        _overload = getattr(torch.ops.girih, _name + _form).default
+        register_sharding(_overload)(partial(strategies, _name, _form))
