@@ -80,8 +80,8 @@ void share_slots(State& state) {
 }
 
 AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions given)
-    : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
-  const auto kv_heads = options.num_kv_heads.value_or(num_heads);
+    : options(completed("attention", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+  const auto kv_heads = *options.num_kv_heads;
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, (num_heads + 2 * kv_heads) * head_dim_));
   o_proj = register_module("o_proj", linear(num_heads * head_dim_, hidden_size));
@@ -172,10 +172,7 @@ namespace {
 const Registered attention({
     "attention",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<AttentionImpl>(
-          c.hidden_size, c.num_heads,
-          AttentionOptions{
-              .num_kv_heads = c.num_kv_heads, .head_dim = c.head_dim, .rope_theta = c.rope_theta});
+      return std::make_shared<AttentionImpl>(c.hidden_size, c.num_heads, options_of<AttentionOptions>(c));
     },
     {"num_kv_heads", "head_dim", "rope_theta"},
     expect_pairs,

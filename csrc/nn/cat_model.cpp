@@ -52,11 +52,7 @@ CatModelImpl::CatModelImpl(const Config& config)
   no_weight_decay({header});
   compressor = register_module("compressor", Compressor(config));
   layers = register_module("layers", torch::nn::ModuleList());
-  const ChunkAttentionOptions options{.chunk = config.chunk,
-                                      .num_kv_heads = config.num_kv_heads,
-                                      .head_dim = config.head_dim,
-                                      .rope_theta = config.rope_theta,
-                                      .running_positions = config.running_positions};
+  const auto options = options_of<ChunkAttentionOptions>(config);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const ChunkAttention attention(config.hidden_size, config.num_heads, options);
     layers->push_back(Block(attention.ptr(), config.hidden_size, *config.intermediate_size, config.norm_eps));

@@ -1,5 +1,6 @@
 #include "chunk_rows.h"
 #include "chunks.h"
+#include "mixers.h"
 
 namespace girih::nn {
 namespace {
@@ -49,8 +50,8 @@ Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers) {
 }
 
 ChunkAttentionImpl::ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
-    : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
-  const auto kv_heads = options.num_kv_heads.value_or(num_heads);
+    : options(completed("attention", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+  const auto kv_heads = *options.num_kv_heads;
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, (num_heads + 2 * kv_heads) * head_dim_));
   o_proj = register_module("o_proj", linear(num_heads * head_dim_, hidden_size));
@@ -140,7 +141,7 @@ Tensor ChunkAttentionImpl::extend(const std::vector<Tensor>& qkv, const ChunkRow
 }
 
 CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
-    : options(std::move(given)) {
+    : options(completed("cat", hidden_size, num_heads, given)) {
   header = register_parameter("header", at::empty({hidden_size}));
   no_weight_decay({header});
   compress = register_module("compress", linear(options.chunk * hidden_size, hidden_size));
@@ -250,13 +251,8 @@ namespace {
 const Registered cat({
     "cat",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<CompressAttendImpl>(
-          c.hidden_size, c.num_heads,
-          ChunkAttentionOptions{.chunk = c.chunk,
-                                .num_kv_heads = c.num_kv_heads,
-                                .head_dim = c.head_dim,
-                                .rope_theta = c.rope_theta,
-                                .running_positions = c.running_positions});
+      return std::make_shared<CompressAttendImpl>(c.hidden_size, c.num_heads,
+                                                  options_of<ChunkAttentionOptions>(c));
     },
     {"num_kv_heads", "head_dim", chunk_of("cat_attention", /*header=*/1), "rope_theta", "running_positions"},
     expect_pairs,

@@ -5,9 +5,11 @@
 namespace girih::nn {
 
 DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions given)
-    : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
+    : options(completed("delta_product", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+  TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is not given; expected it beside ",
+                    "between_chunks");
   if (!options.between_chunks) options.chunk = {};
-  const auto kv_heads = options.num_kv_heads.value_or(num_heads), n = options.n;
+  const auto kv_heads = *options.num_kv_heads, n = options.n;
   const auto width = num_heads * head_dim_, channels = width + 2 * n * kv_heads * head_dim_;
   heads_ = {num_heads, n * kv_heads, n * kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
@@ -47,16 +49,10 @@ Output DeltaProductImpl::mix(const Tensor& x, const Call& call) {
 namespace {
 
 AnyLayer delta_rule(const Config& c, int64_t n, bool gated) {
-  return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads,
-                                            DeltaProductOptions{.n = n,
-                                                                .num_kv_heads = c.num_kv_heads,
-                                                                .head_dim = c.head_dim,
-                                                                .gated = gated,
-                                                                .allow_neg_eigval = c.allow_neg_eigval,
-                                                                .between_chunks = c.between_chunks,
-                                                                .chunk = c.chunk,
-                                                                .conv_size = c.conv_size.value_or(4),
-                                                                .norm_eps = c.norm_eps});
+  auto options = options_of<DeltaProductOptions>(c);
+  options.n = n;
+  options.gated = gated;
+  return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads, options);
 }
 
 void check_between_chunks(const Config& c) {

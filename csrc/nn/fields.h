@@ -66,4 +66,28 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("pad_token_id", c.pad_token_id, id);
 }
 
+// visit(field, option) of the fields that are options of a layer too.
+template <class AnyConfig, class Options, class Visit>
+void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {
+#define GIRIH_OPTION(name) \
+  if constexpr (requires { o.name; }) visit(c.name, o.name)
+  GIRIH_OPTION(num_kv_heads);
+  GIRIH_OPTION(head_dim);
+  GIRIH_OPTION(num_slots);
+  GIRIH_OPTION(chunk);
+  GIRIH_OPTION(n);
+  GIRIH_OPTION(gated);
+  GIRIH_OPTION(conv_size);
+  GIRIH_OPTION(phi);
+  GIRIH_OPTION(f);
+  GIRIH_OPTION(objective);
+  GIRIH_OPTION(feature);
+  GIRIH_OPTION(between_chunks);
+  GIRIH_OPTION(allow_neg_eigval);
+  GIRIH_OPTION(running_positions);
+  GIRIH_OPTION(rope_theta);
+  GIRIH_OPTION(norm_eps);
+#undef GIRIH_OPTION
+}
+
 }  // namespace girih::nn

@@ -5,11 +5,11 @@ namespace girih::nn {
 
 GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads,
                                                    GatedLinearAttentionOptions given)
-    : options(std::move(given)), head_dim_(head_dim_of(hidden_size, num_heads, options.head_dim)) {
+    : options(completed("gla", hidden_size, num_heads, std::move(given))), head_dim_(*options.head_dim) {
   const auto& gate = options.gate;
   TORCH_CHECK_VALUE(gate == "none" || gate == "fixed" || gate == "scalar" || gate == "vector", "gate is '",
                     gate, "'; expected one of none, fixed, scalar, vector");
-  const auto kv_heads = options.num_kv_heads.value_or(num_heads);
+  const auto kv_heads = *options.num_kv_heads;
   const auto width = num_heads * head_dim_, channels = width + 2 * kv_heads * head_dim_;
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
@@ -78,11 +78,7 @@ namespace {
 AnyLayer linear_mixer(const Config& c, const char* gate, int64_t conv_size) {
   return std::make_shared<GatedLinearAttentionImpl>(
       c.hidden_size, c.num_heads,
-      GatedLinearAttentionOptions{.num_kv_heads = c.num_kv_heads,
-                                  .head_dim = c.head_dim,
-                                  .gate = gate,
-                                  .conv_size = c.conv_size.value_or(conv_size),
-                                  .norm_eps = c.norm_eps});
+      options_of(c, GatedLinearAttentionOptions{.gate = gate, .conv_size = conv_size}));
 }
 
 const std::vector<MixerField> kLinearFields = {"num_kv_heads", "head_dim", "conv_size", "norm_eps"};

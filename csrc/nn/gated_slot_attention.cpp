@@ -5,10 +5,9 @@ namespace girih::nn {
 
 GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads,
                                                GatedSlotAttentionOptions given)
-    : options(std::move(given)) {
-  const auto kv_heads = options.num_kv_heads.value_or(num_heads);
-  const auto width = num_heads * head_dim_of(hidden_size, num_heads, options.head_dim);
-  const auto channels = width + 2 * kv_heads * head_dim_of(hidden_size, num_heads, options.head_dim);
+    : options(completed("gsa", hidden_size, num_heads, std::move(given))) {
+  const auto kv_heads = *options.num_kv_heads;
+  const auto width = num_heads * *options.head_dim, channels = width + 2 * kv_heads * *options.head_dim;
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
   conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
@@ -37,15 +36,9 @@ Output GatedSlotAttentionImpl::mix(const Tensor& x, const Call& call) {
 namespace {
 
 AnyLayer slots(const Config& c, bool gated) {
-  return std::make_shared<GatedSlotAttentionImpl>(
-      c.hidden_size, c.num_heads,
-      GatedSlotAttentionOptions{.num_slots = c.num_slots,
-                                .num_kv_heads = c.num_kv_heads,
-                                .head_dim = c.head_dim,
-                                .gated = gated,
-                                .feature = c.feature,
-                                .conv_size = c.conv_size.value_or(0),
-                                .norm_eps = c.norm_eps});
+  auto options = options_of<GatedSlotAttentionOptions>(c);
+  options.gated = gated;
+  return std::make_shared<GatedSlotAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 
 const std::vector<MixerField> kSlotFields = {"num_kv_heads", "head_dim",  "num_slots",

@@ -4,8 +4,8 @@
 namespace girih::nn {
 
 LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions given)
-    : options(std::move(given)), num_heads_(num_heads) {
-  const auto head_dim = head_dim_of(hidden_size, num_heads, options.head_dim), width = num_heads * head_dim;
+    : options(completed("lattice", hidden_size, num_heads, std::move(given))), num_heads_(num_heads) {
+  const auto head_dim = *options.head_dim, width = num_heads * head_dim;
   const auto slots = num_heads * options.num_slots;
   const ShortConvOptions conv{.kernel_size = options.conv_size};
   qk_proj = register_module("qk_proj", linear(hidden_size, slots));
@@ -56,14 +56,7 @@ namespace {
 const Registered lattice({
     "lattice",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<LatticeImpl>(c.hidden_size, c.num_heads,
-                                           LatticeOptions{.num_slots = c.num_slots,
-                                                          .head_dim = c.head_dim,
-                                                          .chunk = c.chunk,
-                                                          .objective = c.objective,
-                                                          .gated = c.gated,
-                                                          .conv_size = c.conv_size.value_or(4),
-                                                          .norm_eps = c.norm_eps});
+      return std::make_shared<LatticeImpl>(c.hidden_size, c.num_heads, options_of<LatticeOptions>(c));
     },
     {"head_dim", "num_slots", chunk_of("lattice"), "objective", "gated", "conv_size", "norm_eps"},
     [](const Config& c) { expect_ungrouped(c, "lattice"); },

@@ -11,10 +11,6 @@ inline torch::nn::Linear linear(int64_t in, int64_t out, bool bias = false) {
   return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(bias));
 }
 
-inline int64_t head_dim_of(int64_t hidden_size, int64_t num_heads, std::optional<int64_t> head_dim) {
-  return head_dim.value_or(hidden_size / num_heads);
-}
-
 // Gates and step sizes are activated in fp32, or in fp64 when they come in fp64.
 inline Tensor at_least_fp32(const Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "fields.h"
+
 namespace girih::nn {
 
 // A field that a mixer reads beside hidden_size and num_heads, with bounds of its own where the
@@ -36,6 +38,33 @@ struct Mixer {
 struct Registered {
   explicit Registered(Mixer mixer);
 };
+
+// A field from an option or the other way round; what is not given leaves it.
+template <class To, class From>
+void take(To& to, const From& from) {
+  if constexpr (requires { to = from; }) {
+    to = from;
+  } else if (from) {
+    to = *from;
+  }
+}
+
+// A layer's options from a configuration: `otherwise` where it says nothing.
+template <class Options>
+Options options_of(const Config& config, Options otherwise = {}) {
+  for_each_option(config, otherwise, [](const auto& field, auto& option) { take(option, field); });
+  return otherwise;
+}
+
+// The options of a layer that is made directly, with num_kv_heads and head_dim: refused where a configuration
+// of `mixer` would be, in the same words.
+template <class Options>
+Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Options options) {
+  Config config{.hidden_size = hidden_size, .num_hidden_layers = 1, .num_heads = num_heads};
+  config.hybrid = {mixer};
+  for_each_option(config, options, [](auto& field, const auto& option) { take(field, option); });
+  return options_of(config.completed(), std::move(options));
+}
 
 // Every mixer, by name.
 const std::map<std::string, Mixer>& mixers();

@@ -4,9 +4,8 @@
 namespace girih::nn {
 
 TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions given)
-    : options(std::move(given)), num_heads_(num_heads) {
-  const auto head_dim = head_dim_of(hidden_size, num_heads, options.head_dim),
-             channels = num_heads * head_dim;
+    : options(completed("trellis", hidden_size, num_heads, std::move(given))), num_heads_(num_heads) {
+  const auto head_dim = *options.head_dim, channels = num_heads * head_dim;
   const ShortConvOptions conv{.kernel_size = options.conv_size};
   qk_proj = register_module("qk_proj", linear(hidden_size, channels));
   q_conv = register_module("q_conv", ShortConv(channels, conv));
@@ -65,15 +64,7 @@ namespace {
 const Registered trellis({
     "trellis",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads,
-                                           TrellisOptions{.num_slots = c.num_slots,
-                                                          .head_dim = c.head_dim,
-                                                          .chunk = c.chunk,
-                                                          .phi = c.phi,
-                                                          .f = c.f,
-                                                          .gated = c.gated,
-                                                          .conv_size = c.conv_size.value_or(4),
-                                                          .norm_eps = c.norm_eps});
+      return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads, options_of<TrellisOptions>(c));
     },
     {"head_dim", "num_slots", chunk_of("trellis"), "phi", "f", "gated", "conv_size", "norm_eps"},
     [](const Config& c) { expect_ungrouped(c, "trellis"); },

@@ -344,6 +344,33 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   INFO(text);
   CHECK(text.find("hidden_size is \"wide\"") != std::string::npos);
 
+  const auto unmade = [&](const auto& make, const std::string& words) {
+    const auto text = message(make);
+    INFO(text);
+    CHECK(text.find(words) != std::string::npos);
+  };
+  unmade([] { nn::GatedSlotAttention(16, 0); }, "num_heads is 0");
+  unmade([] { nn::GatedSlotAttention(15, 2); }, "num_heads is 2, which does not divide hidden_size 15");
+  unmade([] { nn::GatedSlotAttention(16, 2, nn::GatedSlotAttentionOptions{.num_slots = 0}); },
+         "num_slots is 0");
+  unmade([] { nn::GatedSlotAttention(16, 2, nn::GatedSlotAttentionOptions{.feature = "sine"}); },
+         "feature is 'sine'");
+  unmade([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.num_kv_heads = 3}); },
+         "num_kv_heads is 3");
+  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.n = 0}); }, "n is 0");
+  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.conv_size = -1}); }, "conv_size is -1");
+  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "relu", .chunk = 4}); },
+         "between_chunks is 'relu'");
+  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu"}); },
+         "chunk is not given");
+  unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.chunk = 65}); },
+         "chunk is 65; expected 1 to 64 for trellis");
+  unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.phi = "gelu"}); }, "phi is 'gelu'");
+  unmade([] { nn::Lattice(16, 2, nn::LatticeOptions{.objective = "x"}); }, "objective is 'x'");
+  unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.head_dim = 7}); }, "head_dim is 7");
+  unmade([] { nn::ChunkAttention(16, 0); }, "num_heads is 0");
+  unmade([] { nn::CompressAttend(16, 2, nn::ChunkAttentionOptions{.chunk = 0}); }, "chunk is 0");
+
   auto model = in_double(configurations()[0]);
   const auto mask = at::ones({1, 4}, at::kLong), cu = at::tensor({0, 4}, at::kInt);
   CHECK_THROWS_AS(model(ids(1, 4), mask, nn::State(), false, cu), c10::ValueError);

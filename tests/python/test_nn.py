@@ -4,8 +4,11 @@ import doctest
 import importlib
 import itertools
 import pkgutil
+import re
 import weakref
 from functools import partial
+from math import nan
+from types import SimpleNamespace
 
 import girih.nn
 import pytest
@@ -506,11 +509,49 @@ def test_map_state_keeps_structure():
         (lambda: ShortConv(HIDDEN, activation="gelu"), "activation is 'gelu'"),
         (lambda: MixAttention(Attention(HIDDEN, 2), Attention(HIDDEN, 2), weight=1.5), "weight is 1.5"),
         (lambda: girih.nn.GatedRMSNorm(4, activation="tanh"), "activation is 'tanh'"),
+        (lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu"), "chunk is null; expected an integer"),
     ],
 )
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+SIZES = {"hidden_size": HIDDEN, "num_heads": 2, "num_slots": 8, "chunk": 4}
+
+
+@pytest.mark.parametrize("mixer", [name for name in girih.nn.MIXERS if name != "mag"])  # which has parts
+def test_a_layer_refuses_what_its_configuration_refuses_in_the_same_words(mixer):
+    def good(**fields):
+        return GirihConfig(mixer=[mixer], num_hidden_layers=1, **SIZES | fields)
+
+    build, fields = girih.nn.MIXERS[mixer].build, girih.nn.MIXERS[mixer].fields
+    spoilt = [
+        {name: wrong} for name in ("hidden_size", "num_heads", *fields) for wrong in (-1, 10**31, "word", nan)
+    ]
+    spoilt += [{"hidden_size": 15}, {"num_heads": 0}, {"head_dim": 0}]
+    spoilt += [{name: 0} for name in ("num_kv_heads", "num_slots", "n", "chunk") if name in fields]
+    spoilt += [{"num_kv_heads": 3}] if "num_kv_heads" in fields else []
+    spoilt += [{"chunk": 65}] if mixer in ("trellis", "lattice") else []
+    build(good())
+    given = vars(good()) | {"num_kv_heads": None, "head_dim": None}
+    for wrong in spoilt:
+        with pytest.raises(ValueError) as said:
+            good(**wrong)
+        assert next(iter(wrong)) in str(said.value)
+        with pytest.raises(ValueError, match=re.escape(str(said.value))):
+            build(SimpleNamespace(**given | wrong))
+
+
+def test_layers_without_a_mixer_of_their_own_name_what_does_not_fit():
+    for wrong, message in [
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3"),
+        ({"head_dim": 7}, "head_dim is 7"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            girih.nn.ChunkAttention(**{"hidden_size": HIDDEN, "num_heads": 2, "chunk": 4} | wrong)
 
 
 @torch.no_grad()

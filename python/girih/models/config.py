@@ -1,12 +1,11 @@
 """What a girih language model is made of."""
 
-import json
-import sys
 from dataclasses import fields
 from typing import Any, ClassVar
 
-import torch
 from transformers import PretrainedConfig
+
+from girih.nn.fields import completed
 
 
 class GirihConfig(PretrainedConfig):
@@ -100,13 +99,7 @@ class GirihConfig(PretrainedConfig):
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
         own = {name: getattr(self, name) for name in OWN_FIELDS}
-        # JSON has no nan, no infinity and nothing beyond: as words they are refused like any other.
-        most = sys.float_info.max
-        given = {
-            n: repr(x) if isinstance(x, int | float) and not abs(x) <= most else x for n, x in own.items()
-        }
-        text = json.dumps(given, default=repr)
-        for name, value in json.loads(torch.ops.girih.complete_configuration(text)).items():
+        for name, value in completed(own).items():
             if name in own:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from girih.nn.attention_call import SequenceLayer
+from girih.nn.fields import heads_of
 from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
@@ -144,7 +145,14 @@ class Attention(SequenceLayer):
         causal: bool = True,
     ):
         super().__init__()
-        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        kv_heads, head_dim = heads_of(
+            "attention",
+            hidden_size,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+        )
         self.heads, self.head_dim = (num_heads, kv_heads, kv_heads), head_dim
         self.rope_theta, self.causal = rope_theta, causal
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)

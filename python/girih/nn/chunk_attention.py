@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from girih import ops
 from girih.nn.attention import rotary
 from girih.nn.attention_call import SequenceLayer
+from girih.nn.fields import heads_of
 
 ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
 
@@ -88,7 +89,16 @@ class ChunkAttention(SequenceLayer):
         running_positions: bool = False,
     ):
         super().__init__()
-        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        kv_heads, head_dim = heads_of(
+            "attention",
+            hidden_size,
+            num_heads,
+            chunk=chunk,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            running_positions=running_positions,
+        )
         self.heads, self.head_dim, self.chunk = (num_heads, kv_heads, kv_heads), head_dim, chunk
         self.rope_theta, self.running_positions = rope_theta, running_positions
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, single_row, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
+from girih.nn.fields import heads_of
 from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
@@ -57,6 +58,16 @@ class CompressAttend(SequenceLayer):
         running_positions: bool = False,
     ):
         super().__init__()
+        heads_of(
+            "cat",
+            hidden_size,
+            num_heads,
+            chunk=chunk,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            running_positions=running_positions,
+        )
         self.chunk = chunk
         self.header = nn.Parameter(torch.empty(hidden_size))
         self.compress = nn.Linear(chunk * hidden_size, hidden_size, bias=False)

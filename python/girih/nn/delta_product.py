@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
+from girih.nn.fields import heads_of
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -46,7 +47,20 @@ class DeltaProduct(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        kv_heads, head_dim = heads_of(
+            "delta_product",
+            hidden_size,
+            num_heads,
+            n=n,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            gated=gated,
+            allow_neg_eigval=allow_neg_eigval,
+            between_chunks=between_chunks,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            **({} if chunk is None and between_chunks is None else {"chunk": chunk}),
+        )
         self.n, self.head_dim, self.gated, self.allow_neg_eigval = n, head_dim, gated, allow_neg_eigval
         self.between_chunks, self.chunk = between_chunks, chunk if between_chunks else None
         self.heads = (num_heads, n * kv_heads, n * kv_heads)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
+from girih.nn.fields import heads_of
 from girih.nn.layer import GateLinear
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -51,7 +52,15 @@ class GatedLinearAttention(RecurrentLayer):
         super().__init__()
         if gate not in GATES:
             raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
-        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        kv_heads, head_dim = heads_of(
+            "gla",
+            hidden_size,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+        )
         self.gate, self.gate_logit_normalizer = gate, gate_logit_normalizer
         self.heads, self.head_dim, self.conv_size = (num_heads, kv_heads, kv_heads), head_dim, conv_size
         channels = sum(self.heads) * head_dim

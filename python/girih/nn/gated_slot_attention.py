@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from girih.nn.fields import heads_of
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -46,7 +47,17 @@ class GatedSlotAttention(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+        kv_heads, head_dim = heads_of(
+            "gsa",
+            hidden_size,
+            num_heads,
+            num_slots=num_slots,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            feature=feature,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+        )
         self.gated, self.gate_logit_normalizer, self.feature = gated, gate_logit_normalizer, feature
         self.heads, self.num_slots = (num_heads, kv_heads, kv_heads), num_slots
         channels = sum(self.heads) * head_dim

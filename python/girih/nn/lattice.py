@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, first_step_bias
+from girih.nn.fields import heads_of
 from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -49,7 +50,18 @@ class Lattice(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        head_dim = head_dim or hidden_size // num_heads
+        _, head_dim = heads_of(
+            "lattice",
+            hidden_size,
+            num_heads,
+            num_slots=num_slots,
+            head_dim=head_dim,
+            chunk=chunk,
+            objective=objective,
+            gated=gated,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+        )
         self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
         self.objective, self.gated = objective, gated
         self.qk_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, first_step_bias
+from girih.nn.fields import heads_of
 from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -57,7 +58,19 @@ class Trellis(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        head_dim = head_dim or hidden_size // num_heads
+        _, head_dim = heads_of(
+            "trellis",
+            hidden_size,
+            num_heads,
+            num_slots=num_slots,
+            head_dim=head_dim,
+            chunk=chunk,
+            phi=phi,
+            f=f,
+            gated=gated,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+        )
         self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
         self.phi, self.f, self.gated = phi, f, gated
         channels = num_heads * head_dim

@@ -1,0 +1,41 @@
+"""The fields of a configuration and of layers made without one, as the library checks and completes them."""
+
+import json
+import numbers
+import sys
+from typing import Any
+
+import torch
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; a number that it does not have becomes words, which are refused like others."""
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy's
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        return repr(value)
+    return value
+
+
+def completed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Every field of `girih::nn::Config` with these given, and the values that follow from them.
+
+    One that does not fit raises a ValueError that names it.
+
+    >>> completed({"hidden_size": 96})["head_dim"]
+    24
+    """
+    text = json.dumps({name: plain(value) for name, value in fields.items()}, default=repr)
+    return json.loads(torch.ops.girih.complete_configuration(text))
+
+
+def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tuple[int, int]:
+    """num_kv_heads and head_dim of a layer, whose options are refused where `mixer`'s configuration is.
+
+    >>> heads_of("gsa", 96, 4, num_kv_heads=2, num_slots=0)
+    Traceback (most recent call last):
+    ValueError: num_slots is 0; expected 1 to 1048576
+    """
+    layer = {"mixer": [mixer], "num_hidden_layers": 1, "hidden_size": hidden_size, "num_heads": num_heads}
+    fields = completed(layer | options)
+    return fields["num_kv_heads"], fields["head_dim"]
