@@ -203,6 +203,11 @@ std::string complete_configuration(const std::string& text) {
   return Config::from_json(text).completed().to_json();
 }
 
+// For Python: refuses a configuration whose model there is no memory for.
+void check_memory(const std::string& text, int64_t element_size) {
+  expect_memory(Config::from_json(text).completed(), element_size);
+}
+
 // {"gsa": ["num_kv_heads", ...], ...}: the fields that each mixer reads.
 std::string describe_mixers() {
   json all = json::object();
@@ -217,6 +222,7 @@ std::string describe_mixers() {
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def("complete_configuration(str text) -> str", &complete_configuration);
+  m.def("check_memory(str configuration, int element_size) -> ()", &check_memory);
   m.def("describe_mixers() -> str", &describe_mixers);
 }
 

@@ -1,7 +1,5 @@
 // Blocks, the model of blocks, and the language model around it.
 #include <girih/language_model.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -71,14 +69,8 @@ bool ModelImpl::stepped(State& state, std::vector<bool>& kind) const {
 
 namespace {
 
-// Refuses a model that there is no memory for, before any is asked for.
 Config affordable(Config config) {
-  rlimit allowed{};
-  getrlimit(RLIMIT_AS, &allowed);
-  const double size = c10::elementSize(c10::get_default_dtype_as_scalartype()),
-               there = std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)),
-                                double(allowed.rlim_cur));
-  expect_parameters(config, there / size, "fit into the memory that there is");
+  expect_memory(config, int64_t(c10::elementSize(c10::get_default_dtype_as_scalartype())));
   return config;
 }
 

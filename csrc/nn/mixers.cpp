@@ -1,5 +1,8 @@
 #include "mixers.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -88,6 +91,14 @@ void expect_parameters(const Config& config, double most, const char* why) {
   TORCH_CHECK_VALUE(count <= most,
                     "vocab_size, hidden_size, num_hidden_layers and what hangs on them ask for at least ",
                     count, " parameters; expected at most the ", most, " that ", why);
+}
+
+void expect_memory(const Config& config, int64_t element_size) {
+  rlimit allowed{};
+  getrlimit(RLIMIT_AS, &allowed);
+  const double there =
+      std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)), double(allowed.rlim_cur));
+  expect_parameters(config, there / double(element_size), "fit into the memory that there is");
 }
 
 void expect_pairs(const Config& config) {

@@ -82,6 +82,10 @@ void expect_pairs(const Config& config);
 // a slip of the pen. why: what bounds them.
 void expect_parameters(const Config& config, double most, const char* why);
 
+// Refuses a completed configuration whose model, in numbers of `element_size` bytes, there is no memory for,
+// before any is asked for.
+void expect_memory(const Config& config, int64_t element_size);
+
 // The chunk lengths of the whole CAT model: `chunks`, or `chunk` alone.
 inline std::vector<int64_t> chunk_lengths(const Config& config) {
   return config.chunks.value_or(std::vector<int64_t>{config.chunk});

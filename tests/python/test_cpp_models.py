@@ -11,6 +11,7 @@ import torch
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 SIZES = {
     "vocab_size": 13,
@@ -264,8 +265,22 @@ def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
     ids=str,
 )
 def test_a_model_that_finds_no_memory_is_refused_before_it_asks(sizes):
-    with pytest.raises(ValueError, match=r"hidden_size.* ask for at least .* parameters; expected at most"):
+    refused = pytest.raises(
+        ValueError, match=r"hidden_size.* ask for at least .* parameters; expected at most"
+    )
+    with refused:
         _C.LanguageModel(json.dumps(SIZES | sizes))
+    config = GirihConfig(**SIZES | sizes)
+    with refused:
+        GirihForCausalLM(config)
+
+
+def test_a_model_of_shapes_alone_asks_for_no_memory():
+    config = GirihConfig(**SIZES | {"hidden_size": 2**20})
+    with torch.device("meta"):
+        assert GirihForCausalLM(config).num_parameters() > 2**40
+    with FakeTensorMode():
+        assert GirihForCausalLM(config).num_parameters() > 2**40
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, ["mag", "cat", "lattice"]], ids=str)

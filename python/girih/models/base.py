@@ -14,6 +14,7 @@ from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder
 from girih.nn.attention_call import own_mask
+from girih.nn.fields import text_of
 from girih.nn.packing import bounds
 from girih.nn.step import by_weights_alone
 
@@ -26,6 +27,12 @@ class GirihPreTrainedModel(PreTrainedModel):
     accepts_loss_kwargs = True  # num_items_in_batch
     _no_split_modules: ClassVar = ["Block"]
     _supports_sdpa = True  # what attention among the mixers is computed by
+
+    def __init__(self, config: GirihConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        place = torch.empty(0)
+        if type(place) is Tensor and place.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
+            torch.ops.girih.check_memory(text_of(config.own_fields()), place.element_size())
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike, *args: Any, config: Any = None, **kwargs: Any):

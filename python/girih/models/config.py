@@ -98,11 +98,13 @@ class GirihConfig(PretrainedConfig):
         for alias, name in self.attribute_map.items():  # before what follows from them is completed
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
-        own = {name: getattr(self, name) for name in OWN_FIELDS}
-        for name, value in completed(own).items():
-            if name in own:
+        for name, value in completed(self.own_fields()).items():
+            if name in OWN_FIELDS:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
+
+    def own_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in OWN_FIELDS}
 
     @property
     def mixers(self) -> list[str]:

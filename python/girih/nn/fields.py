@@ -17,6 +17,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def text_of(fields: dict[str, Any]) -> str:
+    """For the library, which has a configuration as JSON."""
+    return json.dumps({name: plain(value) for name, value in fields.items()}, default=repr)
+
+
 def completed(fields: dict[str, Any]) -> dict[str, Any]:
     """Every field of `girih::nn::Config` with these given, and the values that follow from them.
 
@@ -25,8 +30,7 @@ def completed(fields: dict[str, Any]) -> dict[str, Any]:
     >>> completed({"hidden_size": 96})["head_dim"]
     24
     """
-    text = json.dumps({name: plain(value) for name, value in fields.items()}, default=repr)
-    return json.loads(torch.ops.girih.complete_configuration(text))
+    return json.loads(torch.ops.girih.complete_configuration(text_of(fields)))
 
 
 def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tuple[int, int]:
