@@ -334,6 +334,7 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   };
   refused({.mixer = "lstm"}, "mixer is 'lstm'");
   refused({.num_hidden_layers = 2, .hybrid = {"gsa"}}, "mixer names 1 layers");
+  refused({.num_hidden_layers = 2, .hybrid = {"gsa", "gsa", "gsa"}}, "mixer names 3 layers");
   refused({.hidden_size = 30}, "num_heads is 4");
   refused({.mixer = "trellis", .chunk = 65}, "chunk is 65; expected 1 to 64 for trellis");
   refused({.num_kv_heads = 0}, "num_kv_heads is 0");

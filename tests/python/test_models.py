@@ -362,6 +362,7 @@ def test_transformers_names_are_as_good_as_ours():
     [
         ({"mixer": "mamba3"}, "mixer is 'mamba3'; expected one of abc, attention"),
         ({"mixer": ["gsa"]}, "mixer names 1 layers; expected num_hidden_layers, 2"),
+        ({"mixer": ["gsa"] * 3}, "mixer names 3 layers; expected num_hidden_layers, 2"),
         ({"mixer": ["gsa", "lstm"]}, "mixer is 'lstm'"),
         ({"mixer": "mag", "mag_mixer": "mag"}, "mag_mixer is 'mag'"),
         ({"hidden_size": 33}, "num_heads is 2, which does not divide hidden_size 33"),
