@@ -1,9 +1,18 @@
-"""What hypothesis draws for a call beside what a property is about."""
+"""What is drawn for a call beside what a property is about: sizes by hypothesis, tokens that come again."""
 
+import torch
 from cases import SIZES
 from hypothesis import strategies as st
 
 WIDTHS = st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17])
+
+# x [B, T, H, width] -> the same tokens, of which some come again.
+STRUCTURES = {
+    "repeated": lambda x: x[:, :1].expand_as(x),
+    "alternating": lambda x: x[:, :1] * (1 - 2 * (torch.arange(x.shape[1]) % 2))[:, None, None],
+    "half repeated": lambda x: torch.where(torch.arange(x.shape[1])[:, None, None] % 2 == 0, x[:, :1], x),
+    "runs": lambda x: x[:, torch.arange(x.shape[1]) // 7],
+}
 
 
 @st.composite

@@ -6,6 +6,7 @@ import pytest
 import rounded_chunks
 import torch
 import torch.nn.functional as F
+from draws import STRUCTURES
 from emulated import (
     NUMBER,
     POINTER,
@@ -43,7 +44,7 @@ def kernels(tmp_path_factory):
     return compiled_once(tmp_path_factory, "lattice")
 
 
-def check(
+def run(
     kernels,
     objective,
     chunk,
@@ -56,10 +57,11 @@ def check(
     group=1,
     gates=0.2,
     packed=False,
+    tokens=lambda x: x,
 ):
-    """One call: what the kernels make of it against the formula in float64.
+    """One call: its tensors by name, inputs and what the kernels made of them, and where the sequences end.
 
-    The recurrence would not do: moved, a memory of its has steps so far that are not tangent at it.
+    tokens: what becomes of keys and values that were drawn one by one.
     """
     generator = torch.Generator().manual_seed(chunk + sum(lengths))
     N, HQ = len(lengths), H * group
@@ -82,8 +84,8 @@ def check(
         "q": rows(B, T, HQ, M, of=normal(B, T, HQ, M)),
         "dout": rows(B, T, HQ, D, of=normal(B, T, HQ, D)),
     }
-    tensors["k"] = rows(B, T, H, M, of=F.normalize(normal(B, T, H, M), dim=-1))
-    tensors["v"] = rows(B, T, H, D, of=F.normalize(normal(B, T, H, D), dim=-1))
+    for name, width in (("k", M), ("v", D)):
+        tensors[name] = rows(B, T, H, width, of=tokens(F.normalize(normal(B, T, H, width), dim=-1)))
     tensors["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
     tensors["g"] = -gates * torch.rand(B, T, H, generator=generator) if gated else None
     tensors["memory"], tensors["step"], tensors["decay"] = state(first), None, None
@@ -126,6 +128,21 @@ def check(
     ends = unwritten(chunks, H, 2, eights(M))
     call.memories, call.gradients, call.ends = memories.data_ptr(), gradients.data_ptr(), ends.data_ptr()
     kernels.run(ctypes.byref(call))
+    return tensors, last_position
+
+
+def check(kernels, objective, chunk, lengths, *, position=None, D=64, M=64, packed=False, **how):
+    """One call against the formula in float64.
+
+    The recurrence would not do: moved, a memory of its has steps so far that are not tangent at it.
+    """
+    tensors, last_position = run(
+        kernels, objective, chunk, lengths, position=position, D=D, M=M, packed=packed, **how
+    )
+    (B, T), N, sizes = tensors["q"].shape[:2], len(lengths), tensors["memory"].shape
+    starts = [sum(lengths[:i]) for i in range(N)]
+    gated, resumed = tensors["g"] is not None, position is not None
+    position = torch.tensor(position) if resumed else None
 
     widths = {"q": M, "k": M, "v": D, "o": D}
     leaves = {name: tensors[name][..., : widths[name]].double() for name in "qkv"}
@@ -217,3 +234,17 @@ def test_packed_sequences(kernels):
     how = {"D": 24, "M": 40, "H": 2, "group": 2, "packed": True}
     check(kernels, "decode", 16, [12, 3, 16, 0], position=[7, 5, 1, 3], **how)
     check(kernels, "encode", 16, [20, 0, 12], D=24, packed=True)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_no_read_exceeds_what_unit_columns_hold(kernels, structure, objective):
+    """Where tokens come again and gates shut, norms are what a difference leaves: never next to nothing."""
+    for chunk, gates in ((8, 5.0), (16, 5.0), (16, 40.0), (64, 5.0)):
+        tokens = STRUCTURES[structure]
+        made, _ = run(kernels, objective, chunk, [chunk + 20], D=24, M=24, gates=gates, tokens=tokens)
+        at = f"chunks of {chunk}, gates to {-gates}"
+        most = (made["o"].float().abs().amax(-1) / made["q"].float().abs().sum(-1)).max()
+        assert most <= 2, f"{at}: {most:.2g} sum |q|"
+        for name in ("dq", "dk", "dv", "dgamma", "dg", "dmemory"):
+            assert made[name].isfinite().all(), f"{at}: {name}"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import CASES, ONE_EACH, PACKED, RECURRENT, cotangents, gradients, operator, precision, recurrence
 from comparison import assert_within
+from draws import STRUCTURES
 from girih import ops
 
 # ---- gates that shut -----------------------------------------------------------------------------------
@@ -35,13 +36,6 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
 
 
 # ---- lattice: tokens that repeat -----------------------------------------------------------------------
-
-STRUCTURES = {
-    "repeated": lambda x: x[:, :1].expand_as(x),
-    "alternating": lambda x: x[:, :1] * (1 - 2 * (torch.arange(x.shape[1]) % 2))[:, None, None],
-    "half repeated": lambda x: torch.where(torch.arange(x.shape[1])[:, None, None] % 2 == 0, x[:, :1], x),
-    "runs": lambda x: x[:, torch.arange(x.shape[1]) // 7],
-}
 
 
 def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
