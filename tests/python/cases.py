@@ -483,7 +483,8 @@ CASES = [
     cat_attention("c4", chunk=4, sizes=GROUPED),
 ]
 
-# One of each operator: for what does not hang on the options, or takes seconds.
+# One of each operator, on its tensor cores where it has them: for what does not hang on the options, or takes
+# seconds.
 ONE_EACH = [
     next(case for case in CASES if str(case) == name)
     for name in (
@@ -492,7 +493,7 @@ ONE_EACH = [
         "gla-g_channel",
         "delta_product-n2",
         "trellis-default",
-        "lattice-decode_c4_g",
+        "lattice-decode_c8_g",
         "short_conv-w4_bias_silu",
         "gated_rms_norm-gelu_heads",
         "cat_attention-c4",
@@ -519,12 +520,16 @@ RECURRENT = [case for case in CASES if case.has_state]
 PACKED = [case for case in CASES if case.packing]
 
 
+def path_of(inputs, device="cuda"):
+    """Which code the operator would take for these inputs on a device."""
+    return ops.explain(inputs.case.op, **arguments(inputs), device=str(device)).path
+
+
 @functools.cache
 def has_kernels(op):
     """Whether CUDA has kernels for it; they stop at fp32."""
     case = next(case for case in CASES if case.op == op)
-    inputs = case.draw(2, dtype=torch.float32)
-    return ops.explain(op, **arguments(inputs), device="cuda").path != "aten"
+    return path_of(case.draw(2, dtype=torch.float32)) != "aten"
 
 
 def float_of(device):

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, RECURRENT, STATES, arguments, operator
+from cases import CASES, ONE_EACH, RECURRENT, STATES, arguments, operator, path_of
 from girih import ops
 from test_arguments import NAMED, draw, message
 from test_dispatch import registered_call
@@ -71,6 +71,14 @@ def test_every_operator_and_every_word_has_a_case():
     for name, option in OPTIONS:
         used = {case.options.get(option["name"], option.get("default")) for case in CASES if case.op == name}
         assert set(option.get("words", ())) <= used, f"{name}: {option['name']}"
+
+
+def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
+    def on_tensor_cores(cases):
+        halves = [case.draw(20, dtype=torch.bfloat16, gate_dtype=torch.float32) for case in cases]
+        return {inputs.case.op for inputs in halves if path_of(inputs) == "tensor cores"}
+
+    assert on_tensor_cores(ONE_EACH) == on_tensor_cores(CASES) >= {"gsa", "trellis", "cat_attention"}
 
 
 @pytest.mark.parametrize("name, option", [o for o in OPTIONS if "words" in o[1]], ids=str)

@@ -2,35 +2,25 @@
 
 import pytest
 import torch
-from cases import CASES, FP32_KINDS, cotangents, gradients, operator, recurrence
+from cases import CASES, FP32_KINDS, cotangents, gradients, operator, path_of, recurrence
 from comparison import assert_within
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def rounds_inside(case, device):
-    """Whether a kernel's products are half too: test_gsa_kernels.py and test_delta_kernels.py measure what
-    that costs."""
-    return device == "cuda" and (
-        case.op == "gla"
-        or (case.op == "gsa" and "g" in case.data)
-        or (
-            case.op == "delta_product"
-            and case.data["beta"][0][-1] != "D"
-            and "between_chunks" not in case.options
-            and case.rows_per_token <= 16
-        )
-    )
+def rounds_inside(inputs, device):
+    """Whether a kernel's products are half too: test_*_kernels.py measure what that costs."""
+    return path_of(inputs, device) == "tensor cores"
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_half_precision_loses_a_rounding(case, dtype, device):
-    if rounds_inside(case, device):
-        pytest.skip("its products are half")
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
     )
+    if rounds_inside(inputs, device):
+        pytest.skip("its products are half")
     inputs = inputs.requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
     outs, want = operator(inputs), recurrence(exact)
@@ -55,9 +45,9 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
 )
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gates_of_any_float_dtype(case, gate_dtype, device):
-    if rounds_inside(case, device):
-        pytest.skip("its products are half")
     inputs = case.draw(9, calm=True, dtype=torch.bfloat16, gate_dtype=gate_dtype, device=device)
+    if rounds_inside(inputs, device):
+        pytest.skip("its products are half")
     want = recurrence(inputs.map(torch.Tensor.double))
     assert_within(operator(inputs)["o"], want["o"], torch.finfo(torch.bfloat16).eps)
 
