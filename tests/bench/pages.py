@@ -160,19 +160,73 @@ def arguments():
     return text
 
 
-def paths():
-    """What `girih.ops.explain` says of calls on a GPU."""
+def told(case, sizes, dtype):
+    """What `girih.ops.explain` says of a call on a GPU: path and why."""
     from girih import ops
 
+    inputs = case.draw(2, dtype=dtype, **sizes)
+    return ops.explain(case.op, **cases.arguments(inputs), device="cuda")
+
+
+def paths():
+    """What it says of calls that differ in it."""
     several = {case.op for _, case, _, _ in CALLS}
     one = [("all", case, {}, HALF) for case in cases.ONE_EACH if case.op not in several]
-    rows = []
-    for title, case, sizes, dtype in [*CALLS[:-1], *one, CALLS[-1]]:
-        inputs = case.draw(2, dtype=dtype, **sizes)
-        told = ops.explain(case.op, **cases.arguments(inputs), device="cuda")
-        rows.append([f"`{case.op}`", title, told.path, told.why])
-    text = markdown(["operator", "call", "path", "why"], rows)
-    return text.replace("| --- | --- | ---: | ---: |", "| --- | --- | --- | --- |")
+    rows = [
+        [f"`{case.op}`", title, *told(case, sizes, dtype)]
+        for title, case, sizes, dtype in [*CALLS[:-1], *one, CALLS[-1]]
+    ]
+    return markdown(["operator", "call", "path", "why"], rows).replace("---:", "---")
+
+
+def precision():
+    """In which precision products are, by the inputs' dtype."""
+    on_tensor_cores = dict.fromkeys(
+        f"`{case.op}`" for _, case, sizes, dtype in CALLS if told(case, sizes, dtype).path == "tensor cores"
+    )
+    rows = [
+        ["fp64", "fp64", "PyTorch's operators, CPU and CUDA"],
+        ["fp32", "fp32, never tf32", "kernels without tensor cores, or PyTorch's operators"],
+        [
+            "bf16, fp16",
+            "16-bit factors, sums in fp32, on the tensor cores",
+            f"{', '.join(on_tensor_cores)}, on [the calls that have such kernels](operators.md#paths); "
+            "`girih.ops.explain` tells for a call",
+        ],
+        ["bf16, fp16", "fp32", "everything else"],
+    ]
+    return markdown(["inputs", "products", "where"], rows).replace("---:", "---")
+
+
+def first_calls():
+    """What the first call of a process takes: ours, and of the peers those that tune themselves."""
+    entries = [entry for shape, entry in read(FOLDER) if not shape.is_step]
+    ours = max(entry["ours"]["first_call_s"] or 0 for entry in entries)
+    tuned = [
+        peer["first_call_s"]
+        for entry in entries
+        for name, peer in entry["peers"].items()
+        if name.startswith("chunk_") and peer["first_call_s"]
+    ]
+    text = (
+        "What the first call of a process costs: nothing is compiled or tuned at run time, so a first "
+        f"forward and backward of one shape takes {ours:.2f} s at most. fla's kernels in chunk form, which "
+        f"tune themselves, take {min(tuned):.0f} to {max(tuned):.0f} s."
+    )
+    return textwrap.fill(text, 118) + "\n"
+
+
+def linear():
+    """How the time on a CPU grows with the length."""
+    rows = json.loads((FOLDER / "linear_cost.json").read_text())["rows"]
+    lengths = list(rows[0]["seconds"])[-3:]  # which the exponents are fitted to
+    most = max(row["exponent"] for row in rows)
+    text = (
+        "On the CPU the time of every operator grows with the length, of `cat_attention` with the pairs of "
+        f"rows that it scores, to the power {most:.2f} at most, from {lengths[0]} to {lengths[-1]} tokens "
+        "(`tests/bench/linear_cost.py`)."
+    )
+    return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ") + "\n"
 
 
 def quality():
@@ -208,6 +262,9 @@ TABLES = {
     "accelerated": accelerated_sentence,
     "arguments": arguments,
     "paths": paths,
+    "precision": precision,
+    "first calls": first_calls,
+    "linear": linear,
     "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),
 }
 

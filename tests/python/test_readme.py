@@ -12,6 +12,8 @@ from pathlib import Path
 import girih.models
 import girih.nn
 import pytest
+import torch
+from cases import ONE_EACH, path_of
 from girih import compare, ops, train
 
 ROOT = Path(__file__).parents[2]
@@ -94,5 +96,16 @@ def test_tables_are_what_the_files_of_results_and_the_library_say():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_numerics_names_every_operator_on_tensor_cores_and_its_tests():
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    (listed,) = re.findall(r"on the tensor cores \| (.*)", text)
+    exact = text[text.index("## How exact") : text.index("## What to know")]
+    cited = [ROOT / "tests" / "python" / name for name in re.findall(r"(test_\w+_kernels\.py)", exact)]
+    halves = [case.draw(20, dtype=torch.bfloat16, gate_dtype=torch.float32) for case in ONE_EACH]
+    for op in {inputs.case.op for inputs in halves if path_of(inputs) == "tensor cores"}:
+        assert f"`{op}`" in listed
+        assert any(re.search(rf"\b{op}\b", file.read_text()) for file in cited), op
+
+
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
