@@ -1,4 +1,6 @@
-"""DTensor operands, over two processes: cut along the batch or the heads, the result is the whole one's."""
+"""DTensor operands, over two processes: cut along the batch or the heads, the result is the whole one's.
+Projections of layers are not cut.
+"""
 
 import os
 import subprocess
@@ -27,16 +29,11 @@ def test_operators_are_known_to_dtensor_whichever_is_imported_first(first):
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-def test_sharded_operands_give_the_whole_result():
-    program = Path(__file__).with_name("sharded.py")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        str(program),
-    ]
+@pytest.mark.parametrize("program", ["sharded.py", "parallel.py"])
+def test_over_two_processes(program):
+    """Operands that are cut give the whole result; layers refuse projections that are."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command.append(str(Path(__file__).with_name(program)))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]

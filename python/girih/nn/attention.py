@@ -12,6 +12,7 @@ from torch.utils._pytree import register_dataclass
 
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
+from girih.nn.layer import projection
 from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
@@ -189,7 +190,7 @@ class Attention(SequenceLayer):
             raise ValueError(
                 "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
             )
-        o, state = self.core((self.qkv_proj(x),), state, use_cache, cu_seqlens, attention_mask)
+        o, state = self.core((projection(self, "qkv_proj", x),), state, use_cache, cu_seqlens, attention_mask)
         return self.o_proj(o), state
 
     def products(self) -> tuple[Product, ...]:

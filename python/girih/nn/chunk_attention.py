@@ -10,6 +10,7 @@ from girih import ops
 from girih.nn.attention import rotary
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
+from girih.nn.layer import projection
 
 ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
 
@@ -146,7 +147,7 @@ class ChunkAttention(SequenceLayer):
             if cu_chunks is not None:
                 k = k - cu_chunks[torch.searchsorted(cu_chunks[1:-1], k, right=True)]
             position = position + k
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
+        q, k, v = projection(self, "qkv_proj", x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
         return rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta), v
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.layer import Layer, at_least_fp32
+from girih.nn.layer import Layer, at_least_fp32, projection
 from girih.nn.step import Product
 
 
@@ -53,5 +53,5 @@ class DecayGate(Layer):
         return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        dt = F.softplus(at_least_fp32(self.proj(x)) + self.dt_bias)
+        dt = F.softplus(at_least_fp32(projection(self, "proj", x)) + self.dt_bias)
         return -at_least_fp32(self.A_log).exp() * dt, dt

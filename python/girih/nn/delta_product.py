@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
 from girih.nn.fields import heads_of
-from girih.nn.layer import at_least_fp32
+from girih.nn.layer import at_least_fp32, projection
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -82,8 +82,8 @@ class DeltaProduct(RecurrentLayer):
     def mix(
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        beta = at_least_fp32(self.beta_proj(x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        projected = [self.qkv_proj(x), beta, self.g_proj(x)]
+        beta = at_least_fp32(projection(self, "beta_proj", x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
+        projected = [projection(self, "qkv_proj", x), beta, projection(self, "g_proj", x)]
         if self.decay is not None:
             projected.append(self.decay(x)[0])
         o, state = self.core(projected, state, use_cache, cu_seqlens)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fields import heads_of
-from girih.nn.layer import at_least_fp32
+from girih.nn.layer import at_least_fp32, projection
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
@@ -70,10 +70,10 @@ class GatedSlotAttention(RecurrentLayer):
     def mix(
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        f = at_least_fp32(self.f_proj(x))
+        f = at_least_fp32(projection(self, "f_proj", x))
         if self.gated:
             f = F.logsigmoid(f) / self.gate_logit_normalizer
-        o, state = self.core((self.qkv_proj(x), f), state, use_cache, cu_seqlens)
+        o, state = self.core((projection(self, "qkv_proj", x), f), state, use_cache, cu_seqlens)
         return self.o_proj(self.norm(F.silu(o))), state
 
     def products(self) -> tuple[Product, ...]:

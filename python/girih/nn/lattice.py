@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, first_step_bias
 from girih.nn.fields import heads_of
-from girih.nn.layer import GateLinear, at_least_fp32
+from girih.nn.layer import GateLinear, at_least_fp32, projection
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -85,7 +85,12 @@ class Lattice(RecurrentLayer):
     def mix(
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
-        projected = [self.qk_proj(x), self.v_proj(x), self.g_proj(x), self.gamma_proj(x).sigmoid()]
+        projected = [
+            projection(self, "qk_proj", x),
+            projection(self, "v_proj", x),
+            projection(self, "g_proj", x),
+            projection(self, "gamma_proj", x).sigmoid(),
+        ]
         if self.decay is not None:
             projected.append(self.decay(x)[0])
         o, state = self.core(projected, state, use_cache, cu_seqlens)

@@ -1,0 +1,48 @@
+"""Every layer's projections, cut over two processes one at a time (test_sharding.py): refused by name."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from girih import nn
+from torch.distributed.tensor import Replicate, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+mesh = init_device_mesh("cpu", (2,))
+
+
+def layers():
+    sizes = {"hidden_size": 32, "num_heads": 4}
+    yield lambda: nn.GatedSlotAttention(**sizes, num_slots=8)
+    yield lambda: nn.GatedLinearAttention(**sizes, gate="scalar")
+    yield lambda: nn.DeltaProduct(**sizes, n=2, gated=True)
+    yield lambda: nn.Trellis(**sizes, num_slots=8, chunk=4)
+    yield lambda: nn.Lattice(**sizes, num_slots=8, chunk=4)
+    yield lambda: nn.Attention(**sizes)
+    yield lambda: nn.CompressAttend(**sizes, chunk=4)
+
+
+def refusal(layer, name, **layouts):
+    parallelize_module(layer, mesh, {name: ColwiseParallel(**layouts)})
+    try:
+        return layer(torch.randn(2, 9, 32))[0].shape
+    except ValueError as error:
+        return str(error)
+
+
+for make in layers():
+    names = [n for n, m in make().named_modules() if isinstance(m, torch.nn.Linear) and "o_proj" not in n]
+    for name in names:
+        width = make().get_submodule(name).out_features
+        said = (
+            f"{name.split('.')[-1]} of {type(make().get_submodule(name.rpartition('.')[0])).__name__} gives"
+        )
+        told = refusal(make(), name)
+        assert told == f"{said} {width // 2} of its {width} features" + str(told)[str(told).find(":") :], told
+        assert refusal(make(), name, output_layouts=Replicate()) == (2, 9, 32), name
+dist.barrier()
+dist.destroy_process_group()
+# All has been asserted: as in sharded.py.
+sys.stdout.flush()
+os._exit(0)
