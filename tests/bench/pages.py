@@ -9,62 +9,12 @@ import sys
 import textwrap
 from pathlib import Path
 
-import torch
 from report import draw_speedups, markdown, mib, ms, ratio, read, table
 from results import FOLDER, write
-from shapes import cases
+from shapes import CALLS, HALF, SHOWN, cases
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-# What the README shows: operator, shape, title; beside the shape's first peer.
-SHOWN = [
-    ("gsa", "4x4096x16x64-m64", "`gsa`, 64 slots"),
-    ("gsa", "1x65536x4x64-m64", "`gsa`, one long sequence"),
-    ("gla", "4x4096x16x64-channel", "`gla`, a gate a channel"),
-    ("delta_product", "4x4096x16x64-n1", "`delta_product`: DeltaNet"),
-    ("delta_product", "1x32768x8x128-n1-gated", "Gated DeltaNet"),
-    ("trellis", "4x4096x16x64-m64-c16", "`trellis`, beside two of fla's `chunk_ttt_linear`"),
-    ("lattice", "4x4096x16x64-m64-c16", "`lattice`, beside `chunk_ttt_linear`"),
-    ("cat_attention", "1x16384x16x128-c16", "`cat_attention`, beside FlexAttention"),
-]
-FOUR = {"D": 64, "V": 64, "M": 64}
-HALF, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
-
-# Calls that differ in the path they take: title, case, sizes, dtype. The other operators have one path.
-CALLS = [
-    ("bf16 or fp16", cases.gsa("", "g"), FOUR, HALF),
-    ("without g (ABC)", cases.gsa("", "s"), FOUR, HALF),
-    ("more than 128 slots", cases.gsa("", "g"), FOUR | {"M": 129}, HALF),
-    ("D or V over 512", cases.gsa("", "g"), FOUR | {"D": 513}, HALF),
-    ("fp32", cases.gsa("", "g"), FOUR, FULL),
-    ("bf16 or fp16, a gate a head or none", cases.gla("", "BTH"), FOUR | {"D": 256}, HALF),
-    ("bf16 or fp16, a gate a channel", cases.gla("", "BTHD"), FOUR | {"D": 128}, HALF),
-    ("D over 256, a gate a head or none", cases.gla(""), FOUR | {"D": 257}, HALF),
-    ("D over 128, a gate a channel", cases.gla("", "BTHD"), FOUR | {"D": 129}, HALF),
-    ("fp32", cases.gla(""), FOUR, FULL),
-    ("bf16 or fp16", cases.delta_product("", n=2), FOUR, HALF),
-    ("a beta for every channel", cases.delta_product("", vector=True), FOUR, HALF),
-    ("between_chunks", cases.delta_product("", chunk=16, between_chunks="gelu"), FOUR, HALF),
-    ("n over 16", cases.delta_product("", n=17), FOUR, HALF),
-    ("fp32", cases.delta_product(""), FOUR, FULL),
-    ("D or V over 256", cases.delta_product(""), FOUR | {"D": 257}, HALF),
-    ("all but fp64", cases.short_conv(""), {}, HALF),
-    ("all but fp64", cases.gated_rms_norm(""), {}, HALF),
-    ("bf16 or fp16", cases.trellis("", g=True, chunk=16), FOUR, HALF),
-    ("slots, D or V over 128", cases.trellis("", chunk=16), FOUR | {"M": 129}, HALF),
-    ("fp32", cases.trellis("", chunk=16), FOUR, FULL),
-    ("bf16 or fp16", cases.lattice("", g=True, chunk=16), FOUR, HALF),
-    ("chunks of fewer than 8", cases.lattice("", chunk=4), FOUR, HALF),
-    ("normalize=False", cases.lattice("", chunk=1, normalize=False), FOUR, HALF),
-    ("a shrinkage", cases.lattice("", chunk=1, shrinkage=0.1), FOUR, HALF),
-    ("slots or D over 128", cases.lattice("", chunk=16), FOUR | {"D": 129}, HALF),
-    ("fp32", cases.lattice("", chunk=16), FOUR, FULL),
-    ("bf16 or fp16", cases.cat_attention("", chunk=16), FOUR, HALF),
-    ("D or V over 256", cases.cat_attention("", chunk=16), FOUR | {"D": 257}, HALF),
-    ("fp32", cases.cat_attention("", chunk=16), FOUR, FULL),
-    ("fp64, any operator", cases.gsa("", "g"), FOUR, DOUBLE),
-]
 
 
 def speed():
@@ -229,24 +179,34 @@ def linear():
     return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ") + "\n"
 
 
+def has_convolution(mixer):
+    """Whether a mixer's layer reads through short convolutions, of a width that it chooses itself."""
+    from girih.models import GirihConfig
+    from girih.nn import MIXERS, ShortConv
+
+    layer = MIXERS[mixer].build(GirihConfig(mixer=[mixer], num_hidden_layers=1))
+    return any(isinstance(part, ShortConv) and part.kernel_size for part in layer.modules())
+
+
 def quality():
     """What the comparison's files say, in a sentence."""
     found = {}
     for file in (FOLDER / "compare").glob("*.json"):
         cell = json.loads(file.read_text())
         found[cell["task"], cell["mixer"]] = cell
-    convolved = ("delta_product", "deltanet", "gated_deltanet", "lattice", "mamba2", "trellis")
+    convolved = [mixer for task, mixer in sorted(found) if task == "text" and has_convolution(mixer)]
     bits = sorted(found["text", mixer]["bits_per_byte"] for mixer in convolved)
     recall = {mixer: max(cell["accuracy"].items(), key=lambda item: int(item[0]))
               for (task, mixer), cell in found.items() if task == "mqar"}  # fmt: skip
     pairs = next(iter(recall.values()))[0]
-    right = sorted(recall[mixer][1] for mixer in convolved if mixer in recall)
+    tried = [mixer for mixer in convolved if mixer in recall]
+    right = sorted(recall[mixer][1] for mixer in tried)
     others = max(share for mixer, (_, share) in recall.items() if mixer not in convolved)
     some = found["text", "attention"]
     text = (
         f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers "
         f"with short convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a byte, attention at "
-        f"{some['bits_per_byte']:.2f}; the delta rules, Trellis and Lattice recall {pairs} pairs at "
+        f"{some['bits_per_byte']:.2f}; {', '.join(f'`{mixer}`' for mixer in tried)} recall {pairs} pairs at "
         f"{right[0]:.0%} to {right[-1]:.0%}, what has no convolution at {others:.0%} at most ([the "
         "comparison](docs/comparison.md)). Precision, and how exact it is, says [numerics](docs/numerics.md)."
     )

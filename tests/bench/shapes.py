@@ -161,6 +161,56 @@ SHAPES = {
     "gated_rms_norm": GATED_RMS_NORM,
 }
 
+# What the README shows: operator, shape, title; beside the shape's first peer.
+SHOWN = [
+    ("gsa", "4x4096x16x64-m64", "`gsa`, 64 slots"),
+    ("gsa", "1x65536x4x64-m64", "`gsa`, one long sequence"),
+    ("gla", "4x4096x16x64-channel", "`gla`, a gate a channel"),
+    ("delta_product", "4x4096x16x64-n1", "`delta_product`: DeltaNet"),
+    ("delta_product", "1x32768x8x128-n1-gated", "Gated DeltaNet"),
+    ("trellis", "4x4096x16x64-m64-c16", "`trellis`, beside two of fla's `chunk_ttt_linear`"),
+    ("lattice", "4x4096x16x64-m64-c16", "`lattice`, beside `chunk_ttt_linear`"),
+    ("cat_attention", "1x16384x16x128-c16", "`cat_attention`, beside FlexAttention"),
+]
+FOUR = {"D": 64, "V": 64, "M": 64}
+HALF, FULL, DOUBLE = DTYPE, torch.float32, torch.float64
+
+# Calls that differ in the path they take, for the table of docs/operators.md: title, case, sizes, dtype. The
+# other operators have one path.
+CALLS = [
+    ("bf16 or fp16", gsa("", "g"), FOUR, HALF),
+    ("without g (ABC)", gsa("", "s"), FOUR, HALF),
+    ("more than 128 slots", gsa("", "g"), FOUR | {"M": 129}, HALF),
+    ("D or V over 512", gsa("", "g"), FOUR | {"D": 513}, HALF),
+    ("fp32", gsa("", "g"), FOUR, FULL),
+    ("bf16 or fp16, a gate a head or none", gla("", "BTH"), FOUR | {"D": 256}, HALF),
+    ("bf16 or fp16, a gate a channel", gla("", "BTHD"), FOUR | {"D": 128}, HALF),
+    ("D over 256, a gate a head or none", gla(""), FOUR | {"D": 257}, HALF),
+    ("D over 128, a gate a channel", gla("", "BTHD"), FOUR | {"D": 129}, HALF),
+    ("fp32", gla(""), FOUR, FULL),
+    ("bf16 or fp16", delta_product("", n=2), FOUR, HALF),
+    ("a beta for every channel", delta_product("", vector=True), FOUR, HALF),
+    ("between_chunks", delta_product("", chunk=16, between_chunks="gelu"), FOUR, HALF),
+    ("n over 16", delta_product("", n=17), FOUR, HALF),
+    ("fp32", delta_product(""), FOUR, FULL),
+    ("D or V over 256", delta_product(""), FOUR | {"D": 257}, HALF),
+    ("all but fp64", short_conv(""), {}, HALF),
+    ("all but fp64", gated_rms_norm(""), {}, HALF),
+    ("bf16 or fp16", trellis("", g=True, chunk=16), FOUR, HALF),
+    ("slots, D or V over 128", trellis("", chunk=16), FOUR | {"M": 129}, HALF),
+    ("fp32", trellis("", chunk=16), FOUR, FULL),
+    ("bf16 or fp16", lattice("", g=True, chunk=16), FOUR, HALF),
+    ("chunks of fewer than 8", lattice("", chunk=4), FOUR, HALF),
+    ("normalize=False", lattice("", chunk=1, normalize=False), FOUR, HALF),
+    ("a shrinkage", lattice("", chunk=1, shrinkage=0.1), FOUR, HALF),
+    ("slots or D over 128", lattice("", chunk=16), FOUR | {"D": 129}, HALF),
+    ("fp32", lattice("", chunk=16), FOUR, FULL),
+    ("bf16 or fp16", cat_attention("", chunk=16), FOUR, HALF),
+    ("D or V over 256", cat_attention("", chunk=16), FOUR | {"D": 257}, HALF),
+    ("fp32", cat_attention("", chunk=16), FOUR, FULL),
+    ("fp64, any operator", gsa("", "g"), FOUR, DOUBLE),
+]
+
 HEADS = {"num_heads": 8, "head_dim": 128}
 SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
 # Whole models of 340M parameters (train_speed.py), by mixer: what girih's has beside its width and depth, and

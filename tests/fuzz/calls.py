@@ -7,6 +7,7 @@ with one to three arguments spoilt. A call that crashes or hangs is told by its 
 makes it once more.
 """
 
+import inspect
 import random
 import re
 import sys
@@ -123,7 +124,8 @@ class Draw:
         return keywords
 
     def needs_state(self) -> bool:
-        return self.name in ("trellis", "lattice")
+        """Whether there is none that it starts from by itself."""
+        return inspect.signature(getattr(ops, self.name)).parameters["state"].default is inspect._empty
 
     def state(self, steady: torch.dtype, chunk: int) -> Any:
         parts = {}
@@ -146,8 +148,6 @@ class Draw:
         return self.state_class()(*parts.values())
 
     def state_class(self) -> type:
-        import inspect
-
         return inspect.signature(getattr(ops, f"{self.name}_step")).parameters["state"].annotation
 
     def option(self, option: dict[str, Any]) -> Any:

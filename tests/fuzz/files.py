@@ -38,10 +38,12 @@ SIZES = {
     "chunk": 4,
     "max_position_embeddings": 32,
 }
+# Those that learn a first memory.
+LEARNT = [m for m in MIXERS if "num_slots" in MIXERS[m].fields and "num_kv_heads" not in MIXERS[m].fields]
 MODELS = [
     {"mixer": "gsa"},
     {"mixer": "cat", "num_kv_heads": 1},
-    {"mixer": ["trellis", "lattice"], "tie_word_embeddings": False},
+    {"mixer": LEARNT, "num_hidden_layers": len(LEARNT), "tie_word_embeddings": False},
     {"mixer": "mag", "mag_base": "gla", "mag_mixer": "delta_product", "mag_learned": True},
     {"mixer": ["attention", "cat"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 ]
