@@ -10,6 +10,7 @@
     memcheck    compute-sanitizer over some calls of every kernels' test, on allocations of exact sizes
     racecheck   the same for races in shared memory, on kernels built for it (-DGIRIH_RACECHECK=ON)
     synccheck   the same for barriers
+    fuzz        10,000 random calls of every operator (tests/fuzz/calls.py)
 
 A part is an operator with kernels. `record.json` beside this file holds, for one state of every part's
 kernels and their tests (`state_hash`), the stages that were green. Stages run in commands of their own add up
@@ -41,10 +42,11 @@ RACECHECK = ROOT / "build" / "racecheck"
 KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/python/test_*_kernels.py"))
 # In a graph's capture nothing may be allocated for good, and long runs take too long under a sanitizer.
 SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
-RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck")
+RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck", "fuzz")
 ASKED = ("kernels", "large", "memcheck")
 STAGES = (*RECORDED, "python")
 JOBS = min(16, os.cpu_count())
+CALLS = 10_000
 
 
 # ---- what the record is about ------------------------------------------------------------------------------
@@ -232,6 +234,19 @@ class Runner:
         if self.build:
             build_for_racecheck(package)
         return self.sanitizer("racecheck", 1, PYTHONPATH=self.path(package.parent))
+
+    def fuzz(self) -> dict:
+        """Each process has its own context on the card: half as many as of tests."""
+        options = ("--device=cuda", f"--count={CALLS}", "--seed=0", f"--jobs={max(1, JOBS // 2)}")
+        code, printed = self.run([sys.executable, "tests/fuzz/calls.py", *options])
+        wrong = len(re.findall(r"^call \d+:", printed, re.MULTILINE))
+        green = code == 0 and f"{CALLS} calls on cuda: all well" in printed
+        return {
+            "green": green,
+            "passed": CALLS - wrong if green or wrong else 0,
+            "failed": wrong,
+            "code": code,
+        }
 
 
 def build_for_racecheck(package: Path) -> None:

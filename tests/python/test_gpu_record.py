@@ -78,3 +78,27 @@ def test_stages_of_several_commands_add_up_while_the_state_stays():
     other = gpu.added(whole, {"gla": "another"}, {"cpp": GREEN})
     assert list(other["gla"]["stages"]) == ["cpp"] and gpu.complaint(other).startswith("gla: changed")
     assert other["gsa"] == whole["gsa"]
+
+
+@pytest.mark.parametrize(
+    "code, printed, green, counts",
+    [
+        (0, "10000 calls on cuda: all well\n", True, (10_000, 0)),
+        (
+            1,
+            "call 7: gla of {}: wrong\ncall 9: died\n10000 calls on cuda: some are wrong\n",
+            False,
+            (9_998, 2),
+        ),
+        (124, "", False, (0, 0)),
+    ],
+)
+def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monkeypatch):
+    commands = []
+    monkeypatch.setattr(gpu.Runner, "run", lambda self, command: commands.append(command) or (code, printed))
+    told = gpu.Runner(1, False, []).fuzz()
+    assert (told["green"], told["passed"], told["failed"]) == (green, *counts)
+    assert (
+        (gpu.ROOT / commands[0][1]).exists() and "--device=cuda" in commands[0] and "--seed=0" in commands[0]
+    )
+    assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.ASKED
