@@ -76,19 +76,24 @@ json written(const std::optional<T>& field) {
   return field ? written(*field) : json();
 }
 
+}  // namespace
+
 void check_value(const char* name, int64_t value, const Allowed& allowed) {
   TORCH_CHECK_VALUE(double(value) >= allowed.least && double(value) <= allowed.most, name, " is ", value,
                     "; expected ", int64_t(allowed.least), " to ", int64_t(allowed.most));
 }
+void check_value(const char* name, const std::string& value, const Allowed& allowed) {
+  TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is ",
+                    quoted_word(value), "; expected one of ", c10::Join(", ", allowed.words));
+}
+
+namespace {
+
 void check_value(const char* name, double value, const Allowed& allowed) {
   TORCH_CHECK_VALUE(value >= allowed.least && value <= allowed.most, name, " is ", value, "; expected ",
                     allowed.least, " to ", allowed.most);
 }
 void check_value(const char*, bool, const Allowed&) {}
-void check_value(const char* name, const std::string& value, const Allowed& allowed) {
-  TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is ",
-                    quoted_word(value), "; expected one of ", c10::Join(", ", allowed.words));
-}
 void check_value(const char* name, const std::vector<int64_t>& value, const Allowed& allowed) {
   for (const auto item : value) check_value(name, item, allowed);
 }

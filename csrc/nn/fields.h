@@ -22,13 +22,22 @@ inline Allowed words_of(const char* op, const char* option) {
   return {.words = describe(op).option(option).words};
 }
 
+// The width of a short convolution; 0 for none.
+inline Allowed conv_width() {
+  const auto& conv = describe("short_conv");
+  return between(0, double(conv.letters[conv.letter("W")].most));
+}
+
+// Refuses what is not allowed, by name.
+void check_value(const char* name, int64_t value, const Allowed& allowed);
+void check_value(const char* name, const std::string& value, const Allowed& allowed);
+
 // visit(name, field, allowed) of every field but the mixer. The largest sizes are far beyond any use: they
 // keep a slip of the pen from asking for all memory there is.
 template <class AnyConfig, class Visit>
 void for_each_field(AnyConfig& c, Visit&& visit) {
   const auto size = between(1, 1 << 20), layers = between(1, 4096), id = between(-1, 0x7fffffff),
              any = Allowed{};
-  const auto& W = describe("short_conv").letters[describe("short_conv").letter("W")];
   visit("vocab_size", c.vocab_size, between(1, 0x7fffffff));
   visit("hidden_size", c.hidden_size, size);
   visit("num_hidden_layers", c.num_hidden_layers, layers);
@@ -41,7 +50,7 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("chunks", c.chunks, between(1, describe("cat_attention").option("chunk").most));
   visit("n", c.n, between(describe("delta_product").option("n").least, 4096));
   visit("gated", c.gated, any);
-  visit("conv_size", c.conv_size, between(0, double(W.most)));
+  visit("conv_size", c.conv_size, conv_width());
   visit("phi", c.phi, words_of("trellis", "phi"));
   visit("f", c.f, words_of("trellis", "f"));
   visit("objective", c.objective, words_of("lattice", "objective"));

@@ -1,4 +1,5 @@
 // RMS norms, the gated feed-forward layer, the decay gate.
+#include "fields.h"
 #include "layer.h"
 
 namespace girih::nn {
@@ -14,8 +15,7 @@ Tensor RMSNormImpl::forward(const Tensor& x) {
 
 GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activation)
     : RMSNormImpl(dim, eps), activation(std::move(activation)) {
-  TORCH_CHECK_VALUE(this->activation == "silu" || this->activation == "gelu" || this->activation == "sigmoid",
-                    "activation is '", this->activation, "'; expected one of silu, gelu, sigmoid");
+  check_value("activation", this->activation, words_of("gated_rms_norm", "activation"));
 }
 
 Tensor GatedRMSNormImpl::forward(const Tensor& x, const Tensor& gate) {

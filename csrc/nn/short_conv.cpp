@@ -1,10 +1,12 @@
+#include "fields.h"
 #include "layer.h"
 
 namespace girih::nn {
 
 ShortConvImpl::ShortConvImpl(int64_t channels, ShortConvOptions given) : options(std::move(given)) {
-  TORCH_CHECK_VALUE(!options.activation || *options.activation == "silu", "activation is '",
-                    options.activation.value_or(""), "'; expected none or 'silu'");
+  check_value("kernel_size", options.kernel_size, conv_width());
+  if (options.activation)
+    check_value("activation", *options.activation, words_of("short_conv", "activation"));
   if (options.kernel_size == 0) return;
   weight = register_parameter("weight", at::empty({channels, options.kernel_size}));
   if (options.bias) {

@@ -370,6 +370,11 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   unmade([] { nn::Lattice(16, 2, nn::LatticeOptions{.objective = "x"}); }, "objective is 'x'");
   unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.head_dim = 7}); }, "head_dim is 7");
   unmade([] { nn::ChunkAttention(16, 0); }, "num_heads is 0");
+  unmade([] { nn::ShortConv(16, nn::ShortConvOptions{.kernel_size = -1}); },
+         "kernel_size is -1; expected 0 to ");
+  unmade([] { nn::ShortConv(16, nn::ShortConvOptions{.activation = "gelu"}); }, "activation is 'gelu'");
+  unmade([] { nn::GatedRMSNorm(16, 1e-6, "tanh"); },
+         "activation is 'tanh'; expected one of silu, gelu, sigmoid");
   unmade([] { nn::CompressAttend(16, 2, nn::ChunkAttentionOptions{.chunk = 0}); }, "chunk is 0");
 
   auto model = in_double(configurations()[0]);

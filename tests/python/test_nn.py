@@ -543,6 +543,15 @@ def test_a_layer_refuses_what_its_configuration_refuses_in_the_same_words(mixer)
             build(SimpleNamespace(**given | wrong))
 
 
+def test_words_of_small_modules_are_those_of_their_operators():
+    for op, make in (("short_conv", ShortConv), ("gated_rms_norm", girih.nn.GatedRMSNorm)):
+        for word in girih.ops.words(op, "activation"):
+            make(HIDDEN, activation=word)
+    for size in (-1, 1 + girih.ops.describe()["short_conv"]["sizes"]["W"]["most"]):
+        with pytest.raises(ValueError, match=f"kernel_size is {size}; expected 0 to "):
+            ShortConv(HIDDEN, kernel_size=size)
+
+
 def test_layers_without_a_mixer_of_their_own_name_what_does_not_fit():
     for wrong, message in [
         ({"num_heads": 0}, "num_heads is 0"),

@@ -8,6 +8,9 @@ from girih import ops
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
 
+ACTIVATIONS = ops.words("short_conv", "activation")
+WIDEST = ops.describe()["short_conv"]["sizes"]["W"]["most"]
+
 
 class ShortConv(RecurrentLayer):
     """Depthwise causal convolution over the last `kernel_size` tokens, then SiLU (or nothing).
@@ -28,8 +31,10 @@ class ShortConv(RecurrentLayer):
         self, channels: int, kernel_size: int = 4, activation: str | None = "silu", bias: bool = False
     ):
         super().__init__()
-        if activation not in (None, "silu"):
-            raise ValueError(f"activation is {activation!r}; expected None or 'silu'")
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; expected None or {', '.join(ACTIVATIONS)}")
+        if not 0 <= kernel_size <= WIDEST:
+            raise ValueError(f"kernel_size is {kernel_size}; expected 0 to {WIDEST}")
         self.kernel_size, self.activation = kernel_size, activation
         self.weight = nn.Parameter(torch.empty(channels, kernel_size)) if kernel_size else None
         self.bias = nn.Parameter(torch.empty(channels)) if kernel_size and bias else None
