@@ -110,6 +110,12 @@ Output AttentionImpl::run(const Tensor& x, const Call& call) {
       "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
   const auto qkv = qkv_proj(x).unflatten(-1, {-1, head_dim_});
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
+  const auto there = call.state.empty() ? 0 : before.tensors[0].size(1);
+  TORCH_CHECK_VALUE(before.tensors.size() == 4 && before.tokens <= there &&
+                        (before.tokens > 0 || before.slots || there == 0),
+                    "state: attention's has 4 tensors, of ", there,
+                    " slots, and says in `tokens` how many are taken; got ", before.tensors.size(),
+                    " tensors and ", before.tokens, " tokens");
   const auto past = before.tokens, T = x.size(1);
   if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
       before.tensors[0].scalar_type() == qkv.scalar_type())
@@ -124,12 +130,17 @@ Output AttentionImpl::run(const Tensor& x, const Call& call) {
   const auto &was = before.tensors[2],
              valid = joined_masks(was.defined() ? was.slice(1, 0, past) : was, call.attention_mask, past, x);
   const auto see = visible(past, T, valid, call.cu_seqlens, x.device());
-  const auto o = at::scaled_dot_product_attention(
-      q.transpose(1, 2), k.slice(1, 0, past + T).transpose(1, 2), v.slice(1, 0, past + T).transpose(1, 2),
-      see.defined() ? std::optional<Tensor>(see) : std::nullopt, /*dropout_p=*/0.0,
-      /*is_causal=*/options.causal && !see.defined() && past == 0, /*scale=*/std::nullopt,
-      /*enable_gqa=*/heads_[0] != heads_[1]);
-  const auto y = o_proj(o.transpose(1, 2).flatten(-2));
+  // No token has no output; on CUDA, in 16 bits, PyTorch's attention returns nothing then.
+  const auto o = q.numel() == 0 ? q
+                                : at::scaled_dot_product_attention(
+                                      q.transpose(1, 2), k.slice(1, 0, past + T).transpose(1, 2),
+                                      v.slice(1, 0, past + T).transpose(1, 2),
+                                      see.defined() ? std::optional<Tensor>(see) : std::nullopt,
+                                      /*dropout_p=*/0.0,
+                                      /*is_causal=*/options.causal && !see.defined() && past == 0,
+                                      /*scale=*/std::nullopt, /*enable_gqa=*/heads_[0] != heads_[1])
+                                      .transpose(1, 2);
+  const auto y = o_proj(o.flatten(-2));
   if (!call.use_cache) return {y, {}};
   const auto place = at::full({x.size(0)}, past + T, position.options());
   State after{{k, v, valid, place}, {}, past + T};

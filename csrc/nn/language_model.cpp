@@ -142,9 +142,14 @@ namespace {
 // waits for the device: `sound`, undefined at first, becomes false there where they are no numbers.
 Tensor draw(const Tensor& chances, const std::optional<at::Generator>& generator, Tensor& sound) {
   if (!chances.is_cuda()) return chances.multinomial(1, /*replacement=*/false, generator);
-  const auto numbers = chances.amax() <= 1;
+  const auto numbers = (chances <= 1).all();
   sound = sound.defined() ? sound & numbers : numbers;
   return (chances / at::empty_like(chances).exponential_(1, generator)).argmax(-1, /*keepdim=*/true);
+}
+
+void check_sound(const Tensor& sound) {
+  TORCH_CHECK(!sound.defined() || sound.item<bool>(),
+              "probability tensor contains either `inf`, `nan` or element < 0");  // multinomial's words
 }
 
 // logits [B, vocab_size] -> [B, 1]
@@ -194,10 +199,12 @@ Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& opt
     }
     text.push_back(next);
     if (options.on_token) options.on_token(next);
-    if (!ends.empty() && ended.all().item<bool>()) break;
+    if (ends.empty()) continue;  // then nothing waits for the device
+    const bool all_ended = ended.all().item<bool>();
+    check_sound(sound);
+    if (all_ended) break;
   }
-  TORCH_CHECK(!sound.defined() || sound.item<bool>(),
-              "probability tensor contains either `inf`, `nan` or element < 0");  // multinomial's words
+  check_sound(sound);
   return at::cat(text, 1);
 }
 

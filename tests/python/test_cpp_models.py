@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from safetensors.torch import load_file, save_file
@@ -281,6 +282,9 @@ def test_a_model_of_shapes_alone_asks_for_no_memory():
         assert GirihForCausalLM(config).num_parameters() > 2**40
     with FakeTensorMode():
         assert GirihForCausalLM(config).num_parameters() > 2**40
+    with init_empty_weights():  # which moves every parameter by itself
+        config = GirihConfig(**SIZES | {"hidden_size": 2**14, "num_hidden_layers": 64})
+        assert GirihForCausalLM(config).num_parameters() > 2**37
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, ["mag", "cat", "lattice"]], ids=str)

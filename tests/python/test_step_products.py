@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from girih.models import GirihConfig
 from girih.nn import MIXERS, Block, map_state
 from girih.nn.step import PLAIN, Product, RowInput, products
+from torch import nn
 
 torch.manual_seed(0)
 LAYERS = sorted(set(MIXERS) - {"cat"})
@@ -60,10 +61,48 @@ def test_a_step_with_options(mixer, options):
     torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
 
 
+def biased(module, name):
+    old = getattr(module, name)
+    setattr(module, name, nn.Linear(old.in_features, old.out_features).double())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: biased(block.mixer, "qkv_proj"),
+        lambda block: biased(block.mixer, "o_proj"),
+        lambda block: biased(block.mlp, "up_proj"),
+        lambda block: setattr(block, "mlp_norm", nn.LayerNorm(64).double()),
+        lambda block: setattr(block.mixer, "norm", nn.LayerNorm(64).double()),
+        lambda block: setattr(block, "mlp", nn.Sequential(nn.Linear(64, 64), nn.ReLU()).double()),
+    ],
+    ids=[
+        "qkv with a bias",
+        "o with a bias",
+        "up with a bias",
+        "layer norm",
+        "mixer's layer norm",
+        "another mlp",
+    ],
+)
+@torch.no_grad()
+def test_a_step_of_other_modules_is_theirs(change):
+    block = block_of("gsa")
+    change(block)
+    x = torch.randn(2, 6, 64, dtype=torch.float64)
+    _, state = block(x[:, :5], use_cache=True)
+    other = map_state(torch.clone, state)
+    y, _ = block(x[:, 5:], state=state, use_cache=True)
+    z, _ = block.step(x[:, 5:], state=other, use_cache=True)
+    torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
+
+
 def test_mixers_that_have_products_name_all_that_reads_x():
     """Every projection of these layers is among its products, or o_proj."""
-    for mixer in ("gsa", "delta_product", "gated_deltanet", "trellis", "lattice", "attention"):
+    for mixer in LAYERS:
         layer = block_of(mixer).mixer
+        if layer.products() is None:
+            continue
         said = {id(product.weight) for product in layer.products()}
         linears = [
             m for name, m in layer.named_modules() if isinstance(m, torch.nn.Linear) and name != "o_proj"

@@ -168,7 +168,8 @@ class LanguageModelImpl : public LayerImpl {
   // unless given.
   Tensor loss(const Tensor& ids, const Tensor& labels = {});
   // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens]. On a GPU a
-  // token is one CUDA graph, which reads the weights where they are: on_token must leave them there.
+  // token is one CUDA graph, which reads the weights where they are, on the stream of the call: on_token must
+  // leave both there. Where no eos is looked for, chances that are no numbers are told at the text's end.
   Tensor generate(const Tensor& ids, const GenerateOptions& options = {});
   // Of an adaptive CAT: the chunk of the calls that begin sequences from now on, one of config.chunks, and
   // config.chunk before the first call of this.

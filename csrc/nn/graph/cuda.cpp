@@ -21,26 +21,27 @@ struct Shared {
   at::MempoolId_t pool;          // what all of them allocate from
 };
 
+at::MempoolId_t new_pool(c10::DeviceIndex device) {
+  const auto pool = at::cuda::graph_pool_handle();
+  allocator::createOrIncrefPool(device, pool);
+  return pool;
+}
+
 // stream: where they run. The pool stays, as memory of its own would stay with each of them until all of
 // PyTorch's free memory is given back.
 Shared make_shared_for(c10::cuda::CUDAStream stream) {
   cudaStream_t own{};
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
-  const Shared made{c10::cuda::getStreamFromExternal(own, stream.device_index()),
-                    at::cuda::graph_pool_handle()};
-  allocator::createOrIncrefPool(stream.device_index(), made.pool);
-  return made;
+  return {c10::cuda::getStreamFromExternal(own, stream.device_index()), new_pool(stream.device_index())};
 }
 
 // The device's generator gives nobody else numbers while it is recorded, nor ever after if that fails. A step
-// takes none: a copy is recorded in its place.
+// takes none: a copy is recorded in its place. Who draws numbers holds the lock.
 void begin(at::cuda::CUDAGraph& graph, const Shared& shared) {
   auto numbers = at::cuda::detail::getDefaultCUDAGenerator(shared.stream.device_index());
+  const std::lock_guard<std::mutex> lock(numbers.mutex());
   const auto own = numbers.graphsafe_get_state();
-  const auto copy = [&] {
-    const std::lock_guard<std::mutex> lock(numbers.mutex());
-    return numbers.clone();
-  }();
+  const auto copy = numbers.clone();
   numbers.graphsafe_set_state(copy);
   try {
     graph.capture_begin(shared.pool, cudaStreamCaptureModeThreadLocal);
@@ -91,7 +92,7 @@ class Graphs final : public Recorder {
       nn::record(*graph, work, found->second);
     } catch (...) {
       allocator::releasePool(device_, found->second.pool);
-      all.erase(found);  // the next has another stream and other memory
+      found->second.pool = new_pool(device_);  // the next has other memory
       throw;
     }
     return [graph] { graph->replay(); };

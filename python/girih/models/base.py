@@ -30,9 +30,11 @@ class GirihPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: GirihConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        place = torch.empty(0)
-        if type(place) is Tensor and place.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
-            torch.ops.girih.check_memory(text_of(config.own_fields()), place.element_size())
+        probe = nn.Module()
+        probe.register_parameter("made", nn.Parameter(torch.empty(0)))
+        made = probe.made.data
+        if type(made) is Tensor and made.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
+            torch.ops.girih.check_memory(text_of(config.own_fields()), made.element_size())
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike, *args: Any, config: Any = None, **kwargs: Any):

@@ -48,7 +48,10 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """`forward` of few tokens by few kernels, which have nothing of modules but their weights: no hook
-        runs. Norms, activations and sums stand with the products beside them."""
+        runs. Norms, activations and sums stand with the products beside them. Where a module has been put in
+        another's place it is `forward`."""
+        if not self.is_as_made():
+            return self(x, attention_mask, state, use_cache, cu_seqlens)
         mixer, mlp = self.mixer, self.mlp
         wanted = mixer.products()
         if wanted is None or attention_mask is not None:
@@ -63,6 +66,15 @@ class Block(nn.Module):
         )
         (x,) = products(gate, [Product(mlp.down_proj.weight)], RowInput("silu_product", up), residual=x)
         return x, state
+
+    def is_as_made(self) -> bool:
+        """All modules are this package's, and linear layers without a bias."""
+        return type(self.mlp) is SwiGLU and all(
+            type(m).__module__.startswith("girih.")
+            or type(m) is nn.Sequential
+            or (type(m) is nn.Linear and m.bias is None)
+            for m in self.modules()
+        )
 
 
 def norm_of(norm: RMSNorm) -> RowInput:
