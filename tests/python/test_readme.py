@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/: their Python runs, what they name exists, their tables are up to date.
+"""The READMEs and the pages of docs/: their Python runs, what they name exists, their tables are up to date.
 
 Their C++ is compiled by test_installed.py.
 """
@@ -17,7 +17,7 @@ from cases import ONE_EACH, path_of
 from girih import compare, ops, train
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     (page.name, example)
     for page in PAGES
@@ -36,7 +36,7 @@ def test_an_example_runs(name, example):
     exec(compile(example, name, "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page):
     """Links, files of this repository, targets of make and their options."""
     text = page.read_text()
@@ -68,7 +68,7 @@ COMMANDS = "".join(inspect.getsource(module) for module in (train, compare))
 COMMANDS += "".join(file.read_text() for file in (ROOT / "csrc" / "programs").glob("*.cpp"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_that_a_page_names_exists(page):
     """Names of Python and C++, options of commands, and calls of operators with their arguments."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -1,0 +1,121 @@
+"""kernels/README.md: what it names is where it says, and no folder, kernel or kernel's file is missing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels"
+PAGE = KERNELS / "README.md"
+TEXT = PAGE.read_text()
+SOURCES = [p for p in sorted(KERNELS.rglob("*")) if p.suffix in (".h", ".cuh", ".cu")]
+FOLDERS = sorted(p.name for p in KERNELS.iterdir() if p.is_dir())
+
+
+def sections():
+    """Of every operator's section its folders and its text."""
+    (part,) = re.findall(r"^## The operators\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", part, re.MULTILINE | re.DOTALL)
+    return [(re.findall(r"`(\w+)`", heading), text) for heading, text in found]
+
+
+def place(name, folders=()):
+    """Files of this name, in the section's folders, here, or from the root of the repository; * is any."""
+    base = [*(KERNELS / folder for folder in folders), KERNELS, ROOT]
+    return [path for folder in base for path in folder.glob(name)]
+
+
+def files_in(text):
+    inline = re.findall(r"`([\w./*-]+)`", re.sub(r"^    .*", "", text, flags=re.MULTILINE))
+    return [name for name in inline if re.search(r"[\w*]\.(h|cuh|cu|cpp|py|txt|json)$", name)]
+
+
+def words_of(*files):
+    return set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+
+
+of_every_section = pytest.mark.parametrize(
+    "folders, text", sections(), ids=["+".join(folders) for folders, _ in sections()]
+)
+
+
+def test_every_operator_with_kernels_has_a_section():
+    named = [folder for folders, _ in sections() for folder in folders]
+    assert sorted([*named, "pipe", "tile", "time"]) == FOLDERS
+
+
+@of_every_section
+def test_files_of_a_section_lie_in_its_folder(folders, text):
+    names = files_in(text)
+    assert names
+    for name in names:
+        assert place(name, folders), f"{name}: not in {', '.join(folders)}, nor where its folders say"
+
+
+def test_files_elsewhere_on_the_page_are_there():
+    rest = TEXT
+    for _, text in sections():
+        rest = rest.replace(text, "")
+    of_any = {file.name for file in ROOT.glob("csrc/ops/*/*")} | {p.name for p in SOURCES}
+    names = files_in(rest)
+    assert len(names) > 20
+    for name in names:
+        assert place(name) or name in of_any or list(KERNELS.rglob(name)), name
+
+
+@of_every_section
+def test_a_section_names_every_kernel_of_its_folder(folders, text):
+    own = [p for p in SOURCES if p.relative_to(KERNELS).parts[0] in folders and p.suffix != ".h"]
+    source = "\n".join(p.read_text() for p in own)
+    kernels = re.findall(r"__global__[^;{]*?\s(\w+)\((?:const|int64_t)\b", source)
+    assert len(kernels) == source.count("__global__") > 0
+    for kernel in kernels:
+        assert re.search(rf"\b{kernel}\b", text), kernel
+
+
+@of_every_section
+def test_a_section_names_every_file_with_a_kernel(folders, text):
+    named = [file for name in files_in(text) for file in place(name, folders)]
+    for file in SOURCES:
+        if file.relative_to(KERNELS).parts[0] in folders and "__global__" in file.read_text():
+            assert file in named or file.name == "step.cu", file
+
+
+def test_names_of_functions_and_types_are_those_of_the_sources():
+    known = words_of(*SOURCES, *ROOT.glob("csrc/ops/**/*.h"), *ROOT.glob("csrc/ops/**/*.cpp"))
+    known |= words_of(*ROOT.glob("tests/emulated/*.py"), *ROOT.glob("tests/gpu/*.py")) | set(FOLDERS)
+    inline = re.findall(r"`((?:\w+::)*\w+)(?:\(\))?`", re.sub(r"^    .*", "", TEXT, flags=re.MULTILINE))
+    (shared,) = re.findall(r"^## Shared memory\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+    types = re.findall(r"\b[A-Z]\w+\b", "\n".join(re.findall(r"^    (.*)", shared, re.MULTILINE)))
+    assert len(inline) > 80 and len(types) > 20
+    for name in [*inline, *types]:
+        assert set(name.split("::")) <= known, name
+
+
+def test_the_lines_that_decide_are_those_of_the_sources():
+    (part,) = re.findall(r"^## Three calls\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^    (.*?) \| (.*) \| (\S+)$", part, re.MULTILINE)
+    assert len(rows) >= 15
+    for step, line, file in rows:
+        (source,) = place(file)
+        assert line in re.sub(r"\s+", " ", source.read_text()), f"{step}: {file} has no {line}"
+
+
+def test_folders_include_what_the_page_says():
+    (part,) = re.findall(r"^## Folders\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+    listed = re.findall(r"    (\w+) -> (\w+(?:, \w+)*)(?=    |$)", part, re.MULTILINE)
+    rules = {folder: set(others.split(", ")) for folder, others in listed}
+    found = {}
+    for file in SOURCES:
+        folder, text = file.relative_to(KERNELS).parts[0], file.read_text()
+        assert not re.search(r"#include [<\"](torch|ATen|c10)/", text), file
+        for other in set(re.findall(r'#include "(\w+)/', text)) - {folder}:
+            found.setdefault(folder, set()).add(other)
+    assert rules == found
+
+
+def test_the_page_is_one_page():
+    lines = TEXT.splitlines()
+    assert len(lines) <= 220
+    assert max(map(len, lines)) <= 120
