@@ -653,7 +653,7 @@ def test_in_bf16_it_is_bit_for_bit_the_same(graphs, device):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_graph_in_16_bits_is_as_right_as_the_layers(name, batch):
-    """Its products of few rows round less than the layers do; more than 16 rows are the layers' own."""
+    """Its products round where the layers do."""
     model = model_of(name, "cuda", hidden_size=64).to(torch.bfloat16)
     exact = copy.deepcopy(model).double()
     ids = tokens(model, batch, 24)

@@ -277,6 +277,7 @@ class StepGraphs:
 
 
 def alone(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The call, in which a model's blocks step by their weights alone."""
     token = by_weights_alone.set(True)
     try:
         return call(*arguments)

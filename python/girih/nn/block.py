@@ -47,7 +47,7 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """`forward` of few tokens by few kernels, which have nothing of modules but their weights: no hook
+        """`forward` of few tokens by products, which have nothing of modules but their weights: no hook
         runs. Norms, activations and sums stand with the products beside them. Where a module has been put in
         another's place it is `forward`."""
         if not self.is_as_made():

@@ -79,15 +79,12 @@ class DeltaProduct(RecurrentLayer):
         """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: a token's n rows one after the other."""
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
-    def mix(
-        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LayerState | None]:
+    def projected(self, x: Tensor) -> list[Tensor]:
         beta = at_least_fp32(projection(self, "beta_proj", x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
         projected = [projection(self, "qkv_proj", x), beta, projection(self, "g_proj", x)]
         if self.decay is not None:
             projected.append(self.decay(x)[0])
-        o, state = self.core(projected, state, use_cache, cu_seqlens)
-        return self.o_proj(o), state
+        return projected
 
     def products(self) -> tuple[Product, ...]:
         beta = Product(self.beta_proj.weight, "sigmoid", scale=2.0 if self.allow_neg_eigval else 1.0)

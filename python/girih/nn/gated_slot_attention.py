@@ -67,14 +67,14 @@ class GatedSlotAttention(RecurrentLayer):
         self.norm = RMSNorm(num_heads * head_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def mix(
-        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LayerState | None]:
+    def projected(self, x: Tensor) -> list[Tensor]:
         f = at_least_fp32(projection(self, "f_proj", x))
         if self.gated:
             f = F.logsigmoid(f) / self.gate_logit_normalizer
-        o, state = self.core((projection(self, "qkv_proj", x), f), state, use_cache, cu_seqlens)
-        return self.o_proj(self.norm(F.silu(o))), state
+        return [projection(self, "qkv_proj", x), f]
+
+    def output(self, o: Tensor) -> Tensor:
+        return self.o_proj(self.norm(F.silu(o)))
 
     def products(self) -> tuple[Product, ...]:
         gate = Product(self.f_proj.weight, "linear")

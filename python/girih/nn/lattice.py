@@ -82,9 +82,7 @@ class Lattice(RecurrentLayer):
             nn.init.orthogonal_(slots)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
-    def mix(
-        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LayerState | None]:
+    def projected(self, x: Tensor) -> list[Tensor]:
         projected = [
             projection(self, "qk_proj", x),
             projection(self, "v_proj", x),
@@ -93,8 +91,7 @@ class Lattice(RecurrentLayer):
         ]
         if self.decay is not None:
             projected.append(self.decay(x)[0])
-        o, state = self.core(projected, state, use_cache, cu_seqlens)
-        return self.o_proj(o), state
+        return projected
 
     def products(self) -> tuple[Product, ...]:
         plain = self.qk_proj, self.v_proj, self.g_proj

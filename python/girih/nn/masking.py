@@ -1,5 +1,6 @@
 """Masked tokens do nothing: a recurrent layer reads each row's valid tokens alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,16 @@ class RecurrentLayer(SequenceLayer):
 
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         """`forward` on valid tokens; cu_seqlens may be `[B, 2]`, the rows' bounds."""
+        o, state = self.core(self.projected(x), state, use_cache, cu_seqlens)
+        return self.output(o), state
+
+    def projected(self, x: Tensor) -> Sequence[Tensor]:
+        """What `core` takes, by the layer's modules, as `products` says it by their weights."""
         raise NotImplementedError
+
+    def output(self, o: Tensor) -> Tensor:
+        """y of core's o, by the layer's modules, as `before_output` and `o_proj` say it by their weights."""
+        return self.o_proj(o)
 
 
 def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
