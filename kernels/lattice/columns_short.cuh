@@ -39,6 +39,8 @@ class ShortColumns {
                                  ? load_any(p.at_floor, part.batch(), token, part.head)
                                  : 0.f;
       wait(ring.full() + turn.place, turn.parity);
+      // While the chain comes to the chunk: it has nothing of what this changes.
+      if (!is(LatticeObjective::similarity)) make_difference(turn.place);
       wait(ring.done() + turn.place, turn.parity);
       float sums[2], end = 0.f;
       put_rows(part, turn.place, worker, sums, end);
@@ -58,7 +60,7 @@ class ShortColumns {
 #pragma unroll
     for (int i = 0; i < 4; ++i) load_block(to.at[i], from, 0, 16 * i);
   }
-  // x += by * the tile's columns, and x to their place.
+  // x += by * the tile's columns.
   template <class Tile>
   __device__ static void add(Columns& x, const Tile& tile, int col, float by) {
     Columns y;
@@ -86,8 +88,7 @@ class ShortColumns {
     return {numbers[lane_row()], numbers[lane_row() + 8]};
   }
 
-  // f(col): 16 columns after another. Loops, for the block's warps share a cache of instructions: the chain
-  // waits for what does not fit.
+  // f(col): 16 columns after another, in a loop (row_source.h).
   template <class F>
   __device__ static void for_columns(const F& f) {
 #pragma unroll 1
@@ -95,9 +96,9 @@ class ShortColumns {
     __syncwarp();
   }
 
-  // decode: H = K S^T - V in the place of V; encode: c = V S - K in that of K; else H = V. Else c = K.
+  // decode: H = K S^T - V in the place of V; encode: c = V S - K in that of K. What is not made so, all of
+  // similarity, is there: H = V, c = K.
   __device__ void make_difference(int stage) const {
-    const auto memory = ring.memory(stage);
     const auto k = ring.tokens(stage, Ring::k), v = ring.tokens(stage, Ring::v);
     const bool decode = is(LatticeObjective::decode);
     const auto to = decode ? v : k;
@@ -106,95 +107,95 @@ class ShortColumns {
     for_columns([&](int col) {
       Columns x;
       fill(x, 0.f);
-      if (decode) {
-        add_product<T>(x, left, memory, 0, col);
-      } else {
-        add_product_transposed<T>(x, left, memory, col);
-      }
+      add_product_of(x, left, ring.memory(stage), col, !decode);
       add(x, to, col, -1.f);
       store_columns(to, col, x);
     });
   }
 
-  // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end. Of dW and Y what the
-  // other has a product with is made first, and goes there rounded.
-  __device__ void put_rows(const Part& part, int stage, int worker, float (&sums)[2], float& end) const {
-    const bool decode = is(LatticeObjective::decode), similarity = is(LatticeObjective::similarity);
-    if (!similarity) make_difference(stage);
-    sums[0] = sums[1] = 0.f;
-#pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {
-      const bool crosses = pass == 1 && !similarity;
-      if ((pass == 0) == decode) {
-        make_y(stage, worker, crosses);
-        put(p.dv, part, ring.tokens(stage, Ring::dv), p.shape.D);
-      } else {
-        make_w(stage, worker, crosses, sums, end);
-        put(p.dk, part, ring.tokens(stage, Ring::dk), p.shape.M);
+  // x += the product of `left` and 16 columns of a memory, or rows. One piece of code for both: row_source.h.
+  __device__ static void add_product_of(Columns& x, const Factor& left,
+                                        const typename Ring::S::Memory& memory, int first, bool of_rows) {
+    uint32_t right[4][4];
+    if (of_rows) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        load_matrices(right[i], memory.address(first, 16 * i, lane() % 8 + lane() / 16 * 8, lane() & 8));
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        load_matrices_transposed(right[i], memory.address(16 * i, first, lane() % 16, lane() / 16 * 8));
+      }
+    }
+    // In two sums, which are there sooner than one.
+    Columns half;
+    fill(half, 0.f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma<T>((i % 2 ? half : x).at[0], left.at[i], right[i][0], right[i][1]);
+      mma<T>((i % 2 ? half : x).at[1], left.at[i], right[i][2], right[i][3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.at[n][i] += half.at[n][i];
     }
   }
 
-  // dW = E_C (H dX), and dk: decode gamma dW + Y S, encode -gamma dW, similarity gamma dW
-  __device__ void make_w(int stage, int worker, bool crosses, float (&sums)[2], float& end) const {
-    const auto& numbers = ring.numbers(stage);
-    const auto dX = ring.gradient(stage), memory = ring.memory(stage);
-    const auto c = ring.tokens(stage, Ring::k), dk = ring.tokens(stage, Ring::dk);
-    const float2 to_end = of_rows(numbers.to_end), step = of_rows(numbers.step);
-    const bool gated = p.dg.data != nullptr, encode = is(LatticeObjective::encode);
-    Factor h, y;
-    load_rows(h, ring.tokens(stage, Ring::v));
-    if (crosses) load_rows(y, ring.rounded(worker));
-    for_columns([&](int col) {
-      Columns dW, x;
-      fill(dW, 0.f);
-      add_product_transposed<T>(dW, h, dX, col);
-      scale_rows(dW, to_end);
-      load_columns(x, c, col);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float* const steps = numbers.steps + col + 8 * n + lane_col();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& d = dW.at[n][i];
-          sums[i / 2] = fmaf(x.at[n][i], d, sums[i / 2]);
-          d *= i / 2 ? step.y : step.x;
-          if (gated) end = fmaf(steps[i % 2] * x.at[n][i], d, end);
-        }
-      }
-      if (crosses) add_product_transposed<T>(dW, y, memory, col);
-      if (encode) {
-        bound<T>(dW);
-        store_columns(ring.rounded(worker), col, dW);
-        scale_rows(dW, {-1.f, -1.f});
-      }
-      add(dW, dk, col, 1.f);
-      store_columns(dk, col, dW);
-    });
+  // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end. decode makes Y first and
+  // encode dW, for the other has a product with it, rounded.
+  __device__ void put_rows(const Part& part, int stage, int worker, float (&sums)[2], float& end) const {
+    const bool decode = is(LatticeObjective::decode), similarity = is(LatticeObjective::similarity);
+    sums[0] = sums[1] = 0.f;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      const bool of_k = (pass == 0) != decode;
+      const auto to = ring.tokens(stage, of_k ? Ring::dk : Ring::dv);
+      make(to, stage, worker, of_k, pass == 0 && !similarity, pass == 1 && !similarity, sums, end);
+      put(of_k ? p.dk : p.dv, part, to, of_k ? p.shape.M : p.shape.D);
+    }
   }
 
-  // Y = (W E_C) dX^T, and dv: decode -Y, encode Y + gamma dW S^T, similarity Y
-  __device__ void make_y(int stage, int worker, bool crosses) const {
-    const auto dX = ring.gradient(stage), memory = ring.memory(stage);
-    const auto dv = ring.tokens(stage, Ring::dv);
-    const float2 weights = of_rows(ring.numbers(stage).weights);
-    const bool decode = is(LatticeObjective::decode);
-    Factor c, w;
-    load_rows(c, ring.tokens(stage, Ring::k));
-    if (crosses) load_rows(w, ring.rounded(worker));
+  // dW = E_C (H dX), and with step = sign gamma dk: decode step dW + Y S, encode -step dW, similarity step dW
+  // Y = (W E_C) dX^T, and dv: decode -Y, encode Y + step dW S^T, similarity Y
+  __device__ void make(const typename Ring::S::Keys& to, int stage, int worker, bool of_k, bool is_crossed,
+                       bool crosses, float (&sums)[2], float& end) const {
+    const auto& numbers = ring.numbers(stage);
+    const auto c = ring.tokens(stage, Ring::k), rounded = ring.rounded(worker);
+    const float2 by = of_rows(of_k ? numbers.to_end : numbers.weights), step = of_rows(numbers.step);
+    const bool gated = p.dg.data != nullptr;
+    Factor left, other;
+    load_rows(left, of_k ? ring.tokens(stage, Ring::v) : c);
+    if (crosses) load_rows(other, rounded);
     for_columns([&](int col) {
-      Columns y;
-      fill(y, 0.f);
-      add_product<T>(y, c, dX, 0, col);
-      scale_rows(y, weights);
-      if (crosses) add_product<T>(y, w, memory, 0, col);
-      if (decode) {
-        bound<T>(y);
-        store_columns(ring.rounded(worker), col, y);
-        scale_rows(y, {-1.f, -1.f});
+      Columns x;
+      fill(x, 0.f);
+      add_product_of(x, left, ring.gradient(stage), col, of_k);
+      scale_rows(x, by);
+      if (of_k) {
+        Columns cs;
+        load_columns(cs, c, col);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float* const steps = numbers.steps + col + 8 * n + lane_col();
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& d = x.at[n][i];
+            sums[i / 2] = fmaf(cs.at[n][i], d, sums[i / 2]);
+            d *= i / 2 ? step.y : step.x;
+            if (gated) end = fmaf(steps[i % 2] * cs.at[n][i], d, end);
+          }
+        }
       }
-      add(y, dv, col, 1.f);
-      store_columns(dv, col, y);
+      if (crosses) add_product_of(x, other, ring.memory(stage), col, of_k);
+      if (is_crossed) {
+        bound<T>(x);
+        store_columns(rounded, col, x);
+        scale_rows(x, {-1.f, -1.f});
+      }
+      add(x, to, col, 1.f);
+      store_columns(to, col, x);
     });
   }
 

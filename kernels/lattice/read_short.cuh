@@ -8,6 +8,7 @@
 // Steps are numbers of tokens, and so are where decays are, in fp32: what is rounded is c, G F and q~.
 #pragma once
 
+#include "lattice/lengths.cuh"
 #include "lattice/scan_short_ring.cuh"
 #include "pipe/roots.h"
 
@@ -150,10 +151,8 @@ class ShortReader {
     float2 squares[2];  // |h|^2 of the lane's columns
   };
   __device__ static void make_inner(Inner& to, const ChunkTokens<16>& tokens, const typename S::Values& h) {
-    make_triangles<Run::forward>(to.triangles, tokens, 0);
-    fill(to.decays, 0.f);
-    apply(to.decays, 0, 0,
-          [&](float, int t, int j) { return j <= t ? tokens.step[j] * tokens.decay(t, j) : 0.f; });
+    make_triangles(to.triangles, to.decays, tokens);
+    scale_columns(to.decays, [&](int n) { return of_columns(tokens.step, n); });
     Sums<2> g;
     product_of_rows(g, h, h);
     squares_of(to.squares, g);
@@ -210,40 +209,16 @@ class ShortReader {
     } else {
       fill(N, 0.f);
     }
-    mma<T>(N.at[0], c, inner.own[0], inner.own[2]);
-    mma<T>(N.at[1], c, inner.own[1], inner.own[3]);
+    add_product_of_rows<T>(N, c, inner.own);
 
     // sigma, r, n
     scale_columns(w, [&](int n) { return of_columns(tokens.step, n); });
     Sums<2> sigma, x, r, n;
-    x = w;
-    multiply(x, a);
-    fill(sigma, 0.f);
-    add_sums(sigma, x, inner.triangles.decay);
-    fill(n, 0.f);
-    fill(r, 0.f);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const float2 h2 = inner.squares[b];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float W = w.at[b][i], Wa = x.at[b][i], own = W * W * (i & 1 ? h2.y : h2.x);
-        r.at[b][i] = own;
-        x.at[b][i] = own - Wa * Wa + 2.f * W * (N.at[b][i] - a.at[b][i] * (sigma.at[b][i] - Wa));
-      }
-    }
-    // A floor may be rough.
-    uint32_t rounded[4];
-    pack<__nv_bfloat16>(rounded, r);
-    fill(r, 0.f);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      mma<__nv_bfloat16>(r.at[b], rounded, inner.triangles.square.hi[b][0], inner.triangles.square.hi[b][1]);
-    }
-    add_sums(n, x, inner.triangles.square);
+    make_lengths(sigma, r, n, w, a, N, inner.triangles, inner.squares);
 
     // q~^T and (q~ (m - sigma))^T
     Sums<2> query;
+    uint32_t rounded[4];
     load_block_transposed(rounded, ring.tokens(stage, Ring::q), first, 0);
     unpack<T>(query, rounded);
 #pragma unroll
@@ -282,8 +257,7 @@ class ShortReader {
     } else {
       load_block(c, k, 0, first);
     }
-    mma<T>(scores.at[0], rounded, c[0], c[2]);
-    mma<T>(scores.at[1], rounded, c[1], c[3]);
+    add_product_of_rows<T>(scores, rounded, c);
   }
 };
 

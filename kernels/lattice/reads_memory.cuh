@@ -9,6 +9,7 @@
 #pragma once
 
 #include "lattice/reads.cuh"
+#include "lattice/reads_memory_short.cuh"
 
 namespace girih::kernels::lattice {
 
@@ -252,8 +253,15 @@ cudaError_t reads_of(const LatticeReads& p, cudaStream_t stream) {
   return by_size(p.shape, [&](auto tokens, auto D, auto M) {
     using S = Sizes<T, tokens(), D(), M()>;
     using Plain = Sizes<T, tokens(), D(), M(), true>;
-    if (is_plain(p.shape))
-      return launch_chunks<reads_kernel<Plain>>(p, S::kThreads, Reads<S>::kBytes, 0, stream);
+    if (is_plain(p.shape)) {
+      if constexpr (std::is_same_v<Plain, typename ShortReads<T>::S>) {
+        using Short = ShortReads<T>;
+        return launch_chunks<reads_short_kernel<T>>(ShortReadsCall{p, PartFinder(p.shape)}, Short::kThreads,
+                                                    Short::kBytes, 0, stream);
+      } else {
+        return launch_chunks<reads_kernel<Plain>>(p, S::kThreads, Reads<S>::kBytes, 0, stream);
+      }
+    }
     return launch_chunks<reads_kernel<S>>(p, S::kThreads, Reads<S>::kBytes, Within<S>::kResumedBytes, stream);
   });
 }

@@ -53,7 +53,7 @@ struct ReverseRing {
 #pragma unroll 1
     for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {
       const Part part = chunk_part(shape, of, of.chunks - 1 - turn, head);
-      const RawTokens raw = load_tokens(p.gamma, p.g, part);
+      const auto raw = load_tokens<S::R>(p.gamma, p.g, part);
       const int stage = static_cast<int>(turn % kStages);
       wait(empty() + stage, (turn / kStages & 1) ^ 1);
       const int64_t place = memory_place(shape, part.number, head);
@@ -72,7 +72,7 @@ struct ReverseRing {
         const int pack = lane() + 32 * i, of_rho = pack >= S::M / 4, m = pack * 4 - of_rho * S::M;
         copy_async(shared_address(ends(stage) + 4 * pack), from + of_rho * shape.M + m, m < shape.M);
       }
-      put_weights<S::R>(weights(stage), raw, p, part);
+      put_weights(weights(stage), raw, p, part);
       arrive_after_copies(full() + stage);
       arrive_once(full() + stage);
     }

@@ -195,6 +195,13 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
   }
 }
 
+// sums += a b^T, both left factors.
+template <typename T>
+__device__ inline void add_product_of_rows(Sums<2>& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+  mma<T>(sums.at[0], a, b[0], b[2]);
+  mma<T>(sums.at[1], a, b[1], b[3]);
+}
+
 // The diagonal of 16 x 16, of the lane's columns.
 __device__ inline void squares_of(float2 (&squares)[2], const Sums<2>& g) {
 #pragma unroll

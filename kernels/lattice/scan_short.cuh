@@ -37,6 +37,10 @@ class ShortScanChain {
   const bool stores;  // where the sequence ends
   Sums<8> X;
   float rho[2] = {1.f, 1.f};
+  uint32_t weighed[4];  // W^T E_C of the warp's vectors
+  // decode: K of a chunk, and the warp's columns of V, fetched before the block waits for S.
+  Factor keys;
+  uint32_t values[4];
 
  public:
   __device__ ShortScanChain(const LatticeScan& p, const Ring& ring, int warp)
@@ -57,6 +61,7 @@ class ShortScanChain {
     if (chunks > 0) {
       wait(ring.full(), 0);
       publish(0);
+      fetch(0);
     }
     const auto pass = [&](auto special, int left, bool complete) {
       Turn next = turn;
@@ -98,28 +103,42 @@ class ShortScanChain {
     __syncwarp();
   }
 
+  // decode: K and V of a chunk are there.
+  __device__ void fetch(int stage) {
+    if (p.shape.objective != LatticeObjective::decode) return;
+    const auto k = ring.tokens(stage, Ring::k);
+    const int col = opaque(16 * warp);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_block(keys.at[i], k, 0, 16 * i);
+    load_block(values, ring.tokens(stage, Ring::v), 0, col);
+    load_weighed_transposed<T>(weighed, k, col, 0, ring.numbers(stage).weights);
+  }
+
   // Special: a chunk that is not complete, or resumed.
   template <bool Special>
   __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
     auto& numbers = ring.numbers(stage);
     const auto h = ring.tokens(stage, Ring::v);
-    const int first = opaque(this->first);
     const bool decode = p.shape.objective == LatticeObjective::decode;
-    uint32_t w[4];
-    float square[2];
+    float square[2][2];
     if (decode) {
-      make_h(w, square, stage, more, next);
+      make_h(square, stage);
     } else {
-      make_w(w, stage);
-      dots(square, X, X);
-      if (more) wait(ring.full() + next.place, next.parity);
+      make_w(weighed, stage);
+      lane_dots(square, X, X);
     }
     // U^T = (W E_C)^T H
     Sums<8> U;
     fill(U, 0.f);
-    add_product<T>(U, w, h, 0);
+    add_product<T>(U, weighed, h, 0);
+    // In the meantime what the next chunk has of its tokens.
+    if (more) {
+      wait(ring.full() + next.place, next.parity);
+      fetch(next.place);
+    }
 
-    float along[2], steps[2], alpha[2], by[2], length[2];
+    float along[2], steps[2], squares[2], alpha[2], by[2], length[2], end[2];  // end: 1 / |x|, or 0
+    add_lanes(squares, square);
     dots(along, X, U);
     dots(steps, U, U);
     const float kept = !Special || complete ? numbers.kept() : 0.f;
@@ -127,13 +146,14 @@ class ShortScanChain {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       alpha[j] = fmaf(-rho[j], along[j], kept), by[j] = alpha[j] * rho[j];
-      length[j] = fmaf(by[j], fmaf(by[j], square[j], 2.f * along[j]), steps[j]);
-      cancels |= length[j] < kLeastLeft * fmaf(by[j] * by[j], square[j], steps[j]);
+      length[j] = fmaf(by[j], fmaf(by[j], squares[j], 2.f * along[j]), steps[j]);
+      cancels |= length[j] < kLeastLeft * fmaf(by[j] * by[j], squares[j], steps[j]);
     }
-    float end[2];  // 1 / |x|, or 0
-    if (Special || __any_sync(~0u, cancels)) {
-      move_with_care(end, U, by, stage, !Special || complete, Special && resumed);
+    if (Special) {
+      move_with_care(end, U, by, stage, complete, resumed);
     } else {
+      // The vote's answer is not waited for.
+      const bool any = __any_sync(~0u, cancels);
 #pragma unroll
       for (int j = 0; j < 2; ++j) end[j] = rho[j] = length[j] > 0.f ? inverse_root(length[j]) : 0.f;
 #pragma unroll
@@ -141,6 +161,7 @@ class ShortScanChain {
 #pragma unroll
         for (int e = 0; e < 4; ++e) X.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]);
       }
+      if (any) measure(end, U, alpha);
     }
     if (more) publish(next.place);
     if ((lane() & 3) == 0) {
@@ -162,24 +183,43 @@ class ShortScanChain {
     to[0] = dots.x, to[1] = dots.y;
   }
 
-  // decode: H = K S^T - V in the place of V, 16 columns a warp, and beside it W and x.x.
-  __device__ void make_h(uint32_t (&w)[4], float (&square)[2], int stage, bool more, const Turn& next) const {
-    const int col = opaque(16 * warp);
-    const auto k = ring.tokens(stage, Ring::k), h = ring.tokens(stage, Ring::v);
-    const auto memory = ring.memory(stage);
-    Factor keys;
+  // The lane's parts of x.y of its two rows, and their sums.
+  __device__ static void lane_dots(float (&to)[2][2], const Sums<8>& x, const Sums<8>& y) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(keys.at[i], k, 0, 16 * i);
-    uint32_t values[4];
-    load_block(values, h, 0, col);
+    for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = 0.f;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = fmaf(x.at[n][i], y.at[n][i], to[i / 2][i % 2]);
+    }
+  }
+  __device__ static void add_lanes(float (&to)[2], const float (&parts)[2][2]) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) to[j] = sum_over_row(parts[j][0] + parts[j][1]);
+  }
+
+  // decode: H = K S^T - V in the place of V, 16 columns a warp, and beside it the lane's parts of x.x.
+  __device__ void make_h(float (&square)[2][2], int stage) {
+    const int col = opaque(16 * warp);
+    const auto h = ring.tokens(stage, Ring::v);
+    const auto memory = ring.memory(stage);
     // In two sums, which are there sooner than one.
     Sums<2> sum, half;
     unpack<T>(sum, values);
     scale_rows(sum, {-1.f, -1.f});
     fill(half, 0.f);
     barrier_wait(1, S::kThreads);  // S is there
+    uint32_t s[4][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_product<T>(i % 2 ? half : sum, keys.at[i], memory, 16 * i, col);
+    for (int i = 0; i < 4; ++i) {
+      load_matrices_transposed(s[i], memory.address(16 * i, col, lane() & 15, (lane() >> 4) * 8));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma<T>((i % 2 ? half : sum).at[0], keys.at[i], s[i][0], s[i][1]);
+      mma<T>((i % 2 ? half : sum).at[1], keys.at[i], s[i][2], s[i][3]);
+    }
+    lane_dots(square, X, X);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -187,11 +227,6 @@ class ShortScanChain {
     }
     pack<T>(values, sum);
     store_block(h, 0, col, values);
-    load_weighed_transposed<T>(w, k, col, 0, ring.numbers(stage).weights);
-    dots(square, X, X);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) hide(w[i]);
-    if (more) wait(ring.full() + next.place, next.parity);
     barrier_wait(1, S::kThreads);  // H is there
   }
 
@@ -214,6 +249,23 @@ class ShortScanChain {
       for (int i = 0; i < 4; ++i) a.at[n][i] = (i & 1 ? weight.y : weight.x) * (a.at[n][i] - key.at[n][i]);
     }
     pack<T>(w, a);
+  }
+
+  // rho by the x_i themselves. Where one is 0, s_i stays: U is -alpha s_i there.
+  __device__ void measure(float (&end)[2], const Sums<8>& U, const float (&alpha)[2]) {
+    float square[2];
+    dots(square, X, X);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      end[j] = square[j] > 0.f ? rsqrtf(square[j]) : 0.f, rho[j] = square[j] > 0.f ? end[j] : 1.f;
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!(square[e / 2] > 0.f)) X.at[n][e] = -U.at[n][e] / alpha[e / 2];
+      }
+    }
   }
 
   // X and rho by the x_i themselves. A chunk that is not complete leaves them as they are, and x as Delta.
@@ -288,15 +340,15 @@ __global__ void __launch_bounds__(ShortScanRing<T>::kThreads, 1)
   const Ring ring{shared};
   const int warp = warp_index();
   ring.start(p);
-  if (warp < kChain) {
-    ShortScanChain<T>(p.scan, ring, warp).run();
-    return;
-  }
-  if (warp < kChain + Ring::kLoaders) {
+  // In this order, which is that of their code too: in others the loops of several roles meet in the same
+  // lines of the cache of instructions (row_source.h), and the chain takes up to a tenth longer.
+  if (warp >= kChain + Ring::kLoaders) {
+    ShortReader<T>(p, ring).run(warp - kChain - Ring::kLoaders);
+  } else if (warp >= kChain) {
     ring.load(p, warp - kChain);
     wait_copies<0>();
   } else {
-    ShortReader<T>(p, ring).run(warp - kChain - Ring::kLoaders);
+    ShortScanChain<T>(p.scan, ring, warp).run();
   }
 }
 

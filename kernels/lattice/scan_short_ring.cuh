@@ -31,12 +31,14 @@ struct ShortScanRing {
     __device__ float open() const { return weights[17]; }
     __device__ float sum() const { return weights[18]; }
   };
+  enum Of { q, k, v };                // o in the place of q, H in that of V
+  static constexpr int kSources = 3;  // k, v, q
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = S::Memory::kBytes + 3 * kTokens;
   static constexpr int kNumbers = sizeof(Numbers);
   static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Memory::kBytes + 4 * S::M +
-                                static_cast<int>(sizeof(Carried));
-  enum Of { q, k, v };  // o in the place of q, H in that of V
+                                static_cast<int>(sizeof(Carried)) +
+                                kSources * static_cast<int>(sizeof(RowSource<T>));
 
   unsigned char* base;
 
@@ -62,9 +64,13 @@ struct ShortScanRing {
 
   // What the block has: there, for registers are few.
   __device__ Carried& block() const { return *reinterpret_cast<Carried*>(full() + 3 * kStages); }
+  __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
   __device__ void start(const ShortScan& p) const {
-    if (threadIdx.x == 0) block() = carried(p.scan.shape, static_cast<unsigned>(p.shares));
+    if (threadIdx.x == 0) {
+      block() = carried(p.scan.shape, static_cast<unsigned>(p.shares));
+      list(p);
+    }
     if (threadIdx.x < kStages) {
       init_barrier(full() + threadIdx.x, 32 + once(1));
       init_barrier(written() + threadIdx.x, once(S::kWarps));
@@ -76,40 +82,48 @@ struct ShortScanRing {
   // By a loader: the sequence's chunks in order. Nobody reads those that are another share's.
   __device__ void load(const ShortScan& of_both, int loader) const {
     const LatticeScan& p = of_both.scan;
-    const In<4>& queries = of_both.read.q;
     const LatticeShape& shape = p.shape;
     const ChunkedSequence& of = block().of;
-    const int head = block().head, query_head = head * (shape.query_heads / shape.heads);
+    const int head = block().head;
     if (loader >= of.chunks) return;
-    RawTokens next = load_tokens(p.gamma, p.g, chunk_part(shape, of, loader, head));
+    auto next = load_tokens<16>(p.gamma, p.g, chunk_part(shape, of, loader, head));
     Turn turn;
     turn.skip(loader, kStages);
 #pragma unroll 1
     for (int64_t n = loader; n < of.chunks; n += kLoaders, turn.skip(kLoaders, kStages)) {
       const Part part = chunk_part(shape, of, n, head);
-      const RawTokens raw = next;
+      const auto raw = next;
       if (n + kLoaders < of.chunks) {
-        next = load_tokens(p.gamma, p.g, chunk_part(shape, of, n + kLoaders, head));
+        next = load_tokens<16>(p.gamma, p.g, chunk_part(shape, of, n + kLoaders, head));
       }
       const int stage = turn.place;
       const bool reads = is_own(n, block().share, of_both.shares);
       wait((reads ? empty() : written()) + stage, turn.parity ^ 1);
-      const int64_t batch = part.batch(), start = part.chunk.start;
-      const int length = part.chunk.length;
-      bring_by_warp(tokens(stage, k), row_of<T>(p.k, batch, start, head), p.k.stride[1], length, shape.M);
-      bring_by_warp(tokens(stage, v), row_of<T>(p.v, batch, start, head), p.v.stride[1], length, shape.D);
-      if (reads) {
-        bring_by_warp(tokens(stage, q), row_of<T>(queries, batch, start, query_head), queries.stride[1],
-                      length, shape.M);
+#pragma unroll 1
+      for (int i = 0; i < (reads ? kSources : kSources - 1); ++i) {
+        const RowSource<T>& source = sources()[i];
+        source.bring(tokens(stage, static_cast<Of>(source.to)), part.chunk.start, part.chunk.length);
       }
       Numbers& to = numbers(stage);
-      const LaneTokens gates = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
+      const auto gates = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
       const float sign = sign_of(shape.objective), before = decay_before(p.start, part);
       put_tokens<T>(to.tokens, gates, sign, before);
-      put_weights<16>(to.weights, gates, sign, before);
+      put_weights(to.weights, gates, sign, before);
       arrive_after_copies(full() + stage);
       arrive_once(full() + stage);
     }
+  }
+
+ private:
+  __device__ void list(const ShortScan& p) const {
+    const LatticeShape& shape = p.scan.shape;
+    const int head = block().head;
+    RowSource<T>* const to = sources();
+    const auto rows = [&](const In<4>& x, int head, int cols, Of which) {
+      return row_source<T>(x, block().of.sequence.batch, head, cols, which);
+    };
+    to[0] = rows(p.scan.k, head, shape.M, k), to[1] = rows(p.scan.v, head, shape.D, v);
+    to[2] = rows(p.read.q, head * (shape.query_heads / shape.heads), shape.M, q);
   }
 };
 

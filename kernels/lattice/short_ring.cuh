@@ -30,20 +30,14 @@ struct ShortRing {
     float kept, open, sum, unused;            // m_C, e^{L_C} of the tokens here, L_C of all the chunk
     float cancels[64], steps[64];             // columns.cuh: what cancels at the end, and where most is steps
   };
-  // What a loader brings of every chunk, to one place of a stage after another: the two memories, k, v, dk,
-  // dv.
-  struct Piece {
-    const T* from;
-    int64_t step, stride;  // elements from chunk to chunk, or token to token, and from row to row
-    int rows, cols;        // rows 0: the chunk's tokens
-  };
-  static constexpr int kPieces = 6;
+  static constexpr int kSources = 6;  // the two memories, of tokens k, v, dk, dv
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = 2 * S::Memory::kBytes + 4 * kTokens;
   static constexpr int kNumbers = sizeof(Numbers);
   static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Values::kBytes +
                                 kColumns * kTokens + 2 * S::kWarps * static_cast<int>(sizeof(float)) +
-                                static_cast<int>(sizeof(Carried)) + kPieces * static_cast<int>(sizeof(Piece));
+                                static_cast<int>(sizeof(Carried)) +
+                                kSources * static_cast<int>(sizeof(RowSource<T>));
   enum Of { k, v, dk, dv };
 
   unsigned char* base;
@@ -74,7 +68,7 @@ struct ShortRing {
 
   // What the block has: there, for registers are few.
   __device__ Carried& block() const { return *reinterpret_cast<Carried*>(sums() + 2 * S::kWarps); }
-  __device__ Piece* pieces() const { return reinterpret_cast<Piece*>(&block() + 1); }
+  __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
   __device__ void start(const ShortReverse& p) const {
     if (threadIdx.x == 0) {
@@ -98,24 +92,26 @@ struct ShortRing {
     const LatticeShape& shape = from.shape;
     const auto part_of = [&](int64_t n) { return chunk_part(shape, of, of.chunks - 1 - n, head); };
     if (loader >= of.chunks) return;
-    RawTokens next = load_tokens(from.gamma, from.g, part_of(loader));
+    auto next = load_tokens<16>(from.gamma, from.g, part_of(loader));
     Turn turn;
     turn.skip(loader, kStages);
 #pragma unroll 1
     for (int64_t n = loader; n < of.chunks; n += kLoaders, turn.skip(kLoaders, kStages)) {
       const Part part = part_of(n);
-      const RawTokens raw = next;
-      if (n + kLoaders < of.chunks) next = load_tokens(from.gamma, from.g, part_of(n + kLoaders));
+      const auto raw = next;
+      if (n + kLoaders < of.chunks) next = load_tokens<16>(from.gamma, from.g, part_of(n + kLoaders));
       const int stage = turn.place;
+      const auto gates = sum_tokens(raw, from.gamma.dtype, from.g.dtype);
+      const float before = decay_before(from.start, part);
       const bool own = is_own(n, block().share, p.shares);
       wait((own ? empty() : done()) + stage, turn.parity ^ 1);
-      bring(stage, own ? kPieces : kPieces - 2, part);
+      bring(stage, own ? kSources : kSources - 2, shape, part);
       Numbers& at = numbers(stage);
       const float* const ends = from.ends + (part.number * shape.heads + head) * 2 * shape.M;
       const int m = lane() % 16 * 4;
       copy_async(shared_address(lane() < 16 ? &at.alpha[m] : &at.rho[m]),
                  ends + (lane() < 16 ? 0 : shape.M) + m, m < shape.M);
-      put_numbers(at, raw, from, part);
+      put_numbers(at, gates, sign_of(shape.objective), before);
       arrive_after_copies(full() + stage);
       arrive_once(full() + stage);
     }
@@ -125,46 +121,49 @@ struct ShortRing {
   __device__ void list(const ShortReverse& p) const {
     const LatticeReverse& from = p.reverse;
     const LatticeShape& shape = from.shape;
-    const int64_t batch = block().of.sequence.batch, memory = memory_place(shape, 0, block().head),
-                  step = memory_place(shape, 1, 0);
-    const auto tokens = [&](const auto& x, int cols) {
-      return Piece{row_of<T>(x, batch, 0, block().head), x.stride[1], x.stride[1], 0, cols};
+    const int head = block().head;
+    RowSource<T>* const to = sources();
+    const auto memories = [&](const void* x) {
+      return RowSource<T>{static_cast<const T*>(x) + memory_place(shape, 0, head), shape.D, shape.D, 0};
     };
-    Piece* const to = pieces();
-    to[0] = {static_cast<const T*>(from.memories) + memory, step, shape.D, shape.M, shape.D};
-    to[1] = {static_cast<const T*>(from.gradients) + memory, step, shape.D, shape.M, shape.D};
-    to[2] = tokens(from.k, shape.M), to[3] = tokens(from.v, shape.D);
-    to[4] = tokens(p.columns.dk, shape.M), to[5] = tokens(p.columns.dv, shape.D);
+    const auto rows = [&](const auto& x, int cols, Of which) {
+      return row_source<T>(x, block().of.sequence.batch, head, cols, which);
+    };
+    to[0] = memories(from.memories), to[1] = memories(from.gradients);
+    to[2] = rows(from.k, shape.M, k), to[3] = rows(from.v, shape.D, v);
+    to[4] = rows(p.columns.dk, shape.M, dk), to[5] = rows(p.columns.dv, shape.D, dv);
   }
-  // In a loop of few instructions (columns_short.cuh).
-  __device__ void bring(int stage, int count, const Part& part) const {
-    using Rows = typename S::Keys;  // 16 of a memory too
-    T* to = memory(stage).data;
+  // A memory that fills its tile is one piece, whose addresses differ by what the compiler knows.
+  __device__ void bring(int stage, int count, const LatticeShape& shape, const Part& part) const {
+    const int64_t first = part.number * shape.heads * shape.M;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const Piece& piece = pieces()[i];
-      const T* from = piece.from + (piece.rows > 0 ? part.number : part.chunk.start) * piece.step;
-      const int of_tile = piece.rows > 0 ? S::M : 16, rows = piece.rows > 0 ? piece.rows : part.chunk.length;
+    for (int i = 0; i < 2; ++i) {
+      const RowSource<T>& source = sources()[i];
+      const auto to = tile<typename S::Memory>(stage, i * S::Memory::kBytes);
+      if (shape.D == S::D && shape.M == S::M) {
+        load_async<32>(to, source.from + first * S::D, S::D, S::M, S::D, lane());
+      } else {
 #pragma unroll 1
-      for (int row = 0; row < of_tile; row += 16, to += 16 * 64, from += 16 * piece.stride) {
-        load_async<32>(Rows{to}, from, piece.stride, rows - row, piece.cols, lane());
+        for (int row = 0; row < S::M; row += 16) {
+          source.bring(typename S::Keys{to.data + row * S::D}, first + row, shape.M - row);
+        }
       }
+    }
+#pragma unroll 1
+    for (int i = 2; i < count; ++i) {
+      const RowSource<T>& source = sources()[i];
+      source.bring(tokens(stage, static_cast<Of>(source.to)), part.chunk.start, part.chunk.length);
     }
   }
 
-  __device__ void put_numbers(Numbers& at, const RawTokens& raw, const LatticeReverse& p,
-                              const Part& part) const {
-    const LaneTokens of = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
-    const float sum = __shfl_sync(~0u, of.sum[1], 31), sign = sign_of(p.shape.objective);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * lane() + i;
-      if (t >= 16) continue;
-      const float step = sign * of.gamma[i], to_end = exp2_fast(sum - of.sum[i]);
-      at.step[t] = step, at.to_end[t] = to_end, at.weights[t] = step * to_end;
+  __device__ void put_numbers(Numbers& at, const LaneTokens<16>& of, float sign, float before) const {
+    const float sum = of.all();
+    if (lane() < 16) {
+      const float step = sign * of.gamma[0], to_end = exp2_fast(sum - of.sum[0]);
+      at.step[lane()] = step, at.to_end[lane()] = to_end, at.weights[lane()] = step * to_end;
     }
     if (lane() == 0) {
-      const float all = decay_before(p.start, part) + sum;
+      const float all = before + sum;
       at.kept = exp2_fast(fmaxf(all, kLeastKept)), at.open = exp2_fast(sum), at.sum = all;
     }
   }

@@ -1,10 +1,12 @@
 // A chunk's tokens: which they are, their gates and steps, and sums that run over them.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "lattice/lattice.h"
 #include "tile/gates.h"
+#include "tile/grid.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
 
@@ -32,6 +34,20 @@ __device__ inline Part chunk_part(const LatticeShape& shape) {
   Part part = chunk_part(shape, at.of, at.index, static_cast<int>(blockIdx.x % heads));
   if (at.index < 0) part.chunk.length = 0;
   return part;
+}
+// The same of a chunk that is not resumed, where the host has divided: a division is twenty instructions.
+struct PartFinder {
+  Divider heads, row;  // by heads, and by the chunks of a row
+  explicit PartFinder(const LatticeShape& shape)
+      : heads(shape.heads), row(std::max<int64_t>(chunks_in_row(shape.grid), 1)) {}
+};
+__device__ inline Part chunk_part(const LatticeShape& shape, const PartFinder& by) {
+  const ChunkGrid& grid = shape.grid;
+  if (is_packed(grid.tokens)) return chunk_part(shape);
+  const unsigned number = by.heads.divide(blockIdx.x), row = by.row.divide(number);
+  const ChunkedSequence of{sequence_at(grid.tokens, row), 0, by.row.by, 0};
+  return {of, chunk_of(grid, of, number - row * by.row.by), number,
+          static_cast<int>(blockIdx.x - number * by.heads.by), false};
 }
 
 // W = sign * gamma * c.
@@ -63,18 +79,27 @@ struct ChunkTokens {
   __device__ float decay(int t, int j) const { return exp2_fast(sum[t] - sum[j]); }
 };
 
-// The lane's two tokens, 2 lane and the next: gamma, and the gates' sum through each, in powers of two.
+// The lane's tokens of R, one or two that follow one another: gamma, and the gates' sum through each, in
+// powers of two.
+template <int R>
 struct LaneTokens {
-  float gamma[2], sum[2];
+  static constexpr int kEach = R > 32 ? 2 : 1, kLanes = R / kEach;
+  float gamma[kEach], sum[kEach];
+
+  __device__ static int first() { return kEach * lane(); }
+  __device__ float all() const { return __shfl_sync(~0u, sum[kEach - 1], kLanes - 1); }
 };
+template <int R>
 struct RawTokens {
-  RawElement gamma[2], gate[2];
+  RawElement gamma[LaneTokens<R>::kEach], gate[LaneTokens<R>::kEach];
 };
-__device__ inline RawTokens load_tokens(const In<3>& gamma, const In<3>& g, const Part& part) {
-  RawTokens raw;
+template <int R>
+__device__ inline RawTokens<R> load_tokens(const In<3>& gamma, const In<3>& g, const Part& part) {
+  using Lane = LaneTokens<R>;
+  RawTokens<R> raw;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int t = 2 * lane() + i;
+  for (int i = 0; i < Lane::kEach; ++i) {
+    const int t = Lane::first() + i;
     if (t >= part.chunk.length) continue;
     raw.gamma[i] = element(gamma, part.batch(), part.chunk.start + t, static_cast<int64_t>(part.head));
     if (g.data != nullptr) {
@@ -83,23 +108,27 @@ __device__ inline RawTokens load_tokens(const In<3>& gamma, const In<3>& g, cons
   }
   return raw;
 }
-__device__ inline LaneTokens sum_tokens(const RawTokens& raw, DType gamma, DType g) {
-  LaneTokens tokens;
-  float gate[2];
+template <int R>
+__device__ inline LaneTokens<R> sum_tokens(const RawTokens<R>& raw, DType gamma, DType g) {
+  using Lane = LaneTokens<R>;
+  Lane tokens;
+  float through = 0.f;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < Lane::kEach; ++i) {
     tokens.gamma[i] = value_of(raw.gamma[i], gamma);
-    gate[i] = summable(value_of(raw.gate[i], g)) * kLog2E;
+    tokens.sum[i] = through += summable(value_of(raw.gate[i], g)) * kLog2E;
   }
-  float through = gate[0] + gate[1];
+  float all = through;
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float before = __shfl_up_sync(~0u, through, step);
-    if (lane() >= step) through += before;
+  for (int step = 1; step < Lane::kLanes; step *= 2) {
+    const float before = __shfl_up_sync(~0u, all, step);
+    if (lane() >= step) all += before;
   }
-  const float before = __shfl_up_sync(~0u, through, 1);
-  tokens.sum[0] = (lane() == 0 ? 0.f : before) + gate[0];
-  tokens.sum[1] = through;
+  if constexpr (Lane::kEach > 1) {
+    const float before = __shfl_up_sync(~0u, all, 1);
+    tokens.sum[0] += lane() == 0 ? 0.f : before;
+  }
+  tokens.sum[Lane::kEach - 1] = all;
   return tokens;
 }
 
@@ -111,10 +140,10 @@ __device__ inline float decay_before(const LatticeStart& start, const Part& part
 
 // By one warp; `before`: of a resumed chunk, decay_before().
 template <typename T, int R>
-__device__ inline void put_tokens(ChunkTokens<R>& to, const LaneTokens& tokens, float sign, float before) {
+__device__ inline void put_tokens(ChunkTokens<R>& to, const LaneTokens<R>& tokens, float sign, float before) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int t = 2 * lane() + i;
+  for (int i = 0; i < tokens.kEach; ++i) {
+    const int t = tokens.first() + i;
     if (t >= R) continue;
     to.step[t] = sign * tokens.gamma[i];
     to.lifted[t] = lift<T>() * to.step[t];
@@ -126,7 +155,7 @@ __device__ inline void put_tokens(ChunkTokens<R>& to, const LaneTokens& tokens, 
 template <typename T, int R, class Problem>
 __device__ inline void put_tokens(ChunkTokens<R>& to, const Problem& p, const LatticeStart& start,
                                   const Part& part) {
-  put_tokens<T>(to, sum_tokens(load_tokens(p.gamma, p.g, part), p.gamma.dtype, p.g.dtype),
+  put_tokens<T>(to, sum_tokens(load_tokens<R>(p.gamma, p.g, part), p.gamma.dtype, p.g.dtype),
                 sign_of(p.shape.objective), decay_before(start, part));
 }
 
@@ -168,6 +197,35 @@ __device__ inline void make_triangles(Triangles& to, const ChunkTokens<R>& token
       split_pair(to.square.hi[n][k], to.square.lo[n][k], e[0] * e[0], e[1] * e[1]);
     }
   }
+}
+
+// Those of 16 tokens' sums that run forward, and E, [t, j], zero for j > t: one is the other's factor.
+__device__ inline void make_triangles(Triangles& to, Sums<2>& E, const ChunkTokens<16>& tokens) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int t = 8 * n + lane_row(), j = 8 * k + lane_col();
+      float* const e = &E.at[k][2 * n];
+      e[0] = j <= t ? tokens.decay(t, j) : 0.f, e[1] = j + 1 <= t ? tokens.decay(t, j + 1) : 0.f;
+      split_pair(to.decay.hi[n][k], to.decay.lo[n][k], e[0], e[1]);
+      split_pair(to.square.hi[n][k], to.square.lo[n][k], e[0] * e[0], e[1] * e[1]);
+    }
+  }
+}
+// Backward's of forward's.
+__device__ inline void turn(Triangle& to, const Triangle& from) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      to.hi[k][n] = transpose_pairs(from.hi[n][k]), to.lo[k][n] = transpose_pairs(from.lo[n][k]);
+    }
+  }
+}
+__device__ inline void turn(Triangles& to, const Triangles& from) {
+  turn(to.decay, from.decay);
+  turn(to.square, from.square);
 }
 
 // What the sums of one block give to the next: those at its last token on the way, for each of the lane's

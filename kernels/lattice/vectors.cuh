@@ -5,6 +5,7 @@
 #include "lattice/launch.h"
 #include "lattice/within.cuh"
 #include "pipe/card.h"
+#include "pipe/row_source.h"
 #include "tile/shared.h"
 
 namespace girih::kernels::lattice {
@@ -16,11 +17,11 @@ constexpr int stages_of(int R) { return R == 16 ? 8 : R == 32 ? 4 : 2; }
 // By a warp: sign gamma_t e^{L_C - L_t} of R tokens, and then m_C, e^{L_C} of the tokens here, and L_C of all
 // the chunk in powers of two. `before`: of a resumed chunk, decay_before().
 template <int R>
-__device__ inline void put_weights(float* to, const LaneTokens& tokens, float sign, float before) {
-  const float sum = __shfl_sync(~0u, tokens.sum[1], 31);
+__device__ inline void put_weights(float* to, const LaneTokens<R>& tokens, float sign, float before) {
+  const float sum = tokens.all();
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int t = 2 * lane() + i;
+  for (int i = 0; i < tokens.kEach; ++i) {
+    const int t = tokens.first() + i;
     if (t < R) to[t] = sign * tokens.gamma[i] * exp2_fast(sum - tokens.sum[i]);
   }
   if (lane() == 0) {
@@ -31,9 +32,9 @@ __device__ inline void put_weights(float* to, const LaneTokens& tokens, float si
   }
 }
 template <int R, class Problem>
-__device__ inline void put_weights(float* to, const RawTokens& raw, const Problem& p, const Part& part) {
-  put_weights<R>(to, sum_tokens(raw, p.gamma.dtype, p.g.dtype), sign_of(p.shape.objective),
-                 decay_before(p.start, part));
+__device__ inline void put_weights(float* to, const RawTokens<R>& raw, const Problem& p, const Part& part) {
+  put_weights(to, sum_tokens(raw, p.gamma.dtype, p.g.dtype), sign_of(p.shape.objective),
+              decay_before(p.start, part));
 }
 
 // A stage is full once its loader's copies are there, and empty once all of the block's other warps are done
@@ -79,14 +80,14 @@ struct Ring {
 #pragma unroll 1
     for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {
       const Part part = chunk_part(p.shape, of, turn, head);
-      const RawTokens raw = load_tokens(p.gamma, p.g, part);
+      const auto raw = load_tokens<S::R>(p.gamma, p.g, part);
       const int stage = static_cast<int>(turn % kStages);
       wait(empty() + stage, (turn / kStages & 1) ^ 1);
       bring_by_warp(k(stage), row_of<T>(p.k, part.batch(), part.chunk.start, head), p.k.stride[1],
                     part.chunk.length, p.shape.M);
       bring_by_warp(v(stage), row_of<T>(p.v, part.batch(), part.chunk.start, head), p.v.stride[1],
                     part.chunk.length, p.shape.D);
-      put_weights<S::R>(weights(stage), raw, p, part);
+      put_weights(weights(stage), raw, p, part);
       arrive_after_copies(full() + stage);
       arrive_once(full() + stage);
     }

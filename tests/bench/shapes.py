@@ -115,6 +115,13 @@ LATTICE = [
     ),
     at("4 4096 16 64", lattice("m64-c64", chunk=64), M=64),
     at("4 4096 16 128", lattice("m128-c16", chunk=16), M=128),
+    # Without tensor cores, token by token.
+    *(
+        at("4 4096 16 64", lattice(f"m64-c1-{objective}", chunk=1, objective=objective), M=64)
+        for objective in ("decode", "similarity")
+    ),
+    at("4 4096 16 64", lattice("m64-c16-fp32", chunk=16), M=64, dtype=torch.float32),
+    at("4 4096 16 128", lattice("m128-c1", chunk=1), M=128),
     at("1 4096 1 64", LATTICE_DEFAULT, M=64),
     at("8 4096 16 64", LATTICE_DEFAULT, M=64),
     at("1 65536 4 64", LATTICE_DEFAULT, "dense sdpa", M=64),

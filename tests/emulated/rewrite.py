@@ -12,7 +12,9 @@ ALSO = {"delta_product": ("exact",), "gla": ("gsa", "exact"), "gsa": ("exact",)}
 EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
 UNITS = {
     "delta_product": tuple(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
+    "few_rows": ("few_rows/few_rows.cu",),
     "gla": ("gla/*_bf16.cu", "gla/*_f16.cu", "gla/step.cu", "gla/[gh]*[!6].cu", "gsa/[js]*n.cu", *EXACT),
+    "lattice": tuple(f"lattice/exact_{name}.cu" for name in ("scan", "gradients")),
     "gsa": (
         *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
@@ -148,6 +150,7 @@ BODIES = {
             });
             commit_products();""",
     },
+    "few_rows/few_rows.cu": {"uint4 load_once(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
     },

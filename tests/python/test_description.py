@@ -143,7 +143,10 @@ PATHS = [
     ("trellis-default", {}, torch.bfloat16, "tensor cores"),
     ("trellis-default", {"M": 129}, torch.bfloat16, "aten"),
     ("trellis-default", {}, torch.float32, "aten"),
-    ("lattice-decode_c4", {}, torch.bfloat16, "aten"),
+    ("lattice-decode_c4", {}, torch.bfloat16, "exact fp32"),
+    ("lattice-unnormalised", {}, torch.float16, "exact fp32"),
+    ("lattice-decode_c4", {"D": 128, "M": 128}, torch.float32, "exact fp32"),
+    ("lattice-decode_c4", {"M": 129}, torch.float32, "aten"),
     ("cat_attention-c4", {}, torch.bfloat16, "tensor cores"),
     ("cat_attention-c4", {"D": 257}, torch.bfloat16, "aten"),
 ]
@@ -173,7 +176,7 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
     assert (kept > 0) == (
         path == "tensor cores"
         or case.op in ("cat_attention",)
-        or (case.op == "delta_product" and path == "exact fp32")
+        or (case.op in ("delta_product", "lattice") and path == "exact fp32")
     )
 
 

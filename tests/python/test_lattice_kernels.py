@@ -1,11 +1,16 @@
 """The kernels of lattice at their edges."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import kernel_accuracy
 import pytest
+import recurrences
+import rounded_chunks
 import torch
 import torch.nn.functional as F
 from chunk_accuracy import (
+    SANITIZED,
     assert_as_right,
     assert_as_right_as_the_formula,
     by_formula,
@@ -13,14 +18,20 @@ from chunk_accuracy import (
     start_of,
 )
 from girih import ops
+from girih.ops import LatticeState
 from graphs import capture
 from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, LENGTHS, Inputs, gates, in_pieces, run
+from long_sequences import assert_same_at_the_end
 from padding import Padded
+from rounded_chunks import on_sphere
+from rounded_formula import per_sequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HALVES = DTYPES[1:]
 OBJECTIVES = ["decode", "encode", "similarity"]
+# Kernels of their own take what begins at a chunk's start.
+from_the_start_and_resumed = pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 
 
 def draw(
@@ -73,46 +84,50 @@ def draw(
 def test_which_path_a_call_takes():
     def path(**how):
         inputs = draw(resumed=False, **how)
-        state = inputs.state["first"]
+        state = inputs.state["first"].to(torch.promote_types(torch.float32, inputs.data["q"].dtype))
         return ops.explain("lattice", **inputs.data, **inputs.options, state=state, device="cuda").path
 
     assert path() == path(chunk=8, D=128, M=20) == path(dtype=torch.float16, chunk=64) == "tensor cores"
-    assert path(chunk=7) == path(M=129) == path(D=136) == path(dtype=torch.float32) == "aten"
-    assert path(chunk=1, normalize=False) == path(chunk=1, shrinkage=0.1) == "aten"
+    assert path(chunk=7) == path(dtype=torch.float32) == "exact fp32"
+    assert path(chunk=1, normalize=False) == path(chunk=1, shrinkage=0.1) == "exact fp32"
+    assert path(M=129) == path(D=136, dtype=torch.float32) == path(dtype=torch.float64) == "aten"
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@from_the_start_and_resumed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("T", LENGTHS)
 def test_every_length(T, dtype, resumed):
     assert_as_right_as_the_formula(draw(B=3, T=T, dtype=dtype, resumed=resumed))
 
 
+@from_the_start_and_resumed
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("chunk", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64])
-def test_every_chunk(chunk, objective):
+def test_every_chunk(chunk, objective, resumed):
     for dtype in HALVES:
-        assert_as_right_as_the_formula(draw(T=150, chunk=chunk, dtype=dtype, objective=objective))
+        assert_as_right_as_the_formula(
+            draw(T=150, chunk=chunk, dtype=dtype, objective=objective, resumed=resumed)
+        )
 
 
-@pytest.mark.parametrize("chunk", [2, 7])
-def test_chunks_too_short_for_the_kernels(chunk):
-    assert_as_right_as_the_formula(draw(T=20, chunk=chunk))
-
-
+@from_the_start_and_resumed
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("D, M", [(8, 64), (20, 72), (72, 20), (128, 64), (64, 128), (128, 128), (4, 3)])
-def test_every_width(D, M, chunk, objective):
+def test_every_width(D, M, chunk, objective, resumed):
+    B = 8 if D * M < 100 else 1  # of few numbers a mean square is chance
     for dtype in HALVES:
-        assert_as_right_as_the_formula(draw(B=1, D=D, M=M, dtype=dtype, chunk=chunk, objective=objective))
+        assert_as_right_as_the_formula(
+            draw(B=B, D=D, M=M, dtype=dtype, chunk=chunk, objective=objective, resumed=resumed)
+        )
 
 
+@from_the_start_and_resumed
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("chunk", [16, 40])
 @pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
-def test_gates_from_0_to_minus_20(pattern, chunk, objective):
-    inputs = draw(T=130, pattern=pattern, chunk=chunk, objective=objective)
+def test_gates_from_0_to_minus_20(pattern, chunk, objective, resumed):
+    inputs = draw(T=130, pattern=pattern, chunk=chunk, objective=objective, resumed=resumed)
     if pattern in (None, "open"):
         assert_as_right_as_the_formula(inputs)
         return
@@ -135,31 +150,34 @@ def test_grouped_queries(G, objective):
     assert_as_right_as_the_formula(draw(G=G, objective=objective))
 
 
+@from_the_start_and_resumed
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
-def test_absent_gradients(absent):
-    inputs = draw()
+def test_absent_gradients(absent, resumed):
+    inputs = draw(resumed=resumed)
     kept = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
     grads = {name: grad for name, grad in inputs.grads.items() if name in kept}
     assert_as_right_as_the_formula(replace(inputs, grads=grads))
 
 
+@from_the_start_and_resumed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(layout):
-    inputs = draw(B=3, T=67, D=24, M=17)
+def test_every_layout(layout, resumed):
+    inputs = draw(B=3, T=67, D=24, M=17, resumed=resumed)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
 
 
+@from_the_start_and_resumed
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_padding_at_full_tiles(chunk):
-    inputs = draw(T=128, chunk=chunk)
+def test_padding_at_full_tiles(chunk, resumed):
+    inputs = draw(T=128, chunk=chunk, resumed=resumed)
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
     assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@from_the_start_and_resumed
 @pytest.mark.parametrize("chunk", [16, 33])
 @pytest.mark.parametrize(
     "bounds", [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [9, 70, 140]], ids=str
@@ -173,21 +191,23 @@ def test_packed_sequences(bounds, chunk, resumed):
     pad.assert_untouched()
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@from_the_start_and_resumed
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
-    inputs = draw(B=1, T=40, sequences=3, resumed=resumed)
+@pytest.mark.parametrize("chunk", [16, 7])
+def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, chunk, resumed):
+    inputs = draw(B=1, T=40, sequences=3, chunk=chunk, resumed=resumed)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
     assert not any(x.isnan().any() for x in found.values() if x.is_floating_point())
     pad.assert_untouched()
 
 
-def test_bounds_of_rows():
+@pytest.mark.parametrize("chunk", [16, 7])
+def test_bounds_of_rows(chunk):
     """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
-    inputs = draw(B=3, T=150, resumed=False).map(lambda x: x.to(DEVICE))
+    inputs = draw(B=3, T=150, chunk=chunk, resumed=False).map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
     of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
     found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -201,21 +221,24 @@ def test_bounds_of_rows():
             assert mine.equal(x), name
 
 
-def test_nothing_is_left_unwritten():
+@from_the_start_and_resumed
+@pytest.mark.parametrize("chunk", [16, 7])
+def test_nothing_is_left_unwritten(chunk, resumed):
     """With every new tensor full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
-            found = run(draw(T=T, D=M, M=M).map(lambda x: x.to(DEVICE)))
+            found = run(draw(T=T, D=M, M=M, chunk=chunk, resumed=resumed).map(lambda x: x.to(DEVICE)))
             assert all(x.isfinite().all() for x in found.values())
     finally:
         torch.use_deterministic_algorithms(False)
 
 
+@from_the_start_and_resumed
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_hundred_runs_have_the_same_bits(packed):
+def test_a_hundred_runs_have_the_same_bits(packed, resumed):
     B, sequences = (1, 4) if packed else (2, None)
-    inputs = draw(B=B, T=330, sequences=sequences).map(lambda x: x.to(DEVICE))
+    inputs = draw(B=B, T=330, sequences=sequences, resumed=resumed).map(lambda x: x.to(DEVICE))
     cu_seqlens = torch.tensor([0, 3, 200, 201, 330], device=DEVICE) if packed else None
     first = run(inputs, cu_seqlens=cu_seqlens)
     for _ in range(100):
@@ -246,6 +269,13 @@ def test_columns_stay_of_unit_length():
     inputs = draw(B=1, H=1, T=65536, resumed=False, pattern=None).map(lambda x: x.to(DEVICE))
     _, state = ops.lattice(**inputs.data, **inputs.options, state=inputs.state["first"])
     assert (state.first.norm(dim=-2) - 1).abs().max() < 1e-3
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements():
+    """All outputs and gradients are that large too."""
+    end = draw(B=1, T=100, H=32, pattern=None, resumed=False)
+    assert_same_at_the_end(end.map(torch.Tensor.cuda), 2**20 + 100 - 64, 110)
 
 
 def stepped(inputs, T):
@@ -279,6 +309,172 @@ def test_steps_are_the_sequence(objective, pattern, G, dtype):
             else:
                 scale = max(1, x.abs().max())
                 torch.testing.assert_close(found[name].double(), x, rtol=close, atol=close * scale)
+
+
+def by_recurrence(q, k, v, gamma, g=None, *, chunk, state, cu_seqlens=None, **options):
+    """The recurrence, in fp32 where inputs have 16 bits; where calls go on within a chunk the chunk form, as
+    the steps before are tangent to a memory however that is moved."""
+    options |= {"chunk": chunk}
+    if cu_seqlens is not None:
+        if not isinstance(state, tuple):
+            zeros = torch.zeros_like(state)
+            decay = None if g is None else zeros[..., 0, 0]
+            state = LatticeState(
+                state, zeros, decay, torch.zeros(len(state), dtype=torch.int64, device=q.device)
+            )
+        return per_sequence(by_recurrence, q, k, v, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+    first = state[0] if isinstance(state, tuple) else state
+    data = [None if x is None else x.to(first.dtype) for x in (q, k, v, gamma, g)]
+    if isinstance(state, LatticeState) and chunk > 1:
+        o, state = rounded_chunks.lattice(*data, state=state, **options)
+    else:
+        first = on_sphere(first) if options.get("normalize", True) else first
+        o, state = recurrences.lattice(*data, state=first, **options)
+    return o.to(q.dtype), LatticeState(*state)
+
+
+RECURRENCE = SimpleNamespace(lattice=by_recurrence)
+
+
+def draw_exact(*, T=40, H=3, D=24, M=20, dtype=torch.float32, chunk=1, resumed=False, **how):
+    return draw(T=T, H=H, D=D, M=M, dtype=dtype, chunk=chunk, resumed=resumed and chunk > 1, **how)
+
+
+def off_by_a_rounding(x, seed):
+    generator = torch.Generator().manual_seed(seed)
+    moves = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    return x.double() * (1 + torch.finfo(x.dtype).eps * (moves - 0.5))
+
+
+def assert_exact(inputs, cu_seqlens=None, found=None):
+    """Errors of the exact kernels, without tensor cores, against those of the recurrence and of the CPU's
+    chunk form, in fp32. Shrinkage nearly empties columns, and gradients are divided by their lengths: what
+    roundings come to is chance there, and counts as in float64 of inputs that are off by theirs."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
+    call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
+    assert ops.explain("lattice", **call).path == "exact fp32"
+    found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
+    if SANITIZED:
+        return
+    exact = run(inputs.map(torch.Tensor.double), RECURRENCE, cu_seqlens)
+    on_cpu = inputs.map(torch.Tensor.cpu), ops, None if cu_seqlens is None else cu_seqlens.cpu()
+    chunk_form = {name: x.to(DEVICE) for name, x in run(*on_cpu).items()}
+    rounded = [run(inputs, RECURRENCE, cu_seqlens), chunk_form]
+    for seed in range(3 if inputs.options.get("shrinkage") else 0):
+        near = run(inputs.map(lambda x, seed=seed: off_by_a_rounding(x, seed)), RECURRENCE, cu_seqlens)
+        rounded.append({name: x.to(found[name].dtype) for name, x in near.items()})
+    D, M = inputs.state["first"].shape[-2:]
+    kernel_accuracy.assert_as_right(found, exact, rounded, inputs.data["q"].shape[1] + D + M)
+
+
+EXACT_CHUNKS = [1, 2, 7, 16, 40]
+
+
+@from_the_start_and_resumed
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("pattern", [None, "mild"])
+@pytest.mark.parametrize("chunk", EXACT_CHUNKS)
+def test_exact_chunks(chunk, pattern, objective, resumed):
+    for dtype in DTYPES if chunk < 8 else DTYPES[:1]:
+        how = {"chunk": chunk, "pattern": pattern, "objective": objective, "dtype": dtype}
+        assert_exact(draw_exact(resumed=resumed, **how))
+
+
+@pytest.mark.parametrize("T", [0, 1, 7, 8, 9, 63, 64, 65, 129])
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_exact_lengths(T, chunk):
+    assert_exact(draw_exact(T=T, chunk=chunk, resumed=True))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("D, M", [(1, 64), (3, 1), (64, 64), (100, 64), (64, 100), (128, 128)])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_exact_widths(D, M, chunk, objective):
+    # At D = 1 a step is along its column alone, where its gradient means nothing.
+    assert_exact(draw_exact(T=20, D=D, M=M, chunk=chunk, objective=objective, resumed=D > 1))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("pattern", [None, "mild"])
+@pytest.mark.parametrize(
+    "normalize, shrinkage",
+    [(False, 0.0), (True, 0.3), (True, 0.05), (False, 0.05), (True, 1e4), (False, 1e4)],
+)
+def test_free_norms_and_shrinkage(normalize, shrinkage, pattern, objective):
+    options = {"normalize": normalize, "shrinkage": shrinkage}
+    assert_exact(draw_exact(pattern=pattern, objective=objective, **options))
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("G", [2, 8])
+def test_exact_grouped_queries(G, chunk):
+    assert_exact(draw_exact(G=G, chunk=chunk, resumed=True))
+
+
+@pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
+def test_exact_gates_of_any_dtype(gate_dtype):
+    assert_exact(draw_exact(gate_dtype=gate_dtype))
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exact_layouts(layout, chunk):
+    inputs = draw_exact(B=3, D=24, M=17, chunk=chunk, resumed=True)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_exact(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("bounds", [[0, 0, 64, 64, 70, 90, 90], [0, 1, 2, 65, 70, 90], [9, 40, 80]], ids=str)
+def test_exact_packed_sequences(bounds, chunk):
+    inputs = draw_exact(B=1, T=90, chunk=chunk, resumed=True, sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    assert_exact(inputs, cu_seqlens, run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("absent", ["do", "states", "all but one"])
+def test_exact_absent_gradients(absent):
+    inputs = draw_exact(chunk=7, resumed=True)
+    kept = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
+    assert_exact(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_exact_runs_have_the_same_bits(chunk):
+    inputs = draw_exact(T=200, D=64, M=64, chunk=chunk, resumed=True).map(lambda x: x.to(DEVICE))
+    first = run(inputs)
+    for _ in range(20):
+        found = run(inputs)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_more_sequences_than_blocks(chunk):
+    """Backward's blocks take them in turns."""
+    inputs = draw_exact(B=40, T=9, H=16, D=8, M=8, chunk=chunk, resumed=True)
+    assert_exact(inputs)
+
+
+@torch.no_grad()
+def test_exact_columns_stay_of_unit_length():
+    inputs = draw_exact(B=1, H=1, T=65536, D=64, M=64, pattern=None).map(lambda x: x.to(DEVICE))
+    _, state = ops.lattice(**inputs.data, **inputs.options, state=inputs.state["first"])
+    assert (state.first.norm(dim=-2) - 1).abs().max() < 1e-5
+
+
+def test_exact_memory_of_training():
+    """Memories are kept every 64 tokens, not every one."""
+    inputs = draw_exact(B=4, T=4096, H=16, D=64, M=64, dtype=torch.bfloat16)
+    leaves = inputs.map(lambda x: x.to(DEVICE)).map(torch.Tensor.requires_grad_)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o, _ = ops.lattice(**leaves.data, **inputs.options, state=leaves.state["first"])
+    o.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**30
 
 
 @torch.no_grad()

@@ -17,23 +17,10 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 // What the graphs have in common that run on one stream, one after the other. Nothing that one of them leaves
 // in the pool is read once it has run.
 struct Shared {
-  c10::cuda::CUDAStream stream;  // they are recorded on it, and nothing else runs there
-  at::MempoolId_t pool;          // what all of them allocate from
+  c10::cuda::CUDAStream stream;                   // they are recorded on it, and nothing else runs there
+  at::MempoolId_t pool;                           // what all of them allocate from
+  std::shared_ptr<at::cuda::CUDAGraph> keeper{};  // a graph, that the pool stays
 };
-
-at::MempoolId_t new_pool(c10::DeviceIndex device) {
-  const auto pool = at::cuda::graph_pool_handle();
-  allocator::createOrIncrefPool(device, pool);
-  return pool;
-}
-
-// stream: where they run. The pool stays, as memory of its own would stay with each of them until all of
-// PyTorch's free memory is given back.
-Shared make_shared_for(c10::cuda::CUDAStream stream) {
-  cudaStream_t own{};
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
-  return {c10::cuda::getStreamFromExternal(own, stream.device_index()), new_pool(stream.device_index())};
-}
 
 // The device's generator gives nobody else numbers while it is recorded, nor ever after if that fails. A step
 // takes none: a copy is recorded in its place. Who draws numbers holds the lock.
@@ -75,6 +62,22 @@ void record(at::cuda::CUDAGraph& graph, const std::function<void()>& work, const
   if (failed) std::rethrow_exception(failed);
 }
 
+std::shared_ptr<at::cuda::CUDAGraph> graph_of(const std::function<void()>& work, const Shared& shared) {
+  const auto graph = std::make_shared<at::cuda::CUDAGraph>();
+  record(*graph, work, shared);
+  return graph;
+}
+
+// device: the current one. Memory of its own would stay with each graph until all of PyTorch's free memory is
+// given back.
+Shared make_shared(c10::DeviceIndex device) {
+  cudaStream_t own{};
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
+  Shared made{c10::cuda::getStreamFromExternal(own, device), at::cuda::graph_pool_handle()};
+  made.keeper = graph_of([] { at::zeros({1}, at::kCUDA); }, made);
+  return made;
+}
+
 class Graphs final : public Recorder {
  public:
   std::function<void()> record(const std::function<void()>& work) override {
@@ -82,20 +85,16 @@ class Graphs final : public Recorder {
     static auto& mutex = *new std::mutex;
     static auto& all = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Shared>;
     const c10::cuda::CUDAGuard guard(device_);
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    const std::pair key(device_, stream.id());
-    const std::lock_guard<std::mutex> lock(mutex);  // one at a time
+    const std::pair key(device_, c10::cuda::getCurrentCUDAStream().id());  // where they run
+    const std::lock_guard<std::mutex> lock(mutex);                         // one at a time
     auto found = all.find(key);
-    if (found == all.end()) found = all.emplace(key, make_shared_for(stream)).first;
-    const auto graph = std::make_shared<at::cuda::CUDAGraph>();
+    if (found == all.end()) found = all.emplace(key, make_shared(device_)).first;
     try {
-      nn::record(*graph, work, found->second);
+      return [graph = graph_of(work, found->second)] { graph->replay(); };
     } catch (...) {
-      allocator::releasePool(device_, found->second.pool);
-      found->second.pool = new_pool(device_);  // the next has other memory
+      all.erase(found);  // the next has other memory
       throw;
     }
-    return [graph] { graph->replay(); };
   }
 
   explicit Graphs(c10::DeviceIndex device) : device_(device) {}

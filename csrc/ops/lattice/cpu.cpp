@@ -250,7 +250,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           within ? finals[1] : zeros,
           decay,
           chunks.next_position(),
-          room(kept.memories, q.options()),
+          room(kept.memories, q.options().dtype(kept.memories_type)),
           room(kept.ends, S.options()),
           room(kept.last, S.options()),
           room(kept.last, S.options())};

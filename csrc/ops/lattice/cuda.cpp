@@ -1,24 +1,16 @@
-// lattice by its kernels, of 16-bit elements and unit columns, and its step. The ATen form serves the rest.
+// lattice by its kernels, of 16-bit elements and unit columns on the tensor cores, exactly of the rest but
+// fp64 and wide memories, and its step.
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "aten.h"
+#include "exact.h"
 #include "lattice/lattice.h"
 #include "problem.h"
 
 namespace girih::lattice {
 namespace {
 
-static_assert(kWidest == kernels::kLatticeWidest);
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor>;
-
-kernels::LatticeObjective objective_of(std::string_view name) {
-  using kernels::LatticeObjective;
-  return name == "decode"   ? LatticeObjective::decode
-         : name == "encode" ? LatticeObjective::encode
-                            : LatticeObjective::similarity;
-}
+static_assert(kWidest == kernels::kLatticeWidest && kKeptChunk == kernels::kLatticeSegment);
 
 // One call's tensors as the kernels read them: rows in packs of 16 bytes, states padded as they are.
 struct Arguments {
@@ -73,18 +65,24 @@ struct Arguments {
   }
 };
 
-// The problem's path, as far as this card and these sequences go.
-Path path_of(const Problem& problem, const Tensor& q, const Tensor& v, const OptionalTensor& position,
-             int64_t chunk, bool normalize, double shrinkage) {
+// The problem's path, as far as this card and these sequences go. What forward keeps is sized by the
+// problem's alone, so that a card too small for its kernels runs none.
+Path path_of(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
+             const OptionalTensor& position, int64_t chunk, bool normalize, double shrinkage) {
   const auto path = problem.path(q, chunk, normalize, shrinkage);
   if (problem.N == 0) return aten(kNoSequence);
-  if (path != Path::Code::tensor_cores) return path;
+  if (path == Path::Code::aten) return path;
+  bool fits = false;
+  if (path == Path::Code::exact) {
+    const auto shape = exact_shape(q, k, v, chunk);
+    check_launch("lattice_exact_fits", kernels::lattice_exact_fits(shape, fits));
+    return fits ? path : aten(kSmallCard);
+  }
   kernels::LatticeShape shape{};
   shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(q.size(3));
   // Where it points is not looked at, but whether.
   shape.grid.size = static_cast<int>(chunk);
   shape.grid.position = given(position) ? position->const_data_ptr<int64_t>() : nullptr;
-  bool fits = false;
   check_launch("lattice_fits", kernels::lattice_fits(shape, fits));
   return fits ? path : aten(kSmallCard);
 }
@@ -97,7 +95,14 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                       cu_seqlens, chunk, objective, normalize, shrinkage);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q, v, state_position, chunk, normalize, shrinkage) == Path::Code::aten) {
+  const auto path = path_of(problem, q, k, v, state_position, chunk, normalize, shrinkage);
+  if (path == Path::Code::exact) {
+    const ExactCall call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
+                         chunk, objective, normalize, shrinkage);
+    return call.forward(problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save),
+                        save);
+  }
+  if (path == Path::Code::aten) {
     at::NoTF32Guard exact;
     return forward(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens, chunk,
                    objective, normalize, shrinkage, save);
@@ -158,17 +163,23 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                       cu_seqlens, chunk, objective, normalize, shrinkage);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q, v, state_position, chunk, normalize, shrinkage) == Path::Code::aten) {
+  const auto path = path_of(problem, q, k, v, state_position, chunk, normalize, shrinkage);
+  if (path == Path::Code::aten) {
     return run_without_kernel<&backward_cuda>("lattice_backward", grad_o, grad_first, grad_step, grad_decay,
                                               grad_position, q, k, v, gamma, g, state_first, state_step,
                                               state_decay, state_position, cu_seqlens, memories, ends, last,
                                               last_step, chunk, objective, normalize, shrinkage);
   }
   const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, true);
-  check_kept("lattice", "memories", memories, kept.memories, q.scalar_type());
+  check_kept("lattice", "memories", memories, kept.memories, kept.memories_type);
   check_kept("lattice", "ends", ends, kept.ends, at::kFloat);
   check_kept("lattice", "last", last, kept.last, at::kFloat);
   check_kept("lattice", "last_step", last_step, kept.last, at::kFloat);
+  if (path == Path::Code::exact) {
+    const ExactCall call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
+                         chunk, objective, normalize, shrinkage);
+    return call.backward(grad_o, grad_first, grad_step, grad_decay, memories);
+  }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
                        chunk, objective);
@@ -219,18 +230,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
   check_launch("lattice_reverse", kernels::lattice_reverse(reverse, columns, stream));
 
-  // What a start does not take gets no gradient.
-  const auto none = [](const OptionalTensor& state) {
-    return if_given(state, [&] { return at::zeros(state->sizes(), state->options()); });
-  };
   return {without_packs(dq, args.M),
           without_packs(dk, args.M),
           without_packs(dv, args.D),
           dgamma.to(gamma.scalar_type()),
           if_given(g, [&] { return dg.to(g->scalar_type()); }),
           cut(dfirst, args.D, args.M),
-          positions ? OptionalTensor(cut(dstep, args.D, args.M)) : none(state_step),
-          positions && gated ? OptionalTensor(ddecay) : none(state_decay),
+          positions ? OptionalTensor(cut(dstep, args.D, args.M)) : no_gradient(state_step),
+          positions && gated ? OptionalTensor(ddecay) : no_gradient(state_decay),
           std::nullopt,
           std::nullopt};
 }
@@ -282,7 +289,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                                 cu_seqlens, chunk, objective, normalize, shrinkage);
   const c10::cuda::CUDAGuard guard(q.device());
   return explained(step ? Problem::step_path(q, normalize, shrinkage)
-                        : path_of(p, q, v, state_position, chunk, normalize, shrinkage),
+                        : path_of(p, q, k, v, state_position, chunk, normalize, shrinkage),
                    device);
 }
 

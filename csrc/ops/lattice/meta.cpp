@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor, Tenso
           at::empty_symint({p.N, p.H, p.D, p.M}, options),
           decay,
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories, q.options()),
+          at::empty_symint(kept.memories, q.options().dtype(kept.memories_type)),
           at::empty_symint(kept.ends, options),
           at::empty_symint(kept.last, options),
           at::empty_symint(kept.last, options)};

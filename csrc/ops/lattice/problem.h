@@ -6,8 +6,9 @@
 
 namespace girih::lattice {
 
-constexpr int64_t kWidest = 128;  // D and M of the kernels
-// Of shorter chunks the memories that backward keeps would be many times the size of the tokens.
+constexpr int64_t kWidest = 128;  // D and M of all kernels
+// On the tensor cores: of shorter chunks the memories that backward keeps would be many times the size of the
+// tokens.
 constexpr int64_t kShortestChunk = 8;
 
 struct Problem {
@@ -43,11 +44,11 @@ struct Problem {
 
   Path path(const Tensor& q, int64_t chunk, bool normalize, double shrinkage) const {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
-    if (!normalize) return aten("normalize is False");
-    if (shrinkage > 0) return aten("there is a shrinkage");
     if (D > kWidest || M > kWidest) return aten("values or slots wider than 128");
-    if (chunk < kShortestChunk) return aten("chunks of fewer than 8 tokens");
+    if (q.scalar_type() == at::kFloat) return exact(kFloat32);
+    if (!normalize) return exact("normalize is False");
+    if (shrinkage > 0) return exact("there is a shrinkage");
+    if (chunk < kShortestChunk) return exact("chunks of fewer than 8 tokens");
     return tensor_cores();
   }
   static Path step_path(const Tensor& q, bool normalize, double shrinkage) {
@@ -56,19 +57,32 @@ struct Problem {
     return shrinkage > 0 ? aten("there is a shrinkage") : exact(kMemoryBound);
   }
 
-  // The memory before every chunk, its columns the rows; of a chunk's end two numbers a column; and where the
-  // last chunks have come to.
+  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the memory
+  // before every chunk, its columns the rows; of a chunk's end two numbers a column; and where the last
+  // chunks have come to. The exact ones keep the memory before every segment, in fp32.
   struct Kept {
     std::vector<c10::SymInt> memories, ends, last;
+    at::ScalarType memories_type;
   };
   Kept saved(const Tensor& q, const OptionalTensor& position, const OptionalTensor& cu_seqlens, int64_t chunk,
              bool normalize, double shrinkage, bool save) const {
-    if (!save || path(q, chunk, normalize, shrinkage) != Path::Code::tensor_cores) return {{0}, {0}, {0}};
-    const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
-    return {{chunks, H, kept_width(M), kept_width(D)},
-            {chunks, H, 2, kept_width(M)},
-            {N, H, kept_width(D), kept_width(M)}};
+    const auto by = path(q, chunk, normalize, shrinkage);
+    Kept kept{{0}, {0}, {0}, by == Path::Code::exact ? at::kFloat : q.scalar_type()};
+    if (!save || by == Path::Code::aten) return kept;
+    if (by == Path::Code::exact) {
+      const auto segments = kept_within(q, N, position, cu_seqlens, exact_segment(chunk));
+      kept.memories = {segments, H, D, (M + 3) / 4 * 4};
+    } else {
+      const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
+      kept.memories = {chunks, H, kept_width(M), kept_width(D)};
+      kept.ends = {chunks, H, 2, kept_width(M)};
+      kept.last = {N, H, kept_width(D), kept_width(M)};
+    }
+    return kept;
   }
+
+  // Tokens of a segment: whole chunks.
+  static constexpr int64_t exact_segment(int64_t chunk) { return kKeptChunk / chunk * chunk; }
 };
 
 }  // namespace girih::lattice

@@ -1,9 +1,10 @@
-"""What a decoding step computes beside its mixers' own steps: products of a few rows, by weights alone."""
+"""What a decoding step computes beside its mixers' own steps: products of a few rows, by one kernel each."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from girih.nn.layer import at_least_fp32
 
 # A model's blocks have nothing in them but weights: no hook, no adapter. Who records a step says so.
 by_weights_alone: ContextVar[bool] = ContextVar("by_weights_alone", default=False)
+
+ROWS, MATRICES, WIDEST, ELEMENTS = 16, 8, 8192, 96 * 1024  # of the kernel
 
 
 class Product(NamedTuple):
@@ -50,7 +53,15 @@ PLAIN = RowInput()
 def products(
     x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN, residual: Tensor | None = None
 ) -> list[Tensor]:
-    """Each product of x `[..., width]`; residual is added to that of a single one without a gate."""
+    """Each product of x `[..., width]`; residual is added to that of a single one without a gate.
+
+    One launch where `has_kernel`, of whose sums nothing is rounded before the end; else by PyTorch.
+    """
+    if has_kernel(x, wanted, given):
+        weights, gates, biases, rates, scales = (list(part) for part in zip(*wanted, strict=True))
+        return torch.ops.girih.few_rows(
+            x, weights, gates, biases, rates, scales, given.kind, given.other, given.eps, residual
+        )
     if given.kind.startswith("silu"):
         x = F.silu(x)
     if given.kind.endswith("rms_norm"):
@@ -72,3 +83,24 @@ def gated(r: Tensor, product: Product) -> Tensor:
     if product.gate == "logsigmoid":
         return product.scale * F.logsigmoid(r)
     return -at_least_fp32(product.rate).exp() * F.softplus(r) if product.gate == "decay" else r
+
+
+def has_kernel(x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN) -> bool:
+    """A GPU, 16 bits, up to 16 rows, and tensors as they were made: dense, of one dtype."""
+    width = x.shape[-1]
+    rows = x.numel() // max(width, 1)
+    matrices = [x, *(p.weight for p in wanted), *([] if given.other is None else [given.other])]
+    numbers = [part for p in wanted for part in (p.bias, p.rate) if part is not None]
+    return (
+        x.is_cuda
+        and hasattr(torch.ops.girih, "few_rows")  # not where the library was built without CUDA
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and 1 <= rows <= ROWS
+        and width % 8 == 0
+        and width <= WIDEST
+        and rows * width <= ELEMENTS
+        and len(wanted) <= MATRICES
+        and not torch.is_grad_enabled()
+        and all(m.dtype == x.dtype and m.is_contiguous() and m.data_ptr() % 16 == 0 for m in matrices)
+        and all(m.dtype == torch.float32 and m.is_contiguous() for m in numbers)
+    )

@@ -1,0 +1,128 @@
+// What a decoding step of a model is made of beside its mixers' steps: products of a few rows. Not an
+// operator for users, who have torch.nn.functional.linear: it takes tensors as they are, and has neither
+// gradients nor other devices. `girih.nn.step` calls it, and has the same in PyTorch.
+#include <torch/library.h>
+
+#include "../kernel_arguments.h"
+#include "few_rows/few_rows.h"
+
+namespace girih::few_rows {
+namespace {
+
+using kernels::RowGate;
+using kernels::RowInput;
+
+RowInput input_of(std::string_view name) {
+  if (name == "plain") return RowInput::plain;
+  if (name == "rms_norm") return RowInput::rms_norm;
+  if (name == "silu_rms_norm") return RowInput::silu_rms_norm;
+  TORCH_CHECK(name == "silu_product", "girih: few_rows: input is '", name,
+              "'; expected plain, rms_norm, silu_rms_norm or silu_product");
+  return RowInput::silu_product;
+}
+
+RowGate gate_of(std::string_view name) {
+  if (name == "none") return RowGate::none;
+  if (name == "linear") return RowGate::linear;
+  if (name == "sigmoid") return RowGate::sigmoid;
+  if (name == "logsigmoid") return RowGate::logsigmoid;
+  TORCH_CHECK(name == "decay", "girih: few_rows: a gate is '", name,
+              "'; expected none, linear, sigmoid, logsigmoid or decay");
+  return RowGate::decay;
+}
+
+const void* aligned(const Tensor& tensor, const char* name, at::IntArrayRef sizes, const Tensor& x) {
+  TORCH_CHECK(tensor.sizes() == sizes, "girih: few_rows: ", name, " has shape ", tensor.sizes(),
+              "; expected ", sizes);
+  TORCH_CHECK(tensor.scalar_type() == x.scalar_type() && tensor.device() == x.device(),
+              "girih: few_rows: ", name, " is ", tensor.scalar_type(), " on ", tensor.device(), "; expected ",
+              x.scalar_type(), " on ", x.device());
+  const auto* data = tensor.const_data_ptr();
+  TORCH_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(data) % 16 == 0,
+              "girih: few_rows: ", name, " has strides ", tensor.strides(),
+              "; expected a dense one aligned to 16 bytes");
+  return data;
+}
+
+const float* per_feature(const OptionalTensor& tensor, const char* name, int64_t features, const Tensor& x) {
+  if (!given(tensor)) return nullptr;
+  TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
+                  tensor->size(0) == features && tensor->device() == x.device(),
+              "girih: few_rows: ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
+              tensor->device(), "; expected a dense float32 [", features, "] on ", x.device());
+  return tensor->const_data_ptr<float>();
+}
+
+std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std::vector<std::string>& gates,
+                             const c10::List<OptionalTensor>& biases, const c10::List<OptionalTensor>& rates,
+                             at::ArrayRef<double> scales, std::string_view input, const OptionalTensor& other,
+                             double eps, const OptionalTensor& residual) {
+  TORCH_CHECK(x.dim() >= 1 && (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16),
+              "girih: few_rows: x is ", x.scalar_type(), " ", x.sizes(),
+              "; expected bf16 or fp16 [..., width]");
+  const int64_t width = x.size(-1), rows = width == 0 ? 0 : x.numel() / width;
+  TORCH_CHECK(1 <= rows && rows <= kernels::kFewRows && width % 8 == 0 && width <= kernels::kFewRowsWidest &&
+                  rows * width <= kernels::kFewRowsElements,
+              "girih: few_rows: x has shape ", x.sizes(), "; expected 1 to ", kernels::kFewRows,
+              " rows of a multiple of 8 up to ", kernels::kFewRowsWidest, ", ", kernels::kFewRowsElements,
+              " elements at most");
+  const auto count = weights.size();
+  TORCH_CHECK(1 <= count && count <= kernels::kFewRowsMatrices && gates.size() == count &&
+                  biases.size() == count && rates.size() == count && scales.size() == count,
+              "girih: few_rows: ", count, " weights, ", gates.size(), " gates, ", biases.size(), " biases, ",
+              rates.size(), " rates, ", scales.size(), " scales; expected 1 to ", kernels::kFewRowsMatrices,
+              " of each");
+  const c10::cuda::CUDAGuard device(x.device());
+  kernels::FewRows p{};
+  p.dtype = kernel_dtype(x);
+  p.rows = static_cast<int>(rows), p.width = static_cast<int>(width);
+  p.x = aligned(x, "x", x.sizes(), x);
+  p.input = input_of(input);
+  p.eps = static_cast<float>(eps);
+  TORCH_CHECK(given(other) == (p.input != RowInput::plain),
+              "girih: few_rows: other goes with every input but plain");
+  if (p.input == RowInput::silu_product)
+    p.other = aligned(*other, "other", x.sizes(), x);
+  else if (given(other))
+    p.other = aligned(*other, "other", {width}, x);
+  p.count = static_cast<int>(count);
+  std::vector<Tensor> results;
+  for (size_t i = 0; i < count; ++i) {
+    TORCH_CHECK(weights[i].dim() == 2, "girih: few_rows: a weight has shape ", weights[i].sizes(),
+                "; expected [features, ", width, "]");
+    const int64_t features = weights[i].size(0);
+    auto& m = p.matrices[i];
+    m.weight = aligned(weights[i], "a weight", {features, width}, x);
+    m.features = static_cast<int>(features);
+    m.gate = gate_of(gates[i]);
+    m.bias = per_feature(biases[i], "a bias", features, x);
+    m.rate = per_feature(rates[i], "a rate", features, x);
+    TORCH_CHECK(
+        (m.rate != nullptr) == (m.gate == RowGate::decay) && !(m.gate == RowGate::none && m.bias != nullptr),
+        "girih: few_rows: a rate goes with the gate decay alone, a bias with any but none");
+    m.scale = static_cast<float>(scales[i]);
+    auto sizes = x.sizes().vec();
+    sizes.back() = features;
+    results.push_back(
+        at::empty(sizes, m.gate == RowGate::none ? x.options() : x.options().dtype(at::kFloat)));
+    m.y = results.back().mutable_data_ptr();
+  }
+  if (given(residual)) {
+    TORCH_CHECK(count == 1 && p.matrices[0].gate == RowGate::none,
+                "girih: few_rows: residual goes with one weight without a gate");
+    p.residual = aligned(*residual, "residual", results[0].sizes(), x);
+  }
+  check_launch("few_rows", kernels::few_rows(p, c10::cuda::getCurrentCUDAStream()));
+  return results;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(girih, m) {
+  m.def(
+      "few_rows(Tensor x, Tensor[] weights, str[] gates, Tensor?[] biases, Tensor?[] rates, float[] scales, "
+      "str input, Tensor? other, float eps, Tensor? residual) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("few_rows", &few_rows); }
+
+}  // namespace girih::few_rows

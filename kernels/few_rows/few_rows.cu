@@ -1,0 +1,205 @@
+// A block has 8 features of one matrix; its warps share their width. A product of m16n8k16 takes 16 rows by 8
+// features, whose elements may stand in any order along the width as long as both sides have the same: so a
+// lane reads 16 bytes of a row at once, and what it read are operands as they are.
+#include "few_rows/few_rows.h"
+#include "tile/launch.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+namespace few_rows_product {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kFeatures = 8;  // of a block
+constexpr int kPack = 8;      // elements of 16 bytes
+constexpr int kStep = 32;     // of the width: four lanes' packs
+
+// Rows of u in shared memory: two of them lie 64 bytes apart, so that eight lanes' packs meet no bank twice.
+__host__ __device__ inline int stride_of(int width) { return (width + 63) / 64 * 64 + 32; }
+
+__device__ inline float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
+
+__device__ inline uint4 load_once(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
+  return x;
+}
+
+template <typename T>
+__device__ inline float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+
+// A pack of x as `u` has it before a norm.
+template <typename T, RowInput Input>
+__device__ inline Pack<kPack> given(const FewRows& p, int row, int col) {
+  const int64_t place = static_cast<int64_t>(row) * p.width + col;
+  auto x = load<kPack>(static_cast<const T*>(p.x) + place);
+  if constexpr (Input == RowInput::silu_rms_norm || Input == RowInput::silu_product) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) x.at[i] = rounded<T>(x.at[i] * sigmoid(x.at[i]));
+  }
+  if constexpr (Input == RowInput::silu_product) {
+    const auto other = load<kPack>(static_cast<const T*>(p.other) + place);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) x.at[i] *= other.at[i];
+  }
+  return x;
+}
+
+// u [rows, stride], with zeros up to whole steps.
+template <typename T, RowInput Input>
+__device__ inline void make_input(const FewRows& p, T* u) {
+  const int stride = stride_of(p.width), end = (p.width + kStep - 1) / kStep * kStep;
+  if constexpr (Input == RowInput::rms_norm || Input == RowInput::silu_rms_norm) {
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < p.rows; row += kWarps) {
+      float squares = 0.f;
+      for (int col = lane * kPack; col < p.width; col += 32 * kPack) {
+        const auto x = given<T, Input>(p, row, col);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) squares += x.at[i] * x.at[i];
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+      const float r = rsqrtf(squares / p.width + p.eps);
+      for (int col = lane * kPack; col < end; col += 32 * kPack) {
+        auto x = zeros<kPack>();
+        if (col < p.width) {
+          x = given<T, Input>(p, row, col);
+          const auto weight = load<kPack>(static_cast<const T*>(p.other) + col);
+#pragma unroll
+          for (int i = 0; i < kPack; ++i) x.at[i] = x.at[i] * r * weight.at[i];
+        }
+        store<kPack>(u + row * stride + col, x);
+      }
+    }
+  } else {
+    const int packs = end / kPack;
+    for (int i = threadIdx.x; i < p.rows * packs; i += kThreads) {
+      const int row = i / packs, col = i % packs * kPack;
+      store<kPack>(u + row * stride + col, col < p.width ? given<T, Input>(p, row, col) : zeros<kPack>());
+    }
+  }
+}
+
+template <typename T>
+__device__ inline void finish(const FewRows& p, const FewRowsMatrix& m, int row, int feature, float r) {
+  const int64_t place = static_cast<int64_t>(row) * m.features + feature;
+  if (m.gate == RowGate::none) {
+    if (p.residual != nullptr) r += to_float(static_cast<const T*>(p.residual)[place]);
+    static_cast<T*>(m.y)[place] = from_float<T>(r);
+    return;
+  }
+  if (m.bias != nullptr) r += m.bias[feature];
+  if (m.gate == RowGate::sigmoid) r = m.scale * sigmoid(r);
+  if (m.gate == RowGate::logsigmoid) r = -m.scale * softplus(-r);
+  if (m.gate == RowGate::decay) r = -expf(m.rate[feature]) * softplus(r);
+  static_cast<float*>(m.y)[place] = r;
+}
+
+// Ahead: a warp's steps that are read before u is made, so that one wait on memory covers the other.
+template <typename T, RowInput Input, int Ahead>
+__global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_constant__ FewRows p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const u = reinterpret_cast<T*>(shared);
+  __shared__ float parts[kWarps][kFewRows][kFeatures];
+
+  int which = 0;
+  while (which + 1 < p.count && static_cast<int>(blockIdx.x) >= p.matrices[which + 1].first_tile) ++which;
+  const FewRowsMatrix& m = p.matrices[which];
+  const int first = (static_cast<int>(blockIdx.x) - m.first_tile) * kFeatures;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const bool is_feature = first + group < m.features;
+  const T* const weight =
+      static_cast<const T*>(m.weight) + static_cast<int64_t>(is_feature ? first + group : 0) * p.width;
+  const int stride = stride_of(p.width);
+
+  float sums[4] = {};
+  const auto column = [&](int i) { return (warp + i * kWarps) * kStep + quad * kPack; };
+  for (int from = 0; from * kWarps * kStep < p.width; from += Ahead) {
+    uint4 w[Ahead];
+#pragma unroll
+    for (int i = 0; i < Ahead; ++i) {
+      const int col = column(from + i);
+      w[i] = is_feature && col < p.width ? load_once(weight + col) : uint4{0u, 0u, 0u, 0u};
+    }
+    if (from == 0) {
+      make_input<T, Input>(p, u);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < Ahead; ++i) {
+      const int col = column(from + i);
+      if (col - quad * kPack >= p.width) break;  // the same in all lanes
+      const auto row = [&](int r) {
+        return r < p.rows ? *reinterpret_cast<const uint4*>(u + r * stride + col) : uint4{0u, 0u, 0u, 0u};
+      };
+      const uint4 above = row(group), below = row(group + 8);
+      mma<T>(sums, {above.x, below.x, above.y, below.y}, w[i].x, w[i].y);
+      mma<T>(sums, {above.z, below.z, above.w, below.w}, w[i].z, w[i].w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) parts[warp][group + i / 2 * 8][quad * 2 + i % 2] = sums[i];
+  __syncthreads();
+  const int row = threadIdx.x / kFeatures, feature = threadIdx.x % kFeatures;
+  if (row >= p.rows || first + feature >= m.features) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += parts[i][row][feature];
+  finish<T>(p, m, row, first + feature, sum);
+}
+
+template <typename T, RowInput Input, int Ahead>
+cudaError_t launch(const FewRows& p, int tiles, cudaStream_t stream) {
+  constexpr auto kernel = few_rows_kernel<T, Input, Ahead>;
+  const int bytes = p.rows * stride_of(p.width) * static_cast<int>(sizeof(T));
+  constexpr int most = (kFewRowsElements + kFewRows * 96) * static_cast<int>(sizeof(T));
+  if (bytes > 40 * 1024) {
+    if (const cudaError_t error = allow_shared<kernel>(most); error != cudaSuccess) return error;
+  }
+  kernel<<<tiles, kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, RowInput Input>
+cudaError_t launch(const FewRows& p, int tiles, cudaStream_t stream) {
+  return p.width <= 4 * kWarps * kStep ? launch<T, Input, 4>(p, tiles, stream)
+                                       : launch<T, Input, 12>(p, tiles, stream);
+}
+
+template <typename T>
+cudaError_t launch(const FewRows& p, int tiles, cudaStream_t stream) {
+  switch (p.input) {
+    case RowInput::plain:
+      return launch<T, RowInput::plain>(p, tiles, stream);
+    case RowInput::rms_norm:
+      return launch<T, RowInput::rms_norm>(p, tiles, stream);
+    case RowInput::silu_rms_norm:
+      return launch<T, RowInput::silu_rms_norm>(p, tiles, stream);
+    case RowInput::silu_product:
+      return launch<T, RowInput::silu_product>(p, tiles, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace few_rows_product
+
+cudaError_t few_rows(FewRows p, cudaStream_t stream) {
+  int tiles = 0;
+  for (int i = 0; i < p.count; ++i) {
+    p.matrices[i].first_tile = tiles;
+    tiles += (p.matrices[i].features + few_rows_product::kFeatures - 1) / few_rows_product::kFeatures;
+  }
+  if (tiles == 0) return cudaSuccess;
+  return p.dtype == DType::bf16 ? few_rows_product::launch<__nv_bfloat16>(p, tiles, stream)
+                                : few_rows_product::launch<__half>(p, tiles, stream);
+}
+
+}  // namespace girih::kernels

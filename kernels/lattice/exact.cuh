@@ -1,0 +1,387 @@
+// A memory [D, M] in the registers of a block's warps, sums over it, and what one token does to it (exact.h).
+//
+// Warps have 16 columns each, a lane 4 of them and of every 32 rows 4: sums over rows, a column's, stay in
+// a warp; those over columns, a row's, go through shared memory. Beside these warps a block has helpers,
+// which bring the rows of the next tile of tokens to shared memory and write out what the last tile has
+// given, so that neither type nor stride of a tensor, nor the way to memory, is in the chain from token to
+// token.
+#pragma once
+
+#include "lattice/exact.h"
+#include "lattice/tokens.cuh"
+#include "tile/launch.h"
+#include "tile/pack.h"
+#include "tile/shared.h"
+
+namespace girih::kernels::lattice {
+
+template <int D_, int M_>
+struct ExactSizes {
+  static constexpr int D = D_, M = M_;   // with room for the call's
+  static constexpr int kPacks = D / 32;  // of 4 rows, a lane's
+  static constexpr int kWarps = M / 16;  // of the memory
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kHelpers = M == 64 ? 64 : 128;  // threads; registers are given to 4 warps at a time
+  static constexpr int kAll = kThreads + kHelpers;
+  static constexpr int kMemory = D * M;
+};
+
+// Where a thread's part of a memory lies: rows 32 j + row + (0..3), columns col + (0..3).
+struct ExactPlace {
+  int thread, warp, lane, row, col;
+  bool first;  // of the 8 lanes that have the same columns
+
+  __device__ ExactPlace()
+      : thread(threadIdx.x),
+        warp(thread / 32),
+        lane(thread % 32),
+        row(4 * (lane % 8)),
+        col(16 * warp + 4 * (lane / 8)),
+        first(lane % 8 == 0) {}
+};
+
+template <class Sizes>
+struct ExactMemory {
+  Pack<4> at[Sizes::kPacks][4];  // [j][row], of 4 columns
+};
+template <class Sizes>
+struct ExactRows {
+  Pack<4> at[Sizes::kPacks];
+
+  __device__ static ExactRows from(const float* x) {
+    const ExactPlace place;
+    ExactRows rows;
+#pragma unroll
+    for (int j = 0; j < Sizes::kPacks; ++j) rows.at[j] = load<4>(x + 32 * j + place.row);
+    return rows;
+  }
+};
+
+// f(j, e): of every four rows, and of every row among them.
+template <class Sizes, class F>
+__device__ inline void each_row(const F& f) {
+#pragma unroll
+  for (int j = 0; j < Sizes::kPacks; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f(j, e);
+  }
+}
+template <class F>
+__device__ inline void each_col(const F& f) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) f(c);
+}
+// f(j, e, c)
+template <class Sizes, class F>
+__device__ inline void each_entry(const F& f) {
+  each_row<Sizes>([&](int j, int e) { each_col([&](int c) { f(j, e, c); }); });
+}
+
+// The sum over all rows, of each lane's.
+__device__ inline void sum_rows(Pack<4>& x) {
+#pragma unroll
+  for (int other = 1; other < 8; other *= 2) {
+    each_col([&](int c) { x.at[c] += __shfl_xor_sync(~0u, x.at[c], other); });
+  }
+}
+__device__ inline float sum_lanes(float x) {
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+
+// to[row] = the sum over the warp's columns: in each of two steps a lane hands half of its rows to another
+// and keeps the rest.
+template <class Sizes>
+__device__ inline void store_row_sums(const ExactRows<Sizes>& x, float* to) {
+  const ExactPlace place;
+  constexpr int kAll = 4 * Sizes::kPacks, kHalf = kAll / 2, kLeft = kAll / 4;
+  const bool upper = place.lane & 8, second = place.lane & 16;
+  float half[kHalf];
+  Pack<kLeft> left;
+  const auto row = [&](int i) { return x.at[i / 4].at[i % 4]; };
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float got = __shfl_xor_sync(~0u, upper ? row(i) : row(i + kHalf), 8);
+    half[i] = (upper ? row(i + kHalf) : row(i)) + got;
+  }
+#pragma unroll
+  for (int i = 0; i < kLeft; ++i) {
+    const float got = __shfl_xor_sync(~0u, second ? half[i] : half[i + kLeft], 16);
+    left.at[i] = (second ? half[i + kLeft] : half[i]) + got;
+  }
+  const int from = (upper ? kHalf : 0) + (second ? kLeft : 0);
+  store<kLeft>(to + from / 4 * 32 + place.row + from % 4, left);
+}
+// The sum of what warps have stored, `of` [warps, D].
+template <class Sizes>
+__device__ inline ExactRows<Sizes> add_warps(const float* of) {
+  auto sum = ExactRows<Sizes>::from(of);
+#pragma unroll
+  for (int w = 1; w < Sizes::kWarps; ++w) {
+    const auto part = ExactRows<Sizes>::from(of + w * Sizes::D);
+    each_row<Sizes>([&](int j, int e) { sum.at[j].at[e] += part.at[j].at[e]; });
+  }
+  return sum;
+}
+// A barrier of the memory's warps.
+template <class Sizes>
+__device__ inline void memory_barrier() {
+  barrier_wait(1, Sizes::kThreads);
+}
+
+// A state's memory, [D, M] fp32 of any strides; absent or beyond its sizes: zeros.
+template <class Sizes>
+__device__ inline void load_memory(ExactMemory<Sizes>& x, const In<4>& from, int64_t n, int head,
+                                   const LatticeExactShape& shape) {
+  const ExactPlace place;
+  const float* const data = static_cast<const float*>(from.data);
+  each_entry<Sizes>([&](int j, int e, int c) {
+    const int d = 32 * j + place.row + e, m = place.col + c;
+    const bool there = data != nullptr && d < shape.D && m < shape.M;
+    x.at[j][e].at[c] = there ? data[offset_of(from, n, head, d, m)] : 0.f;
+  });
+}
+template <class Sizes>
+__device__ inline void store_memory(const Out<4>& to, const ExactMemory<Sizes>& x, int64_t n, int head,
+                                    const LatticeExactShape& shape) {
+  const ExactPlace place;
+  float* const data = static_cast<float*>(to.data);
+  each_entry<Sizes>([&](int j, int e, int c) {
+    const int d = 32 * j + place.row + e, m = place.col + c;
+    if (d < shape.D && m < shape.M) data[offset_of(to, n, head, d, m)] = x.at[j][e].at[c];
+  });
+}
+// f(j, row, where it lies) of all of a kept memory that is the thread's.
+template <class Sizes, class F>
+__device__ inline void each_kept(const LatticeExactShape& shape, int64_t number, int head, const F& f) {
+  const ExactPlace place;
+  const int columns = lattice_kept_columns(shape);
+  const int64_t memory = (number * shape.heads + head) * shape.D * columns;
+  each_row<Sizes>([&](int j, int e) {
+    const int d = 32 * j + place.row + e;
+    if (d < shape.D && place.col < columns) f(j, e, memory + d * columns + place.col);
+  });
+}
+
+// Tokens of one head, and which of Sizes::kHelpers helpers this thread is.
+template <class Sizes>
+struct ExactTile {
+  int64_t batch, first;
+  int count, head, helper;
+
+  // Rows to shared memory in fp32, one every `stride` floats; zeros in the room beyond their width, and of an
+  // absent tensor.
+  template <int Room>
+  __device__ void bring(float* to, int stride, const In<4>& x, int of_head, int width) const {
+    constexpr int kAtOnce = 8, kStep = Sizes::kHelpers;
+    const int64_t from = offset_of(x, batch, first, of_head);
+    with_stored(x.dtype, [&](auto zero) {
+      for (int begin = helper; begin < count * Room; begin += kAtOnce * kStep) {
+        RawElement raw[kAtOnce];
+#pragma unroll
+        for (int b = 0; b < kAtOnce; ++b) {
+          const int u = (begin + b * kStep) / Room, c = (begin + b * kStep) % Room;
+          if (u < count && c < width && x.data != nullptr) {
+            raw[b] = load_stored<decltype(zero)>(x.data, from + u * x.stride[1] + c * x.stride[3]);
+          }
+        }
+#pragma unroll
+        for (int b = 0; b < kAtOnce; ++b) {
+          const int u = (begin + b * kStep) / Room, c = (begin + b * kStep) % Room;
+          if (u < count) to[u * stride + c] = value_of(raw[b], x.dtype);
+        }
+      }
+    });
+  }
+  // A number of each token.
+  __device__ void bring(float* to, int stride, const In<3>& x) const {
+    for (int u = helper; u < count; u += Sizes::kHelpers)
+      to[u * stride] = x.data == nullptr ? 0.f : load_any(x, batch, first + u, head);
+  }
+  // f(token of the tile, i), i below size, which there is `Room` for.
+  template <int Room, class F>
+  __device__ void each(int size, const F& f) const {
+    for (int x = helper; x < count * Room; x += Sizes::kHelpers) {
+      if (x % Room < size) f(x / Room, x % Room);
+    }
+  }
+};
+
+// What a token's row in shared memory has for exact_step(), in this order.
+template <class Sizes>
+struct ExactToken {
+  static constexpr int kFloats = Sizes::M + Sizes::D + 4;
+  const float *k, *v;
+  float gamma, g;
+
+  __device__ explicit ExactToken(const float* row)
+      : k(row), v(row + Sizes::M), gamma(v[Sizes::D]), g(v[Sizes::D + 1]) {}
+
+  __device__ static void bring(float* to, int stride, const LatticeExactInputs& of,
+                               const ExactTile<Sizes>& tile) {
+    tile.template bring<Sizes::M>(to, stride, of.k, tile.head, of.shape.M);
+    tile.template bring<Sizes::D>(to + Sizes::M, stride, of.v, tile.head, of.shape.D);
+    tile.bring(to + Sizes::M + Sizes::D, stride, of.gamma);
+    tile.bring(to + Sizes::M + Sizes::D + 1, stride, of.g);
+  }
+};
+
+// The memory of a chunk as it goes from token to token.
+template <class Sizes>
+struct ExactState {
+  ExactMemory<Sizes> S, Delta;
+  float L;  // the sum of the chunk's gates so far
+};
+
+// What a token has made: h, a of a column, and 1 / |x|, or 1; 0 of a column of zeros. `kept`: m.
+template <class Sizes>
+struct ExactMade {
+  ExactRows<Sizes> h;
+  Pack<4> a, inverse;
+  float kept, threshold;
+};
+
+// An entry of x.
+template <class Sizes>
+__device__ inline float moved(const ExactState<Sizes>& state, const ExactMade<Sizes>& made,
+                              const LatticeExactShape& shape, int j, int e, int c) {
+  const float x = fmaf(made.kept, state.S.at[j][e].at[c], state.Delta.at[j][e].at[c]);
+  if (shape.shrinkage == 0.f) return x;
+  return x == 0.f ? 0.f : copysignf(fmaxf(fabsf(x) - made.threshold, 0.f), x);
+}
+// 1 / |x| to a rounding or two, without the branches of a root and a division; of 0 it is 0.
+__device__ inline float inverse_norm(float square) {
+  const float y = rsqrtf(square);
+  return square > 0.f ? y * fmaf(-0.5f * square * y, y, 1.5f) : 0.f;
+}
+// 1 / l, of |s|^2.
+__device__ inline Pack<4> unit_of(const Pack<4>& square, const LatticeExactShape& shape) {
+  Pack<4> unit;
+  each_col([&](int c) { unit.at[c] = shape.normalize ? 1.f : inverse_norm(square.at[c]); });
+  return unit;
+}
+
+// Delta after the token; the chunk's S stays. `parts`: [2, warps, D], of which tokens take turns.
+template <class Sizes>
+__device__ inline ExactMade<Sizes> exact_step(ExactState<Sizes>& state, const LatticeExactShape& shape,
+                                              const ExactToken<Sizes>& token, float* parts, int turn) {
+  const ExactPlace place;
+  auto &S = state.S, &Delta = state.Delta;
+  ExactMade<Sizes> made;
+  const Pack<4> k = load<4>(token.k + place.col);
+  Pack<4> square = zeros<4>();
+  if (!shape.normalize) {
+    each_entry<Sizes>(
+        [&](int j, int e, int c) { square.at[c] = fmaf(S.at[j][e].at[c], S.at[j][e].at[c], square.at[c]); });
+    sum_rows(square);
+  }
+  const Pack<4> unit = unit_of(square, shape);
+
+  // decode: h = phi k - v, else h = v
+  made.h = ExactRows<Sizes>::from(token.v);
+  if (shape.objective == LatticeObjective::decode) {
+    ExactRows<Sizes> read;
+    each_row<Sizes>([&](int j, int e) {
+      float sum = 0.f;
+      each_col([&](int c) { sum = fmaf(S.at[j][e].at[c], k.at[c] * unit.at[c], sum); });
+      read.at[j].at[e] = sum;
+    });
+    float* const mine = parts + turn * Sizes::kWarps * Sizes::D;
+    store_row_sums<Sizes>(read, mine + place.warp * Sizes::D);
+    memory_barrier<Sizes>();
+    read = add_warps<Sizes>(mine);
+    each_row<Sizes>([&](int j, int e) { made.h.at[j].at[e] = read.at[j].at[e] - made.h.at[j].at[e]; });
+  }
+
+  // a = phi^T h, W = step c / l
+  Pack<4>& a = made.a;
+  a = zeros<4>();
+  each_entry<Sizes>(
+      [&](int j, int e, int c) { a.at[c] = fmaf(made.h.at[j].at[e], S.at[j][e].at[c], a.at[c]); });
+  sum_rows(a);
+  const float step = sign_of(shape.objective) * token.gamma;
+  Pack<4> W, along;
+  each_col([&](int c) {
+    a.at[c] *= unit.at[c];
+    const float by = shape.objective == LatticeObjective::encode ? a.at[c] - k.at[c] : k.at[c];
+    W.at[c] = step * by * unit.at[c];
+    along.at[c] = a.at[c] * unit.at[c];
+  });
+
+  // Delta <- e^g Delta + (h - phi a) W, x = m S + Delta; |x|
+  state.L += token.g;
+  const float decay = expf(token.g);
+  made.kept = expf(fmaxf(state.L, -30.f)), made.threshold = shape.shrinkage * token.gamma;
+  square = zeros<4>();
+  each_entry<Sizes>([&](int j, int e, int c) {
+    float& d = Delta.at[j][e].at[c];
+    d = fmaf(W.at[c], fmaf(-S.at[j][e].at[c], along.at[c], made.h.at[j].at[e]), decay * d);
+    const float x = moved(state, made, shape, j, e, c);
+    square.at[c] = shape.normalize ? fmaf(x, x, square.at[c]) : square.at[c] + fabsf(x);
+  });
+  sum_rows(square);
+  each_col([&](int c) {
+    const float inverse = inverse_norm(square.at[c]);
+    made.inverse.at[c] = shape.normalize || inverse == 0.f ? inverse : 1.f;
+  });
+  return made;
+}
+
+// Of y.
+template <class Sizes>
+__device__ inline float read_of(const ExactState<Sizes>& state, const ExactMade<Sizes>& made,
+                                const LatticeExactShape& shape, int j, int e, int c) {
+  const float inverse = made.inverse.at[c];
+  return inverse > 0.f ? moved(state, made, shape, j, e, c) * inverse : state.S.at[j][e].at[c];
+}
+// S <- y, Delta <- 0, where a chunk ends; what reads y after it finds it in S. (Before it, y would stay in
+// registers beside S and Delta.)
+template <class Sizes>
+__device__ inline void end_chunk(ExactState<Sizes>& state, ExactMade<Sizes>& made,
+                                 const LatticeExactShape& shape) {
+  each_entry<Sizes>([&](int j, int e, int c) {
+    state.S.at[j][e].at[c] = read_of(state, made, shape, j, e, c);
+    state.Delta.at[j][e].at[c] = 0.f;
+  });
+  made.inverse = zeros<4>();
+  state.L = 0.f;
+}
+
+// The sequence and head of a block's turn, and where it stands.
+struct ExactSequence {
+  ChunkedSequence of;  // in segments
+  int head, begun;     // tokens of the first chunk that came before
+  bool resumed;        // with steps and gates of it
+
+  __device__ ExactSequence(const LatticeExactInputs& in, int64_t item)
+      : of(chunked_sequence(lattice_segments(in.shape), item / in.shape.heads)),
+        head(static_cast<int>(item % in.shape.heads)),
+        begun(of.begun % in.shape.chunk),
+        resumed(in.shape.position != nullptr && in.shape.chunk > 1) {}
+
+  __device__ int64_t batch() const { return of.sequence.batch; }
+  __device__ int64_t index() const { return of.sequence.index; }
+  __device__ int64_t length() const { return of.sequence.end - of.sequence.start; }
+};
+
+// The sizes that have room: launch(Sizes).
+template <class Launch>
+inline cudaError_t by_exact_size(const LatticeExactShape& shape, const Launch& launch) {
+  if (shape.D > kLatticeWidest || shape.M > kLatticeWidest || shape.chunk > kMostChunk) {
+    return cudaErrorInvalidValue;
+  }
+  if (shape.D <= 64) return shape.M <= 64 ? launch(ExactSizes<64, 64>()) : launch(ExactSizes<64, 128>());
+  return shape.M <= 64 ? launch(ExactSizes<128, 64>()) : launch(ExactSizes<128, 128>());
+}
+
+// Whether `limit` bytes of shared memory are enough for forward.
+cudaError_t exact_scan_fits(const LatticeExactShape& shape, int limit, bool& fits);
+
+// Tokens of a tile, both of whose buffers have room in `floats`.
+inline int tile_of(int64_t floats, int64_t a_token) {
+  const int64_t tokens = floats / (2 * a_token);
+  return static_cast<int>(tokens < 8 ? tokens : 8);
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,308 @@
+// One token of backward (exact.h), from what forward has made of it, and where backward finds it.
+#pragma once
+
+#include "lattice/exact.cuh"
+#include "lattice/launch.h"
+
+namespace girih::kernels::lattice {
+
+// A segment of a sequence: tokens `start`.. of the batch's row, of which the first has `begun` of its chunk
+// before it.
+struct Segment {
+  int64_t number, start;
+  int length, begun;
+  bool first;
+
+  __device__ Segment(const LatticeExactShape& shape, const ExactSequence& here, int64_t i)
+      : number(here.of.first + i), begun(i == 0 ? here.begun : 0), first(i == 0) {
+    const Chunk chunk = chunk_of(lattice_segments(shape), here.of, i);
+    start = chunk.start, length = chunk.length;
+  }
+};
+
+// Where a thread's packs of a memory lie that only it reads: neighbouring threads' side by side.
+template <class Sizes, class T>
+__device__ inline T* own(T* memory, int j, int e) {
+  return memory + ((4 * j + e) * Sizes::kThreads + threadIdx.x) * 4;
+}
+template <class Sizes>
+__device__ inline void store_own(float* to, const ExactMemory<Sizes>& x) {
+  each_row<Sizes>([&](int j, int e) { store<4>(own<Sizes>(to, j, e), x.at[j][e]); });
+}
+template <class Sizes>
+__device__ inline void load_own(ExactMemory<Sizes>& x, const float* from) {
+  each_row<Sizes>([&](int j, int e) { x.at[j][e] = load<4>(own<Sizes>(from, j, e)); });
+}
+
+// A token's floats in shared memory: k, the vectors h [D], a and 1 / |x| [M], gamma and g, then q and do of
+// every query head; and what it gives: dq of every query head, dk, and dh, each warp's columns of it.
+template <class Sizes>
+struct GradientRow {
+  static constexpr int kVectors = Sizes::D + 2 * Sizes::M;
+  int group, in, out;
+
+  __host__ __device__ explicit GradientRow(int group)
+      : group(group),
+        in(Sizes::M + kVectors + 4 + group * (Sizes::M + Sizes::D)),
+        out((group + 1) * Sizes::M + Sizes::kWarps * Sizes::D) {}
+
+  static constexpr int kH = Sizes::M, kA = kH + Sizes::D, kInverse = kA + Sizes::M;
+  static constexpr int kGamma = kInverse + Sizes::M, kMember = Sizes::M + Sizes::D;
+  __device__ int q(int member) const { return kGamma + 4 + member * kMember; }
+  __device__ int dout(int member) const { return q(member) + Sizes::M; }
+  __device__ int dq(int member) const { return member * Sizes::M; }
+  __device__ int dk() const { return group * Sizes::M; }
+  __device__ int dh() const { return dk() + Sizes::M; }
+
+  __device__ static void keep(float* vectors, const ExactMade<Sizes>& made) {
+    const ExactPlace place;
+    if (place.warp == 0 && place.lane < 8) {
+#pragma unroll
+      for (int j = 0; j < Sizes::kPacks; ++j) store<4>(vectors + 32 * j + place.row, made.h.at[j]);
+    }
+    if (place.first) {
+      store<4>(vectors + kA - kH + place.col, made.a);
+      store<4>(vectors + kInverse - kH + place.col, made.inverse);
+    }
+  }
+};
+
+// Of a segment's tokens: the sum of the chunk's gates, and of every warp what it adds to dgamma, to dx.S, and
+// to e^g dDelta.Delta of the memory before the token.
+template <class Sizes>
+struct TokenNumbers {
+  static constexpr int kWarps = Sizes::kWarps;
+  float* data;
+
+  __device__ float* gates(int token) const { return data + token; }
+  __device__ float* dgamma(int token, int warp) const {
+    return data + kLatticeSegment + token * kWarps + warp;
+  }
+  __device__ float* along(int token, int warp) const {
+    return dgamma(kLatticeSegment, 0) + token * kWarps + warp;
+  }
+  __device__ float* before(int token, int warp) const {
+    return along(kLatticeSegment, 0) + token * kWarps + warp;
+  }
+  __device__ static float sum(const float* of) {
+    float sum = 0.f;
+    for (int w = 0; w < kWarps; ++w) sum += of[w];
+    return sum;
+  }
+};
+
+// Where a call goes on within a chunk, S and the steps Delta_0 before it are tangent to one another, and as
+// in chunk form (maths of `n`, csrc/ops/lattice/cpu.cpp) |x|^2 of a read does not hang on s.Delta_0, which is
+// 0, while as x is made here it has 2 (m - sigma) e^{L_t - L_0} s.Delta_0, sigma = sum of E_tj W_j a_j. What
+// reads have so given is taken back, a column's sum over the first chunk's tokens times Delta_0 and S:
+//
+//     c_t = e^{L_t - L_0} (y.dy) / |x|^2     C_j = c_j + e^{g_{j+1}} C_{j+1}     sum += c_j m_j - W_j a_j C_j
+struct StartCross {
+  Pack<4> sum = zeros<4>(), C = zeros<4>();
+};
+
+// A token on the way back.
+template <class Sizes>
+struct TokenBack {
+  using Row = GradientRow<Sizes>;
+  const LatticeExactShape& shape;
+  const Row& row;
+  const float *in, *y, *S;  // its row, and memories as store_own() leaves them
+  float* out;
+  const TokenNumbers<Sizes> numbers;
+  int token;
+  bool ends;          // it is its chunk's last
+  StartCross* cross;  // null: the token is of no chunk that was begun before
+  float L_start;
+  ExactMemory<Sizes>&dS, &dDelta;  // before: of what comes after it; after: of what came before it
+  const ExactPlace place = {};
+  Pack<4> along, read_along, inverse, of_h, of_s, square;  // y.dy, 1 / |x|, dDelta^T h, dDelta.phi, |s|^2
+  float kept, dkept, dthreshold;
+
+  __device__ Pack<4> of(const float* memory, int j, int e) const { return load<4>(own<Sizes>(memory, j, e)); }
+  __device__ Pack<4> cols(int at) const { return load<4>(in + at + place.col); }
+  __device__ Pack<4> rows(int at, int j) const { return load<4>(in + at + 32 * j + place.row); }
+
+  // goes_on: what comes after the token is of its chunk, and has a gate.
+  __device__ void back(bool goes_on) {
+    inverse = cols(row.kInverse), kept = expf(fmaxf(*numbers.gates(token), -30.f));
+    if (goes_on) before_next();
+    read();
+    move();
+    step();
+  }
+
+  // Of the dg of the token after: (e^g dDelta).Delta, Delta = |x| y - m S.
+  __device__ void before_next() {
+    Pack<4> length;
+    each_col([&](int c) { length.at[c] = inverse.at[c] > 0.f ? __fdividef(1.f, inverse.at[c]) : 0.f; });
+    float sum = 0.f;
+    each_row<Sizes>([&](int j, int e) {
+      const Pack<4> read = of(y, j, e), s = of(S, j, e);
+      each_col([&](int c) {
+        sum = fmaf(dDelta.at[j][e].at[c], fmaf(read.at[c], length.at[c], -kept * s.at[c]), sum);
+      });
+    });
+    sum = sum_lanes(sum);
+    if (place.lane == 0) *numbers.before(token + 1, place.warp) = sum;
+  }
+
+  // dq = y^T do; y.dy
+  __device__ void read() {
+    along = zeros<4>();
+    for (int member = 0; member < row.group; ++member) {
+      const Pack<4> q = cols(row.q(member));
+      Pack<4> dq = zeros<4>();
+#pragma unroll
+      for (int j = 0; j < Sizes::kPacks; ++j) {
+        const Pack<4> dout = rows(row.dout(member), j);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const Pack<4> read = of(y, j, e);
+          each_col([&](int c) { dq.at[c] = fmaf(read.at[c], dout.at[e], dq.at[c]); });
+        }
+      }
+      sum_rows(dq);
+      if (place.first) store<4>(out + row.dq(member) + place.col, dq);
+      each_col([&](int c) { along.at[c] = fmaf(q.at[c], dq.at[c], along.at[c]); });
+    }
+    read_along = along;
+    if (!ends) return;
+    Pack<4> next = zeros<4>();
+    each_row<Sizes>([&](int j, int e) {
+      const Pack<4> read = of(y, j, e);
+      each_col([&](int c) { next.at[c] = fmaf(read.at[c], dS.at[j][e].at[c], next.at[c]); });
+    });
+    sum_rows(next);
+    each_col([&](int c) { along.at[c] += next.at[c]; });
+  }
+
+  // dx = (dy - y (y.dy)) / |x|, dDelta <- dDelta + dx, dS <- dS + m dx
+  __device__ void move() {
+    if (!shape.normalize) along = zeros<4>();
+    of_h = of_s = square = zeros<4>();
+    dkept = dthreshold = 0.f;
+#pragma unroll
+    for (int j = 0; j < Sizes::kPacks; ++j) {
+      Pack<4> dy[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dy[e] = ends ? dS.at[j][e] : zeros<4>();
+      for (int member = 0; member < row.group; ++member) {
+        const Pack<4> dout = rows(row.dout(member), j), q = cols(row.q(member));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          each_col([&](int c) { dy[e].at[c] = fmaf(dout.at[e], q.at[c], dy[e].at[c]); });
+        }
+      }
+      const Pack<4> h = rows(row.kH, j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Pack<4> read = of(y, j, e), s = of(S, j, e);
+        each_col([&](int c) {
+          float dx = inverse.at[c] * fmaf(-read.at[c], along.at[c], dy[e].at[c]);
+          if (shape.shrinkage > 0.f) {
+            dx = read.at[c] == 0.f ? 0.f : dx;
+            dthreshold -= read.at[c] > 0.f ? dx : -dx;
+          }
+          const float stays = inverse.at[c] > 0.f ? 0.f : dy[e].at[c];  // a column of zeros
+          float &to = dS.at[j][e].at[c], &d = dDelta.at[j][e].at[c];
+          to = fmaf(kept, dx, (ends ? 0.f : to) + stays);
+          d = (ends ? 0.f : d) + dx;
+          dkept = fmaf(dx, s.at[c], dkept);
+          of_h.at[c] = fmaf(d, h.at[e], of_h.at[c]);
+          of_s.at[c] = fmaf(d, s.at[c], of_s.at[c]);
+          square.at[c] = fmaf(s.at[c], s.at[c], square.at[c]);
+        });
+      }
+    }
+    sum_rows(of_h), sum_rows(of_s);
+    if (!shape.normalize) sum_rows(square);
+  }
+
+  // dW, da, dh, dphi, and what they give; dDelta <- e^g dDelta
+  __device__ void step() {
+    const bool decode = shape.objective == LatticeObjective::decode,
+               encode = shape.objective == LatticeObjective::encode;
+    const Pack<4> k = cols(0), a = cols(row.kA), unit = unit_of(square, shape);
+    const float sign = sign_of(shape.objective), step = sign * in[row.kGamma];
+    Pack<4> W, dW, da, dk;
+    float dstep = 0.f;
+    each_col([&](int c) {
+      of_s.at[c] *= unit.at[c];
+      const float by = encode ? a.at[c] - k.at[c] : k.at[c];
+      W.at[c] = step * by * unit.at[c];
+      dW.at[c] = fmaf(-a.at[c], of_s.at[c], of_h.at[c]);  // of W as it is, so divided by l
+      const float dby = step * unit.at[c] * dW.at[c];
+      dstep = fmaf(dW.at[c] * unit.at[c], by, dstep);
+      da.at[c] = (encode ? dby : 0.f) - W.at[c] * of_s.at[c];
+      dk.at[c] = encode ? -dby : dby;
+    });
+    const float dgamma = sum_lanes((place.first ? sign * dstep : 0.f) + shape.shrinkage * dthreshold);
+    dkept = sum_lanes(dkept);
+    if (place.lane == 0) {
+      *numbers.dgamma(token, place.warp) = dgamma;
+      *numbers.along(token, place.warp) = dkept;
+    }
+
+    // dh = dDelta W + phi da; of decode also phi^T dh
+    ExactRows<Sizes> dh;
+    each_row<Sizes>([&](int j, int e) {
+      const Pack<4> s = of(S, j, e);
+      float sum = 0.f;
+      each_col([&](int c) {
+        sum = fmaf(dDelta.at[j][e].at[c], W.at[c], fmaf(s.at[c], da.at[c] * unit.at[c], sum));
+      });
+      dh.at[j].at[e] = sum;
+    });
+    float* const parts = out + row.dh();
+    store_row_sums<Sizes>(dh, parts + place.warp * Sizes::D);
+    Pack<4> through = zeros<4>();
+    if (decode) {
+      memory_barrier<Sizes>();
+      dh = add_warps<Sizes>(parts);
+      each_row<Sizes>([&](int j, int e) {
+        const Pack<4> s = of(S, j, e);
+        each_col([&](int c) { through.at[c] = fmaf(s.at[c], dh.at[j].at[e], through.at[c]); });
+      });
+      sum_rows(through);
+      each_col([&](int c) { dk.at[c] += through.at[c] *= unit.at[c]; });
+    }
+    if (place.first) store<4>(out + row.dk() + place.col, dk);
+
+    // dphi = -dDelta * (W a) + h da^T + dh k^T; dS <- dS + dphi, or (dphi - phi (phi.dphi + dW W)) / l
+    Pack<4> by_delta, by_h, by_dh, by_s;
+    each_col([&](int c) {
+      const float Wa = W.at[c] * a.at[c], of_k = decode ? k.at[c] : 0.f;
+      by_delta.at[c] = -Wa * unit.at[c], by_h.at[c] = da.at[c] * unit.at[c], by_dh.at[c] = of_k * unit.at[c];
+      const float to_phi = fmaf(-of_s.at[c], Wa, fmaf(a.at[c], da.at[c], through.at[c] * of_k));
+      by_s.at[c] = -unit.at[c] * unit.at[c] * fmaf(dW.at[c], W.at[c], to_phi);
+    });
+    const float decay = expf(in[row.kGamma + 1]);
+    if (cross != nullptr) {
+      const float from_start = expf(*numbers.gates(token) - L_start);
+      each_col([&](int c) {
+        const float of_read = from_start * inverse.at[c] * inverse.at[c] * read_along.at[c];
+        float& C = cross->C.at[c];
+        C += of_read;
+        cross->sum.at[c] = fmaf(of_read, kept, fmaf(-W.at[c] * a.at[c], C, cross->sum.at[c]));
+        C *= decay;
+      });
+    }
+#pragma unroll
+    for (int j = 0; j < Sizes::kPacks; ++j) {
+      const Pack<4> h = rows(row.kH, j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Pack<4> s = shape.normalize ? zeros<4>() : of(S, j, e);
+        each_col([&](int c) {
+          float &to = dS.at[j][e].at[c], &d = dDelta.at[j][e].at[c];
+          to = fmaf(d, by_delta.at[c], fmaf(h.at[e], by_h.at[c], to));
+          to = fmaf(dh.at[j].at[e], by_dh.at[c], fmaf(s.at[c], by_s.at[c], to));
+          d *= decay;
+        });
+      }
+    }
+  }
+};
+
+}  // namespace girih::kernels::lattice

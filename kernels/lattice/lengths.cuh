@@ -1,0 +1,43 @@
+// What a read divides by, of 16 vectors and the chunk's 16 tokens: the vectors are rows, tokens columns, and
+// all is in the registers of one warp.
+#pragma once
+
+#include "lattice/tokens.cuh"
+
+namespace girih::kernels::lattice {
+
+// sigma^T, and of n^T and of its floor's r^T (within.cuh) what a resumed chunk's Delta does not add.
+// `squares`: |h|^2 of the lane's columns.
+__device__ inline void make_lengths(Sums<2>& sigma, Sums<2>& r, Sums<2>& n, const Sums<2>& W,
+                                    const Sums<2>& a, const Sums<2>& N, const Triangles& triangles,
+                                    const float2 (&squares)[2]) {
+  Sums<2> x = W;
+  multiply(x, a);
+  fill(sigma, 0.f);
+  add_sums(sigma, x, triangles.decay);
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const float2 h2 = squares[b];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float w = W.at[b][i], Wa = x.at[b][i], own = w * w * (i & 1 ? h2.y : h2.x);
+      r.at[b][i] = own;
+      x.at[b][i] = own - Wa * Wa + 2.f * w * (N.at[b][i] - a.at[b][i] * (sigma.at[b][i] - Wa));
+    }
+  }
+  // A floor may be rough.
+  uint32_t rounded[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    rounded[i] = pair_of<__nv_bfloat16>(r.at[i / 2][i % 2 * 2], r.at[i / 2][i % 2 * 2 + 1]);
+  }
+  fill(r, 0.f);
+  fill(n, 0.f);
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    mma<__nv_bfloat16>(r.at[b], rounded, triangles.square.hi[b][0], triangles.square.hi[b][1]);
+  }
+  add_sums(n, x, triangles.square);
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,330 @@
+// reads.cuh by a single warp, for chunks of at most 16 tokens and memories of at most
+// 64 x 64, each with a query head of its own and no chunk resumed. It goes through a chunk's 64 vectors 16 at
+// a time, each with the chunk's 16 tokens as columns, and what a product leaves in registers is the next
+// one's factor: as in read_short.cuh, with
+//
+//     F_tj = E_tj step_j          W_j = step_j c_j          P = tril(q~ c^T) F          R = tril(eta c^T) F
+//
+// What is a sum over vectors (P, R and numbers of tokens) stays in registers; what the vectors have
+// of dk and dS waits for dH, as factors in shared memory: reads_memory_short.cuh.
+#pragma once
+
+#include "lattice/lengths.cuh"
+#include "lattice/reads.cuh"
+#include "pipe/roots.h"
+
+namespace girih::kernels::lattice {
+
+template <typename T>
+struct ShortReads {
+  using S = Sizes<T, 16, 64, 64, true>;
+  static constexpr int kThreads = 32;
+  // 16 x 16 blocks as left factors, a block for every 16 vectors: 16 bytes a lane.
+  using Blocks = uint4*;
+  static constexpr int kBlocks = S::M / 16, kOfBlocks = kBlocks * 32;
+  static constexpr int kBytes = S::Memory::kBytes + 4 * S::Keys::kBytes +
+                                3 * kOfBlocks * static_cast<int>(sizeof(uint4)) +
+                                static_cast<int>(sizeof(ChunkTokens<16>));
+
+  using Columns = Sums<2>;    // [16 vectors, tokens]
+  using Block = uint32_t[4];  // such, rounded: a left factor
+  static constexpr float kLift = lift<T>();
+
+  const LatticeReads& p;
+  const Part& part;
+  typename S::Memory memory;       // S^T, then dS^T
+  typename S::Keys k, h, q, dout;  // K, then dk; V, then H; Q, then dq, then dv
+  Blocks along, da, dW;            // q~ (m - sigma), da, step dW
+  ChunkTokens<16>* tokens;
+
+  // What there is of all tokens, in the place of columns or of factors.
+  struct Inner {
+    Triangles forward, backward;
+    Sums<2> decays;                        // E, [t, j], zero for j > t
+    Block own, own_back;                   // tril(G, -1) F; (tril(G, -1) E)^T
+    Block scores, scores_back;             // tril(dO H^T) F; (tril(dO H^T) E)^T
+    float2 squares[2], steps[2], kept[2];  // |h|^2, step, m of the lane's columns
+  };
+  // Sums over all vectors.
+  struct Gathered {
+    Sums<2> reads, pairs;         // q~ c^T, eta c^T
+    float2 gammas[2], floors[2];  // of the lane's columns and rows
+  };
+
+  __device__ ShortReads(const LatticeReads& p, const Part& part, unsigned char* shared) : p(p), part(part) {
+    Layout layout(shared);
+    layout(memory)(k)(h)(q)(dout)(along, kOfBlocks)(da, kOfBlocks)(dW, kOfBlocks)(tokens, 1);
+  }
+
+  // The sums over vectors; and q~ (m - sigma), da, dW and dq where the rest looks for them.
+  __device__ void run(Gathered& sums, Inner& inner) const {
+    bring();
+    make_inner(inner);
+    fill(sums.reads, 0.f);
+    fill(sums.pairs, 0.f);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) sums.gammas[n] = sums.floors[n] = {0.f, 0.f};
+#pragma unroll 1
+    for (int first = 0; first < S::M; first += 16) add_vectors(sums, inner, first);
+    put_numbers(sums);
+  }
+
+  __device__ bool is(LatticeObjective objective) const { return p.shape.objective == objective; }
+
+  // Of the memory. Where it fills its tile it is one piece, and addresses differ by what the compiler knows.
+  __device__ int64_t place() const {
+    return (part.number * p.shape.heads + part.head) * static_cast<int64_t>(p.shape.M * p.shape.D);
+  }
+  __device__ bool is_whole() const { return p.shape.D == S::D && p.shape.M == S::M; }
+  template <class In>
+  __device__ void bring(const typename S::Keys& to, const In& from, int cols) const {
+    bring_by_warp(to, row_of<T>(from, part.batch(), part.chunk.start, part.head), from.stride[1],
+                  part.chunk.length, cols);
+  }
+  __device__ void bring() const {
+    const LatticeShape& shape = p.shape;
+    const T* const from = static_cast<const T*>(p.memories) + place();
+    bring(k, p.k, shape.M);
+    bring(h, p.v, shape.D);
+    if (is_whole()) {
+      load_async<32>(memory, from, S::D, S::M, S::D, lane());
+    } else {
+      bring_by_warp(memory, from, shape.D, shape.M, shape.D);
+    }
+    commit_copies();
+    bring(q, p.q, shape.M);
+    bring(dout, p.dout, shape.D);
+    commit_copies();
+    put_tokens<T>(*tokens, p, p.start, part);
+    wait_copies<1>();
+    __syncwarp();
+    if (is(LatticeObjective::decode)) make_h();
+    wait_copies<0>();
+    __syncwarp();
+  }
+  // H = K S^T - V in the place of V.
+  __device__ void make_h() const {
+    Sums<8> sums;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t v[4];
+      load_block(v, h, 0, 16 * i);
+      unpack<T>(reinterpret_cast<Sums<2>&>(sums.at[2 * i]), v);
+    }
+    scale_rows(sums, {-1.f, -1.f});
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t x[4];
+      load_block(x, k, 0, 16 * i);
+      add_product<T>(sums, x, memory, 16 * i);
+    }
+    Operand<4> rounded;
+    round_to<T>(rounded, sums);
+    __syncwarp();
+    store_blocks(h, 0, 0, rounded);
+  }
+
+  __device__ static float2 of_columns(const float* numbers, int n) {
+    return *reinterpret_cast<const float2*>(numbers + 8 * n + lane_col());
+  }
+
+  __device__ void make_inner(Inner& to) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      to.steps[n] = of_columns(tokens->step, n), to.kept[n] = of_columns(tokens->kept, n);
+    }
+    make_triangles(to.forward, to.decays, *tokens);
+    turn(to.backward, to.forward);
+    // H H^T, dO H^T
+    Sums<2> g, scores;
+    fill(g, 0.f);
+    fill(scores, 0.f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t x[4], y[4];
+      load_block(x, h, 0, 16 * i);
+      load_block(y, dout, 0, 16 * i);
+      add_product_of_rows<T>(g, x, x);
+      add_product_of_rows<T>(scores, y, x);
+    }
+    squares_of(to.squares, g);
+    apply(g, 0, 0, [&](float x, int t, int j) { return j < t ? x : 0.f; });
+    make_factors(to.own, to.own_back, g, to);
+    make_factors(to.scores, to.scores_back, scores, to);
+  }
+  // x F, and (x E)^T.
+  __device__ static void make_factors(Block& with_steps, Block& back, Sums<2>& x, const Inner& inner) {
+    multiply(x, inner.decays);
+    Sums<2> y = x;
+    scale_columns(y, [&](int n) { return inner.steps[n]; });
+    bound<T>(x);
+    bound<T>(y);
+    pack<T>(with_steps, y);
+    pack<T>(back, x);
+    transpose_block(back);
+  }
+
+  // f(n, i) for all elements at[n][i] of columns.
+  template <class F>
+  __device__ static void for_elements(const F& f) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(n, i);
+    }
+  }
+  __device__ static float of(const float2 (&numbers)[2], int n, int i) {
+    return i & 1 ? numbers[n].y : numbers[n].x;
+  }
+  // A rounded, lowered factor.
+  __device__ static void lower(Block& to, Columns x) {
+    scale_rows(x, {1.f / kLift, 1.f / kLift});
+    bound<T>(x);
+    pack<T>(to, x);
+  }
+  __device__ static void keep(Blocks to, int first, const Block& x) {
+    to[2 * first + lane()] = {x[0], x[1], x[2], x[3]};
+  }
+  __device__ static void get(Block& x, Blocks from, int first) {
+    const uint4 y = from[2 * first + lane()];
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  }
+
+  // All that 16 vectors give before dH is there.
+  __device__ void add_vectors(Gathered& all, const Inner& inner, int first) const {
+    const bool encode = is(LatticeObjective::encode);
+    // a^T = S^T H^T, (dB)^T = S^T dO^T
+    Columns a, dB;
+    fill(a, 0.f);
+    fill(dB, 0.f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Block s;
+      load_block(s, memory, first, 16 * i);
+      add_product_transposed<T>(a, s, h, 0, 16 * i);
+      add_product_transposed<T>(dB, s, dout, 0, 16 * i);
+    }
+    // c^T, W^T, N^T; and c
+    Block c, keys;
+    Columns key, W, N;
+    load_block_transposed(c, k, first, 0);
+    unpack<T>(key, c);
+    if (encode) {
+      for_elements([&](int n, int i) { key.at[n][i] = a.at[n][i] - key.at[n][i]; });
+      pack<T>(c, key);
+      unpack<T>(key, c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) keys[i] = c[i];
+      transpose_block(keys);
+    } else {
+      load_block(keys, k, 0, first);
+    }
+    fill(N, 0.f);
+    add_product_of_rows<T>(N, c, inner.own);
+    W = key;
+    scale_columns(W, [&](int n) { return inner.steps[n]; });
+
+    // sigma, n, y; half: -y^2 / 2, 0 where n is at its floor
+    Columns sigma, x, r, lengths, y, half;
+    make_lengths(sigma, r, lengths, W, a, N, inner.forward, inner.squares);
+    for_elements([&](int n, int i) {
+      const float m = of(inner.kept, n, i), floor = least_share<T>() * r.at[n][i];
+      const float inverse = inverse_root(fmaf(m, m, fmaxf(lengths.at[n][i], floor)));
+      y.at[n][i] = inverse;
+      half.at[n][i] = lengths.at[n][i] < floor ? 0.f : -0.5f * inverse * inverse;
+    });
+
+    // q~ and q~ (m - sigma)
+    Columns query;
+    Block queries, rounded;
+    load_block_transposed(queries, q, first, 0);
+    unpack<T>(query, queries);
+    multiply(query, y);
+    for_elements([&](int n, int i) { sigma.at[n][i] = of(inner.kept, n, i) - sigma.at[n][i]; });
+    x = query;
+    multiply(x, sigma);
+    pack<T>(rounded, x);
+    keep(along, first, rounded);
+    lower(queries, query);
+    Columns of_w;  // dW
+    fill(of_w, 0.f);
+    add_product_of_rows<T>(of_w, queries, inner.scores_back);
+    transpose_block(queries);
+    add_product_of_rows<T>(all.reads, queries, keys);
+
+    // dq~ = dB (m - sigma) + dA W, dq; nu, zeta
+    fill(x, 0.f);
+    add_product_of_rows<T>(x, c, inner.scores);
+    Columns nu, zeta;
+    for_elements([&](int n, int i) {
+      zeta.at[n][i] = -dB.at[n][i] * query.at[n][i];
+      const float d = fmaf(dB.at[n][i], sigma.at[n][i], x.at[n][i]), kappa = d * query.at[n][i];
+      nu.at[n][i] = half.at[n][i] * kappa;
+      x.at[n][i] = d * y.at[n][i];
+      query.at[n][i] = kappa;
+    });
+    pack<T>(rounded, x);
+    store_block_transposed(q, first, 0, rounded);
+    if (p.at_floor.data != nullptr) {
+      for_elements([&](int n, int i) {
+        const float my = of(inner.kept, n, i) * y.at[n][i];
+        const float share = half.at[n][i] < 0.f ? 0.f : query.at[n][i] * fmaxf(fmaf(-my, my, 1.f), 0.f);
+        (i & 1 ? all.floors[n].y : all.floors[n].x) += share;
+      });
+    }
+
+    // z, eta, omega
+    Columns z, eta, omega;
+    fill(z, 0.f);
+    fill(omega, 0.f);
+    add_sums(z, nu, inner.backward.square);
+    for_elements([&](int n, int i) {
+      z.at[n][i] *= 2.f;
+      eta.at[n][i] = z.at[n][i] * W.at[n][i];
+      zeta.at[n][i] = fmaf(-eta.at[n][i], a.at[n][i], zeta.at[n][i]);
+    });
+    lower(rounded, eta);
+    add_product_of_rows<T>(of_w, rounded, inner.own_back);
+    transpose_block(rounded);
+    add_product_of_rows<T>(all.pairs, rounded, keys);
+    add_sums(omega, zeta, inner.backward.decay);
+
+    // dW and da; sigma is m - sigma here
+    for_elements([&](int n, int i) {
+      const float w = W.at[n][i], of_a = a.at[n][i], o = omega.at[n][i];
+      const float sums = of(inner.kept, n, i) - sigma.at[n][i], Wa = w * of_a;
+      float d = fmaf(of_a, o, kLift * of_w.at[n][i]);
+      d = fmaf(z.at[n][i], fmaf(w, of(inner.squares, n, i), fmaf(of_a, Wa - sums, N.at[n][i])), d);
+      float to_a = fmaf(w, o, eta.at[n][i] * (Wa - sums));
+      (i & 1 ? all.gammas[n].y : all.gammas[n].x) += key.at[n][i] * d;
+      d *= of(inner.steps, n, i);
+      if (encode) to_a += d, d = -d;
+      x.at[n][i] = d, omega.at[n][i] = to_a;
+    });
+    pack<T>(rounded, x);
+    keep(dW, first, rounded);
+    bound<T>(omega);
+    pack<T>(rounded, omega);
+    keep(da, first, rounded);
+  }
+
+  // Sums over vectors: dgamma, and what a row's decay gets where n is at its floor.
+  __device__ void put_numbers(const Gathered& all) const {
+    put_number(p.dgamma, all.gammas, sign_of(p.shape.objective));
+    if (p.at_floor.data != nullptr) put_number(p.at_floor, all.floors, 1.f);
+  }
+  __device__ void put_number(const Out<3>& to, const float2 (&numbers)[2], float by) const {
+    // Lanes that share columns have one of their four each in the end.
+    const bool upper = lane() & 16, odd = lane() & 8;
+    float x = upper ? numbers[1].x : numbers[0].x, y = upper ? numbers[1].y : numbers[0].y;
+    x += __shfl_xor_sync(~0u, upper ? numbers[0].x : numbers[1].x, 16);
+    y += __shfl_xor_sync(~0u, upper ? numbers[0].y : numbers[1].y, 16);
+    float sum = (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 8);
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    const int t = (upper ? 8 : 0) + lane_col() + (odd ? 1 : 0);
+    if ((lane() & 4) != 0 || t >= part.chunk.length) return;
+    store_any(to, by * sum, part.batch(), part.chunk.start + t, static_cast<int64_t>(part.head));
+  }
+};
+
+}  // namespace girih::kernels::lattice
