@@ -224,7 +224,7 @@ SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
 # fla's name and sizes.
 MIXERS = {
     "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
-    "attention": ({"num_heads": 4}, None),
+    "attention": ({"num_heads": 8}, None),  # of 128, at which SDPA is fastest
     "gated_deltanet": (HEADS, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
     "delta_product": (
         HEADS | {"n": 2, "gated": True},
@@ -232,6 +232,7 @@ MIXERS = {
     ),
     "trellis": (SLOTS, None),
     "lattice": (SLOTS, None),
+    "cat": ({"num_heads": 8, "chunk": 16}, None),
 }
 
 
