@@ -1,5 +1,6 @@
 # make train [MIXER=gsa] [SIZE=small] [CORPUS=path]     train a byte-level language model
 # make compare [MIXERS=...] [TASKS=...] [STEPS=...]     train many at equal size, one table
+# make conversion [SIZE=25m] [TOKENS=...] [MINUTES=...] a Transformer converted in every way and trained on, one figure
 # make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
 # make docs                                             the tables of README.md and docs/, from files of results
 # make test [FULL=1]                                    every test that this machine can run; FULL: more examples
@@ -30,7 +31,7 @@ endif
 run := PYTHONPATH=python $(PYTHON)
 option = $(if $(call given,$(1)),--$(2) '$($(1))')
 
-.PHONY: environment build gpu train compare bench docs test test-gpu wheel format check-format
+.PHONY: environment build gpu train compare conversion bench docs test test-gpu wheel format check-format
 
 build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
@@ -40,6 +41,9 @@ train: build
 
 compare: build
 	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
+
+conversion: build
+	@$(run) tests/bench/conversion.py $(call option,SIZE,size) $(call option,TOKENS,tokens) $(call option,MINUTES,minutes) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
 
 gpu: environment
 	@$(PYTHON) tests/bench/device.py $(firstword $(MAKECMDGOALS))

@@ -213,6 +213,20 @@ def quality():
     return textwrap.fill(text, 118) + "\n"
 
 
+def conversions():
+    """How the study of conversions was made, and where each ended."""
+    import curves
+
+    result = json.loads((FOLDER / "conversion.json").read_text())
+    return curves.words(result) + "\n" + curves.table(result)
+
+
+def draw_conversions():
+    import curves
+
+    curves.draw(json.loads((FOLDER / "conversion.json").read_text()), FOLDER / "conversion.png")
+
+
 TABLES = {
     "speed": speed,
     "quality": quality,
@@ -225,6 +239,7 @@ TABLES = {
     "precision": precision,
     "first calls": first_calls,
     "linear": linear,
+    "conversion": conversions,
     "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),
 }
 
@@ -244,6 +259,7 @@ def main(check=False):
         for page in stale:
             write(page, filled(page.read_text()))
         draw_speedups(read(FOLDER), FOLDER / "speedup.png")
+        draw_conversions()
     names = ", ".join(str(page.relative_to(ROOT)) for page in stale)
     print(f"{'stale' if check else 'written'}: {names or 'no page'}")
     return bool(stale) and check
