@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "layer.h"
 #include "mixers.h"
 #include "slots.h"
+#include "step.h"
 
 namespace girih::nn {
 namespace {
@@ -108,7 +108,16 @@ Output AttentionImpl::run(const Tensor& x, const Call& call) {
   TORCH_CHECK_VALUE(
       !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
       "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
-  const auto qkv = qkv_proj(x).unflatten(-1, {-1, head_dim_});
+  return by_products(x, call);
+}
+
+std::vector<Product> AttentionImpl::products() const { return {product_of(qkv_proj)}; }
+
+Product AttentionImpl::output() const { return product_of(o_proj); }
+
+Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
+  const auto& x = projected[0];
+  const auto qkv = x.unflatten(-1, {-1, head_dim_});
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
   const auto there = call.state.empty() ? 0 : before.tensors[0].size(1);
   TORCH_CHECK_VALUE(before.tensors.size() == 4 && before.tokens <= there &&
@@ -140,16 +149,16 @@ Output AttentionImpl::run(const Tensor& x, const Call& call) {
                                       /*is_causal=*/options.causal && !see.defined() && past == 0,
                                       /*scale=*/std::nullopt, /*enable_gqa=*/heads_[0] != heads_[1])
                                       .transpose(1, 2);
-  const auto y = o_proj(o.flatten(-2));
-  if (!call.use_cache) return {y, {}};
+  const auto flat = o.flatten(-2);
+  if (!call.use_cache) return {flat, {}};
   const auto place = at::full({x.size(0)}, past + T, position.options());
   State after{{k, v, valid, place}, {}, past + T};
-  return {y, in_place ? with_slots(after, slots, options.rope_theta) : after};
+  return {flat, in_place ? with_slots(after, slots, options.rope_theta) : after};
 }
 
 // One token of each sequence, qkv [N, 1, heads, head_dim]. Writes the state's tensors; nothing on the device
 // depends on how many tokens the host knows of.
-Output AttentionImpl::step(const Tensor& qkv, State state) {
+Output AttentionImpl::step(const Tensor& qkv, State state) const {
   if (!has_room(state)) state = with_slots(state, with_spare(state.tokens + 1), options.rope_theta);
   auto k = state.tensors[0], v = state.tensors[1], place = state.tensors[3];
   const auto& valid = state.tensors[2];
@@ -169,7 +178,7 @@ Output AttentionImpl::step(const Tensor& qkv, State state) {
                                        v.transpose(1, 2), see.unsqueeze(1).unsqueeze(1));
   place.add_(1);
   ++state.tokens;
-  return {o_proj(o.flatten(1).unsqueeze(1)), state};
+  return {o.flatten(1).unsqueeze(1), state};
 }
 
 bool AttentionImpl::stepped(State& state, std::vector<bool>&) const {

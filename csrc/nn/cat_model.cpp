@@ -14,8 +14,8 @@ CompressorImpl::CompressorImpl(const Config& config) : lengths_(chunk_lengths(co
   const auto width = *config.compressor_hidden_size,
              chunks = (config.max_position_embeddings + lengths_[0] - 1) / lengths_[0],
              columns = std::accumulate(lengths_.begin(), lengths_.end(), int64_t(0));
-  embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, width));
-  position = register_module("position", torch::nn::Embedding(chunks, width));
+  embed_tokens = register_module("embed_tokens", embedding(config.vocab_size, width));
+  position = register_module("position", embedding(chunks, width));
   layers = register_module("layers", torch::nn::ModuleList());
   const AttentionOptions options{
       .head_dim = config.head_dim, .rope_theta = config.rope_theta, .causal = false};
@@ -45,7 +45,7 @@ CatModelImpl::CatModelImpl(const Config& config)
       chunk_(config.chunk),
       max_position_embeddings_(config.max_position_embeddings),
       initializer_range_(*config.initializer_range) {
-  embed_tokens = register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size));
+  embed_tokens = register_module("embed_tokens", embedding(config.vocab_size, config.hidden_size));
   header =
       register_parameter("header", config.chunks ? at::empty({int64_t(lengths_.size()), config.hidden_size})
                                                  : at::empty({config.hidden_size}));

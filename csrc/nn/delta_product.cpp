@@ -1,6 +1,6 @@
 #include "../ops/operator.h"
-#include "layer.h"
 #include "mixers.h"
+#include "step.h"
 
 namespace girih::nn {
 
@@ -26,24 +26,32 @@ Tensor DeltaProductImpl::per_step(const Tensor& x) const {
   return x.unflatten(2, {options.n, -1}).flatten(1, 2);
 }
 
-Output DeltaProductImpl::mix(const Tensor& x, const Call& call) {
-  auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
+std::vector<Product> DeltaProductImpl::products() const {
+  std::vector<Product> all = {product_of(qkv_proj),
+                              product_of(beta_proj, "sigmoid", options.allow_neg_eigval ? 2 : 1),
+                              product_of(g_proj)};
+  if (decay) all.push_back(decay->product());
+  return all;
+}
+
+Product DeltaProductImpl::output() const { return product_of(o_proj); }
+
+Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& call) {
+  auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
   const auto k = per_step(p[1]), v = per_step(p[2]);
-  const auto beta = at_least_fp32(beta_proj(x)).sigmoid() * (options.allow_neg_eigval ? 2 : 1);
-  const auto steps = per_step(beta);
-  const auto g = decay ? decay(x).first : Tensor();
+  const auto beta = per_step(projected[1]), g = decay ? projected[3] : Tensor();
   const ops::DeltaProductOptions rule{.n = options.n,
                                       .l2norm_qk = true,
                                       .chunk = options.chunk,
                                       .between_chunks = options.between_chunks,
                                       .state = call.part(1).as<ops::DeltaProductState>(),
                                       .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(x)
-                         ? std::pair(ops::delta_product_step(p[0], k, v, steps, g, rule), rule.state)
-                         : ops::delta_product(p[0], k, v, steps, g, rule);
-  const auto gate = g_proj(x).unflatten(-1, {-1, head_dim_});
-  return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
+  auto [o, memory] = call.steps(qkv)
+                         ? std::pair(ops::delta_product_step(p[0], k, v, beta, g, rule), rule.state)
+                         : ops::delta_product(p[0], k, v, beta, g, rule);
+  const auto gate = projected[2].unflatten(-1, {-1, head_dim_});
+  return {norm(o, gate).flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }
 
 namespace {

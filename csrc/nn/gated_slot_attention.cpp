@@ -1,5 +1,5 @@
-#include "layer.h"
 #include "mixers.h"
+#include "step.h"
 
 namespace girih::nn {
 
@@ -16,21 +16,28 @@ GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_
   o_proj = register_module("o_proj", linear(width, hidden_size));
 }
 
-Output GatedSlotAttentionImpl::mix(const Tensor& x, const Call& call) {
-  auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
+std::vector<Product> GatedSlotAttentionImpl::products() const {
+  return {product_of(qkv_proj), options.gated
+                                    ? product_of(f_proj, "logsigmoid", 1 / options.gate_logit_normalizer)
+                                    : product_of(f_proj, "linear")};
+}
+
+RowInput GatedSlotAttentionImpl::before_output() const { return {"silu_rms_norm", norm->weight, norm->eps}; }
+
+Product GatedSlotAttentionImpl::output() const { return product_of(o_proj); }
+
+Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
+  auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto p = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
-  Tensor s = at_least_fp32(f_proj(x)).unflatten(-1, {-1, options.num_slots}), g;
-  if (options.gated) {
-    g = at::log_sigmoid(s) / options.gate_logit_normalizer;
-    s = Tensor();
-  }
+  const auto f = projected[1].unflatten(-1, {-1, options.num_slots});
+  const auto s = options.gated ? Tensor() : f, g = options.gated ? f : Tensor();
   const ops::GSAOptions gsa{.scale = 1.0,
                             .feature = options.feature,
                             .state = call.part(1).as<ops::GSAState>(),
                             .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(x) ? std::pair(ops::gsa_step(p[0], p[1], p[2], s, g, gsa), gsa.state)
-                                   : ops::gsa(p[0], p[1], p[2], s, g, gsa);
-  return {o_proj(norm(at::silu(o.flatten(-2)))), {{}, {conv_state, State::of(memory)}}};
+  auto [o, memory] = call.steps(qkv) ? std::pair(ops::gsa_step(p[0], p[1], p[2], s, g, gsa), gsa.state)
+                                     : ops::gsa(p[0], p[1], p[2], s, g, gsa);
+  return {o.flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }
 
 namespace {

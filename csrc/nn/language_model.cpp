@@ -19,26 +19,19 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, int64_t intermediate_s
 
 // The mixer's state is the block's.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
-  State after;
-  const auto y = around(x, [&](const Tensor& normed) {
-    auto [mixed, state] =
-        mixer->forward(normed, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
-    after = std::move(state);
-    return mixed;
-  });
-  return {y, after};
+  auto [h, state] = run_onto(x, *mixer, mixer_norm->input(), call);
+  return {mlp->forward(h, mlp_norm->input(), h), state};
 }
 
 bool BlockImpl::stepped(State& state, std::vector<bool>& kind) const { return mixer->stepped(state, kind); }
 
 Tensor BlockImpl::around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix) {
   const auto h = x + mix(mixer_norm(x));
-  return h + mlp(mlp_norm(h));
+  return mlp->forward(h, mlp_norm->input(), h);
 }
 
 ModelImpl::ModelImpl(const Config& config)
-    : embed_tokens(
-          register_module("embed_tokens", torch::nn::Embedding(config.vocab_size, config.hidden_size))),
+    : embed_tokens(register_module("embed_tokens", embedding(config.vocab_size, config.hidden_size))),
       layers(register_module("layers", torch::nn::ModuleList())) {
   for (const auto& name : config.mixers()) {
     layers->push_back(
@@ -89,6 +82,7 @@ LanguageModelImpl::LanguageModelImpl(const Config& given) : config(affordable(gi
   register_module("model", model);
   if (!config.tie_word_embeddings)
     lm_head = register_module("lm_head", linear(config.hidden_size, config.vocab_size));
+  if (WithoutValues::on()) return;
   for (const auto& module : modules(/*include_self=*/false)) {
     if (auto* layer = module->as<torch::nn::Linear>()) {
       torch::nn::init::normal_(layer->weight, 0.0, *config.initializer_range);  // a bias is its layer's own

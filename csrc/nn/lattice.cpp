@@ -1,5 +1,5 @@
-#include "layer.h"
 #include "mixers.h"
+#include "step.h"
 
 namespace girih::nn {
 
@@ -29,15 +29,23 @@ void LatticeImpl::reset_parameters() {
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
-Output LatticeImpl::mix(const Tensor& x, const Call& call) {
-  const auto qk = qk_proj(x);
+std::vector<Product> LatticeImpl::products() const {
+  std::vector<Product> all = {product_of(qk_proj), product_of(v_proj), product_of(g_proj),
+                              product_of(gamma_proj, "sigmoid")};
+  if (decay) all.push_back(decay->product());
+  return all;
+}
+
+Product LatticeImpl::output() const { return product_of(o_proj); }
+
+Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call) {
+  const auto &qk = projected[0], &gamma = projected[3];
   auto [q, q_state] = run_part(*q_conv, qk, call, 0);
   auto [k, k_state] = run_part(*k_conv, qk, call, 1);
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
-  const auto v = to_heads(v_proj(x), num_heads_);
-  const auto gamma = nn::gate(gamma_proj, x).sigmoid();
-  const auto g = decay ? decay(x).first : Tensor();
+  const auto v = to_heads(projected[1], num_heads_);
+  const auto g = decay ? projected[4] : Tensor();
   auto past = call.part(2).as<ops::LatticeState>();
   if (call.state.empty()) {
     const auto wide = at_least_fp32(memory);
@@ -45,10 +53,10 @@ Output LatticeImpl::mix(const Tensor& x, const Call& call) {
   }
   const ops::LatticeOptions rule{
       .chunk = options.chunk, .objective = options.objective, .state = past, .cu_seqlens = call.cu_seqlens};
-  auto [o, state] = call.steps(x) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
-                                  : ops::lattice(q, k, v, gamma, g, rule);
-  const auto y = o_proj(norm(o, to_heads(g_proj(x), num_heads_)).flatten(-2));
-  return {y, {{}, {q_state, k_state, State::of(state)}}};
+  auto [o, state] = call.steps(qk) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
+                                   : ops::lattice(q, k, v, gamma, g, rule);
+  return {norm(o, to_heads(projected[2], num_heads_)).flatten(-2),
+          {{}, {q_state, k_state, State::of(state)}}};
 }
 
 namespace {

@@ -3,7 +3,27 @@
 
 #include <algorithm>
 
+#include "step.h"
+
 namespace girih::nn {
+
+thread_local bool WithoutValues::on_ = false;
+
+torch::nn::Linear linear(int64_t in, int64_t out, bool bias) {
+  const auto options = torch::nn::LinearOptions(in, out).bias(bias);
+  if (!WithoutValues::on()) return torch::nn::Linear(options);
+  torch::nn::Linear layer(torch::nn::LinearOptions(1, 1).bias(bias));
+  layer->options = options;
+  layer->weight.set_data(at::empty({out, in}));
+  if (bias) layer->bias.set_data(at::empty({out}));
+  return layer;
+}
+
+torch::nn::Embedding embedding(int64_t count, int64_t width) {
+  torch::nn::EmbeddingOptions options(count, width);
+  if (WithoutValues::on()) options._weight(at::empty({count, width}));
+  return torch::nn::Embedding(options);
+}
 
 State State::map(const std::function<Tensor(const Tensor&)>& f) const {
   State mapped;
@@ -71,6 +91,25 @@ Output LayerImpl::forward(const Tensor& x, const Tensor& attention_mask, const S
 
 Output LayerImpl::run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const {
   return layer.forward(x, call.attention_mask, call.part(part), call.use_cache, call.cu_seqlens);
+}
+
+Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "core: a layer that has products has one");
+}
+
+Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& given,
+                              const Tensor& residual) {
+  auto [o, state] = core(nn::products(x, products(), given), call);
+  return {nn::products(o, {output()}, before_output(), residual)[0], state};
+}
+
+Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& given, const Call& call) const {
+  // A layer looks at masks and packed sequences by itself.
+  if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
+    return layer.by_products(x, call, given, x);
+  auto [y, state] =
+      layer.forward(made_of(x, given), call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+  return {x + y, state};
 }
 
 bool LayerImpl::stepped(State&, std::vector<bool>&) const { return false; }

@@ -4,12 +4,30 @@
 #include <ATen/ATen.h>
 #include <girih/nn.h>
 #include <torch/nn/init.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <utility>
 
 namespace girih::nn {
 
-inline torch::nn::Linear linear(int64_t in, int64_t out, bool bias = false) {
-  return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(bias));
-}
+// While one lives, the linear layers and embeddings that its thread makes have no values: those of a file
+// take their place, and to draw others first would take longer than to read them.
+class WithoutValues {
+ public:
+  WithoutValues() : before_(std::exchange(on_, true)) {}
+  ~WithoutValues() { on_ = before_; }
+  WithoutValues(const WithoutValues&) = delete;
+  WithoutValues& operator=(const WithoutValues&) = delete;
+
+  static bool on() { return on_; }
+
+ private:
+  static thread_local bool on_;
+  bool before_;
+};
+
+torch::nn::Linear linear(int64_t in, int64_t out, bool bias = false);
+torch::nn::Embedding embedding(int64_t count, int64_t width);
 
 // Gates and step sizes are activated in fp32, or in fp64 when they come in fp64.
 inline Tensor at_least_fp32(const Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }

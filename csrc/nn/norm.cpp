@@ -1,6 +1,6 @@
 // RMS norms, the gated feed-forward layer, the decay gate.
 #include "fields.h"
-#include "layer.h"
+#include "step.h"
 
 namespace girih::nn {
 
@@ -9,9 +9,7 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
   no_weight_decay({weight});
 }
 
-Tensor RMSNormImpl::forward(const Tensor& x) {
-  return at::rms_norm(x, weight.sizes(), weight.to(x.scalar_type()), eps);
-}
+Tensor RMSNormImpl::forward(const Tensor& x) { return made_of(x, input()); }
 
 GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activation)
     : RMSNormImpl(dim, eps), activation(std::move(activation)) {
@@ -27,7 +25,10 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
       up_proj(register_module("up_proj", linear(hidden_size, intermediate_size))),
       down_proj(register_module("down_proj", linear(intermediate_size, hidden_size))) {}
 
-Tensor SwiGLUImpl::forward(const Tensor& x) { return down_proj(at::silu(gate_proj(x)) * up_proj(x)); }
+Tensor SwiGLUImpl::forward(const Tensor& x, const RowInput& given, const Tensor& residual) {
+  const auto p = products(x, {product_of(gate_proj), product_of(up_proj)}, given);
+  return products(p[0], {product_of(down_proj)}, {"silu_product", p[1]}, residual)[0];
+}
 
 DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step)
     : largest_step(largest_step),
@@ -48,6 +49,8 @@ void DecayGateImpl::reset_parameters() {
 }
 
 double first_step_bias(int64_t chunk) { return -std::log(4.0 * double(chunk) - 1.0); }
+
+Product DecayGateImpl::product() const { return {proj->weight, "decay", dt_bias, A_log}; }
 
 std::pair<Tensor, Tensor> DecayGateImpl::forward(const Tensor& x) {
   const auto dt = at::softplus(at_least_fp32(proj(x)) + dt_bias);

@@ -115,7 +115,10 @@ LanguageModel from_pretrained(const std::string& folder, at::Device device) {
       held += double(c10::multiply_integers(entry.shape));
   }
   expect_parameters(config, held, "its files hold");
-  LanguageModel model(config);
+  LanguageModel model = [&] {
+    const WithoutValues all_are_read;
+    return LanguageModel(config);
+  }();
   check_files(folder, *model, files);
   const auto all = parameters_and_buffers(*model);
   const at::NoGradGuard no_grad;

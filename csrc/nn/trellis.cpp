@@ -1,5 +1,5 @@
-#include "layer.h"
 #include "mixers.h"
+#include "step.h"
 
 namespace girih::nn {
 
@@ -30,19 +30,27 @@ void TrellisImpl::reset_parameters() {
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 
-Output TrellisImpl::mix(const Tensor& x, const Call& call) {
-  const auto qk = qk_proj(x);
+std::vector<Product> TrellisImpl::products() const {
+  std::vector<Product> all = {product_of(qk_proj), product_of(v_proj), product_of(a_proj), product_of(g_proj),
+                              product_of(gamma_proj, "sigmoid")};
+  if (decay) all.push_back(decay->product());
+  return all;
+}
+
+Product TrellisImpl::output() const { return product_of(o_proj); }
+
+Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call) {
+  const auto &qk = projected[0], &gamma = projected[4];
   auto [q, q_state] = run_part(*q_conv, qk, call, 0);
   auto [k, k_state] = run_part(*k_conv, qk, call, 1);
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
-  auto v = to_heads(v_proj(x), num_heads_);
+  auto v = to_heads(projected[1], num_heads_);
   const auto unit = [](const Tensor& x) { return x / x.norm(2, -1, true).clamp_min(1e-12); };
   k = unit(k);
   v = unit(v);
-  const auto a = to_heads(a_proj(x), num_heads_);
-  const auto gamma = nn::gate(gamma_proj, x).sigmoid();
-  const auto g = decay ? decay(x).first : Tensor();
+  const auto a = to_heads(projected[2], num_heads_);
+  const auto g = decay ? projected[5] : Tensor();
   auto past = call.part(2).as<ops::TrellisState>();
   if (call.state.empty()) {
     past.k = at_least_fp32(key_memory);
@@ -53,10 +61,10 @@ Output TrellisImpl::mix(const Tensor& x, const Call& call) {
                                  .f = options.f,
                                  .state = past,
                                  .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(x) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
-                                   : ops::trellis(q, k, v, a, gamma, g, rule);
-  const auto y = o_proj(norm(o, to_heads(g_proj(x), num_heads_)).flatten(-2));
-  return {y, {{}, {q_state, k_state, State::of(memory)}}};
+  auto [o, memory] = call.steps(qk) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
+                                    : ops::trellis(q, k, v, a, gamma, g, rule);
+  return {norm(o, to_heads(projected[3], num_heads_)).flatten(-2),
+          {{}, {q_state, k_state, State::of(memory)}}};
 }
 
 namespace {

@@ -8,6 +8,7 @@
 // sums are formed at once. A thread adds up dweight of its columns over the rows that it has seen; a block
 // adds its groups' sums in order and writes one partial, and a second kernel adds the partials in order.
 #include "gated_rms_norm/rows.h"
+#include "tile/partials.h"
 
 namespace girih::kernels {
 namespace gated_rms_norm {
@@ -125,31 +126,6 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
   }
 }
 
-constexpr int kColumns = 32;
-constexpr int kAdders = 32;
-
-// The partials' sum, 32 columns a block: warp w adds every 32nd partial from w on, lane by lane, then the
-// warps' sums of column c are added by warp c, always in this order.
-__global__ void __launch_bounds__(kColumns* kAdders)
-    sum_partials(const GatedRmsNormBackward p, const int64_t count) {
-  __shared__ float parts[kAdders][kColumns + 1];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int dim = p.shape.dim;
-  const int column = blockIdx.x * kColumns + lane;
-  float sum = 0.f;
-  if (column < dim) {
-#pragma unroll 4
-    for (int64_t i = warp; i < count; i += kAdders) sum += p.partials[i * dim + column];
-  }
-  parts[warp][lane] = sum;
-  __syncthreads();  // every warp's sums stand in shared memory
-  float total = parts[lane][warp];
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
-  const int own = blockIdx.x * kColumns + warp;
-  if (lane == 0 && own < dim) store_any(p.dweight, total, own);
-}
-
 }  // namespace
 }  // namespace gated_rms_norm
 
@@ -172,9 +148,7 @@ cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t 
       backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, packs);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
-    const auto columns = static_cast<unsigned>(divide_up(p.shape.dim, kColumns));
-    sum_partials<<<columns, kColumns * kAdders, 0, stream>>>(p, blocks);
-    return cudaGetLastError();
+    return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
   });
 }
 

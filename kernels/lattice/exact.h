@@ -5,12 +5,18 @@
 // As in lattice.h, of a token t of a chunk that began with S, phi = S and l = 1; where the norm goes free
 // l_i = |s_i| and phi_i = s_i / l_i:
 //
-//     decode      h = phi k - v,  c = k        encode  h = v,  c = phi^T v - k        similarity  h = v,  c =
-//     k a = phi^T h                                  [M]     W = -+gamma c / l            [M], + for
-//     similarity Delta_t = e^{g_t} Delta_{t-1} + (h - phi * a) * W [D, M] x = m S + Delta_t,   m =
-//     e^{max(L_t, -30)}           x <- soft(x, gamma lambda)                  [D, M] y = x / |x|, or x where
-//     the norm goes free           a column of zeros is s: it keeps its old value o = y q [D]     S <- y,
-//     Delta <- 0, L <- 0 where the chunk ends
+//     decode      h = phi k - v,  c = k
+//     encode      h = v,          c = phi^T v - k
+//     similarity  h = v,          c = k
+//
+//     a = phi^T h                                                                        [M]
+//     W = -gamma c / l            + for similarity                                       [M]
+//     Delta_t = e^{g_t} Delta_{t-1} + (h - phi * a) * W                                  [D, M]
+//     x = m S + Delta_t           m = e^{max(L_t, -30)}
+//     x <- soft(x, gamma lambda)                                                         [D, M]
+//     y = x / |x|                 x where the norm goes free; of a column of zeros s: it keeps its old value
+//     o = y q                                                                            [D]
+//     S <- y, Delta <- 0, L <- 0  where the chunk ends
 //
 // Nothing is added up that a chunk form would take apart again: no floor, as `n` of the chunk form has, is
 // needed. A block has a sequence's head and keeps S and Delta in registers from the first token to the last.

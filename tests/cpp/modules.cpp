@@ -308,6 +308,10 @@ TEST_CASE("A saved model is loaded as it was", "[nn]") {
     CHECK(loaded(text).first.equal(model(text).first));
     CHECK(loaded->config.mixers() == config.mixers());
   }
+  // What is made afterwards has values of its own again.
+  const nn::SwiGLU fresh(64, 64);
+  const auto bound = fresh->up_proj->weight.abs().max().item<double>();
+  CHECK((bound > 0.12 && bound <= 0.125));
   const auto file = folder / "model.safetensors", config = folder / "config.json";
   std::ofstream(file, std::ios::in | std::ios::out).seekp(0) << "cut off!";
   CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);

@@ -349,6 +349,15 @@ def test_every_layout(n, layout, dtype):
     pad.assert_untouched()
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("T", [1, 63, 65, 67])
+def test_an_odd_number_of_steps_of_16_bits(T, dtype):
+    inputs = draw(B=1, H=1, T=T, dtype=dtype, gate_dtype=dtype)
+    pad = Padded(*LAYOUTS["dense"], device=DEVICE)
+    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
 @exact_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])

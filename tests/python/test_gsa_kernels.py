@@ -136,6 +136,23 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
 
+@pytest.mark.parametrize("M", [20, 64])
+def test_large_logits_in_fp32(M):
+    """Where one slot has it all the roundings of logits near 20,000 are in none of the outputs."""
+    inputs = draw("g", B=1, T=60, M=M, dtype=torch.float32).map(lambda x: x.to(DEVICE))
+    inputs.data["q"] *= 1000
+
+    def exact(times):
+        data = inputs.data | {"q": inputs.data["q"] * times}
+        return run(replace(inputs, data=data).map(torch.Tensor.double))["o"]
+
+    want = exact(1)
+    sure = (want - exact(1.01)).abs().amax(-1) < 1e-9
+    assert sure.double().mean() > 0.5
+    error = (run(inputs)["o"].double() - want).abs().amax(-1)
+    assert error[sure].max() < 1e-5 * want.abs().max()
+
+
 @pytest.mark.parametrize("feature", ["softmax", "silu"])
 @pytest.mark.parametrize("M", [72, 128])
 @pytest.mark.parametrize("pattern", ["open", "mild", "sudden", "uniform"])

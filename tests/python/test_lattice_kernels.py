@@ -17,6 +17,7 @@ from chunk_accuracy import (
     mean_square,
     start_of,
 )
+from draws import STRUCTURES
 from girih import ops
 from girih.ops import LatticeState
 from graphs import capture
@@ -137,6 +138,16 @@ def test_gates_from_0_to_minus_20(pattern, chunk, objective, resumed):
     assert all(x.isfinite().all() for x in found.values())
     bound = inputs.data["q"].float().abs().sum(-1, keepdim=True).amax(1, keepdim=True)
     assert (found["o"].float().abs() <= 1.1 * bound).all()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("chunk", [16, 40])
+def test_tokens_that_come_again(chunk, structure, objective):
+    inputs = draw(chunk=chunk, objective=objective)
+    for name in ("k", "v"):
+        inputs.data[name] = STRUCTURES[structure](inputs.data[name]).contiguous()
+    assert_as_right_as_the_formula(inputs)
 
 
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)

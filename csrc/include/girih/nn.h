@@ -81,6 +81,28 @@ struct WeightDecayGroups {
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
+// x W^T, W [features, width], and what becomes of r, its sums:
+//   none        r + bias, in the dtype of x
+//   linear      r + bias                            in fp32 at least, as all that follow
+//   sigmoid     scale sigmoid(r + bias)
+//   logsigmoid  scale log(sigmoid(r + bias))
+//   decay       -exp(rate) softplus(r + bias)
+// bias, rate: [features].
+struct Product {
+  Tensor weight;
+  std::string gate = "none";
+  Tensor bias = {}, rate = {};
+  double scale = 1.0;
+};
+
+// What is made of rows x before their products: plain, x; rms_norm, the RMS norm of x with weight `other`;
+// silu_rms_norm, that of silu(x); silu_product, silu(x) * other, `other` of the shape of x.
+struct RowInput {
+  std::string kind = "plain";
+  Tensor other = {};
+  double eps = 0.0;
+};
+
 // Every layer takes and returns [B, T, hidden_size]. attention_mask [B, T] is 0 at tokens that do nothing.
 // `state` is what an earlier call with use_cache returned; with use_cache again, one token without mask or
 // gradient writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The
@@ -109,6 +131,19 @@ class LayerImpl : public Module {
   };
   virtual Output run(const Tensor& x, const Call& call) = 0;
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
+
+  // A layer that is output(core(products of x)) says here what these are. A block then has its norm and its
+  // sum computed with them, and `run` is by_products too. A class whose `run` or `mix` does more says none.
+  virtual std::vector<Product> products() const { return {}; }
+  // What `output` takes, but for before_output, and the state.
+  virtual Output core(const std::vector<Tensor>& projected, const Call& call);
+  virtual RowInput before_output() const { return {}; }
+  virtual Product output() const { return {}; }
+  // The layer of what `given` makes of x, and the residual on top.
+  Output by_products(const Tensor& x, const Call& call, const RowInput& given = {},
+                     const Tensor& residual = {});
+  // x + layer(what `given` makes of x).
+  Output run_onto(const Tensor& x, LayerImpl& layer, const RowInput& given, const Call& call) const;
 };
 using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its ptr()
 
@@ -123,7 +158,7 @@ class RecurrentLayerImpl : public LayerImpl {
  protected:
   Output run(const Tensor& x, const Call& call) final;
   // `run` on valid tokens; cu_seqlens may be [B, 2], the rows' bounds.
-  virtual Output mix(const Tensor& x, const Call& call) = 0;
+  virtual Output mix(const Tensor& x, const Call& call) { return by_products(x, call); }
 };
 
 // x [B, T, H, D], D even, with the pairs (i, i + D/2) turned by position * theta^(-2i/D); position [T] or [B,
@@ -137,6 +172,7 @@ class RMSNormImpl : public Module {
  public:
   explicit RMSNormImpl(int64_t dim, double eps = 1e-6);
   Tensor forward(const Tensor& x);
+  RowInput input() const { return {"rms_norm", weight, eps}; }  // the same, before products
 
   Tensor weight;
   double eps;
@@ -157,7 +193,8 @@ TORCH_MODULE(GatedRMSNorm);
 class SwiGLUImpl : public Module {
  public:
   SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size);
-  Tensor forward(const Tensor& x);
+  // Of what `given` makes of x, and the residual on top.
+  Tensor forward(const Tensor& x, const RowInput& given = {}, const Tensor& residual = {});
 
   torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
@@ -170,6 +207,7 @@ class DecayGateImpl : public Module {
   DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step = 0.1);
   void reset_parameters();
   std::pair<Tensor, Tensor> forward(const Tensor& x);
+  Product product() const;  // g's
 
   double largest_step;
   torch::nn::Linear proj{nullptr};
@@ -226,7 +264,10 @@ class GatedSlotAttentionImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) override;
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  RowInput before_output() const override;
+  Product output() const override;
 
  private:
   std::vector<int64_t> heads_;  // of q, k and v
@@ -301,7 +342,9 @@ class DeltaProductImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) override;
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  Product output() const override;
 
  private:
   Tensor per_step(const Tensor& x) const;
@@ -340,7 +383,9 @@ class TrellisImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) override;
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  Product output() const override;
 
  private:
   int64_t num_heads_;
@@ -376,7 +421,9 @@ class LatticeImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) override;
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  Product output() const override;
 
  private:
   int64_t num_heads_;
@@ -403,11 +450,14 @@ class AttentionImpl : public LayerImpl {
 
  protected:
   Output run(const Tensor& x, const Call& call) override;
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  Product output() const override;
 
  private:
   Tensor visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                  at::Device device) const;
-  Output step(const Tensor& qkv, State state);
+  Output step(const Tensor& qkv, State state) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
 };

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from girih.nn.fused import residual_norm
 from girih.nn.norm import RMSNorm
 from girih.nn.step import Product, RowInput, products
 from girih.nn.swiglu import SwiGLU
@@ -35,9 +36,10 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        y, state = self.mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        x, normed = residual_norm(self.mixer_norm, x)
+        y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
+        x, normed = residual_norm(self.mlp_norm, x, y)
+        return x + self.mlp(normed), state
 
     def step(
         self,

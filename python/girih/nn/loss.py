@@ -7,7 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from girih.nn.fused import PACK, has_kernel
+
 LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and their gradient as much
+
+
+def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sum over rows, and its gradient of the logits."""
+    counted = label != ignored
+    at = label.masked_fill(~counted, 0)[:, None]
+    log_p = logits.to(wide).log_softmax(-1)
+    loss = -log_p.gather(1, at)[:, 0].masked_fill(~counted, 0).sum()
+    d = log_p.exp_()
+    d.scatter_add_(1, at, torch.full_like(at, -1, dtype=d.dtype))
+    return loss, d.mul_(counted[:, None]).to(logits.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -24,17 +37,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = x.new_zeros((), dtype=wide)
         for i in range(0, x.shape[0], rows):
             part, label = x[i : i + rows], labels[i : i + rows]
-            counted = label != ignored
-            at = label.masked_fill(~counted, 0)[:, None]
             logits = F.linear(part, weight)
-            log_p = logits.to(loss.dtype).log_softmax(-1)
             # Not in place: torch.compile loses all gradients of a function that writes what it returns.
-            loss = loss - log_p.gather(1, at)[:, 0].masked_fill(~counted, 0).sum()
+            if logits.shape[-1] % PACK == 0 and has_kernel(logits):
+                loss = loss + torch.ops.girih.cross_entropy_(logits, label.contiguous(), ignored).sum()
+                d = logits
+            else:
+                loss_of_part, d = cross_entropy(logits, label, ignored, wide)
+                loss = loss + loss_of_part
             if not (wanted_x or wanted_weight):
                 continue
-            d = log_p.exp_()
-            d.scatter_add_(1, at, torch.full_like(at, -1, dtype=d.dtype))
-            d = d.mul_(counted[:, None]).to(logits.dtype)
             if wanted_x:
                 dx[i : i + rows] = F.linear(d, weight.t())
             if not wanted_weight:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from girih.nn.fused import PACK, has_kernel
+
 
 class _SiluProduct(torch.autograd.Function):
     """`silu(gate) * up`, which keeps its arguments alone: silu(gate) is made again."""
@@ -14,7 +16,7 @@ class _SiluProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
+        return product(gate, up)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -23,14 +25,28 @@ class _SiluProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # what follows is differentiated once more
+            s = gate.sigmoid()
+            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+        if takes_kernel(gate, up):
+            return torch.ops.girih.silu_product_backward(dy.contiguous(), gate, up)
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate) * dy
+
+
+def takes_kernel(gate: Tensor, up: Tensor) -> bool:
+    same = gate.shape == up.shape and gate.dtype == up.dtype and gate.numel() % PACK == 0
+    return same and has_kernel(gate, up)
+
+
+def product(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.ops.girih.silu_product(gate, up) if takes_kernel(gate, up) else F.silu(gate) * up
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`. A compiler decides by itself what is kept; a trace has PyTorch's operators alone."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
         return _SiluProduct.apply(gate, up)
-    return F.silu(gate) * up
+    return product(gate, up)
 
 
 class SwiGLU(nn.Module):

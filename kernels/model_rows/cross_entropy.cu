@@ -1,0 +1,95 @@
+// m = max z        S = sum of e^{z - m}        l = m + log S - z_label        dz = e^{z - m} / S - [i =
+// label]
+//
+// A block has a row: m and S in one pass, thread by thread and then over the block, dz in a second one, for
+// which the row is still in the L2 cache.
+#include "model_rows/model_rows.h"
+#include "tile/grid.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+namespace model_rows {
+namespace {
+
+constexpr int kPack = kModelRowsPack, kThreads = 512, kWarps = kThreads / 32;
+
+// The largest of some numbers, and the sum of e^{z - largest}. Of none -inf and 0.
+struct ExpSum {
+  float largest = -INFINITY, sum = 0.f;
+
+  __device__ void add(const ExpSum& other) {
+    if (other.sum == 0.f) return;  // not where it is NaN
+    const float most = fmaxf(largest, other.largest);
+    sum = sum * expf(largest - most) + other.sum * expf(other.largest - most);
+    largest = most;
+  }
+};
+
+__device__ inline ExpSum over_block(ExpSum own) {
+  __shared__ ExpSum parts[kWarps];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    own.add({__shfl_xor_sync(~0u, own.largest, offset), __shfl_xor_sync(~0u, own.sum, offset)});
+  }
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = own;
+  __syncthreads();  // every warp's part stands in shared memory
+  ExpSum all = parts[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) all.add(parts[w]);
+  return all;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const __grid_constant__ CrossEntropy p) {
+  const int64_t row = blockIdx.x;
+  T* const z = static_cast<T*>(p.z) + row * p.classes;
+  const int64_t label = p.labels[row], first = static_cast<int64_t>(threadIdx.x) * kPack;
+  constexpr int64_t kStep = kThreads * kPack;
+  if (label == p.ignored) {
+    for (int64_t i = first; i < p.classes; i += kStep) store(z + i, zeros<kPack>());
+    if (threadIdx.x == 0) p.l[row] = 0.f;
+    return;
+  }
+  ExpSum own;
+  for (int64_t i = first; i < p.classes; i += kStep) {
+    const auto pack = load<kPack>(z + i);
+    ExpSum part{pack.at[0], 0.f};
+#pragma unroll
+    for (int e = 1; e < kPack; ++e) part.largest = fmaxf(part.largest, pack.at[e]);
+    if (part.largest == -INFINITY) continue;
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) part.sum += expf(pack.at[e] - part.largest);
+    own.add(part);
+  }
+  const bool is_class = 0 <= label && label < p.classes;
+  const float at_label = threadIdx.x == 0 && is_class ? to_float(z[label]) : NAN;
+  const ExpSum all = over_block(own);  // behind its barrier at_label is read
+  const float per_sum = 1.f / all.sum;
+  if (threadIdx.x == 0) p.l[row] = all.largest - at_label + logf(all.sum);
+  for (int64_t i = first; i < p.classes; i += kStep) {
+    auto pack = load<kPack>(z + i);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      pack.at[e] = expf(pack.at[e] - all.largest) * per_sum - (i + e == label ? 1.f : 0.f);
+    }
+    store(z + i, pack);
+  }
+}
+
+}  // namespace
+}  // namespace model_rows
+
+cudaError_t cross_entropy(const CrossEntropy& p, cudaStream_t stream) {
+  using namespace model_rows;
+  if (p.rows == 0) return cudaSuccess;
+  if (p.rows > 0x7fffffff || p.dtype == DType::f64) return cudaErrorInvalidValue;
+  const auto launch = [&](auto zero) {
+    cross_entropy_kernel<decltype(zero)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  };
+  return p.dtype == DType::f32    ? launch(0.f)
+         : p.dtype == DType::bf16 ? launch(__nv_bfloat16{})
+                                  : launch(__half{});
+}
+
+}  // namespace girih::kernels

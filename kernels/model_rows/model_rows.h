@@ -1,0 +1,84 @@
+// What a language model computes row by row beside its mixers, in training:
+//
+//     residual norm    s = x + branch        r = (mean(s^2) + eps)^-1/2        y = r s weight
+//     SiLU product     y = silu(gate) up
+//     cross entropy    l = log(sum of e^z) - z_label        dz = e^z / sum of e^z - [i = label]
+//
+// All tensors are dense and begin at a multiple of 32 bytes, rows are a multiple of kModelRowsPack long. All
+// arithmetic is fp32. Every result has the same bits from run to run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tile/array.h"
+
+namespace girih::kernels {
+
+constexpr int kModelRowsPack = 8;          // elements
+constexpr int kResidualNormWidest = 8192;  // of a row, which a block's registers hold
+
+struct ResidualNormShape {
+  int64_t rows;
+  int dim;  // up to kResidualNormWidest
+  float eps;
+  DType of_sum;   // x and s
+  DType of_rows;  // branch and y: the same, or 16 bits of fp32 sums
+};
+
+struct ResidualNorm {
+  ResidualNormShape shape;
+  const void* x;
+  const void* branch;  // null: s is x
+  In<1> weight;        // [dim]
+  void* s;             // where branch is
+  void* y;
+};
+cudaError_t residual_norm(const ResidualNorm& problem, cudaStream_t stream);
+
+//     n = r s        ds = ds after + r (dy weight - n mean(dy weight n))        dweight = sum over rows of dy
+//     n
+struct ResidualNormBackward {
+  ResidualNormShape shape;
+  const void* s;
+  In<1> weight;
+  const void* dy;
+  const void* after;  // ds of what else reads s; null: nothing does
+  void* ds;
+  void* dbranch;    // ds in of_rows; null: not asked for
+  Out<1> dweight;   // [dim]
+  float* partials;  // residual_norm_partials(shape) floats
+};
+int64_t residual_norm_partials(const ResidualNormShape& shape);
+cudaError_t residual_norm_backward(const ResidualNormBackward& problem, cudaStream_t stream);
+
+struct SiluProduct {
+  int64_t elements;
+  DType dtype;
+  const void *gate, *up;
+  void* y;
+};
+cudaError_t silu_product(const SiluProduct& problem, cudaStream_t stream);
+
+//     dgate = dy up silu'(gate)        dup = dy silu(gate)
+struct SiluProductBackward {
+  int64_t elements;
+  DType dtype;
+  const void *gate, *up, *dy;
+  void *dgate, *dup;
+};
+cudaError_t silu_product_backward(const SiluProductBackward& problem, cudaStream_t stream);
+
+struct CrossEntropy {
+  int64_t rows;
+  int64_t classes;
+  DType dtype;
+  void* z;                // [rows, classes], in the end dz
+  const int64_t* labels;  // [rows]
+  int64_t ignored;        // the label of rows that do not count: their l and dz are 0
+  float* l;               // [rows]; NaN where a label is no class
+};
+cudaError_t cross_entropy(const CrossEntropy& problem, cudaStream_t stream);
+
+}  // namespace girih::kernels

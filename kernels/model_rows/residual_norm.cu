@@ -1,0 +1,220 @@
+// s = x + branch        r = (mean(s^2) + eps)^-1/2        y = r s weight
+//
+// and its gradients, with n = r s formed again:
+//
+//     ds = ds after + r (dy weight - n mean(dy weight n))        dweight = sum over rows of dy n
+//
+// A block walks over rows and holds one of them in its registers, a thread packs of it and of the weight.
+// Every tensor is read or written once. A thread adds up dweight of its columns over the rows that it has
+// seen; the blocks' sums are added by another kernel.
+#include "model_rows/model_rows.h"
+#include "tile/grid.h"
+#include "tile/pack.h"
+#include "tile/partials.h"
+
+namespace girih::kernels {
+namespace model_rows {
+namespace {
+
+constexpr int kPack = kModelRowsPack;
+constexpr int64_t kBlocks = 8 * 132;  // of 128 threads, what an H100 or H200 holds at once of backward's
+
+// A row of 16 bits may be of fp32 sums.
+template <typename Sum, typename Row, int Threads, int Packs>
+struct Tile {
+  using S = Sum;
+  using T = Row;
+  static constexpr int kThreads = Threads, kPacks = Packs;
+  using Part = Pack<kPack>[Packs];
+
+  __device__ static int column(int k) { return (k * Threads + static_cast<int>(threadIdx.x)) * kPack; }
+};
+
+// Of two numbers over a block. Two passes in turn: nobody writes what a slower warp still reads.
+template <int Threads>
+class Sums {
+ public:
+  __device__ float2 of(float a, float b) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      a += __shfl_xor_sync(~0u, a, offset), b += __shfl_xor_sync(~0u, b, offset);
+    }
+    if constexpr (Threads == 32) return {a, b};
+    __shared__ float2 parts[2][Threads / 32];
+    if (threadIdx.x % 32 == 0) parts[pass_][threadIdx.x / 32] = {a, b};
+    __syncthreads();  // every warp's part stands in shared memory
+    float2 sum = parts[pass_][0];
+#pragma unroll
+    for (int w = 1; w < Threads / 32; ++w) sum.x += parts[pass_][w].x, sum.y += parts[pass_][w].y;
+    pass_ ^= 1;
+    return sum;
+  }
+
+ private:
+  int pass_ = 0;
+};
+
+template <class R>
+__device__ inline void load_weight(typename R::Part& to, const In<1>& weight, int dim) {
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      to[k].at[i] = R::column(k) < dim ? load_any(weight, R::column(k) + i) : 0.f;
+    }
+  }
+}
+
+// 0 beyond the row's end.
+template <class R, typename T>
+__device__ inline void load_row(typename R::Part& to, const void* from, int64_t row, int dim) {
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) {
+    to[k] = R::column(k) < dim ? load<kPack>(static_cast<const T*>(from) + row * dim + R::column(k))
+                               : zeros<kPack>();
+  }
+}
+template <class R, typename T>
+__device__ inline void store_row(void* to, const typename R::Part& from, int64_t row, int dim) {
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) {
+    if (R::column(k) < dim) store(static_cast<T*>(to) + row * dim + R::column(k), from[k]);
+  }
+}
+
+// body(pack, element): each of the thread's elements.
+template <class R, typename Body>
+__device__ inline void each(const Body& body) {
+#pragma unroll
+  for (int k = 0; k < R::kPacks; ++k) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) body(k, i);
+  }
+}
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads) residual_norm_kernel(const __grid_constant__ ResidualNorm p) {
+  const int dim = p.shape.dim;
+  typename R::Part weight, s;
+  load_weight<R>(weight, p.weight, dim);
+  Sums<R::kThreads> sums;
+  for (int64_t row = blockIdx.x; row < p.shape.rows; row += gridDim.x) {
+    load_row<R, typename R::S>(s, p.x, row, dim);
+    if (p.branch != nullptr) {
+      typename R::Part branch;
+      load_row<R, typename R::T>(branch, p.branch, row, dim);
+      // Rounded, as backward reads it.
+      each<R>([&](int k, int i) {
+        s[k].at[i] = to_float(from_float<typename R::S>(s[k].at[i] + branch[k].at[i]));
+      });
+      store_row<R, typename R::S>(p.s, s, row, dim);
+    }
+    float square = 0.f;
+    each<R>([&](int k, int i) { square = fmaf(s[k].at[i], s[k].at[i], square); });
+    const float r = rsqrtf(sums.of(square, 0.f).x / dim + p.shape.eps);
+    each<R>([&](int k, int i) { s[k].at[i] *= r * weight[k].at[i]; });
+    store_row<R, typename R::T>(p.y, s, row, dim);
+  }
+}
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads)
+    residual_norm_backward_kernel(const __grid_constant__ ResidualNormBackward p) {
+  const int dim = p.shape.dim;
+  typename R::Part weight, s, dy, dweight;
+  load_weight<R>(weight, p.weight, dim);
+  each<R>([&](int k, int i) { dweight[k].at[i] = 0.f; });
+  Sums<R::kThreads> sums;
+  for (int64_t row = blockIdx.x; row < p.shape.rows; row += gridDim.x) {
+    load_row<R, typename R::S>(s, p.s, row, dim);
+    load_row<R, typename R::T>(dy, p.dy, row, dim);
+    float square = 0.f, along = 0.f;
+    each<R>([&](int k, int i) {
+      square = fmaf(s[k].at[i], s[k].at[i], square);
+      along = fmaf(dy[k].at[i] * weight[k].at[i], s[k].at[i], along);
+    });
+    const float2 both = sums.of(square, along);
+    const float r = rsqrtf(both.x / dim + p.shape.eps), mean = r * both.y / dim;
+    each<R>([&](int k, int i) {
+      const float n = r * s[k].at[i];
+      s[k].at[i] = r * fmaf(dy[k].at[i], weight[k].at[i], -n * mean);
+      dweight[k].at[i] = fmaf(dy[k].at[i], n, dweight[k].at[i]);
+    });
+    if (p.after != nullptr) {
+      load_row<R, typename R::S>(dy, p.after, row, dim);
+      each<R>([&](int k, int i) { s[k].at[i] += dy[k].at[i]; });
+    }
+    store_row<R, typename R::S>(p.ds, s, row, dim);
+    if (p.dbranch != nullptr) store_row<R, typename R::T>(p.dbranch, s, row, dim);
+  }
+  store_row<R, float>(p.partials, dweight, blockIdx.x, dim);
+}
+
+// f(Tile) of these types; false where there is none.
+template <typename F>
+cudaError_t with_tile(const ResidualNormShape& shape, const F& f) {
+  const auto by_width = [&](auto s, auto t) {
+    using S = decltype(s);
+    using T = decltype(t);
+    if (shape.dim <= 32 * kPack) return f(Tile<S, T, 32, 1>{});
+    if (shape.dim <= 128 * kPack) return f(Tile<S, T, 128, 1>{});
+    if (shape.dim <= 256 * kPack) return f(Tile<S, T, 256, 1>{});
+    if (shape.dim <= 512 * kPack) return f(Tile<S, T, 256, 2>{});
+    if (shape.dim <= kResidualNormWidest) return f(Tile<S, T, 256, 4>{});
+    return cudaErrorInvalidValue;
+  };
+  const bool wide = shape.of_sum == DType::f32;
+  if (!wide && shape.of_sum != shape.of_rows) return cudaErrorInvalidValue;
+  switch (shape.of_rows) {
+    case DType::f32:
+      return by_width(0.f, 0.f);
+    case DType::bf16:
+      return wide ? by_width(0.f, __nv_bfloat16{}) : by_width(__nv_bfloat16{}, __nv_bfloat16{});
+    case DType::f16:
+      return wide ? by_width(0.f, __half{}) : by_width(__half{}, __half{});
+    case DType::f64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+// By the sizes alone: backward's blocks have a partial each.
+unsigned blocks_of(const ResidualNormShape& shape, int threads) {
+  return static_cast<unsigned>(std::min(shape.rows, kBlocks * 128 / threads));
+}
+
+}  // namespace
+}  // namespace model_rows
+
+cudaError_t residual_norm(const ResidualNorm& p, cudaStream_t stream) {
+  if (p.shape.rows == 0) return cudaSuccess;
+  return model_rows::with_tile(p.shape, [&](auto tile) {
+    using R = decltype(tile);
+    const unsigned blocks = 2 * model_rows::blocks_of(p.shape, R::kThreads);
+    model_rows::residual_norm_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
+}
+
+int64_t residual_norm_partials(const ResidualNormShape& shape) {
+  int64_t floats = 0;
+  model_rows::with_tile(shape, [&](auto tile) {
+    floats = static_cast<int64_t>(model_rows::blocks_of(shape, decltype(tile)::kThreads)) * shape.dim;
+    return cudaSuccess;
+  });
+  return floats;
+}
+
+cudaError_t residual_norm_backward(const ResidualNormBackward& p, cudaStream_t stream) {
+  return model_rows::with_tile(p.shape, [&](auto tile) {
+    using R = decltype(tile);
+    const unsigned blocks = model_rows::blocks_of(p.shape, R::kThreads);
+    if (blocks > 0) {
+      model_rows::residual_norm_backward_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    }
+    return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
+  });
+}
+
+}  // namespace girih::kernels

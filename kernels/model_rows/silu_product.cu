@@ -1,0 +1,75 @@
+// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate)
+//
+// A thread has a pack of every tensor.
+#include "model_rows/model_rows.h"
+#include "tile/grid.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+namespace model_rows {
+namespace {
+
+constexpr int kPack = kModelRowsPack, kThreads = 256;
+
+__device__ inline float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) silu_product_kernel(const __grid_constant__ SiluProduct p) {
+  const int64_t packs = p.elements / kPack, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < packs; i += step) {
+    const auto gate = load<kPack>(static_cast<const T*>(p.gate) + i * kPack);
+    auto y = load<kPack>(static_cast<const T*>(p.up) + i * kPack);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) y.at[e] *= gate.at[e] * sigmoid(gate.at[e]);
+    store(static_cast<T*>(p.y) + i * kPack, y);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    silu_product_backward_kernel(const __grid_constant__ SiluProductBackward p) {
+  const int64_t packs = p.elements / kPack, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < packs; i += step) {
+    auto gate = load<kPack>(static_cast<const T*>(p.gate) + i * kPack);
+    auto up = load<kPack>(static_cast<const T*>(p.up) + i * kPack);
+    const auto dy = load<kPack>(static_cast<const T*>(p.dy) + i * kPack);
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      const float s = sigmoid(gate.at[e]), silu = gate.at[e] * s, slope = s + silu * (1.f - s);
+      gate.at[e] = dy.at[e] * up.at[e] * slope;
+      up.at[e] = dy.at[e] * silu;
+    }
+    store(static_cast<T*>(p.dgate) + i * kPack, gate);
+    store(static_cast<T*>(p.dup) + i * kPack, up);
+  }
+}
+
+// f(0 of the type); an error where it has no kernel.
+template <typename F>
+cudaError_t with_type(DType dtype, const F& f) {
+  if (dtype == DType::f64) return cudaErrorInvalidValue;
+  dtype == DType::f32 ? f(0.f) : dtype == DType::bf16 ? f(__nv_bfloat16{}) : f(__half{});
+  return cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace model_rows
+
+cudaError_t silu_product(const SiluProduct& p, cudaStream_t stream) {
+  using namespace model_rows;
+  if (p.elements == 0) return cudaSuccess;
+  const unsigned blocks = blocks_for(divide_up(p.elements / kPack, kThreads));
+  return with_type(
+      p.dtype, [&](auto zero) { silu_product_kernel<decltype(zero)><<<blocks, kThreads, 0, stream>>>(p); });
+}
+
+cudaError_t silu_product_backward(const SiluProductBackward& p, cudaStream_t stream) {
+  using namespace model_rows;
+  if (p.elements == 0) return cudaSuccess;
+  const unsigned blocks = blocks_for(divide_up(p.elements / kPack, kThreads));
+  return with_type(p.dtype, [&](auto zero) {
+    silu_product_backward_kernel<decltype(zero)><<<blocks, kThreads, 0, stream>>>(p);
+  });
+}
+
+}  // namespace girih::kernels

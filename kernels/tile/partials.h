@@ -1,0 +1,42 @@
+// Sums that every block has a part of, partials [count, columns], added in one order whatever the card.
+#pragma once
+
+#include "tile/grid.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+
+constexpr int kPartialColumns = 32, kPartialAdders = 32;
+
+// 32 columns a block: warp w adds every 32nd partial from w on, lane by lane, then the warps' sums of column
+// c are added by warp c.
+template <int Columns>
+__global__ void __launch_bounds__(Columns* kPartialAdders)
+    sum_partials(const float* partials, const int64_t count, const int columns, const Out<1> total) {
+  static_assert(Columns == 32);
+  __shared__ float parts[kPartialAdders][Columns + 1];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int column = blockIdx.x * Columns + lane;
+  float sum = 0.f;
+  if (column < columns) {
+#pragma unroll 4
+    for (int64_t i = warp; i < count; i += kPartialAdders) sum += partials[i * columns + column];
+  }
+  parts[warp][lane] = sum;
+  __syncthreads();  // every warp's sums stand in shared memory
+  float all = parts[lane][warp];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) all += __shfl_xor_sync(~0u, all, offset);
+  const int own = blockIdx.x * Columns + warp;
+  if (lane == 0 && own < columns) store_any(total, all, own);
+}
+
+inline cudaError_t launch_sum_partials(const float* partials, int64_t count, int columns, const Out<1>& total,
+                                       cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(divide_up(columns, kPartialColumns));
+  sum_partials<kPartialColumns>
+      <<<blocks, kPartialColumns * kPartialAdders, 0, stream>>>(partials, count, columns, total);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,343 @@
+// What a decoding step computes beside its mixers' own steps: products, and blocks by them.
+#include "../../csrc/nn/step.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/cuda.h>
+
+#include <cmath>
+
+#include "../../csrc/nn/decoding.h"
+#include "catch.h"
+#include "models.h"
+
+using at::Tensor;
+using namespace girih;
+using namespace girih::test;
+
+namespace {
+
+constexpr int64_t kWidth = 64;
+
+// A GPU, and kernels for it.
+bool has_kernels() {
+  return torch::cuda::is_available() &&
+         nn::recorder_for(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))) != nullptr;
+}
+
+Tensor draw(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
+
+// Norms and biases too, which begin at what does nothing.
+void move_vectors(torch::nn::Module& module) {
+  for (auto& parameter : module.parameters()) {
+    if (parameter.dim() == 1) torch::nn::init::uniform_(parameter, 0.5, 1.5);
+  }
+}
+
+Tensor normed(const Tensor& x, const Tensor& weight, double eps) {
+  return x / (x.square().mean(-1, true) + eps).sqrt() * weight;
+}
+
+// A block of every mixer with each of its options, in fp64.
+std::vector<std::pair<std::string, nn::Block>> blocks() {
+  std::vector<std::pair<std::string, nn::Config>> all;
+  for (const auto& name : nn::mixer_names()) all.emplace_back(name, nn::Config{});
+  all.emplace_back("delta_product", nn::Config{.n = 3, .gated = false});
+  all.emplace_back("delta_product", nn::Config{.n = 2, .allow_neg_eigval = true});
+  all.emplace_back("trellis", nn::Config{.gated = false});
+  all.emplace_back("lattice", nn::Config{.gated = false});
+  all.emplace_back("gsa", nn::Config{.conv_size = 4});
+  all.emplace_back("attention", nn::Config{.num_kv_heads = 1});
+  all.emplace_back("gsa", nn::Config{.num_kv_heads = 1});
+  std::vector<std::pair<std::string, nn::Block>> made;
+  at::manual_seed(1);
+  for (auto& [name, config] : all) {
+    config.hidden_size = kWidth, config.num_hidden_layers = 1, config.num_heads = 2, config.num_slots = 16;
+    config.chunk = kChunk, config.hybrid = {name};
+    nn::Block block(nn::make_mixer(name, config.completed()), kWidth, 96);
+    block->to(at::kDouble);
+    move_vectors(*block);
+    made.emplace_back(name, block);
+  }
+  return made;
+}
+
+// x [B, T, hidden_size] through the block's modules one by one.
+nn::Output by_modules(nn::Block& block, const Tensor& x, const nn::State& state) {
+  auto& mlp = *block->mlp;
+  auto [y, after] = block->mixer->forward(block->mixer_norm(x), {}, state, /*use_cache=*/true);
+  const auto h = x + y, u = block->mlp_norm(h);
+  return {h + mlp.down_proj(at::silu(mlp.gate_proj(u)) * mlp.up_proj(u)), after};
+}
+
+nn::State copy_of(const nn::State& state) {
+  return state.map([](const Tensor& t) { return t.clone(); });
+}
+
+// To bf16, in which what stays in fp32 is as it was made, and to fp64 with the same values.
+template <class Module>
+void round_weights(Module& module) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) module.to(at::kCPU, dtype);
+}
+template <class Module>
+void to_gpu(Module& module) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) module.to(at::kCUDA, dtype);
+}
+
+double error(const Tensor& found, const Tensor& wanted) {
+  return ((found.to(at::kDouble).cpu() - wanted).norm() / wanted.norm()).item<double>();
+}
+
+}  // namespace
+
+TEST_CASE("Products are their formulas", "[step]") {
+  const at::NoGradGuard no_grad;
+  at::manual_seed(0);
+  const auto x = draw({3, 1, 16}), w = draw({5, 16}), up = draw({3, 1, 16}), b = draw({5}),
+             a = at::rand({5}, at::kDouble), weight = at::rand({16}, at::kDouble);
+  const auto r = at::matmul(x, w.t());
+  const std::vector<nn::Product> wanted = {
+      {w},
+      {w, "none", b},
+      {w, "linear", b},
+      {w, "sigmoid", b, {}, 2.0},
+      {w, "sigmoid"},
+      {w, "logsigmoid", {}, {}, 0.125},
+      {w, "decay", b, a},
+  };
+  const std::vector<Tensor> expected = {
+      r,
+      r + b,
+      r + b,
+      2 / (1 + (-r - b).exp()),
+      1 / (1 + (-r).exp()),
+      -(1 + (-r).exp()).log() / 8,
+      -a.exp() * (1 + (r + b).exp()).log(),
+  };
+  const auto silu = x / (1 + (-x).exp());
+  const std::vector<std::pair<nn::RowInput, Tensor>> inputs = {
+      {{}, x},
+      {{"rms_norm", weight, 0.1}, normed(x, weight, 0.1)},
+      {{"silu_rms_norm", weight, 0.1}, normed(silu, weight, 0.1)},
+      {{"silu_product", up}, silu * up},
+  };
+  for (const auto dtype : {at::kDouble, at::kFloat}) {
+    const double most = dtype == at::kDouble ? 1e-12 : 1e-5;
+    const auto in = [&](const Tensor& t) { return t.defined() ? t.to(dtype) : t; };
+    std::vector<nn::Product> given;
+    for (const auto& [m, gate, bias, rate, scale] : wanted)
+      given.push_back({in(m), gate, in(bias), in(rate), scale});
+    const auto found = nn::products(in(x), given);
+    REQUIRE(found.size() == expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      INFO("product " << i);
+      CHECK(at::allclose(found[i], in(expected[i]), most, most));
+    }
+    for (const auto& [before, u] : inputs) {
+      INFO(before.kind);
+      const auto y = nn::products(in(x), {{in(w)}}, {before.kind, in(before.other), before.eps}, in(r));
+      REQUIRE(y.size() == 1);
+      CHECK(at::allclose(y[0], in(at::matmul(u, w.t()) + r), most, most));
+    }
+  }
+  // Gates are in fp32 where the products are not.
+  const auto low = [](const Tensor& t) { return t.to(at::kBFloat16); };
+  const auto y = nn::products(low(x), {{low(w)}, {low(w), "sigmoid", b.to(at::kFloat)}});
+  CHECK(y[0].scalar_type() == at::kBFloat16);
+  CHECK(y[1].scalar_type() == at::kFloat);
+  CHECK_THROWS_AS(nn::products(x, {{w, "tanh"}}), c10::ValueError);
+  CHECK_THROWS_AS(nn::products(x, {{w}}, {"relu", weight}), c10::ValueError);
+}
+
+TEST_CASE("A block by products is its modules one by one in every mixer", "[step]") {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, block] : blocks()) {
+    for (const auto dtype : {at::kDouble, at::kFloat}) {
+      INFO(name << " in " << dtype);
+      block->to(dtype);
+      const double most = dtype == at::kDouble ? 1e-12 : 1e-5;
+      const auto x = draw({3, 9, kWidth}).to(dtype);
+      auto [y, state] = block->forward(x.slice(1, 0, 4), {}, {}, /*use_cache=*/true);
+      auto [z, other] = by_modules(block, x.slice(1, 0, 4), {});
+      CHECK(at::allclose(y, z, most, most));
+      for (int64_t t = 4; t < 9; ++t) {
+        const auto token = x.slice(1, t, t + 1);
+        std::tie(y, state) = block->forward(token, {}, state, /*use_cache=*/true);
+        std::tie(z, other) = by_modules(block, token, other);
+        INFO("token " << t);
+        CHECK(at::allclose(y, z, most, most));
+      }
+    }
+  }
+}
+
+TEST_CASE("A mask and packed sequences reach a block's mixer", "[step]") {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, block] : blocks()) {
+    INFO(name);
+    const auto x = draw({1, 8, kWidth});
+    const auto mask = at::arange(8).ge(3).unsqueeze(0);
+    const auto packed = block->forward(x, {}, {}, false, at::tensor({0, 3, 8})).first;
+    const auto alone = block->forward(x.slice(1, 3)).first;
+    CHECK(at::allclose(packed.slice(1, 3), alone, 1e-9, 1e-9));
+    CHECK(at::allclose(block->forward(x, mask).first.slice(1, 3), alone, 1e-9, 1e-9));
+  }
+}
+
+TEST_CASE("A linear layer with a bias keeps it", "[step]") {
+  const at::NoGradGuard no_grad;
+  nn::SwiGLU mlp(8, 16);
+  for (auto* proj : {&mlp->gate_proj, &mlp->up_proj, &mlp->down_proj}) {
+    const auto& options = (*proj)->options;
+    *proj = torch::nn::Linear(options.in_features(), options.out_features());
+  }
+  const auto x = at::randn({2, 1, 8});
+  const auto y = mlp->down_proj(at::silu(mlp->gate_proj(x)) * mlp->up_proj(x));
+  CHECK(at::allclose(mlp(x), y));
+}
+
+TEST_CASE("The kernel is for few rows of 16 bits on a GPU and without gradient", "[step]") {
+  at::NoGradGuard no_grad;
+  const auto there = [](at::Device device, at::IntArrayRef sizes, at::ScalarType dtype) {
+    const auto x = at::zeros(sizes, at::device(device).dtype(dtype));
+    return nn::has_kernel(x, {{x.new_zeros({8, x.size(-1)})}});
+  };
+  CHECK(!there(at::kCPU, {2, 1, 64}, at::kBFloat16));
+  if (!has_kernels()) return;
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    CHECK(there(at::kCUDA, {2, 1, 64}, dtype));
+    CHECK(there(at::kCUDA, {16, 64}, dtype));
+    CHECK(there(at::kCUDA, {12, 8192}, dtype));
+    CHECK(!there(at::kCUDA, {17, 64}, dtype));
+    CHECK(!there(at::kCUDA, {0, 64}, dtype));
+    CHECK(!there(at::kCUDA, {2, 60}, dtype));
+    CHECK(!there(at::kCUDA, {2, 8200}, dtype));
+    CHECK(!there(at::kCUDA, {13, 8192}, dtype));
+  }
+  CHECK(!there(at::kCUDA, {2, 1, 64}, at::kFloat));
+  const auto x = at::zeros({2, 64}, at::device(at::kCUDA).dtype(at::kBFloat16)), w = x.new_zeros({8, 64});
+  const auto f = at::zeros({8}, at::device(at::kCUDA)), wide = x.new_zeros({2 * 64 + 1});
+  CHECK(nn::has_kernel(x, std::vector<nn::Product>(8, {w})));
+  CHECK(!nn::has_kernel(x, std::vector<nn::Product>(9, {w})));
+  CHECK(nn::has_kernel(x, {{w, "decay", f, f}}, {"rms_norm", x[0]}));
+  CHECK(!nn::has_kernel(x, {{w, "decay", f.to(at::kDouble), f}}));
+  CHECK(!nn::has_kernel(x, {{w, "none", f}}));
+  CHECK(!nn::has_kernel(x, {{w.to(at::kFloat)}}));
+  CHECK(!nn::has_kernel(x, {{w.t().contiguous().t()}}));
+  CHECK(!nn::has_kernel(x, {{w}}, {"rms_norm", x[0].to(at::kFloat)}));
+  CHECK(!nn::has_kernel(wide.slice(0, 1).view({2, 64}), {{w}}));
+  CHECK(!nn::has_kernel(x, {{w}}, {}, x.new_zeros({8, 2}).t()));
+  at::autocast::set_autocast_enabled(at::kCUDA, true);
+  CHECK(!nn::has_kernel(x, {{w}}));
+  at::autocast::set_autocast_enabled(at::kCUDA, false);
+  const at::AutoGradMode with_gradient(true);
+  CHECK(!nn::has_kernel(x, {{w}}));
+}
+
+TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
+  if (!has_kernels()) return;
+  const at::NoGradGuard no_grad;
+  at::manual_seed(2);
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const auto low = [&](const Tensor& t) { return t.to(dtype).to(at::kDouble); };
+    const double unit = dtype == at::kBFloat16 ? std::exp2(-7) : std::exp2(-10);
+    for (const int64_t rows : {1, 3, 16}) {
+      const auto x = low(draw({rows, 1, 264})), w = low(draw({40, 264}) / 16), up = low(draw({rows, 1, 264})),
+                 weight = low(at::rand({264}, at::kDouble)), b = draw({40}).to(at::kFloat).to(at::kDouble);
+      const std::vector<nn::Product> wanted = {{w},
+                                               {w, "linear", b},
+                                               {w, "sigmoid", {}, {}, 2.0},
+                                               {w, "logsigmoid", b, {}, 0.125},
+                                               {w, "decay", b, b}};
+      const std::vector<nn::RowInput> inputs = {
+          {}, {"rms_norm", weight, 1e-3}, {"silu_rms_norm", weight, 1e-3}, {"silu_product", up}};
+      for (const auto& given : inputs) {
+        INFO(given.kind << ", " << rows << " rows in " << dtype);
+        const auto there = [&](const Tensor& t) { return t.defined() ? t.to(at::kCUDA, dtype) : t; };
+        const auto number = [&](const Tensor& t) { return t.defined() ? t.to(at::kCUDA, at::kFloat) : t; };
+        std::vector<nn::Product> few;
+        for (const auto& [m, gate, bias, rate, scale] : wanted)
+          few.push_back({there(m), gate, number(bias), number(rate), scale});
+        const nn::RowInput before = {given.kind, there(given.other), given.eps};
+        REQUIRE(nn::has_kernel(there(x), few, before));
+        const auto exact = nn::products(x, wanted, given);
+        const auto kernel = nn::products(there(x), few, before);
+        std::vector<Tensor> aten;
+        {
+          const at::AutoGradMode with_gradient(true);
+          aten = nn::products(there(x), few, before);
+        }
+        for (size_t i = 0; i < exact.size(); ++i) {
+          INFO(wanted[i].gate);
+          CHECK(kernel[i].scalar_type() == aten[i].scalar_type());
+          CHECK(kernel[i].sizes() == aten[i].sizes());
+          const auto most = error(aten[i], exact[i]);
+          CHECK(error(kernel[i], exact[i]) <= 1.5 * most + unit / 16);
+        }
+        const auto r = low(draw({rows, 1, 40}));
+        const auto sum = nn::products(there(x), {few[0]}, before, there(r))[0];
+        CHECK(error(sum, exact[0] + r) <= unit);
+      }
+    }
+  }
+}
+
+TEST_CASE("A step by the kernel is as near as the layers' own in every mixer", "[step]") {
+  if (!has_kernels()) return;
+  const at::NoGradGuard no_grad;
+  for (auto& [name, block] : blocks()) {
+    for (const int64_t batch : {1, 3, 16}) {
+      INFO(name << ", batch " << batch);
+      const auto x = draw({batch, 6, kWidth}).to(at::kBFloat16);
+      round_weights(*block);
+      const auto token = x.slice(1, 5).to(at::kDouble);
+      auto state = block->forward(x.slice(1, 0, 5).to(at::kDouble), {}, {}, /*use_cache=*/true).second;
+      const auto exact = block->forward(token, {}, copy_of(state), /*use_cache=*/true).first;
+      to_gpu(*block);
+      const auto there = x.to(at::kCUDA);
+      state = block->forward(there.slice(1, 0, 5), {}, {}, /*use_cache=*/true).second;
+      const auto last = there.slice(1, 5).contiguous();
+      REQUIRE(nn::has_kernel(last, {nn::product_of(block->mlp->gate_proj)}, block->mlp_norm->input()));
+      Tensor layers;
+      {
+        const at::AutoGradMode with_gradient(true);  // which has no kernel
+        layers = block->forward(last, {}, copy_of(state), /*use_cache=*/true).first.detach();
+      }
+      const auto step = block->forward(last, {}, state, /*use_cache=*/true).first;
+      const auto most = error(layers, exact);
+      INFO("kernel " << error(step, exact) << ", layers " << most);
+      CHECK(most < 0.05);
+      CHECK(error(step, exact) <= 1.5 * most + 1e-3);
+    }
+  }
+}
+
+TEST_CASE("Models in bf16 write on a GPU what they write in fp64", "[step]") {
+  if (!has_kernels()) return;
+  const at::NoGradGuard no_grad;
+  constexpr int64_t prompt = 5, steps = 3 * kChunk;
+  for (auto config : configurations()) {
+    config.hidden_size = kWidth, config.num_slots = 16, config.initializer_range = 0.1;
+    for (const int64_t batch : {1, 3}) {
+      INFO(name_of(config) << ", batch " << batch);
+      auto model = in_double(config);
+      round_weights(*model);
+      const auto text = ids(batch, prompt + steps);
+      const auto exact = model(text).first;
+      to_gpu(*model);
+      const auto there = text.to(at::kCUDA);
+      nn::Decoder decode(*model, nn::recorder_for(there));
+      std::vector<Tensor> logits{decode(there.slice(1, 0, prompt)).clone()};
+      for (auto t = prompt; t < prompt + steps; ++t)
+        logits.push_back(decode(there.slice(1, t, t + 1)).clone());
+      const auto found = at::stack(logits, 1), wanted = exact.slice(1, prompt - 1);
+      Tensor layers;
+      {
+        const at::AutoGradMode with_gradient(true);
+        layers = model(there).first.detach().slice(1, prompt - 1);
+      }
+      const auto most = error(layers, wanted);
+      INFO("steps " << error(found, wanted) << ", layers " << most);
+      CHECK(error(found, wanted) <= 2 * most + 2e-3);
+    }
+  }
+}
