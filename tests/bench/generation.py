@@ -11,18 +11,23 @@ of its own, with the compressor in it.
     cache_bytes         of one sequence, at the text's full length
 
 Then a token of `generate()` itself, greedy, after a prompt of 128: models of 24 layers, 1024 wide, 32000
-tokens, bf16, at batch 1 and 128, beside a Llama of the same sizes as transformers compiles it, with its
-static cache.
+tokens, bf16, at batch 1, 64 and 128, beside a Llama of the same sizes as transformers compiles it, with its
+static cache, fla's models, and the same models in C++ by girih-generate, which tells the mean of all tokens
+after the first.
 
     ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it
+    start_s             of girih-generate: from the start of its process to the first token
 """
 
 import argparse
 import gc
 import itertools
 import json
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -34,7 +39,9 @@ from results import FOLDER, write
 
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
-TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, NEW, BATCHES = 24, 1024, 16, 128, 256, (1, 128)
+TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, NEW, BATCHES = 24, 1024, 16, 128, 256, (1, 64, 128)
+PROGRAM = Path(__file__).parents[2] / "build" / "bin" / "girih-generate"
+IN_CPP = ("GSA", "Gated DeltaNet")
 BESIDE = 2**20  # bytes a sequence takes while a token is decoded, beside its cache: logits above all
 
 
@@ -196,7 +203,50 @@ def decoders():
     )
     made = {name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()}
     static = {"cache_implementation": "static"}
-    return made | {"Llama, compiled": (lambda: LlamaForCausalLM(llama), static)}
+    made["Llama, compiled"] = (lambda: LlamaForCausalLM(llama), static)
+    return made | {name: (make, {}) for name, make in fla_models(sizes).items()}
+
+
+def fla_models(sizes):
+    """fla's models of about the same sizes; none where it is not installed."""
+    try:
+        import fla.models
+    except ImportError:
+        return {}
+    own = {"tie_word_embeddings": True, "intermediate_size": 2816, "fuse_cross_entropy": False}
+    gsa = fla.models.GSAConfig(num_heads=TOKEN_HEADS, num_slots=64, **sizes, **own)
+    heads = {"num_heads": TOKEN_HEADS, "head_dim": 64, "expand_v": 1}
+    gated_deltanet = fla.models.GatedDeltaNetConfig(**heads, **sizes, **own)
+    return {
+        "fla GSA": lambda: fla.models.GSAForCausalLM(gsa),
+        "fla Gated DeltaNet": lambda: fla.models.GatedDeltaNetForCausalLM(gated_deltanet),
+    }
+
+
+def time_in_cpp(make, batch, device="cuda"):
+    """The same text by girih-generate, a process of its own."""
+    torch.manual_seed(0)
+    model = make().to(torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        prompts = [" ".join(str((7 * i + 13 * j) % 32000) for j in range(PROMPT)) for i in range(batch)]
+        options = ["--ids", "--lines", "--device", device, "--max-new-tokens", str(NEW)]
+        for _ in range(2):  # the second one's files are in memory
+            started = time.perf_counter()
+            done = subprocess.run(
+                [PROGRAM, folder, *options], input="\n".join(prompts) + "\n", capture_output=True, text=True
+            )
+            seconds = time.perf_counter() - started
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+    said = re.search(r"tokens in ([\d.]+) s.*first after ([\d.]+) s.*, ([\d.]+) ms a token", done.stderr)
+    whole, first, each = map(float, said.groups())
+    return {
+        "parameters": model.num_parameters(),
+        "ms_a_token": each,
+        "mean_ms": each,
+        "start_s": round(seconds - whole + first, 2),
+    }
 
 
 def time_of_a_token(make, options, batch):
@@ -233,15 +283,15 @@ def time_of_a_token(make, options, batch):
 
 def table_of_tokens(result):
     """Markdown; ratios to the Llama of the same run and batch."""
-    text = "| batch | model | parameters | ms a token |  | mean |\n"
-    text += "| ---: | --- | ---: | ---: | ---: | ---: |\n"
+    text = "| batch | model | parameters | ms a token |  | mean | start to first token, s |\n"
+    text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
     for batch, rows in result["tokens"].items():
         beside = rows.get("Llama, compiled", {}).get("ms_a_token")
         for name, row in rows.items():
             ratio = f"{row['ms_a_token'] / beside:.2f}x" if beside else ""
             text += (
                 f"| {batch} | {name} | {row['parameters']:,} | {row['ms_a_token']} | {ratio} "
-                f"| {row['mean_ms']} |\n"
+                f"| {row['mean_ms']} | {row.get('start_s', '')} |\n"
             )
     return text
 
@@ -289,6 +339,9 @@ def main(argv=None):
             rows[name] = time_of_a_token(make, how, batch)
             print(f"batch {batch}, {name}: {rows[name]['ms_a_token']} ms a token", flush=True)
             emptied()
+        for name in IN_CPP if PROGRAM.exists() else ():
+            rows[f"{name} in C++"] = row = time_in_cpp(decoders()[name][0], batch)
+            print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
     for length in LENGTHS if options.part != "tokens" else ():
         rows = result["rows"][str(length)] = {}
         for name, config in models().items():

@@ -19,6 +19,9 @@ UNITS = {
         *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
     ),
+    "model_rows": tuple(
+        f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "silu_product")
+    ),
 }
 
 # The bodies of functions in kernels/tile, kernels/pipe and beside the kernels, by a part of their signature.
@@ -79,6 +82,7 @@ BODIES = {
     },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
+    "tile/partials.h": {},
     "tile/warpgroup.h": {
         "Sums<N>& sums, const BlockTile<T, Cols>& x,": """
             emulated::start_products([&sums, x, y, row] {
@@ -227,7 +231,7 @@ def rewritten(file: str) -> str:
         flags=re.MULTILINE,
     )
     source = re.sub(
-        r"([\w:<>, ]+?)\s*<<<(.*?),\s*stream>>>\((.*?)\);",
+        r"([\w:<>, ]+?(?:<decltype\(\w+\)>)?)\s*<<<(.*?),\s*stream>>>\((.*?)\);",
         r"emulated::launch([=] { \1(\3); }, \2);",
         source,
         flags=re.DOTALL,

@@ -213,5 +213,18 @@ def test_the_table_of_tokens_compares_with_what_is_compiled():
     tokens = {"1": {"GSA": row, "Llama, compiled": row | {"ms_a_token": 2.0}}, "128": {"GSA": row}}
     text = generation.table_of_tokens({"tokens": tokens})
     assert (
-        "| 1 | GSA | 1,000 | 1.5 | 0.75x | 1.75 |" in text and "| 128 | GSA | 1,000 | 1.5 |  | 1.75 |" in text
+        "| 1 | GSA | 1,000 | 1.5 | 0.75x | 1.75 |  |" in text
+        and "| 128 | GSA | 1,000 | 1.5 |  | 1.75 |  |" in text
     )
+
+
+def test_what_the_program_in_cpp_says_is_understood(monkeypatch):
+    import generation
+    from girih.models import GirihConfig, GirihForCausalLM
+
+    if not generation.PROGRAM.exists():
+        pytest.skip("the programs were not built here")
+    monkeypatch.setattr(generation, "NEW", 5)
+    sizes = {"vocab_size": 32000, "hidden_size": 16, "num_heads": 1, "num_hidden_layers": 1, "num_slots": 4}
+    row = generation.time_in_cpp(lambda: GirihForCausalLM(GirihConfig(**sizes)), 2, device="cpu")
+    assert 0 < row["ms_a_token"] < 1e4 and 0 < row["start_s"] < 60

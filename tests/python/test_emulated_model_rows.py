@@ -1,0 +1,171 @@
+"""The kernels of model_rows on the emulator of tests/emulated, against the formulas in float64."""
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers
+
+pytestmark = needs_headers
+INT, FLOAT = ctypes.c_int, ctypes.c_float
+AROUND = 64  # elements of NaN
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAIRS = [(torch.float32, of_rows) for of_rows in TYPES] + [(of_rows, of_rows) for of_rows in TYPES[1:]]
+
+
+def structure(*fields):
+    """fields: a type, and names with spaces."""
+    members = [(name, kind) for kind, names in fields for name in names.split()]
+    return type("Call", (ctypes.Structure,), {"_fields_": members})
+
+
+Vector = structure((POINTER, "data"), (INT, "dtype"), (NUMBER, "stride"))
+Shape = structure((NUMBER, "rows"), (INT, "dim"), (FLOAT, "eps"), (INT, "of_sum of_rows"))
+Norm = structure((Shape, "shape"), (POINTER, "x branch"), (Vector, "weight"), (POINTER, "s y"))
+NormBackward = structure(
+    (Shape, "shape"),
+    *((POINTER, "s"), (Vector, "weight"), (POINTER, "dy after ds dbranch")),
+    *((Vector, "dweight"), (POINTER, "partials")),
+)
+Product = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up y"))
+ProductBackward = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up dy dgate dup"))
+CrossEntropy = structure(
+    (NUMBER, "rows classes"), (INT, "dtype"), (POINTER, "z labels"), (NUMBER, "ignored"), (POINTER, "l")
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    library = compiled_once(tmp_path_factory, "model_rows", sizes=())
+    library.norm_partials.restype = NUMBER
+    return library
+
+
+class Places:
+    """Tensors with NaN around them."""
+
+    def __init__(self):
+        self.buffers = []
+
+    def __call__(self, x):
+        buffer = torch.full((x.numel() + 2 * AROUND,), torch.nan, dtype=x.dtype)
+        start = -buffer.data_ptr() % 32 // buffer.element_size()  # a view at a multiple of 32 bytes
+        view = buffer[start + 32 : start + 32 + x.numel()].view(x.shape)
+        view.copy_(x)
+        self.buffers.append((buffer, start + 32, x.numel()))
+        return view
+
+    def like(self, x, dtype=None):
+        return self(torch.full(x.shape, torch.nan, dtype=dtype or x.dtype))
+
+    def assert_untouched(self):
+        for buffer, start, count in self.buffers:
+            assert buffer[:start].isnan().all() and buffer[start + count :].isnan().all()
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def vector(x):
+    return Vector(x.data_ptr(), DTYPES[x.dtype], x.stride(0))
+
+
+def address(x):
+    return None if x is None else x.data_ptr()
+
+
+def assert_close(got, want, terms=1):
+    bound = 2 * torch.finfo(got.dtype).eps * want.abs() + 4e-7 * terms**0.5 * (1 + want.abs().amax())
+    assert ((got.double() - want).abs() <= bound).all(), (got.double() - want).abs().max()
+
+
+def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
+    place, (sums, of_rows) = Places(), pair
+    x, weight = place(normal(rows, dim, dtype=sums)), place(normal(dim, seed=9))
+    branch = place(normal(rows, dim, dtype=of_rows, seed=1)) if with_branch else None
+    dy = place(normal(rows, dim, dtype=of_rows, seed=2))
+    after = place(normal(rows, dim, dtype=sums, seed=3)) if with_after else None
+    s, y, shape = place.like(x), place.like(dy), Shape(rows, dim, 1e-5, DTYPES[sums], DTYPES[of_rows])
+    call = Norm(shape, address(x), address(branch), vector(weight), address(s), address(y))
+    kernels.run_norm(ctypes.byref(call))
+    if with_branch:
+        assert_close(s, x.double() + branch.double())
+    else:
+        assert s.isnan().all()
+        s = x
+    ds, dweight = place.like(s), place.like(weight)
+    dbranch = place.like(dy) if with_branch else None
+    partials = place(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
+    call = NormBackward(shape, address(s), vector(weight), address(dy), address(after), address(ds))
+    call.dbranch, call.dweight, call.partials = address(dbranch), vector(dweight), address(partials)
+    kernels.run_norm_backward(ctypes.byref(call))
+
+    wide, w = s.double().requires_grad_(), weight.double().requires_grad_()
+    want = F.rms_norm(wide, (dim,), w, 1e-5)
+    assert_close(y, want.detach(), dim)
+    exact, dw = torch.autograd.grad(want, (wide, w), dy.double())
+    exact = exact if after is None else exact + after.double()
+    for got in (ds, dbranch) if with_branch else (ds,):
+        assert_close(got, exact, dim)
+    assert_close(dweight, dw, rows)
+    place.assert_untouched()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("dim", [8, 264, 1032, 2056, 4104])
+def test_norms_of_every_width(kernels, dim, pair):
+    check_norm(kernels, 3, dim, pair)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 70])
+def test_norms_of_every_number_of_rows(kernels, rows):
+    check_norm(kernels, rows, 40, PAIRS[1])
+
+
+@pytest.mark.parametrize("rows, dim", [(4300, 8), (2200, 264)])
+def test_blocks_of_norms_that_have_several_rows(kernels, rows, dim):
+    check_norm(kernels, rows, dim, PAIRS[0])
+
+
+@pytest.mark.parametrize("with_after", [False, True])
+@pytest.mark.parametrize("with_branch", [False, True])
+def test_norms_with_and_without_a_branch(kernels, with_branch, with_after):
+    check_norm(kernels, 5, 272, PAIRS[1], with_branch, with_after)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("elements", [8, 40, 2056])
+def test_products(kernels, elements, dtype):
+    place = Places()
+    gate, up, dy = (place((3 * normal(elements, seed=i)).to(dtype)) for i in range(3))
+    y, dgate, dup = (place.like(gate) for _ in range(3))
+    call = Product(elements, DTYPES[dtype], *map(address, (gate, up, y)))
+    kernels.run_product(ctypes.byref(call))
+    call = ProductBackward(elements, DTYPES[dtype], *map(address, (gate, up, dy, dgate, dup)))
+    kernels.run_product_backward(ctypes.byref(call))
+    wide = [x.double().requires_grad_() for x in (gate, up)]
+    want = F.silu(wide[0]) * wide[1]
+    exact = want, *torch.autograd.grad(want, wide, dy.double())
+    for got, x in zip((y, dgate, dup), exact, strict=True):
+        assert_close(got, x.detach())
+    place.assert_untouched()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("classes", [8, 40, 4096, 4104])
+def test_cross_entropies(kernels, classes, dtype):
+    place = Places()
+    logits = (5 * normal(6, classes)).to(dtype)
+    logits[4], logits[5] = -torch.inf, torch.linspace(-6e4, 6e4, classes)
+    logits[4, 3] = 2.0
+    labels = torch.tensor([0, classes - 1, -100, 5, 3, classes - 1])
+    z, l = place(logits), place(torch.full((6,), torch.nan))
+    call = CrossEntropy(6, classes, DTYPES[dtype], address(z), address(labels), -100, address(l))
+    kernels.run_cross_entropy(ctypes.byref(call))
+    wide = logits.double().requires_grad_()
+    want = F.cross_entropy(wide, labels, reduction="none")
+    assert_close(l, want.detach(), 30)
+    assert_close(z, torch.autograd.grad(want.sum(), wide)[0])
+    place.assert_untouched()
