@@ -20,14 +20,14 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, int64_t intermediate_s
 // The mixer's state is the block's.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
   auto [h, state] = run_onto(x, *mixer, mixer_norm->input(), call);
-  return {mlp->forward(h, mlp_norm->input(), h), state};
+  return {mlp->onto(h, h, mlp_norm->input()), state};
 }
 
 bool BlockImpl::stepped(State& state, std::vector<bool>& kind) const { return mixer->stepped(state, kind); }
 
 Tensor BlockImpl::around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix) {
   const auto h = x + mix(mixer_norm(x));
-  return mlp->forward(h, mlp_norm->input(), h);
+  return mlp->onto(h, h, mlp_norm->input());
 }
 
 ModelImpl::ModelImpl(const Config& config)

@@ -21,8 +21,10 @@ torch::nn::Linear linear(int64_t in, int64_t out, bool bias) {
 
 torch::nn::Embedding embedding(int64_t count, int64_t width) {
   torch::nn::EmbeddingOptions options(count, width);
-  if (WithoutValues::on()) options._weight(at::empty({count, width}));
-  return torch::nn::Embedding(options);
+  if (!WithoutValues::on()) return torch::nn::Embedding(options);
+  torch::nn::Embedding layer(options._weight(at::empty({count, width})));
+  layer->options._weight({});  // or a clone would have this very tensor
+  return layer;
 }
 
 State State::map(const std::function<Tensor(const Tensor&)>& f) const {
@@ -100,6 +102,7 @@ Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
 Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& given,
                               const Tensor& residual) {
   auto [o, state] = core(nn::products(x, products(), given), call);
+  if (!call.use_cache) state = {};
   return {nn::products(o, {output()}, before_output(), residual)[0], state};
 }
 

@@ -25,7 +25,9 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
       up_proj(register_module("up_proj", linear(hidden_size, intermediate_size))),
       down_proj(register_module("down_proj", linear(intermediate_size, hidden_size))) {}
 
-Tensor SwiGLUImpl::forward(const Tensor& x, const RowInput& given, const Tensor& residual) {
+Tensor SwiGLUImpl::forward(const Tensor& x) { return onto({}, x, {}); }
+
+Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& given) {
   const auto p = products(x, {product_of(gate_proj), product_of(up_proj)}, given);
   return products(p[0], {product_of(down_proj)}, {"silu_product", p[1]}, residual)[0];
 }

@@ -249,7 +249,8 @@ def trained(plan: Plan, way: Way, steps: int, windows_seed: int) -> tuple[nn.Mod
     if way.schedule:
         run["weights"] = weights(model)
         run["bits_per_byte_at_weight"] = {f"{m:g}": bits_at(model, m, rows, recipe.batch) for m in LEVELS}
-    if not all(map(torch.isfinite, torch.tensor(run["bits_per_byte"]))):
+    measured = [*run["bits_per_byte"], *run.get("bits_per_byte_at_weight", {}).values()]
+    if not torch.tensor(measured).isfinite().all():
         raise FloatingPointError("the held-out loss is not finite")
     return model, run
 
@@ -424,7 +425,8 @@ def main(argv: list[str] | None = None) -> int:
             for folder in (plan.folder, plan.work):
                 with usable(folder):
                     make(folder)
-            held.enter_context(alone_in(plan.work))
+            for folder in sorted({plan.folder.resolve(), plan.work.resolve()}):
+                held.enter_context(alone_in(folder))
             done = study(plan, chosen, options.minutes)
         show(plan.folder)
         return 0 if done else 1

@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/cuda.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <cmath>
 
@@ -193,6 +194,23 @@ TEST_CASE("A linear layer with a bias keeps it", "[step]") {
   const auto x = at::randn({2, 1, 8});
   const auto y = mlp->down_proj(at::silu(mlp->gate_proj(x)) * mlp->up_proj(x));
   CHECK(at::allclose(mlp(x), y));
+}
+
+TEST_CASE("The feed-forward layer is one of a sequence", "[step]") {
+  torch::nn::Sequential layers(nn::SwiGLU(8, 16), torch::nn::Linear(8, 4));
+  CHECK(layers->forward(at::randn({2, 8})).sizes() == at::IntArrayRef{2, 4});
+}
+
+TEST_CASE("A copy of a loaded embedding has values of its own", "[step]") {
+  const at::NoGradGuard no_grad;
+  const auto embedding = [] {
+    const nn::WithoutValues none;
+    return nn::embedding(5, 3);
+  }();
+  embedding->weight.fill_(1.0);
+  const auto copy = std::dynamic_pointer_cast<torch::nn::EmbeddingImpl>(embedding->clone());
+  copy->weight.fill_(2.0);
+  CHECK(at::allclose(embedding->weight, at::ones({5, 3})));
 }
 
 TEST_CASE("The kernel is for few rows of 16 bits on a GPU and without gradient", "[step]") {

@@ -133,7 +133,7 @@ class LayerImpl : public Module {
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
 
   // A layer that is output(core(products of x)) says here what these are. A block then has its norm and its
-  // sum computed with them, and `run` is by_products too. A class whose `run` or `mix` does more says none.
+  // sum computed with them, and `run` is by_products too.
   virtual std::vector<Product> products() const { return {}; }
   // What `output` takes, but for before_output, and the state.
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);
@@ -158,7 +158,7 @@ class RecurrentLayerImpl : public LayerImpl {
  protected:
   Output run(const Tensor& x, const Call& call) final;
   // `run` on valid tokens; cu_seqlens may be [B, 2], the rows' bounds.
-  virtual Output mix(const Tensor& x, const Call& call) { return by_products(x, call); }
+  virtual Output mix(const Tensor& x, const Call& call) = 0;
 };
 
 // x [B, T, H, D], D even, with the pairs (i, i + D/2) turned by position * theta^(-2i/D); position [T] or [B,
@@ -193,8 +193,9 @@ TORCH_MODULE(GatedRMSNorm);
 class SwiGLUImpl : public Module {
  public:
   SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size);
-  // Of what `given` makes of x, and the residual on top.
-  Tensor forward(const Tensor& x, const RowInput& given = {}, const Tensor& residual = {});
+  Tensor forward(const Tensor& x);
+  // residual + this of what `given` makes of x.
+  Tensor onto(const Tensor& residual, const Tensor& x, const RowInput& given);
 
   torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
@@ -264,6 +265,7 @@ class GatedSlotAttentionImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   RowInput before_output() const override;
@@ -342,6 +344,7 @@ class DeltaProductImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -383,6 +386,7 @@ class TrellisImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -421,6 +425,7 @@ class LatticeImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -449,7 +454,7 @@ class AttentionImpl : public LayerImpl {
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) override;
+  Output run(const Tensor& x, const Call& call) final;
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;

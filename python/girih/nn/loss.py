@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from girih.nn.fused import PACK, has_kernel
 
-LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and their gradient as much
+LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and without a kernel their gradient as much
 
 
 def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -37,10 +37,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = x.new_zeros((), dtype=wide)
         for i in range(0, x.shape[0], rows):
             part, label = x[i : i + rows], labels[i : i + rows]
+            logits = d = None  # the last ones, before the next are made
             logits = F.linear(part, weight)
             # Not in place: torch.compile loses all gradients of a function that writes what it returns.
             if logits.shape[-1] % PACK == 0 and has_kernel(logits):
-                loss = loss + torch.ops.girih.cross_entropy_(logits, label.contiguous(), ignored).sum()
+                loss = loss + torch.ops.girih.cross_entropy_(logits, label.long().contiguous(), ignored).sum()
                 d = logits
             else:
                 loss_of_part, d = cross_entropy(logits, label, ignored, wide)
@@ -56,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dweight += d.t().float() @ part.float()
             else:
                 dweight += F.linear(d.t(), part.t()).to(wide)
-        ctx.save_for_backward(dx, dweight)
+        ctx.save_for_backward(dx, dweight, loss)
         ctx.dtypes = x.dtype, weight.dtype
         return loss
 
@@ -64,7 +65,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         # Rounded once, behind the product: a sum over many tokens may be beyond 16 bits, and its mean is not.
-        both = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        *gradients, loss = ctx.saved_tensors
+        dloss = dloss.where(~loss.isnan(), torch.nan)  # as where a label is no class
+        both = zip(gradients, ctx.dtypes, strict=True)
         return *(None if d is None else (d.to(dloss.dtype) * dloss).to(t) for d, t in both), None, None
 
 

@@ -57,7 +57,7 @@ def products(
 
     One launch where `has_kernel`, of whose sums nothing is rounded before the end; else by PyTorch.
     """
-    if has_kernel(x, wanted, given):
+    if has_kernel(x, wanted, given, residual):
         weights, gates, biases, rates, scales = (list(part) for part in zip(*wanted, strict=True))
         return torch.ops.girih.few_rows(
             x, weights, gates, biases, rates, scales, given.kind, given.other, given.eps, residual
@@ -85,11 +85,13 @@ def gated(r: Tensor, product: Product) -> Tensor:
     return -at_least_fp32(product.rate).exp() * F.softplus(r) if product.gate == "decay" else r
 
 
-def has_kernel(x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN) -> bool:
-    """A GPU, 16 bits, up to 16 rows, and tensors as they were made: dense, of one dtype."""
+def has_kernel(
+    x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN, residual: Tensor | None = None
+) -> bool:
+    """A GPU, 16 bits, up to 16 rows, no autocast, and tensors as they were made: dense, of one dtype."""
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
-    matrices = [x, *(p.weight for p in wanted), *([] if given.other is None else [given.other])]
+    matrices = [x, *(p.weight for p in wanted), *(m for m in (given.other, residual) if m is not None)]
     numbers = [part for p in wanted for part in (p.bias, p.rate) if part is not None]
     return (
         x.is_cuda
@@ -101,6 +103,7 @@ def has_kernel(x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN) ->
         and rows * width <= ELEMENTS
         and len(wanted) <= MATRICES
         and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cuda")
         and all(m.dtype == x.dtype and m.is_contiguous() and m.data_ptr() % 16 == 0 for m in matrices)
         and all(m.dtype == torch.float32 and m.is_contiguous() for m in numbers)
     )

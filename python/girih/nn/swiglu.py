@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.fused import PACK, has_kernel
+from girih.nn.fused import PACK, as_kernels_read, has_kernel
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -29,13 +29,17 @@ class _SiluProduct(torch.autograd.Function):
             s = gate.sigmoid()
             return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
         if takes_kernel(gate, up):
-            return torch.ops.girih.silu_product_backward(dy.contiguous(), gate, up)
+            return torch.ops.girih.silu_product_backward(as_kernels_read(dy), gate, up)
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate) * dy
 
 
 def takes_kernel(gate: Tensor, up: Tensor) -> bool:
-    same = gate.shape == up.shape and gate.dtype == up.dtype and gate.numel() % PACK == 0
-    return same and has_kernel(gate, up)
+    return (
+        has_kernel(gate, up)
+        and gate.shape == up.shape
+        and gate.dtype == up.dtype
+        and gate.numel() % PACK == 0
+    )
 
 
 def product(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""girih.nn.fused where it decides, and what a kernel does not take; the kernels' own tests are apart."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import needs_cuda
+from girih.nn import RMSNorm, fused
+from girih.nn.fused import residual_norm
+from girih.nn.loss import linear_cross_entropy
+from girih.nn.swiglu import silu_product
+
+
+def norm_of(width, **how):
+    norm = RMSNorm(width, 1e-5).to(**how)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * torch.randn(width))
+    return norm
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (4, 16), (16,)])
+def test_the_formula_of_gradients(shape):
+    s, dy = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    weight = torch.randn(16, requires_grad=True)
+    want = torch.autograd.grad(F.rms_norm(s, (16,), weight, 1e-5), (s, weight), dy)
+    for got, exact in zip(fused.gradients(dy, s.detach(), weight.detach(), 1e-5), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+HOOKS = {
+    "forward": lambda norm, seen: norm.register_forward_hook(lambda *_: seen.append(1)),
+    "before forward": lambda norm, seen: norm.register_forward_pre_hook(lambda *_: seen.append(1)),
+    "backward": lambda norm, seen: norm.register_full_backward_hook(lambda *_: seen.append(1)),
+    "before backward": lambda norm, seen: norm.register_full_backward_pre_hook(lambda *_: seen.append(1)),
+    "of all": lambda norm, seen: torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(1) if module is norm else None
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_a_norm_run(kind, device):
+    norm, seen = norm_of(16, device=device), []
+    assert fused.without_hooks(norm)
+    handle = HOOKS[kind](norm, seen)
+    try:
+        assert not fused.without_hooks(norm)
+        residual_norm(norm, torch.randn(2, 16, device=device, requires_grad=True))[1].sum().backward()
+    finally:
+        handle.remove()
+    assert seen == [1] and fused.without_hooks(norm)
+
+
+def test_a_loss_that_is_no_number_has_no_gradients_either():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.arange(4))
+    loss.backward()
+    assert x.grad.isfinite().all()
+    with torch.no_grad():
+        x[0, 0] = torch.nan
+    loss = linear_cross_entropy(x, weight, torch.arange(4))
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, (x, weight)))
+
+
+@needs_cuda
+@pytest.mark.parametrize("label", [-1, 16])
+def test_a_label_that_is_no_class_leaves_no_finite_gradient(label):
+    x, weight = (torch.randn(n, 8, device="cuda", requires_grad=True) for n in (4, 16))
+    labels = torch.tensor([1, 2, label, 3], device="cuda")
+    loss = linear_cross_entropy(x, weight, labels)
+    assert loss.isnan()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, (x, weight)))
+
+
+@needs_cuda
+def test_labels_of_32_bits():
+    x, weight, labels = torch.randn(4, 8).cuda(), torch.randn(16, 8).cuda(), torch.arange(4).cuda()
+    torch.testing.assert_close(
+        linear_cross_entropy(x, weight, labels.int()), linear_cross_entropy(x, weight, labels)
+    )
+
+
+@pytest.mark.parametrize("width", [16, 20])
+@pytest.mark.parametrize("branch_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_branch_is_always_added(width, branch_dtype, device):
+    """By a kernel or not: of widths and types that have none, too."""
+    norm, x = norm_of(width, device=device), torch.randn(3, width, device=device)
+    branch = torch.randn(3, width, device=device).to(branch_dtype)
+    for part in (branch, branch[:1]):
+        s, y = residual_norm(norm, x, part)
+        torch.testing.assert_close(s, x + part)
+        torch.testing.assert_close(y, norm(x + part), rtol=1e-5, atol=1e-5)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_come_as_views(dtype):
+    norm, x = norm_of(40, device="cuda", dtype=dtype), torch.randn(5, 40, device="cuda", dtype=dtype)
+    x.requires_grad_()
+    s, y = residual_norm(norm, x, x * 2)
+    grads = [torch.randn(201, device="cuda", dtype=dtype)[1:].view(5, 40) for _ in range(2)]
+    for outs in ((s, y), (silu_product(x, x * 2),) * 2):
+        for given in (grads, [grad.t().contiguous().t() for grad in grads]):
+            found = torch.autograd.grad(outs, x, given, retain_graph=True)[0]
+            dense = torch.autograd.grad(outs, x, [g.clone() for g in grads], retain_graph=True)[0]
+            assert found.equal(dense)
+
+
+@needs_cuda
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "x"])
+def test_what_is_frozen_has_first_and_second_derivatives_of_the_rest(frozen):
+    norm, x = norm_of(16, device="cuda"), torch.randn(3, 16, device="cuda")
+    norm.weight.requires_grad_(frozen != "weight")
+    x.requires_grad_(frozen != "x")
+    left = [t for t in (x, norm.weight) if t.requires_grad]
+
+    def derivatives(call):
+        s, y = call()
+        first = torch.autograd.grad((y * y.detach()).sum() + s.sum() * 0, left, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), left, allow_unused=True)
+        return *first, *second
+
+    by_kernel = derivatives(lambda: residual_norm(norm, x))
+    by_pytorch = derivatives(lambda: (x, F.rms_norm(x, (16,), norm.weight, 1e-5)))
+    for got, want in zip(by_kernel, by_pytorch, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@needs_cuda
+def test_a_training_step_in_a_graph():
+    norm, x = norm_of(64, device="cuda"), torch.randn(3, 64, device="cuda", requires_grad=True)
+
+    def step():
+        s, y = residual_norm(norm, x, x * 2)
+        return torch.autograd.grad(silu_product(y, s).sum(), x)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert found.equal(step())
