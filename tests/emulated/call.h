@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <deque>
 #include <vector>
 
 #include "emulator.h"
@@ -37,17 +36,24 @@ inline void must(cudaError_t error) {
 }
 
 // Arrays that kernels write for one another: all NaN before, and what lies between their rows, and behind the
-// last, after as well.
+// last, after as well. Behind that is a wall: who comes to it ends the test.
 class Rooms {
   struct Room {
-    std::vector<unsigned char> bytes;
-    int64_t row, pitch;  // bytes
+    unsigned char *pages, *begin;
+    int64_t size, row, pitch;  // bytes
   };
-  std::deque<Room> rooms_;
+  static constexpr int64_t kPage = 4096;
+  std::vector<Room> rooms_;
 
   void* make(int64_t rows, int64_t row, int64_t gap) {
-    rooms_.push_back({std::vector<unsigned char>(rows * (row + gap) + kGap, 0xff), row, row + gap});
-    return rooms_.back().bytes.data();
+    const int64_t size = rows * (row + gap) + kGap, used = (size + 15) / 16 * 16,
+                  all = (used + kPage - 1) / kPage * kPage;
+    auto* const pages = static_cast<unsigned char*>(
+        mmap(nullptr, all + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (pages == MAP_FAILED || mprotect(pages + all, kPage, PROT_NONE) != 0) emulated::fail("no memory");
+    std::memset(pages, 0xff, all);
+    rooms_.push_back({pages, pages + all - used, size, row, row + gap});
+    return rooms_.back().begin;
   }
 
  public:
@@ -75,11 +81,12 @@ class Rooms {
   Rooms(const Rooms&) = delete;
   ~Rooms() {
     for (const Room& room : rooms_) {
-      const int64_t rows = (room.bytes.size() - kGap) / std::max<int64_t>(room.pitch, 1);
-      for (int64_t at = 0; at < static_cast<int64_t>(room.bytes.size()); ++at) {
+      const int64_t rows = (room.size - kGap) / std::max<int64_t>(room.pitch, 1);
+      for (int64_t at = 0; at < room.size; ++at) {
         const bool outside = at >= rows * room.pitch || at % room.pitch >= room.row;
-        if (outside && room.bytes[at] != 0xff) emulated::fail("a kernel writes beyond an array's rows");
+        if (outside && room.begin[at] != 0xff) emulated::fail("a kernel writes beyond an array's rows");
       }
+      munmap(room.pages, (room.begin + room.size - room.pages + kPage - 1) / kPage * kPage + kPage);
     }
   }
 };

@@ -1,10 +1,10 @@
 // What a kernel's source asks of CUDA, on a CPU: so that kernels run, and their arithmetic is tested, where
-// there is no GPU. A block's threads are fibers of one thread. Warps take turns in a random order, and some
-// stand still for a while, so that who does not wait for them runs ahead; copies that are under way arrive no
-// sooner than somebody waits for them; shared memory begins full of NaN.
+// there is no GPU. A block's threads are fibers of one thread. Warps take turns in a random order, and so do
+// the lanes of a warp; some of them stand still for a while, so that who does not wait for them runs ahead.
+// Copies that are under way arrive no sooner than somebody waits for them; shared memory begins full of NaN.
 //
 // rewrite.py puts this in the place of the instructions in kernels/tile. It knows no speed, no second block
-// at the same time but those of a cluster, and of races those that a turn of warps brings out.
+// at the same time but those of a cluster, and of races those that turns of warps and lanes bring out.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,10 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <random>
+#include <set>
+#include <string>
 #include <vector>
 
 #undef __launch_bounds__
@@ -63,11 +66,17 @@ struct Fiber {
   std::vector<Copy> open;                      // copies that no group has yet
   std::vector<std::vector<Copy>> groups;       // oldest first
   std::deque<std::function<void()>> products;  // under way (products.h), oldest first
+  // Of products (products.h): its registers at the last fence; whether it comes behind the last wait; which
+  // sums products since then have; and sums as fences and waits that name them found them.
+  std::vector<char> registers;
+  bool is_fenced;
+  std::set<const void*> started;
+  std::map<const void*, std::vector<char>> pinned;
 };
 
 // What a warp's lanes hand to one another: two tables in turn.
 struct Warp {
-  bool slow;
+  unsigned slow;  // lanes that stand still, as bits
   unsigned arrived[2], finished;
   uint64_t table[2][32][8];
 };
@@ -176,6 +185,9 @@ inline void close_group() {
 }
 inline void finish_groups(size_t left) {
   auto& groups = current->groups;
+  if (groups.size() > left && random_turns() % 256 == 0) {  // a lane's alone are late
+    for (unsigned turns = random_turns() % 256; turns > 0; --turns) yield();
+  }
   for (; groups.size() > left; groups.erase(groups.begin())) {
     for (const Copy& copy : groups.front()) {
       std::memset(copy.to, 0, copy.bytes);
@@ -281,6 +293,7 @@ inline void begin(Block& block, unsigned number) {
     fiber.of_products = false;
     fiber.word = nullptr;
     fiber.open.clear(), fiber.groups.clear();
+    fiber.pinned.clear(), fiber.is_fenced = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack = {fiber.stack, 0, kStackBytes};
     fiber.context.uc_link = nullptr;
@@ -290,7 +303,7 @@ inline void begin(Block& block, unsigned number) {
 
 // Blocks number * cluster_size and on.
 inline void run_cluster(unsigned number, int bytes) {
-  if (bytes > kSharedBytes) fail("a block asks for more shared memory than there is");
+  if (bytes > shared_bytes) fail("a block asks for more shared memory than there is");
   cluster_barrier = {}, block_bytes = bytes;
   for (int i = 0; i < cluster_size; ++i) begin(cluster[i], number * cluster_size + i);
   std::vector<Fiber**> running;  // warps, by their first lane
@@ -300,12 +313,14 @@ inline void run_cluster(unsigned number, int bytes) {
   long others = 0;
   size_t idle = 0;  // turns in which nobody has gone on
   for (long turns = 0; !running.empty(); ++turns) {
-    // For a while some warps stand still, so that the rest runs ahead of them, until it waits for them.
-    const bool anew = turns == others;
-    if (anew) others += 256 << random_turns() % 10;
-    if (anew || idle > 8 * running.size()) {
-      for (Fiber** warp : running) warp_of(**warp).slow = anew && random_turns() % 8 == 0;
-      idle = 0;
+    // For a while some warps, or lanes, stand still, so that the rest runs ahead of them, until it waits for
+    // them.
+    if (turns >= others || idle > 8 * running.size()) {
+      for (Fiber** warp : running) {
+        const unsigned which = random_turns() % 8;
+        warp_of(**warp).slow = which == 0 ? ~0u : which <= 2 ? random_turns() : 0;
+      }
+      others = turns + (64 << random_turns() % 10), idle = 0;
     }
     if (turns > 20'000'000) fail("a block hangs");
     if (!parcels.empty() && random_turns() % 8 == 0) deliver();
@@ -313,11 +328,12 @@ inline void run_cluster(unsigned number, int bytes) {
     const auto at = running.begin() + random_turns() % running.size();
     Fiber** const warp = *at;
     ++idle;
-    if (warp_of(**warp).slow) continue;
+    const unsigned slow = warp_of(**warp).slow, first = random_turns() % 32;
+    if (slow == ~0u) continue;
     bool done = true;
-    for (int l = 0; l < 32; ++l) {
-      current = warp[l];
-      if (!current->done && !waits(*current)) idle = 0, go_on();
+    for (unsigned l = 0; l < 32; ++l) {  // in any order
+      current = warp[l ^ first];
+      if (!current->done && !waits(*current) && (slow >> (l ^ first) & 1) == 0) idle = 0, go_on();
       done &= current->done;
     }
     Block& block = *warp[0]->block;
@@ -333,8 +349,19 @@ inline void run_cluster(unsigned number, int bytes) {
   }
 }
 
+// A test's turns are its own, whatever ran before it in the process.
+inline void begin_test() {
+  static std::string last;
+  const char* const test = std::getenv("PYTEST_CURRENT_TEST");
+  if (test == nullptr || last == test) return;
+  last = test;
+  std::seed_seq seed(last.begin(), last.end());
+  random_turns.seed(seed);
+}
+
 template <class F>
 void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_size_ = 1) {
+  begin_test();
   kernel = f, threads = threads_, cluster_size = cluster_size_, grid = static_cast<int>(blocks);
   if (blocks % cluster_size != 0) fail("a cluster is not complete");
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
@@ -384,17 +411,17 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, c
     }
     d[i] = static_cast<float>(sum);
   }
-  uint64_t nothing = 0;
-  exchange(&nothing, 1);
 }
 
-// ldmatrix: four 8 x 8 matrices whose rows start at the lanes' addresses.
+// ldmatrix: four 8 x 8 matrices whose rows start at the lanes' addresses. Each lane reads its row when it
+// comes: what another writes before that is there for sure only behind a __syncwarp().
 inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
-  const uint64_t word = address;
-  const auto table = exchange(&word, 1);
+  const auto* const at = reinterpret_cast<const unsigned char*>(uint64_t{address});
+  uint64_t row_of_lane[2];
+  std::memcpy(row_of_lane, current->of_products ? fenced(at) : at, sizeof row_of_lane);
+  const auto table = exchange(row_of_lane, 2);
   const auto element = [&](int matrix, int row, int col) {
-    const auto* at = reinterpret_cast<const unsigned char*>(table[8 * matrix + row][0]);
-    return reinterpret_cast<const uint16_t*>(current->of_products ? fenced(at) : at)[col];
+    return static_cast<uint16_t>(table[8 * matrix + row][col / 4] >> 16 * (col % 4));
   };
   uint32_t got[4];
   for (int m = 0; m < 4; ++m) {
@@ -404,8 +431,6 @@ inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) 
     got[m] = low | high << 16;
   }
   std::copy(got, got + 4, to);
-  uint64_t nothing = 0;
-  exchange(&nothing, 1);
 }
 
 inline uint32_t transpose_pairs(uint32_t x) {

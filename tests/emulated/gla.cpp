@@ -138,6 +138,14 @@ extern "C" void run(const Call* c) {
     c->gated.exact ? by_exact_kernels(c->gated) : by_channel(c->gated);
   }
 }
+// Whether a card takes a head's keys that are so wide.
+extern "C" int fits(int D, int shared) {
+  emulated::shared_bytes = shared;
+  bool fits = false;
+  must(head_fits(D, fits));
+  emulated::shared_bytes = emulated::kSharedBytes;
+  return fits;
+}
 extern "C" void step(const Step* c) {
   GlaStep p{};
   p.sequences = c->sequences;

@@ -7,6 +7,7 @@ using namespace girih::kernels;
 using Element = __nv_bfloat16;
 
 struct Call {
+  int64_t shared;  // bytes that a block may have
   int64_t batch, tokens, sequences;
   const void* cu_seqlens;
   int64_t chunk;
@@ -21,6 +22,9 @@ struct Call {
   void* gradients;
   Array dstep, ddecay, dlast, dlast_step, dlast_decay, dmemory, dopen, dg;
 };
+
+// lattice_backward.cpp
+bool is_short_in_reverse(const LatticeShape& shape);
 
 namespace {
 
@@ -48,6 +52,7 @@ Problem of(const Call& c) {
 extern "C" int64_t chunks(const Call* c) { return chunk_count(shape_of(*c).grid); }
 extern "C" void run(const Call* call) {
   const Call& c = *call;
+  emulated::shared_bytes = static_cast<int>(c.shared);
   const LatticeStart start{in<4>(c.memory), in<4>(c.step), in<2>(c.decay)};
 
   auto scan = of<LatticeScan>(c);
@@ -59,6 +64,9 @@ extern "C" void run(const Call* call) {
   must(lattice::forward_of<Element>(scan, read, nullptr));
   bool is_short = false;
   must(lattice::is_short(scan.shape, is_short));
+  const bool takes_short = c.shared == emulated::kSharedBytes && c.chunk <= 16 && c.D <= 64 && c.M <= 64;
+  if (is_short != takes_short || is_short_in_reverse(scan.shape) != takes_short)
+    emulated::fail("the kernels of short chunks take another call, or not this one");
   if (is_short) {
     // Once more, as without backward: what is handed out is looked at after this.
     auto alone = scan;
@@ -87,4 +95,5 @@ extern "C" void run(const Call* call) {
   columns.dk = out<4>(c.dk), columns.dv = out<4>(c.dv);
   columns.dgamma = out<3>(c.dgamma), columns.dg = out<3>(c.dg);
   must(lattice::reverse_of<Element>(reverse, columns, nullptr));
+  emulated::shared_bytes = emulated::kSharedBytes;
 }

@@ -85,6 +85,7 @@ BODIES = {
     "tile/partials.h": {},
     "tile/warpgroup.h": {
         "Sums<N>& sums, const BlockTile<T, Cols>& x,": """
+            emulated::check_fence(sums, Add);
             emulated::start_products([&sums, x, y, row] {
               if (!Add) fill(sums, 0.f);
               for (int col = 0; col < Cols; col += 16) {
@@ -94,6 +95,7 @@ BODIES = {
               }
             });""",
         "Sums<N>& sums, const Operand<K>& a,\n                                                const": """
+            emulated::check_fence(sums, Add), emulated::check_fence(a);
             emulated::start_products([&sums, &a, y, col] {
               if (!Add) fill(sums, 0.f);
               for (int k = 0; k < K; ++k) {
@@ -103,6 +105,7 @@ BODIES = {
               }
             });""",
         "Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,": """
+            emulated::check_fence(sums, true);
             emulated::start_products([&sums, x, x_col, y, col] {
               for (int k = 0; k < 64; k += 16) {
                 uint32_t a[4];
@@ -112,6 +115,7 @@ BODIES = {
               }
             });""",
         "void start_product(Sums<N>& sums, const Operand<K>& a,": """
+            emulated::check_fence(sums, true), emulated::check_fence(a);
             emulated::start_products([&sums, &a, y, col, row] {
               for (int k = 0; k < K; ++k) {
                 uint32_t left[4];
@@ -121,7 +125,8 @@ BODIES = {
             });""",
         "void fence_tiles(": "emulated::fence();",
         "void commit_products(": "emulated::commit_products();",
-        "void wait_products(": "emulated::wait_products(Pending);",
+        "void wait_products(": "emulated::wait_products(Pending, sums...);",
+        "void fence_products(": "emulated::fence_registers(sums...);",
     },
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
@@ -137,30 +142,29 @@ BODIES = {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
-    "delta_product/scan_chain.cuh": {
-        "void start_solution(": """
-            emulated::start_products([&u, &z, x] {
-              fill(u[0], 0.f), fill(u[1], 0.f);
-              add_solution<T>(u, z, [&](uint32_t(&block)[4], int i, int j) { x.load(block, i, j); });
-            });
-            commit_products();""",
-    },
-    "delta_product/reverse.cuh": {
-        "void start_transposed_solution(": """
-            emulated::start_products([&g, &du, x] {
-              fill(g[0], 0.f), fill(g[1], 0.f);
-              add_transposed_solution<T>(
-                  g, du, [&](uint32_t(&block)[4], int i, int j) { x.load_transposed(block, i, j); });
-            });
-            commit_products();""",
-    },
     "few_rows/few_rows.cu": {"uint4 load_once(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
     },
 }
 # What else stands differently, by file: patterns, and what comes in their place.
+START = r"fill\({0}\[0\], 0\.f\), fill\({0}\[1\], 0\.f\);\s+{1}<T>\({0}, {2},\s+(\[&\].*?\}})\);\n"
+STARTED = """
+  emulated::check_fence({0}[0], false), emulated::check_fence({0}[1], false), emulated::check_fence({2});
+  emulated::start_products([&{0}, &{2}, x] {{
+    fill({0}[0], 0.f), fill({0}[1], 0.f);
+    {1}<T>({0}, {2}, \\1);
+  }});
+"""
 TEXTS = {
+    # Lane 0 may send a slot, which comes round again before another lane has seen this phase of its barrier.
+    "delta_product/scan_apart.cuh": [
+        (r"(if \(lane\(\) == 0\)\s+send\(space\.update)", r"__syncwarp();\n    \1"),
+    ],
+    "delta_product/scan_chain.cuh": [tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))],
+    "delta_product/reverse.cuh": [
+        tuple(x.format("g", "add_transposed_solution", "du") for x in (START, STARTED))
+    ],
     # Sequences are cut where they are short already, and a test says how large the card is.
     "tile/segments.h": [
         (r"constexpr int64_t kCard = 132;", "inline int64_t kCard = 132;"),

@@ -3,6 +3,8 @@
 import ctypes
 import fcntl
 import importlib.util
+import math
+import mmap
 import os
 import subprocess
 from functools import partial
@@ -35,6 +37,10 @@ class Array(ctypes.Structure):
         return cls(x.data_ptr(), DTYPES[x.dtype], stride)
 
 
+# Bytes that a block may have, of sm_90, sm_80 and sm_86.
+SHARED, SHARED_80, SHARED_86 = 232448, 166912, 101376
+
+LIBC = ctypes.CDLL(None)
 NUMBER, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -47,7 +53,15 @@ def structure(*fields):
 def compile_to(library, folder, operator):
     rewrite.write(folder, operator)
     paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
-    command = ["g++", "-std=c++20", "-Og", "-fPIC", *(f"-I{path}" for path in paths)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-Og",
+        "-fPIC",
+        "-fsanitize=bounds-strict",
+        "-fsanitize-undefined-trap-on-error",
+        *(f"-I{path}" for path in paths),
+    ]
     parts = {path: folder / f"{path.stem}.o" for path in EMULATED.glob(f"{operator}*.cpp")}
     for number, pattern in enumerate(rewrite.UNITS.get(operator, ())):
         unit = folder / f"unit_{number}.cpp"
@@ -86,13 +100,39 @@ def eights(n):
     return (n + 7) // 8 * 8
 
 
+def unwritten(*shape, dtype=torch.float32):
+    """All NaN, or -1, and right behind it a wall: who comes to it ends the test."""
+    used = math.prod(shape) * dtype.itemsize
+    room = -(-max(used, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    bits = torch.frombuffer(memory, dtype=torch.uint8)
+    bits[:room] = 0xFF
+    if LIBC.mprotect(ctypes.c_void_p(bits.data_ptr() + room), ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
+        raise MemoryError("no wall behind a tensor")
+    begin = (room - used) // dtype.itemsize
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), begin, shape, strides)
+
+
+def walled(x):
+    """x before a wall, as unwritten()."""
+    return None if x is None else unwritten(*x.shape, dtype=x.dtype).copy_(x)
+
+
 def rows(*shape, of=None, dtype=torch.bfloat16):
     """[..., width] in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
-    padded = torch.full([*shape[:-1], eights(shape[-1]) + 8], torch.nan, dtype=dtype)
+    padded = unwritten(*shape[:-1], eights(shape[-1]) + 8, dtype=dtype)
     view = padded[..., : eights(shape[-1])]
     if of is not None:
         view.zero_()[..., : shape[-1]] = of
     return view
+
+
+def assert_kept(name, x, tokens):
+    """Of rows(), or unwritten(), the columns and these tokens are written and no more."""
+    rest = (x if x._base is None else x._base).clone()
+    rest[:, tokens, ..., : x.shape[-1]] = torch.nan
+    assert rest.isnan().all(), f"{name} is written beyond its rows"
 
 
 def assert_close(got, want, most=0.02):

@@ -4,12 +4,10 @@ import ctypes
 
 import kernel_accuracy
 import torch
-from emulated import NUMBER, POINTER, Array, eights
+from emulated import NUMBER, POINTER, Array, eights, unwritten, walled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FEATURES = ["softmax", "none", "silu", "relu", "relu2"]
-SHARED = 232448  # bytes that a block of sm_90 may have; of sm_80, of sm_86
-SHARED_80, SHARED_86 = 166912, 101376
 
 GATED = (
     (NUMBER, "batch tokens sequences"),
@@ -39,11 +37,12 @@ class Layout:
         if self.packed:
             self.B, self.T = 1, sum(lengths) + 5
             self.starts = [2 + sum(lengths[:i]) for i in range(self.N)]
-            self.cu_seqlens = torch.tensor([*self.starts, 2 + sum(lengths)])
+            self.cu_seqlens = walled(torch.tensor([*self.starts, 2 + sum(lengths)]))
         elif how == "rows":
             self.B, self.T = self.N, max(lengths) + 3
             self.starts = [n % 3 for n in range(self.N)]
-            self.cu_seqlens = torch.tensor([[s, s + n] for s, n in zip(self.starts, lengths, strict=True)])
+            ends = [[s, s + n] for s, n in zip(self.starts, lengths, strict=True)]
+            self.cu_seqlens = walled(torch.tensor(ends))
         else:
             self.B, self.T, self.starts = self.N, lengths[0], [0] * self.N
         self.owned = torch.zeros(self.B, self.T, dtype=torch.bool)
@@ -69,7 +68,7 @@ class Layout:
 
 def state(N, H, width, M, of=None):
     """A memory as kernels have it, [N, heads, width, M]: `of` and zeros, or to be written."""
-    padded = torch.full((N, H, eights(width), eights(M)), torch.nan)
+    padded = unwritten(N, H, eights(width), eights(M))
     if of is not None:
         padded.zero_()[:, :, :width, :M] = of
     return padded
@@ -79,7 +78,7 @@ def gapped(x, dtype=FP32, turned=False):
     """x as it may lie for a step: NaN between its rows, or, turned, its columns."""
     if turned:
         return gapped(x.mT, dtype).mT
-    padded = torch.full((*x.shape[:-1], x.shape[-1] + 4), torch.nan, dtype=dtype)
+    padded = unwritten(*x.shape[:-1], x.shape[-1] + 4, dtype=dtype)
     padded[..., : x.shape[-1]] = x
     return padded[..., : x.shape[-1]]
 

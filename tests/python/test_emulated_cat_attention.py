@@ -15,6 +15,8 @@ from emulated import (
     needs_headers,
     rows,
     structure,
+    unwritten,
+    walled,
 )
 
 pytestmark = needs_headers
@@ -93,17 +95,16 @@ def check(
     made = {"o": (HQ, V), "dq": (HQ, D), "dk": (H, D), "dv": (H, V)}
     made = {name: among_nan(B, T, *shape, dtype=dtype) for name, shape in made.items()}
     written = list(made.values())
-    made["lse"] = torch.full((B, T, HQ), torch.nan)
+    made["lse"] = unwritten(B, T, HQ)
     call = Call(batch=B, tokens=T, chunk=chunk, sequences=B, heads=H, query_heads=HQ, scale=scale)
     call.groups = groups
     call.D, call.V = eights(D), eights(V)
-    cu_chunks = None if bounds is None else torch.tensor(bounds)
+    cu_chunks = None if bounds is None else walled(torch.tensor(bounds))
     if bounds is not None:
         call.cu_chunks, call.sequences = cu_chunks.data_ptr(), len(bounds) - 1
     for name, x in (given | made).items():
         setattr(call, name, Array.of(x))
-    queries = torch.full((B, HQ, T, 4), torch.nan)
-    partials = torch.full((kernels.partials(ctypes.byref(call)),), torch.nan)
+    queries, partials = unwritten(B, HQ, T, 4), unwritten(kernels.partials(ctypes.byref(call)))
     call.queries, call.partials = queries.data_ptr(), partials.data_ptr()
     kernels.run(ctypes.byref(call))
     for x in written:

@@ -16,6 +16,8 @@ from emulated import (
     needs_headers,
     rows,
     structure,
+    unwritten,
+    walled,
 )
 
 pytestmark = needs_headers
@@ -36,10 +38,6 @@ Call = structure(
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     return compiled_once(tmp_path_factory, "delta_product", sizes=("chunks", "scan_bytes", "reverse_bytes"))
-
-
-def unwritten(*shape):
-    return torch.full(shape, torch.nan)
 
 
 class Draw:
@@ -95,7 +93,7 @@ def check(
     draw = Draw(D + n + sum(lengths), dtype)
 
     def state(given=True):
-        padded = torch.zeros(N, H, eights(D), eights(V))
+        padded = unwritten(N, H, eights(D), eights(V)).zero_()
         padded[:, :, :D, :V] = draw.normal(N, H, D, V) * D**-0.5
         return padded if given else None
 
@@ -107,8 +105,8 @@ def check(
         "k": given(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
         "v": given(V, T * n, H, draw.normal(B, T * n, H, V)),
         "dout": given(V, T, HO, draw.normal(B, T, HO, V)),
-        "beta": draw.uniform(*beta, B, T * n, H).to(numbers),
-        "g": None if gates is None else (-gates * draw.uniform(0, 1, B, T, H)).to(numbers),
+        "beta": walled(draw.uniform(*beta, B, T * n, H).to(numbers)),
+        "g": None if gates is None else walled((-gates * draw.uniform(0, 1, B, T, H)).to(numbers)),
         "initial": state(initial),
         "dlast": state(ends),
     }
@@ -132,6 +130,7 @@ def check(
         if T and tensors[name] is not None:
             x = tensors[name]
             x[outside.repeat_interleave(x.shape[1] // T, 1)] = torch.nan
+    bounds = walled(bounds)
     call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=eights(D), V=eights(V), n=n)
     call.key_share, call.query_share = H // HK, max(H // HQ, 1)
     call.unit, call.gated, call.card = unit, gates is not None, card
@@ -144,7 +143,7 @@ def check(
     bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
     assert not cut or all(bytes_of.values())
     work = {  # all bits set, and some more behind
-        name: torch.full((size + 256,), 0xFF, dtype=torch.uint8)
+        name: unwritten(size + 256, dtype=torch.uint8)
         for name, size in (
             ("prepared", chunks * H * kernels.prepared_bytes()),
             ("states", 2 * states),
@@ -204,6 +203,8 @@ def check(
             assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: beyond its columns"
             assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
             x = x[..., : widths[of]]
+        else:
+            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
         x = x.double().masked_fill(~token, 0.0)
         if x.shape != expected.shape:  # of heads that share one, each has its part
             x = x.unflatten(2, (expected.shape[2], -1)).sum(3)

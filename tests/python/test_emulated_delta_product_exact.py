@@ -6,7 +6,17 @@ import pytest
 import recurrences
 import torch
 import torch.nn.functional as F
-from emulated import NUMBER, POINTER, Array, assert_close, compiled_once, needs_headers, structure
+from emulated import (
+    NUMBER,
+    POINTER,
+    Array,
+    assert_close,
+    compiled_once,
+    needs_headers,
+    structure,
+    unwritten,
+    walled,
+)
 
 pytestmark = needs_headers
 
@@ -61,18 +71,19 @@ def check(
         "initial": normal(N, H, D, V) * D**-0.5,
     }
     dout, dlast = F.pad(normal(B, T, HQ, V), (0, -V % 4)), normal(N, H, D, V)
-    tensors = dict(given) | {"dlast": dlast, "dout": dout}
+    given = {name: walled(x) for name, x in given.items()}
+    tensors = dict(given) | {"dlast": walled(dlast), "dout": walled(dout)}
     tensors["beta"] = given["beta"] if vector else given["beta"][..., None].expand(B, T * n, H, max(D, V))
     like = {"last": "initial", "dinitial": "initial", "dq": "q", "dk": "k", "dv": "v"}
-    tensors |= {name: torch.full_like(given[of], torch.nan) for name, of in like.items()}
-    tensors["o"] = torch.full((B, T, HQ, V), torch.nan)
-    dbeta = torch.full_like(given["beta"], torch.nan)
+    tensors |= {name: unwritten(*given[of].shape) for name, of in like.items()}
+    tensors["o"] = unwritten(B, T, HQ, V)
+    dbeta = unwritten(*given["beta"].shape)
     tensors["dbeta"] = dbeta if vector else dbeta[..., None]
-    decay = None if gates is None else given["g"].exp()
-    dg = torch.zeros((D + 63) // 64, B, T, H)
+    decay = None if gates is None else walled(given["g"].exp())
+    dg = unwritten((D + 63) // 64, B, T, H).zero_()
     starts = [sum(lengths[:i]) for i in range(N)]
-    bounds, last_position = torch.tensor([*starts, sum(lengths)]), torch.full((N,), -1)
-    position = torch.tensor([0] * N if position is None else position)
+    bounds, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
+    position = walled(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HQ, D=D, V=V, n=n, unit=unit)
     call.vector, call.chunk, call.between, call.scale = vector, chunk, BETWEEN.index(between), 0.3
     call.cu_seqlens = bounds.data_ptr() if packed else None

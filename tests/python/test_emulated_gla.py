@@ -1,19 +1,30 @@
 """The kernels of gla as they stand, on the CPU (tests/emulated): forward, every gradient, the step."""
 
 import ctypes
+from bisect import bisect_left
 
 import pytest
 import recurrences
 import torch
-from emulated import NUMBER, Array, compiled_once, eights, needs_headers, rows, structure
+from emulated import (
+    NUMBER,
+    SHARED,
+    SHARED_80,
+    SHARED_86,
+    Array,
+    compiled_once,
+    eights,
+    needs_headers,
+    rows,
+    structure,
+    unwritten,
+    walled,
+)
 from emulated_gated import (
     BF16,
     FP16,
     FP32,
     GATED,
-    SHARED,
-    SHARED_80,
-    SHARED_86,
     Layout,
     assert_close_by_rows,
     assert_gaps_kept,
@@ -112,14 +123,14 @@ def check(
         of_first = torch.zeros(N, H, HO // H, D, V)
         of_first[:, :, 0] = dlast
         memory = {
-            "initial": first,
-            "dlast": of_first.flatten(1, 2),
-            "last": torch.full((N, H, D, V), torch.nan),
-            "dinitial": torch.full((N, HO, D, V), torch.nan),
+            "initial": walled(first),
+            "dlast": walled(of_first.flatten(1, 2)),
+            "last": unwritten(N, H, D, V),
+            "dinitial": unwritten(N, HO, D, V),
         }
         memory = {name: None if y is None else y.mT for name, y in memory.items()}
         if "g" in given:
-            x |= {"g": given["g"], "dg": torch.full((B, T, H), torch.nan, dtype=gate_dtype)}
+            x |= {"g": walled(given["g"]), "dg": unwritten(B, T, H, dtype=gate_dtype)}
     else:
         memory = {name: state(N, H, V, D) for name in ("last", "dinitial")}
         memory["initial"] = state(N, H, V, D, first.mT).mT.contiguous().mT if resumed else None
@@ -246,6 +257,13 @@ def test_long_sequences(kernels, kind, shared):
 )
 def test_more_chunks_than_places(kernels, D, T, shared):
     check(kernels, [T], "head", D=D, V=24, shared=shared, cut=False)
+
+
+@pytest.mark.parametrize("D", [24, 128, 200])
+def test_the_smallest_card(kernels, D):
+    least = bisect_left(range(SHARED), True, key=lambda shared: bool(kernels.fits(D, shared)))
+    assert 0 < least < SHARED
+    check(kernels, [140], "head", D=D, V=24, shared=least)
 
 
 def step(kernels, D, V, kind, dtype, H=2, queries=None, keys=None, turned=False):

@@ -5,16 +5,25 @@ import ctypes
 import pytest
 import recurrences
 import torch
-from emulated import NUMBER, Array, compiled_once, eights, needs_headers, rows, structure
+from emulated import (
+    NUMBER,
+    SHARED,
+    SHARED_80,
+    SHARED_86,
+    Array,
+    compiled_once,
+    eights,
+    needs_headers,
+    rows,
+    structure,
+    unwritten,
+)
 from emulated_gated import (
     BF16,
     FEATURES,
     FP16,
     FP32,
     GATED,
-    SHARED,
-    SHARED_80,
-    SHARED_86,
     Layout,
     assert_close_by_rows,
     assert_gaps_kept,
@@ -87,10 +96,10 @@ def check(
         x |= {"s": rows(B, T, H, M, of=0.0, dtype=FP32), "g": rows(B, T, H, M, of=0.0, dtype=FP32)}
         z["logits"] = 3 * normal(B, T, H, M)
         z["logits"][:, ::7, :, ::3] = -torch.inf
-        z |= {"dlogits": torch.full((B, T, H, M), torch.nan), "last_z": torch.full((N, H, M), torch.nan)}
+        z |= {"dlogits": unwritten(B, T, H, M), "last_z": unwritten(N, H, M)}
         z["dlast_z"] = normal(N, H, M)
         if resumed:
-            z |= {"first_z": normal(N, H, M), "dfirst_z": torch.full((N, H, M), torch.nan)}
+            z |= {"first_z": normal(N, H, M), "dfirst_z": unwritten(N, H, M)}
     else:
         g = gates(pattern, (B, T, H, M), generator)
         x["g"] = rows(B, T, H, M, of=g, dtype=FP32)
@@ -225,6 +234,7 @@ def test_no_first_state(kernels, kind, dtype):
 )
 @pytest.mark.parametrize("D, M", [(24, 17), (72, 72)])
 def test_long_sequences(kernels, D, M, kind, dtype, shared):
+    shared = max(shared, SHARED_80) if M > 64 else shared  # a smaller card does not take so many slots
     check(kernels, [390], kind, dtype=dtype, D=D, V=40, M=M, shared=shared)
     if D == 24:
         check(kernels, [385, 20], kind, dtype=dtype, D=D, V=40, M=M, how="packed", shared=shared)

@@ -10,13 +10,18 @@ from draws import STRUCTURES
 from emulated import (
     NUMBER,
     POINTER,
+    SHARED,
+    SHARED_80,
     Array,
     assert_close,
+    assert_kept,
     compiled_once,
     eights,
     needs_headers,
     rows,
     structure,
+    unwritten,
+    walled,
 )
 from girih.ops import LatticeState
 
@@ -26,6 +31,7 @@ OBJECTIVES = ["decode", "encode", "similarity"]
 
 
 Call = structure(
+    (NUMBER, "shared"),
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens"),
     (NUMBER, "chunk"),
@@ -57,6 +63,7 @@ def run(
     group=1,
     gates=0.2,
     packed=False,
+    shared=SHARED,
     tokens=lambda x: x,
 ):
     """One call: its tensors by name, inputs and what the kernels made of them, and where the sequences end.
@@ -71,12 +78,9 @@ def run(
         return torch.randn(shape, generator=generator)
 
     def state(values):
-        padded = torch.zeros(N, H, eights(D), eights(M))
+        padded = unwritten(N, H, eights(D), eights(M)).zero_()
         padded[:, :, :D, :M] = values
         return padded
-
-    def unwritten(*shape):
-        return torch.full(shape, torch.nan)
 
     gated, resumed = gates is not None, position is not None
     first = F.normalize(normal(N, H, D, M), dim=2)
@@ -86,18 +90,18 @@ def run(
     }
     for name, width in (("k", M), ("v", D)):
         tensors[name] = rows(B, T, H, width, of=tokens(F.normalize(normal(B, T, H, width), dim=-1)))
-    tensors["gamma"] = torch.rand(B, T, H, generator=generator) / chunk
-    tensors["g"] = -gates * torch.rand(B, T, H, generator=generator) if gated else None
+    tensors["gamma"] = walled(torch.rand(B, T, H, generator=generator) / chunk)
+    tensors["g"] = walled(-gates * torch.rand(B, T, H, generator=generator)) if gated else None
     tensors["memory"], tensors["step"], tensors["decay"] = state(first), None, None
     if resumed:
         step = 0.1 * normal(N, H, D, M)
         tensors["step"] = state(step - first * (first * step).sum(2, keepdim=True))
-        tensors["decay"] = -torch.rand(N, H, generator=generator) if gated else None
+        tensors["decay"] = walled(-torch.rand(N, H, generator=generator)) if gated else None
     sizes = tensors["memory"].shape
     tensors |= {name: unwritten(*sizes) for name in ("last", "last_step", "dmemory")}
     tensors |= {"dstep": unwritten(*sizes) if resumed else None, "dlast": state(normal(N, H, D, M))}
     tensors["dlast_step"] = state(normal(N, H, D, M))
-    tensors["dlast_decay"] = normal(N, H) if gated else None
+    tensors["dlast_decay"] = walled(normal(N, H)) if gated else None
     tensors |= {name: unwritten(N, H) if gated else None for name in ("last_decay", "dopen")}
     tensors["ddecay"] = unwritten(N, H) if gated and resumed else None
     tensors |= {
@@ -110,11 +114,12 @@ def run(
     tensors |= {name: unwritten(B, T, H) if gated else None for name in ("at_floor", "dg")}
 
     starts = [sum(lengths[:i]) for i in range(N)]
-    cu_seqlens, last_position = torch.tensor([*starts, sum(lengths)]), torch.zeros(N, dtype=torch.int64)
-    position = None if position is None else torch.tensor(position)
+    cu_seqlens, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
+    position = None if position is None else walled(torch.tensor(position))
     call = Call(
         batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=eights(D), M=eights(M)
     )
+    call.shared = shared
     call.objective = OBJECTIVES.index(objective)
     call.cu_seqlens = cu_seqlens.data_ptr() if packed else None
     call.position = position.data_ptr() if resumed else None
@@ -122,9 +127,7 @@ def run(
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     chunks = kernels.chunks(ctypes.byref(call))
-    memories, gradients = (
-        torch.full((chunks, H, eights(M), eights(D)), torch.nan, dtype=torch.bfloat16) for _ in range(2)
-    )
+    memories, gradients = (unwritten(chunks, H, eights(M), eights(D), dtype=torch.bfloat16) for _ in range(2))
     ends = unwritten(chunks, H, 2, eights(M))
     call.memories, call.gradients, call.ends = memories.data_ptr(), gradients.data_ptr(), ends.data_ptr()
     kernels.run(ctypes.byref(call))
@@ -171,6 +174,8 @@ def check(kernels, objective, chunk, lengths, *, position=None, D=64, M=64, pack
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     tokens = slice(0, sum(lengths) if packed else T)
+    for name in ("o", "dq", "dk", "dv", "dgamma", *(["at_floor", "dg"] if gated else [])):
+        assert_kept(name, tensors[name], tokens)
     want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat([x[0] for x in finals])}
     want |= {f"d{n}": x if n in of_state else x[:, tokens] for n, x in zip(leaves, found, strict=True)}
     along = (leaves["memory"].detach() * want["dmemory"]).sum(2, keepdim=True)
@@ -210,6 +215,24 @@ def test_every_chunk(kernels, chunk, T, objective):
 def test_more_chunks_than_stages(kernels, objective, rows):
     # One row is shared by two blocks: the emulator has four multiprocessors.
     check(kernels, objective, 4, [70] * rows, D=24, M=40, gates=0.1)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_short_chunks_on_a_small_card(kernels, objective):
+    """Which the kernels of all other chunks take, in more of them than there are stages."""
+    check(kernels, objective, 8, [75], position=[3], D=24, M=40, gates=0.1, shared=SHARED_80)
+    check(kernels, objective, 16, [40], position=[5], shared=SHARED_80)
+
+
+@pytest.mark.parametrize(
+    "objective, chunk, T, D, M",
+    [
+        *(("decode", 20, 110, 24, 40), ("encode", 33, 180, 40, 24), ("similarity", 20, 110, 24, 72)),
+        *(("decode", 17, 80, 72, 24), ("encode", 17, 80, 72, 72)),
+    ],
+)
+def test_more_chunks_than_stages_of_long_ones(kernels, objective, chunk, T, D, M):
+    check(kernels, objective, chunk, [T], position=[3], D=D, M=M, gates=0.05)
 
 
 @pytest.mark.parametrize(

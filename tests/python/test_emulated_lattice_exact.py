@@ -7,7 +7,7 @@ import recurrences
 import rounded_chunks
 import torch
 import torch.nn.functional as F
-from emulated import NUMBER, POINTER, Array, compiled_once, needs_headers, structure
+from emulated import NUMBER, POINTER, Array, compiled_once, needs_headers, structure, unwritten, walled
 from girih.ops import LatticeState
 
 pytestmark = needs_headers
@@ -35,7 +35,7 @@ def surrounded(x):
     """x with NaN on every side of it in memory."""
     if x is None:
         return None
-    padded = torch.full([size + 2 for size in x.shape], torch.nan, dtype=x.dtype)
+    padded = unwritten(*[size + 2 for size in x.shape], dtype=x.dtype)
     view = padded[tuple(slice(1, -1) for _ in x.shape)]
     view.copy_(x)
     return view
@@ -89,8 +89,8 @@ def check(
     tensors |= {name: surrounded(torch.full_like(x, torch.nan)) for name, x in outs.items()}
 
     starts = [sum(lengths[:i]) for i in range(N)]
-    bounds, last_position = torch.tensor([*starts, sum(lengths)]), torch.full((N,), -1)
-    begun = torch.tensor([0] * N if position is None else position)
+    bounds, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
+    begun = walled(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=D, M=M)
     call.objective, call.normalize, call.shrinkage = OBJECTIVES.index(objective), normalize, shrinkage
     call.cu_seqlens = bounds.data_ptr() if packed else None

@@ -11,11 +11,14 @@ from emulated import (
     POINTER,
     Array,
     assert_close,
+    assert_kept,
     compiled_once,
     eights,
     needs_headers,
     rows,
     structure,
+    unwritten,
+    walled,
 )
 
 pytestmark = needs_headers
@@ -88,17 +91,14 @@ class Run:
             return F.normalize(x, dim=-1) if phi in ("identity", "silu") else x
 
         def state(memory, scale=1.0):
-            padded = torch.zeros(N, H, M, eights(widths[memory]))
+            padded = unwritten(N, H, M, eights(widths[memory])).zero_()
             padded[..., : widths[memory]] = scale * normal(N, H, M, widths[memory])
             return padded
-
-        def unwritten(*shape):
-            return torch.full(shape, torch.nan)
 
         def both(make):
             return [make(0), make(1)]
 
-        position = None if position is None else torch.tensor(position)
+        position = None if position is None else walled(torch.tensor(position))
         one = {
             name: rows(B, T, H, n, of=x)
             for name, n, x in (
@@ -107,8 +107,8 @@ class Run:
                 ("dout", V, normal(B, T, H, V)),
             )
         }
-        one["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 4)
-        one["g"] = None if gates is None else -gates * torch.rand(B, T, H, generator=generator)
+        one["gamma"] = walled(torch.rand(B, T, H, generator=generator) / max(chunk, 4))
+        one["g"] = None if gates is None else walled(-gates * torch.rand(B, T, H, generator=generator))
         one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D)}
         one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
         x = [rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
@@ -116,7 +116,7 @@ class Run:
         first = [None, None]
         if position is not None:
             begins = (position == 0)[:, None, None, None]
-            first = both(lambda m: torch.where(begins, initial[m], state(m, widths[m] ** -0.5)))
+            first = both(lambda m: walled(torch.where(begins, initial[m], state(m, widths[m] ** -0.5))))
         two = {"x": x, "initial": initial, "first": first}
         two |= {name: both(lambda m: state(m)) for name in ("dlast_first", "dlast")}
         two |= {
@@ -127,8 +127,8 @@ class Run:
         two |= {"fit": both(lambda m: unwritten(B, T, H, 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
 
         starts = [sum(lengths[:i]) for i in range(N)]
-        cu_seqlens = torch.tensor([*starts, sum(lengths)])
-        last_position = torch.zeros(N, dtype=torch.int64)
+        cu_seqlens = walled(torch.tensor([*starts, sum(lengths)]))
+        last_position = unwritten(N, dtype=torch.int64)
         call = Call(
             batch=B,
             tokens=T,
@@ -152,7 +152,7 @@ class Run:
             setattr(call, name, (Array * 2)(*map(Array.of, pair)))
         chunks = kernels.chunks(ctypes.byref(call))
         tile = 64 if max(D, V, M) <= 64 else 128
-        memories = both(lambda m: torch.full((chunks, H, tile, tile), torch.nan, dtype=torch.bfloat16))
+        memories = both(lambda m: unwritten(chunks, H, tile, tile, dtype=torch.bfloat16))
         call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
         numbers = {
             "gates": unwritten(B, T, H, 4),
@@ -197,6 +197,11 @@ class Run:
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
         tokens = slice(0, sum(lengths) if packed else T)
+        for name in ("o", "dq", "dgamma", *([] if gates is None else ["dg"])):
+            assert_kept(name, one[name], tokens)
+        for name in ("u", "z", "l", "da", "dx"):
+            for x in two[name]:
+                assert_kept(name, x, tokens)
         self.want = {"o": torch.cat(o, 1 if packed else 0)}
         self.want |= {
             f"d{name}": x[:, tokens] if "state" not in name else x
