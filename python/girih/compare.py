@@ -9,7 +9,6 @@ figure.png are made from the files that were trained on the same data in the sam
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import sys
 import traceback
@@ -33,7 +32,7 @@ from girih.training.command import (
     seed,
 )
 from girih.training.folder import alone_in, damaged, make, publish, read_json, usable
-from girih.training.processes import Interrupt, Interrupted, together
+from girih.training.processes import Interrupt, Interrupted, on_one_device, together
 from girih.training.recipe import SIZES, Recipe
 
 
@@ -149,8 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         "--folder", type=path, default=Path("runs/compare"), help="where the cells' files are"
     )
     parser.add_argument("--seed", type=seed, default=0)
-    if "RANK" not in os.environ:  # a cell runs on one device, or its batch would grow
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    on_one_device()
 
     def work() -> int:
         Interrupt()

@@ -51,7 +51,7 @@ from girih.training.command import (
     seed,
 )
 from girih.training.folder import alone_in, damaged, draft_of, make, publish, read_json, usable
-from girih.training.processes import Interrupt, Interrupted, together
+from girih.training.processes import Interrupt, Interrupted, on_one_device, together
 from girih.training.recipe import SIZES as OF_TRAIN
 from girih.training.recipe import STEP, Recipe
 from girih.training.trainer import BITS, fit
@@ -402,8 +402,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=path, default=own, help="where the checkpoint is")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--draw", action="store_true", help="train nothing: table and figure of the file")
-    if "RANK" not in os.environ:  # a run is on one device, or its batch would grow
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    on_one_device()
 
     def work() -> int:
         Interrupt()

@@ -223,30 +223,31 @@ def fla_models(sizes):
     }
 
 
-def time_in_cpp(make, batch, device="cuda"):
-    """The same text by girih-generate, a process of its own."""
+def times_in_cpp(make, batches, device="cuda"):
+    """The same texts by girih-generate, a process for each batch: (batch, row)."""
     torch.manual_seed(0)
     model = make().to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        prompts = [" ".join(str((7 * i + 13 * j) % 32000) for j in range(PROMPT)) for i in range(batch)]
-        options = ["--ids", "--lines", "--device", device, "--max-new-tokens", str(NEW)]
-        for _ in range(2):  # the second one's files are in memory
-            started = time.perf_counter()
-            done = subprocess.run(
-                [PROGRAM, folder, *options], input="\n".join(prompts) + "\n", capture_output=True, text=True
-            )
-            seconds = time.perf_counter() - started
-            if done.returncode:
-                raise RuntimeError(done.stderr)
+        for batch in batches:
+            for _ in range(2):  # the second one's files are in memory
+                row = time_in_cpp(folder, batch, device)
+            yield batch, {"parameters": model.num_parameters()} | row
+
+
+def time_in_cpp(folder, batch, device):
+    prompts = [" ".join(str((7 * i + 13 * j) % 32000) for j in range(PROMPT)) for i in range(batch)]
+    options = ["--ids", "--lines", "--device", device, "--max-new-tokens", str(NEW)]
+    started = time.perf_counter()
+    done = subprocess.run(
+        [PROGRAM, folder, *options], input="\n".join(prompts) + "\n", capture_output=True, text=True
+    )
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(done.stderr)
     said = re.search(r"tokens in ([\d.]+) s.*first after ([\d.]+) s.*, ([\d.]+) ms a token", done.stderr)
     whole, first, each = map(float, said.groups())
-    return {
-        "parameters": model.num_parameters(),
-        "ms_a_token": each,
-        "mean_ms": each,
-        "start_s": round(seconds - whole + first, 2),
-    }
+    return {"ms_a_token": each, "mean_ms": each, "start_s": round(seconds - whole + first, 2)}
 
 
 def time_of_a_token(make, options, batch):
@@ -339,8 +340,9 @@ def main(argv=None):
             rows[name] = time_of_a_token(make, how, batch)
             print(f"batch {batch}, {name}: {rows[name]['ms_a_token']} ms a token", flush=True)
             emptied()
-        for name in IN_CPP if PROGRAM.exists() else ():
-            rows[f"{name} in C++"] = row = time_in_cpp(decoders()[name][0], batch)
+    for name in IN_CPP if PROGRAM.exists() and options.part != "texts" else ():
+        for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
+            result["tokens"][str(batch)][f"{name} in C++"] = row
             print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
     for length in LENGTHS if options.part != "tokens" else ():
         rows = result["rows"][str(length)] = {}

@@ -226,5 +226,7 @@ def test_what_the_program_in_cpp_says_is_understood(monkeypatch):
         pytest.skip("the programs were not built here")
     monkeypatch.setattr(generation, "NEW", 5)
     sizes = {"vocab_size": 32000, "hidden_size": 16, "num_heads": 1, "num_hidden_layers": 1, "num_slots": 4}
-    row = generation.time_in_cpp(lambda: GirihForCausalLM(GirihConfig(**sizes)), 2, device="cpu")
-    assert 0 < row["ms_a_token"] < 1e4 and 0 < row["start_s"] < 60
+    rows = dict(generation.times_in_cpp(lambda: GirihForCausalLM(GirihConfig(**sizes)), (1, 2), device="cpu"))
+    assert [*rows] == [1, 2]
+    for row in rows.values():
+        assert 0 < row["ms_a_token"] < 1e4 and 0 < row["start_s"] < 60 and row["parameters"] > 32000 * 16

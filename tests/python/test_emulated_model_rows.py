@@ -5,19 +5,13 @@ import ctypes
 import pytest
 import torch
 import torch.nn.functional as F
-from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers
+from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure
+from test_model_rows_kernels import DTYPES as TYPES
+from test_model_rows_kernels import PAIRS, assert_close
 
 pytestmark = needs_headers
 INT, FLOAT = ctypes.c_int, ctypes.c_float
 AROUND = 64  # elements of NaN
-TYPES = [torch.float32, torch.bfloat16, torch.float16]
-PAIRS = [(torch.float32, of_rows) for of_rows in TYPES] + [(of_rows, of_rows) for of_rows in TYPES[1:]]
-
-
-def structure(*fields):
-    """fields: a type, and names with spaces."""
-    members = [(name, kind) for kind, names in fields for name in names.split()]
-    return type("Call", (ctypes.Structure,), {"_fields_": members})
 
 
 Vector = structure((POINTER, "data"), (INT, "dtype"), (NUMBER, "stride"))
@@ -37,9 +31,7 @@ CrossEntropy = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    library = compiled_once(tmp_path_factory, "model_rows", sizes=())
-    library.norm_partials.restype = NUMBER
-    return library
+    return compiled_once(tmp_path_factory, "model_rows", sizes=("norm_partials",))
 
 
 class Places:
@@ -74,11 +66,6 @@ def vector(x):
 
 def address(x):
     return None if x is None else x.data_ptr()
-
-
-def assert_close(got, want, terms=1):
-    bound = 2 * torch.finfo(got.dtype).eps * want.abs() + 4e-7 * terms**0.5 * (1 + want.abs().amax())
-    assert ((got.double() - want).abs() <= bound).all(), (got.double() - want).abs().max()
 
 
 def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):

@@ -13,6 +13,7 @@ from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
 from girih.nn.attention_call import own_mask
+from girih.nn.fused import without_hooks
 from girih.nn.loss import linear_cross_entropy
 
 
@@ -120,7 +121,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             and self.training
             and type(head) is nn.Linear
             and head.bias is None
-            and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+            and without_hooks(head)
             and getattr(self, "_loss_function", None) is None
         )
 

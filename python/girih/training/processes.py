@@ -21,6 +21,12 @@ def together() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
+def on_one_device() -> None:
+    """Before CUDA looks: a run without a launcher sees one GPU, or its batch would grow."""
+    if "RANK" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def speaks() -> bool:
     """Whether this process is the one that talks to a person; known before the processes have met."""
     return os.environ.get("RANK", "0") == "0"
