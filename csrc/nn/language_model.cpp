@@ -67,6 +67,13 @@ Config affordable(Config config) {
   return config;
 }
 
+Tensor tokens_of(const Tensor& given, const char* name) {
+  const auto dtype = given.scalar_type();
+  TORCH_CHECK_VALUE(given.dim() == 2 && (dtype == at::kLong || dtype == at::kInt), name, " is ", dtype,
+                    " of shape ", given.sizes(), "; expected int64 or int32, [batch, tokens]");
+  return given.to(at::kLong);
+}
+
 }  // namespace
 
 LanguageModelImpl::LanguageModelImpl(const Config& given) : config(affordable(given.completed())) {
@@ -104,7 +111,8 @@ Tensor LanguageModelImpl::head(const Tensor& x) const {
 }
 
 // The model's state is the language model's.
-Output LanguageModelImpl::run(const Tensor& ids, const Call& call) {
+Output LanguageModelImpl::run(const Tensor& given, const Call& call) {
+  const auto ids = tokens_of(given, "ids");
   auto mask = call.attention_mask;
   if (mask.defined()) {
     TORCH_CHECK_VALUE(mask.dim() == 2 && mask.size(1) >= ids.size(1), "attention_mask has shape ",
@@ -119,7 +127,7 @@ Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
   TORCH_CHECK_VALUE(!labels.defined() || labels.sizes() == ids.sizes(), "labels has shape ", labels.sizes(),
                     "; expected that of ids, ", ids.sizes());
   const auto logits = forward(ids).first.slice(1, 0, -1);
-  const auto next = (labels.defined() ? labels : ids).slice(1, 1);
+  const auto next = (labels.defined() ? tokens_of(labels, "labels") : tokens_of(ids, "ids")).slice(1, 1);
   return at::cross_entropy_loss(logits.flatten(0, 1).to(at::promote_types(logits.scalar_type(), at::kFloat)),
                                 next.flatten(), {}, at::Reduction::Mean, /*ignore_index=*/-100);
 }
@@ -166,8 +174,9 @@ Tensor choose(const Tensor& logits, const GenerateOptions& options, Tensor& soun
 
 }  // namespace
 
-Tensor LanguageModelImpl::generate(const Tensor& ids, const GenerateOptions& options) {
-  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "ids has shape ", ids.sizes(),
+Tensor LanguageModelImpl::generate(const Tensor& given, const GenerateOptions& options) {
+  const auto ids = tokens_of(given, "ids");
+  TORCH_CHECK_VALUE(ids.size(1) > 0, "ids has shape ", ids.sizes(),
                     "; expected [batch, tokens] with at least one token");
   TORCH_CHECK_VALUE(options.max_new_tokens >= 0, "max_new_tokens is ", options.max_new_tokens,
                     "; expected at least 0");

@@ -322,6 +322,17 @@ TEST_CASE("A saved model is loaded as it was", "[nn]") {
   CHECK_THROWS_AS(in_double(configurations()[0])->save_pretrained("/proc/nowhere"), std::exception);
 }
 
+TEST_CASE("Tokens may be int32", "[nn]") {
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    const auto text = ids(2, 9), narrow = text.to(at::kInt);
+    CHECK(model->loss(narrow).equal(model->loss(text)));
+    CHECK(model->loss(text, narrow).equal(model->loss(text)));
+    CHECK(model->generate(narrow, {.max_new_tokens = 6}).equal(model->generate(text, {.max_new_tokens = 6})));
+  }
+}
+
 TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   const auto message = [](const auto& call) -> std::string {
     try {
@@ -384,4 +395,11 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   auto model = in_double(configurations()[0]);
   const auto mask = at::ones({1, 4}, at::kLong), cu = at::tensor({0, 4}, at::kInt);
   CHECK_THROWS_AS(model(ids(1, 4), mask, nn::State(), false, cu), c10::ValueError);
+
+  const auto tokens = ids(1, 4);
+  unmade([&] { model->loss(tokens.to(at::kFloat)); },
+         "ids is Float of shape [1, 4]; expected int64 or int32");
+  unmade([&] { model->generate(tokens.to(at::kByte)); }, "ids is Byte of shape [1, 4]");
+  unmade([&] { model(tokens[0]); }, "ids is Long of shape [4]; expected int64 or int32, [batch, tokens]");
+  unmade([&] { model->loss(tokens, tokens.to(at::kFloat)); }, "labels is Float");
 }

@@ -1,6 +1,6 @@
-"""`cmake --install`, and a program of another project that finds girih there: no Python is in its process.
+"""`cmake --install`, and programs of other projects that find girih there: no Python is in their process.
 
-With it what README.md and docs/ show in C++ is compiled.
+With one of them what README.md and docs/ show in C++ is compiled.
 """
 
 import os
@@ -25,7 +25,8 @@ BLOCKS = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for block in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)
 ]
-# What the pages show in C++ is compiled with the example, a function each.
+# What the pages show in C++ is compiled with the example, a function each after all headers.
+INCLUDE = re.compile(r"#include .*\n")
 FUNCTION = "void block{}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor ids) {{\n{}}}\n"
 
 
@@ -42,12 +43,6 @@ def run(*command):
     return done.stdout.decode(errors="replace")
 
 
-def toolkit():
-    """A torch built with CUDA asks for one."""
-    names = {"CMAKE_CUDA_COMPILER": "GIRIH_NVCC", "CUDA_TOOLKIT_ROOT_DIR": "CUDA_TOOLKIT_ROOT_DIR"}
-    return [f"-D{name}={value}" for name, own in names.items() if (value := value_of(own))]
-
-
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
     if not (BUILD / "cmake_install.cmake").exists():
@@ -57,11 +52,16 @@ def prefix(tmp_path_factory):
     return prefix
 
 
-def made_against(prefix, source, build):
-    paths = f"-DCMAKE_PREFIX_PATH={prefix};{torch.utils.cmake_prefix_path}"
-    run("cmake", "-G", "Ninja", "-S", source, "-B", build, paths, "-DCMAKE_CXX_FLAGS=-O0", *toolkit())
+def made_against(prefix, source, build, *options):
+    """The prefix is all that a program has to name: girih knows its torch."""
+    options = [f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0", *options]
+    run("cmake", "-G", "Ninja", "-S", source, "-B", build, *options)
     run("cmake", "--build", build)
     return build
+
+
+# As on a machine without a CUDA toolkit, whatever this one has.
+WITHOUT_TOOLKIT = "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"
 
 
 @pytest.fixture
@@ -79,9 +79,10 @@ def test_a_program_of_another_project_finds_girih(prefix, model, tmp_path, monke
     shutil.copytree(EXAMPLES / "complete", source)
     assert BLOCKS
     with (source / "complete.cpp").open("a") as program:
+        program.writelines(INCLUDE.findall("".join(BLOCKS)))
         program.write("using torch::Tensor;\n")
         for i, block in enumerate(BLOCKS):
-            program.write(FUNCTION.format(i, block.replace("#include <girih/girih.h>\n", "")))
+            program.write(FUNCTION.format(i, INCLUDE.sub("", block)))
     made = made_against(prefix, source, tmp_path / "made")
     written = run(made / "complete", model, "giri\u1e2b")  # a letter of three bytes
     monkeypatch.setattr(sys, "argv", ["complete.py", str(model), "giri\u1e2b"])
@@ -111,9 +112,62 @@ def test_a_program_runs_a_model_that_python_exported(prefix, model, tmp_path):
         ]
 
 
+def test_a_program_trains_a_model_that_python_reads(prefix, tmp_path):
+    """Python writes what the program wrote after it had trained."""
+    made = made_against(prefix, EXAMPLES / "train", tmp_path / "made", WITHOUT_TOOLKIT)
+    assert "CMAKE_CUDA_COMPILER" not in (tmp_path / "made" / "CMakeCache.txt").read_text()
+    text = "".join(f"{i} girihs have {5 * i} tiles. " for i in range(40))
+    (tmp_path / "text").write_text(text)
+    few = run(made / "train", tmp_path / "text", tmp_path / "few", 1)
+    written = run(made / "train", tmp_path / "text", tmp_path / "model", 60)
+    assert written.startswith(text[:16]) and few.startswith(text[:16])
+    losses = []
+    for folder in ("few", "model"):
+        model = GirihForCausalLM.from_pretrained(tmp_path / folder).eval()
+        ids = torch.tensor([list(text.encode())])
+        with torch.no_grad():
+            losses.append(model(input_ids=ids, labels=ids).loss.item())
+    assert losses[1] < losses[0] / 2, losses
+    again = model.generate(ids[:, :16], attention_mask=torch.ones(1, 16), max_new_tokens=100)
+    assert bytes(again[0].tolist()).decode(errors="replace") == written[:-1]
+    missing = [made / "train", tmp_path / "missing", tmp_path / "none"]
+    no_text = subprocess.run(missing, capture_output=True, text=True)
+    assert no_text.returncode == 1 and "0 bytes are too few, 128" in no_text.stderr
+
+
+def test_directories_are_read_by_the_library_that_the_compiler_came_with(prefix, tmp_path):
+    """libtorch has a std::filesystem too, without versions, whose iterators may be laid out otherwise."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        """cmake_minimum_required(VERSION 3.25)
+        project(other LANGUAGES CXX)
+        find_package(girih REQUIRED)
+        add_executable(program program.cpp)
+        target_link_libraries(program girih::girih)
+        """
+    )
+    (tmp_path / "program.cpp").write_text(
+        """#include <girih/girih.h>
+
+        #include <filesystem>
+        int main(int count, char** folders) {
+          for (std::filesystem::recursive_directory_iterator at(folders[count - 1]), end; at != end; ++at)
+            at.disable_recursion_pending();
+          return girih::nn::mixer_names().empty();
+        }
+        """
+    )
+    program = made_against(prefix, tmp_path, tmp_path / "build") / "program"
+    named = [line for line in run("nm", "-D", program).splitlines() if "recursive_directory_iterator" in line]
+    assert named and all("@GLIBCXX" in line for line in named), named
+    run(program, tmp_path)
+
+
 @pytest.mark.skipif(not CACHE.exists(), reason="girih was not built here")
-def test_within_another_project_it_is_a_library_alone(tmp_path):
-    """As FetchContent has it: one target, no Python, Catch2 or CLI11, nothing written into the sources."""
+@pytest.mark.parametrize("cmake", ["cmake", "/usr/bin/cmake"])  # the system's may be years older
+def test_within_another_project_it_is_a_library_alone(cmake, tmp_path):
+    """As FetchContent has it: one target, no Python, no Catch2, nothing written into the sources."""
+    if cmake != "cmake" and not Path(cmake).exists():
+        pytest.skip("the system has none")
     (tmp_path / "CMakeLists.txt").write_text(
         f"""cmake_minimum_required(VERSION 3.25)
         project(other LANGUAGES CXX)
@@ -128,11 +182,11 @@ def test_within_another_project_it_is_a_library_alone(tmp_path):
         """
     )
     paths = [torch.utils.cmake_prefix_path, *value_of("CMAKE_PREFIX_PATH").split(";")]
-    options = [*toolkit(), "-DGIRIH_CUDA=OFF", "-G", "Ninja"]
+    options = ["-DGIRIH_CUDA=OFF", "-G", "Ninja"]
     options += [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("Python", "Catch2")]
     options += [f"-DCMAKE_PREFIX_PATH={';'.join(filter(None, paths))}"]
     before = {p: p.stat().st_mtime_ns for p in (ROOT / "python" / "girih").rglob("*")}
-    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", *options)
+    run(cmake, "-S", tmp_path, "-B", tmp_path / "build", *options)
     graph = (tmp_path / "build" / "build.ninja").read_text()
     assert str(ROOT / "python") not in graph
     assert {p: p.stat().st_mtime_ns for p in (ROOT / "python" / "girih").rglob("*")} == before

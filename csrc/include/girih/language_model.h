@@ -157,9 +157,9 @@ struct GenerateOptions {
   std::function<void(const Tensor&)> on_token = {};
 };
 
-// A language model of any mixer and a head: ids [B, T] -> logits [B, T, vocab_size]. Takes what every layer
-// takes. Making one throws c10::ValueError for a configuration that does not fit, or a model that this
-// machine has no memory for.
+// A language model of any mixer and a head: ids [B, T], int64 or int32, -> logits [B, T, vocab_size]. Takes
+// what every layer takes. Making one throws c10::ValueError for a configuration that does not fit, or a model
+// that this machine has no memory for.
 class LanguageModelImpl : public LayerImpl {
  public:
   explicit LanguageModelImpl(const Config& config);
