@@ -27,6 +27,7 @@ __device__ inline void send_slots(const Part& part, int slots, const ScanSpace<T
     if (lane() == 0) send(space.state(slot.place).data, Space::State::kBytes, &barriers.state[slot.place], 1);
     __syncwarp();
     wait(&barriers.update[slot.place], slot.parity);
+    __syncwarp();  // the slot may be filled again once it is sent: all lanes have seen this time
     if (lane() == 0)
       send(space.update(slot.place).data, Space::Update::kBytes, &barriers.update[slot.place], 1);
     __syncwarp();

@@ -12,6 +12,7 @@
 #include "lattice/tokens.cuh"
 #include "tile/launch.h"
 #include "tile/pack.h"
+#include "tile/sequence.h"
 #include "tile/shared.h"
 
 namespace girih::kernels {
@@ -123,7 +124,8 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
   const float gamma = load_any(p.gamma, n, head), g = p.g.data == nullptr ? 0.f : load_any(p.g, n, head);
   const float before =
       p.decay.data == nullptr ? 0.f : static_cast<const float*>(p.decay.data)[offset_of(p.decay, n, head)];
-  const bool last = !within || p.position[n] + 1 >= p.chunk;
+  const int64_t position = within ? clamp(p.position[n], 0, p.chunk - 1) : 0;
+  const bool last = !within || position == p.chunk - 1;
   const float sum = before + g, kept = expf(fmaxf(sum, -30.f)), decay = expf(g);
   const float step = sign_of(p.objective) * gamma;
   const bool decode = p.objective == LatticeObjective::decode,
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
   }
   if (threadIdx.x == 0) {
     if (p.decay.data != nullptr) store_any(p.decay, last ? 0.f : sum, n, head);
-    if (within && head == 0) p.next_position[n] = last ? 0 : p.position[n] + 1;
+    if (within && head == 0) p.next_position[n] = last ? 0 : position + 1;
   }
 }
 

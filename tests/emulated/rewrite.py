@@ -19,6 +19,7 @@ UNITS = {
         *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
     ),
+    "linear_path": ("linear_path/virtual_rows.cu", "linear_path/pooled_gate.cu"),
     "model_rows": tuple(
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "silu_product")
     ),
@@ -158,9 +159,6 @@ STARTED = """
 """
 TEXTS = {
     # Lane 0 may send a slot, which comes round again before another lane has seen this phase of its barrier.
-    "delta_product/scan_apart.cuh": [
-        (r"(if \(lane\(\) == 0\)\s+send\(space\.update)", r"__syncwarp();\n    \1"),
-    ],
     "delta_product/scan_chain.cuh": [tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))],
     "delta_product/reverse.cuh": [
         tuple(x.format("g", "add_transposed_solution", "du") for x in (START, STARTED))

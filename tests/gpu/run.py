@@ -171,11 +171,11 @@ class Runner:
         counts["failed"] += sum(int(n) for n in re.findall(r"(\d+) errors? in", printed))
         return {"green": code == 0 and counts["passed"] > 0, **counts, "code": code, "printed": printed}
 
-    def sanitizer(self, tool: str, each: int, **own: str) -> dict:
+    def sanitizer(self, tool: str, each: int, options: tuple[str, ...] = (), **own: str) -> dict:
         """`each`: how many parametrisations of every test. All launches of girih's kernels are checked. In
         one process: several that share a card under the tool take ten times as long."""
         before = ("compute-sanitizer", "--tool", tool, "--target-processes", "all")
-        before += ("--report-api-errors", "no", "--print-limit", "20")
+        before += ("--report-api-errors", "no", "--print-limit", "20", *options)
         if tool != "racecheck":  # which breaks clusters where a filter leaves kernels out
             before += ("--kernel-name", "kns=girih")
         marks, names = SANITIZED
@@ -228,7 +228,8 @@ class Runner:
         return self.sanitizer("memcheck", 2, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def synccheck(self) -> dict:
-        return self.sanitizer("synccheck", 1)
+        # Of a launch; by default fewer, at which launches of many blocks end in an error.
+        return self.sanitizer("synccheck", 1, ("--num-cuda-barriers", "8192"))
 
     def racecheck(self) -> dict:
         package = RACECHECK / "python" / "girih"

@@ -99,12 +99,18 @@ class Case:
     ):
         """Inputs of T tokens, or of packed sequences of these `lengths`.
 
-        From a start, or `resumed` in mid-chunk. `calm`: unit keys and values, gates above -0.1.
+        From a start, or `resumed` in mid-chunk. `calm`: unit keys and values, gates above -0.1. So are those
+        of memories that are normalised as they grow, but in fp64: where gates empty one or long keys shake
+        it, what rounding lost is all that is left.
         """
+        normalised = self.op in ("trellis", "lattice")
+        calm = calm or (normalised and dtype != torch.float64)
         generator = torch.Generator().manual_seed(seed)
         at = SIZES | self.sizes | sizes | {"T": T}
         if lengths is not None:
             at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
+        if normalised and dtype in LOST:  # of few entries a norm is steep
+            at |= {letter: at[letter] + 13 for letter in "DVM"}
         at["K"] = max(1, at["H"] // at.get("shared", 1))
         at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
         steady = torch.float64 if dtype == torch.float64 else torch.float32
@@ -468,8 +474,8 @@ CASES = [
     lattice("wide", g=True, chunk=4, sizes={"M": 3, "D": 6}),
     lattice("unnormalised", chunk=1, normalize=False),
     lattice("unnormalised_encode", g=True, chunk=1, normalize=False, objective="encode"),
-    lattice("shrinkage", chunk=1, shrinkage=0.1),
-    lattice("shrinkage_g", g=True, chunk=1, shrinkage=0.3, objective="encode"),
+    lattice("shrinkage", chunk=1, shrinkage=0.02),
+    lattice("shrinkage_g", g=True, chunk=1, shrinkage=0.05, objective="encode"),
     short_conv("w1", bias=True, sizes={"W": 1}),
     short_conv("w4"),
     short_conv("w3_bias", bias=True, sizes={"W": 3}),
@@ -543,8 +549,11 @@ LOST = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
 
 
 def precision(case, device):
-    """dtype, and the tolerances of outputs and gradients, that an operator is held to on a device."""
-    if getattr(device, "dtype", None):
+    """dtype, and the tolerances of outputs and gradients, that an operator is held to on a device.
+
+    relu and shrinkage in fp32: what rounding moves across their kinks is a jump of the gradient."""
+    kinks = case.options.get("feature") == "relu" or case.options.get("shrinkage")
+    if getattr(device, "dtype", None) and not kinks:
         return device.dtype, *LOST[device.dtype]
     if device == "cuda" and has_kernels(case.op):
         return torch.float32, 1e-4, 1e-3

@@ -111,13 +111,13 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
                        chunk, objective);
   const auto last = args.states(), last_step = args.states();
-  const auto nothing = at::empty({0}, q.options()), no_number = at::empty({0}, last.options());
+  const auto no_number = [&] { return at::empty({0}, last.options()); };
   bool is_short = false;
   check_launch("lattice_is_short", kernels::lattice_is_short(args.shape, is_short));
   const bool keeps = save || !is_short;
-  const auto memories = keeps ? args.memories() : nothing;
+  const auto memories = keeps ? args.memories() : at::empty({0}, q.options());
   const auto ends =
-      keeps ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options()) : no_number;
+      keeps ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options()) : no_number();
   const auto decay = args.g.defined() ? args.of_sequences() : Tensor();
   const auto position = at::empty({args.sequences()}, q.options().dtype(at::kLong));
   const auto o = args.rows(args.shape.query_heads, args.shape.D, q.scalar_type());
@@ -145,10 +145,10 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
           own(last_step),
           args.g.defined() ? OptionalTensor(decay) : std::nullopt,
           position,
-          save ? memories : nothing,
-          save ? ends : no_number,
-          save ? last : no_number,
-          save ? last_step : no_number};
+          save ? memories : at::empty({0}, q.options()),
+          save ? ends : no_number(),
+          save ? last : no_number(),
+          save ? last_step : no_number()};
 }
 
 Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_first,

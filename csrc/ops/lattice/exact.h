@@ -42,7 +42,8 @@ class ExactCall {
             std::string_view objective, bool normalize, double shrinkage)
       : q_(q), k_(k), v_(v), gamma_(gamma), g_(g), step_(step), decay_(decay) {
     if (given(cu)) cu_seqlens_ = cu->contiguous();
-    if (given(position)) position_ = position->contiguous();
+    // Segments are longer than chunks: the kernels' own bound is not a chunk's.
+    if (given(position)) position_ = position->clamp(0, chunk - 1).contiguous();
     auto& shape = of_.shape;
     shape = exact_shape(q, k, v, chunk);
     shape.tokens = kernel_tokens(q, cu_seqlens_);
@@ -57,7 +58,8 @@ class ExactCall {
   Results forward(const Problem::Kept& kept, bool save) const {
     const auto last = states(), step = states(), decay = gated() ? numbers() : Tensor();
     const auto position = at::empty({last.size(0)}, q_.options().dtype(at::kLong));
-    const auto memories = room(kept.memories), none = at::empty({0}, in_fp32());
+    const auto memories = room(kept.memories);
+    const auto none = [&] { return at::empty({0}, in_fp32()); };
     const auto o = rows_for(q_, q_.size(1), cu_seqlens_, q_.size(2), v_.size(3), q_.scalar_type());
     kernels::LatticeExactScan p{};
     p.of = of_;
@@ -70,8 +72,8 @@ class ExactCall {
     }
     p.o = output<4>(o);
     check_launch("lattice_exact_scan", kernels::lattice_exact_scan(p, c10::cuda::getCurrentCUDAStream()));
-    return {o,    last, step, gated() ? OptionalTensor(decay) : std::nullopt, position, memories,
-            none, none, none};
+    return {o,      last,   step,  gated() ? OptionalTensor(decay) : std::nullopt, position, memories,
+            none(), none(), none()};
   }
 
   Gradients backward(const OptionalTensor& grad_o, const OptionalTensor& grad_first,

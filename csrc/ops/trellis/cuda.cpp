@@ -150,14 +150,14 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                        cu_seqlens, chunk, phi, f);
   bool reads = false;
   check_launch("trellis_scan_reads", kernels::trellis_scan_reads(args.shape, reads));
-  const auto nothing = at::empty({0}, q.options());
+  const auto nothing = [&] { return at::empty({0}, q.options()); };
   const auto o = args.rows(args.shape.V), gates = args.token_gates(stream);
   const Tensor last_first[] = {args.states(0), args.states(1)}, last[] = {args.states(0), args.states(1)};
   const auto position = at::empty({args.shape.grid.tokens.sequences}, q.options().dtype(at::kLong));
   const bool keeps = save || !reads;
-  const Tensor memories[] = {keeps ? args.memories() : nothing, keeps ? args.memories() : nothing};
-  const auto u = keeps ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing;
-  const auto z = save ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing;
+  const Tensor memories[] = {keeps ? args.memories() : nothing(), keeps ? args.memories() : nothing()};
+  const auto u = keeps ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing();
+  const auto z = save ? args.of_tokens(args.shape.M, q.scalar_type()) : nothing();
   const auto fit = save ? args.of_tokens(4, at::kFloat) : at::empty({0}, args.initial[0].options());
   kernels::TrellisScan scan;
   args.fill(scan, gates);
@@ -186,10 +186,10 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
           args.one_of(last_first[1], 1),
           args.one_of(last[1], 1),
           position,
-          save ? memories[0] : nothing,
-          save ? memories[1] : nothing,
+          save ? memories[0] : nothing(),
+          save ? memories[1] : nothing(),
           z,
-          save ? u : nothing,
+          save ? u : nothing(),
           fit};
 }
 
