@@ -5,6 +5,7 @@
 #include "tile/launch.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
+#include "tile/silu.h"
 
 namespace girih::kernels {
 namespace few_rows_product {
@@ -18,7 +19,6 @@ constexpr int kStep = 32;     // of the width: four lanes' packs
 // Rows of u in shared memory: two of them lie 64 bytes apart, so that eight lanes' packs meet no bank twice.
 __host__ __device__ inline int stride_of(int width) { return (width + 63) / 64 * 64 + 32; }
 
-__device__ inline float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
 __device__ inline uint4 load_once(const void* from) {
@@ -41,7 +41,7 @@ __device__ inline Pack<kPack> given(const FewRows& p, int row, int col) {
   auto x = load<kPack>(static_cast<const T*>(p.x) + place);
   if constexpr (Input == RowInput::silu_rms_norm || Input == RowInput::silu_product) {
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) x.at[i] = rounded<T>(x.at[i] * sigmoid(x.at[i]));
+    for (int i = 0; i < kPack; ++i) x.at[i] = rounded<T>(silu(x.at[i]));
   }
   if constexpr (Input == RowInput::silu_product) {
     const auto other = load<kPack>(static_cast<const T*>(p.other) + place);

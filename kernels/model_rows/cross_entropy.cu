@@ -1,5 +1,5 @@
-// m = max z        S = sum of e^{z - m}        l = m + log S - z_label        dz = e^{z - m} / S - [i =
-// label]
+// m = max z        S = sum of e^{z - m}        l = m + log S - z_label
+// dz = e^{z - m} / S - [i = label]
 //
 // A block has a row: m and S in one pass, thread by thread and then over the block, dz in a second one, for
 // which the row is still in the L2 cache.

@@ -1,6 +1,6 @@
 // What a language model computes row by row beside its mixers, in training:
 //
-//     residual norm    s = x + branch        r = (mean(s^2) + eps)^-1/2        y = r s weight
+//     residual norm    s = x + branch, x or silu(x)        r = (mean(s^2) + eps)^-1/2        y = r s weight
 //     SiLU product     y = silu(gate) up
 //     cross entropy    l = log(sum of e^z) - z_label        dz = e^z / sum of e^z - [i = label]
 //
@@ -25,6 +25,7 @@ struct ResidualNormShape {
   float eps;
   DType of_sum;   // x and s
   DType of_rows;  // branch and y: the same, or 16 bits of fp32 sums
+  bool of_silu;   // y is of silu(x): of one type, without a branch
 };
 
 struct ResidualNorm {
@@ -37,18 +38,19 @@ struct ResidualNorm {
 };
 cudaError_t residual_norm(const ResidualNorm& problem, cudaStream_t stream);
 
-//     n = r s        ds = ds after + r (dy weight - n mean(dy weight n))        dweight = sum over rows of dy
-//     n
+//     n = r s
+//     ds = ds after + r (dy weight - n mean(dy weight n)), of silu(x) times silu'(x)
+//     dweight = sum over rows of dy n
 struct ResidualNormBackward {
   ResidualNormShape shape;
-  const void* s;
+  const void* s;  // x, where y is of silu(x)
   In<1> weight;
   const void* dy;
   const void* after;  // ds of what else reads s; null: nothing does
   void* ds;
   void* dbranch;    // ds in of_rows; null: not asked for
-  Out<1> dweight;   // [dim]
-  float* partials;  // residual_norm_partials(shape) floats
+  Out<1> dweight;   // [dim]; null: not asked for
+  float* partials;  // residual_norm_partials(shape) floats where it is
 };
 int64_t residual_norm_partials(const ResidualNormShape& shape);
 cudaError_t residual_norm_backward(const ResidualNormBackward& problem, cudaStream_t stream);
@@ -61,12 +63,13 @@ struct SiluProduct {
 };
 cudaError_t silu_product(const SiluProduct& problem, cudaStream_t stream);
 
-//     dgate = dy up silu'(gate)        dup = dy silu(gate)
+//     dgate = dy up silu'(gate)        dup = dy silu(gate)        y, for who has not kept it
 struct SiluProductBackward {
   int64_t elements;
   DType dtype;
   const void *gate, *up, *dy;
   void *dgate, *dup;
+  void* y;  // null: not asked for
 };
 cudaError_t silu_product_backward(const SiluProductBackward& problem, cudaStream_t stream);
 

@@ -1,8 +1,9 @@
-// s = x + branch        r = (mean(s^2) + eps)^-1/2        y = r s weight
+// s = x + branch, x or silu(x)        r = (mean(s^2) + eps)^-1/2        y = r s weight
 //
 // and its gradients, with n = r s formed again:
 //
-//     ds = ds after + r (dy weight - n mean(dy weight n))        dweight = sum over rows of dy n
+//     ds = ds after + r (dy weight - n mean(dy weight n)), of silu(x) times silu'(x)
+//     dweight = sum over rows of dy n
 //
 // A block walks over rows and holds one of them in its registers, a thread packs of it and of the weight.
 // Every tensor is read or written once. A thread adds up dweight of its columns over the rows that it has
@@ -11,6 +12,7 @@
 #include "tile/grid.h"
 #include "tile/pack.h"
 #include "tile/partials.h"
+#include "tile/silu.h"
 
 namespace girih::kernels {
 namespace model_rows {
@@ -19,11 +21,12 @@ namespace {
 constexpr int kPack = kModelRowsPack;
 constexpr int64_t kBlocks = 8 * 132;  // of 128 threads, what an H100 or H200 holds at once of backward's
 
-// A row of 16 bits may be of fp32 sums.
-template <typename Sum, typename Row, int Threads, int Packs>
+// A row of 16 bits may be of fp32 sums. OfSilu: the row is normalised behind silu.
+template <typename Sum, typename Row, bool OfSilu, int Threads, int Packs>
 struct Tile {
   using S = Sum;
   using T = Row;
+  static constexpr bool kOfSilu = OfSilu;
   static constexpr int kThreads = Threads, kPacks = Packs;
   using Part = Pack<kPack>[Packs];
 
@@ -109,6 +112,7 @@ __global__ void __launch_bounds__(R::kThreads) residual_norm_kernel(const __grid
       });
       store_row<R, typename R::S>(p.s, s, row, dim);
     }
+    if constexpr (R::kOfSilu) each<R>([&](int k, int i) { s[k].at[i] = silu(s[k].at[i]); });
     float square = 0.f;
     each<R>([&](int k, int i) { square = fmaf(s[k].at[i], s[k].at[i], square); });
     const float r = rsqrtf(sums.of(square, 0.f).x / dim + p.shape.eps);
@@ -128,6 +132,13 @@ __global__ void __launch_bounds__(R::kThreads)
   for (int64_t row = blockIdx.x; row < p.shape.rows; row += gridDim.x) {
     load_row<R, typename R::S>(s, p.s, row, dim);
     load_row<R, typename R::T>(dy, p.dy, row, dim);
+    [[maybe_unused]] typename R::Part slope;
+    if constexpr (R::kOfSilu) {
+      each<R>([&](int k, int i) {
+        slope[k].at[i] = silu_slope(s[k].at[i]);
+        s[k].at[i] = silu(s[k].at[i]);
+      });
+    }
     float square = 0.f, along = 0.f;
     each<R>([&](int k, int i) {
       square = fmaf(s[k].at[i], s[k].at[i], square);
@@ -138,6 +149,7 @@ __global__ void __launch_bounds__(R::kThreads)
     each<R>([&](int k, int i) {
       const float n = r * s[k].at[i];
       s[k].at[i] = r * fmaf(dy[k].at[i], weight[k].at[i], -n * mean);
+      if constexpr (R::kOfSilu) s[k].at[i] *= slope[k].at[i];
       dweight[k].at[i] = fmaf(dy[k].at[i], n, dweight[k].at[i]);
     });
     if (p.after != nullptr) {
@@ -147,31 +159,35 @@ __global__ void __launch_bounds__(R::kThreads)
     store_row<R, typename R::S>(p.ds, s, row, dim);
     if (p.dbranch != nullptr) store_row<R, typename R::T>(p.dbranch, s, row, dim);
   }
-  store_row<R, float>(p.partials, dweight, blockIdx.x, dim);
+  if (p.dweight.data != nullptr) store_row<R, float>(p.partials, dweight, blockIdx.x, dim);
 }
 
 // f(Tile) of these types; false where there is none.
 template <typename F>
 cudaError_t with_tile(const ResidualNormShape& shape, const F& f) {
-  const auto by_width = [&](auto s, auto t) {
+  const auto by_width = [&](auto s, auto t, auto of_silu) {
     using S = decltype(s);
     using T = decltype(t);
-    if (shape.dim <= 32 * kPack) return f(Tile<S, T, 32, 1>{});
-    if (shape.dim <= 128 * kPack) return f(Tile<S, T, 128, 1>{});
-    if (shape.dim <= 256 * kPack) return f(Tile<S, T, 256, 1>{});
-    if (shape.dim <= 512 * kPack) return f(Tile<S, T, 256, 2>{});
-    if (shape.dim <= kResidualNormWidest) return f(Tile<S, T, 256, 4>{});
+    constexpr bool kOfSilu = decltype(of_silu)::value;
+    if (shape.dim <= 32 * kPack) return f(Tile<S, T, kOfSilu, 32, 1>{});
+    if (shape.dim <= 128 * kPack) return f(Tile<S, T, kOfSilu, 128, 1>{});
+    if (shape.dim <= 256 * kPack) return f(Tile<S, T, kOfSilu, 256, 1>{});
+    if (shape.dim <= 512 * kPack) return f(Tile<S, T, kOfSilu, 256, 2>{});
+    if (shape.dim <= kResidualNormWidest) return f(Tile<S, T, kOfSilu, 256, 4>{});
     return cudaErrorInvalidValue;
   };
+  const auto of_one_type = [&](auto t) {
+    return shape.of_silu ? by_width(t, t, std::true_type{}) : by_width(t, t, std::false_type{});
+  };
   const bool wide = shape.of_sum == DType::f32;
-  if (!wide && shape.of_sum != shape.of_rows) return cudaErrorInvalidValue;
+  if ((!wide || shape.of_silu) && shape.of_sum != shape.of_rows) return cudaErrorInvalidValue;
   switch (shape.of_rows) {
     case DType::f32:
-      return by_width(0.f, 0.f);
+      return of_one_type(0.f);
     case DType::bf16:
-      return wide ? by_width(0.f, __nv_bfloat16{}) : by_width(__nv_bfloat16{}, __nv_bfloat16{});
+      return wide ? by_width(0.f, __nv_bfloat16{}, std::false_type{}) : of_one_type(__nv_bfloat16{});
     case DType::f16:
-      return wide ? by_width(0.f, __half{}) : by_width(__half{}, __half{});
+      return wide ? by_width(0.f, __half{}, std::false_type{}) : of_one_type(__half{});
     case DType::f64:
       break;
   }
@@ -213,6 +229,7 @@ cudaError_t residual_norm_backward(const ResidualNormBackward& p, cudaStream_t s
       model_rows::residual_norm_backward_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
+    if (p.dweight.data == nullptr) return cudaSuccess;
     return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
   });
 }

@@ -1,17 +1,17 @@
-// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate)
+// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate), and y once more where asked
+// for
 //
 // A thread has a pack of every tensor.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
+#include "tile/silu.h"
 
 namespace girih::kernels {
 namespace model_rows {
 namespace {
 
 constexpr int kPack = kModelRowsPack, kThreads = 256;
-
-__device__ inline float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) silu_product_kernel(const __grid_constant__ SiluProduct p) {
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) silu_product_kernel(const __grid_con
     const auto gate = load<kPack>(static_cast<const T*>(p.gate) + i * kPack);
     auto y = load<kPack>(static_cast<const T*>(p.up) + i * kPack);
 #pragma unroll
-    for (int e = 0; e < kPack; ++e) y.at[e] *= gate.at[e] * sigmoid(gate.at[e]);
+    for (int e = 0; e < kPack; ++e) y.at[e] *= silu(gate.at[e]);
     store(static_cast<T*>(p.y) + i * kPack, y);
   }
 }
@@ -32,13 +32,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < packs; i += step) {
     auto gate = load<kPack>(static_cast<const T*>(p.gate) + i * kPack);
     auto up = load<kPack>(static_cast<const T*>(p.up) + i * kPack);
-    const auto dy = load<kPack>(static_cast<const T*>(p.dy) + i * kPack);
+    auto dy = load<kPack>(static_cast<const T*>(p.dy) + i * kPack);
 #pragma unroll
     for (int e = 0; e < kPack; ++e) {
-      const float s = sigmoid(gate.at[e]), silu = gate.at[e] * s, slope = s + silu * (1.f - s);
-      gate.at[e] = dy.at[e] * up.at[e] * slope;
-      up.at[e] = dy.at[e] * silu;
+      const float x = gate.at[e], y = up.at[e] * silu(x);
+      gate.at[e] = dy.at[e] * up.at[e] * silu_slope(x);
+      up.at[e] = dy.at[e] * silu(x);
+      dy.at[e] = y;
     }
+    if (p.y != nullptr) store(static_cast<T*>(p.y) + i * kPack, dy);
     store(static_cast<T*>(p.dgate) + i * kPack, gate);
     store(static_cast<T*>(p.dup) + i * kPack, up);
   }

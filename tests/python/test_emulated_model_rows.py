@@ -15,7 +15,9 @@ AROUND = 64  # elements of NaN
 
 
 Vector = structure((POINTER, "data"), (INT, "dtype"), (NUMBER, "stride"))
-Shape = structure((NUMBER, "rows"), (INT, "dim"), (FLOAT, "eps"), (INT, "of_sum of_rows"))
+Shape = structure(
+    (NUMBER, "rows"), (INT, "dim"), (FLOAT, "eps"), (INT, "of_sum of_rows"), (ctypes.c_bool, "of_silu")
+)
 Norm = structure((Shape, "shape"), (POINTER, "x branch"), (Vector, "weight"), (POINTER, "s y"))
 NormBackward = structure(
     (Shape, "shape"),
@@ -23,7 +25,7 @@ NormBackward = structure(
     *((Vector, "dweight"), (POINTER, "partials")),
 )
 Product = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up y"))
-ProductBackward = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up dy dgate dup"))
+ProductBackward = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up dy dgate dup y"))
 CrossEntropy = structure(
     (NUMBER, "rows classes"), (INT, "dtype"), (POINTER, "z labels"), (NUMBER, "ignored"), (POINTER, "l")
 )
@@ -74,7 +76,7 @@ def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
     branch = place(normal(rows, dim, dtype=of_rows, seed=1)) if with_branch else None
     dy = place(normal(rows, dim, dtype=of_rows, seed=2))
     after = place(normal(rows, dim, dtype=sums, seed=3)) if with_after else None
-    s, y, shape = place.like(x), place.like(dy), Shape(rows, dim, 1e-5, DTYPES[sums], DTYPES[of_rows])
+    s, y, shape = place.like(x), place.like(dy), Shape(rows, dim, 1e-5, DTYPES[sums], DTYPES[of_rows], False)
     call = Norm(shape, address(x), address(branch), vector(weight), address(s), address(y))
     kernels.run_norm(ctypes.byref(call))
     if with_branch:
@@ -127,16 +129,43 @@ def test_norms_with_and_without_a_branch(kernels, with_branch, with_after):
 def test_products(kernels, elements, dtype):
     place = Places()
     gate, up, dy = (place((3 * normal(elements, seed=i)).to(dtype)) for i in range(3))
-    y, dgate, dup = (place.like(gate) for _ in range(3))
+    y, dgate, dup, again = (place.like(gate) for _ in range(4))
     call = Product(elements, DTYPES[dtype], *map(address, (gate, up, y)))
     kernels.run_product(ctypes.byref(call))
-    call = ProductBackward(elements, DTYPES[dtype], *map(address, (gate, up, dy, dgate, dup)))
+    call = ProductBackward(elements, DTYPES[dtype], *map(address, (gate, up, dy, dgate, dup, again)))
     kernels.run_product_backward(ctypes.byref(call))
     wide = [x.double().requires_grad_() for x in (gate, up)]
     want = F.silu(wide[0]) * wide[1]
     exact = want, *torch.autograd.grad(want, wide, dy.double())
     for got, x in zip((y, dgate, dup), exact, strict=True):
         assert_close(got, x.detach())
+    assert again.equal(y)
+    place.assert_untouched()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows, dim", [(1, 8), (3, 264), (70, 40), (2, 2056)])
+def test_norms_of_silu(kernels, rows, dim, dtype):
+    place = Places()
+    x, weight = place((3 * normal(rows, dim)).to(dtype)), place(normal(dim, seed=9))
+    dy, dx, y, dweight = (
+        place(normal(rows, dim, dtype=dtype)),
+        place.like(x),
+        place.like(x),
+        place.like(weight),
+    )
+    shape = Shape(rows, dim, 1e-5, DTYPES[dtype], DTYPES[dtype], True)
+    kernels.run_norm(ctypes.byref(Norm(shape, address(x), None, vector(weight), None, address(y))))
+    partials = place(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
+    call = NormBackward(shape, address(x), vector(weight), address(dy), None, address(dx))
+    call.dweight, call.partials = vector(dweight), address(partials)
+    kernels.run_norm_backward(ctypes.byref(call))
+    wide, w = x.double().requires_grad_(), weight.double().requires_grad_()
+    want = F.rms_norm(F.silu(wide), (dim,), w, 1e-5)
+    assert_close(y, want.detach(), dim)
+    exact, dw = torch.autograd.grad(want, (wide, w), dy.double())
+    assert_close(dx, exact, dim)
+    assert_close(dweight, dw, rows)
     place.assert_untouched()
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, GatedSlotAttention, RMSNorm, fused, loss, swiglu
-from girih.nn.fused import residual_norm
+from girih.nn.fused import residual_norm, silu_norm
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.swiglu import silu_product
 from padding import Padded
@@ -55,6 +55,8 @@ def without_kernels(monkeypatch):
 OPS = (
     "residual_norm",
     "residual_norm_backward",
+    "silu_norm",
+    "silu_norm_backward",
     "silu_product",
     "silu_product_backward",
     "cross_entropy_",
@@ -99,7 +101,7 @@ def check_norm(rows, width, pair, with_branch, with_after, weight=torch.float32)
         assert got.dtype == (sums if name == "dx" else of_rows)
         assert_close(got, ds, width, name)
     assert found[-1].dtype == weight
-    assert_close(found[-1], dweight, max(rows, 1), "dweight")
+    assert_close(found[-1], dweight if rows else torch.zeros_like(dweight), max(rows, 1), "dweight")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -131,6 +133,67 @@ def test_only_what_is_used_has_a_gradient():
     assert_close(both, alone.double() + 1)
 
 
+@pytest.mark.parametrize("weight", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(5, width) for width in WIDTHS] + [(0, 264), (1, 264), (1057, 264)])
+def test_norms_of_silu(rows, width, dtype, weight):
+    norm = norm_of(width, weight or dtype)
+    x, dy = (4 * normal(rows, width, dtype=dtype)).requires_grad_(), normal(rows, width, dtype=dtype, seed=2)
+    y = silu_norm(norm, x)
+    assert y.grad_fn.name().startswith("_SiluNorm") and y.dtype == dtype
+    found = torch.autograd.grad(y, (x, norm.weight), dy)
+    wide, w = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    want = F.rms_norm(F.silu(wide), (width,), w, 1e-5)
+    assert_close(y, want.detach(), width, "y")
+    dx, dweight = torch.autograd.grad(want, (wide, w), dy.double())
+    assert found[0].dtype == dtype and found[1].dtype == norm.weight.dtype
+    assert_close(found[0], dx, width, "dx")
+    assert_close(found[1], dweight if rows else torch.zeros_like(dweight), max(rows, 1), "dweight")
+
+
+def test_norms_of_silu_far_out():
+    x = torch.tensor([[0.0, -0.0, 80.0, -80.0, 300.0, -300.0, 1e-30, 3.0]], device=DEVICE).requires_grad_()
+    norm, dy = norm_of(8), normal(1, 8, seed=2)
+    wide = x.detach().double().requires_grad_()
+    want = F.rms_norm(F.silu(wide), (8,), norm.weight.detach().double(), 1e-5)
+    y = silu_norm(norm, x)
+    assert_close(y, want.detach(), 8)
+    assert_close(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(want, wide, dy.double())[0], 8)
+
+
+def test_frozen_weights_have_no_gradient(kernels):
+    norm, x = norm_of(64).requires_grad_(False), normal(3, 64).requires_grad_()
+    for call in (lambda: residual_norm(norm, x)[1], lambda: silu_norm(norm, x)):
+        (found,) = torch.autograd.grad(call().sum(), x)
+        want = torch.autograd.grad(norm(x if "silu_norm" not in kernels else F.silu(x)).sum(), x)[0]
+        assert_close(found, want.double(), 64)
+    assert [*kernels] == ["residual_norm", "residual_norm_backward", "silu_norm", "silu_norm_backward"]
+
+
+@pytest.mark.parametrize("how", ["transposed", "odd", "expanded"])
+def test_any_layout_is_read(how):
+    def laid_out(x):
+        if how == "transposed":
+            return x.t().contiguous().t()
+        if how == "odd":  # begins where no pack does
+            return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
+        return x[:1].expand_as(x)
+
+    x, branch, dy, after = (laid_out(normal(6, 40, seed=i)) for i in range(4))
+    weight, ops = normal(40), torch.ops.girih
+    dense = [t.clone(memory_format=torch.contiguous_format) for t in (x, branch, dy, after)]
+    for run in (
+        lambda x, b, dy, a: ops.residual_norm(x, b, weight, 0.1, x.dtype),
+        lambda x, b, dy, a: ops.residual_norm_backward(dy, a, x, weight, 0.1, True, True),
+        lambda x, b, dy, a: (ops.silu_norm(x, weight, 0.1),),
+        lambda x, b, dy, a: ops.silu_norm_backward(dy, x, weight, 0.1, True),
+        lambda x, b, dy, a: (ops.silu_product(x, b),),
+        lambda x, b, dy, a: ops.silu_product_backward(dy, x, b, True),
+    ):
+        for got, want in zip(run(x, branch, dy, after), run(*dense), strict=True):
+            assert got.is_contiguous() and got.equal(want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 8), (3, 40), (7, 1, 2816), (300, 4104)])
 def test_products(shape, dtype):
@@ -145,6 +208,43 @@ def test_products(shape, dtype):
         assert_close(got, exact.detach())
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+def test_a_feed_forward_layer_is_as_right_as_its_parts(autocast, frozen, kernels):
+    """The product that it does not keep is made again to the same bits."""
+    torch.manual_seed(0)
+    layer, x = swiglu.SwiGLU(64, 160).to(DEVICE), normal(3, 50, 64).requires_grad_()
+    layer.down_proj.weight.requires_grad_(not frozen)
+    left = [x, *(p for p in layer.parameters() if p.requires_grad)]
+
+    def gradients(call):
+        with torch.autocast("cuda", autocast, enabled=autocast is not None):
+            y = call()
+        return y, *torch.autograd.grad(y, left, normal(*y.shape, dtype=y.dtype, seed=1))
+
+    found = gradients(lambda: layer(x))
+    assert kernels == ["silu_product", "silu_product_backward"]
+    want = gradients(lambda: layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x))))
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item())
+
+
+def test_a_feed_forward_layer_with_another_layer_in_it_calls_it():
+    layer, x, seen = swiglu.SwiGLU(64, 160).to(DEVICE), normal(5, 64), []
+    layer.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert layer(x).equal(seen[0])
+
+
+def test_a_feed_forward_layer_keeps_no_product():
+    layer, x = swiglu.SwiGLU(64, 4096).to(DEVICE), normal(1000, 64).requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = layer(x)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    assert kept < 2.5 * 4 * 4096 * 1000  # gate and up
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_gates_that_are_wide_open_or_shut(dtype):
     gate = torch.tensor([0.0, -0.0, 80.0, -80.0, 3e4, -3e4, torch.inf, -torch.inf], device=DEVICE).to(dtype)
@@ -152,7 +252,7 @@ def test_products_of_gates_that_are_wide_open_or_shut(dtype):
     got, want = torch.ops.girih.silu_product(gate, up), F.silu(gate.float())
     assert_close(got[:6], want[:6].double())
     assert got[6].isinf() and (got[7].isnan() == want[7].isnan())
-    dgate, dup = torch.ops.girih.silu_product_backward(up, gate[:6].repeat(4)[:8], up)
+    dgate, dup, _ = torch.ops.girih.silu_product_backward(up, gate[:6].repeat(4)[:8], up, False)
     assert dgate.isfinite().all() and dup.isfinite().all()
 
 
@@ -202,10 +302,12 @@ def test_nothing_is_read_or_written_but_what_is_there():
     weight = Padded(8, range(1), device=DEVICE)(normal(40))
     s, y = torch.ops.girih.residual_norm(x, branch, weight, 1e-5, torch.float32)
     assert s.isfinite().all() and y.isfinite().all()
-    for out in torch.ops.girih.residual_norm_backward(dy, after, s, weight, 1e-5, True):
+    for out in torch.ops.girih.residual_norm_backward(dy, after, s, weight, 1e-5, True, True):
         assert out.isfinite().all()
+    assert torch.ops.girih.silu_norm(x, weight, 1e-5).isfinite().all()
+    assert all(out.isfinite().all() for out in torch.ops.girih.silu_norm_backward(dy, x, weight, 1e-5, True))
     assert torch.ops.girih.silu_product(x, branch).isfinite().all()
-    assert all(out.isfinite().all() for out in torch.ops.girih.silu_product_backward(dy, x, branch))
+    assert all(out.isfinite().all() for out in torch.ops.girih.silu_product_backward(dy, x, branch, True))
     pad.assert_untouched()
     z = pad(normal(9, 40))
     assert torch.ops.girih.cross_entropy_(z, torch.arange(9, device=DEVICE), -100).isfinite().all()
@@ -221,7 +323,15 @@ def test_equal_calls_have_the_same_bits():
         s, y = torch.ops.girih.residual_norm(x, branch, weight, 1e-5, torch.float32)
         z = normal(3000, 264)
         l = torch.ops.girih.cross_entropy_(z, torch.arange(3000, device=DEVICE) % 264, -100)
-        return s, y, *torch.ops.girih.residual_norm_backward(dy, x, s, weight, 1e-5, True), z, l
+        of_silu = torch.ops.girih.silu_norm_backward(dy, x, weight, 1e-5, True)
+        return (
+            s,
+            y,
+            *of_silu,
+            *torch.ops.girih.residual_norm_backward(dy, x, s, weight, 1e-5, True, True),
+            z,
+            l,
+        )
 
     for a, b in zip(once(), once(), strict=True):
         assert a.equal(b)
@@ -236,7 +346,9 @@ def test_what_they_refuse():
         (lambda: ops.residual_norm(x, x[:2], weight, 0.1, x.dtype), r"branch has shape \[2, 16\]"),
         (lambda: ops.residual_norm(x.bfloat16(), None, weight, 0.1, torch.float16), "x is BFloat16"),
         (lambda: ops.residual_norm(x.t(), None, normal(4), 0.1, x.dtype), r"x has shape \[16, 4\]"),
-        (lambda: ops.residual_norm(normal(8, 8).t(), None, weight[:8], 0.1, x.dtype), "dense"),
+        (lambda: ops.silu_norm(x, weight[:8], 0.1), r"silu_norm: weight has shape \[8\]"),
+        (lambda: ops.cross_entropy_(normal(8, 8).t(), label, -100), "dense"),
+        (lambda: ops.cross_entropy_(normal(9 * 16)[4:68].view(4, 16), label, -100), "16 bytes behind"),
         (lambda: ops.silu_product(x, x.bfloat16()), "up is BFloat16"),
         (lambda: ops.silu_product(x[:1, :4].contiguous(), x[:1, :4].contiguous()), "multiple of 8"),
         (lambda: ops.silu_product(x.double(), x.double()), "gate is Double"),
@@ -289,8 +401,22 @@ def test_gradients_of_gradients():
     def plain(x):
         return (F.silu(norm(x * 1.5)) * x * 1.5).sum()
 
-    found, want = (torch.autograd.functional.hessian(g, x) for g in (f, plain))
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    for ours, pytorchs in ((f, plain), *feed_forward()):
+        found, want = (torch.autograd.functional.hessian(g, x) for g in (ours, pytorchs))
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def feed_forward():
+    torch.manual_seed(0)
+    layer = swiglu.SwiGLU(16, 40).to(DEVICE)
+
+    def f(x):
+        return layer(x).square().sum()
+
+    def plain(x):
+        return layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x)).square().sum()
+
+    return [(f, plain)]
 
 
 def errors_of(model, exact, ids):
@@ -317,7 +443,8 @@ def test_a_model_trains_as_right_as_by_pytorch(mixer, kernels, without_kernels):
     exact.loss = exact.loss.detach()
     kernels.clear()
     found = errors_of(model, exact, ids)
-    assert {*kernels} == {*OPS}
+    of_silu = {"silu_norm", "silu_norm_backward"}
+    assert {*kernels} == {*OPS} - (set() if mixer == "gsa" else of_silu)
     without_kernels()
     by_pytorch = errors_of(model, exact, ids)
     for ours, others in zip(found, by_pytorch, strict=True):
@@ -354,12 +481,12 @@ def test_more_than_2_31_elements():
     up = torch.ones_like(gate)
     y = torch.ops.girih.silu_product(gate, up)
     assert_close(y[-1], F.silu(gate[-1].double()))
-    dgate, dup = torch.ops.girih.silu_product_backward(up, gate, up)
+    dgate, dup, _ = torch.ops.girih.silu_product_backward(up, gate, up, False)
     assert_close(dup[-1], F.silu(gate[-1].double()))
     del y, dgate, dup
     s, y = torch.ops.girih.residual_norm(gate, None, normal(4096), 1e-5, torch.bfloat16)
     assert_close(y[-1], F.rms_norm(gate[-1].double(), (4096,), normal(4096).double(), 1e-5), 4096)
-    ds, _, _ = torch.ops.girih.residual_norm_backward(up, None, gate, normal(4096), 1e-5, False)
+    ds, _, _ = torch.ops.girih.residual_norm_backward(up, None, gate, normal(4096), 1e-5, False, True)
     assert ds[-1].isfinite().all() and ds[-1].any()
     del s, y, ds, up
     labels = torch.full((len(gate),), 7, device=DEVICE)

@@ -3,136 +3,153 @@
 // where, and gives them gradients.
 #include <torch/library.h>
 
-#include "../kernel_arguments.h"
+#include "../dense.h"
 #include "model_rows/model_rows.h"
 
 namespace girih::model_rows {
 namespace {
 
-// A dense tensor of these sizes and this type, where packs of a row can be read.
-const void* dense(const Tensor& tensor, const char* name, at::IntArrayRef sizes, at::ScalarType type,
-                  const Tensor& x) {
-  TORCH_CHECK(tensor.sizes() == sizes, "girih: model_rows: ", name, " has shape ", tensor.sizes(),
-              "; expected ", sizes);
-  TORCH_CHECK(tensor.scalar_type() == type && tensor.device() == x.device(), "girih: model_rows: ", name,
-              " is ", tensor.scalar_type(), " on ", tensor.device(), "; expected ", type, " on ", x.device());
-  const auto* data = tensor.const_data_ptr();
-  TORCH_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(data) % 32 == 0,
-              "girih: model_rows: ", name, " has strides ", tensor.strides(),
-              "; expected a dense one aligned to 32 bytes");
-  return data;
-}
+constexpr const char* kOp = "model_rows";
 
-const void* dense(const OptionalTensor& tensor, const char* name, at::IntArrayRef sizes, at::ScalarType type,
-                  const Tensor& x) {
-  return given(tensor) ? dense(*tensor, name, sizes, type, x) : nullptr;
-}
-
-bool has_type(at::ScalarType type) {
-  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-}
-
-kernels::ResidualNormShape shape_of(const Tensor& x, const Tensor& weight, at::ScalarType rows, double eps) {
-  TORCH_CHECK(x.dim() >= 1 && has_type(x.scalar_type()) && has_type(rows) &&
-                  (x.scalar_type() == rows || x.scalar_type() == at::kFloat),
-              "girih: residual_norm: x is ", x.scalar_type(), ", y is ", rows,
-              "; expected one of float32, float16 and bfloat16, or an x of float32");
+kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Tensor& weight,
+                                    at::ScalarType rows, double eps, bool of_silu) {
+  TORCH_CHECK(x.dim() >= 1 && is_of_kernels(x.scalar_type()) && is_of_kernels(rows) &&
+                  (x.scalar_type() == rows || (x.scalar_type() == at::kFloat && !of_silu)),
+              "girih: ", op, ": x is ", x.scalar_type(), ", y is ", rows,
+              "; expected one of float32, float16 and bfloat16",
+              of_silu ? " for both" : ", or an x of float32");
   const int64_t dim = x.size(-1);
   TORCH_CHECK(dim >= 1 && dim % kernels::kModelRowsPack == 0 && dim <= kernels::kResidualNormWidest,
-              "girih: residual_norm: x has shape ", x.sizes(), "; expected rows of a multiple of ",
+              "girih: ", op, ": x has shape ", x.sizes(), "; expected rows of a multiple of ",
               kernels::kModelRowsPack, " up to ", kernels::kResidualNormWidest);
-  TORCH_CHECK(weight.dim() == 1 && weight.size(0) == dim && weight.device() == x.device(),
-              "girih: residual_norm: weight has shape ", weight.sizes(), " on ", weight.device(),
-              "; expected [", dim, "] on ", x.device());
+  TORCH_CHECK(weight.dim() == 1 && weight.size(0) == dim && weight.device() == x.device(), "girih: ", op,
+              ": weight has shape ", weight.sizes(), " on ", weight.device(), "; expected [", dim, "] on ",
+              x.device());
   const auto dtype = [](at::ScalarType type) {
     return type == at::kFloat  ? kernels::DType::f32
            : type == at::kHalf ? kernels::DType::f16
                                : kernels::DType::bf16;
   };
-  return {x.numel() / dim, static_cast<int>(dim), static_cast<float>(eps), dtype(x.scalar_type()),
-          dtype(rows)};
+  return {x.numel() / dim,        static_cast<int>(dim), static_cast<float>(eps),
+          dtype(x.scalar_type()), dtype(rows),           of_silu};
 }
 
-std::tuple<Tensor, Tensor> norm(const Tensor& x, const OptionalTensor& branch, const Tensor& weight,
-                                double eps, at::ScalarType rows) {
-  const c10::cuda::CUDAGuard device(x.device());
+Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
+
+std::tuple<Tensor, Tensor> norm(const char* op, const Tensor& x_, const OptionalTensor& branch_,
+                                const Tensor& weight, double eps, at::ScalarType rows, bool of_silu) {
+  const c10::cuda::CUDAGuard device(x_.device());
   kernels::ResidualNorm p{};
-  p.shape = shape_of(x, weight, rows, eps);
-  p.x = dense(x, "x", x.sizes(), x.scalar_type(), x);
-  p.branch = dense(branch, "branch", x.sizes(), rows, x);
+  p.shape = shape_of(op, x_, weight, rows, eps, of_silu);
+  const auto x = dense(kOp, x_, "x", x_.sizes(), x_.scalar_type(), x_);
+  const auto branch = dense(kOp, branch_, "branch", x.sizes(), rows, x);
+  p.x = x.const_data_ptr(), p.branch = data_of(branch);
   p.weight = input<1>(weight);
-  const auto s = given(branch) ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
+  const auto s = given(branch) ? at::empty(x.sizes(), x.options()) : nothing(x);
   const auto y = at::empty(x.sizes(), x.options().dtype(rows));
   p.s = s.mutable_data_ptr();
   p.y = y.mutable_data_ptr();
-  check_launch("residual_norm", kernels::residual_norm(p, c10::cuda::getCurrentCUDAStream()));
+  check_launch(op, kernels::residual_norm(p, c10::cuda::getCurrentCUDAStream()));
   return {s, y};
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& dy, const OptionalTensor& after,
-                                                 const Tensor& s, const Tensor& weight, double eps,
-                                                 bool of_branch) {
-  const c10::cuda::CUDAGuard device(s.device());
+std::tuple<Tensor, Tensor> residual_norm(const Tensor& x, const OptionalTensor& branch, const Tensor& weight,
+                                         double eps, at::ScalarType rows) {
+  return norm("residual_norm", x, branch, weight, eps, rows, false);
+}
+
+Tensor silu_norm(const Tensor& x, const Tensor& weight, double eps) {
+  return std::get<1>(norm("silu_norm", x, std::nullopt, weight, eps, x.scalar_type(), true));
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& dy_,
+                                                 const OptionalTensor& after_, const Tensor& s_,
+                                                 const Tensor& weight, double eps, bool of_branch,
+                                                 bool of_weight, bool of_silu) {
+  const c10::cuda::CUDAGuard device(s_.device());
   kernels::ResidualNormBackward p{};
-  p.shape = shape_of(s, weight, dy.scalar_type(), eps);
-  p.s = dense(s, "s", s.sizes(), s.scalar_type(), s);
-  p.dy = dense(dy, "dy", s.sizes(), dy.scalar_type(), s);
-  p.after = dense(after, "ds", s.sizes(), s.scalar_type(), s);
+  p.shape = shape_of(op, s_, weight, dy_.scalar_type(), eps, of_silu);
+  const auto s = dense(kOp, s_, "s", s_.sizes(), s_.scalar_type(), s_);
+  const auto dy = dense(kOp, dy_, "dy", s.sizes(), dy_.scalar_type(), s);
+  const auto after = dense(kOp, after_, "after", s.sizes(), s.scalar_type(), s);
+  p.s = s.const_data_ptr(), p.dy = dy.const_data_ptr(), p.after = data_of(after);
   p.weight = input<1>(weight);
-  const auto ds = at::empty(s.sizes(), s.options()), dweight = at::empty(weight.sizes(), weight.options());
-  const auto dbranch = of_branch ? at::empty(s.sizes(), dy.options()) : at::empty({0}, dy.options());
-  const auto partials = at::empty({kernels::residual_norm_partials(p.shape)}, s.options().dtype(at::kFloat));
+  const auto ds = at::empty(s.sizes(), s.options());
+  const auto dbranch = of_branch ? at::empty(s.sizes(), dy.options()) : nothing(dy);
+  const auto dweight = of_weight ? at::empty(weight.sizes(), weight.options()) : nothing(weight);
+  const auto floats = of_weight ? kernels::residual_norm_partials(p.shape) : 0;
+  const auto partials = at::empty({floats}, s.options().dtype(at::kFloat));
   p.ds = ds.mutable_data_ptr();
   p.dbranch = of_branch ? dbranch.mutable_data_ptr() : nullptr;
-  p.dweight = output<1>(dweight);
+  if (of_weight) p.dweight = output<1>(dweight);
   p.partials = partials.mutable_data_ptr<float>();
-  check_launch("residual_norm_backward",
-               kernels::residual_norm_backward(p, c10::cuda::getCurrentCUDAStream()));
+  check_launch(op, kernels::residual_norm_backward(p, c10::cuda::getCurrentCUDAStream()));
   return {ds, dbranch, dweight};
 }
 
+std::tuple<Tensor, Tensor, Tensor> residual_norm_backward(const Tensor& dy, const OptionalTensor& after,
+                                                          const Tensor& s, const Tensor& weight, double eps,
+                                                          bool of_branch, bool of_weight) {
+  return norm_backward("residual_norm_backward", dy, after, s, weight, eps, of_branch, of_weight, false);
+}
+
+std::tuple<Tensor, Tensor> silu_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                              double eps, bool of_weight) {
+  const auto [dx, none, dweight] =
+      norm_backward("silu_norm_backward", dy, std::nullopt, x, weight, eps, false, of_weight, true);
+  return {dx, dweight};
+}
+
 void check_product(const Tensor& gate) {
-  TORCH_CHECK(has_type(gate.scalar_type()) && gate.numel() % kernels::kModelRowsPack == 0,
+  TORCH_CHECK(is_of_kernels(gate.scalar_type()) && gate.numel() % kernels::kModelRowsPack == 0,
               "girih: silu_product: gate is ", gate.scalar_type(), " ", gate.sizes(),
               "; expected float32, float16 or bfloat16, a multiple of ", kernels::kModelRowsPack,
               " elements");
 }
 
-Tensor product(const Tensor& gate, const Tensor& up) {
-  check_product(gate);
-  const c10::cuda::CUDAGuard device(gate.device());
+Tensor product(const Tensor& gate_, const Tensor& up_) {
+  check_product(gate_);
+  const c10::cuda::CUDAGuard device(gate_.device());
+  const auto type = gate_.scalar_type();
+  const auto gate = dense(kOp, gate_, "gate", gate_.sizes(), type, gate_),
+             up = dense(kOp, up_, "up", gate.sizes(), type, gate);
   const auto y = at::empty(gate.sizes(), gate.options());
-  const kernels::SiluProduct p{gate.numel(), kernel_dtype(gate),
-                               dense(gate, "gate", gate.sizes(), gate.scalar_type(), gate),
-                               dense(up, "up", gate.sizes(), gate.scalar_type(), gate), y.mutable_data_ptr()};
+  const kernels::SiluProduct p{gate.numel(), kernel_dtype(gate), gate.const_data_ptr(), up.const_data_ptr(),
+                               y.mutable_data_ptr()};
   check_launch("silu_product", kernels::silu_product(p, c10::cuda::getCurrentCUDAStream()));
   return y;
 }
 
-std::tuple<Tensor, Tensor> product_backward(const Tensor& dy, const Tensor& gate, const Tensor& up) {
-  check_product(gate);
-  const c10::cuda::CUDAGuard device(gate.device());
-  const auto type = gate.scalar_type();
+std::tuple<Tensor, Tensor, Tensor> product_backward(const Tensor& dy_, const Tensor& gate_, const Tensor& up_,
+                                                    bool of_product) {
+  check_product(gate_);
+  const c10::cuda::CUDAGuard device(gate_.device());
+  const auto type = gate_.scalar_type();
+  const auto gate = dense(kOp, gate_, "gate", gate_.sizes(), type, gate_),
+             up = dense(kOp, up_, "up", gate.sizes(), type, gate),
+             dy = dense(kOp, dy_, "dy", gate.sizes(), type, gate);
   const auto dgate = at::empty(gate.sizes(), gate.options()), dup = at::empty(gate.sizes(), gate.options());
-  const kernels::SiluProductBackward p{gate.numel(),
-                                       kernel_dtype(gate),
-                                       dense(gate, "gate", gate.sizes(), type, gate),
-                                       dense(up, "up", gate.sizes(), type, gate),
-                                       dense(dy, "dy", gate.sizes(), type, gate),
-                                       dgate.mutable_data_ptr(),
-                                       dup.mutable_data_ptr()};
+  const auto y = of_product ? at::empty(gate.sizes(), gate.options()) : nothing(gate);
+  kernels::SiluProductBackward p{};
+  p.elements = gate.numel(), p.dtype = kernel_dtype(gate);
+  p.gate = gate.const_data_ptr(), p.up = up.const_data_ptr(), p.dy = dy.const_data_ptr();
+  p.dgate = dgate.mutable_data_ptr(), p.dup = dup.mutable_data_ptr();
+  p.y = of_product ? y.mutable_data_ptr() : nullptr;
   check_launch("silu_product_backward", kernels::silu_product_backward(p, c10::cuda::getCurrentCUDAStream()));
-  return {dgate, dup};
+  return {dgate, dup, y};
 }
 
 Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignored) {
-  TORCH_CHECK(logits.dim() == 2 && has_type(logits.scalar_type()) &&
+  TORCH_CHECK(logits.dim() == 2 && is_of_kernels(logits.scalar_type()) &&
                   logits.size(1) % kernels::kModelRowsPack == 0 && logits.size(1) > 0,
               "girih: cross_entropy_: logits are ", logits.scalar_type(), " ", logits.sizes(),
               "; expected float32, float16 or bfloat16 [rows, a multiple of ", kernels::kModelRowsPack, "]");
   const c10::cuda::CUDAGuard device(logits.device());
   const int64_t rows = logits.size(0);
-  dense(logits, "logits", logits.sizes(), logits.scalar_type(), logits);
+  const auto remainder = reinterpret_cast<uintptr_t>(logits.const_data_ptr()) % kPackAlignment;
+  TORCH_CHECK(logits.is_contiguous() && remainder == 0, "girih: cross_entropy_: logits have strides ",
+              logits.strides(), " and begin ", remainder, " bytes behind a multiple of ", kPackAlignment,
+              "; expected dense ones that begin there, for they are written");
   const auto l = at::empty({rows}, logits.options().dtype(at::kFloat));
   kernels::CrossEntropy p{};
   p.rows = rows, p.classes = logits.size(1), p.dtype = kernel_dtype(logits);
@@ -153,20 +170,28 @@ Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignored) {
 TORCH_LIBRARY_FRAGMENT(girih, m) {
   // s = x + branch (empty where there is no branch: it is x), y [.., dim] in the type `rows`
   m.def(
-      "residual_norm(Tensor x, Tensor? branch, Tensor weight, float eps, ScalarType rows) -> (Tensor, "
-      "Tensor)");
+      "residual_norm(Tensor x, Tensor? branch, Tensor weight, float eps, ScalarType rows)"
+      " -> (Tensor s, Tensor y)");
+  // Empty is what is not asked for.
   m.def(
-      "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor weight, float eps, bool of_branch) "
-      "-> "
-      "(Tensor, Tensor, Tensor)");
+      "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor weight, float eps, bool of_branch,"
+      " bool of_weight) -> (Tensor ds, Tensor dbranch, Tensor dweight)");
+  m.def("silu_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def(
+      "silu_norm_backward(Tensor dy, Tensor x, Tensor weight, float eps, bool of_weight)"
+      " -> (Tensor dx, Tensor dweight)");
   m.def("silu_product(Tensor gate, Tensor up) -> Tensor");
-  m.def("silu_product_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  m.def(
+      "silu_product_backward(Tensor dy, Tensor gate, Tensor up, bool of_product)"
+      " -> (Tensor dgate, Tensor dup, Tensor y)");
   // Of every row; logits become the gradient of their sum.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, int ignored) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("residual_norm", &norm);
-  m.impl("residual_norm_backward", &norm_backward);
+  m.impl("residual_norm", &residual_norm);
+  m.impl("residual_norm_backward", &residual_norm_backward);
+  m.impl("silu_norm", &silu_norm);
+  m.impl("silu_norm_backward", &silu_norm_backward);
   m.impl("silu_product", &product);
   m.impl("silu_product_backward", &product_backward);
   m.impl("cross_entropy_", &cross_entropy_);

@@ -1,6 +1,7 @@
 """What all girih models share: initialisation, arguments, caches, checkpointing."""
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +14,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder
+from girih.nn import Block
 from girih.nn.attention_call import own_mask
 from girih.nn.fields import text_of
+from girih.nn.fused import without_hooks
 from girih.nn.packing import bounds
 from girih.nn.step import by_weights_alone
 
@@ -174,6 +177,27 @@ class Backbone(GirihPreTrainedModel):
     def takes_step(self, cache: GirihCache, chunk: int | None) -> bool:
         """Whether `hidden_states` does nothing on the host with one token more but to call the layers."""
         return chunk is None
+
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], x: Tensor, arguments: Callable[[int], tuple]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """What goes into each block and what comes out of the last one; what each keeps. arguments(i): of
+        block i behind x. Where the blocks are as they were made, a norm adds what the last block left it."""
+        every, kept, branch = [], [], None
+        checkpoints = self.gradient_checkpointing and self.training
+        in_parts = not checkpoints and all(
+            type(block) is Block and without_hooks(block) and block._compiled_call_impl is None
+            for block in blocks
+        )
+        for i, block in enumerate(blocks):
+            if in_parts:
+                given, x, branch, own = block.parts(x, branch, *arguments(i))
+            else:
+                given = x
+                x, own = self.run_block(block, x, *arguments(i))
+            every.append(given)
+            kept.append(own)
+        return [*every, x if branch is None else x + branch], kept
 
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:

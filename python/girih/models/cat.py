@@ -276,11 +276,11 @@ class CatModel(Backbone):
         before and after each block, and what each layer keeps. The last rows have passed the final norm."""
         tokens = self.embed_tokens(chunks[:, :, :-1])
         x = torch.cat((headers[:, :, None].to(tokens.dtype), tokens), 2)
-        every, kept, shape = [x.flatten(1, 2)], [], x.shape
-        for i, block in enumerate(self.layers):
+
+        def arguments(i: int) -> tuple:
             state = rows if kv is None else rows._replace(past=kv[i])
-            x, own = self.run_block(block, every[-1], None, state, rows.first is not None, cu_rows)
-            every.append(x)
-            kept.append(own)
+            return None, state, rows.first is not None, cu_rows
+
+        every, kept = self.run_blocks(self.layers, x.flatten(1, 2), arguments)
         every[-1] = self.norm(every[-1])
-        return [x.view(shape) for x in every], tuple(kept)
+        return [y.view(x.shape) for y in every], tuple(kept)

@@ -58,16 +58,17 @@ class GirihModel(Backbone):
     ) -> list[Tensor]:
         if chunk is not None:
             raise ValueError(f"chunk is {chunk!r}; expected none: it is for the whole CAT model to choose")
-        every = [self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds]
-        mask = own_mask(attention_mask, every[0].shape[1])
-        for i, block in enumerate(self.layers):
-            if cache is None:
-                x, _ = self.run_block(block, every[-1], mask, None, False, cu_seqlens)
-            else:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = own_mask(attention_mask, x.shape[1])
+        if cache is None:
+            every, _ = self.run_blocks(self.layers, x, lambda i: (mask, None, False, cu_seqlens))
+        else:
+            every = [x]
+            for i, block in enumerate(self.layers):
                 x = cache.layers[i].run(
                     lambda *call, block=block: self.run_block(block, *call, True, cu_seqlens), every[-1], mask
                 )
-            every.append(x)
+                every.append(x)
         every[-1] = self.norm(every[-1])
         return every
 

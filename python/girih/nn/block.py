@@ -36,10 +36,24 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        x, normed = residual_norm(self.mixer_norm, x)
+        _, x, y, state = self.parts(x, None, attention_mask, state, use_cache, cu_seqlens)
+        return x + y, state
+
+    def parts(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        attention_mask: Tensor | None = None,
+        state: Any = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """`forward` of x + branch whose last sum is left to the norm that comes next and adds: x + branch,
+        the two parts of the result, the state."""
+        given, normed = residual_norm(self.mixer_norm, x, branch)
         y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
-        x, normed = residual_norm(self.mlp_norm, x, y)
-        return x + self.mlp(normed), state
+        x, normed = residual_norm(self.mlp_norm, given, y)
+        return given, x, self.mlp(normed), state
 
     def step(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
@@ -103,6 +104,8 @@ class DeltaProduct(RecurrentLayer):
         conv, memory = state or (None, None)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
+        if self.n > 1 and torch.is_grad_enabled():
+            q = q.contiguous()  # as k and v are below: then nothing keeps all of qkv for the backward
         o, memory = advance(
             "delta_product",
             q,

@@ -3,38 +3,31 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from girih.nn.norm import RMSNorm
 
-PACK, WIDEST, ALIGNED = 8, 8192, 32  # of the kernels: elements of a pack, of the widest row; bytes
+PACK, WIDEST = 8, 8192  # of the kernels: elements of a pack, and of the widest row
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+WITH_CUDA = hasattr(torch.ops.girih, "residual_norm")  # the library was built
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Plain, dense tensors on a GPU, outside of what traces or transforms PyTorch's operators."""
+    """Plain, dense tensors on a GPU, outside of what compiles, traces or transforms PyTorch's operators: a
+    compiler makes the same passes, and puts more into them."""
     return (
-        hasattr(torch.ops.girih, "residual_norm")  # not where the library was built without CUDA
+        WITH_CUDA
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and all(
-            type(x) in (Tensor, nn.Parameter)
-            and x.is_cuda
-            and x.dtype in TYPES
-            and x.is_contiguous()
-            and x.data_ptr() % ALIGNED == 0
+            type(x) in (Tensor, nn.Parameter) and x.is_cuda and x.dtype in TYPES and x.is_contiguous()
             for x in tensors
         )
     )
-
-
-def as_kernels_read(x: Tensor) -> Tensor:
-    """A gradient, which may come as any view."""
-    x = x.contiguous()
-    return x if x.data_ptr() % ALIGNED == 0 else x.clone()
 
 
 def without_hooks(module: nn.Module) -> bool:
@@ -48,32 +41,54 @@ def without_hooks(module: nn.Module) -> bool:
     )
 
 
+def has_norm(x: Tensor, weight: Tensor) -> bool:
+    width = x.shape[-1]
+    return has_kernel(x, weight) and weight.shape == (width,) and width % PACK == 0 and width <= WIDEST
+
+
+def is_norm(module: nn.Module, x: Tensor, rows: torch.dtype) -> bool:
+    """An RMSNorm as it was made, without a hook, and x is rows or the fp32 sums of them."""
+    return (
+        type(module) is RMSNorm
+        and without_hooks(module)
+        and has_norm(x, module.weight)
+        and (x.dtype == rows or (x.dtype == torch.float32 and rows in TYPES))
+    )
+
+
 def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`s = x + branch`, or x, and `norm(s)`.
 
-    x, branch `[..., dim]`. By a kernel where `norm` is an RMSNorm as it was made, without a hook: under
-    autocast its result is rounded to autocast's dtype, as the product behind it would do.
+    x, branch `[..., dim]`. By a kernel where it `is_norm`: under autocast its result is rounded to
+    autocast's dtype, as the product behind it would do.
     """
     rows = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-
-    def fits(x: Tensor) -> bool:
-        return (
-            type(norm) is RMSNorm
-            and without_hooks(norm)
-            and has_kernel(x, norm.weight)
-            and x.shape[-1:] == norm.weight.shape
-            and x.shape[-1] % PACK == 0
-            and x.shape[-1] <= WIDEST
-            and (x.dtype == rows or (x.dtype == torch.float32 and rows in TYPES))
-        )
-
-    kernel = fits(x)
+    kernel = is_norm(norm, x, rows)
     if branch is not None and not (
         kernel and has_kernel(branch) and branch.dtype == rows and branch.shape == x.shape
     ):
         x, branch = x + branch, None
-        kernel = fits(x)
+        kernel = is_norm(norm, x, rows)
     return _ResidualNorm.apply(x, branch, norm.weight, norm.eps, rows) if kernel else (x, norm(x))
+
+
+def silu_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """`norm(silu(x))`, x `[..., dim]`; of which the kernel keeps x alone."""
+    return _SiluNorm.apply(x, norm.weight, norm.eps) if is_norm(norm, x, x.dtype) else norm(F.silu(x))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of x `[..., dim]` where nothing is differentiated, with the bits of `residual_norm`."""
+    if has_norm(x, weight) and not torch.is_grad_enabled():
+        return torch.ops.girih.residual_norm(x, None, weight, eps, x.dtype)[1]
+    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+
+
+def silu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same of silu(x), with the bits of `silu_norm`."""
+    if has_norm(x, weight) and not torch.is_grad_enabled():
+        return torch.ops.girih.silu_norm(x, weight, eps)
+    return F.rms_norm(F.silu(x), x.shape[-1:], weight.to(x.dtype), eps)
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -92,23 +107,43 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, after: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         s, weight = ctx.saved_tensors
-        dbranch = None
+        dbranch = dweight = None
+        rounded = ctx.of_branch and s.dtype != ctx.rows
         if dy is None:
-            ds, dweight = after, None
+            ds = after
         elif torch.is_grad_enabled() or not has_kernel(s):  # what follows may be differentiated once more
             ds, dweight = gradients(dy, s, weight, ctx.eps)
             ds = ds if after is None else ds + after
         else:
             ds, dbranch, dweight = torch.ops.girih.residual_norm_backward(
-                as_kernels_read(dy),
-                None if after is None else as_kernels_read(after),
-                *(s, weight, ctx.eps, ctx.of_branch),
+                dy, after, s, weight, ctx.eps, rounded, ctx.needs_input_grad[2]
             )
         if not ctx.of_branch:
             dbranch = None
-        elif dbranch is None and ds is not None:
+        elif ds is not None and (dy is None or not rounded or dbranch is None):
             dbranch = ds.to(ctx.rows)
-        return ds, dbranch, dweight, None, None
+        return ds, dbranch, dweight if ctx.needs_input_grad[2] else None, None, None
+
+
+class _SiluNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return torch.ops.girih.silu_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled() or not has_kernel(x):  # what follows may be differentiated once more
+            wide = x.float()
+            s = wide.sigmoid()
+            silu = wide * s
+            dx, dweight = gradients(dy, silu, weight, ctx.eps)
+            dx = (dx * (s + silu * (1 - s))).to(x.dtype)
+        else:
+            dx, dweight = torch.ops.girih.silu_norm_backward(dy, x, weight, ctx.eps, ctx.needs_input_grad[1])
+        return dx, dweight if ctx.needs_input_grad[1] else None, None
 
 
 def gradients(dy: Tensor, s: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fields import heads_of
+from girih.nn.fused import silu_norm
 from girih.nn.layer import at_least_fp32, projection
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -74,7 +75,7 @@ class GatedSlotAttention(RecurrentLayer):
         return [projection(self, "qkv_proj", x), f]
 
     def output(self, o: Tensor) -> Tensor:
-        return self.o_proj(self.norm(F.silu(o)))
+        return self.o_proj(silu_norm(self.norm, o))
 
     def products(self) -> tuple[Product, ...]:
         gate = Product(self.f_proj.weight, "linear")

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from girih.nn.fused import PACK, has_kernel
 
 LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and without a kernel their gradient as much
+ROWS = 64  # a multiple, for products along them are slow at odd numbers
 
 
 def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
-        rows = max(1, LOGITS // weight.shape[0])
+        rows = max(1, LOGITS // weight.shape[0] // ROWS) * ROWS
         wanted_x, wanted_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.empty_like(x) if wanted_x else None

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from girih.nn import fused
 from girih.nn.layer import at_least_fp32
+from girih.nn.swiglu import silu_product
 
 # A model's blocks have nothing in them but weights: no hook, no adapter. Who records a step says so.
 by_weights_alone: ContextVar[bool] = ContextVar("by_weights_alone", default=False)
@@ -55,19 +57,19 @@ def products(
 ) -> list[Tensor]:
     """Each product of x `[..., width]`; residual is added to that of a single one without a gate.
 
-    One launch where `has_kernel`, of whose sums nothing is rounded before the end; else by PyTorch.
+    One launch where `has_kernel`, of whose sums nothing is rounded before the end; else as the layers do.
     """
     if has_kernel(x, wanted, given, residual):
         weights, gates, biases, rates, scales = (list(part) for part in zip(*wanted, strict=True))
         return torch.ops.girih.few_rows(
             x, weights, gates, biases, rates, scales, given.kind, given.other, given.eps, residual
         )
-    if given.kind.startswith("silu"):
-        x = F.silu(x)
-    if given.kind.endswith("rms_norm"):
-        x = F.rms_norm(x, x.shape[-1:], given.other.to(x.dtype), given.eps)
+    if given.kind == "rms_norm":
+        x = fused.rms_norm(x, given.other, given.eps)
+    elif given.kind == "silu_rms_norm":
+        x = fused.silu_rms_norm(x, given.other, given.eps)
     elif given.kind == "silu_product":
-        x = x * given.other
+        x = silu_product(x, given.other)
     results = [gated(F.linear(x, product.weight), product) for product in wanted]
     return results if residual is None else [residual + results[0]]
 

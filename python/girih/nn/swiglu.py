@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.fused import PACK, as_kernels_read, has_kernel
+from girih.nn.fused import PACK, has_kernel, without_hooks
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _SiluProduct(torch.autograd.Function):
             s = gate.sigmoid()
             return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
         if takes_kernel(gate, up):
-            return torch.ops.girih.silu_product_backward(as_kernels_read(dy), gate, up)
+            return torch.ops.girih.silu_product_backward(dy, gate, up, False)[:2]
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate) * dy
 
 
@@ -53,6 +53,37 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return product(gate, up)
 
 
+class _ProductDown(torch.autograd.Function):
+    """`linear(silu(gate) * up, weight)`, which keeps gate and up alone: the product is made again in the pass
+    that makes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(torch.ops.girih.silu_product(gate, up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        dz = F.linear(dy, weight.to(dy.dtype).t()).to(gate.dtype)
+        of_weight = ctx.needs_input_grad[2]
+        if torch.is_grad_enabled():  # what follows is differentiated once more
+            z = _SiluProduct.apply(gate, up)
+            s = gate.sigmoid()
+            dgate, dup = dz * up * s * (1 + gate * (1 - s)), dz * gate * s
+        else:
+            dgate, dup, z = torch.ops.girih.silu_product_backward(dz, gate, up, of_weight)
+        if not of_weight:
+            return dgate, dup, None
+        dweight = F.linear(dy.flatten(0, -2).t(), z.to(dy.dtype).flatten(0, -2).t())
+        return dgate, dup, dweight.to(weight.dtype)
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """A product by a weight, and nothing else."""
+    return type(linear) is nn.Linear and linear.bias is None and without_hooks(linear)
+
+
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020); x `[..., hidden_size]`.
 
@@ -67,4 +98,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        if torch.is_grad_enabled() and is_plain(down) and takes_kernel(gate, up) and has_kernel(down.weight):
+            return _ProductDown.apply(gate, up, down.weight)
+        return down(silu_product(gate, up))

@@ -1,0 +1,92 @@
+// A row of D elements in a few lanes: each has a pack of it.
+#pragma once
+
+#include "linear_path/linear_path.h"
+#include "tile/grid.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+namespace linear_path {
+
+constexpr int kPack = kLinearPathPack, kThreads = 256;
+
+// Rows of up to Lanes packs, and whose turn it is.
+template <typename Element, int Lanes_>
+struct Rows {
+  using T = Element;
+  static constexpr int kLanes = Lanes_, kRows = kThreads / Lanes_;
+  static constexpr int kWidest = Lanes_ * kPack;
+
+  __device__ static int column() { return static_cast<int>(threadIdx.x) % kLanes * kPack; }
+  __device__ static int64_t first() {
+    return static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
+  }
+  __device__ static int64_t step() { return static_cast<int64_t>(gridDim.x) * kRows; }
+
+  // Of all its lanes; lanes of other rows of the warp take part.
+  __device__ static float sum(float x) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+  }
+};
+
+constexpr int64_t kMostRows = 0x7fffffff;  // whose number a Divider takes apart
+
+struct Split {
+  int whole, rest;
+};
+
+struct SplitBy {
+  Divider by;
+
+  __device__ Split split(int64_t x) const {
+    const auto whole = static_cast<int>(by.divide(static_cast<uint32_t>(x)));
+    return {whole, static_cast<int>(x) - whole * static_cast<int>(by.by)};
+  }
+};
+
+// Row by row: heads of tokens of sequences.
+struct RowIndex {
+  int64_t rows;
+  SplitBy heads, tokens;
+
+  RowIndex(int64_t batch, int64_t tokens_, int heads_)
+      : rows(batch * tokens_ * heads_),
+        heads{Divider(heads_ > 0 ? heads_ : 1)},
+        tokens{Divider(tokens_ > 0 ? tokens_ : 1)} {}
+
+  __device__ int token_of(int64_t row) const { return tokens.split(heads.split(row).whole).rest; }
+
+  template <class R>
+  unsigned blocks() const {
+    return blocks_for(divide_up(rows, R::kRows));
+  }
+};
+
+// f(Rows) of this width and type; an error where there is none.
+template <typename F>
+cudaError_t with_rows(int D, DType dtype, const F& f) {
+  const auto by_width = [&](auto t) {
+    using T = decltype(t);
+    if (D <= 4 * kPack) return f(Rows<T, 4>{});
+    if (D <= 8 * kPack) return f(Rows<T, 8>{});
+    if (D <= 16 * kPack) return f(Rows<T, 16>{});
+    return f(Rows<T, 32>{});
+  };
+  if (D < kPack || D % kPack != 0 || D > kLinearPathWidest) return cudaErrorInvalidValue;
+  switch (dtype) {
+    case DType::f32:
+      return by_width(0.f);
+    case DType::bf16:
+      return by_width(__nv_bfloat16{});
+    case DType::f16:
+      return by_width(__half{});
+    case DType::f64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace linear_path
+}  // namespace girih::kernels
