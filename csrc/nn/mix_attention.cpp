@@ -44,10 +44,16 @@ bool MixAttentionImpl::stepped(State& state, std::vector<bool>& kind) const {
 Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
   auto [b, base_state] = run_part(*base, x, call, 0);
   auto [y, mixer_state] = run_part(*mixer, x, call, 1);
-  const auto m = (options.learned ? logit.sigmoid() : weight).to(b.scalar_type());
-  b = at::rsub(m, 1) * b;
-  y = m * y;
-  return {options.cross ? b + y + b * y : b + y, {{}, {base_state, mixer_state}}};
+  const auto m = options.learned ? logit.sigmoid() : weight;
+  State state{{}, {base_state, mixer_state}};
+  if (!options.cross) {
+    const auto type = at::promote_types(b.scalar_type(), y.scalar_type());
+    return {at::lerp(b.to(type), y.to(type), m.to(type)), state};
+  }
+  const auto of_y = m.to(b.scalar_type());
+  b = at::rsub(of_y, 1) * b;
+  y = of_y * y;
+  return {b + y + b * y, state};
 }
 
 namespace {

@@ -5,7 +5,8 @@ shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is t
 shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
 `OP=model` measures training and decoding of whole models (train_speed.py; SHAPE: names of models, CONTEXT:
 tokens of a row), `OP=accelerate` layers of transformers' models before and after `girih.accelerate`
-(accelerated.py), `OP=generation` CAT's generation beside a Transformer's (generation.py).
+(accelerated.py), `OP=generation` CAT's generation beside a Transformer's (generation.py), `OP=converted` a
+Llama before and after its conversion (converted_llama.py).
 """
 
 import argparse
@@ -29,7 +30,9 @@ def chosen(ops, names):
     """The shapes of these operators (None: all), or those of these names."""
     for op in ops or []:
         if op not in SHAPES:
-            refuse(f"op {op}: unknown, there are {', '.join(SHAPES)}, model, accelerate, generation")
+            refuse(
+                f"op {op}: unknown, there are {', '.join(SHAPES)}, model, accelerate, generation, converted"
+            )
     shapes = [shape for op in ops or SHAPES for shape in SHAPES[op]]
     for name in names or []:
         if name not in {shape.name for shape in shapes}:
@@ -110,7 +113,7 @@ def main(argv=None):
     parser.add_argument(
         "--op",
         help=f"names with commas (default: all operators): {', '.join(SHAPES)}; or one of model, accelerate, "
-        "generation",
+        "generation, converted",
     )
     parser.add_argument("--shape", help="names with commas (default: all)")
     parser.add_argument("--context", type=int, help="of models: tokens of a row")
@@ -133,6 +136,10 @@ def main(argv=None):
         import generation
 
         return generation.main(["--folder", str(options.folder)])
+    if ops == ["converted"]:
+        import converted_llama
+
+        return converted_llama.main(["--folder", str(options.folder)])
     shapes = chosen(ops, options.shape.split(",") if options.shape else None)
 
     from measure import Card

@@ -12,8 +12,8 @@ of its own, with the compressor in it.
 
 Then a token of `generate()` itself, greedy, after a prompt of 128: models of 24 layers, 1024 wide, 32000
 tokens, bf16, at batch 1, 64 and 128, beside a Llama of the same sizes as transformers compiles it, with its
-static cache, fla's models, and the same models in C++ by girih-generate, which tells the mean of all tokens
-after the first.
+static cache, fla's models at batch 1, and the same models in C++ by girih-generate, which tells the mean of
+all tokens after the first.
 
     ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it
     start_s             of girih-generate: from the start of its process to the first token
@@ -22,24 +22,23 @@ after the first.
 import argparse
 import gc
 import itertools
-import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from device import require_gpu
-from results import FOLDER, write
+from results import FOLDER, keep_part, origin
 
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
-TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, NEW, BATCHES = 24, 1024, 16, 128, 256, (1, 64, 128)
+TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, BATCHES = 24, 1024, 16, 128, (1, 64, 128)
+NEW, NEW_OF_FLA = 128, 32  # tokens; a median of few will do where each takes long
 PROGRAM = Path(__file__).parents[2] / "build" / "bin" / "girih-generate"
 IN_CPP = ("GSA", "Gated DeltaNet")
 BESIDE = 2**20  # bytes a sequence takes while a token is decoded, beside its cache: logits above all
@@ -151,12 +150,18 @@ class Decoder:
         return replays
 
 
+def made_on(device, make):
+    """The model with random weights in bf16."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return make().to(torch.bfloat16).eval()
+
+
 def measure(config, length):
     """One model at one length: as many sequences as the card holds."""
     from girih.models import GirihConfig, GirihForCausalLM
 
-    torch.manual_seed(0)
-    model = GirihForCausalLM(GirihConfig(**config)).cuda().to(torch.bfloat16).eval()
+    model = made_on("cuda", lambda: GirihForCausalLM(GirihConfig(**config)))
     a_sequence = Decoder(model, 1, length).bytes_of_a_sequence() + BESIDE
     batch = max(1, int(0.8 * torch.cuda.mem_get_info()[0] / a_sequence) // 32 * 32)
     decoder = Decoder(model, batch, length)
@@ -204,7 +209,8 @@ def decoders():
     made = {name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()}
     static = {"cache_implementation": "static"}
     made["Llama, compiled"] = (lambda: LlamaForCausalLM(llama), static)
-    return made | {name: (make, {}) for name, make in fla_models(sizes).items()}
+    few = {"max_new_tokens": NEW_OF_FLA}
+    return made | {name: (make, few) for name, make in fla_models(sizes).items()}
 
 
 def fla_models(sizes):
@@ -225,8 +231,7 @@ def fla_models(sizes):
 
 def times_in_cpp(make, batches, device="cuda"):
     """The same texts by girih-generate, a process for each batch: (batch, row)."""
-    torch.manual_seed(0)
-    model = make().to(torch.bfloat16)
+    model = made_on(device, make)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for batch in batches:
@@ -261,19 +266,13 @@ def time_of_a_token(make, options, batch):
             times.append(time.perf_counter())
             return go_on
 
-    torch.manual_seed(0)
-    model = make().cuda().to(torch.bfloat16).eval()
+    model = made_on("cuda", make)
     ids = torch.randint(32000, (batch, PROMPT), device="cuda")
     go_on = torch.zeros(batch, dtype=torch.bool, device="cuda")
     for _ in range(2):
         times = []
-        model.generate(
-            ids,
-            max_new_tokens=NEW,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([Clock()]),
-            **options,
-        )
+        criteria = StoppingCriteriaList([Clock()])
+        model.generate(ids, **{"max_new_tokens": NEW} | options, do_sample=False, stopping_criteria=criteria)
     tokens = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
     return {
         "parameters": model.num_parameters(),
@@ -286,7 +285,7 @@ def table_of_tokens(result):
     """Markdown; ratios to the Llama of the same run and batch."""
     text = "| batch | model | parameters | ms a token |  | mean | start to first token, s |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
-    for batch, rows in result["tokens"].items():
+    for batch, rows in result["tokens"]["rows"].items():
         beside = rows.get("Llama, compiled", {}).get("ms_a_token")
         for name, row in rows.items():
             ratio = f"{row['ms_a_token'] / beside:.2f}x" if beside else ""
@@ -294,14 +293,14 @@ def table_of_tokens(result):
                 f"| {batch} | {name} | {row['parameters']:,} | {row['ms_a_token']} | {ratio} "
                 f"| {row['mean_ms']} | {row.get('start_s', '')} |\n"
             )
-    return text
+    return text + origin(result["tokens"])
 
 
 def table(result):
     """Markdown; ratios to the Transformer of the same run and length."""
     text = "| N | model | parameters | sequences | ms a step | tokens/s |  | cache of a sequence, MiB |  |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-    for length, rows in result["rows"].items():
+    for length, rows in result["texts"]["rows"].items():
         beside = rows["Transformer"]
         for name, row in rows.items():
             speed = row["tokens_per_second"] / beside["tokens_per_second"]
@@ -311,7 +310,39 @@ def table(result):
                 f"| {row['tokens_per_second']:,} | {speed:.2f}x "
                 f"| {row['cache_bytes'] / 2**20:.1f} | {less:.1f}x less |\n"
             )
-    return text + f"\n- {result['device']}, {result['versions']}, {result['date']}\n"
+    return text + origin(result["texts"])
+
+
+def of_tokens():
+    """{batch: {model: its row}}."""
+    found = {str(batch): {} for batch in BATCHES}
+    for name, (make, how) in decoders().items():
+        for batch in BATCHES[:1] if name.startswith("fla") else BATCHES:
+            row = found[str(batch)][name] = time_of_a_token(make, how, batch)
+            print(f"batch {batch}, {name}: {row['ms_a_token']} ms a token", flush=True)
+            emptied()
+    for name in IN_CPP if PROGRAM.exists() else ():
+        for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
+            found[str(batch)][f"{name} in C++"] = row
+            print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
+    return found
+
+
+def of_texts():
+    """{length: {model: its row}}."""
+    found = {}
+    for length in LENGTHS:
+        rows = found[str(length)] = {}
+        for name, config in models().items():
+            rows[name] = measure(config, length)
+            print(f"N {length}, {name}: {rows[name]['tokens_per_second']:,} tokens/s", flush=True)
+            emptied()
+    return found
+
+
+def emptied():
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def main(argv=None):
@@ -319,41 +350,13 @@ def main(argv=None):
         prog="generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
-    parser.add_argument("--part", choices=["texts", "tokens"], help="one of the two alone, and no file of it")
+    parser.add_argument("--part", choices=["texts", "tokens"], help="one of the two alone")
     options = parser.parse_args(argv)
     require_gpu()
-    result = {
-        "rows": {},
-        "tokens": {},
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": f"torch {torch.__version__}",
-    }
-
-    def emptied():
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    for batch in BATCHES if options.part != "texts" else ():
-        rows = result["tokens"][str(batch)] = {}
-        for name, (make, how) in decoders().items():
-            rows[name] = time_of_a_token(make, how, batch)
-            print(f"batch {batch}, {name}: {rows[name]['ms_a_token']} ms a token", flush=True)
-            emptied()
-    for name in IN_CPP if PROGRAM.exists() and options.part != "texts" else ():
-        for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
-            result["tokens"][str(batch)][f"{name} in C++"] = row
-            print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
-    for length in LENGTHS if options.part != "tokens" else ():
-        rows = result["rows"][str(length)] = {}
-        for name, config in models().items():
-            rows[name] = measure(config, length)
-            print(f"N {length}, {name}: {rows[name]['tokens_per_second']:,} tokens/s", flush=True)
-            emptied()
-    if options.part is None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        write(options.folder / "generation.json", json.dumps(result, indent=1) + "\n")
-    print("\n" + table_of_tokens(result) + "\n" + table(result))
+    file = options.folder / "generation.json"
+    for part, run, text in (("tokens", of_tokens, table_of_tokens), ("texts", of_texts, table)):
+        if options.part in (None, part):
+            print("\n" + text(keep_part(file, part, run(), f"torch {torch.__version__}")))
     return 0
 
 

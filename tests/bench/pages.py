@@ -221,6 +221,21 @@ def conversions():
     return curves.words(result) + "\n" + curves.table(result)
 
 
+def converted_models():
+    """What converted models cost in training and in writing, once that has been measured."""
+    import converted_llama
+
+    file = FOLDER / "converted.json"
+    return converted_llama.table(json.loads(file.read_text())) if file.exists() else "Not measured yet.\n"
+
+
+def tokens():
+    """What a token of generate() takes, ours and others'."""
+    import generation
+
+    return generation.table_of_tokens(json.loads((FOLDER / "generation.json").read_text()))
+
+
 def draw_conversions():
     import curves
 
@@ -240,6 +255,8 @@ TABLES = {
     "first calls": first_calls,
     "linear": linear,
     "conversion": conversions,
+    "converted": converted_models,
+    "tokens": tokens,
     "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),
 }
 

@@ -1,7 +1,8 @@
-"""The files of results: FOLDER/<op>.json, one entry a shape."""
+"""The files of results: FOLDER/<op>.json, one entry a shape; or one a part, each measured by itself."""
 
 import json
 import os
+from datetime import date
 from pathlib import Path
 
 from shapes import SHAPES
@@ -36,3 +37,20 @@ def keep(folder, shape, entry):
     ordered = {s.name: merged[s.name] for s in SHAPES[shape.op] if s.name in merged}
     write(folder / f"{shape.op}.json", json.dumps({"op": shape.op, "shapes": ordered}, indent=1) + "\n")
     return True
+
+
+def keep_part(file, part, rows, versions):
+    """Puts a part of a benchmark into its file, with where it was measured; returns all parts."""
+    import torch
+
+    parts = json.loads(file.read_text()) if file.exists() else {}
+    place = {"date": date.today().isoformat(), "device": torch.cuda.get_device_name(), "versions": versions}
+    parts[part] = {"rows": rows} | place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, json.dumps(parts, indent=1) + "\n")
+    return parts
+
+
+def origin(part):
+    """A line of Markdown."""
+    return f"\n- {part['device']}, {part['versions']}, {part['date']}\n"

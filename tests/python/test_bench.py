@@ -202,7 +202,9 @@ def test_the_table_of_generation_compares_within_a_length():
     row = {"parameters": 1, "batch": 2, "cache_bytes": 2**20, "ms_a_step": 1.0, "tokens_per_second": 300}
     slow = row | {"cache_bytes": 8 * 2**20, "tokens_per_second": 100}
     rows = {"1024": {"CAT C=8": row, "Transformer": slow}}
-    text = generation.table({"rows": rows, "device": "a card", "versions": "torch", "date": "2026-01-01"})
+    text = generation.table(
+        {"texts": {"rows": rows, "device": "a card", "versions": "torch", "date": "2026-01-01"}}
+    )
     assert "| 300 | 3.00x | 1.0 | 8.0x less |" in text
 
 
@@ -211,7 +213,9 @@ def test_the_table_of_tokens_compares_with_what_is_compiled():
 
     row = {"parameters": 1000, "ms_a_token": 1.5, "mean_ms": 1.75}
     tokens = {"1": {"GSA": row, "Llama, compiled": row | {"ms_a_token": 2.0}}, "128": {"GSA": row}}
-    text = generation.table_of_tokens({"tokens": tokens})
+    text = generation.table_of_tokens(
+        {"tokens": {"rows": tokens, "device": "a card", "versions": "torch", "date": "2026-01-01"}}
+    )
     assert (
         "| 1 | GSA | 1,000 | 1.5 | 0.75x | 1.75 |  |" in text
         and "| 128 | GSA | 1,000 | 1.5 |  | 1.75 |  |" in text

@@ -165,6 +165,17 @@ def test_the_weight_mixes_what_both_paths_give(cross):
     close(at(0.3), expected)
 
 
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+def test_one_output_projection_serves_both_paths_but_of_a_product(family, cross):
+    model = base_model(family)
+    girih.inject(model, weight=0.5, cross=cross)
+    layer, calls = attention(model), []
+    getattr(layer, layer.projections.out).register_forward_hook(lambda *_: calls.append(1))
+    model(IDS)
+    assert len(calls) == (2 if cross else 1)
+
+
 def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
     config = base_model("gemma3_text").config
     models = [type(base_model("gemma3_text"))(config).eval() for _ in range(3)]

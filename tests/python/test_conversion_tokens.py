@@ -1,5 +1,7 @@
 """Which tokens a converted layer reads: padding on either side, packed sequences, whatever says so."""
 
+import copy
+
 import girih
 import pytest
 import torch
@@ -47,6 +49,9 @@ def test_cu_seqlens_alone_packs_too(model):
 
 
 def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
+    """In fp64, but for Gemma's norms, which are fp32: for some weights fp32 leaves gradients three digits."""
+    model = copy.deepcopy(model).double()
+
     def gradients(logits):
         model.zero_grad()
         logits.square().sum().backward()
@@ -54,7 +59,7 @@ def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
 
     of_packed, of_each = gradients(model(**packed()).logits), gradients(alone(model))
     for name, grad in of_each.items():
-        close(of_packed[name], grad, 1e-3)
+        close(of_packed[name], grad, 1e-5)
 
 
 @torch.no_grad()

@@ -5,8 +5,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from girih.conversion import Injection, LinearPath
+from girih.conversion.liza import unit
 from girih.conversion.projections import Projections
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, KV_HEADS, D, T = 4, 2, 6, 11
 SIZES = Projections(("q_proj", "k_proj", "v_proj"), "o_proj", None, 32, HEADS, KV_HEADS, D)
@@ -141,3 +144,47 @@ def test_pairs_need_an_even_width():
         ValueError, match="virtual_tokens is 'rotary', which turns pairs of channels; heads have 5"
     ):
         LinearPath(SIZES._replace(head_dim=5), Injection(n=3, virtual_tokens="rotary"))
+
+
+def test_rows_of_unit_length_stay_in_16_bits_and_their_lengths_do_not():
+    """What rounding does to one channel it does not do to the next; a rounded length would move them all."""
+    x = 3 * torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = unit(x)
+    assert y.dtype == torch.bfloat16
+    assert (y.double().norm(dim=-1) - 1).abs().max() < 2**-8
+
+
+def test_the_gradient_of_rows_without_length_is_that_of_the_least():
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[1], x[2], x[3, 1:] = 0, x[2] * 1e-7, 0
+    dz, gradients = torch.randn_like(x), []
+    for function in (unit, lambda x: F.normalize(F.silu(x), dim=-1, eps=1e-6)):
+        leaf = x.clone().requires_grad_()
+        z = function(leaf)
+        gradients.append((z.detach(), *torch.autograd.grad(z, leaf, dz)))
+    torch.testing.assert_close(*gradients)
+
+
+class FromTheHost(TorchDispatchMode):
+    """Counts tensors that are made of numbers of Python, which a GPU would be waited for to get."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.lift_fresh.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_no_numbers_come_from_the_host(options):
+    path, x = path_of(**options), inputs()
+    with FromTheHost() as found:
+        y, _ = path(x.requires_grad_(), cu_seqlens=None)
+        y.sum().backward()
+        with torch.no_grad():
+            _, state = path(x[:, :4], None, None, True)
+            path(x[:, 4:5], None, state, True)
+    assert found.count == 0

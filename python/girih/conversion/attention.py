@@ -6,6 +6,7 @@ its own and of one here, and its new part is its submodule `girih`.
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -116,17 +117,36 @@ class InjectedAttention(ConvertedAttention):
         if self.max_self_attn_length is not None:
             kept = 0 if place is None else place.kept
             call["attention_mask"] = self.windowed(mask, hidden_states, kept)
-        softmax = Recording(self, self.projections.qkv)
-        base, *rest = self.original.forward(softmax, hidden_states, **call)
         options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
         if place is not None:
             refuse_packed(tokens)
             options |= {"state": place.state, "use_cache": True}
-        qkv = self.projections.joined(self, softmax.outputs())
-        y, state = self.girih(base, qkv, functools.partial(self.projections.written, self), **options)
+        path = functools.partial(self.mixed, options=options)
+        softmax = Recording(self, self.projections.qkv)
+        if not self.girih.cross:
+            softmax.change(self.projections.out, path)
+        y, *rest = self.original.forward(softmax, hidden_states, **call)
+        if not softmax.changed:
+            y, state = path(y, softmax.outputs(), functools.partial(self.projections.written, self))
+        else:
+            state = softmax.found
         if place is not None:
             place.advance(state, hidden_states.shape[1])
         return y, *rest
+
+    def mixed(
+        self,
+        base: Tensor,
+        outputs: list[Tensor],
+        project: Callable[[Tensor], Tensor],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
+        """base with the linear path of these q, k and v mixed in, and the path's state.
+
+        Attention's output projection is linear, so base may be what it is given, and `project` then nothing:
+        one projection serves both. Not so with `cross`, as a product is not.
+        """
+        return self.girih(base, self.projections.joined(self, outputs), project, **options)
 
     def windowed(self, mask: Tensor | None, x: Tensor, kept: int) -> Tensor | None:
         """A mask over the keys that are kept, `[B, heads, T, kept + T]`, in which a token sees a window only.

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
+from girih.conversion.rows import MOST_ROWS, PooledGate, VirtualRows, has_kernel, unit
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
@@ -29,11 +29,6 @@ class LinearPathState(NamedTuple):
     count: Tensor | None
     differences: tuple[Any, ...]
     memory: Any
-
-
-def unit(x: Tensor) -> Tensor:
-    """SiLU, then length 1 (eq. 4). x `[..., head_dim]`."""
-    return F.normalize(F.silu(x), dim=-1, eps=1e-6)
 
 
 def turned(x: Tensor, angle: float) -> Tensor:
@@ -73,25 +68,34 @@ class LinearPath(RecurrentLayer):
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any, Tensor | None]:
         """The causal mean of x `[B, T, heads, head_dim]`, in fp32, with what the next call needs of it."""
-        options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
-        before = None if state is None else state.pool
         if self.pool == "window":
+            options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
+            before = None if state is None else state.pool
             taps = x.new_full((x.shape[2] * x.shape[3], WINDOW), 1 / WINDOW)
             mean, pool = advance("short_conv", x.flatten(2), taps, None, state=before, **options)
             return at_least_fp32(mean.view_as(x)), pool, None
-        # A running sum is linear attention whose keys and queries are the number 1. In bf16 the mean keeps
-        # its digits, as the sum is formed in fp32; in fp16 the sum itself would leave the range.
+        total, pool = self.summed(x, state, in_place, cu_seqlens)
+        rank, count = ranks(x, None if state is None else state.count, cu_seqlens)
+        return total / (rank + 1)[..., None, None].float(), pool, count  # fp32, or more
+
+    def summed(
+        self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The running sum of x `[B, T, heads, head_dim]`: linear attention whose keys and queries are the
+        number 1. In bf16 its mean keeps its digits, as the sum is formed in fp32; in fp16 the sum itself
+        would leave the range."""
         x = x.float() if x.dtype == torch.float16 else x
         one = x.new_ones(1).expand(*x.shape[:3], 1)
-        total, pool = advance("gla", one, one, x, None, scale=1.0, state=before, **options)
-        rank, count = ranks(x, None if state is None else state.count, cu_seqlens)
-        return at_least_fp32(total) / (rank + 1)[..., None, None], pool, count
+        before = None if state is None else state.pool
+        options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
+        return advance("gla", one, one, x, None, scale=1.0, state=before, **options)
 
     def differences(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[list[Tensor], tuple[Any, ...]]:
         """x `[B, T, heads, head_dim]`, x^(1), ..., x^(n-1), each half the difference of the one before."""
-        taps = x.new_tensor((-0.5, 0.5)).expand(x.shape[2] * x.shape[3], 2)
+        taps = torch.arange(-0.5, 1.0, dtype=x.dtype, device=x.device)  # -1/2, 1/2, made where x is
+        taps = taps.expand(x.shape[2] * x.shape[3], 2)
         rows, states = [x], []
         for m in range(1, self.n):
             before = None if state is None else state.differences[m - 1]
@@ -109,13 +113,26 @@ class LinearPath(RecurrentLayer):
         return rows, tuple(states)
 
     def step_sizes(
-        self, qkv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
+        self,
+        qkv: Tensor,
+        state: LinearPathState | None,
+        in_place: bool,
+        cu_seqlens: Tensor | None,
+        ends: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """beta `[B, T, kv_heads, head_dim]` or, a head, `[B, T, kv_heads]`, and what the next call needs."""
+        """beta `[B, T, kv_heads, head_dim]` or, a head, `[B, T, kv_heads]`, and what the next call needs,
+        which is nothing if this one `ends` the text."""
         kv = qkv[:, :, self.heads[0] :]
         k, v = kv.chunk(2, 2)
         source = {"k": k, "v": v, "kv": kv}[self.gate]
-        mean, pool, count = self.pooled(source.contiguous(), state, in_place, cu_seqlens)
+        if (
+            ends
+            and self.gate != "kv"
+            and (self.gate_per, self.pool) == ("head", "past")
+            and has_kernel(source)
+        ):
+            return PooledGate.apply(self.summed(source, None, False, None)[0]), None, None
+        mean, pool, count = self.pooled(source, state, in_place, cu_seqlens)
         beta = mean.sigmoid()
         if self.gate == "kv":
             of_k, of_v = beta.chunk(2, 2)
@@ -140,16 +157,26 @@ class LinearPath(RecurrentLayer):
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
         qkv = x.unflatten(-1, (-1, self.head_dim))
-        beta, pool, count = self.step_sizes(qkv, state, in_place, cu_seqlens)
-        q, kv = unit(qkv).split((self.heads[0], 2 * self.heads[1]), 2)
-        rows, differences = self.virtual(kv, state, in_place, cu_seqlens)
-        k, v = torch.stack(rows, 2).flatten(1, 2).split(self.heads[1:], 2)  # token by token
+        # Every row is a sequence, from its start, which nobody goes on from.
+        whole = state is None and cu_seqlens is None and not use_cache
+        beta, pool, count = self.step_sizes(qkv, state, in_place, cu_seqlens, whole)
+        if self.n > 1:
+            beta = beta.repeat_interleave(self.n, 1)
+        differences: tuple[Any, ...] = ()
+        plain = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
+        if whole and plain and has_kernel(qkv):
+            q, k, v = VirtualRows.apply(qkv, self.heads[0], self.n)
+        else:
+            q, kv = unit(qkv).split((self.heads[0], 2 * self.heads[1]), 2)
+            rows, differences = self.virtual(kv, state, in_place, cu_seqlens)
+            kv = torch.stack(rows, 2).flatten(1, 2) if self.n > 1 else kv  # token by token
+            k, v = kv.split(self.heads[1:], 2)
         o, memory = advance(
             "delta_product",
             q,
             k,
             v,
-            beta.repeat_interleave(self.n, 1),
+            beta,
             None,
             n=self.n,
             scale=1.0,

@@ -1,5 +1,6 @@
 """Where an attention module has its projections, by the names that transformers' models give them."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -188,9 +189,21 @@ class Recording:
     def __init__(self, attention: nn.Module, names: tuple[str, ...]):
         self._attention, self._names = attention, names
         self._outputs: dict[str, Tensor] = {}
+        self._out: str | None = None
+        self.changed, self.found = False, None
+
+    def change(self, out: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
+        """What the projection `out` is given, o `[..., channels]`, becomes the first of `function(o, outputs,
+        project)`; the second is kept in `found`. project brings `[B, T, channels]` to o's shape.
+
+        `changed` says whether it was: not if `forward` leaves the projection to a method of the module.
+        """
+        self._out, self._function = out, function
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._attention, name)
+        if name == self._out:
+            return functools.partial(self._projected, value)
         if name not in self._names:
             return value
 
@@ -199,6 +212,11 @@ class Recording:
             return y
 
         return recorded
+
+    def _projected(self, out: nn.Module, o: Tensor) -> Tensor:
+        o, self.found = self._function(o, self.outputs(), lambda y: y.reshape(o.shape))
+        self.changed = True
+        return out(o)
 
     def outputs(self) -> list[Tensor]:
         return [self._outputs[name] for name in self._names]

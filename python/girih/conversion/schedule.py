@@ -79,7 +79,7 @@ class MixSchedule(TrainerCallback):
         return mix_weight(self.schedule, step, **self.options)
 
     def current(self, model: nn.Module) -> float:
-        weights = [float(mixture.current_weight()) for mixture in mixtures(model)]
+        weights = [float(mixture.current_weight().detach()) for mixture in mixtures(model)]
         return sum(weights) / len(weights)
 
     def on_train_begin(

@@ -83,9 +83,12 @@ class MemoryAsGate(Layer):
 
     def mixture(self, base: Tensor, mixed: Tensor) -> Tensor:
         """base and mixed have one shape, which is the mixture's."""
-        m = self.current_weight().to(base.dtype)
+        m, dtype = self.current_weight(), torch.promote_types(base.dtype, mixed.dtype)
+        if not self.cross:
+            return torch.lerp(base.to(dtype), mixed.to(dtype), m.to(dtype))
+        m = m.to(base.dtype)
         base, mixed = (1 - m) * base, m * mixed
-        return base + mixed + base * mixed if self.cross else base + mixed
+        return base + mixed + base * mixed
 
 
 class MixAttention(SequenceLayer, MemoryAsGate):

@@ -1,0 +1,89 @@
+"""What a linear path makes of q, k and v; on a GPU in one pass each way, where nothing is resumed."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from girih.nn import fused
+
+LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
+WIDEST, MOST_ROWS = 256, 4  # of the kernels: elements of a row; n
+
+
+class Unit(torch.autograd.Function):
+    """y / |y| of y = silu(x), in x's dtype, whatever autocast says: lengths alone are fp32.
+
+    By F.normalize all rows behind it would be fp32 under autocast, and several more kept for the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = F.silu(x)
+        with torch.autocast(x.device.type, enabled=False):
+            length = torch.linalg.vector_norm(
+                y, dim=-1, keepdim=True, dtype=torch.promote_types(y.dtype, torch.float32)
+            ).clamp_(min=LEAST)
+        z = y.div_(length)
+        ctx.save_for_backward(x, z, length)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> Tensor:
+        """dy = (dz - z <z, dz>) / length, and then silu's."""
+        x, z, length = ctx.saved_tensors
+        dy = dz * z
+        along = dy.sum(-1, keepdim=True, dtype=length.dtype).masked_fill_(length <= LEAST, 0)
+        torch.sub(dz, torch.mul(z, along, out=dy), out=dy)
+        return torch.ops.aten.silu_backward(dy.div_(length), x)
+
+
+def unit(x: Tensor) -> Tensor:
+    """SiLU, then length 1 (eq. 4). x `[..., head_dim]`."""
+    return Unit.apply(x)
+
+
+def has_kernel(x: Tensor) -> bool:
+    return (
+        fused.has_kernel()
+        and type(x) is Tensor
+        and x.is_cuda
+        and x.dtype in fused.TYPES
+        and x.shape[-1] % fused.PACK == 0
+        and 0 < x.shape[-1] <= WIDEST
+        and x.numel() // x.shape[-1] < 2**31
+    )
+
+
+class VirtualRows(torch.autograd.Function):
+    """q, k, v of `unit`, and of k and v the half differences over tokens: a token's n rows one after the
+    other (eq. 22). x `[B, T, query_heads + 2 heads, head_dim]`, which alone is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, query_heads: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        ctx.sizes = query_heads, n
+        return torch.ops.girih.virtual_rows(x, query_heads, n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.girih.virtual_rows_backward(dq, dk, dv, *ctx.saved_tensors, *ctx.sizes), None, None
+
+
+class PooledGate(torch.autograd.Function):
+    """The mean over head_dim of sigmoid(total / (t + 1)), `[B, T, heads]` in fp32, of running sums total
+    `[B, T, heads, head_dim]` (eq. 5)."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        ctx.save_for_backward(total)
+        return torch.ops.girih.pooled_gate(total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dbeta: Tensor) -> Tensor:
+        return torch.ops.girih.pooled_gate_backward(dbeta, *ctx.saved_tensors)

@@ -1,0 +1,220 @@
+"""The kernels of linear_path, what an injected memory makes of q, k and v, against their parts in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from girih.conversion import liza
+from girih.conversion.config import Injection
+from girih.conversion.projections import Projections
+from girih.conversion.rows import PooledGate, VirtualRows
+from padding import Padded
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = Projections(("q", "k", "v"), "o", None, hidden_size=256, heads=4, kv_heads=2, head_dim=64)
+WIDTHS = [8, 24, 32, 40, 64, 72, 128, 136, 248, 256]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rows_of(x, query_heads, n):
+    """q, k, v of x `[B, T, heads, D]` by the formulas (eq. 4, 22), in x's dtype."""
+    y = F.silu(x)
+    u = y / y.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+    q, kv = u[:, :, :query_heads], u[:, :, query_heads:]
+    rows = [kv]
+    for _ in range(1, n):
+        rows.append((rows[-1] - F.pad(rows[-1], (0, 0, 0, 0, 1, 0))[:, :-1]) / 2)
+    k, v = torch.stack(rows, 2).flatten(1, 2).chunk(2, 2)
+    return q, k, v
+
+
+def gate_of(total):
+    """beta of running sums `[B, T, H, D]` (eq. 5)."""
+    rank = torch.arange(1, total.shape[1] + 1, device=total.device, dtype=total.dtype)
+    return (total / rank[:, None, None]).sigmoid().mean(-1)
+
+
+def assert_close(got, want, name=""):
+    """Off by two roundings of the result, and by some of fp32 of the largest."""
+    assert got.shape == want.shape, name
+    if want.numel():
+        want, info = want.detach(), torch.finfo(got.dtype)
+        bound = 2 * info.eps * (want.abs() + info.smallest_normal) + 2e-6 * (1e-2 + want.abs().amax())
+        error = (got.double() - want).abs()
+        assert (error <= bound).all(), f"{name}: off by {error.max().item():.3g}"
+
+
+def check_rows(run, run_backward, sizes, D, n, dtype, scale=2.0):
+    """`run(x, query_heads, n)` and `run_backward(dq, dk, dv, x, query_heads, n)`; sizes: B, T, query heads,
+    heads."""
+    B, T, query_heads, heads = sizes
+    x = (scale * normal(B, T, query_heads + 2 * heads, D)).to(dtype)
+    wide = x.double().requires_grad_()
+    want = rows_of(wide, query_heads, n)
+    found = run(x, query_heads, n)
+    for name, got, exact in zip("qkv", found, want, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, exact, name)
+    grads = [normal(*y.shape, dtype=dtype, seed=i + 1) for i, y in enumerate(want)]
+    (dx,) = torch.autograd.grad(want, wide, [g.double() for g in grads])
+    assert_close(run_backward(*grads, x, query_heads, n), dx, "dx")
+
+
+def check_gate(run, run_backward, sizes, D, dtype):
+    total = (3 * normal(*sizes, D)).cumsum(1).to(dtype)
+    wide, dbeta = total.double().requires_grad_(), normal(*sizes, seed=1)
+    want = gate_of(wide)
+    found = run(total)
+    assert found.dtype == torch.float32
+    assert_close(found, want, "beta")
+    (dtotal,) = torch.autograd.grad(want, wide, dbeta.double())
+    assert_close(run_backward(dbeta, total), dtotal, "dtotal")
+
+
+def on_card(op):
+    """The operator on a card for tensors of the host."""
+
+    def run(*arguments):
+        to = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
+        found = getattr(torch.ops.girih, op)(*to)
+        return found.cpu() if isinstance(found, torch.Tensor) else [x.cpu() for x in found]
+
+    return run
+
+
+ROWS = on_card("virtual_rows"), on_card("virtual_rows_backward")
+GATE = on_card("pooled_gate"), on_card("pooled_gate_backward")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", WIDTHS)
+def test_rows_of_every_width(D, dtype):
+    check_rows(*ROWS, (2, 5, 3, 1), D, 2, dtype)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 70])
+def test_rows_of_every_length(T, n):
+    check_rows(*ROWS, (3, T, 2, 2), 40, n, torch.float32)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 1), (2, 0, 2, 1), (1, 9, 0, 2), (1, 9, 5, 0), (1, 3000, 7, 3)])
+def test_rows_of_any_heads_and_none(sizes):
+    check_rows(*ROWS, sizes, 64, 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 1e-3, 30.0])
+def test_rows_that_are_nearly_zero_or_large(scale, dtype):
+    check_rows(*ROWS, (1, 6, 2, 1), 64, 2, dtype, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", WIDTHS)
+def test_gates_of_every_width(D, dtype):
+    check_gate(*GATE, (2, 65, 3), D, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2), (2, 0, 2), (1, 1, 1), (3, 2000, 5)])
+def test_gates_of_any_sizes(sizes):
+    check_gate(*GATE, sizes, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["transposed", "odd", "expanded"])
+def test_any_layout_is_read(how):
+    def laid_out(x):
+        if how == "transposed":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if how == "odd":  # begins where no pack does
+            return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
+        return x[:, :1].expand_as(x)
+
+    ops, shapes = torch.ops.girih, [(2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40), (2, 6, 4, 40)]
+    grads = [laid_out(normal(*shape, seed=i).to(DEVICE)) for i, shape in enumerate(shapes)]
+    dense = [x.clone(memory_format=torch.contiguous_format) for x in grads]
+    for got, want in zip(ops.virtual_rows(grads[3], 2, 2), ops.virtual_rows(dense[3], 2, 2), strict=True):
+        assert got.is_contiguous() and got.equal(want)
+    assert ops.virtual_rows_backward(*grads, 2, 2).equal(ops.virtual_rows_backward(*dense, 2, 2))
+    assert ops.pooled_gate(grads[3]).equal(ops.pooled_gate(dense[3]))
+
+
+def test_nothing_is_read_or_written_but_what_is_there():
+    pad, ops = Padded(16, range(4), outer=1, device=DEVICE), torch.ops.girih
+    shapes = [(2, 6, 4, 40), (2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40)]
+    x, dq, dk, dv = (pad(normal(*shape, seed=i)) for i, shape in enumerate(shapes))
+    assert all(out.isfinite().all() for out in ops.virtual_rows(x, 2, 2))
+    assert ops.virtual_rows_backward(dq, dk, dv, x, 2, 2).isfinite().all()
+    assert ops.pooled_gate(x).isfinite().all()
+    assert ops.pooled_gate_backward(normal(2, 6, 4).to(DEVICE), x).isfinite().all()
+    pad.assert_untouched()
+
+
+def test_equal_calls_have_the_same_bits():
+    x, ops = normal(3, 500, 12, 64, dtype=torch.bfloat16).to(DEVICE), torch.ops.girih
+
+    def once():
+        rows = ops.virtual_rows(x, 4, 2)
+        return *rows, ops.virtual_rows_backward(*rows, x, 4, 2), ops.pooled_gate(x)
+
+    assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))
+
+
+def test_what_they_refuse():
+    x, ops = normal(2, 6, 4, 40).to(DEVICE), torch.ops.girih
+    for call, said in [
+        (lambda: ops.virtual_rows(x[..., :12], 2, 2), "x is Float"),
+        (lambda: ops.virtual_rows(x.double(), 2, 2), "x is Double"),
+        (lambda: ops.virtual_rows(x, 3, 2), "query_heads is 3"),
+        (lambda: ops.virtual_rows(x, 5, 2), "query_heads is 5"),
+        (lambda: ops.virtual_rows(x, 2, 0), "n is 0"),
+        (lambda: ops.virtual_rows(x, 2, 5), "n is 5"),
+        (lambda: ops.virtual_rows_backward(x, x, x, x, 2, 2), r"dq has shape \[2, 6, 4, 40\]"),
+        (lambda: ops.pooled_gate(x[0]), "total is Float"),
+        (lambda: ops.pooled_gate_backward(x[..., 0].half(), x), "dbeta is Half"),
+    ]:
+        with pytest.raises(RuntimeError, match=said):
+            call()
+
+
+def test_functions_differentiate():
+    x = normal(2, 9, 4, 64).to(DEVICE).requires_grad_()
+    for found, want in (
+        (VirtualRows.apply(x, 2, 2), rows_of(x.double(), 2, 2)),
+        ([PooledGate.apply(x)], [gate_of(x.double())]),
+    ):
+        (got,) = torch.autograd.grad(sum(y.square().sum() for y in found), x)
+        (exact,) = torch.autograd.grad(sum(y.square().sum() for y in want), x)
+        assert_close(got, exact.double())
+
+
+@pytest.mark.parametrize("gate_per", ["head", "channel"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_injected_layer_is_as_right_as_its_parts(n, gate_per, monkeypatch):
+    """In bf16, outputs and gradients: off no further from float64 than by the parts."""
+    torch.manual_seed(0)
+    path = liza.LinearPath(SIZES, Injection(n=n, gate_per=gate_per)).to(DEVICE)
+    x = normal(2, 130, (4 + 2 * 2) * 64).to(DEVICE)
+    exact = copy.deepcopy(path).double()
+
+    def gradients(path, x):
+        x = x.detach().requires_grad_()
+        y = path(x)[0]
+        return y, torch.autograd.grad(y, x, normal(*y.shape, seed=1).to(y))[0]
+
+    seen = []
+    rows = liza.VirtualRows.apply
+    monkeypatch.setattr(liza.VirtualRows, "apply", lambda *a: (seen.append(a), rows(*a))[1])
+    found = gradients(path.bfloat16(), x.bfloat16())
+    assert len(seen) == 1
+    monkeypatch.setattr(liza, "has_kernel", lambda x: False)
+    parts, want = gradients(path, x.bfloat16()), gradients(exact, x.bfloat16().double())
+    for ours, others, truth in zip(found, parts, want, strict=True):
+        error, allowed = (ours.double() - truth).norm(), (others.double() - truth).norm()
+        assert error <= 1.1 * allowed + 1e-3 * truth.norm()
