@@ -43,6 +43,20 @@ __device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& 
     }
   }
 }
+// The same in fp32, of rows from `row` on those before `rows`.
+template <int N>
+__device__ inline void store_floats(const Sums<N>& sums, float* to, int64_t stride, int row, int rows,
+                                    int cols) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = row + lane_row() + 8 * i, col = 8 * n + lane_col();
+      if (r >= rows || col >= cols) continue;
+      *reinterpret_cast<float2*>(to + r * stride + col) = {sums.at[n][2 * i], sums.at[n][2 * i + 1]};
+    }
+  }
+}
 // The lane's two rows, from `mine` on, to where others find them.
 __device__ inline void put_rows(float* to, int mine, float2 x) {
   if (lane_col() == 0) to[mine] = x.x, to[mine + 8] = x.y;

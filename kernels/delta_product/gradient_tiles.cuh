@@ -2,6 +2,7 @@
 #pragma once
 
 #include "delta_product/gradient_products.cuh"
+#include "delta_product/part.cuh"
 #include "delta_product/tokens.cuh"
 
 namespace girih::kernels::delta_product {

@@ -19,6 +19,25 @@ __device__ inline void start_read(Sums<N>& sums, const RoundedState<T, D>& s,
   commit_products();
 }
 
+// z = v, the warp's columns.
+template <typename T>
+__device__ inline void take_values(Sums<8>& z, const Values<T>& v, int warp) {
+  ColumnBlocks values;
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) load_block_transposed(values[j], v, 16 * warp, 16 * j);
+  widen<T>(z, values);
+}
+
+// o_t *= r_t, or the scale where that is all of it.
+template <bool Weighted, int N>
+__device__ inline void scale_output(Sums<N>& o, const float* far, float scale) {
+  if constexpr (Weighted) {
+    scale_columns(o, [&](int i) { return *reinterpret_cast<const float2*>(far + 8 * i + lane_col()); });
+  } else {
+    scale_columns(o, [&](int) { return float2{scale, scale}; });
+  }
+}
+
 // The chain, as in scan_chain.cuh. Weighted: not every rho is 1 and every L 0.
 template <bool Weighted, typename T, int D, int Rows>
 __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
@@ -37,14 +56,6 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
   Operand<kEights / 2> output;  // of the chunk before
 
   Turn turn, place, slot;
-  const auto take_values = [&] {
-    ColumnBlocks values;
-#pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
-      load_block_transposed(values[j], space.stage(turn.place).v(), 16 * warp, 16 * j);
-    }
-    widen<T>(z, values);
-  };
   // Where the queries were: no warp reads them any more, for a product is the whole warpgroup's, and this
   // warp has waited for it.
   const auto leave_output = [&](int at) {
@@ -56,7 +67,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
   };
   if (part.chunks > 0) {
     wait(&barriers.made[0], 0);
-    take_values();
+    take_values(z, space.stage(turn.place).v(), warp);
   }
   int before = 0;  // the place of the chunk before
 #pragma unroll 1
@@ -110,8 +121,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     keep(rounded_z);
     rounded.keep();
     if (__builtin_expect(keeps, false)) {
-      const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
-      add_solution<T>(u, rounded_z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, all, i, j); });
+      add_lost_solution<T>(u, rounded_z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K
@@ -130,15 +140,10 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     turn.next(pass.stages), place.next(pass.places);
     if (c + 1 < part.chunks) {
       wait(&barriers.made[place.place], place.parity);
-      take_values();
+      take_values(z, space.stage(turn.place).v(), warp);
     }
     pin(o);
-    if constexpr (Weighted) {
-      const float* const far = space.far(before);
-      scale_columns(o, [&](int i) { return *reinterpret_cast<const float2*>(far + 8 * i + lane_col()); });
-    } else {
-      scale_columns(o, [&](int) { return float2{p.shape.scale, p.shape.scale}; });
-    }
+    scale_output<Weighted>(o, space.far(before), p.shape.scale);
     fence_products(o);
     start_product<T>(o, solution, space.near(before));
     commit_products();

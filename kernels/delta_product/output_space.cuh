@@ -1,7 +1,6 @@
 // What a block of the scan that makes its output in the chain has in shared memory, and its warps.
 #pragma once
 
-#include "delta_product/chain.cuh"
 #include "delta_product/scan_space.cuh"
 
 namespace girih::kernels::delta_product {

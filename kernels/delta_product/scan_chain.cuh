@@ -35,6 +35,13 @@ __device__ inline void add_solution(Halves& u, const Operand<kTilesDown>& z, con
   }
 }
 
+// The same of what rounding took from X.
+template <typename T>
+__device__ inline void add_lost_solution(Halves& u, const Operand<kTilesDown>& z,
+                                         const unsigned char* prepared) {
+  add_solution<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, prepared, i, j); });
+}
+
 // U^T = Z^T X^T, of 32 columns of it after the other 32, under way afterwards.
 template <typename T>
 __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, const InverseRows& x) {
@@ -134,8 +141,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     wait_products<0>(u[0], u[1]);
     keep(z);
     if (__builtin_expect(keeps, false)) {
-      const auto* all = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
-      add_solution<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, all, i, j); });
+      add_lost_solution<T>(u, z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K

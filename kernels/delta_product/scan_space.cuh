@@ -1,7 +1,7 @@
 // What a block of the scan has in shared memory.
 #pragma once
 
-#include "delta_product/chain.cuh"
+#include "delta_product/state.cuh"
 #include "delta_product/tokens.cuh"
 #include "tile/cluster.h"
 

@@ -75,6 +75,41 @@ struct StepState {
   }
 };
 
+// The thread's share of a step's vectors, asked for.
+template <int Each>
+struct StepElements {
+  RawElement k[Each], beta_k[Each], v, beta_v;
+
+  __device__ StepElements(const DeltaStep& p, int64_t n, int j, int head, int block_col) {
+    const int thread = static_cast<int>(threadIdx.x), c = block_col + thread;
+#pragma unroll
+    for (int e = 0; e < Each; ++e) {
+      const int d = thread + e * kStepThreads;
+      if (d < p.D) {
+        k[e] = element(p.k, n, j, head / p.key_share, d);
+        beta_k[e] = element(p.beta, n, j, head, d);
+      }
+    }
+    if (thread < kStepCols && c < p.V) {
+      v = element(p.v, n, j, head, c), beta_v = element(p.beta, n, j, head, c);
+    }
+  }
+};
+
+// Of a query.
+template <int Each>
+struct QueryElements {
+  RawElement at[Each];
+
+  __device__ QueryElements(const DeltaStep& p, int64_t n, int head) {
+#pragma unroll
+    for (int e = 0; e < Each; ++e) {
+      const int d = static_cast<int>(threadIdx.x) + e * kStepThreads;
+      if (d < p.D) at[e] = element(p.q, n, head, d);
+    }
+  }
+};
+
 // 16 blocks a multiprocessor where the state leaves registers for that: 4 us less at the shape named above.
 template <int Pack_, int Rows>
 __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1)
@@ -99,40 +134,10 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
     return now;
   };
 
-  // The thread's share of a step's vectors, and of a query.
-  struct Step {
-    RawElement k[kEach], beta_k[kEach], v, beta_v;
-  };
-  struct Query {
-    RawElement at[kEach];
-  };
-  const auto step_of = [&](int j) {
-    Step x;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      const int d = thread + e * kStepThreads;
-      if (d < D) {
-        x.k[e] = element(p.k, n, j, head / p.key_share, d);
-        x.beta_k[e] = element(p.beta, n, j, head, d);
-      }
-    }
-    const int c = block_col + thread;
-    if (thread < kStepCols && c < p.V) {
-      x.v = element(p.v, n, j, head, c), x.beta_v = element(p.beta, n, j, head, c);
-    }
-    return x;
-  };
-  const auto query_of = [&](int member) {
-    Query x;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      const int d = thread + e * kStepThreads;
-      if (d < D) x.at[e] = element(p.q, n, (head * group + member) / p.query_share, d);
-    }
-    return x;
-  };
-  Step step = step_of(0);
-  Query query = query_of(0);
+  using Step = StepElements<kEach>;
+  using Query = QueryElements<kEach>;
+  Step step(p, n, 0, head, block_col);
+  Query query(p, n, head * group / p.query_share);
   RawElement g;
   if (p.g.data != nullptr) g = element(p.g, n, head);
 
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
 
   for (int j = 0; j < p.n; ++j) {
     const Step now = step;
-    if (j + 1 < p.n) step = step_of(j + 1);
+    if (j + 1 < p.n) step = Step(p, n, j + 1, head, block_col);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int at = j * kRows + thread + e * kStepThreads;
@@ -160,7 +165,7 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
   }
   for (int member = 0; member < group; ++member) {
     const Query now = query;
-    if (member + 1 < group) query = query_of(member + 1);
+    if (member + 1 < group) query = Query(p, n, (head * group + member + 1) / p.query_share);
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       q[member * kRows + thread + e * kStepThreads] = value_of(now.at[e], p.q.dtype);

@@ -2,7 +2,7 @@
 // have to do with steps.
 #pragma once
 
-#include "delta_product/chain.cuh"
+#include "delta_product/prepared.cuh"
 #include "tile/warpgroup.h"
 
 namespace girih::kernels::delta_product {
@@ -85,13 +85,6 @@ __device__ inline void for_each_token(const BlockTile<T, D, Rows>& q, const Delt
     const float factor = shape.scale * (square > 0.f ? rsqrtf(square + 1e-6f) : 1.f);
     if (lane_col() == 0) put(token, factor, vectors.element(kDeltaLog, min(token * shape.n, kDeltaRows - 1)));
   }
-}
-
-// The number as it is, which the compiler does not know: what follows from it does not stay in registers from
-// turn to turn. (Of a reader's tiles every product's addresses did, in local memory.)
-__device__ inline int worked_out_here(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
 }
 
 }  // namespace girih::kernels::delta_product

@@ -16,6 +16,29 @@ namespace {
 constexpr int kBetweenFloats = kBlocks * (kBlocks - 1) / 2 * kPitch;
 constexpr int kFloats = 3 * kTileFloats + kBetweenFloats + 2 * kTotalsFloats;
 
+// W to where the rows of p were, which only this half of the warp has read. own: of the own block, the
+// thread's share of its columns.
+__device__ inline void put_weights(float* p_tile, const Pack<4> (&w)[4], Pack<4> (&own)[4], int a, int b) {
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+#pragma unroll
+    for (int j = 0; j <= r; ++j) {
+#pragma unroll
+      for (int other = 1; other < 16; other *= 2) {
+        own[r].at[j] += __shfl_xor_sync(~0u, own[r].at[j], other);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) p_tile[(4 * b + r) * kPitch + a + 16 * c] = w[r].at[c];
+  }
+  __syncwarp();
+  if (a == 0) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) put(p_tile, 4 * b + r, 4 * b, own[r]);
+  }
+}
+
 template <bool Reverse>
 __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ KeyRead p) {
   extern __shared__ __align__(16) float shared[];
@@ -106,25 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
       }
     }
 
-    // W to where the rows of p were, which only this half of the warp has read.
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-#pragma unroll
-      for (int j = 0; j <= r; ++j) {
-#pragma unroll
-        for (int other = 1; other < 16; other *= 2) {
-          own[r].at[j] += __shfl_xor_sync(~0u, own[r].at[j], other);
-        }
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) p_tile[(4 * b + r) * kPitch + a + 16 * c] = w[r].at[c];
-    }
-    __syncwarp();
-    if (a == 0) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) put(p_tile, 4 * b + r, 4 * b, own[r]);
-    }
+    put_weights(p_tile, w, own, a, b);
     __syncthreads();
     chunk.load_tile(h_tile, p.y, heads.first_writer + writer, slab, p.width);
     __syncthreads();

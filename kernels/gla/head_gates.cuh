@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gla/head.h"
-#include "gsa/decay.cuh"
+#include "gsa/reads.cuh"
 #include "tile/warpgroup.h"
 
 namespace girih::kernels {

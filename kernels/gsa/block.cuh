@@ -1,8 +1,8 @@
 // What the blocks of gsa and gla share: one chunk and head each; columns of D and V 64 at a time.
 #pragma once
 
-#include "gsa/decay.cuh"
 #include "gsa/launch.h"
+#include "gsa/reads.cuh"
 #include "tile/launch.h"
 
 namespace girih::kernels {

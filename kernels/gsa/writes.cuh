@@ -1,4 +1,4 @@
-// The mirror of decay.cuh's reads, for the gradients of a chunk's key rows j:
+// The mirror of reads.cuh, for the gradients of a chunk's key rows j:
 //
 //     key_write    (f, W) of s:  f_j = e^{L_C - L_j} * s_j,  W_jt = sum_m s_jm y_tm e^{L_tm - L_jm},  t >= j
 //     value_write  u_j = e^{L_C - L_j} * (x_j G) + sum_{t>j} a_jt e^{L_t - L_j} * y_t,                    [M]
@@ -8,7 +8,8 @@
 // again, from the last, and pairs within a block.
 #pragma once
 
-#include "gsa/decay.cuh"
+#include "gsa/chunk_gates.cuh"
+#include "gsa/scores.cuh"
 
 namespace girih::kernels {
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "tile/array.h"
 
@@ -82,6 +83,14 @@ __device__ inline int64_t offset_of(const Array<Rank>& array, Index... index) {
   int d = 0;
   ((offset += index * array.stride[d++]), ...);
   return offset;
+}
+
+// The first element of a head's columns from `col` on.
+template <typename T, template <int> class Array>
+__device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int64_t head, int64_t col = 0) {
+  using Pointer = std::conditional_t<std::is_same_v<Array<4>, In<4>>, const T*, T*>;
+  return static_cast<Pointer>(array.data) + batch * array.stride[0] + row * array.stride[1] +
+         head * array.stride[2] + col;
 }
 
 // One element whose type is known at run time only, as it lies in memory. value_of() waits for it: who has

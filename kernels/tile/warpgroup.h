@@ -197,6 +197,13 @@ __device__ inline void pin(Sums<N>& sums) {
 #endif
 }
 
+// The number as it is, which the compiler does not know: what follows from it does not stay in registers from
+// turn to turn. (Of a reader's tiles every product's addresses did, in local memory.)
+__device__ inline int worked_out_here(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 template <int... N>
 __device__ inline void fence_products(Sums<N>&... sums) {
   (pin(sums), ...);

@@ -83,6 +83,7 @@ BODIES = {
     },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
+    "tile/places.h": {},
     "tile/partials.h": {},
     "tile/warpgroup.h": {
         "Sums<N>& sums, const BlockTile<T, Cols>& x,": """
@@ -160,7 +161,7 @@ STARTED = """
 TEXTS = {
     # Lane 0 may send a slot, which comes round again before another lane has seen this phase of its barrier.
     "delta_product/scan_chain.cuh": [tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))],
-    "delta_product/reverse.cuh": [
+    "delta_product/reverse_chain.cuh": [
         tuple(x.format("g", "add_transposed_solution", "du") for x in (START, STARTED))
     ],
     # Sequences are cut where they are short already, and a test says how large the card is.
@@ -168,7 +169,7 @@ TEXTS = {
         (r"constexpr int64_t kCard = 132;", "inline int64_t kCard = 132;"),
         (r"kLeastChunks = 16;", "kLeastChunks = 2;"),
     ],
-    "delta_product/prepare.cuh": [
+    "delta_product/prepare_loads.cuh": [
         (
             r"asm volatile\(.cp\.async.*?exists \? into \+ size : 0\)\);",
             "emulated::start_copy(shared_address(to), exists ? (const void*)(address - into) : nullptr, 4,\n"

@@ -1,0 +1,121 @@
+// Which tokens of which state a block of a scan has, of both directions.
+#pragma once
+
+#include <algorithm>
+
+#include "delta_product/delta_product.h"
+#include "delta_product/pass.h"
+#include "tile/grid.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+
+namespace girih::kernels::delta_product {
+
+// A sequence's chunks, where sequences are not packed.
+inline Divider chunks_of_each(const DeltaShape& shape) {
+  return Divider(std::max<int64_t>(divide_up(shape.tokens.tokens, delta_chunk(shape.n)), 1));
+}
+// As piece_at(); of sequences that are not packed `each` pieces a sequence.
+__device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, const Divider& each) {
+  if (is_packed(all)) return piece_at(all, number, tokens);
+  const uint32_t row = each.divide(static_cast<uint32_t>(number));
+  const Sequence sequence = sequence_at(all, row);
+  const int64_t index = static_cast<uint32_t>(number) - row * each.by,
+                start = sequence.start + index * tokens;
+  return {sequence, index, start, static_cast<int>(clamp(sequence.end - start, 0, tokens))};
+}
+
+// Which tokens of which state a block has.
+struct Part {
+  Piece piece;
+  int64_t number;  // of the state, initial and final
+  int64_t chunk;   // the number of its first chunk
+  int head, col;   // first column
+  int chunks;
+  bool transition;
+  bool opens, last;  // nothing comes before, nothing follows
+};
+
+// Whether a block has the same columns of the state and of the transition, one part each. The transition has
+// no values: with one of each in every block all take equally long (1 x 32768 tokens, 8 heads of 128: 219 us
+// instead of 227).
+__device__ inline bool pairs_transitions(const DeltaShape& shape, const Walk& walk, int of) {
+  return walk.alone && of == 2 && divide_up(shape.V, kScanColumns) == divide_up(shape.D, kScanColumns);
+}
+
+// Of a block that has `of` of them, number `which`; where it has none of that number, none after it either.
+__device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsigned block, Part& part,
+                               int which = 0, int of = 1) {
+  const auto groups_of = [](int cols) { return (cols + kScanColumns - 1) / kScanColumns; };
+  const int values = groups_of(shape.V), groups = values + (walk.alone ? groups_of(shape.D) : 0),
+            blocks = (groups + of - 1) / of;
+  const unsigned job = block / blocks, number = walk.heads.divide(job);
+  const int group = static_cast<int>(block - job * blocks) * of + which;
+  if (group >= groups) return false;
+  part.head = static_cast<int>(job - number * walk.heads.by);
+  part.number = number;
+  const bool pairs = pairs_transitions(shape, walk, of);
+  part.transition = pairs ? which == 1 : group >= values;
+  part.col = (pairs ? group / 2 : part.transition ? group - values : group) * kScanColumns;
+  bool starts = true, ends = true;
+  if (shape.tokens.cu_seqlens == nullptr) {
+    // All of a block waits for what its part is: half a microsecond less without the divisions below.
+    const unsigned sequence = walk.segments.divide(number), index = number - sequence * walk.segments.by;
+    const int64_t before = index * walk.segment_chunks;
+    part.piece = {sequence_at(shape.tokens, sequence), index, index * walk.segment, 0};
+    part.chunks = static_cast<int>(min(walk.segment_chunks, walk.chunks - before));
+    part.chunk = sequence * walk.chunks + before;
+    starts = index == 0, ends = index + 1 == walk.segments.by;
+  } else {
+    const int tokens = delta_chunk(shape.n);
+    int64_t length;
+    if (walk.segment == 0) {
+      const Sequence sequence = sequence_at(shape.tokens, number);
+      part.piece = {sequence, 0, sequence.start, 0};
+      length = sequence.end - sequence.start;
+    } else {
+      part.piece = piece_at(shape.tokens, number, walk.segment);
+      length = part.piece.length;
+      if (length == 0 && part.piece.index != 0) return false;
+      starts = part.piece.index == 0, ends = part.piece.start + length == part.piece.sequence.end;
+    }
+    part.chunks = static_cast<int>((length + tokens - 1) / tokens);
+    part.chunk = first_piece(shape.tokens, part.piece.sequence, tokens) +
+                 (part.piece.start - part.piece.sequence.start) / tokens;
+  }
+  part.opens = walk.reverse ? ends : starts;
+  part.last = walk.reverse ? starts : ends;
+  return !(walk.alone && (part.last || (part.transition && part.opens)));
+}
+
+// Blocks of a walk, each of which has `of` parts.
+inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int of = 1) {
+  const int64_t pieces = walk.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, walk.segment);
+  const int64_t groups =
+      divide_up(shape.V, kScanColumns) + (walk.alone ? divide_up(shape.D, kScanColumns) : 0);
+  return pieces * shape.heads * divide_up(groups, of);
+}
+
+// Parts of a walk of segments alone that are not left out, where a sequence has two or more.
+inline int64_t parts_alone(const DeltaShape& shape, const Walk& walk) {
+  const int64_t values = divide_up(shape.V, kScanColumns), keys = divide_up(shape.D, kScanColumns);
+  return blocks_of(shape, walk) - shape.tokens.sequences * shape.heads * (values + 2 * keys);
+}
+
+// Tokens of the part's chunk c.
+__device__ inline int tokens_in(const Part& part, int tokens, int c) {
+  const int64_t left = part.piece.sequence.end - part.piece.start - static_cast<int64_t>(c) * tokens;
+  return left < tokens ? static_cast<int>(left) : tokens;
+}
+
+// The row of column `col` of a chunk's state: [pieces, H, V, D].
+template <typename T, typename Number>
+__device__ inline T* state_at(T* states, const DeltaShape& shape, Number number, int col) {
+  return states + (number * shape.V + col) * shape.D;
+}
+template <typename T>
+__device__ inline T* state_at(T* states, const DeltaShape& shape, int64_t chunk, int head, int col) {
+  return state_at(states, shape, chunk * shape.heads + head, col);
+}
+
+}  // namespace girih::kernels::delta_product

@@ -1,0 +1,156 @@
+// X = (I - N)^-1 of a chunk's 64 rows, N = -A below the diagonal, by halves: of the 8 x 8 blocks of the
+// diagonal by forward substitution in fp32, a column a lane, then of 16, 32 and 64 rows,
+//
+//     (  X_0        )
+//     ( X_1 S   X_1 )        S = N_10 X_0
+//
+// with every factor in two bf16 parts, hi + lo: keys that are nearly parallel make large X of which the next
+// products keep little, and one part alone loses it. S is computed transposed: then all that sums up is the
+// next product's factor as it lies.
+#pragma once
+
+#include "delta_product/prepare_loads.cuh"
+#include "delta_product/split_products.cuh"
+
+namespace girih::kernels::delta_product {
+
+// Where X goes: a block as its four 8 x 8 matrices, in the order of a left factor, so that ldmatrix reads it
+// as any; and, where it `keeps` that, what rounding took from it.
+template <typename T>
+struct InverseOut {
+  unsigned char* data;
+  bool keeps;
+
+  __device__ void put(int i, int j, const Block& x) const {
+    Operand<1> block;
+    round_to<T>(block, x);
+    auto* const to = reinterpret_cast<uint32_t*>(data + block_of(i, j) * 512) + lane();
+#pragma unroll
+    for (int m = 0; m < 4; ++m) to[32 * m] = block.at[0][m];
+    if (!keeps) return;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 back = unpaired<T>(block.at[0][m]);
+      to[kDeltaLost / 4 + 32 * m] =
+          pair_of<T>(x.at[m / 2][m % 2 * 2] - back.x, x.at[m / 2][m % 2 * 2 + 1] - back.y);
+    }
+  }
+};
+
+// The 8 x 8 blocks of X on the diagonal, in place of those of N: x_i = [i is the column] + sum_{j<i} n_ij
+// x_j. A lane has a column of block l / 8 and of the fourth after it, and leaves it as a row: columns 0, 2,
+// 4, 6, 1, 3, 5, 7, so that a read of pairs meets no conflicts.
+template <typename T, int Slabs>
+__device__ inline void invert_small(const PrepareSpace<T, Slabs>& space) {
+  const int column = lane() % kSmall;
+  float own[2][kSmall];
+#pragma unroll
+  for (int i = 0; i < kSmall; ++i) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const float* const row = space.small(lane() / kSmall + 4 * b) + i * kSmall;
+      float even = column == i ? 1.f : 0.f, odd = 0.f;
+#pragma unroll
+      for (int j = 0; j < i; j += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(row + j);
+        even = fmaf(four.x, own[b][j], even);
+        if (j + 1 < i) odd = fmaf(four.y, own[b][j + 1], odd);
+        if (j + 2 < i) even = fmaf(four.z, own[b][j + 2], even);
+        if (j + 3 < i) odd = fmaf(four.w, own[b][j + 3], odd);
+      }
+      own[b][i] = even + odd;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    auto* const to = reinterpret_cast<float4*>(space.small(lane() / kSmall + 4 * b) +
+                                               (column / 2 + column % 2 * 4) * kSmall);
+    to[0] = {own[b][0], own[b][1], own[b][2], own[b][3]};
+    to[1] = {own[b][4], own[b][5], own[b][6], own[b][7]};
+  }
+}
+
+// The 16 x 16 blocks i and i + 1 of X's diagonal, from their 8 x 8 blocks: ( X_0, 0; X_1 N_10 X_0, X_1 ). As
+// a left factor, and turned.
+template <typename T, int Slabs>
+__device__ inline void join_small(Split (&x)[kTilesDown], Split (&x_turned)[kTilesDown],
+                                  const Block (&n)[kDeltaBlocks], const PrepareSpace<T, Slabs>& space,
+                                  const InverseOut<T>& out, int i) {
+  Block found[2];
+  Parts upper[2], left[2], lower[2];
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    Block& block = found[b];
+    fill(block, 0.f);
+    const float* const first = space.small(2 * (i + b)) + lane() % 4 * kSmall + lane_row();
+    const float* const second = first + kSmall * kSmall;
+#pragma unroll
+    for (int y = 0; y < 2; ++y) {
+      block.at[0][y] = first[y * 4 * kSmall];
+      block.at[1][2 + y] = second[y * 4 * kSmall];
+    }
+    const float(&below)[4] = n[block_of(i + b, i + b)].at[0];
+    upper[b] = split(block.at[0][0], block.at[0][1]);
+    left[b] = split(below[2], below[3]);
+    lower[b] = split(block.at[1][2], block.at[1][3]);
+  }
+  const Parts none = {0, 0};
+  float s[4] = {0.f, 0.f, 0.f, 0.f}, product[4] = {0.f, 0.f, 0.f, 0.f};
+  add_split_product(s, triangle(turned(upper[0]), none, turned(upper[1])), left[0], left[1]);
+  add_split_product(product, triangle(lower[0], none, lower[1]), split(s[0], s[1]), split(s[2], s[3]));
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const Parts between = split(product[2 * b], product[2 * b + 1]);
+    found[b].at[0][2] = product[2 * b], found[b].at[0][3] = product[2 * b + 1];
+    out.put(i + b, i + b, found[b]);
+    x[i + b] = triangle(upper[b], between, lower[b]);
+    x_turned[i + b] = transposed_triangle(upper[b], between, lower[b]);
+  }
+}
+
+// X of N, whose blocks on and below the diagonal a warp has in registers.
+template <typename T, int Slabs>
+__device__ inline void invert(const Block (&n)[kDeltaBlocks], const PrepareSpace<T, Slabs>& space,
+                              const InverseOut<T>& out) {
+  // 8 rows
+#pragma unroll
+  for (int i = 0; i < kDeltaRows / kSmall; ++i) {
+    const float* const two = n[block_of(i / 2, i / 2)].at[i % 2] + i % 2 * 2;
+    reinterpret_cast<float2*>(space.small(i))[lane()] = {two[0], two[1]};
+  }
+  __syncwarp();
+  invert_small(space);
+  __syncwarp();
+
+  // 16 rows, of two blocks of the diagonal at a time.
+  Split x[kTilesDown], x_turned[kTilesDown];
+#pragma unroll
+  for (int i = 0; i < kTilesDown; i += 2) join_small(x, x_turned, n, space, out, i);
+
+  // 32 rows
+  const Split s10 = split(split_product(x_turned[0], split(n[block_of(1, 0)]))),
+              s32 = split(split_product(x_turned[2], split(n[block_of(3, 2)])));
+  const Block x10 = split_product(x[1], s10), x32 = split_product(x[3], s32);
+  const Split x10_turned = split(split_product(s10, x[1])), x32_split = split(x32);
+  out.put(1, 0, x10);
+  out.put(3, 2, x32);
+
+  // 64 rows, of 16 columns at a time.
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    Block s[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i] = split_product(x_turned[j], split(n[block_of(i + 2, j)]));
+      if (j == 0) add_split_product(s[i], x10_turned, split(n[block_of(i + 2, 1)]));
+    }
+    const Split upper = split(s[0]);
+    Block found = split_product(x32_split, upper);
+    add_split_product(found, x[3], split(s[1]));
+    out.put(3, j, found);
+    out.put(2, j, split_product(x[2], upper));
+  }
+}
+
+}  // namespace girih::kernels::delta_product

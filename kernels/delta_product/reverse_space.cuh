@@ -1,0 +1,118 @@
+// What a block of reverse has in shared memory, and how it comes there.
+#pragma once
+
+#include "delta_product/state.cuh"
+
+namespace girih::kernels::delta_product {
+
+constexpr int kReverseChain = 4, kReverseMakers = 4, kReverseStores = 2;  // warps
+constexpr int kReverseThreads = 32 * (kReverseChain + kReverseMakers + kReverseStores + kLoaders);
+
+// What one query head brings to a chunk: `Rows` tokens, 64, or with several steps a token 32.
+template <typename T, int D, int Rows>
+struct GradientStage {
+  using Q = BlockTile<T, D, Rows>;
+  using O = BlockTile<T, kScanColumns, Rows>;
+  static constexpr int kBytes = Q::kBytes + O::kBytes, kFactorBytes = Rows * 12;
+
+  unsigned char *data, *after;
+
+  __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
+  __device__ O dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
+  // Of every token scale rho_t and L_t, and r_t.
+  __device__ float2* tokens() const { return reinterpret_cast<float2*>(after); }
+  __device__ float* read() const { return reinterpret_cast<float*>(after + Rows * 8); }
+};
+
+constexpr int kReverseStages = 4, kReverseSlots = 2, kReverseMade = 2;
+
+struct ReverseBarriers {
+  uint64_t full[kReverseStages], empty[kReverseStages];  // stages
+  uint64_t made[kReverseMade], used[kReverseMade];       // dU's part
+  // Of the query heads; ready: their factors.
+  uint64_t query_full[kReverseStages], query_ready[kReverseStages], query_empty[kReverseStages];
+  uint64_t state[kReverseSlots], state_stored[kReverseSlots];    // dS
+  uint64_t update[kReverseSlots], update_stored[kReverseSlots];  // G, or dv
+};
+constexpr int kReverseBarrierBytes = 384;
+static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
+
+template <typename T, int D, int Rows>
+struct ReverseSpace {
+  using Keys = Stage<T, D, false>;
+  using Query = GradientStage<T, D, Rows>;
+  using StateSlot = PaddedTile<T, kScanColumns, D>;
+  using UpdateSlot = PaddedTile<T, kDeltaRows, kScanColumns>;
+  static constexpr int kSlotBytes = StateSlot::kBytes + UpdateSlot::kBytes;
+  // Of one stage of both kinds.
+  static constexpr int kStageBytes = Keys::kBytes + Query::kBytes + Query::kFactorBytes;
+
+  unsigned char* data;
+  int stages, slots;
+
+  __host__ __device__ static constexpr int bytes(int stages, int slots) {
+    return kReverseBarrierBytes + kReverseMade * Values<T>::kBytes + stages * kStageBytes +
+           slots * kSlotBytes;
+  }
+
+  __device__ Values<T> made(int i) const { return {reinterpret_cast<T*>(data + i * Values<T>::kBytes)}; }
+  __device__ Keys stage(int i) const { return {after_made() + i * Keys::kBytes}; }
+  __device__ Query query(int i) const {
+    unsigned char* const queries = after_made() + stages * Keys::kBytes;
+    unsigned char* const after = queries + stages * Query::kBytes;
+    return {queries + i * Query::kBytes, after + i * Query::kFactorBytes};
+  }
+  __device__ StateSlot state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
+  __device__ UpdateSlot update(int i) const { return {reinterpret_cast<T*>(slot(i) + StateSlot::kBytes)}; }
+  __device__ ReverseBarriers& barriers() const {
+    return *reinterpret_cast<ReverseBarriers*>(data + bytes(stages, slots) - kReverseBarrierBytes);
+  }
+
+ private:
+  __device__ unsigned char* after_made() const { return data + kReverseMade * Values<T>::kBytes; }
+  __device__ unsigned char* slot(int i) const { return after_made() + stages * kStageBytes + i * kSlotBytes; }
+};
+
+// What loaders bring, the last chunk first: its keys and what was prepared of it, then its query heads.
+template <typename T, int D, int Rows>
+__device__ inline void load_reverse(const ReversePass& pass, const Part& part,
+                                    const ReverseSpace<T, D, Rows>& space, int thread) {
+  constexpr int kThreads = 32 * kLoaders;
+  using Query = typename ReverseSpace<T, D, Rows>::Query;
+  const DeltaReverse& p = pass.scan;
+  const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
+  const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
+  const typename ReverseSpace<T, D, Rows>::Keys::Loader loader(
+      at<T>(p.k, batch, part.piece.start * n, part.head / p.shape.key_share, 0), p.k.stride[1], p.shape.D,
+      thread);
+  const TileCopier<kThreads, typename Query::Q> q(
+      at<T>(p.q, batch, part.piece.start, first_head / p.shape.query_share, 0), p.q.stride[1], p.shape.D,
+      thread);
+  const TileCopier<kThreads, typename Query::O> dout(
+      at<T>(p.dout, batch, part.piece.start, first_head, part.col), p.dout.stride[1], p.shape.V - part.col,
+      thread);
+  ReverseBarriers& barriers = space.barriers();
+  Turn turn, query_turn;
+#pragma unroll 1
+  for (int i = 0; i < part.chunks; ++i) {
+    const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
+    wait(&barriers.empty[turn.place], turn.parity ^ 1);
+    loader.start(space.stage(turn.place), c * tokens * n, length * n,
+                 prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    arrive_after_copies(&barriers.full[turn.place]);
+    turn.next(pass.stages);
+#pragma unroll 1
+    for (int member = 0; member < group; ++member) {
+      wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
+      const Query stage = space.query(query_turn.place);
+      q.start(stage.q(), c * tokens, length, member * p.q.stride[2]);
+      dout.start(stage.dout(), c * tokens, part.transition ? 0 : length, member * p.dout.stride[2]);
+      arrive_after_copies(&barriers.query_full[query_turn.place]);
+      query_turn.next(pass.stages);
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+}  // namespace girih::kernels::delta_product

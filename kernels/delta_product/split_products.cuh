@@ -1,0 +1,71 @@
+// Products of 16 x 16 blocks whose factors are in two bf16 parts, hi + lo: 16 bits of every element.
+#pragma once
+
+#include "tile/matrix.h"
+
+namespace girih::kernels::delta_product {
+
+using Block = Sums<2>;
+
+// Two neighbouring elements of a factor, in two parts.
+struct Parts {
+  uint32_t hi, lo;
+};
+
+__device__ inline Parts split(float left, float right) {
+  const uint32_t hi = pair_of<__nv_bfloat16>(left, right);
+  const float2 back = unpaired<__nv_bfloat16>(hi);
+  return {hi, pair_of<__nv_bfloat16>(left - back.x, right - back.y)};
+}
+
+__device__ inline Parts turned(const Parts& x) { return {transpose_pairs(x.hi), transpose_pairs(x.lo)}; }
+
+// A block as a left factor, in two parts.
+struct Split {
+  uint32_t hi[4], lo[4];
+
+  __device__ void set(int i, const Parts& x) { hi[i] = x.hi, lo[i] = x.lo; }
+};
+
+__device__ inline Split split(const Block& x) {
+  Split parts;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) parts.set(i, split(x.at[i / 2][i % 2 * 2], x.at[i / 2][i % 2 * 2 + 1]));
+  return parts;
+}
+
+// Of 8 x 8 blocks: ( a  0 )
+//                  ( b  c )
+__device__ inline Split triangle(const Parts& a, const Parts& b, const Parts& c) {
+  return {{a.hi, b.hi, 0, c.hi}, {a.lo, b.lo, 0, c.lo}};
+}
+
+__device__ inline Split transposed_triangle(const Parts& a, const Parts& b, const Parts& c) {
+  const Parts of_a = turned(a), of_b = turned(b), of_c = turned(c);
+  return {{of_a.hi, 0, of_b.hi, of_c.hi}, {of_a.lo, 0, of_b.lo, of_c.lo}};
+}
+
+// sums += left right^T, of right's rows eight: the pairs of its left and right half.
+__device__ inline void add_split_product(float (&sums)[4], const Split& left, const Parts& right0,
+                                         const Parts& right1) {
+  mma<__nv_bfloat16>(sums, left.lo, right0.hi, right1.hi);
+  mma<__nv_bfloat16>(sums, left.hi, right0.lo, right1.lo);
+  mma<__nv_bfloat16>(sums, left.hi, right0.hi, right1.hi);
+}
+
+// sums += left right^T: a right factor's transpose lies as a left factor.
+__device__ inline void add_split_product(Block& sums, const Split& left, const Split& right) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    add_split_product(sums.at[n], left, {right.hi[n], right.lo[n]}, {right.hi[n + 2], right.lo[n + 2]});
+  }
+}
+
+__device__ inline Block split_product(const Split& left, const Split& right) {
+  Block sums;
+  fill(sums, 0.f);
+  add_split_product(sums, left, right);
+  return sums;
+}
+
+}  // namespace girih::kernels::delta_product

@@ -1,0 +1,204 @@
+// A state from chunk to chunk: a warpgroup has 64 columns in registers, a warp 16, transposed, in fp32.
+#pragma once
+
+#include "delta_product/part.cuh"
+#include "delta_product/stage.cuh"
+#include "tile/places.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels::delta_product {
+
+// A warp's 16 columns of U or G, transposed: 32 of a chunk's rows, and the others. Products of 48 and of 16
+// rows, of which X is made up too, have the compiler wait for each.
+using Halves = Sums<4>[2];
+
+template <typename T>
+__device__ inline void round_to(Operand<kTilesDown>& a, const Halves& sums) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Operand<2> part;
+    round_to<T>(part, sums[half]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a.at[2 * half + k][i] = part.at[k][i];
+    }
+  }
+}
+
+// sums *= factors, `factors(row)` those of the lane's two of eight rows from `row` on.
+template <class Factors>
+__device__ inline void scale_chunk_rows(Halves& sums, const Factors& factors) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    scale_columns(sums[half], [&](int i) { return factors(32 * half + 8 * i); });
+  }
+}
+
+// A warp's 16 columns of a state in fp32, transposed, by 64 of its rows.
+template <int D>
+struct State {
+  static constexpr int kSlabs = D / 64;
+  Sums<8> slab[kSlabs];
+};
+
+template <int D>
+__device__ inline void begin(State<D>& s) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) fence_products(s.slab[i]);
+}
+// Waits for all products under way but the latest `Pending`.
+template <int Pending, int D>
+__device__ inline void finish(State<D>& s) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) wait_products<Pending>(s.slab[i]);
+}
+
+// The state as the products of a chunk take it, rounded: all of it, or, where D = 256 leaves no registers for
+// that, a slab at a time, rounded again for every product.
+template <typename T, int D>
+struct RoundedState {
+  static constexpr int kSlabs = State<D>::kSlabs;
+  static constexpr bool kWhole = D < 256;
+
+  Operand<4> slab[kWhole ? kSlabs : 1];
+
+  __device__ void take(const State<D>& s) {
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if (kWhole) round_to<T>(slab[i], s.slab[i]);
+    }
+  }
+  // sums = S^T keys^T, or with `Add` sums += S^T keys^T; under way afterwards where the state is whole.
+  // beside(i, slab i): done meanwhile.
+  template <bool Add = false, class Beside>
+  __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
+                             const Beside& beside) {
+    if constexpr (Add) {
+      fence_products(sums);
+    } else {
+      fence_products();
+    }
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      Operand<4>& a = slab[kWhole ? i : 0];
+      if (!kWhole) round_to<T>(a, s.slab[i]);
+      if (!kWhole) fence_products();
+      if (i == 0) start_product_transposed<T, Add>(sums, a, keys, 0);
+      if (i > 0) start_product_transposed<T, true>(sums, a, keys, 64 * i);
+      if (!kWhole || i + 1 == kSlabs) commit_products();
+      if (!kWhole) beside(i, a);
+      if (!kWhole) wait_products<0>(sums);
+    }
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if (kWhole) beside(i, slab[kWhole ? i : 0]);
+    }
+  }
+  template <bool Add = false>
+  __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys) {
+    start_read<Add>(sums, s, keys, [](int, const Operand<4>&) {});
+  }
+  // Behind the wait for start_read's products.
+  __device__ void keep() const {
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if (kWhole) kernels::keep(slab[i]);
+    }
+  }
+  // A row of `slot` a column of the state; warp `warp` has 16.
+  template <class Tile>
+  __device__ void leave(const State<D>& s, const Tile& slot, int warp) {
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      Operand<4>& a = slab[kWhole ? i : 0];
+      if (!kWhole) round_to<T>(a, s.slab[i]);
+      store_blocks(slot, 16 * warp, 64 * i, a);
+    }
+  }
+};
+
+// S^T <- S^T + update K, or with `Sign` -1 S^T - update K, under way afterwards.
+template <typename T, int Sign = 1, int D>
+__device__ inline void start_update(State<D>& s, const Operand<kTilesDown>& update,
+                                    const BlockTile<T, D>& keys) {
+  begin(s);
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) start_product<T, Sign>(s.slab[i], update, keys, 64 * i);
+  commit_products();
+}
+
+template <int D>
+__device__ inline void scale(State<D>& s, float by) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
+}
+
+// A warp's 16 columns of a chunk's rows, transposed, as load_block_transposed gives them.
+using ColumnBlocks = uint32_t[kTilesDown][4];
+
+template <typename T>
+__device__ inline void widen(Sums<8>& sums, const ColumnBlocks& blocks) {
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpaired<T>(blocks[j][i]);
+      sums.at[2 * j + i / 2][i % 2 * 2] = pair.x, sums.at[2 * j + i / 2][i % 2 * 2 + 1] = pair.y;
+    }
+  }
+}
+
+// The transpose of what a warp has rounded, to its 16 columns of a slot.
+template <int K, class Tile>
+__device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) store_block_transposed(slot, 16 * warp, 16 * k, a.at[k]);
+}
+
+// f(element, its place) for those of the warp's elements that exist, its columns from `first_col` on, in an
+// array whose rows are the state's and whose columns begin at `first`.
+template <int D, class Place, class F>
+__device__ inline void for_each_of_state(State<D>& s, const DeltaShape& shape, const Part& part,
+                                         int first_col, Place* first, int64_t by_row, int64_t by_col,
+                                         const F& f) {
+  for_each_place<D / 8>([&](int n) -> float(&)[4] { return s.slab[n / 8].at[n % 8]; }, first_col + lane_row(),
+                        part.transition ? shape.D : shape.V, lane_col(), shape.D, first, by_col, by_row, f);
+}
+
+template <int D>
+__device__ inline void start_state(State<D>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
+                                   int first_col, const In<4>& initial) {
+#pragma unroll
+  for (int i = 0; i < State<D>::kSlabs; ++i) fill(s.slab[i], 0.f);
+  if (part.transition) {
+    const int col = first_col + lane_row();
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int d = 8 * i + lane_col() + j % 2;
+        s.slab[i / 8].at[i % 8][j] = d == col + j / 2 * 8 && d < shape.D ? 1.f : 0.f;
+      }
+    }
+  } else if (initial.data != nullptr && (part.opens || !walk.alone)) {
+    const int64_t number = walk.alone ? part.piece.sequence.index : part.number;
+    const float* from =
+        static_cast<const float*>(initial.data) + number * initial.stride[0] + part.head * initial.stride[1];
+    for_each_of_state(s, shape, part, first_col, from, initial.stride[2], initial.stride[3],
+                      [](float& x, const float& at) { x = at; });
+  }
+}
+
+template <int D>
+__device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Walk& walk, const Part& part,
+                                 int first_col, const Out<4>& final) {
+  if (!part.last && !walk.alone) return;
+  const int64_t number = walk.alone ? part.number : part.piece.sequence.index;
+  float* to = static_cast<float*>(final.data) + number * final.stride[0] + part.head * final.stride[1];
+  if (part.transition) to += shape.V * final.stride[3];
+  for_each_of_state(s, shape, part, first_col, to, final.stride[2], final.stride[3],
+                    [](float x, float& at) { at = x; });
+}
+
+}  // namespace girih::kernels::delta_product

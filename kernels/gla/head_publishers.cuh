@@ -1,0 +1,43 @@
+// The publishers of the read: S to global memory, once in a pair of chunks.
+#pragma once
+
+#include "gla/head_block.cuh"
+#include "tile/row_store.h"
+
+namespace girih::kernels {
+
+template <typename T, int D, bool Reverse>
+__device__ inline void HeadBlock<T, D, Reverse>::publish() const {
+  if (!publishes) return;
+  constexpr int kPublished = 32 * kPublishers * 8 / D;  // rows at once
+  const int thread = static_cast<int>(threadIdx.x) % 128, row = thread / (D / 8), key = thread % (D / 8) * 8;
+  // Chunks are counted from the sequence's start: a segment may begin inside of a pair.
+  const int64_t first_chunk = (walk.start - walk.sequence.start) / kChunk,
+                last_chunk = (walk.sequence.end - walk.sequence.start - 1) / kChunk,
+                first_pair = first_piece(shape.tokens, walk.sequence, kHeadPair);
+  Turn from;
+#pragma unroll 1
+  for (int turn = 0; turn < walk.chunks; ++turn, from.next(pass.slots)) {
+    const int64_t chunk = first_chunk + walk.token_of(turn) / kChunk;
+    // Before a pair's first chunk, in reverse before its last. The others are waited for as well: two turns
+    // of a slot must not become one.
+    const bool published = Reverse ? chunk % 2 == 1 || chunk == last_chunk : chunk % 2 == 0;
+    wait(&ring.carried[from.place], from.parity);
+    if (published) {
+      T* to = static_cast<T*>(p.states) +
+              ((first_pair + chunk / 2) * state_heads(p) + state_head) * shape.V * shape.D +
+              (col + row) * static_cast<int64_t>(shape.D) + key;
+      const State carried = state_at(from.place);
+#pragma unroll 2
+      for (int i = 0; i < kSlab; i += kPublished) {
+        const uint4 x = *reinterpret_cast<const uint4*>(&carried.at(row + i, key));
+        const uint32_t pack[4] = {x.x, x.y, x.z, x.w};
+        if (row + i < cols && key < shape.D) store_pack(to, pack);
+        to += kPublished * shape.D;
+      }
+    }
+    arrive(&ring.used[from.place]);
+  }
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,243 @@
+// The gates of one chunk, slot by slot, and the weights that go with them. A block owns a chunk, a warp 16 of
+// its rows.
+//
+// Where the gates of the whole chunk sum to little, e^{L_i - L_j} = r_i e^{X_j} with X_j = sum of g after j
+// and r_i = e^{-X_i}: s~ = s e^X serves all rows, one exponential a token and slot. Elsewhere r overflows;
+// there rows take the earlier 16-row blocks one by one, each with the end of that block as its reference, and
+// the block of their own pair by pair: no exponent is above 0.
+#pragma once
+
+#include <type_traits>
+
+#include "gsa/gsa.h"
+#include "tile/gates.h"
+#include "tile/pack.h"
+#include "tile/shared.h"
+
+namespace girih::kernels {
+
+// The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
+// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above: s~
+// must keep its digits, and a quarter of its range is left to p, dz and q.
+template <typename T>
+__device__ constexpr float factored_limit() {
+  return std::is_same_v<T, __half> ? 2.f : 80.f;
+}
+
+// The rows of one chunk and memory head in a [B, T, heads, width] array.
+template <typename T, template <int> class Array>
+__device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int head) {
+  return at<T>(array, piece.sequence.batch, piece.start, head);
+}
+
+// 1 - e^g of two neighbours; of a row or column that does not exist, that of one that does.
+template <typename T>
+__device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
+                                           int col) {
+  const float* gates = chunk_rows<float>(g, piece, head) + min(row, piece.length - 1) * g.stride[1];
+  const float2 pair = *reinterpret_cast<const float2*>(gates + min(col, slots - 2));
+  return pair_of<T>(complement(pair.x), complement(pair.y));
+}
+
+// All of the block: starts to load s, or writes 1 - e^g for it.
+template <int Threads, typename T, int M>
+__device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<4>& from, const In<4>& g,
+                                    const Piece& piece, int head, int slots) {
+  if (from.data != nullptr) {
+    load_async<Threads>(s, chunk_rows<T>(from, piece, head), from.stride[1], piece.length, slots,
+                        threadIdx.x);
+    return;
+  }
+  const float* gates = chunk_rows<float>(g, piece, head);
+  for (int i = threadIdx.x; i < kChunk * M / 4; i += Threads) {
+    const int row = i / (M / 4), col = i % (M / 4) * 4;
+    Pack<4> pack = zeros<4>();
+    if (row < piece.length && col < slots) pack = load<4>(gates + row * g.stride[1] + col);
+    *reinterpret_cast<uint2*>(&s.at(row, col)) = {pair_of<T>(complement(pack.at[0]), complement(pack.at[1])),
+                                                  pair_of<T>(complement(pack.at[2]), complement(pack.at[3]))};
+  }
+}
+
+// Two neighbours of a tile, as floats.
+template <typename T, class Tile>
+__device__ inline float2 pair_at(const Tile& tile, int row, int col) {
+  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
+}
+// At (row + lane_row(), col + lane_col()).
+template <typename T, class Tile>
+__device__ inline float2 lane_pair(const Tile& tile, int row, int col) {
+  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
+}
+template <typename T, class Tile>
+__device__ inline void put_lane_pair(const Tile& tile, int row, int col, float left, float right) {
+  *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
+}
+
+// tile *= factors, 16 rows from `first` on.
+template <typename T, int N, class Tile>
+__device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& factors) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+      put_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i],
+                       x.y * factors.at[n][2 * i + 1]);
+    }
+  }
+}
+
+// Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
+// called with e^{X} of (row + lane_row(), col + lane_col()) and the next column, until all have been. By all
+// of the block after g has arrived: every `Warps` warps have `Columns` columns of g from its first on, a warp
+// some of its own. True if factors serve for all of the block's columns, else nothing is written. The results
+// are seen after the next barrier.
+template <typename T, int Warps, int Columns, int M, class Weigh>
+__device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
+  constexpr int kTiles = Columns / 8 / Warps;  // of 8 columns, a warp's
+  constexpr int kBlocks = kChunk / kRows;
+  const int first = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
+  uint32_t triangle[4], square[4];
+  ones(triangle, Sum::after);
+  ones(square, Sum::all);
+  Sums<kBlocks> after[kTiles];  // from the last 16 rows to the first
+  Sums<1> total[kTiles];
+  bool small = true;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    fill(total[t], 0.f);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      GateParts<1> gates;
+      load(gates, g, kRows * (kBlocks - 1 - b), first + 8 * t);
+      Sums<1> sums = total[t];
+      add_gates(sums, triangle, gates);
+      add_gates(total[t], square, gates);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) after[t].at[b][i] = kLog2E * sums.at[0][i];
+    }
+    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -factored_limit<T>();
+  }
+  if (!__syncthreads_and(small)) return false;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const int col = first + 8 * t;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = kRows * (kBlocks - 1 - b) + 8 * i;
+        const float left = after[t].at[b][2 * i], right = after[t].at[b][2 * i + 1];
+        weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
+        *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
+      }
+    }
+    if (lane_row() == 0) {
+      *reinterpret_cast<float2*>(decay + col + lane_col()) = {exp2_fast(kLog2E * total[t].at[0][0]),
+                                                              exp2_fast(kLog2E * total[t].at[0][1])};
+    }
+  }
+  return true;
+}
+
+// A warp's view of its chunk's gates in shared memory, `Columns` of the M: all arrays start at its first.
+template <int M, int Columns = M>
+struct Gates {
+  static constexpr int N = Columns / 8;
+  // e^{-X} where factors serve; else, after split(), the sums of log2 e^g through each row of its 16.
+  SharedTile<float, kChunk, M> g;
+  float* decay;   // [M]: e^{L_C}, where factors serve
+  float* totals;  // [4, M]: sums of each 16 rows, elsewhere
+  int warp;       // of four
+
+  __device__ int row() const { return kRows * warp; }
+  // Row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next.
+  __device__ float2 factor(int i, int n) const {
+    return *reinterpret_cast<const float2*>(&lane_at(g, row() + 8 * i, 8 * n));
+  }
+  __device__ float2 chunk_decay(int n) const {
+    return *reinterpret_cast<const float2*>(decay + 8 * n + lane_col());
+  }
+  // sums *= e^{-X}
+  __device__ void multiply(Sums<N>& sums) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 r = factor(i, n);
+        sums.at[n][2 * i] *= r.x, sums.at[n][2 * i + 1] *= r.y;
+      }
+    }
+  }
+
+  // The rest is for chunks where factors do not serve.
+
+  // By four warps, each its rows; all warps of the block pass the barriers around it.
+  __device__ void split() const {
+    uint32_t triangle[4];
+    ones(triangle, Sum::through);
+    Sums<N> through;
+    fill(through, 0.f);
+    add_gates(through, triangle, g, row());
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int col = 8 * n + lane_col();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float2*>(&g.at(row() + lane_row() + 8 * i, col)) = {
+            kLog2E * through.at[n][2 * i], kLog2E * through.at[n][2 * i + 1]};
+      }
+      if (lane_row() == 7) {
+        *reinterpret_cast<float2*>(totals + warp * M + col) = {kLog2E * through.at[n][2],
+                                                               kLog2E * through.at[n][3]};
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ float2 block_decay(int block, int n) const {
+    const float2 sum = *reinterpret_cast<const float2*>(totals + block * M + 8 * n + lane_col());
+    return {exp2_fast(sum.x), exp2_fast(sum.y)};
+  }
+  // Of row j of the warp's 16.
+  __device__ float2 through(int j, int n) const {
+    return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
+  }
+  __device__ void through(Sums<N>& to) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 sum = through(lane_row() + 8 * i, n);
+        to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
+      }
+    }
+  }
+  // e^{sum through each row}, and e^{sum after it}, within the 16.
+  __device__ void decay_through(Sums<N>& to) const {
+    through(to);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast(to.at[n][i]);
+    }
+  }
+  __device__ void decay_after(Sums<N>& to) const {
+    through(to);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float2 all = through(kRows - 1, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast((i & 1 ? all.y : all.x) - to.at[n][i]);
+    }
+  }
+};
+
+// Row i of the warp's 16 against row j, slot by slot: e^{l_i - l_j}, 1 where j is the later row (masked
+// elsewhere).
+__device__ inline float decay_between(float later, float earlier) {
+  return exp2_fast(fminf(later - earlier, 0.f));
+}
+
+}  // namespace girih::kernels

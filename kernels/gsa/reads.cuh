@@ -1,0 +1,216 @@
+// The two reads of a chunk's rows that go through its gates:
+//
+//     value_read   y_i = e^{L_i} * (x_i H) + sum_{j<=i} a_ij e^{L_i - L_j} * s_j                  [M]
+//     key_read     (f, W) of p:  f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm}     j <= i
+//
+// H the chunk's first state, a_ij = x_i . y_j the scores, L_i the sum of g through row i, slot by slot.
+#pragma once
+
+#include "gsa/chunk_gates.cuh"
+#include "gsa/scores.cuh"
+
+namespace girih::kernels {
+
+// The reads of a warp's rows, `Columns` of the M slots: all arrays start at its first. A `Strict` value_read
+// leaves out what a row reads of its own token.
+template <typename T, int M, bool Strict = false, int Columns = M>
+struct RowReads {
+  static constexpr int N = Columns / 8;
+  using Tile = SharedTile<T, kChunk, M>;
+
+  // What they need, all in shared memory.
+  struct Shared {
+    Gates<M, Columns> gates;
+    Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
+    Tile raw;  // the weights as they are, where factors do not serve
+    Scratch scratch;
+  };
+  Shared at;
+  bool factored;
+
+  // By all of the block, `Warps` warps with these columns, after g and s have arrived. Ends in a barrier.
+  template <int Warps>
+  __device__ void start() {
+    const Tile s = at.s;
+    factored =
+        factor_gates<T, Warps, Columns>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
+          const float2 old = lane_pair<T>(s, row, col);
+          put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
+        });
+    __syncthreads();
+  }
+
+  // Of row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next; 1 where factors do not
+  // serve.
+  __device__ float2 factor(int i, int n) const {
+    const float2 r = at.gates.factor(i, n);
+    return {factored ? r.x : 1.f, factored ? r.y : 1.f};
+  }
+
+  // Where factors do not serve, before the first read and when `raw`, the tile of at.raw, is free. By all
+  // warps; ends in a barrier.
+  template <int Threads>
+  __device__ void split(const Tile& raw, const In<4>& weights, const In<4>& g, const Piece& piece, int head,
+                        int slots) {
+    if (factored) return;
+    __syncthreads();
+    load_weights<Threads>(raw, weights, g, piece, head, slots);
+    commit_copies();
+    split_by_blocks(at);
+    wait_copies<0>();
+    __syncthreads();
+  }
+
+  // x *= e^{L_i}, where factors do not serve.
+  __device__ void decay_from_start(Sums<N>& x) const {
+    Sums<N> copy = x;  // what goes by reference is kept in memory
+    decay_by_blocks(at, copy);
+    x = copy;
+  }
+
+  // y, so far x H, becomes the value read. a: the scores.
+  __device__ void value_read(Sums<N>& y, const Scores& a) const {
+    if (!factored) {
+      Sums<N> copy = y;
+      const Scores scores = a;
+      value_read_by_blocks(at, copy, scores);
+      y = copy;
+      return;
+    }
+    scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
+    Operand<2> scores[2];
+    round_scores<Side::earlier, !Strict, T>(scores, a, at.gates.warp);
+    add_scored<Side::earlier, T>(y, scores, at.s, at.gates.warp);
+    at.gates.multiply(y);
+  }
+
+  // p becomes f, and what these columns add to W. Where factors serve p may come with them: `Multiplied` says
+  // so.
+  template <bool Multiplied = false>
+  __device__ void key_read(Sums<N>& p, Scores& W) const {
+    if (!factored) {
+      Sums<N> copy = p;
+      Scores scores;
+      key_read_by_blocks(at, copy, scores);
+      p = copy;
+      W = scores;
+    } else {
+      zero(W);
+      if constexpr (!Multiplied) at.gates.multiply(p);
+#pragma unroll
+      for (int k = 0; k < N / 2; ++k) {
+        Operand<1> x;
+        round_to<T>(x, p, 2 * k);
+        add_scores<Side::earlier, T>(W, x.at[0], at.s, 16 * k, at.gates.warp);
+      }
+      scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
+    }
+  }
+  // The same with all columns' W, rounded.
+  __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
+    Scores W;
+    key_read(p, W);
+    round_scores<Side::earlier, true, T>(w, W, at.gates.warp);
+  }
+
+ private:
+  // Rarely run, and large: calls of their own, lest they take registers from the rest.
+  __device__ __noinline__ static void split_by_blocks(const Shared at) {
+    at.gates.split();
+    Sums<N> after;
+    at.gates.decay_after(after);
+    scale_rows<T>(at.s, at.gates.row(), after);
+  }
+
+  __device__ __noinline__ static void decay_by_blocks(const Shared at, Sums<N>& x) {
+    Sums<N> through;
+    at.gates.decay_through(through);
+    multiply(x, through);
+#pragma unroll 1
+    for (int b = 0; b < at.gates.warp; ++b) {
+      scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });
+    }
+  }
+
+  __device__ __noinline__ static void value_read_by_blocks(const Shared at, Sums<N>& y, const Scores& a) {
+    const Gates<M, Columns>& gates = at.gates;
+    // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...)
+    Sums<2> block;
+#pragma unroll 1
+    for (int b = 0; b < gates.warp; ++b) {
+      block_of(block, a, b);
+      Operand<1> scores;
+      round_to<T>(scores, block);
+      scale_columns(y, [&](int n) { return gates.block_decay(b, n); });
+      add_product<T>(y, scores, at.s, kRows * b);
+    }
+    block_of(block, a, gates.warp);
+    at.scratch.put(block);
+    Sums<N> through;
+    gates.through(through);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y.at[n][i] *= exp2_fast(through.at[n][i]);
+    }
+#pragma unroll 1
+    for (int j = 0; j < kRows; ++j) {
+      float2 score = at.scratch.column(j);
+      if (j + Strict > lane_row()) score.x = 0.f;
+      if (j + Strict > lane_row() + 8) score.y = 0.f;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+                     l = gates.through(j, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          y.at[n][i] += (i < 2 ? score.x : score.y) * (i & 1 ? weight.y : weight.x) *
+                        decay_between(through.at[n][i], i & 1 ? l.y : l.x);
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __noinline__ static void key_read_by_blocks(const Shared at, Sums<N>& p, Scores& W) {
+    const Gates<M, Columns>& gates = at.gates;
+    zero(W);
+    Sums<N> through;
+    gates.through(through);
+#pragma unroll 1
+    for (int j = 0; j < kRows; ++j) {
+      float above = 0.f, below = 0.f;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+                     l = gates.through(j, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          (i < 2 ? above : below) +=
+              p.at[n][i] * (i & 1 ? weight.y : weight.x) * decay_between(through.at[n][i], i & 1 ? l.y : l.x);
+        }
+      }
+      at.scratch.put_column(j, above, below);
+    }
+    Sums<2> block;
+    at.scratch.get(block);
+    set_block(W, block, gates.warp);
+    // The earlier blocks, from the nearest: f takes on one block's decay after the other.
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p.at[n][i] *= exp2_fast(through.at[n][i]);
+    }
+#pragma unroll 1
+    for (int b = gates.warp - 1; b >= 0; --b) {
+      Operand<N / 2> x;
+      round_to<T>(x, p);
+      fill(block, 0.f);
+      add_product_transposed<T>(block, x, at.s, kRows * b);
+      set_block(W, block, b);
+      scale_columns(p, [&](int n) { return gates.block_decay(b, n); });
+    }
+  }
+};
+
+}  // namespace girih::kernels

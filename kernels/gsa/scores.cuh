@@ -1,0 +1,154 @@
+// The scores of a chunk's rows with each other, a warp's 16 of them with all 64: in registers, as the left
+// factor of products, and block by block.
+#pragma once
+
+#include "gsa/gsa.h"
+#include "tile/gates.h"
+#include "tile/shared.h"
+
+namespace girih::kernels {
+
+// The scores of a warp's 16 rows against the chunk's 64, in two halves: the second is all masked for the
+// first two warps, who skip it.
+struct Scores {
+  Sums<4> half[2];
+};
+
+__device__ inline void zero(Scores& a) {
+  fill(a.half[0], 0.f);
+  fill(a.half[1], 0.f);
+}
+
+// Which scores stay: those of earlier columns (and the row's own), or of later ones.
+enum class Side { earlier, later };
+
+template <Side side>
+__device__ inline bool has_half(int h, int warp) {
+  return side == Side::earlier ? h == 0 || warp >= 2 : h == 1 || warp < 2;
+}
+
+// a += x y^T, columns col..col+15 of both; halves without a score left out.
+template <Side side, typename T, class Tile>
+__device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile& y, int col, int warp) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (has_half<side>(h, warp)) add_product_transposed<T>(a.half[h], x, y, 32 * h, col);
+  }
+}
+
+// Rounded, and zero on the other side of the diagonal and, without `Diagonal`, on it; halves that are all
+// zero are not touched.
+template <Side side, bool Diagonal, typename T>
+__device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
+  // Of the diagonal's half one of two blocks of 16 columns is its own. No branches: with them the compiler
+  // kept `to` in memory, for one half's place there or the other's.
+  const bool second = warp & 1;
+  uint32_t stay[2][4];
+#pragma unroll
+  for (int x = 0; x < 4; ++x) {
+    const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
+    const auto stays = [&](int c) {
+      return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
+    };
+    const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
+    stay[0][x] = second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
+    stay[1][x] = second ? diagonal : (side == Side::earlier ? 0u : ~0u);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (!has_half<side>(h, warp)) continue;
+    round_to<T>(to[h], a.half[h]);
+    const uint32_t whole = h == warp >> 1 ? 0u : ~0u;
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      to[h].at[0][x] &= stay[0][x] | whole;
+      to[h].at[1][x] &= stay[1][x] | whole;
+    }
+  }
+}
+
+// sums += a y, columns col.. of y
+template <Side side, typename T, int N, class Tile>
+__device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp,
+                                  int col = 0) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h, col);
+  }
+}
+
+// f(score, its place n, i in sums) of the 16 columns of block `block` of the scores.
+template <class A, class F>
+__device__ inline void for_each_of_block(A& a, int block, const F& f) {
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    if (b != block) continue;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(a.half[b >> 1].at[2 * (b & 1) + n][i], n, i);
+    }
+  }
+}
+__device__ inline void block_of(Sums<2>& to, const Scores& a, int block) {
+  for_each_of_block(a, block, [&](float x, int n, int i) { to.at[n][i] = x; });
+}
+__device__ inline void set_block(Scores& a, const Sums<2>& from, int block) {
+  for_each_of_block(a, block, [&](float& x, int n, int i) { x = from.at[n][i]; });
+}
+
+// The scores of rows with themselves, to [64].
+__device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
+  Sums<2> own;
+  block_of(own, a, warp);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane_row() + 8 * (i >> 1);
+      if (8 * n + lane_col() + (i & 1) == row) to[kRows * warp + row] = own.at[n][i];
+    }
+  }
+}
+
+// The 16 x 16 scratch of a warp.
+struct Scratch {
+  float* at;
+
+  __device__ void put(const Sums<2>& block) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
+      }
+    }
+    __syncwarp();
+  }
+  __device__ void get(Sums<2>& block) const {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        block.at[n][i] = at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)];
+      }
+    }
+    __syncwarp();
+  }
+  // Column j: of rows lane_row() and lane_row() + 8.
+  __device__ float2 column(int j) const {
+    return {at[lane_row() * kRows + j], at[(lane_row() + 8) * kRows + j]};
+  }
+  // By all lanes, from sums over the four lanes of a row.
+  __device__ void put_column(int j, float above, float below) const {
+    above = sum_over_row(above);
+    below = sum_over_row(below);
+    if (lane_col() == 0) {
+      at[lane_row() * kRows + j] = above;
+      at[(lane_row() + 8) * kRows + j] = below;
+    }
+  }
+};
+
+}  // namespace girih::kernels
