@@ -7,7 +7,9 @@ from pathlib import Path
 import girih
 import pytest
 import torch
+import torch.nn.functional as F
 from converted import IDS, WAYS, attention, base_model, close, convert, converted
+from girih.conversion.rows import unit
 from girih.data import read_corpus
 from girih.nn import decay_parameter_names
 from torch.utils.data import Dataset
@@ -279,17 +281,42 @@ def test_a_converted_layer_compiles_whole(way):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.parametrize("way", ["both, gelu", "gsa"])
+@pytest.mark.parametrize("way", ["window", "both, gelu", "gsa"])
 def test_a_converted_model_compiles_whole(way):
     torch.compiler.reset()
     model = converted("llama", way, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     mask = torch.ones_like(IDS)
     mask[0, :6] = 0
-    for options in ({}, {"attention_mask": mask}):
-        loss = compiled(IDS, labels=IDS, use_cache=False, **options).loss
-        close(loss, model(IDS, labels=IDS, use_cache=False, **options).loss)
+
+    def gradients(call, options):
+        model.zero_grad()
+        loss = call(IDS, labels=IDS, use_cache=False, **options).loss
         loss.backward()
+        return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    for options in ({}, {"attention_mask": mask}):
+        found, want = gradients(compiled, options), gradients(model, options)
+        for name, grad in want.items():
+            assert (found[name] - grad).norm() <= 1e-3 * grad.norm(), name
+        assert all(grad.any() for name, grad in want.items() if "proj" in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_unit_rows_have_the_same_gradients_by_every_way(dtype):
+    x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    dz = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wide = x.detach().double().requires_grad_()
+    want = F.normalize(F.silu(wide), dim=-1, eps=1e-6)
+    (exact,) = torch.autograd.grad(want, wide, dz.double())
+    torch.compiler.reset()
+    ways = (unit, torch.compile(unit, fullgraph=True, backend="aot_eager"), torch.func.vmap(unit))
+    for way in ways:
+        z = way(x)
+        (dx,) = torch.autograd.grad(z, x, dz)
+        assert z.dtype == dx.dtype == dtype
+        torch.testing.assert_close(z.double(), want, rtol=0, atol=4 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(dx.double(), exact, rtol=0, atol=20 * torch.finfo(dtype).eps)
 
 
 def test_norms_and_the_weight_do_not_decay():

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import needs_cuda
-from girih.nn import RMSNorm, fused
+from girih.models import GirihConfig, GirihForCausalLM
+from girih.nn import Block, RMSNorm, fused
 from girih.nn.fused import residual_norm
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.swiglu import silu_product
@@ -144,3 +145,48 @@ def test_a_training_step_in_a_graph():
         x.copy_(torch.randn_like(x))
     graph.replay()
     assert found.equal(step())
+
+
+@pytest.mark.parametrize("mixer", ["gsa", "cat"])
+def test_sums_left_to_norms_change_nothing(mixer, device):
+    """A hook that does nothing makes every block add by itself."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 3}
+    model = GirihForCausalLM(GirihConfig(mixer=mixer, **sizes)).to(device).train()
+    ids = torch.randint(64, (2, 48), device=device)
+
+    def states_and_gradients():
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            found = model(ids, labels=ids, output_hidden_states=True, use_cache=False)
+        found.loss.backward()
+        return *found.hidden_states, *(p.grad.clone() for p in model.parameters())
+
+    parts = []
+    whole = Block.parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "parts", lambda *call: (parts.append(call[2] is not None), whole(*call))[1])
+        found = states_and_gradients()
+        assert sum(parts) == 2  # the first block takes no other's
+        for block in model.model.layers:
+            block.register_forward_hook(lambda *_: None)
+        parts.clear()
+        want = states_and_gradients()
+        assert not any(parts)
+    for a, b in zip(found, want, strict=True):
+        assert a.equal(b)
+
+
+def test_checkpointed_blocks_are_called():
+    model = GirihForCausalLM(
+        GirihConfig(hidden_size=32, num_heads=2, num_slots=4, num_hidden_layers=2)
+    ).train()
+    ids, calls = torch.randint(256, (1, 12)), []
+    with pytest.MonkeyPatch.context() as patch:
+        forward = Block.forward
+        patch.setattr(Block, "forward", lambda *call, **how: (calls.append(1), forward(*call, **how))[1])
+        model(ids)
+        assert not calls
+        model.gradient_checkpointing_enable()
+        model(ids)
+        assert len(calls) == 2

@@ -1,6 +1,5 @@
 """Where an attention module has its projections, by the names that transformers' models give them."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -180,6 +179,19 @@ class Shared:
         return Shared(memo.get(id(self.attention), self.attention), self.function)
 
 
+class Changed:
+    """A projection of which only its call is another, by `function(projection, o)`."""
+
+    def __init__(self, projection: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]):
+        self._projection, self._function = projection, function
+
+    def __call__(self, o: Tensor) -> Tensor:
+        return self._function(self._projection, o)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._projection, name)
+
+
 class Recording:
     """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
 
@@ -203,7 +215,7 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._attention, name)
         if name == self._out:
-            return functools.partial(self._projected, value)
+            return Changed(value, self._projected)
         if name not in self._names:
             return value
 
@@ -214,6 +226,10 @@ class Recording:
         return recorded
 
     def _projected(self, out: nn.Module, o: Tensor) -> Tensor:
+        if self.changed:
+            raise RuntimeError(
+                f"{self._out} was called a second time in one forward of {type(self._attention)}"
+            )
         o, self.found = self._function(o, self.outputs(), lambda y: y.reshape(o.shape))
         self.changed = True
         return out(o)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from girih.nn import fused
 
 LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
-WIDEST, MOST_ROWS = 256, 4  # of the kernels: elements of a row; n
+WIDEST, MOST_ROWS = 256, 4  # elements of a row and n; as LEAST, what kernels/linear_path/linear_path.h has
 
 
 class Unit(torch.autograd.Function):
@@ -22,10 +22,7 @@ class Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = F.silu(x)
-        with torch.autocast(x.device.type, enabled=False):
-            length = torch.linalg.vector_norm(
-                y, dim=-1, keepdim=True, dtype=torch.promote_types(y.dtype, torch.float32)
-            ).clamp_(min=LEAST)
+        length = length_of(y)
         z = y.div_(length)
         ctx.save_for_backward(x, z, length)
         return z
@@ -41,8 +38,22 @@ class Unit(torch.autograd.Function):
         return torch.ops.aten.silu_backward(dy.div_(length), x)
 
 
+def length_of(y: Tensor) -> Tensor:
+    """In fp32 at least, and LEAST."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    with torch.autocast(y.device.type, enabled=False):
+        return torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).clamp(min=LEAST)
+
+
 def unit(x: Tensor) -> Tensor:
-    """SiLU, then length 1 (eq. 4). x `[..., head_dim]`."""
+    """SiLU, then length 1 (eq. 4). x `[..., head_dim]`.
+
+    By plain operators for a compiler, which loses the gradients of a function that writes what it returns and
+    fuses them as well, and for a transform of functions.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        y = F.silu(x)
+        return (y / length_of(y)).to(x.dtype)
     return Unit.apply(x)
 
 

@@ -1,7 +1,7 @@
 """What all girih models share: initialisation, arguments, caches, checkpointing."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -179,11 +179,14 @@ class Backbone(GirihPreTrainedModel):
         return chunk is None
 
     def run_blocks(
-        self, blocks: Iterable[nn.Module], x: Tensor, arguments: Callable[[int], tuple]
+        self, blocks: Sequence[nn.Module], x: Tensor, arguments: Callable[[int], tuple]
     ) -> tuple[list[Tensor], list[Any]]:
-        """What goes into each block and what comes out of the last one; what each keeps. arguments(i): of
-        block i behind x. Where the blocks are as they were made, a norm adds what the last block left it."""
-        every, kept, branch = [], [], None
+        """What goes into each block and what comes out of the last one; the state that each keeps.
+
+        arguments(i): of block i behind x. Where the blocks are as they were made, x goes from one to the next
+        in two parts, x and the branch of the last block's feed-forward layer, which the next norm adds to it.
+        """
+        every, states, branch = [], [], None
         checkpoints = self.gradient_checkpointing and self.training
         in_parts = not checkpoints and all(
             type(block) is Block and without_hooks(block) and block._compiled_call_impl is None
@@ -191,13 +194,13 @@ class Backbone(GirihPreTrainedModel):
         )
         for i, block in enumerate(blocks):
             if in_parts:
-                given, x, branch, own = block.parts(x, branch, *arguments(i))
+                whole, x, branch, state = block.parts(x, branch, *arguments(i))
+                every.append(whole)
             else:
-                given = x
-                x, own = self.run_block(block, x, *arguments(i))
-            every.append(given)
-            kept.append(own)
-        return [*every, x if branch is None else x + branch], kept
+                every.append(x)
+                x, state = self.run_block(block, x, *arguments(i))
+            states.append(state)
+        return [*every, x if branch is None else x + branch], states
 
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:

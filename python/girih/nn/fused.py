@@ -120,7 +120,7 @@ class _ResidualNorm(torch.autograd.Function):
             )
         if not ctx.of_branch:
             dbranch = None
-        elif ds is not None and (dy is None or not rounded or dbranch is None):
+        elif ds is not None and (not rounded or dbranch is None):
             dbranch = ds.to(ctx.rows)
         return ds, dbranch, dweight if ctx.needs_input_grad[2] else None, None, None
 

@@ -25,12 +25,17 @@ class _SiluProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # what follows is differentiated once more
-            s = gate.sigmoid()
-            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+        if torch.is_grad_enabled():
+            return derivatives(dy, gate, up)
         if takes_kernel(gate, up):
             return torch.ops.girih.silu_product_backward(dy, gate, up, False)[:2]
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate) * dy
+
+
+def derivatives(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Of gate and up, which may be differentiated once more."""
+    s = gate.sigmoid()
+    return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
 
 
 def takes_kernel(gate: Tensor, up: Tensor) -> bool:
@@ -67,15 +72,15 @@ class _ProductDown(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         dz = F.linear(dy, weight.to(dy.dtype).t()).to(gate.dtype)
         of_weight = ctx.needs_input_grad[2]
-        if torch.is_grad_enabled():  # what follows is differentiated once more
+        if torch.is_grad_enabled() or not takes_kernel(gate, up):
+            dgate, dup = derivatives(dz, gate, up)
             z = _SiluProduct.apply(gate, up)
-            s = gate.sigmoid()
-            dgate, dup = dz * up * s * (1 + gate * (1 - s)), dz * gate * s
         else:
             dgate, dup, z = torch.ops.girih.silu_product_backward(dz, gate, up, of_weight)
         if not of_weight:
             return dgate, dup, None
-        dweight = F.linear(dy.flatten(0, -2).t(), z.to(dy.dtype).flatten(0, -2).t())
+        rows, products = (y.reshape(-1, y.shape[-1]) for y in (dy, z.to(dy.dtype)))
+        dweight = F.linear(rows.t(), products.t())
         return dgate, dup, dweight.to(weight.dtype)
 
 
