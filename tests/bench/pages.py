@@ -66,9 +66,9 @@ def accelerated_sentence():
     text = (
         "Models of transformers itself: `girih.accelerate(model)` puts the linear layers of Qwen3-Next, "
         "Qwen3.5, OLMo-hybrid, Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2 on these kernels, "
-        "weights and numbers the same. On an H200 a layer of Qwen3-Next then takes "
-        f"{ms(ours['forward'])} ms instead of {ms(theirs['forward'])}, in training "
-        f"{ms(ours['forward_backward'])} instead of {ms(theirs['forward_backward'])} "
+        "weights and numbers the same but for rounding. On an H200 a layer of Qwen3-Next then takes "
+        f"{ms(ours['forward'])} ms, by transformers' own PyTorch code {ms(theirs['forward'])}; in training "
+        f"{ms(ours['forward_backward'])}, and {ms(theirs['forward_backward'])} "
         "([accelerate](docs/accelerate.md))."
     )
     return textwrap.fill(text, 118) + "\n"
@@ -207,8 +207,8 @@ def quality():
         f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers "
         f"with short convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a byte, attention at "
         f"{some['bits_per_byte']:.2f}; {', '.join(f'`{mixer}`' for mixer in tried)} recall {pairs} pairs at "
-        f"{right[0]:.0%} to {right[-1]:.0%}, what has no convolution at {others:.0%} at most ([the "
-        "comparison](docs/comparison.md)). Precision, and how exact it is, says [numerics](docs/numerics.md)."
+        f"{right[0]:.0%} to {right[-1]:.0%}, all without one, attention too, at {others:.0%} at most "
+        "([comparison](docs/comparison.md)). Precision, and how exact it is: [numerics](docs/numerics.md)."
     )
     return textwrap.fill(text, 118) + "\n"
 
