@@ -10,7 +10,6 @@ transformers would take where it is installed (flash-linear-attention, causal-co
 """
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -20,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from device import require_gpu
+from device import emptied, require_gpu
 from results import FOLDER, write
 from torch import nn
 
@@ -126,8 +125,7 @@ def measured():
             rows[family] = {"transformers": before, "girih": measure_layer(card, layer)}
         print(family, rows[family], flush=True)
         del layer
-        gc.collect()
-        torch.cuda.empty_cache()
+        emptied()
     torch.manual_seed(0)
     model = Qwen3NextForCausalLM(Qwen3NextConfig(**DECODED)).cuda().bfloat16().eval()
     for sequences in SEQUENCES:

@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from device import require_gpu
+from device import emptied, require_gpu
 from results import FOLDER, keep, write
 from shapes import SHAPES
 
@@ -155,8 +155,7 @@ def main(argv=None):
         print("\n".join(lines(shape, entry)), flush=True)
         if not keep(options.folder, shape, entry):
             print("  measured without the peer: the file keeps the entry that has one")
-        gc.collect()
-        torch.cuda.empty_cache()
+        emptied()
     results = read(options.folder)
     write(options.folder / "table.md", table(results))
     draw(results, options.folder / "figure.png")

@@ -29,14 +29,13 @@ with as many, and with MOST of them, which the Llama cannot hold at the longer c
 """
 
 import argparse
-import gc
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
-from device import require_gpu
+from device import emptied, require_gpu
 from results import FOLDER, keep_part, origin
 
 LLAMA = {
@@ -217,12 +216,6 @@ def generate(model, prompt, sequences, compiled=False):
 def written(*arguments):
     """The row alone."""
     return generate(*arguments)[1]
-
-
-def emptied():
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def keys_of_a_sequence(tokens):

@@ -20,7 +20,6 @@ all tokens after the first.
 """
 
 import argparse
-import gc
 import itertools
 import re
 import statistics
@@ -32,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from device import require_gpu
+from device import emptied, require_gpu
 from results import FOLDER, keep_part, origin
 
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
@@ -338,11 +337,6 @@ def of_texts():
             print(f"N {length}, {name}: {rows[name]['tokens_per_second']:,} tokens/s", flush=True)
             emptied()
     return found
-
-
-def emptied():
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def main(argv=None):

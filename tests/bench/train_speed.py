@@ -13,7 +13,6 @@ in rows of 2048, or of `--context`, bf16 autocast over fp32 weights. A step is f
 """
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from device import require_gpu
+from device import emptied, require_gpu
 from peers import fla_version
 from results import FOLDER, write
 from shapes import MIXERS
@@ -210,8 +209,7 @@ def main(argv=None):
         settings |= {"tokens": TOKENS, "context": CONTEXT}
         write(file, json.dumps({"settings": settings, "models": rows}, indent=1) + "\n")
         print(f"{row_name}: {row['tokens_per_second']:,} tokens/s", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        emptied()
     write(options.folder / "model.md", table(rows))
     print("\n" + table(rows))
     return 0

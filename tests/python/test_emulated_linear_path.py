@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 import torch
-from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure
+from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure, unwritten, walled
 from test_linear_path_kernels import DTYPES as TYPES
 from test_linear_path_kernels import check_gate, check_rows
 
@@ -23,19 +23,6 @@ def kernels(tmp_path_factory):
     return compiled_once(tmp_path_factory, "linear_path", sizes=())
 
 
-def aligned(x):
-    """A copy that begins at a multiple of 32 bytes, with NaN around it."""
-    buffer = torch.full((x.numel() + 128,), torch.nan, dtype=x.dtype)
-    start = 32 - buffer.data_ptr() % 32 // buffer.element_size()
-    view = buffer[start : start + x.numel()].view(x.shape)
-    view.copy_(x)
-    return view
-
-
-def empty(*shape, dtype):
-    return aligned(torch.full(shape, torch.nan, dtype=dtype))
-
-
 def pointers(*tensors):
     return [x.data_ptr() for x in tensors]
 
@@ -47,15 +34,15 @@ def shape_of(x, query_heads, n):
 
 def rows_by(kernels):
     def run(x, query_heads, n):
-        x, shape = aligned(x), shape_of(x, query_heads, n)
-        q = empty(*x.shape[:2], query_heads, shape.D, dtype=x.dtype)
-        k, v = (empty(shape.batch, shape.tokens * n, shape.heads, shape.D, dtype=x.dtype) for _ in "kv")
+        x, shape = walled(x), shape_of(x, query_heads, n)
+        q = unwritten(*x.shape[:2], query_heads, shape.D, dtype=x.dtype)
+        k, v = (unwritten(shape.batch, shape.tokens * n, shape.heads, shape.D, dtype=x.dtype) for _ in "kv")
         kernels.run_virtual_rows(ctypes.byref(Rows(shape, *pointers(x, q, k, v))))
         return q, k, v
 
     def run_backward(dq, dk, dv, x, query_heads, n):
-        tensors, shape = [aligned(t) for t in (x, dq, dk, dv)], shape_of(x, query_heads, n)
-        dx = empty(*x.shape, dtype=x.dtype)
+        tensors, shape = [walled(t) for t in (x, dq, dk, dv)], shape_of(x, query_heads, n)
+        dx = unwritten(*x.shape, dtype=x.dtype)
         kernels.run_virtual_rows_backward(ctypes.byref(RowsBackward(shape, *pointers(*tensors, dx))))
         return dx
 
@@ -64,13 +51,13 @@ def rows_by(kernels):
 
 def gate_by(kernels):
     def run(total):
-        total, beta = aligned(total), empty(*total.shape[:3], dtype=torch.float32)
+        total, beta = walled(total), unwritten(*total.shape[:3], dtype=torch.float32)
         call = Gate(*total.shape, DTYPES[total.dtype], *pointers(total, beta))
         kernels.run_pooled_gate(ctypes.byref(call))
         return beta
 
     def run_backward(dbeta, total):
-        total, dbeta, dtotal = aligned(total), aligned(dbeta), empty(*total.shape, dtype=total.dtype)
+        total, dbeta, dtotal = walled(total), walled(dbeta), unwritten(*total.shape, dtype=total.dtype)
         call = GateBackward(*total.shape, DTYPES[total.dtype], *pointers(total, dbeta, dtotal))
         kernels.run_pooled_gate_backward(ctypes.byref(call))
         return dtotal

@@ -59,10 +59,7 @@ def unit(x: Tensor) -> Tensor:
 
 def has_kernel(x: Tensor) -> bool:
     return (
-        fused.has_kernel()
-        and type(x) is Tensor
-        and x.is_cuda
-        and x.dtype in fused.TYPES
+        fused.has_kernel(x, dense=False)
         and x.shape[-1] % fused.PACK == 0
         and 0 < x.shape[-1] <= WIDEST
         and x.numel() // x.shape[-1] < 2**31

@@ -13,7 +13,7 @@ from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
 from girih.nn.attention_call import own_mask
-from girih.nn.fused import without_hooks
+from girih.nn.fused import is_product
 from girih.nn.loss import linear_cross_entropy
 
 
@@ -115,14 +115,11 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         return inputs
 
     def _has_loss_in_chunks(self) -> bool:
-        """Asked for, and the head and the loss are what they are by themselves: no adapter's, no hook's."""
-        head = self.lm_head
+        """Asked for, and the head and the loss are what they are by themselves."""
         return (
             self.config.loss_in_chunks
             and self.training
-            and type(head) is nn.Linear
-            and head.bias is None
-            and without_hooks(head)
+            and is_product(self.lm_head)
             and getattr(self, "_loss_function", None) is None
         )
 

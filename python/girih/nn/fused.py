@@ -14,9 +14,9 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITH_CUDA = hasattr(torch.ops.girih, "residual_norm")  # the library was built
 
 
-def has_kernel(*tensors: Tensor) -> bool:
-    """Plain, dense tensors on a GPU, outside of what compiles, traces or transforms PyTorch's operators: a
-    compiler makes the same passes, and puts more into them."""
+def has_kernel(*tensors: Tensor, dense: bool = True) -> bool:
+    """Plain tensors on a GPU, `dense` ones, outside of what compiles, traces or transforms PyTorch's
+    operators: a compiler makes the same passes, and puts more into them."""
     return (
         WITH_CUDA
         and not torch.compiler.is_compiling()
@@ -24,7 +24,10 @@ def has_kernel(*tensors: Tensor) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and all(
-            type(x) in (Tensor, nn.Parameter) and x.is_cuda and x.dtype in TYPES and x.is_contiguous()
+            type(x) in (Tensor, nn.Parameter)
+            and x.is_cuda
+            and x.dtype in TYPES
+            and (x.is_contiguous() or not dense)
             for x in tensors
         )
     )
@@ -39,6 +42,11 @@ def without_hooks(module: nn.Module) -> bool:
         or "forward" in vars(module)
         or nn.modules.module._has_any_global_hook()
     )
+
+
+def is_product(linear: nn.Module) -> bool:
+    """By a weight, and nothing else: neither an adapter's nor a hook's."""
+    return type(linear) is nn.Linear and linear.bias is None and without_hooks(linear)
 
 
 def has_norm(x: Tensor, weight: Tensor) -> bool:

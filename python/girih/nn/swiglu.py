@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.fused import PACK, has_kernel, without_hooks
+from girih.nn.fused import PACK, has_kernel, is_product
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -84,11 +84,6 @@ class _ProductDown(torch.autograd.Function):
         return dgate, dup, dweight.to(weight.dtype)
 
 
-def is_plain(linear: nn.Module) -> bool:
-    """A product by a weight, and nothing else."""
-    return type(linear) is nn.Linear and linear.bias is None and without_hooks(linear)
-
-
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020); x `[..., hidden_size]`.
 
@@ -104,6 +99,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        if torch.is_grad_enabled() and is_plain(down) and takes_kernel(gate, up) and has_kernel(down.weight):
+        if (
+            torch.is_grad_enabled()
+            and is_product(down)
+            and takes_kernel(gate, up)
+            and has_kernel(down.weight)
+        ):
             return _ProductDown.apply(gate, up, down.weight)
         return down(silu_product(gate, up))
