@@ -1,5 +1,5 @@
 # make train [MIXER=gsa] [SIZE=small] [CORPUS=path]     train a byte-level language model
-# make compare [MIXERS=...] [TASKS=...] [STEPS=...]     train many at equal size, one table
+# make compare [MIXERS=...] [TASKS=...] [RATES=...]     train many at equal size, at three rates
 # make conversion [SIZE=25m] [TOKENS=...] [MINUTES=...] a Transformer converted in every way and trained on, one figure
 # make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
 # make docs                                             the tables of README.md and docs/, from files of results
@@ -40,7 +40,7 @@ train: build
 	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
 
 compare: build
-	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
+	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,RATES,rates) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
 
 conversion: build
 	@$(run) tests/bench/conversion.py $(call option,SIZE,size) $(call option,TOKENS,tokens) $(call option,MINUTES,minutes) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)

@@ -48,7 +48,7 @@ void describe(CLI::App& app, Options& of) {
       ->capture_default_str();
   app.add_option("--chunks", of.chunks, "of cat: chunk lengths with commas, one drawn a step (adaptive)")
       ->delimiter(',');
-  app.add_option("--size", of.size, "tiny, small, 10m, 100m or 340m")->capture_default_str();
+  app.add_option("--size", of.size, "tiny, small, 10m, 50m, 100m or 340m")->capture_default_str();
   app.add_option("--steps", of.steps, "instead of the size's own");
   app.add_option("--folder", of.folder,
                  "where the run lives (default: runs/MIXER-SIZE, or MIXER-adaptive-SIZE)");

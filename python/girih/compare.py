@@ -1,9 +1,10 @@
 """Train mixers at equal size on equal data and lay the results side by side: `python -m girih.compare`.
 
 Two tasks: `text`, bits per byte of held-out text, and `mqar`, the share of right answers in multi-query
-associative recall. Every mixer gets the same data, in the same order, and the same learning rate. A
-finished cell (a task and a mixer) is one file; only cells without their file are trained; table.md and
-figure.png are made from the files that were trained on the same data in the same way.
+associative recall, trained until it is learned. Every mixer gets the same data, in the same order, and is
+trained at the same learning rates: what counts is the best, and all are shown. A finished cell (a task, a
+mixer and a rate) is one file; only cells without their file are trained; table.md and figure.png are made
+from the files that were trained on the same data in the same way.
 """
 
 import argparse
@@ -12,12 +13,13 @@ import json
 import shutil
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from girih.comparison.cell import DEFAULTS, is_cell, recipe_of, run_cell
+from girih.comparison.cell import COMPARED, TASKS, best_of, is_cell, rates_of, recipe_of, run_cell
 from girih.comparison.table import draw, write_table
 from girih.data import Corpus, read_corpus
 from girih.models import MIXERS
@@ -36,32 +38,64 @@ from girih.training.processes import Interrupt, Interrupted, on_one_device, toge
 from girih.training.recipe import SIZES, Recipe
 
 
+class Cell(NamedTuple):
+    task: str
+    mixer: str
+    rate: float
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.mixer} {self.rate:g}"
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What is compared: tasks, their mixers, and the recipe and settings that all cells of a task share."""
+    """What is compared: tasks, mixers, the rates and the recipe that all mixers of a task share."""
 
-    tasks: dict[str, tuple[str, ...]]
+    tasks: tuple[str, ...]
+    mixers: tuple[str, ...]
     recipes: dict[str, Recipe]
+    rates: dict[str, tuple[float, ...]]
     settings: dict[str, dict]
     corpus: Corpus
     folder: Path
     size: str
     seed: int
 
-    def file(self, task: str, mixer: str) -> Path:
-        return self.folder / f"{task}-{mixer}-{self.size}-{self.recipes[task].steps}.json"
+    def cells(self, tasks: tuple[str, ...], mixers: tuple[str, ...]) -> list[Cell]:
+        return [Cell(task, mixer, rate) for task in tasks for mixer in mixers for rate in self.rates[task]]
+
+    def file(self, cell: Cell) -> Path:
+        steps = self.recipes[cell.task].steps
+        return self.folder / f"{cell.task}-{cell.mixer}-{self.size}-{steps}-{cell.rate:g}.json"
+
+    def settings_of(self, cell: Cell) -> dict:
+        return self.settings[cell.task] | {"learning_rate": cell.rate}
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """The argument of `--rates`."""
+    found = []
+    for part in text.split(","):
+        try:
+            rate = float(part)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < 1:
+            raise argparse.ArgumentTypeError(f"{part} should be a number between 0 and 1")
+        found.append(rate)
+    return tuple(dict.fromkeys(found))
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
     size = options.size or ("10m" if torch.cuda.is_available() else "small")
-    tasks = options.tasks.split(",")
-    mixers = tuple(options.mixers.split(",")) if options.mixers else ()
+    tasks = tuple(options.tasks.split(","))
+    mixers = tuple(options.mixers.split(",")) if options.mixers else COMPARED
     refuse_unknown("size", [size], SIZES)
-    refuse_unknown("task", tasks, DEFAULTS)
+    refuse_unknown("task", tasks, TASKS)
     refuse_unknown("mixer", mixers, MIXERS)
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
-    recipes = {task: recipe_of(task, size, options.steps) for task in DEFAULTS}
+    recipes = {task: recipe_of(task, size, options.steps) for task in TASKS}
     for task in tasks:
         refuse_steps(recipes[task].steps, recipes[task].bytes_a_step)
     corpus = read_corpus(options.corpus, recipes["text"].context)
@@ -70,62 +104,68 @@ def plan_of(options: argparse.Namespace) -> Plan:
         for task, recipe in recipes.items()
     }
     settings["text"]["corpus_sha256"] = corpus.digest
-    tasks = {task: mixers or DEFAULTS[task] for task in tasks}
-    return Plan(tasks, recipes, settings, corpus, options.folder, size, options.seed)
+    rates = {task: options.rates or rates_of(recipe) for task, recipe in recipes.items()}
+    return Plan(tasks, mixers, recipes, rates, settings, corpus, options.folder, size, options.seed)
 
 
-def finished(plan: Plan, task: str, mixer: str) -> tuple[dict | None, str]:
-    """The cell that its file holds, if any, and the settings in which it differs from the plan's."""
-    if not plan.file(task, mixer).exists():
+def finished(plan: Plan, cell: Cell) -> tuple[dict | None, str]:
+    """What the cell's file holds, if any, and the settings in which it differs from the plan's."""
+    file = plan.file(cell)
+    if not file.exists():
         return None, ""
-    cell = read_json(plan.file(task, mixer))
-    has, wanted = cell.get("settings"), plan.settings[task]
-    if not isinstance(has, dict) or (has == wanted and not is_cell(cell, task, plan.recipes[task])):
-        raise damaged(plan.file(task, mixer))
+    result = read_json(file)
+    has, wanted = result.get("settings"), plan.settings_of(cell)
+    if not isinstance(has, dict) or (
+        has == wanted and not is_cell(result, cell.task, plan.recipes[cell.task])
+    ):
+        raise damaged(file)
     other = [name for name in sorted({*has, *wanted}) if has.get(name) != wanted.get(name)]
-    return cell, " and ".join(name.removesuffix("_sha256") for name in other)
+    return result, " and ".join(name.removesuffix("_sha256") for name in other)
 
 
 def train_missing(plan: Plan) -> list[str]:
     """Train the cells without a file, or whose file is of other settings; a line for each that failed."""
     failed = []
     scratch = plan.folder / ".scratch"
-    for task, mixer in ((task, mixer) for task, mixers in plan.tasks.items() for mixer in mixers):
-        cell, other = finished(plan, task, mixer)
-        if cell and not other:
-            print(f"{task} {mixer}: there already")
+    for cell in plan.cells(plan.tasks, plan.mixers):
+        result, other = finished(plan, cell)
+        if result and not other:
+            print(f"{cell}: there already")
             continue
+        recipe = replace(plan.recipes[cell.task], learning_rate=cell.rate)
         again = f", again: the finished one has another {other}" if other else ""
-        print(f"{task} {mixer}: {plan.recipes[task].steps} steps{again}", flush=True)
+        print(f"{cell}: {recipe.steps} steps{again}", flush=True)
         try:
-            cell = run_cell(task, mixer, plan.recipes[task], plan.corpus, scratch, plan.seed)
+            result = run_cell(cell.task, cell.mixer, recipe, plan.corpus, scratch, plan.seed)
         except Exception as error:
             if isinstance(error, Interrupted) or disk_full(error):
                 raise
             traceback.print_exc()
-            failed.append(f"{task} {mixer}: {type(error).__name__}: {error}")
+            failed.append(f"{cell}: {type(error).__name__}: {error}")
             continue
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        cell["settings"] = plan.settings[task]
-        publish(plan.file(task, mixer), json.dumps(cell, indent=1) + "\n")
+        result["settings"] = plan.settings_of(cell)
+        publish(plan.file(cell), json.dumps(result) + "\n")
     return failed
 
 
 def compare(plan: Plan) -> bool:
-    """Train what is missing, then make the table and the figure. False if a cell failed."""
-    for task in DEFAULTS:
-        for mixer in MIXERS:
-            finished(plan, task, mixer)  # what is damaged is said before hours of training
+    """Train what is missing, then make the table and the figure. False if a cell failed, or a mixer diverged
+    at every rate."""
+    everything = plan.cells(TASKS, tuple(MIXERS))
+    for cell in everything:
+        finished(plan, cell)  # what is damaged is said before hours of training
     failed = train_missing(plan)
-    cells, left_out = {task: {} for task in DEFAULTS}, []
-    for task in DEFAULTS:
-        for mixer in MIXERS:
-            cell, other = finished(plan, task, mixer)
-            if other:
-                left_out.append(f"{task} {mixer} (another {other})")
-            elif cell:
-                cells[task][mixer] = cell
+    cells, left_out = {task: {} for task in TASKS}, []
+    for cell in everything:
+        result, other = finished(plan, cell)
+        if other:
+            left_out.append(f"{cell} (another {other})")
+        elif result:
+            cells[cell.task].setdefault(cell.mixer, {})[cell.rate] = result
+    for task, of_mixer in cells.items():
+        failed += [f"{task} {m}: diverged" for m, of in of_mixer.items() if not best_of(task, [*of.values()])]
     if any(cells.values()):
         print("\n" + write_table(cells, plan.folder / "table.md"))
         draw(cells, plan.folder / "figure.png")
@@ -139,9 +179,14 @@ def compare(plan: Plan) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="girih.compare", description="Train mixers at equal size on equal data and compare.")
-    parser.add_argument("--mixers", help="names with commas (default: all for text, seven for mqar)")
+    parser.add_argument("--mixers", help=f"names with commas (default: {','.join(COMPARED)})")
     parser.add_argument("--tasks", default="text,mqar", help="text, mqar or both with a comma")
-    parser.add_argument("--steps", type=int, help="instead of 300 of text and the recall task's own")
+    parser.add_argument(
+        "--rates",
+        type=rates,
+        help="learning rates with commas, instead of the recipe's, a third and three times",
+    )
+    parser.add_argument("--steps", type=int, help="instead of 600 of text and at most 10,000 of recall")
     parser.add_argument("--size", help=f"{', '.join(SIZES)} (default: 10m on a GPU, small without)")
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument(

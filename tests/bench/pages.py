@@ -179,36 +179,31 @@ def linear():
     return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ") + "\n"
 
 
-def has_convolution(mixer):
-    """Whether a mixer's layer reads through short convolutions, of a width that it chooses itself."""
-    from girih.models import GirihConfig
-    from girih.nn import MIXERS, ShortConv
-
-    layer = MIXERS[mixer].build(GirihConfig(mixer=[mixer], num_hidden_layers=1))
-    return any(isinstance(part, ShortConv) and part.kernel_size for part in layer.modules())
-
-
 def quality():
-    """What the comparison's files say, in a sentence."""
-    found = {}
-    for file in (FOLDER / "compare").glob("*.json"):
+    """What the comparison's files say, in two sentences."""
+    from girih.comparison.cell import best_of
+
+    cells = {"text": {}, "mqar": {}}
+    for file in sorted((FOLDER / "compare").glob("*.json")):
         cell = json.loads(file.read_text())
-        found[cell["task"], cell["mixer"]] = cell
-    convolved = [mixer for task, mixer in sorted(found) if task == "text" and has_convolution(mixer)]
-    bits = sorted(found["text", mixer]["bits_per_byte"] for mixer in convolved)
-    recall = {mixer: max(cell["accuracy"].items(), key=lambda item: int(item[0]))
-              for (task, mixer), cell in found.items() if task == "mqar"}  # fmt: skip
-    pairs = next(iter(recall.values()))[0]
-    tried = [mixer for mixer in convolved if mixer in recall]
-    right = sorted(recall[mixer][1] for mixer in tried)
-    others = max(share for mixer, (_, share) in recall.items() if mixer not in convolved)
-    some = found["text", "attention"]
+        cells[cell["task"]].setdefault(cell["mixer"], []).append(cell)
+    rates = len(cells["text"]["attention"])
+    best = {
+        task: {mixer: best_of(task, of) for mixer, of in of_task.items()} for task, of_task in cells.items()
+    }
+    bits = {mixer: cell["bits_per_byte"] for mixer, cell in best["text"].items()}
+    ahead = sorted((m for m in bits if bits[m] < bits["attention"]), key=bits.get)
+    some, recall = best["text"]["attention"], best["mqar"]["attention"]["settings"]
+    learned = {m: cell["steps"] for m, cell in best["mqar"].items() if cell["steps"] < recall["steps"]}
+    first = min(learned, key=learned.get)
+    size = some["settings"]["batch"] * some["settings"]["context"] * some["steps"]
     text = (
-        f"At {some['parameters'] / 1e6:.0f}M parameters and {some['tokens'] / 1e6:.1f}M bytes the mixers "
-        f"with short convolutions read Python at {bits[0]:.2f} to {bits[-1]:.2f} bits a byte, attention at "
-        f"{some['bits_per_byte']:.2f}; {', '.join(f'`{mixer}`' for mixer in tried)} recall {pairs} pairs at "
-        f"{right[0]:.0%} to {right[-1]:.0%}, all without one, attention too, at {others:.0%} at most "
-        "([comparison](docs/comparison.md)). Precision, and how exact it is: [numerics](docs/numerics.md)."
+        f"At {some['parameters'] / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
+        f"learning rates, {' and '.join(f'`{m}` ({bits[m]:.2f})' for m in ahead)} take fewer bits a byte of "
+        f"Python than attention ({bits['attention']:.2f}). {len(learned)} of {len(best['mqar'])} mixers "
+        f"learn to recall {recall['pairs'][-1]} pairs in {recall['steps']:,} steps, `{first}` in "
+        f"{learned[first]:,} ([comparison](docs/comparison.md)). "
+        "How exact it is: [numerics](docs/numerics.md)."
     )
     return textwrap.fill(text, 118) + "\n"
 

@@ -52,8 +52,8 @@ def test_recall_is_measured_on_rows_that_were_not_trained_on(tmp_path, monkeypat
 
     def fit(model, recipe, data, held_out, *rest, **options):
         trained.extend(data.input_ids.tolist())
-        log = [{"step": 1, "loss": 1.0}]
-        return SimpleNamespace(train=lambda: None, state=SimpleNamespace(log_history=log))
+        state = SimpleNamespace(log_history=[{"step": 1, "loss": 1.0}], global_step=1)
+        return SimpleNamespace(train=lambda: None, add_callback=lambda callback: None, state=state)
 
     def accuracy(model, data, batch):
         measured.extend(data.input_ids.tolist())
@@ -68,16 +68,55 @@ def test_recall_is_measured_on_rows_that_were_not_trained_on(tmp_path, monkeypat
     assert not set(map(tuple, trained)) & set(map(tuple, measured))
 
 
+def text(parameters, bits):
+    settings = {"steps": 7, "batch": 2, "context": 3}
+    return {
+        "parameters": parameters,
+        "steps": 7,
+        "diverged": False,
+        "bits_per_byte": bits,
+        "settings": settings,
+    }
+
+
+def recall(parameters, steps, *shares):
+    accuracy = dict(zip(("4", "8"), shares, strict=True))
+    settings = {"steps": 5000, "batch": 2, "context": 3}
+    return {
+        "parameters": parameters,
+        "steps": steps,
+        "diverged": False,
+        "accuracy": accuracy,
+        "settings": settings,
+    }
+
+
 def test_every_column_shows_its_own(tmp_path):
     first, second, *_ = MIXERS
-    cells = {"text": {}, "mqar": {}}
-    for i, mixer in enumerate((first, second)):
-        text = {"parameters": 1000 + i, "tokens_per_second": 2000 + i, "bits_per_byte": 3 + i}
-        cells["text"][mixer] = text
-        accuracy = {"4": 0.1 + i / 100, "8": 0.2 + i / 100, "16": 0.3 + i / 100}
-        cells["mqar"][mixer] = {"parameters": 4000 + i, "accuracy": accuracy}
-    lines = write_table(cells, tmp_path / "table.md").splitlines()
-    assert [[part.strip() for part in line.strip("|").split("|")][1:] for line in lines[2:]] == [
-        ["1,000", "2,000", "3.000", "4,000", "0.100", "0.200", "0.300"],
-        ["1,001", "2,001", "4.000", "4,001", "0.110", "0.210", "0.310"],
+    diverged = {"parameters": 1, "steps": 1, "diverged": True}
+    cells = {
+        "text": {
+            first: {0.001: text(1000, 3.0), 0.01: text(1000, 2.5)},
+            second: {0.001: text(1001, 4.0), 0.01: diverged},
+        },
+        "mqar": {
+            first: {0.001: recall(4000, 5000, 0.1, 0.2), 0.003: recall(4000, 5000, 0.3, 0.5)},
+            second: {0.001: recall(4001, 900, 0.99, 1.0), 0.003: recall(4001, 800, 0.99, 0.99)},
+        },
+    }
+    of_text, table, of_recall, other = write_table(cells, tmp_path / "table.md").split("\n\n")
+    assert "after 7 steps of 6 bytes" in of_text and "at most 5,000" in of_recall
+    rows = [
+        [[part.strip() for part in line.strip("| ").split("|")] for line in part.splitlines()]
+        for part in (table, other)
+    ]
+    assert rows[0][0] == ["mixer", "parameters", "bits per byte", "lr 0.001", "lr 0.01"]
+    assert rows[0][2:] == [
+        [first, "1,000", "2.500", "3.000", "2.500"],
+        [second, "1,001", "4.000", "4.000", "diverged"],
+    ]
+    assert rows[1][0] == ["mixer", "parameters", "4 pairs", "8 pairs", "lr 0.001", "lr 0.003"]
+    assert rows[1][2:] == [
+        [first, "4,000", "0.300", "0.500", "0.150 (5,000)", "0.400 (5,000)"],
+        [second, "4,001", "0.990", "0.990", "0.995 (900)", "0.990 (800)"],
     ]

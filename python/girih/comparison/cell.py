@@ -1,65 +1,97 @@
-"""A cell of the comparison: one mixer trained and measured on one task."""
+"""A cell of the comparison: one mixer trained and measured on one task at one learning rate."""
 
 import math
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 
 from girih.data import Recall, Windows
 from girih.nn import MIXERS
 from girih.training.recipe import SIZES, Recipe, model_of_size
 from girih.training.trainer import BITS, fit
 
-# The mixers of a task when none are named.
-DEFAULTS = {
-    task: tuple(name for name, mixer in MIXERS.items() if task in mixer.tasks) for task in ("text", "mqar")
-}
-TEXT_STEPS = 300
+TASKS = ("text", "mqar")
+COMPARED = tuple(name for name, mixer in MIXERS.items() if mixer.compared)
+TEXT_STEPS, TEXT_RATE = 600, 3e-3  # fewer steps than `make train` takes, which go by a larger rate
+LEARNED = 0.99  # share of right answers, for every number of pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallRecipe(Recipe):
-    """`context` tokens a row over `vocab_size` tokens; rows take turns over the numbers of `pairs`."""
+    """`context` tokens a row over `vocab_size` tokens; rows take turns over the numbers of `pairs`.
+
+    rows: how many are drawn, and gone through as often as the steps ask for. check: after so many steps it
+    is looked whether all pairs are recalled, which ends training; `steps` are the most.
+    """
 
     vocab_size: int
     pairs: tuple[int, ...]
-
-    @property
-    def bytes_a_step(self) -> int:
-        """The rows themselves: tokens and labels of four bytes."""
-        return 8 * self.batch * self.context
+    rows: int
+    check: int
 
 
 # Two layers, as in Zoology; the size of the text models tells how much time there is.
 RECALL = {
-    "tiny": RecallRecipe(60_000, 2, 2, 16, 16, 32, 8, 20, 3e-3, 32, vocab_size=32, pairs=(2, 4)),
-    "small": RecallRecipe(200_000, 2, 1, 64, 64, 64, 64, 400, 5e-3, 1024, vocab_size=256, pairs=(4, 8, 16)),
-}
+    "tiny": RecallRecipe(
+        60_000, 2, 2, 16, 16, 32, 8, 20, 3e-3, 32, vocab_size=32, pairs=(2, 4), rows=160, check=10
+    ),
+    "small": RecallRecipe(
+        200_000, 2, 1, 64, 64, 64, 64, 1000, 3e-3, 1024,
+        vocab_size=256, pairs=(4, 8, 16), rows=25_600, check=50,
+    ),
+}  # fmt: skip
 RECALL_LARGE = RecallRecipe(
-    700_000, 2, 2, 64, 64, 256, 256, 800, 5e-3, 1024, vocab_size=512, pairs=(4, 8, 16, 32, 64)
-)
+    700_000, 2, 2, 64, 64, 256, 128, 10_000, 3e-3, 1024,
+    vocab_size=512, pairs=(4, 8, 16, 32, 64), rows=102_400, check=100,
+)  # fmt: skip
 
 
 def recipe_of(task: str, size: str, steps: int | None) -> Recipe:
     if task == "text":
-        recipe = replace(SIZES[size], steps=TEXT_STEPS)
+        recipe = replace(SIZES[size], steps=TEXT_STEPS, learning_rate=TEXT_RATE)
     else:
         recipe = RECALL.get(size, RECALL_LARGE)
     return recipe if steps is None else replace(recipe, steps=steps)
 
 
+def rates_of(recipe: Recipe) -> tuple[float, ...]:
+    """Three learning rates: a third of the recipe's, the recipe's, three times as much."""
+    return tuple(float(f"{recipe.learning_rate * by:.2g}") for by in (1 / 3, 1, 3))
+
+
 def is_cell(cell: dict, task: str, recipe: Recipe) -> bool:
     """Whether all is there that the table and the figure show."""
-    shown = [cell.get(name) for name in ("parameters", "tokens", "tokens_per_second")]
-    if task == "text":
+    shown = [cell.get(name) for name in ("parameters", "steps")]
+    if not isinstance(cell.get("diverged"), bool):
+        return False
+    if cell["diverged"]:
+        pass
+    elif task == "text":
         shown.append(cell.get("bits_per_byte"))
     else:
         accuracy = cell.get("accuracy")
         pairs = map(str, recipe.pairs)
         shown += [accuracy.get(p) for p in pairs] if isinstance(accuracy, dict) else [None]
     return all(isinstance(number, int | float) for number in shown)
+
+
+def mean_accuracy(cell: dict) -> float:
+    return sum(cell["accuracy"].values()) / len(cell["accuracy"])
+
+
+def best_of(task: str, cells: list[dict]) -> dict | None:
+    """Of one mixer's cells at several learning rates the best that did not diverge: the fewest bits per byte;
+    in recall what was learned, in the fewest steps, or else the most right answers."""
+
+    def order(cell: dict) -> tuple:
+        if task == "text":
+            return (cell["bits_per_byte"],)
+        learned = cell["steps"] < cell["settings"]["steps"]
+        return (not learned, cell["steps"] if learned else 0, -mean_accuracy(cell))
+
+    return min((cell for cell in cells if not cell["diverged"]), key=order, default=None)
 
 
 @torch.no_grad()
@@ -79,6 +111,24 @@ def recall_accuracy(model, data: Recall, batch: int) -> dict[str, float]:
     return {str(pairs): right[pairs] / asked[pairs] for pairs in right}
 
 
+class StopsWhenDiverged(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not math.isfinite(logs.get("loss", 0.0)):
+            control.should_training_stop = True
+
+
+class StopsWhenLearned(TrainerCallback):
+    """Measures on rows of its own, neither trained on nor those that the result is of."""
+
+    def __init__(self, model, data: Recall, recipe: RecallRecipe):
+        self.model, self.data, self.recipe = model, data, recipe
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.recipe.check == 0:
+            accuracy = recall_accuracy(self.model, self.data, self.recipe.batch)
+            control.should_training_stop |= min(accuracy.values()) >= LEARNED
+
+
 def run_cell(task: str, mixer: str, recipe: Recipe, corpus, scratch: Path, seed: int) -> dict:
     """Train one mixer on one task and measure it."""
     torch.manual_seed(seed)
@@ -89,28 +139,32 @@ def run_cell(task: str, mixer: str, recipe: Recipe, corpus, scratch: Path, seed:
         held_out = Windows.spread(corpus.held_out, recipe.held_out, recipe.context)
     else:
         model = model_of_size(mixer, recipe, recipe.vocab_size)
-        data = Recall(count, recipe.context, recipe.pairs, recipe.vocab_size, seed)
-        held_out = Recall(recipe.held_out, recipe.context, recipe.pairs, recipe.vocab_size, seed + 1)
+        data, held_out, looked_at = (
+            Recall(rows, recipe.context, recipe.pairs, recipe.vocab_size, seed + i)
+            for i, rows in enumerate((min(count, recipe.rows), recipe.held_out, recipe.held_out))
+        )
     unit = "bits per byte" if task == "text" else "bits per answer"
     trainer = fit(model, recipe, data, held_out, scratch, seed, unit, save_strategy="no")
-    start = time.perf_counter()
+    trainer.add_callback(StopsWhenDiverged())
+    if task == "mqar":
+        trainer.add_callback(StopsWhenLearned(model, looked_at, recipe))
     trainer.train()
-    seconds = time.perf_counter() - start
-    if task == "text":
-        score = {"bits_per_byte": trainer.evaluate()["eval_loss"] * BITS}
-    else:
-        score = {"accuracy": recall_accuracy(model, held_out, recipe.batch)}
+    score = {}
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    if not all(math.isfinite(x) for x in [logs[-1]["loss"], score.get("bits_per_byte", 0.0)]):
-        raise FloatingPointError("the loss is not finite")
+    diverged = not all(math.isfinite(log["loss"]) for log in logs)
+    if not diverged and task == "text":
+        score = {"bits_per_byte": trainer.evaluate()["eval_loss"] * BITS}
+        diverged = not math.isfinite(score["bits_per_byte"])
+    elif not diverged:
+        score = {"accuracy": recall_accuracy(model, held_out, recipe.batch)}
     tokens = recipe.batch * recipe.context
     return {
         "task": task,
         "mixer": mixer,
         "parameters": model.num_parameters(),
-        **score,
-        "tokens": recipe.steps * tokens,
-        "tokens_per_second": round(recipe.steps * tokens / seconds),
+        "steps": trainer.state.global_step,
+        "diverged": diverged,
+        **({} if diverged else score),
         "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "CPU",
-        "loss": [[log["step"] * tokens, log["loss"]] for log in logs],
+        "loss": [[log["step"] * tokens, log["loss"]] for log in logs if math.isfinite(log["loss"])],
     }

@@ -176,5 +176,4 @@ register_layer(
     "chunk",
     "rope_theta",
     "running_positions",
-    tasks=("text",),
 )

@@ -136,4 +136,4 @@ _FIELDS = (
 )
 register_layer("delta_product", DeltaProduct, "n", "gated", *_FIELDS)
 register_layer("deltanet", DeltaProduct, *_FIELDS, n=1, gated=False)
-register_layer("gated_deltanet", DeltaProduct, *_FIELDS, n=1, gated=True, tasks=("text",))
+register_layer("gated_deltanet", DeltaProduct, *_FIELDS, n=1, gated=True)

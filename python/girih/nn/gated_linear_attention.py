@@ -123,6 +123,6 @@ class GatedLinearAttention(RecurrentLayer):
 
 _FIELDS = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
 register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
-register_layer("retnet", GatedLinearAttention, *_FIELDS, gate="fixed", tasks=())
-register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", tasks=("text",))
-register_layer("mamba2", GatedLinearAttention, *_FIELDS, gate="scalar", conv_size=4, tasks=("text",))
+register_layer("retnet", GatedLinearAttention, *_FIELDS, gate="fixed", compared=False)
+register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector")
+register_layer("mamba2", GatedLinearAttention, *_FIELDS, gate="scalar", conv_size=4)

@@ -117,4 +117,4 @@ class GatedSlotAttention(RecurrentLayer):
 
 _FIELDS = ("num_kv_heads", "head_dim", "num_slots", "feature", "conv_size", "norm_eps")
 register_layer("gsa", GatedSlotAttention, *_FIELDS, gated=True)
-register_layer("abc", GatedSlotAttention, *_FIELDS, gated=False, tasks=("text",))
+register_layer("abc", GatedSlotAttention, *_FIELDS, gated=False)

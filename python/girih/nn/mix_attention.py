@@ -138,4 +138,4 @@ def _mixture(config: Any) -> nn.Module:
     )
 
 
-register("mag", _mixture, "mag_base", "mag_mixer", "mag_weight", "mag_learned", "mag_cross", tasks=())
+register("mag", _mixture, "mag_base", "mag_mixer", "mag_weight", "mag_learned", "mag_cross", compared=False)

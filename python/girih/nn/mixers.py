@@ -9,20 +9,20 @@ from torch import nn
 class Mixer(NamedTuple):
     """build: configuration -> layer. fields: what it reads beside hidden_size and num_heads.
 
-    tasks: where `girih.compare` trains it when no mixers are named.
+    compared: whether `girih.compare` trains it when no mixers are named.
     """
 
     build: Callable[[Any], nn.Module]
     fields: tuple[str, ...]
-    tasks: tuple[str, ...]
+    compared: bool
 
 
 MIXERS: dict[str, Mixer] = {}
 
 
-def register(name: str, build: Callable[[Any], nn.Module], *fields: str, tasks: tuple[str, ...]) -> None:
+def register(name: str, build: Callable[[Any], nn.Module], *fields: str, compared: bool = True) -> None:
     """Makes a mixer known; `girih::nn` registers the same names with the same fields, and their bounds."""
-    MIXERS[name] = Mixer(build, fields, tasks)
+    MIXERS[name] = Mixer(build, fields, compared)
     for known in sorted(MIXERS):
         MIXERS[known] = MIXERS.pop(known)
 
@@ -39,7 +39,7 @@ def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[An
 
 
 def register_layer(
-    name: str, layer: type[nn.Module], *fields: str, tasks: tuple[str, ...] = ("text", "mqar"), **fixed: Any
+    name: str, layer: type[nn.Module], *fields: str, compared: bool = True, **fixed: Any
 ) -> None:
     """Registers a layer whose keywords are the configuration's fields; `fixed` are the mixer's own."""
-    register(name, layer_of(layer, *fields, **fixed), *fields, tasks=tasks)
+    register(name, layer_of(layer, *fields, **fixed), *fields, compared=compared)
