@@ -55,7 +55,6 @@ class Plan:
     mixers: tuple[str, ...]
     recipes: dict[str, Recipe]
     rates: dict[str, tuple[float, ...]]
-    settings: dict[str, dict]
     corpus: Corpus
     folder: Path
     size: str
@@ -68,8 +67,15 @@ class Plan:
         steps = self.recipes[cell.task].steps
         return self.folder / f"{cell.task}-{cell.mixer}-{self.size}-{steps}-{cell.rate:g}.json"
 
+    def recipe_of(self, cell: Cell) -> Recipe:
+        return replace(self.recipes[cell.task], learning_rate=cell.rate)
+
     def settings_of(self, cell: Cell) -> dict:
-        return self.settings[cell.task] | {"learning_rate": cell.rate}
+        """As a file has them."""
+        settings = asdict(self.recipe_of(cell)) | {"seed": self.seed}
+        if cell.task == "text":
+            settings["corpus_sha256"] = self.corpus.digest
+        return json.loads(json.dumps(settings))
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -99,13 +105,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     for task in tasks:
         refuse_steps(recipes[task].steps, recipes[task].bytes_a_step)
     corpus = read_corpus(options.corpus, recipes["text"].context)
-    settings = {
-        task: json.loads(json.dumps({**asdict(recipe), "seed": options.seed}))
-        for task, recipe in recipes.items()
-    }
-    settings["text"]["corpus_sha256"] = corpus.digest
     rates = {task: options.rates or rates_of(recipe) for task, recipe in recipes.items()}
-    return Plan(tasks, mixers, recipes, rates, settings, corpus, options.folder, size, options.seed)
+    return Plan(tasks, mixers, recipes, rates, corpus, options.folder, size, options.seed)
 
 
 def finished(plan: Plan, cell: Cell) -> tuple[dict | None, str]:
@@ -132,7 +133,7 @@ def train_missing(plan: Plan) -> list[str]:
         if result and not other:
             print(f"{cell}: there already")
             continue
-        recipe = replace(plan.recipes[cell.task], learning_rate=cell.rate)
+        recipe = plan.recipe_of(cell)
         again = f", again: the finished one has another {other}" if other else ""
         print(f"{cell}: {recipe.steps} steps{again}", flush=True)
         try:
@@ -165,7 +166,7 @@ def compare(plan: Plan) -> bool:
         elif result:
             cells[cell.task].setdefault(cell.mixer, {})[cell.rate] = result
     for task, of_mixer in cells.items():
-        failed += [f"{task} {m}: diverged" for m, of in of_mixer.items() if not best_of(task, [*of.values()])]
+        failed += [f"{task} {mixer}: diverged" for mixer in sorted(of_mixer.keys() - best_of(task, of_mixer))]
     if any(cells.values()):
         print("\n" + write_table(cells, plan.folder / "table.md"))
         draw(cells, plan.folder / "figure.png")

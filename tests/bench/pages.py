@@ -181,20 +181,18 @@ def linear():
 
 def quality():
     """What the comparison's files say, in two sentences."""
-    from girih.comparison.cell import best_of
+    from girih.comparison.cell import best_of, is_learned
 
     cells = {"text": {}, "mqar": {}}
     for file in sorted((FOLDER / "compare").glob("*.json")):
         cell = json.loads(file.read_text())
-        cells[cell["task"]].setdefault(cell["mixer"], []).append(cell)
+        cells[cell["task"]].setdefault(cell["mixer"], {})[cell["settings"]["learning_rate"]] = cell
     rates = len(cells["text"]["attention"])
-    best = {
-        task: {mixer: best_of(task, of) for mixer, of in of_task.items()} for task, of_task in cells.items()
-    }
+    best = {task: best_of(task, of_task) for task, of_task in cells.items()}
     bits = {mixer: cell["bits_per_byte"] for mixer, cell in best["text"].items()}
     ahead = sorted((m for m in bits if bits[m] < bits["attention"]), key=bits.get)
     some, recall = best["text"]["attention"], best["mqar"]["attention"]["settings"]
-    learned = {m: cell["steps"] for m, cell in best["mqar"].items() if cell["steps"] < recall["steps"]}
+    learned = {mixer: cell["steps"] for mixer, cell in best["mqar"].items() if is_learned(cell)}
     first = min(learned, key=learned.get)
     size = some["settings"]["batch"] * some["settings"]["context"] * some["steps"]
     text = (

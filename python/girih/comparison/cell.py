@@ -63,35 +63,39 @@ def rates_of(recipe: Recipe) -> tuple[float, ...]:
 
 def is_cell(cell: dict, task: str, recipe: Recipe) -> bool:
     """Whether all is there that the table and the figure show."""
+    diverged = cell.get("diverged")
     shown = [cell.get(name) for name in ("parameters", "steps")]
-    if not isinstance(cell.get("diverged"), bool):
-        return False
-    if cell["diverged"]:
-        pass
-    elif task == "text":
+    if task == "text" and not diverged:
         shown.append(cell.get("bits_per_byte"))
-    else:
+    elif not diverged:
         accuracy = cell.get("accuracy")
         pairs = map(str, recipe.pairs)
         shown += [accuracy.get(p) for p in pairs] if isinstance(accuracy, dict) else [None]
-    return all(isinstance(number, int | float) for number in shown)
+    return isinstance(diverged, bool) and all(isinstance(number, int | float) for number in shown)
 
 
 def mean_accuracy(cell: dict) -> float:
     return sum(cell["accuracy"].values()) / len(cell["accuracy"])
 
 
-def best_of(task: str, cells: list[dict]) -> dict | None:
-    """Of one mixer's cells at several learning rates the best that did not diverge: the fewest bits per byte;
-    in recall what was learned, in the fewest steps, or else the most right answers."""
+def is_learned(cell: dict) -> bool:
+    """Of recall: its training ended before its last step."""
+    return cell["steps"] < cell["settings"]["steps"]
+
+
+def best_of(task: str, cells: dict[str, dict[float, dict]]) -> dict[str, dict]:
+    """Of every mixer's cells, by learning rate, the best that did not diverge: the fewest bits per byte; in
+    recall what was learned, in the fewest steps, or else the most right answers. Of a mixer that always
+    diverged none."""
 
     def order(cell: dict) -> tuple:
         if task == "text":
             return (cell["bits_per_byte"],)
-        learned = cell["steps"] < cell["settings"]["steps"]
+        learned = is_learned(cell)
         return (not learned, cell["steps"] if learned else 0, -mean_accuracy(cell))
 
-    return min((cell for cell in cells if not cell["diverged"]), key=order, default=None)
+    kept = {mixer: [c for c in of.values() if not c["diverged"]] for mixer, of in cells.items()}
+    return {mixer: min(some, key=order) for mixer, some in kept.items() if some}
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def write_table(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> s
     Markdown too."""
     parts = []
     for task, of_mixer in cells.items():
-        best = {m: cell for m, of in of_mixer.items() if (cell := best_of(task, list(of.values())))}
+        best = best_of(task, of_mixer)
         if not best:
             continue
         some = next(iter(best.values()))
@@ -61,10 +61,7 @@ def draw(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> None:
     and number of pairs."""
     from matplotlib.figure import Figure
 
-    best = {
-        task: {m: cell for m, of in of_mixer.items() if (cell := best_of(task, list(of.values())))}
-        for task, of_mixer in cells.items()
-    }
+    best = {task: best_of(task, of_mixer) for task, of_mixer in cells.items()}
     shown = [task for task in best if best[task]]
     if not shown:
         return
