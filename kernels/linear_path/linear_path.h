@@ -1,6 +1,7 @@
 // What a linear path makes of an attention's q, k and v before its memory (TPTT eq. 4, 5, 22):
 //
-//     virtual rows   u = silu(x) / |silu(x)|        r_0 = u,    r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
+//     virtual rows   u = silu(x) / |silu(x)|
+//                    r_0 = u,    r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
 //     pooled gate    beta at t = mean over D of sigmoid(total at t / (t + 1)),    total: the sum of x up to t
 //
 // Before the first token u is 0. Written out, r_m at t is the sum over j of (-1)^j C(m, j) 2^-m u at t - j.

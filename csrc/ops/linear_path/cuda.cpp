@@ -1,10 +1,9 @@
 // What girih.conversion computes of an attention's q, k and v before a memory. Not operators for users: they
-// serve python/girih/conversion/linear_path.py, which decides where and gives them gradients.
-#include "linear_path/linear_path.h"
-
+// serve python/girih/conversion/rows.py, which decides where and gives them gradients.
 #include <torch/library.h>
 
 #include "../dense.h"
+#include "linear_path/linear_path.h"
 
 namespace girih::linear_path {
 namespace {
@@ -65,8 +64,7 @@ Tensor virtual_rows_backward(const Tensor& dq_, const Tensor& dk_, const Tensor&
   const auto dx = at::empty(x.sizes(), x.options());
   p.x = x.const_data_ptr(), p.dx = dx.mutable_data_ptr();
   p.dq = dq.const_data_ptr(), p.dk = dk.const_data_ptr(), p.dv = dv.const_data_ptr();
-  check_launch("virtual_rows_backward",
-               kernels::virtual_rows_backward(p, c10::cuda::getCurrentCUDAStream()));
+  check_launch("virtual_rows_backward", kernels::virtual_rows_backward(p, c10::cuda::getCurrentCUDAStream()));
   return dx;
 }
 
@@ -108,8 +106,7 @@ Tensor pooled_gate_backward(const Tensor& dbeta_, const Tensor& total_) {
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def("virtual_rows(Tensor x, int query_heads, int n) -> (Tensor q, Tensor k, Tensor v)");
-  m.def(
-      "virtual_rows_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, int query_heads, int n) -> Tensor");
+  m.def("virtual_rows_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, int query_heads, int n) -> Tensor");
   m.def("pooled_gate(Tensor total) -> Tensor");
   m.def("pooled_gate_backward(Tensor dbeta, Tensor total) -> Tensor");
 }
