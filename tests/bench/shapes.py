@@ -86,9 +86,11 @@ DELTA_PRODUCT = [
     at("4 2048 16 128", delta_product("n1"), "chunk_delta_rule"),
     at("8 2048 32 256", delta_product("n1"), "chunk_delta_rule"),
     at("8 1024 8 64", delta_product("n1"), "chunk_delta_rule"),
-    # Without tensor cores; no peer takes them.
-    at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
+    # No peer takes these.
     at("4 4096 16 64", delta_product("n1-vector", vector=True)),
+    at("4 4096 16 128", delta_product("n2-vector", n=2, vector=True)),
+    at("4 4096 16 64", delta_product("n1-vector-gated", g=True, vector=True)),  # without tensor cores
+    at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
     at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
 ]
 TRELLIS_DEFAULT = trellis("m64-c16", g=True, chunk=16)
@@ -196,7 +198,9 @@ CALLS = [
     ("D over 128, a gate a channel", gla("", "BTHD"), FOUR | {"D": 129}, HALF),
     ("fp32", gla(""), FOUR, FULL),
     ("bf16 or fp16", delta_product("", n=2), FOUR, HALF),
-    ("a beta for every channel", delta_product("", vector=True), FOUR, HALF),
+    ("a beta for every channel, without gates", delta_product("", vector=True), FOUR | {"D": 128}, HALF),
+    ("a beta for every channel, with gates", delta_product("", g=True, vector=True), FOUR, HALF),
+    ("a beta for every channel, D over 128", delta_product("", vector=True), FOUR | {"D": 129}, HALF),
     ("between_chunks", delta_product("", chunk=16, between_chunks="gelu"), FOUR, HALF),
     ("n over 16", delta_product("", n=17), FOUR, HALF),
     ("fp32", delta_product(""), FOUR, FULL),
