@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from girih.nn.fields import heads_of
 from girih.nn.fused import silu_norm
-from girih.nn.layer import at_least_fp32, projection
+from girih.nn.layer import at_least_fp32
+from girih.nn.linears import projections
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
@@ -69,10 +70,9 @@ class GatedSlotAttention(RecurrentLayer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        f = at_least_fp32(projection(self, "f_proj", x))
-        if self.gated:
-            f = F.logsigmoid(f) / self.gate_logit_normalizer
-        return [projection(self, "qkv_proj", x), f]
+        qkv, f = projections(self, ["qkv_proj", "f_proj"], x)
+        f = at_least_fp32(f)
+        return [qkv, F.logsigmoid(f) / self.gate_logit_normalizer if self.gated else f]
 
     def output(self, o: Tensor) -> Tensor:
         return self.o_proj(silu_norm(self.norm, o))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fused import PACK, has_kernel, is_product
+from girih.nn.linears import together
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -98,7 +99,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        (gate, up), down = together(x, [self.gate_proj, self.up_proj]), self.down_proj
         if (
             torch.is_grad_enabled()
             and is_product(down)
