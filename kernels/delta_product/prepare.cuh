@@ -279,12 +279,13 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
   const auto launch = [&](auto slabs) {
     return p.b.data == nullptr ? launch_prepare_of<T, slabs(), false>(p, stream)
                                : launch_prepare_of<T, slabs(), true>(p, stream);
   };
-  return p.shape.D <= kSlab ? launch(std::integral_constant<int, 2>())
-                            : launch(std::integral_constant<int, 1>());
+  return p.shape.D <= kSlab ? launch(two) : launch(one);
 }
 
 }  // namespace girih::kernels::delta_product
