@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from girih.nn.fields import heads_of
 from girih.nn.fused import silu_norm
 from girih.nn.layer import at_least_fp32
-from girih.nn.linears import projections
+from girih.nn.linears import projections, together
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
@@ -75,7 +75,7 @@ class GatedSlotAttention(RecurrentLayer):
         return [qkv, F.logsigmoid(f) / self.gate_logit_normalizer if self.gated else f]
 
     def output(self, o: Tensor) -> Tensor:
-        return self.o_proj(silu_norm(self.norm, o))
+        return together(silu_norm(self.norm, o), [self.o_proj])[0]
 
     def products(self) -> tuple[Product, ...]:
         gate = Product(self.f_proj.weight, "linear")

@@ -43,7 +43,7 @@ class Linears(torch.autograd.Function):
             dy = dy.to(rows.dtype).reshape(-1, dy.shape[-1])
             if ctx.needs_input_grad[0]:
                 dx = dy @ w if dx is None else torch.addmm(dx, dy, w)
-            dweights.append(product(dy.t(), flat, weight.dtype) if wanted else None)
+            dweights.append(matrix_product(dy.t(), flat, weight.dtype) if wanted else None)
         return None if dx is None else dx.view_as(rows).to(x.dtype), *dweights
 
 
@@ -58,7 +58,7 @@ def copies(weights: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...
     return own
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in this dtype; of 16 bits in fp32 without a rounding between."""
     if a.is_cuda and a.dtype in HALF and dtype == torch.float32 and not torch.is_grad_enabled():
         return torch.mm(a, b, out_dtype=dtype)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fused import PACK, has_kernel, is_product
-from girih.nn.linears import together
+from girih.nn.linears import matrix_product, together
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -80,9 +80,8 @@ class _ProductDown(torch.autograd.Function):
             dgate, dup, z = torch.ops.girih.silu_product_backward(dz, gate, up, of_weight)
         if not of_weight:
             return dgate, dup, None
-        rows, products = (y.reshape(-1, y.shape[-1]) for y in (dy, z.to(dy.dtype)))
-        dweight = F.linear(rows.t(), products.t())
-        return dgate, dup, dweight.to(weight.dtype)
+        rows, made = (y.reshape(-1, y.shape[-1]) for y in (dy, z.to(dy.dtype)))
+        return dgate, dup, matrix_product(rows.t(), made, weight.dtype)
 
 
 class SwiGLU(nn.Module):
