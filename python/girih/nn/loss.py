@@ -25,7 +25,8 @@ def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype
 
 
 def with_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """sums + a b, in fp32 at least; on a GPU the product is not rounded, nor in fp16, where it may be beyond."""
+    """sums + a b, in fp32 at least; on a GPU, and in fp16, whose range it may leave, without a rounding
+    of the product."""
     if has_kernel(a, b, dense=False) and a.dtype != sums.dtype:
         return torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     return sums + (
