@@ -14,7 +14,8 @@
 
 namespace girih::kernels::delta_product {
 
-constexpr int kPrepareBlocks = 4;  // of a multiprocessor, that registers leave room for
+// Blocks of a multiprocessor: as many as registers leave room for, or with two slabs of keys shared memory.
+constexpr int prepare_blocks(bool read_keys) { return read_keys ? 2 : 4; }
 
 // The sum over lanes 0 to this one.
 __device__ inline double sum_through(double x) {
@@ -200,7 +201,7 @@ __device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
 }
 
 template <typename T, int Slabs, bool ReadKeys>
-__global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
+__global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
     prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider each) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;

@@ -1,9 +1,9 @@
-// DeltaProduct with a beta for every channel, on the tensor cores: D = V, without gates and lengths.
+// DeltaProduct with a beta for every channel, on the tensor cores: D = V, without gates and l2norm_qk.
 //
 //     b = beta (*) k        w = beta (*) v        both rounded
 //     S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T
 //
-// Five kernels: vector rows make b and w; prepare, scan and reverse of delta_product.h have b beside k, and w
+// Six kernels: vector rows make b and w; prepare, scan and reverse of delta_product.h have b beside k, and w
 // in place of v, so that G of reverse is dw; vector gradients, every chunk by itself, make of them dq and the
 // gradients of k and b as they are; vector row gradients the inputs':
 //

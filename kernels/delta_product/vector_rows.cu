@@ -9,6 +9,26 @@ namespace {
 
 constexpr int kThreads = 256, kPack = 8;
 
+// Rows start at 16 bytes, which is where half of a pack in fp32 does.
+template <typename T>
+__device__ inline Pack<kPack> load_pack(const T* from) {
+  if constexpr (sizeof(T) == 2) {
+    return load<kPack>(from);
+  } else {
+    const auto low = load<4>(from), high = load<4>(from + 4);
+    return {{low.at[0], low.at[1], low.at[2], low.at[3], high.at[0], high.at[1], high.at[2], high.at[3]}};
+  }
+}
+template <typename T>
+__device__ inline void store_pack(T* to, const Pack<kPack>& pack) {
+  if constexpr (sizeof(T) == 2) {
+    store<kPack>(to, pack);
+  } else {
+    store<4>(to, {{pack.at[0], pack.at[1], pack.at[2], pack.at[3]}});
+    store<4>(to + 4, {{pack.at[4], pack.at[5], pack.at[6], pack.at[7]}});
+  }
+}
+
 struct Place {
   int64_t batch, row;
   int head, col;
@@ -27,11 +47,11 @@ struct Place {
   }
   template <typename T>
   __device__ Pack<kPack> load(const In<4>& x, int its_head) const {
-    return kernels::load<kPack>(in<T>(x, its_head));
+    return load_pack(in<T>(x, its_head));
   }
   template <typename T>
   __device__ void store(const Out<4>& x, const Pack<kPack>& pack) const {
-    kernels::store<kPack>(in<T>(x, head), pack);
+    store_pack(in<T>(x, head), pack);
   }
 };
 
@@ -82,8 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!sequence_of(p.shape.tokens, place.batch, place.row / p.shape.n).inside) return;
     const auto beta = place.load<B>(p.beta, place.head), db = place.load<T>(p.db, place.head),
                dw = place.load<T>(p.dw, place.head), k = place.load<T>(p.k, place.head / p.shape.key_share),
-               v = place.load<T>(p.v, place.head),
-               dk = load<kPack>(static_cast<const T*>(place.in<T>(p.dk, place.head)));
+               v = place.load<T>(p.v, place.head), dk = load_pack<T>(place.in<T>(p.dk, place.head));
     place.store<T>(p.dk, multiplied(beta, db, dk));
     place.store<T>(p.dv, beta * dw);
     place.store<B>(p.dbeta, multiplied(k, db, v * dw));

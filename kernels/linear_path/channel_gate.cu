@@ -11,12 +11,13 @@ namespace {
 // Of a row of total: its token, and where the first of beta's n rows is; the next is `stride` further.
 struct Place {
   float of;
-  int64_t first;
+  int64_t first, stride;
 
   __device__ Place(const RowIndex& index, int64_t row, int heads, int D, int n) {
     const auto [token, head] = index.heads.split(row);
     of = 1.f / static_cast<float>(index.tokens.split(token).rest + 1);
-    first = (static_cast<int64_t>(token) * n * heads + head) * D;
+    stride = static_cast<int64_t>(heads) * D;
+    first = token * n * stride + static_cast<int64_t>(head) * D;
   }
 };
 
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kPack; ++i) total.at[i] = sigmoid(total.at[i] * place.of);
     T* const to = static_cast<T*>(p.beta) + place.first + column;
-    for (int j = 0; j < p.n; ++j) store(to + static_cast<int64_t>(j) * p.heads * p.D, total);
+    for (int j = 0; j < p.n; ++j) store(to + j * place.stride, total);
   }
 }
 
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
     auto sum = zeros<kPack>();
     const T* const from = static_cast<const T*>(p.dbeta) + place.first + column;
     for (int j = 0; j < p.n; ++j) {
-      const auto dbeta = load<kPack>(from + static_cast<int64_t>(j) * p.heads * p.D);
+      const auto dbeta = load<kPack>(from + j * place.stride);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) sum.at[i] += dbeta.at[i];
     }

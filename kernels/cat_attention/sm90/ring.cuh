@@ -34,10 +34,12 @@ struct CatGroupRing {
     }
   }
 
-  // By the warp that loads, once its first lane has come to the barrier of stage n: what the others wrote beside
-  // goes with the stage, as they were together before. (Racecheck asks for their own arrival, shared.h.)
+  // By the warp that loads, once its first lane has come to the barrier of stage n: what the others wrote
+  // beside goes with the stage, as they were together before. (Racecheck asks for their own arrival,
+  // shared.h.)
   __device__ void come_too(int n) const {
 #ifdef GIRIH_RACECHECK
+    __syncwarp();
     if (lane() != 0) arrive(&rest().stage[n]);
     __syncwarp();
 #endif

@@ -121,7 +121,9 @@ class LinearPath(RecurrentLayer):
         ends: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """beta `[B, T n, kv_heads, head_dim]` or, a head, `[B, T n, kv_heads]`, and what the next call needs,
-        which is nothing if this one `ends` the text."""
+        which is nothing if this one `ends` the text. In fp32; a kernel gives that of a channel as the running
+        sums are, bf16 for bf16, which the rows that it multiplies are rounded to.
+        """
         kv = qkv[:, :, self.heads[0] :]
         k, v = kv.chunk(2, 2)
         source = {"k": k, "v": v, "kv": kv}[self.gate]

@@ -12,10 +12,11 @@ from torch.utils._pytree import register_dataclass
 
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
-from girih.nn.linears import projections, together
+from girih.nn.linears import together
 from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
+from girih.nn.projections import projections
 from girih.nn.state import by_itself
 from girih.nn.step import Product
 

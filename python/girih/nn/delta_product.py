@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from girih.nn.decay import DecayGate
 from girih.nn.fields import heads_of
 from girih.nn.layer import at_least_fp32
-from girih.nn.linears import projections
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
+from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 from girih.nn.step import Product

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from girih.nn.fields import heads_of
 from girih.nn.fused import silu_norm
 from girih.nn.layer import at_least_fp32
-from girih.nn.linears import projections, together
+from girih.nn.linears import together
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
+from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 from girih.nn.step import Product, RowInput
