@@ -182,6 +182,12 @@ SHOWN = [
     ("cat_attention", "1x16384x16x128-c16", "`cat_attention`, beside FlexAttention"),
 ]
 FOUR = {"D": 64, "V": 64, "M": 64}
+
+
+def widths(width):
+    return FOUR | {"D": width, "V": width}
+
+
 HALF, FULL, DOUBLE = DTYPE, torch.float32, torch.float64
 
 # Calls that differ in the path they take, for the table of docs/operators.md: title, case, sizes, dtype. The
