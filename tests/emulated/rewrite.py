@@ -142,7 +142,9 @@ BODIES = {
         "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
         "cudaError_t has_boxes(": "has = true; return cudaSuccess;",
     },
-    "pipe/card.h": {"cudaError_t processor_count(": "count = 4; return cudaSuccess;"},
+    "pipe/card.h": {
+        "cudaError_t processor_count(": "count = emulated::processors; return cudaSuccess;",
+    },
     "pipe/memory.h": {},
     "pipe/roots.h": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
     "pipe/clusters.h": {
