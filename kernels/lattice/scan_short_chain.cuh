@@ -15,6 +15,17 @@
 
 namespace girih::kernels::lattice {
 
+// A tile whose addresses for ldmatrix hang on two numbers that are at hand, those of the ring's start and of
+// the lane's place: behind a barrier the compiler would work them out again.
+template <class Tile>
+struct PlacedTile : Tile {
+  uint32_t start, place;  // in bytes; place: of offset(0, 0, lane() & 15, (lane() >> 4) * 8)
+  __device__ uint32_t address(int row, int col, int, int) const {
+    constexpr int kBytes = sizeof(typename Tile::Element);
+    return start + row * Tile::kCols * kBytes + (place ^ (col * kBytes));
+  }
+};
+
 template <class Ring>
 class ShortScanChain {
   using T = typename Ring::T;
@@ -25,16 +36,29 @@ class ShortScanChain {
   const Ring& ring;
   const ChunkedSequence& of;
   const int head, warp, first;
+  const uint32_t ring_start, lane_place;  // see PlacedTile
   Sums<8> X;
   float rho[2] = {1.f, 1.f};
   uint32_t weighed[4];  // W^T E_C of the warp's vectors
-  // decode: K of a chunk, and the warp's columns of V, fetched before the block waits for S.
+  // decode: K of a chunk, and the warp's columns of -V, fetched before the block waits for S.
   Factor keys;
   uint32_t values[4];
+  // What the chunk before leaves to others, until that costs no time. No stage: nothing.
+  struct {
+    float alpha[2], rho[2];
+    int stage = -1;
+  } behind;
 
  public:
   __device__ ShortScanChain(const LatticeScan& p, const Ring& ring, int warp)
-      : p(p), ring(ring), of(ring.block().of), head(ring.block().head), warp(warp), first(16 * warp) {}
+      : p(p),
+        ring(ring),
+        of(ring.block().of),
+        head(ring.block().head),
+        warp(warp),
+        first(16 * warp),
+        ring_start(opaque(shared_address(ring.base))),
+        lane_place(opaque(sizeof(T) * S::Keys::offset(0, 0, lane() & 15, (lane() >> 4) * 8))) {}
 
   __device__ void run() {
     load_vectors(X, p.start.memory, of.sequence.index, head, p.shape, first);
@@ -64,14 +88,20 @@ class ShortScanChain {
       pass(std::true_type(), left, left > open);
       resumed = false;
     }
+    leave();
     end(chunks, open);
   }
 
  private:
+  template <class Tile>
+  __device__ PlacedTile<Tile> placed(const Tile& tile) const {
+    const auto at = reinterpret_cast<const unsigned char*>(tile.data) - ring.base;
+    return {tile, ring_start + static_cast<uint32_t>(at), lane_place};
+  }
+
   // S, rounded.
   __device__ void publish(int stage) const {
-    const int first = opaque(this->first);
-    const auto memory = ring.memory(stage);
+    const auto memory = placed(ring.memory(stage));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Sums<2> s;
@@ -91,10 +121,12 @@ class ShortScanChain {
   __device__ void fetch(int stage) {
     if (p.shape.objective != LatticeObjective::decode) return;
     const auto k = ring.tokens(stage, Ring::k);
-    const int col = opaque(16 * warp);
+    const int col = 16 * warp;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(keys.at[i], k, 0, 16 * i);
-    load_block(values, ring.tokens(stage, Ring::v), 0, col);
+    for (int i = 0; i < 4; ++i) load_block(keys.at[i], placed(k), 0, 16 * i);
+    load_block(values, placed(ring.tokens(stage, Ring::v)), 0, col);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
     load_weighed_transposed<T>(weighed, k, col, 0, ring.numbers(stage).weights);
   }
 
@@ -114,8 +146,9 @@ class ShortScanChain {
     // U^T = (W E_C)^T H
     Sums<8> U;
     fill(U, 0.f);
-    add_product<T>(U, weighed, h, 0);
-    // In the meantime what the next chunk has of its tokens.
+    add_product<T>(U, weighed, placed(h), 0);
+    // In the meantime what the chunk before has left, and what the next one has of its tokens.
+    leave();
     if (more) {
       wait(ring.full() + next.place, next.parity);
       fetch(next.place);
@@ -148,14 +181,22 @@ class ShortScanChain {
       if (any) measure(end, U, alpha);
     }
     if (more) publish(next.place);
-    if ((lane() & 3) == 0) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) behind.alpha[j] = alpha[j], behind.rho[j] = end[j];
+    behind.stage = stage;
+  }
+
+  __device__ void leave() {
+    if (behind.stage < 0) return;
+    if (p.memories != nullptr && (lane() & 3) == 0) {
+      auto& numbers = ring.numbers(behind.stage);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        numbers.alpha[first + lane_row() + 8 * j] = alpha[j];
-        numbers.rho[first + lane_row() + 8 * j] = end[j];
+        numbers.alpha[first + lane_row() + 8 * j] = behind.alpha[j];
+        numbers.rho[first + lane_row() + 8 * j] = behind.rho[j];
       }
     }
-    arrive_once(ring.written() + stage);
+    arrive_once(ring.written() + behind.stage);
   }
 
   // Of the squares' sum, what is left of it at least where its terms are trusted: rounding is then below
@@ -184,13 +225,12 @@ class ShortScanChain {
 
   // decode: H = K S^T - V in the place of V, 16 columns a warp, and beside it the lane's parts of x.x.
   __device__ void make_h(float (&square)[2][2], int stage) {
-    const int col = opaque(16 * warp);
-    const auto h = ring.tokens(stage, Ring::v);
-    const auto memory = ring.memory(stage);
+    const int col = 16 * warp;
+    const auto h = placed(ring.tokens(stage, Ring::v));
+    const auto memory = placed(ring.memory(stage));
     // In two sums, which are there sooner than one.
     Sums<2> sum, half;
     unpack<T>(sum, values);
-    scale_rows(sum, {-1.f, -1.f});
     fill(half, 0.f);
     barrier_wait(1, S::kThreads);  // S is there
     uint32_t s[4][4];
@@ -237,17 +277,18 @@ class ShortScanChain {
 
   // rho by the x_i themselves. Where one is 0, s_i stays: U is -alpha s_i there.
   __device__ void measure(float (&end)[2], const Sums<8>& U, const float (&alpha)[2]) {
-    float square[2];
+    float square[2], back[2];
     dots(square, X, X);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       end[j] = square[j] > 0.f ? rsqrtf(square[j]) : 0.f, rho[j] = square[j] > 0.f ? end[j] : 1.f;
+      back[j] = -1.f / alpha[j];
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (!(square[e / 2] > 0.f)) X.at[n][e] = -U.at[n][e] / alpha[e / 2];
+        if (!(square[e / 2] > 0.f)) X.at[n][e] = U.at[n][e] * back[e / 2];
       }
     }
   }
