@@ -225,6 +225,7 @@ CALLS = [
     ("all but fp64", gated_rms_norm(""), {}, HALF),
     ("bf16 or fp16", trellis("", g=True, chunk=16), FOUR, HALF),
     ("slots, D or V over 128", trellis("", chunk=16), FOUR | {"M": 129}, HALF),
+    ("slots, D or V over 256", trellis("", chunk=16), FOUR | {"M": 257}, HALF),
     ("fp32", trellis("", chunk=16), FOUR, FULL),
     ("bf16 or fp16", lattice("", g=True, chunk=16), FOUR, HALF),
     ("chunks of fewer than 8", lattice("", chunk=4), FOUR, HALF),

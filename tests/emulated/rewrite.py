@@ -7,7 +7,12 @@ from pathlib import Path
 # Or a copy of them, to see that tests fail of what is wrong there.
 KERNELS = Path(os.environ.get("GIRIH_KERNELS") or Path(__file__).resolve().parents[2] / "kernels")
 # What operators include, or link, beside their own, kernels/tile and kernels/pipe.
-ALSO = {"delta_product": ("exact",), "gla": ("gsa", "exact"), "gsa": ("exact",)}
+ALSO = {
+    "delta_product": ("exact",),
+    "gla": ("gsa", "exact"),
+    "gsa": ("exact",),
+    "trellis": ("gsa", "exact"),
+}
 # What is compiled as in a build, for tests that call an operator's functions: every pattern's files at once.
 EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
 UNITS = {
@@ -27,6 +32,10 @@ UNITS = {
     ),
     "model_rows": tuple(
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "silu_product")
+    ),
+    "trellis": (
+        *(f"trellis/exact_{name}.cu" for name in ("scan", "rows", "reverse", "columns")),
+        *(f"exact/{name}.cu" for name in ("key_read", "value_read")),
     ),
 }
 
