@@ -33,9 +33,10 @@
 
 namespace girih::kernels {
 
-constexpr int kDeltaRows = 64;       // of a chunk, at most
-constexpr int kDeltaMaxWidth = 256;  // D and V
-constexpr int kDeltaMaxSteps = 16;   // n
+constexpr int kDeltaRows = 64;             // of a chunk, at most
+constexpr int kDeltaMaxWidth = 256;        // D and V
+constexpr int kDeltaMaxSteps = 16;         // n
+constexpr int kDeltaVectorMaxWidth = 128;  // D and V where b reads in place of beta k
 
 // Tokens of a chunk.
 __host__ __device__ constexpr int delta_chunk(int n) { return kDeltaRows / n; }
@@ -79,7 +80,8 @@ constexpr int kDeltaPreparedBytes = kDeltaLost + kDeltaInverseBytes;
 struct DeltaPrepare {
   DeltaShape shape;
   In<4> k;         // [B, T n, HK, D]
-  In<3> beta;      // [B, T n, H], any dtype
+  In<4> b;         // [B, T n, H, D]: what reads, in place of beta k; absent: beta k
+  In<3> beta;      // [B, T n, H], any dtype; absent with b
   In<3> g;         // [B, T, H], any dtype; absent: no gates
   void* prepared;  // [piece_count(tokens, delta_chunk(n)), H, kDeltaPreparedBytes]
 };
@@ -89,6 +91,7 @@ cudaError_t delta_prepare(const DeltaPrepare& problem, cudaStream_t stream);
 struct DeltaScan {
   DeltaShape shape;
   In<4> q, k, v;         // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
+  In<4> b;               // [B, T n, H, D], as prepare had it, with w in v's place; absent: beta k
   bool gated;            // there is a g
   const void* prepared;  // of the same k, beta, g
   In<4> initial;         // [N, H, D, V] fp32, optional: zero
@@ -104,6 +107,7 @@ cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
 struct DeltaReverse {
   DeltaShape shape;
   In<4> q, k, dout;  // [B, T, HQ, D], [B, T n, HK, D], [B, T, HO, V]
+  In<4> b;           // as forward had it
   bool gated;
   const void* prepared;  // of forward
   float* factors;        // [pieces, HO, 64]: of a chunk's tokens scale rho_t
@@ -159,7 +163,7 @@ struct DeltaStep {
 
 cudaError_t delta_step(const DeltaStep& problem, cudaStream_t stream);
 
-// Whether the current device has the shared memory for these kernels at this width.
-cudaError_t delta_fits(int D, bool& fits);
+// Whether the current device has the shared memory for these kernels at this width; vector: those with b too.
+cudaError_t delta_fits(int D, bool vector, bool& fits);
 
 }  // namespace girih::kernels

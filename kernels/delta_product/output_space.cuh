@@ -31,6 +31,7 @@ struct OutputSpace {
   using Output = SharedTile<T, Rows, kScanColumns>;  // where the queries were, once they are used
   using Near = BlockTile<T, 64>;                     // P^T
 
+  static constexpr bool kReadKeys = false;
   static constexpr int kStageBytes = Stage<T, D>::kBytes, kSlotBytes = State::kBytes;
   static constexpr int kPlaceBytes = Query::kBytes + Near::kBytes;
   // In a stage, beside the vectors.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "delta_product/delta_product.h"
+#include "delta_product/vector.h"
 #include "tile/grid.h"
 
 namespace girih::kernels::delta_product {
@@ -64,5 +65,7 @@ template <typename T, int D>
 cudaError_t launch_reverse(const ReversePass& pass, cudaStream_t stream);
 template <typename T, int D>
 cudaError_t launch_gradients(const DeltaGradients& problem, cudaStream_t stream);
+template <typename T, int D>
+cudaError_t launch_vector_gradients(const DeltaVectorGradients& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels::delta_product

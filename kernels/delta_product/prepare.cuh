@@ -4,6 +4,8 @@
 //     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j (j < i)        rho_i = 1 / |k_i|, or 1
 //     read_i = beta_i rho_i e^{L_i}        write_i = rho_i e^{L_C - L_i}
 //
+// Where keys of their own read, b_i . k_j is in place of beta_i k_i . k_j, and beta_i is 1.
+//
 // K K^T comes from the tensor cores, the ten 16 x 16 blocks on and below its diagonal, which become N = -A.
 #pragma once
 
@@ -12,7 +14,8 @@
 
 namespace girih::kernels::delta_product {
 
-constexpr int kPrepareBlocks = 4;  // of a multiprocessor, that registers leave room for
+// Blocks of a multiprocessor: as many as registers leave room for, or with two slabs of keys shared memory.
+constexpr int prepare_blocks(bool read_keys) { return read_keys ? 2 : 4; }
 
 // The sum over lanes 0 to this one.
 __device__ inline double sum_through(double x) {
@@ -26,8 +29,8 @@ __device__ inline double sum_through(double x) {
 
 // beta and L of the chunk's rows have arrived: as they are used from now on. L is summed in fp64: its
 // differences are what counts. rho is 1 so far; a row that is not there has 0.
-template <typename T, int Slabs>
-__device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Slabs>& space,
+template <typename T, int Slabs, bool ReadKeys>
+__device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
                                  const Chunk<T>& chunk) {
   double log_before = 0;
 #pragma unroll
@@ -41,22 +44,23 @@ __device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Sl
       log_before = __shfl_sync(~0u, sum, 31);
       log = static_cast<float>(sum);
     }
-    space.beta()[row] = arrived_element(space.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
+    space.beta()[row] =
+        ReadKeys ? 1.f : arrived_element(space.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
     space.log()[row] = log;
     space.unit()[row] = row < chunk.rows ? 1.f : 0.f;
   }
 }
 
-// K K^T by slabs of k, each of which leaves its room to a later one.
-template <typename T, int Slabs>
+// K K^T, or B K^T, by slabs, each of which leaves its room to a later one.
+template <typename T, int Slabs, bool ReadKeys>
 __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepare& p,
-                                     const PrepareSpace<T, Slabs>& space, const Chunk<T>& chunk) {
+                                     const PrepareSpace<T, Slabs, ReadKeys>& space, const Chunk<T>& chunk) {
   const int l = lane();
 #pragma unroll 1
   for (int slab = 0; slab * kSlab < p.shape.D; ++slab) {
     wait_copies<Slabs - 1>();
     __syncwarp();
-    const auto keys = space.keys(slab);
+    const auto keys = space.keys(slab), read_keys = space.read_keys(slab);
 #pragma unroll 2
     for (int col = 0; col < kSlab; col += 16) {
       // Right factors read on their own: out of left ones their pairs would take a third of the instructions.
@@ -64,7 +68,7 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
 #pragma unroll
       for (int i = 0; i < kTilesDown; ++i) {
         uint32_t left[4];
-        load_block(left, keys, kTileRows * i, col);
+        load_block(left, read_keys, kTileRows * i, col);
         load_matrices(right[i], keys.address(kTileRows * i, col, (l & 7) + (l >> 4) * 8, (l >> 3 & 1) * 8));
 #pragma unroll
         for (int j = 0; j <= i; ++j) {
@@ -80,9 +84,9 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
 
 // rho_i from the diagonal of K K^T. Of a key that is zero, rho only scales the gradient: 1 instead of 1000
 // overflows nowhere.
-template <typename T, int Slabs>
-__device__ inline void find_lengths(const PrepareSpace<T, Slabs>& space, const Block (&a)[kDeltaBlocks],
-                                    int rows) {
+template <typename T, int Slabs, bool ReadKeys>
+__device__ inline void find_lengths(const PrepareSpace<T, Slabs, ReadKeys>& space,
+                                    const Block (&a)[kDeltaBlocks], int rows) {
 #pragma unroll
   for (int i = 0; i < kDeltaRows / 8; ++i) {
     const float(&block)[4] = a[block_of(i / 2, i / 2)].at[i % 2];
@@ -96,8 +100,8 @@ __device__ inline void find_lengths(const PrepareSpace<T, Slabs>& space, const B
 }
 
 // beta, read, write, L and rho of every row. Whether none of the lane's rows forbids to divide by its beta.
-template <typename T, int Slabs>
-__device__ inline bool put_factors(float* vectors, const PrepareSpace<T, Slabs>& space, int rows,
+template <typename T, int Slabs, bool ReadKeys>
+__device__ inline bool put_factors(float* vectors, const PrepareSpace<T, Slabs, ReadKeys>& space, int rows,
                                    bool divides) {
   constexpr float kLeastStep = 0x1p-40f;
   const float log_end = space.log()[kDeltaRows - 1];
@@ -118,9 +122,9 @@ __device__ inline bool put_factors(float* vectors, const PrepareSpace<T, Slabs>&
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Of blocks below the diagonal the power
 // is a row's, a column's and the block's: L_i less L at the rows' start, that less L at the columns' end, and
 // that less L_j, none of them more than 0.
-template <typename T, int Slabs>
-__device__ inline void weigh(Block (&a)[kDeltaBlocks], const PrepareSpace<T, Slabs>& space, bool gated,
-                             bool unit) {
+template <typename T, int Slabs, bool ReadKeys>
+__device__ inline void weigh(Block (&a)[kDeltaBlocks], const PrepareSpace<T, Slabs, ReadKeys>& space,
+                             bool gated, bool unit) {
   const float *const beta = space.beta(), *const log = space.log(), *const rho = space.unit();
 #pragma unroll
   for (int i = 0; i < kTilesDown; ++i) {
@@ -196,13 +200,13 @@ __device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
   return sum_over_col(sum) > 0.6f * rows;
 }
 
-template <typename T, int Slabs>
-__global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
+template <typename T, int Slabs, bool ReadKeys>
+__global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
     prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider each) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index();
-  using Space = PrepareSpace<T, Slabs>;
+  using Space = PrepareSpace<T, Slabs, ReadKeys>;
   const Space space{shared + warp * Space::kBytes};
   const int tokens = delta_chunk(shape.n);
   const int64_t numbers = piece_count(shape.tokens, tokens);
@@ -221,7 +225,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
 #pragma unroll
     for (int i = 0; i < kDeltaBlocks; ++i) fill(a[i], 0.f);
     if (rows > 0) {
-      if (Slabs == 1) prefetch_keys(p, chunk);
+      if (Slabs == 1) prefetch_keys<ReadKeys>(p, chunk);
       wait_copies<Slabs>();
       take_rows(p, space, chunk);
       multiply_keys(a, p, space, chunk);
@@ -250,10 +254,10 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, kPrepareBlocks)
   }
 }
 
-template <typename T, int Slabs>
+template <typename T, int Slabs, bool ReadKeys>
 cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
-  constexpr auto kKernel = prepare<T, Slabs>;
-  constexpr int kBytes = PrepareSpace<T, Slabs>::kBlockBytes;
+  constexpr auto kKernel = prepare<T, Slabs, ReadKeys>;
+  constexpr int kBytes = PrepareSpace<T, Slabs, ReadKeys>::kBlockBytes;
   if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
   const int64_t jobs = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;
@@ -276,7 +280,13 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
-  return p.shape.D <= kSlab ? launch_prepare_of<T, 2>(p, stream) : launch_prepare_of<T, 1>(p, stream);
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  const auto launch = [&](auto slabs) {
+    return p.b.data == nullptr ? launch_prepare_of<T, slabs(), false>(p, stream)
+                               : launch_prepare_of<T, slabs(), true>(p, stream);
+  };
+  return p.shape.D <= kSlab ? launch(two) : launch(one);
 }
 
 }  // namespace girih::kernels::delta_product

@@ -14,9 +14,9 @@
 namespace girih::kernels::delta_product {
 
 // dS and G, or dv, on their way to memory.
-template <typename T, int D, int Rows>
-__device__ inline void store(const ReversePass& pass, const Part& part, const ReverseSpace<T, D, Rows>& space,
-                             int worker) {
+template <typename T, int D, int Rows, bool ReadKeys>
+__device__ inline void store(const ReversePass& pass, const Part& part,
+                             const ReverseSpace<T, D, Rows, ReadKeys>& space, int worker) {
   const DeltaReverse& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), cols = p.shape.V - part.col;
   ReverseBarriers& barriers = space.barriers();
@@ -44,14 +44,14 @@ struct ReverseRegisters {
                        kOthers = 504 - kChain - kMakers;
 };
 
-template <typename T, int D, int Rows, bool Direct>
+template <typename T, int D, int Rows, bool Direct, bool ReadKeys>
 __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_constant__ ReversePass pass) {
   using Registers = ReverseRegisters<D>;
   static_assert(Registers::kChain + Registers::kMakers + Registers::kOthers <= registers_of(kReverseThreads));
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
   if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part)) return;
-  const ReverseSpace<T, D, Rows> space{shared, pass.stages, pass.slots};
+  const ReverseSpace<T, D, Rows, ReadKeys> space{shared, pass.stages, pass.slots};
   if (threadIdx.x == 0) {
     ReverseBarriers& barriers = space.barriers();
     for (int i = 0; i < pass.stages; ++i) {
@@ -91,23 +91,23 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
 }
 
 // Bytes of shared memory without which a block does not run.
-template <typename T, int D>
+template <typename T, int D, bool ReadKeys = false>
 constexpr int reverse_least() {
-  return ReverseSpace<T, D, kDeltaRows>::bytes(1, 1);
+  return ReverseSpace<T, D, kDeltaRows, ReadKeys>::bytes(1, 1);
 }
 
-template <bool Direct, typename T, int D, int Rows>
+template <bool Direct, bool ReadKeys, typename T, int D, int Rows>
 cudaError_t launch_reverse_of(const ReversePass& pass, int64_t blocks, int limit, cudaStream_t stream) {
-  constexpr auto kKernel = reverse<T, D, Rows, Direct>;
+  constexpr auto kKernel = reverse<T, D, Rows, Direct, ReadKeys>;
   if (const cudaError_t error = allow_shared<kKernel>(limit); error != cudaSuccess) return error;
-  const int bytes = ReverseSpace<T, D, Rows>::bytes(pass.stages, pass.slots);
+  const int bytes = ReverseSpace<T, D, Rows, ReadKeys>::bytes(pass.stages, pass.slots);
   kKernel<<<static_cast<unsigned>(blocks), kReverseThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 
-template <typename T, int D, int Rows>
+template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
-  using Space = ReverseSpace<T, D, Rows>;
+  using Space = ReverseSpace<T, D, Rows, ReadKeys>;
   const DeltaShape& shape = pass.scan.shape;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
@@ -124,15 +124,22 @@ cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
     // All of a chunk's queries are there before any is used; those of two, so that nobody waits for them.
     const bool fits = 2 * (shape.query_heads / shape.heads) <= pass.stages;
     if (fits && !pass.scan.gated && !shape.unit)
-      return launch_reverse_of<true, T, D, Rows>(pass, blocks, limit, stream);
+      return launch_reverse_of<true, ReadKeys, T, D, Rows>(pass, blocks, limit, stream);
   }
-  return launch_reverse_of<false, T, D, Rows>(pass, blocks, limit, stream);
+  return launch_reverse_of<false, ReadKeys, T, D, Rows>(pass, blocks, limit, stream);
 }
 
+template <typename T, int D, bool ReadKeys>
+cudaError_t launch_reverse_by_rows(const ReversePass& pass, cudaStream_t stream) {
+  return has_many(delta_chunk(pass.scan.shape.n))
+             ? launch_reverse_of<T, D, kDeltaRows, ReadKeys>(pass, stream)
+             : launch_reverse_of<T, D, kDeltaRows / 2, ReadKeys>(pass, stream);
+}
 template <typename T, int D>
 cudaError_t launch_reverse(const ReversePass& pass, cudaStream_t stream) {
-  return has_many(delta_chunk(pass.scan.shape.n)) ? launch_reverse_of<T, D, kDeltaRows>(pass, stream)
-                                                  : launch_reverse_of<T, D, kDeltaRows / 2>(pass, stream);
+  if (pass.scan.b.data == nullptr) return launch_reverse_by_rows<T, D, false>(pass, stream);
+  if constexpr (D <= kDeltaVectorMaxWidth) return launch_reverse_by_rows<T, D, true>(pass, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace girih::kernels::delta_product

@@ -111,9 +111,9 @@ __device__ inline void wait_for_queries(ReverseBarriers& barriers, const Turn& t
   fence_tiles();
 }
 
-template <bool Direct, typename T, int D, int Rows>
+template <bool Direct, typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& part,
-                                         const ReverseSpace<T, D, Rows>& space, int warp) {
+                                         const ReverseSpace<T, D, Rows, ReadKeys>& space, int warp) {
   constexpr bool kWhole = RoundedState<T, D>::kWhole;
   const DeltaReverse& p = pass.scan;
   const int group = p.shape.query_heads / p.shape.heads, first_col = part.col + 16 * warp;
@@ -203,13 +203,13 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       add_lost_transposed<T>(g, du, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
-    // dS^T <- dS^T - (read * G)^T K. What is left of it is G, or dv where that is the same as read * G.
+    // dS^T <- dS^T - (read * G)^T K, or B. What is left of it is G, or dv where that is the same as read * G.
     Operand<kTilesDown> left, update;
     const bool same = divides<T>(p, prepared);
     if (stores && !same) round_to<T>(left, g);
     scale_chunk_rows(g, [&](int row) { return read.at[row / 8]; });
     round_to<T>(update, g);
-    start_update<T, -1>(s, update, stage.k());
+    start_update<T, -1>(s, update, space.read_keys(turn.place));
     if (stores) {
       wait(&barriers.update_stored[slot.place], slot.parity ^ 1);
       leave_update(space.update(slot.place), same, update, left, warp);

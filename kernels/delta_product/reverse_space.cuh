@@ -37,7 +37,8 @@ struct ReverseBarriers {
 constexpr int kReverseBarrierBytes = 384;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 
-template <typename T, int D, int Rows>
+// ReadKeys: as ScanSpace.
+template <typename T, int D, int Rows, bool ReadKeys = false>
 struct ReverseSpace {
   using Keys = Stage<T, D, false>;
   using Query = GradientStage<T, D, Rows>;
@@ -45,7 +46,8 @@ struct ReverseSpace {
   using UpdateSlot = PaddedTile<T, kDeltaRows, kScanColumns>;
   static constexpr int kSlotBytes = StateSlot::kBytes + UpdateSlot::kBytes;
   // Of one stage of both kinds.
-  static constexpr int kStageBytes = Keys::kBytes + Query::kBytes + Query::kFactorBytes;
+  static constexpr int kKeysBytes = Keys::kBytes + (ReadKeys ? BlockTile<T, D>::kBytes : 0),
+                       kStageBytes = kKeysBytes + Query::kBytes + Query::kFactorBytes;
 
   unsigned char* data;
   int stages, slots;
@@ -56,9 +58,12 @@ struct ReverseSpace {
   }
 
   __device__ Values<T> made(int i) const { return {reinterpret_cast<T*>(data + i * Values<T>::kBytes)}; }
-  __device__ Keys stage(int i) const { return {after_made() + i * Keys::kBytes}; }
+  __device__ Keys stage(int i) const { return {after_made() + i * kKeysBytes}; }
+  __device__ BlockTile<T, D> read_keys(int i) const {
+    return {reinterpret_cast<T*>(stage(i).data + (ReadKeys ? Keys::kBytes : 0))};
+  }
   __device__ Query query(int i) const {
-    unsigned char* const queries = after_made() + stages * Keys::kBytes;
+    unsigned char* const queries = after_made() + stages * kKeysBytes;
     unsigned char* const after = queries + stages * Query::kBytes;
     return {queries + i * Query::kBytes, after + i * Query::kFactorBytes};
   }
@@ -74,15 +79,15 @@ struct ReverseSpace {
 };
 
 // What loaders bring, the last chunk first: its keys and what was prepared of it, then its query heads.
-template <typename T, int D, int Rows>
+template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
-                                    const ReverseSpace<T, D, Rows>& space, int thread) {
+                                    const ReverseSpace<T, D, Rows, ReadKeys>& space, int thread) {
   constexpr int kThreads = 32 * kLoaders;
-  using Query = typename ReverseSpace<T, D, Rows>::Query;
+  using Query = typename ReverseSpace<T, D, Rows, ReadKeys>::Query;
   const DeltaReverse& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
   const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
-  const typename ReverseSpace<T, D, Rows>::Keys::Loader loader(
+  const typename ReverseSpace<T, D, Rows, ReadKeys>::Keys::Loader loader(
       at<T>(p.k, batch, part.piece.start * n, part.head / p.shape.key_share, 0), p.k.stride[1], p.shape.D,
       thread);
   const TileCopier<kThreads, typename Query::Q> q(
@@ -91,6 +96,8 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
   const TileCopier<kThreads, typename Query::O> dout(
       at<T>(p.dout, batch, part.piece.start, first_head, part.col), p.dout.stride[1], p.shape.V - part.col,
       thread);
+  const TileCopier<kThreads, BlockTile<T, D>> read_keys(at<T>(p.b, batch, part.piece.start * n, part.head, 0),
+                                                        p.b.stride[1], p.shape.D, thread);
   ReverseBarriers& barriers = space.barriers();
   Turn turn, query_turn;
 #pragma unroll 1
@@ -99,6 +106,7 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
     loader.start(space.stage(turn.place), c * tokens * n, length * n,
                  prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    if (ReadKeys) read_keys.start(space.read_keys(turn.place), c * tokens * n, length * n);
     arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
 #pragma unroll 1

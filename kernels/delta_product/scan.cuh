@@ -1,6 +1,7 @@
 // The scan's kernel: from chunk to chunk
 //
 //     Y = K S        Z_i = beta_i v_i - read_i Y_i        U = X Z        S <- e^{L_C} S + K^T (w * U)
+//     Y = B S        where b reads in place of beta k
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j          S the state before the chunk
 //
 // A block has 64 columns of V of one head's state, for all chunks of a sequence or a segment of one. The time
@@ -18,11 +19,11 @@
 
 namespace girih::kernels::delta_product {
 
-template <typename T, int D, int Rows>
+template <typename T, int D, int Rows, bool ReadKeys>
 __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     scan(const __grid_constant__ ScanPass pass) {
   using Roles = ScanRoles<D, Rows>;
-  using Space = ScanSpace<T, D, Rows>;
+  using Space = ScanSpace<T, D, Rows, ReadKeys>;
   using Registers = ScanRegisters<D, Rows>;
   // Warpgroups of chains, of readers, and of all others: no more than they have at the start.
   static_assert(Roles::kChains * Registers::kChain + Roles::kReaders * Registers::kReaders +
@@ -85,15 +86,15 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
 }
 
 // Bytes of shared memory without which a block does not run.
-template <typename T, int D>
+template <typename T, int D, bool ReadKeys = false>
 constexpr int scan_least() {
-  return std::max(ScanSpace<T, D, kDeltaRows>::bytes(1, 1, 1),
-                  ScanSpace<T, D, kDeltaRows / 2>::bytes(1, 1, 1));
+  return std::max(ScanSpace<T, D, kDeltaRows, ReadKeys>::bytes(1, 1, 1),
+                  ScanSpace<T, D, kDeltaRows / 2, ReadKeys>::bytes(1, 1, 1));
 }
 
-template <typename T, int D, int Rows>
+template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
-  using Space = ScanSpace<T, D, Rows>;
+  using Space = ScanSpace<T, D, Rows, ReadKeys>;
   ScanPass pass = given;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
@@ -116,13 +117,15 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     if (pass.stages == 0) fit(1, 1);
   }
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
-  if (const cudaError_t error = allow_shared<scan<T, D, Rows>>(limit); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<scan<T, D, Rows, ReadKeys>>(limit); error != cudaSuccess)
+    return error;
   // At 1 x 32768 tokens, 8 heads of 128, 94 us instead of 122.
   pass.chains = ScanRoles<D, Rows>::kChains == 2 && parts_alone(pass.scan.shape, pass.walk) > kCard ? 2 : 1;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if constexpr (D == 64 && Rows != 0) {  // (at D = 128 the chain makes the output where it can, in one block)
+  if constexpr (D == 64 && Rows != 0 &&
+                !ReadKeys) {  // (at D = 128 the chain makes the output where it can, in one block)
     bool can = false;
     if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
         Space::bytes(pass.stages, kApartReaders, kApartReaders) <= limit) {
@@ -131,21 +134,29 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     }
     if (can) return launch_apart<T, D, Rows>(pass, blocks, limit, stream);
   }
-  if constexpr (D == 128 && Rows != 0) {
+  if constexpr (D == 128 && Rows != 0 && !ReadKeys) {
     bool launched = false;
     const cudaError_t error = try_output<T, D, Rows>(pass, blocks, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
   }
   const int bytes = Space::bytes(pass.stages, pass.slots, pass.readers);
-  scan<T, D, Rows><<<static_cast<unsigned>(blocks), ScanRoles<D, Rows>::kThreads, bytes, stream>>>(pass);
+  scan<T, D, Rows, ReadKeys>
+      <<<static_cast<unsigned>(blocks), ScanRoles<D, Rows>::kThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 
+template <typename T, int D, bool ReadKeys>
+cudaError_t launch_scan_by_rows(const ScanPass& pass, cudaStream_t stream) {
+  if (pass.walk.alone) return launch_scan_of<T, D, 0, ReadKeys>(pass, stream);
+  return has_many(delta_chunk(pass.scan.shape.n))
+             ? launch_scan_of<T, D, kDeltaRows, ReadKeys>(pass, stream)
+             : launch_scan_of<T, D, kDeltaRows / 2, ReadKeys>(pass, stream);
+}
 template <typename T, int D>
 cudaError_t launch_scan(const ScanPass& pass, cudaStream_t stream) {
-  if (pass.walk.alone) return launch_scan_of<T, D, 0>(pass, stream);
-  return has_many(delta_chunk(pass.scan.shape.n)) ? launch_scan_of<T, D, kDeltaRows>(pass, stream)
-                                                  : launch_scan_of<T, D, kDeltaRows / 2>(pass, stream);
+  if (pass.scan.b.data == nullptr) return launch_scan_by_rows<T, D, false>(pass, stream);
+  if constexpr (D <= kDeltaVectorMaxWidth) return launch_scan_by_rows<T, D, true>(pass, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace girih::kernels::delta_product

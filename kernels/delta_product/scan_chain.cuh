@@ -62,9 +62,9 @@ __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, c
   commit_products();
 }
 
-template <typename T, int D, int Rows>
-__device__ inline void run_chain(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
-                                 int chain, int warp) {
+template <typename T, int D, int Rows, bool ReadKeys>
+__device__ inline void run_chain(const ScanPass& pass, const Part& part,
+                                 const ScanSpace<T, D, Rows, ReadKeys>& space, int chain, int warp) {
   constexpr bool kLeaves = Rows != 0;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
@@ -92,9 +92,9 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part, const S
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
 
-    // Y^T = S^T K^T
+    // Y^T = S^T K^T, or S^T B^T
     Sums<8> y;
-    rounded.start_read(y, s, stage.k(), [&](int i, const Operand<4>& slab) {
+    rounded.start_read(y, s, space.read_keys(turn.place), [&](int i, const Operand<4>& slab) {
       if constexpr (kLeaves) {
         if (i == 0) wait(&barriers.read[slot.place], slot.parity ^ 1);
         store_blocks(space.state(slot.place), 16 * warp, 64 * i, slab);

@@ -13,13 +13,13 @@
 
 namespace girih::kernels::delta_product {
 
-template <bool Apart, typename T, int D, int Rows>
+template <bool Apart, typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
-                                        const ScanSpace<T, D, Rows>& space, int reader, int warp) {
+                                        const ScanSpace<T, D, Rows, ReadKeys>& space, int reader, int warp) {
   if (reader >= pass.readers || reader >= part.chunks) return;
   constexpr int kEights = Rows / 8;  // of tokens
   const DeltaScan& p = pass.scan;
-  using Space = ScanSpace<T, D, Rows>;
+  using Space = ScanSpace<T, D, Rows, ReadKeys>;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads,
             cols = p.shape.V - part.col;
   const bool weighted = p.gated || p.shape.unit;  // else every factor but the scale is 1

@@ -85,15 +85,15 @@ __device__ inline void weigh(Sums<8>& scores, const Vectors& vectors, int n, int
   }
 }
 
-template <bool Apart, typename T, int D, int Rows>
-__device__ inline void run_readers(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
-                                   int reader, int warp) {
+template <bool Apart, typename T, int D, int Rows, bool ReadKeys>
+__device__ inline void run_readers(const ScanPass& pass, const Part& part,
+                                   const ScanSpace<T, D, Rows, ReadKeys>& space, int reader, int warp) {
   if (reader >= pass.readers || reader >= part.chunks) return;
   // The next scores are under way while an output leaves, where there are registers for both. (Across the
   // loop's end the compiler would wait for each of their products.)
   constexpr bool kAhead = D == 64;
   const DeltaScan& p = pass.scan;
-  using Space = ScanSpace<T, D, Rows>;
+  using Space = ScanSpace<T, D, Rows, ReadKeys>;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads,
             cols = p.shape.V - part.col;
   const int first = kTileRows * warp, row = first + lane_row();

@@ -20,6 +20,8 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   // The next columns' too, where the block's second chain has them.
   const bool next_too = pass.chains == 2 && !pairs_transitions(p.shape, pass.walk, 2);
   const unsigned char* prepared = prepared_at(p.prepared, p.shape, part.chunk, part.head);
+  const TileCopier<32 * kLoaders, BlockTile<T, D>> read_keys(at<T>(p.b, batch, row, part.head, 0),
+                                                             p.b.stride[1], p.shape.D, thread);
   Turn turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c, prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes) {
@@ -27,6 +29,7 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
     const Stage<T, D> stage = space.stage(turn.place);
     const int rows = tokens_in(part, tokens, c) * n;
     loader.start(stage, c * tokens * n, rows, prepared);
+    if constexpr (Space::kReadKeys) read_keys.start(space.read_keys(turn.place), c * tokens * n, rows);
     if (with_values) values.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
     if (Space::kChains == 2 && next_too) {
       const TileCopier<32 * kLoaders, Values<T>> next(
@@ -59,9 +62,9 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part, cons
 
 // What the loaders bring is the products' once a fence has passed: a tenth of the chain's time where its own
 // warps had to wait for it.
-template <typename T, int D, int Rows>
+template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void fence_stages(const ScanPass& pass, const Part& part,
-                                    const ScanSpace<T, D, Rows>& space) {
+                                    const ScanSpace<T, D, Rows, ReadKeys>& space) {
   ScanBarriers& barriers = space.barriers();
   Turn turn;
 #pragma unroll 1

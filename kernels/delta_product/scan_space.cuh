@@ -37,8 +37,11 @@ __device__ inline void leave_slot(uint64_t& barrier) {
   Apart ? arrive_far(&barrier, 0) : arrive_once(&barrier);
 }
 
-template <typename T, int D, int Rows>
+// ReadKeys: what reads are not the keys that write times beta, but b, which a stage has beside.
+template <typename T, int D, int Rows, bool ReadKeys = false>
 struct ScanSpace {
+  static constexpr bool kReadKeys = ReadKeys;
+  using Keys = BlockTile<T, D>;
   static constexpr int kChains = ScanRoles<D, Rows>::kChains;
 
   using State = BlockTile<T, D, kScanColumns>;            // S^T
@@ -70,7 +73,8 @@ struct ScanSpace {
   unsigned char* data;
   int stages, slots, readers;
 
-  static constexpr int kStageBytes = Stage<T, D>::kBytes + (kChains - 1) * Values<T>::kBytes;
+  static constexpr int kReadKeysAt = Stage<T, D>::kBytes + (kChains - 1) * Values<T>::kBytes,
+                       kStageBytes = kReadKeysAt + (ReadKeys ? Keys::kBytes : 0);
   static constexpr int kSlotBytes = State::kBytes + Update::kBytes,
                        kReaderBytes = Rows == kTokens ? HalfReader::kBytes : Rows / kTileRows * Query::kBytes;
   __host__ __device__ static constexpr int bytes(int stages, int slots, int readers) {
@@ -78,6 +82,9 @@ struct ScanSpace {
   }
 
   __device__ Stage<T, D> stage(int i) const { return {data + i * kStageBytes}; }
+  __device__ Keys read_keys(int i) const {
+    return {reinterpret_cast<T*>(stage(i).data + (ReadKeys ? kReadKeysAt : 0))};
+  }
   __device__ Values<T> values(int i, int chain) const {
     return chain == 0 ? stage(i).v()
                       : Values<T>{reinterpret_cast<T*>(data + i * kStageBytes + Stage<T, D>::kBytes)};

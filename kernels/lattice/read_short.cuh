@@ -14,62 +14,60 @@
 
 namespace girih::kernels::lattice {
 
-template <typename T>
+template <class Ring>
 class ShortReader {
-  using Ring = ShortScanRing<T>;
+  using T = typename Ring::T;
   using S = typename Ring::S;
   static constexpr float kLift = lift<T>();
 
   const LatticeScan& scan;
   const LatticeRead& p;
-  const int shares;
   const Ring& ring;
 
  public:
-  __device__ ShortReader(const ShortScan& p, const Ring& ring)
-      : scan(p.scan), p(p.read), shares(p.shares), ring(ring) {}
+  __device__ ShortReader(const ShortScan& p, const Ring& ring) : scan(p.scan), p(p.read), ring(ring) {}
 
-  // Every kReaders-th chunk of the block's share.
+  // Every kReaders-th chunk.
   __device__ void run(int reader) const {
-    const Carried& block = ring.block();
-    const ChunkedSequence& of = block.of;
-    const int first = reader * shares + block.share, step = Ring::kReaders * shares;
+    const ChunkedSequence& of = ring.block().of;
     Turn turn;
-    turn.skip(first, Ring::kStages);
-#pragma unroll 1
-    for (int64_t n = first; n < of.chunks; n += step, turn.skip(step, Ring::kStages)) {
-      const Part part = chunk_part(p.shape, of, n, block.head);
-      wait(ring.full() + turn.place, turn.parity);
-      wait(ring.written() + turn.place, turn.parity);
-      if (scan.memories != nullptr) keep(part, turn.place);
-      if (part.resumed) {
-        bring_step(part);
-        read_all<true>(part, turn.place);
-      } else {
-        read_all<false>(part, turn.place);
-      }
-      arrive_once(ring.empty() + turn.place);
+    turn.skip(reader, Ring::kStages);
+    int n = reader;
+    if (n == 0 && of.chunks > 0 && of.begun > 0) {
+      pass<true>(n, turn);
+      n += Ring::kReaders, next(turn);
     }
+#pragma unroll 1
+    for (; n < of.chunks; n += Ring::kReaders, next(turn)) pass<false>(n, turn);
   }
 
  private:
-  __device__ bool encode() const { return p.shape.objective == LatticeObjective::encode; }
+  template <bool Resumed>
+  __device__ void pass(int n, const Turn& turn) const {
+    const int stage = opaque(turn.place);
+    const Part part = chunk_part(p.shape, ring.block().of, n, ring.block().head);
+    wait(ring.full() + stage, turn.parity);
+    wait(ring.written() + stage, turn.parity);
+    if constexpr (Ring::kApart) {
+      arrive_far(ring.empty() + stage, 0);  // it has been sent: there it may go
+    } else if (scan.memories != nullptr) {
+      ring.keep(scan, part.number, stage);
+    }
+    if constexpr (Resumed) bring_step(part);
+    read_all<Resumed>(part, stage);
+    if constexpr (Ring::kApart) arrive_far(ring.taken() + stage, 0);
+    arrive_once(ring.empty() + stage);
+  }
 
-  // For backward.
-  __device__ void keep(const Part& part, int stage) const {
-    const LatticeShape& shape = p.shape;
-    store_rows<1>(ring.memory(stage),
-                  static_cast<T*>(scan.memories) + memory_place(shape, part.number, part.head), shape.D,
-                  shape.M, shape.D, 0);
-    const auto& numbers = ring.numbers(stage);
-    const bool rho = lane() >= 16;
-    const int m = lane() % 16 * 4;
-    float* const to = scan.ends + ((part.number * shape.heads + part.head) * 2 + (rho ? 1 : 0)) * shape.M + m;
-    if (m < shape.M) {
-      *reinterpret_cast<float4*>(to) =
-          *reinterpret_cast<const float4*>((rho ? numbers.rho : numbers.alpha) + m);
+  __device__ static void next(Turn& turn) {
+    if constexpr (Ring::kReaders == Ring::kStages) {
+      turn.parity ^= 1;
+    } else {
+      turn.skip(Ring::kReaders, Ring::kStages);
     }
   }
+
+  __device__ bool encode() const { return p.shape.objective == LatticeObjective::encode; }
 
   // Delta^T, rounded, and |Delta_i|^2.
   __device__ void bring_step(const Part& part) const {
@@ -146,7 +144,7 @@ class ShortReader {
 
   struct Inner {
     Triangles triangles;
-    Sums<2> decays;     // F, [t, j], zero for j > t
+    Sums<2> decays;
     uint32_t own[4];    // tril(G, -1) F
     float2 squares[2];  // |h|^2 of the lane's columns
   };

@@ -1,366 +1,47 @@
 // scan.cuh and read.cuh in one, for chunks of at most 16 tokens and memories of at most 64 x 64: a block has
 // a sequence and head, and its warps are
 //
-//     chain     S and H of a chunk, and the memory after it: chunk by chunk
+//     chain     S and H of a chunk, and the memory after it: chunk by chunk (scan_short_chain.cuh)
 //     loaders   bring Q, K, V, gates and steps
 //     readers   o of a chunk, and of what backward needs the storing, a warp each (read_short.cuh)
 //
-// The chain has the time of one chunk after another, so it does no more than has to be between S and the
-// next: X stays as it is, s_i = rho_i x_i, and the length of the next x_i is there with its steps:
-//
-//     sigma_i = rho_i x_i.u_i          alpha_i = m_C - sigma_i          b_i = alpha_i rho_i
-//     X <- b X + U          |x_i|^2 = b_i^2 x_i.x_i + 2 b_i x_i.u_i + u_i.u_i          rho_i <- 1 / |x_i|
-//
-// x_i.x_i is found anew in every chunk, where the block waits for H: rounding does not add up. Where the
-// terms of the length cancel it is found of the x_i themselves.
-//
-// Where half of the multiprocessors would stay idle two blocks have the same sequence and head: both have the
-// whole chain, and each reads every other chunk.
+// Where half of the multiprocessors would stay idle they are two blocks (scan_short_apart.cuh).
 #pragma once
 
-#include "lattice/read_short.cuh"
 #include "lattice/scan.cuh"
-#include "pipe/roots.h"
+#include "lattice/scan_short_apart.cuh"
 
 namespace girih::kernels::lattice {
 
 template <typename T>
-class ShortScanChain {
-  using Ring = ShortScanRing<T>;
-  using S = typename Ring::S;
-  using Factor = Operand<4>;
-
-  const LatticeScan& p;
-  const Ring& ring;
-  const ChunkedSequence& of;
-  const int head, warp, first;
-  const bool stores;  // where the sequence ends
-  Sums<8> X;
-  float rho[2] = {1.f, 1.f};
-  uint32_t weighed[4];  // W^T E_C of the warp's vectors
-  // decode: K of a chunk, and the warp's columns of V, fetched before the block waits for S.
-  Factor keys;
-  uint32_t values[4];
-
- public:
-  __device__ ShortScanChain(const LatticeScan& p, const Ring& ring, int warp)
-      : p(p),
-        ring(ring),
-        of(ring.block().of),
-        head(ring.block().head),
-        warp(warp),
-        first(16 * warp),
-        stores(ring.block().share == 0) {}
-
-  __device__ void run() {
-    load_vectors(X, p.start.memory, of.sequence.index, head, p.shape, first);
-    const int chunks = static_cast<int>(of.chunks);
-    const int open = chunks > 0 && !chunk_of(p.shape.grid, of, chunks - 1).complete ? 1 : 0;  // chunks
-    bool resumed = of.begun > 0;
-    Turn turn;
-    if (chunks > 0) {
-      wait(ring.full(), 0);
-      publish(0);
-      fetch(0);
-    }
-    const auto pass = [&](auto special, int left, bool complete) {
-      Turn next = turn;
-      next.next(Ring::kStages);
-      step<decltype(special)::value>(turn.place, complete, resumed, left > 1, next);
-      turn = next;
-    };
-#pragma unroll 1
-    for (int left = chunks; left > 0; --left) {
-      if (!resumed) {
-        // Chunks like most are a loop of their own, which has nothing to ask.
-#pragma unroll 1
-        for (; left > open; --left) pass(std::false_type(), left, true);
-        if (left == 0) break;
-      }
-      pass(std::true_type(), left, left > open);
-      resumed = false;
-    }
-    if (stores) end(chunks, open);
-  }
-
- private:
-  // S, rounded.
-  __device__ void publish(int stage) const {
-    const int first = opaque(this->first);
-    const auto memory = ring.memory(stage);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Sums<2> s;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.at[n][e] = rho[e / 2] * X.at[2 * i + n][e];
-      }
-      uint32_t a[4];
-      pack<T>(a, s);
-      store_block(memory, first, 16 * i, a);
-    }
-    __syncwarp();
-  }
-
-  // decode: K and V of a chunk are there.
-  __device__ void fetch(int stage) {
-    if (p.shape.objective != LatticeObjective::decode) return;
-    const auto k = ring.tokens(stage, Ring::k);
-    const int col = opaque(16 * warp);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(keys.at[i], k, 0, 16 * i);
-    load_block(values, ring.tokens(stage, Ring::v), 0, col);
-    load_weighed_transposed<T>(weighed, k, col, 0, ring.numbers(stage).weights);
-  }
-
-  // Special: a chunk that is not complete, or resumed.
-  template <bool Special>
-  __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
-    auto& numbers = ring.numbers(stage);
-    const auto h = ring.tokens(stage, Ring::v);
-    const bool decode = p.shape.objective == LatticeObjective::decode;
-    float square[2][2];
-    if (decode) {
-      make_h(square, stage);
-    } else {
-      make_w(weighed, stage);
-      lane_dots(square, X, X);
-    }
-    // U^T = (W E_C)^T H
-    Sums<8> U;
-    fill(U, 0.f);
-    add_product<T>(U, weighed, h, 0);
-    // In the meantime what the next chunk has of its tokens.
-    if (more) {
-      wait(ring.full() + next.place, next.parity);
-      fetch(next.place);
-    }
-
-    float along[2], steps[2], squares[2], alpha[2], by[2], length[2], end[2];  // end: 1 / |x|, or 0
-    add_lanes(squares, square);
-    dots(along, X, U);
-    dots(steps, U, U);
-    const float kept = !Special || complete ? numbers.kept() : 0.f;
-    bool cancels = false;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      alpha[j] = fmaf(-rho[j], along[j], kept), by[j] = alpha[j] * rho[j];
-      length[j] = fmaf(by[j], fmaf(by[j], squares[j], 2.f * along[j]), steps[j]);
-      cancels |= length[j] < kLeastLeft * fmaf(by[j] * by[j], squares[j], steps[j]);
-    }
-    if (Special) {
-      move_with_care(end, U, by, stage, complete, resumed);
-    } else {
-      // The vote's answer is not waited for.
-      const bool any = __any_sync(~0u, cancels);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) end[j] = rho[j] = length[j] > 0.f ? inverse_root(length[j]) : 0.f;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) X.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]);
-      }
-      if (any) measure(end, U, alpha);
-    }
-    if (more) publish(next.place);
-    if ((lane() & 3) == 0) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        numbers.alpha[first + lane_row() + 8 * j] = alpha[j];
-        numbers.rho[first + lane_row() + 8 * j] = end[j];
-      }
-    }
-    arrive_once(ring.written() + stage);
-  }
-
-  // Of the squares' sum, what is left of it at least where its terms are trusted: rounding is then below
-  // 2^-13 of the length.
-  static constexpr float kLeastLeft = 0x1p-8f;
-
-  __device__ static void dots(float (&to)[2], const Sums<8>& x, const Sums<8>& y) {
-    const float2 dots = row_dots(x, y);
-    to[0] = dots.x, to[1] = dots.y;
-  }
-
-  // The lane's parts of x.y of its two rows, and their sums.
-  __device__ static void lane_dots(float (&to)[2][2], const Sums<8>& x, const Sums<8>& y) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = 0.f;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = fmaf(x.at[n][i], y.at[n][i], to[i / 2][i % 2]);
-    }
-  }
-  __device__ static void add_lanes(float (&to)[2], const float (&parts)[2][2]) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) to[j] = sum_over_row(parts[j][0] + parts[j][1]);
-  }
-
-  // decode: H = K S^T - V in the place of V, 16 columns a warp, and beside it the lane's parts of x.x.
-  __device__ void make_h(float (&square)[2][2], int stage) {
-    const int col = opaque(16 * warp);
-    const auto h = ring.tokens(stage, Ring::v);
-    const auto memory = ring.memory(stage);
-    // In two sums, which are there sooner than one.
-    Sums<2> sum, half;
-    unpack<T>(sum, values);
-    scale_rows(sum, {-1.f, -1.f});
-    fill(half, 0.f);
-    barrier_wait(1, S::kThreads);  // S is there
-    uint32_t s[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load_matrices_transposed(s[i], memory.address(16 * i, col, lane() & 15, (lane() >> 4) * 8));
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      mma<T>((i % 2 ? half : sum).at[0], keys.at[i], s[i][0], s[i][1]);
-      mma<T>((i % 2 ? half : sum).at[1], keys.at[i], s[i][2], s[i][3]);
-    }
-    lane_dots(square, X, X);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum.at[n][e] += half.at[n][e];
-    }
-    pack<T>(values, sum);
-    store_block(h, 0, col, values);
-    barrier_wait(1, S::kThreads);  // H is there
-  }
-
-  // encode, similarity: W^T of the warp's vectors, for which it has what it needs.
-  __device__ void make_w(uint32_t (&w)[4], int stage) const {
-    const auto k = ring.tokens(stage, Ring::k);
-    const float* const weights = ring.numbers(stage).weights;
-    if (p.shape.objective == LatticeObjective::similarity) {
-      load_weighed_transposed<T>(w, k, first, 0, weights);
-      return;
-    }
-    Sums<2> a, key;
-    product_of_rows(a, ring.memory(stage), ring.tokens(stage, Ring::v), first, 0);
-    load_block_transposed(w, k, first, 0);
-    unpack<T>(key, w);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float2 weight = *reinterpret_cast<const float2*>(weights + 8 * n + lane_col());
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.at[n][i] = (i & 1 ? weight.y : weight.x) * (a.at[n][i] - key.at[n][i]);
-    }
-    pack<T>(w, a);
-  }
-
-  // rho by the x_i themselves. Where one is 0, s_i stays: U is -alpha s_i there.
-  __device__ void measure(float (&end)[2], const Sums<8>& U, const float (&alpha)[2]) {
-    float square[2];
-    dots(square, X, X);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      end[j] = square[j] > 0.f ? rsqrtf(square[j]) : 0.f, rho[j] = square[j] > 0.f ? end[j] : 1.f;
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (!(square[e / 2] > 0.f)) X.at[n][e] = -U.at[n][e] / alpha[e / 2];
-      }
-    }
-  }
-
-  // X and rho by the x_i themselves. A chunk that is not complete leaves them as they are, and x as Delta.
-  __device__ void move_with_care(float (&end)[2], Sums<8>& U, const float (&by)[2], int stage, bool complete,
-                                 bool resumed) {
-    const auto& numbers = ring.numbers(stage);
-    if (resumed) {
-      const float open = numbers.open();
-      for_elements(U, p.start.step, of.sequence.index, head, p.shape, first,
-                   [&](float& u, const float& step, int) { u = fmaf(open, step, u); });
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) U.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]);
-    }
-    if (!complete) {
-      end[0] = end[1] = 1.f;
-      if (!stores) return;
-      if (p.end.step.data != nullptr) store_vectors(p.end.step, U, of.sequence.index, head, p.shape, first);
-      if (threadIdx.x == 0 && p.end.decay.data != nullptr) {
-        store_any(p.end.decay, numbers.sum() / kLog2E, of.sequence.index, static_cast<int64_t>(head));
-      }
-      return;
-    }
-    float square[2];
-    dots(square, U, U);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      end[j] = square[j] > 0.f ? rsqrtf(square[j]) : 0.f;
-      rho[j] = square[j] > 0.f ? end[j] : rho[j];
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) X.at[n][e] = square[e / 2] > 0.f ? U.at[n][e] : X.at[n][e];
-    }
-  }
-
-  // Where the sequence ends: in a chunk (move_with_care() has stored how far), after one, or where it began.
-  __device__ void end(int chunks, int open) {
-    const int64_t sequence = of.sequence.index;
-    if (chunks > open) {
-      float square[2];
-      dots(square, X, X);
-      scale_rows(X, {square[0] > 0.f ? rsqrtf(square[0]) : 0.f, square[1] > 0.f ? rsqrtf(square[1]) : 0.f});
-    }
-    store_vectors(p.end.memory, X, sequence, head, p.shape, first);
-    if (open == 0 && p.end.step.data != nullptr) {
-      fill(X, 0.f);
-      if (chunks == 0) load_vectors(X, p.start.step, sequence, head, p.shape, first);
-      store_vectors(p.end.step, X, sequence, head, p.shape, first);
-    }
-    if (threadIdx.x != 0) return;
-    if (open == 0 && p.end.decay.data != nullptr) {
-      float decay = 0.f;
-      if (chunks == 0 && p.start.decay.data != nullptr) decay = load_any(p.start.decay, sequence, head);
-      store_any(p.end.decay, decay, sequence, static_cast<int64_t>(head));
-    }
-    if (head == 0 && p.last_position != nullptr) {
-      p.last_position[sequence] = (of.begun + of.sequence.end - of.sequence.start) % p.shape.grid.size;
-    }
-  }
-};
-
-template <typename T>
-__global__ void __launch_bounds__(ShortScanRing<T>::kThreads, 1)
+__global__ void __launch_bounds__(ShortScanRing<T, false>::kThreads, 1)
     scan_short_kernel(const __grid_constant__ ShortScan p) {
-  using Ring = ShortScanRing<T>;
+  using Ring = ShortScanRing<T, false>;
   constexpr int kChain = Ring::S::kWarps;
   extern __shared__ __align__(128) unsigned char shared[];
   const Ring ring{shared};
   const int warp = warp_index();
-  ring.start(p);
+  ring.start(p, true);
   // In this order, which is that of their code too: in others the loops of several roles meet in the same
   // lines of the cache of instructions (row_source.h), and the chain takes up to a tenth longer.
   if (warp >= kChain + Ring::kLoaders) {
-    ShortReader<T>(p, ring).run(warp - kChain - Ring::kLoaders);
+    ShortReader<Ring>(p, ring).run(warp - kChain - Ring::kLoaders);
   } else if (warp >= kChain) {
-    ring.load(p, warp - kChain);
+    ring.load(p.scan, warp - kChain, Ring::kLoaders, true);
     wait_copies<0>();
   } else {
-    ShortScanChain<T>(p.scan, ring, warp).run();
+    ShortScanChain<Ring>(p.scan, ring, warp).run();
   }
 }
 
 template <typename T>
 cudaError_t launch_short(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
-  using Ring = ShortScanRing<T>;
-  int shares = 1;
-  if (const cudaError_t error = shares_of(scan.shape, Ring::kMostShares, shares); error != cudaSuccess) {
-    return error;
-  }
-  return launch_scan<scan_short_kernel<T>>(ShortScan{scan, read, shares}, Ring::kThreads, Ring::kBytes,
-                                           scan.shape, stream, shares);
+  using Ring = ShortScanRing<T, false>;
+  bool apart = false;
+  if (const cudaError_t error = is_apart<T>(scan.shape, apart); error != cudaSuccess) return error;
+  if (apart) return launch_apart<T>(ShortScan{scan, read}, stream);
+  return launch_scan<scan_short_kernel<T>>(ShortScan{scan, read}, Ring::kThreads, Ring::kBytes, scan.shape,
+                                           stream);
 }
 
 template <typename T>

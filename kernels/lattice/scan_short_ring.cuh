@@ -1,27 +1,31 @@
 // The ring of scan_short.cuh: a chunk's tokens, the memory before it, and what the chain makes of them for
-// those who read it.
+// those who read it. Apart, each of the two blocks has one (scan_short_apart.cuh).
 #pragma once
 
 #include "lattice/vectors.cuh"
+#include "tile/cluster.h"
 
 namespace girih::kernels::lattice {
 
-// As parameters of one kernel. `shares`: blocks that have the same sequence and head.
+// As parameters of one kernel.
 struct ShortScan {
   LatticeScan scan;
   LatticeRead read;
-  int shares;
 };
 
-template <typename T_>
+template <typename T_, bool Apart>
 struct ShortScanRing {
   using T = T_;
   using S = Sizes<T, 16, 64, 64>;
-  static constexpr int kStages = 14, kLoaders = 2, kReaders = 6, kMostShares = 2;
-  static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kReaders);
-  // Every stage has one loader, and is one share's or never is. Readers are no further ahead of one another
-  // than a turn of the ring, else one would take another's turn for its own.
-  static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0 && kReaders * kMostShares <= kStages);
+  static constexpr bool kApart = Apart;
+  static constexpr int kStages = Apart ? 10 : 14, kReaders = Apart ? 10 : 6, kLoaders = 2;
+  static constexpr int kChainLoaders = Apart ? 5 : kLoaders;  // in the block that has the chain
+  static constexpr int kThreads = (Apart ? 0 : S::kThreads) + 32 * (kReaders + kLoaders);
+  // Every stage has one loader. Readers are no further ahead of one another than a turn of the ring, else one
+  // would take another's turn for its own; what is sent may overtake what was sent before, so apart a stage
+  // is always the same reader's.
+  static_assert(kStages % kLoaders == 0 && kStages % kChainLoaders == 0);
+  static_assert(Apart ? kStages == kReaders : kStages >= kReaders);
 
   struct Numbers {
     ChunkTokens<16> tokens;
@@ -31,12 +35,13 @@ struct ShortScanRing {
     __device__ float open() const { return weights[17]; }
     __device__ float sum() const { return weights[18]; }
   };
-  enum Of { q, k, v };                // o in the place of q, H in that of V
-  static constexpr int kSources = 3;  // k, v, q
+  enum Of { v, k, q };                            // H in the place of V, o in that of q
+  static constexpr int kSources = Apart ? 2 : 3;  // k, v and q; apart v in one block and q in the other
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = S::Memory::kBytes + 3 * kTokens;
-  static constexpr int kNumbers = sizeof(Numbers);
-  static constexpr int kBytes = kStages * (kStage + kNumbers + 3 * 8) + S::Memory::kBytes + 4 * S::M +
+  static constexpr int kSent = S::Memory::kBytes + kTokens;  // the memory and H
+  static constexpr int kNumbers = sizeof(Numbers), kBarriers = Apart ? 4 : 3;
+  static constexpr int kBytes = kStages * (kStage + kNumbers + kBarriers * 8) + S::Memory::kBytes + 4 * S::M +
                                 static_cast<int>(sizeof(Carried)) +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
 
@@ -61,27 +66,37 @@ struct ShortScanRing {
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(&numbers(kStages)); }
   __device__ uint64_t* written() const { return full() + kStages; }  // the chain is through with it
   __device__ uint64_t* empty() const { return full() + 2 * kStages; }
+  __device__ uint64_t* taken() const { return full() + 3 * kStages; }  // apart: what was sent has been read
 
   // What the block has: there, for registers are few.
-  __device__ Carried& block() const { return *reinterpret_cast<Carried*>(full() + 3 * kStages); }
+  __device__ Carried& block() const { return *reinterpret_cast<Carried*>(full() + kBarriers * kStages); }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
-  __device__ void start(const ShortScan& p) const {
+  // `reads`: apart, whether the block is the one that does.
+  __device__ void start(const ShortScan& p, bool reads) const {
     if (threadIdx.x == 0) {
-      block() = carried(p.scan.shape, static_cast<unsigned>(p.shares));
-      list(p);
+      block() = carried(p.scan.shape, Apart ? 2 : 1);
+      list(p, reads);
     }
     if (threadIdx.x < kStages) {
+      const bool sends = Apart && !reads, stores = p.scan.memories != nullptr;
       init_barrier(full() + threadIdx.x, 32 + once(1));
-      init_barrier(written() + threadIdx.x, once(S::kWarps));
-      init_barrier(empty() + threadIdx.x, once(1));
+      init_barrier(written() + threadIdx.x, Apart && reads ? 1 : once(S::kWarps));
+      init_barrier(empty() + threadIdx.x, sends ? 1 + (stores ? once(1) : 0) : once(1));
+      if constexpr (Apart) {
+        init_barrier(taken() + threadIdx.x, 1);
+        publish_barriers();
+      }
     }
-    __syncthreads();
+    if constexpr (Apart) {
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
   }
 
-  // By a loader: the sequence's chunks in order. Nobody reads those that are another share's.
-  __device__ void load(const ShortScan& of_both, int loader) const {
-    const LatticeScan& p = of_both.scan;
+  // By one of `loaders`: the sequence's chunks in order.
+  __device__ void load(const LatticeScan& p, int loader, int loaders, bool reads) const {
     const LatticeShape& shape = p.shape;
     const ChunkedSequence& of = block().of;
     const int head = block().head;
@@ -90,40 +105,55 @@ struct ShortScanRing {
     Turn turn;
     turn.skip(loader, kStages);
 #pragma unroll 1
-    for (int64_t n = loader; n < of.chunks; n += kLoaders, turn.skip(kLoaders, kStages)) {
+    for (int64_t n = loader; n < of.chunks; n += loaders, turn.skip(loaders, kStages)) {
       const Part part = chunk_part(shape, of, n, head);
       const auto raw = next;
-      if (n + kLoaders < of.chunks) {
-        next = load_tokens<16>(p.gamma, p.g, chunk_part(shape, of, n + kLoaders, head));
+      if (n + loaders < of.chunks) {
+        next = load_tokens<16>(p.gamma, p.g, chunk_part(shape, of, n + loaders, head));
       }
       const int stage = turn.place;
-      const bool reads = is_own(n, block().share, of_both.shares);
-      wait((reads ? empty() : written()) + stage, turn.parity ^ 1);
+      wait(empty() + stage, turn.parity ^ 1);
 #pragma unroll 1
-      for (int i = 0; i < (reads ? kSources : kSources - 1); ++i) {
+      for (int i = 0; i < kSources; ++i) {
         const RowSource<T>& source = sources()[i];
         source.bring(tokens(stage, static_cast<Of>(source.to)), part.chunk.start, part.chunk.length);
       }
       Numbers& to = numbers(stage);
       const auto gates = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
       const float sign = sign_of(shape.objective), before = decay_before(p.start, part);
-      put_tokens<T>(to.tokens, gates, sign, before);
-      put_weights(to.weights, gates, sign, before);
+      if (reads) put_tokens<T>(to.tokens, gates, sign, before);
+      if (!Apart || !reads) put_weights(to.weights, gates, sign, before);
       arrive_after_copies(full() + stage);
       arrive_once(full() + stage);
     }
   }
 
+  // By a warp: what backward needs of a chunk.
+  __device__ void keep(const LatticeScan& p, int64_t number, int stage) const {
+    const LatticeShape& shape = p.shape;
+    const int head = block().head;
+    store_rows<1>(memory(stage), static_cast<T*>(p.memories) + memory_place(shape, number, head), shape.D,
+                  shape.M, shape.D, 0);
+    const bool of_rho = lane() >= 16;
+    const int m = lane() % 16 * 4;
+    float* const to = p.ends + ((number * shape.heads + head) * 2 + (of_rho ? 1 : 0)) * shape.M + m;
+    if (m < shape.M) {
+      *reinterpret_cast<float4*>(to) =
+          *reinterpret_cast<const float4*>((of_rho ? numbers(stage).rho : numbers(stage).alpha) + m);
+    }
+  }
+
  private:
-  __device__ void list(const ShortScan& p) const {
+  __device__ void list(const ShortScan& p, bool reads) const {
     const LatticeShape& shape = p.scan.shape;
     const int head = block().head;
     RowSource<T>* const to = sources();
     const auto rows = [&](const In<4>& x, int head, int cols, Of which) {
       return row_source<T>(x, block().of.sequence.batch, head, cols, which);
     };
-    to[0] = rows(p.scan.k, head, shape.M, k), to[1] = rows(p.scan.v, head, shape.D, v);
-    to[2] = rows(p.read.q, head * (shape.query_heads / shape.heads), shape.M, q);
+    to[0] = rows(p.scan.k, head, shape.M, k);
+    if (!Apart || !reads) to[1] = rows(p.scan.v, head, shape.D, v);
+    if (reads) to[kSources - 1] = rows(p.read.q, head * (shape.query_heads / shape.heads), shape.M, q);
   }
 };
 
@@ -131,7 +161,9 @@ struct ShortScanRing {
 inline cudaError_t is_short(const LatticeShape& shape, bool& is) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  is = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && ShortScanRing<__half>::kBytes <= limit;
+  using Ring = ShortScanRing<__half, false>;  // of both the larger one
+  static_assert(ShortScanRing<__half, true>::kBytes <= Ring::kBytes);
+  is = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && Ring::kBytes <= limit;
   return cudaSuccess;
 }
 

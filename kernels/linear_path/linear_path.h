@@ -1,7 +1,9 @@
 // What a linear path makes of an attention's q, k and v before its memory (TPTT eq. 4, 5, 22):
 //
-//     virtual rows   u = silu(x) / |silu(x)|        r_0 = u,    r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
-//     pooled gate    beta at t = mean over D of sigmoid(total at t / (t + 1)),    total: the sum of x up to t
+//     virtual rows   u = silu(x) / |silu(x)|
+//                    r_0 = u,    r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
+//     channel gate   beta at t = sigmoid(total at t / (t + 1)),    total: the sum of x up to t
+//     pooled gate    the mean of that over D
 //
 // Before the first token u is 0. Written out, r_m at t is the sum over j of (-1)^j C(m, j) 2^-m u at t - j.
 // All tensors are dense and begin at a multiple of 32 bytes, D is a multiple of kLinearPathPack up to
@@ -61,5 +63,23 @@ struct PooledGateBackward {
   void* dtotal;
 };
 cudaError_t pooled_gate_backward(const PooledGateBackward& problem, cudaStream_t stream);
+
+struct ChannelGate {
+  int64_t batch, tokens;
+  int heads, D, n;
+  DType dtype;
+  const void* total;  // [B, T, H, D]
+  void* beta;         // [B, T n, H, D], a token's rows one after the other, all the same
+};
+cudaError_t channel_gate(const ChannelGate& problem, cudaStream_t stream);
+
+struct ChannelGateBackward {
+  int64_t batch, tokens;
+  int heads, D, n;
+  DType dtype;
+  const void *total, *dbeta;
+  void* dtotal;
+};
+cudaError_t channel_gate_backward(const ChannelGateBackward& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

@@ -1,8 +1,8 @@
 // Rows of q, k and v: u = silu(x) / |silu(x)|, and for k and v the half differences r_m of u over time.
 //
-// A few lanes have a token's row of a head. Forward they form u of this token and of the n - 1 before it, which
-// their neighbours have just read; backward they add up du from the gradients of this token's rows and of the
-// n - 1 that follow.
+// A few lanes have a token's row of a head. Forward they form u of this token and of the n - 1 before it,
+// which their neighbours have just read; backward they add up du from the gradients of this token's rows and
+// of the n - 1 that follow.
 #include "linear_path/row.cuh"
 #include "tile/silu.h"
 
@@ -44,9 +44,7 @@ struct Place {
     return (((b * shape.tokens + t + ahead) * shape.n + m) * shape.heads + own) * shape.D;
   }
   __device__ bool is_q(const VirtualRowsShape& shape) const { return head < shape.query_heads; }
-  __device__ bool is_k(const VirtualRowsShape& shape) const {
-    return head < shape.query_heads + shape.heads;
-  }
+  __device__ bool is_k(const VirtualRowsShape& shape) const { return head < shape.query_heads + shape.heads; }
 };
 
 template <class R, int N>

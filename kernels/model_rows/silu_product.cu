@@ -1,5 +1,4 @@
-// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate), and y once more where asked
-// for
+// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate), and y once more if asked for
 //
 // A thread has a pack of every tensor.
 #include "model_rows/model_rows.h"

@@ -22,6 +22,7 @@ struct PaddedTile {
   __device__ T& at(int row, int col, int lane_row, int lane_col) const {
     return at(row + lane_row, col + lane_col);
   }
+  __device__ uint32_t address(int row, int col) const { return shared_address(&at(row, col)); }
   __device__ uint32_t address(int row, int col, int lane_row, int lane_col) const {
     return shared_address(&at(row, col, lane_row, lane_col));
   }

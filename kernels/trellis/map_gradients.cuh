@@ -18,7 +18,7 @@ __device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sum
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = Map::softmax ? softmax_of(f, y.at[n][i]) : slope.at[n][i];
+      const float by = Map::softmax ? softmax_of(map, f, y.at[n][i]) : slope.at[n][i];
       const float own = __fmul_rn(by, x.at[n][i]);
       sum.x += own;
       sum.y = fmaf(Map::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
@@ -77,7 +77,7 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
       const float own = x.at[n][i], at = y.at[n][i], target = a.at[n][i];
       float result;
       if constexpr (Map::softmax) {
-        const float p = softmax_of(f, at), w = p - target;
+        const float p = softmax_of(map, f, at), w = p - target;
         result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
       } else {
         // Rounded as in the sums: of a row of one column nothing is left.
@@ -101,7 +101,7 @@ __device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sum
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
       const float result = Map::softmax
-                               ? softmax_of(f, at) * (own - sums.x)
+                               ? softmax_of(map, f, at) * (own - sums.x)
                                : fmaf(-(at - f.mean) * r, alpha, __fmul_rn(slope.at[n][i], own) - mean_x) * r;
       x.at[n][i] = result;
     }
@@ -118,7 +118,7 @@ __device__ inline void to_transposed_product(const Map& map, Sums<N>& x, const S
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = Map::softmax ? softmax_of(f, y.at[n][i]) : y.at[n][i] - f.mean;
+      const float by = Map::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
       const float own = columns.has(n, i) ? x.at[n][i] : 0.f;
       sum += own, along = fmaf(by, own, along);
     }
@@ -131,7 +131,7 @@ __device__ inline void to_transposed_product(const Map& map, Sums<N>& x, const S
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
       const float result = Map::softmax
-                               ? softmax_of(f, at) * (own - along)
+                               ? softmax_of(map, f, at) * (own - along)
                                : slope.at[n][i] * (own - sum * map.centre - (at - f.mean) * r * alpha) * r;
       x.at[n][i] = columns.has(n, i) ? result : 0.f;
     }

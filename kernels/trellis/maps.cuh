@@ -14,9 +14,10 @@ namespace girih::kernels {
 
 constexpr float kMapEps = 1e-6f;
 
-template <bool Softmax>
+// Exact: softmax with an e^x that is right to its last digits.
+template <bool Softmax, bool Exact = false>
 struct Map {
-  static constexpr bool softmax = Softmax;
+  static constexpr bool softmax = Softmax, exact = Exact;
   bool silu, norm;
   float centre;  // 1 / M where a mean is taken off, else 0
   float unit;    // 1 / N: layer norm divides by the root of a mean, l2 by that of a sum; without a norm 0
@@ -31,12 +32,12 @@ struct Map {
 };
 
 // f(the map): softmax, whose sums are others, is code of its own.
-template <class F>
+template <bool Exact = false, class F>
 __device__ inline void with_map(TrellisMap map, int slots, const F& f) {
   if (map.norm == Norm::softmax) {
-    f(Map<true>(map, slots));
+    f(Map<true, Exact>(map, slots));
   } else {
-    f(Map<false>(map, slots));
+    f(Map<false, Exact>(map, slots));
   }
 }
 
@@ -54,6 +55,10 @@ __device__ inline float sigmoid(float z) {
 template <>
 __device__ inline float sigmoid<__nv_bfloat16>(float z) {
   return fmaf(0.5f, tanh_fast(0.5f * z), 0.5f);
+}
+template <>
+__device__ inline float sigmoid<float>(float z) {
+  return 1.f / (1.f + expf(-z));
 }
 
 // y in the place of z, and its slope and, if asked for, curve in z, where there is a silu; else z, 1 and 0.
@@ -211,7 +216,9 @@ struct Residual {
   __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, fmaf(-inverse, a, mean_a)); }
 };
 
-__device__ inline float softmax_of(const Fit& f, float y) {
+template <class Map>
+__device__ inline float softmax_of(const Map&, const Fit& f, float y) {
+  if constexpr (Map::exact) return expf(y - f.mean) * f.inverse;
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
@@ -226,7 +233,7 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       if constexpr (Map::softmax) {
-        const float p = softmax_of(f, y.at[n][i]);
+        const float p = softmax_of(map, f, y.at[n][i]);
         y.at[n][i] = p * (p - a.at[n][i] - mean);
       } else {
         y.at[n][i] = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
@@ -242,7 +249,7 @@ __device__ inline void to_image(const Map& map, Sums<N>& y, const Fit& f, int ha
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float image = Map::softmax ? softmax_of(f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
+      const float image = Map::softmax ? softmax_of(map, f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
       y.at[n][i] = columns.has(n, i) ? image : 0.f;
     }
   }

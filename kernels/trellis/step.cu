@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) trellis_step_kernel(const __grid_con
       const Residual residual(found);
       for (int m = lane(); m < p.M; m += 32) {
         if constexpr (phi.softmax) {
-          const float at = softmax_of(found, z[m]);
+          const float at = softmax_of(phi, found, z[m]);
           z[m] = at * (at - space.a[m] - (found.beta - found.mean_a));
         } else {
           z[m] = slope[m] * residual(z[m], space.a[m]);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) trellis_step_kernel(const __grid_con
         const Fit found = fit_row(f, space.r, space.r, p.M);
         for (int m = lane(); m < p.M; m += 32) {
           if constexpr (f.softmax) {
-            space.r[m] = softmax_of(found, space.r[m]);
+            space.r[m] = softmax_of(f, found, space.r[m]);
           } else {
             space.r[m] = (space.r[m] - found.mean) * found.inverse;
           }

@@ -86,9 +86,11 @@ DELTA_PRODUCT = [
     at("4 2048 16 128", delta_product("n1"), "chunk_delta_rule"),
     at("8 2048 32 256", delta_product("n1"), "chunk_delta_rule"),
     at("8 1024 8 64", delta_product("n1"), "chunk_delta_rule"),
-    # Without tensor cores; no peer takes them.
-    at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
+    # No peer takes these.
     at("4 4096 16 64", delta_product("n1-vector", vector=True)),
+    at("4 4096 16 128", delta_product("n2-vector", n=2, vector=True)),
+    at("4 4096 16 64", delta_product("n1-vector-gated", g=True, vector=True)),  # without tensor cores
+    at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
     at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
 ]
 TRELLIS_DEFAULT = trellis("m64-c16", g=True, chunk=16)
@@ -180,6 +182,12 @@ SHOWN = [
     ("cat_attention", "1x16384x16x128-c16", "`cat_attention`, beside FlexAttention"),
 ]
 FOUR = {"D": 64, "V": 64, "M": 64}
+
+
+def widths(width):
+    return FOUR | {"D": width, "V": width}
+
+
 HALF, FULL, DOUBLE = DTYPE, torch.float32, torch.float64
 
 # Calls that differ in the path they take, for the table of docs/operators.md: title, case, sizes, dtype. The
@@ -196,7 +204,19 @@ CALLS = [
     ("D over 128, a gate a channel", gla("", "BTHD"), FOUR | {"D": 129}, HALF),
     ("fp32", gla(""), FOUR, FULL),
     ("bf16 or fp16", delta_product("", n=2), FOUR, HALF),
-    ("a beta for every channel", delta_product("", vector=True), FOUR, HALF),
+    (
+        "a beta for every channel, without gates",
+        delta_product("", vector=True),
+        FOUR | {"D": 128, "V": 128},
+        HALF,
+    ),
+    ("a beta for every channel, with gates", delta_product("", g=True, vector=True), FOUR, HALF),
+    (
+        "a beta for every channel, D over 128",
+        delta_product("", vector=True),
+        FOUR | {"D": 129, "V": 129},
+        HALF,
+    ),
     ("between_chunks", delta_product("", chunk=16, between_chunks="gelu"), FOUR, HALF),
     ("n over 16", delta_product("", n=17), FOUR, HALF),
     ("fp32", delta_product(""), FOUR, FULL),
@@ -205,6 +225,7 @@ CALLS = [
     ("all but fp64", gated_rms_norm(""), {}, HALF),
     ("bf16 or fp16", trellis("", g=True, chunk=16), FOUR, HALF),
     ("slots, D or V over 128", trellis("", chunk=16), FOUR | {"M": 129}, HALF),
+    ("slots, D or V over 256", trellis("", chunk=16), FOUR | {"M": 257}, HALF),
     ("fp32", trellis("", chunk=16), FOUR, FULL),
     ("bf16 or fp16", lattice("", g=True, chunk=16), FOUR, HALF),
     ("chunks of fewer than 8", lattice("", chunk=4), FOUR, HALF),

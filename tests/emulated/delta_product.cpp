@@ -5,6 +5,7 @@
 #include "delta_product/join.cu"
 #include "delta_product/prepare.cuh"
 #include "delta_product/step.cu"
+#include "delta_product/vector.h"
 
 using namespace girih::kernels;
 
@@ -17,6 +18,7 @@ struct Call {
   int64_t card;  // its multiprocessors: what decides how a scan is cut, and by which kernels it runs
   Array q, k, v, beta, g, initial, last, o, last_alone, o_alone;
   Array dout, dlast, dinitial, dz, dq, dk, dv, dbeta, dg;
+  Array b, w, db;  // with a beta for every channel
   void *prepared, *states, *gradients, *scan_workspace, *reverse_workspace;
   float* factors;
 };
@@ -90,7 +92,7 @@ extern "C" int64_t reverse_bytes(const Call* c) { return delta_reverse_workspace
 
 extern "C" void run(const Call* call) {
   const Call& c = *call;
-  const DeltaPrepare prepare{shape_of(c), in<4>(c.k), in<3>(c.beta), in<3>(c.g), c.prepared};
+  const DeltaPrepare prepare{shape_of(c), in<4>(c.k), {}, in<3>(c.beta), in<3>(c.g), c.prepared};
   must(delta_prepare(prepare, nullptr));
   DeltaScan scan = scan_of(c);
   // As without backward, too.
@@ -109,6 +111,29 @@ extern "C" void run(const Call* call) {
   p.dq = out<4>(c.dq), p.dk = out<4>(c.dk), p.dv = out<4>(c.dv);
   p.dbeta = out<3>(c.dbeta), p.dg = out<3>(c.dg);
   must(delta_gradients(p, nullptr));
+}
+
+// The same with a beta for every channel.
+extern "C" void run_vector(const Call* call) {
+  const Call& c = *call;
+  const DeltaShape shape = shape_of(c);
+  must(delta_vector_rows({shape, in<4>(c.k), in<4>(c.v), in<4>(c.beta), out<4>(c.b), out<4>(c.w)}, nullptr));
+  must(delta_prepare({shape, in<4>(c.k), in<4>(c.b), {}, {}, c.prepared}, nullptr));
+  DeltaScan scan = scan_of(c);
+  scan.v = in<4>(c.w), scan.b = in<4>(c.b);
+  must(delta_scan(scan, nullptr));
+  scan.states = nullptr, scan.final = out<4>(c.last_alone), scan.o = out<4>(c.o_alone);
+  must(delta_scan(scan, nullptr));
+  DeltaReverse reverse = reverse_of(c);
+  reverse.b = in<4>(c.b);
+  must(delta_reverse(reverse, nullptr));
+  must(delta_vector_gradients(
+      {shape, in<4>(c.q), in<4>(c.k), in<4>(c.b), in<4>(c.w), in<4>(c.dout), in<4>(c.dz), c.prepared,
+       c.states, c.gradients, out<4>(c.dq), out<4>(c.dk), out<4>(c.db)},
+      nullptr));
+  must(delta_vector_row_gradients({shape, in<4>(c.k), in<4>(c.v), in<4>(c.beta), in<4>(c.db), in<4>(c.dz),
+                                   out<4>(c.dk), out<4>(c.dv), out<4>(c.dbeta)},
+                                  nullptr));
 }
 
 // One token: of the tensors of a call those of a sequence, without that dimension; the state is `last`.

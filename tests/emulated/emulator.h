@@ -108,6 +108,7 @@ struct Parcel {
 };
 
 inline int shared_bytes = kSharedBytes;  // what the card says
+inline int processors = 4;               // how many multiprocessors it has
 inline bool early_products = false;      // some of them (products.h)
 inline jmp_buf scheduler;
 inline Block cluster[2];

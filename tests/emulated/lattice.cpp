@@ -8,6 +8,7 @@ using Element = __nv_bfloat16;
 
 struct Call {
   int64_t shared;  // bytes that a block may have
+  int64_t card;    // its multiprocessors: what decides how many blocks have a sequence and head
   int64_t batch, tokens, sequences;
   const void* cu_seqlens;
   int64_t chunk;
@@ -53,6 +54,7 @@ extern "C" int64_t chunks(const Call* c) { return chunk_count(shape_of(*c).grid)
 extern "C" void run(const Call* call) {
   const Call& c = *call;
   emulated::shared_bytes = static_cast<int>(c.shared);
+  emulated::processors = static_cast<int>(c.card);
   const LatticeStart start{in<4>(c.memory), in<4>(c.step), in<2>(c.decay)};
 
   auto scan = of<LatticeScan>(c);

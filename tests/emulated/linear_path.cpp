@@ -12,4 +12,8 @@ void run_virtual_rows_backward(const VirtualRowsBackward* call) {
 }
 void run_pooled_gate(const PooledGate* call) { must(pooled_gate(*call, nullptr)); }
 void run_pooled_gate_backward(const PooledGateBackward* call) { must(pooled_gate_backward(*call, nullptr)); }
+void run_channel_gate(const ChannelGate* call) { must(channel_gate(*call, nullptr)); }
+void run_channel_gate_backward(const ChannelGateBackward* call) {
+  must(channel_gate_backward(*call, nullptr));
+}
 }

@@ -7,11 +7,19 @@ from pathlib import Path
 # Or a copy of them, to see that tests fail of what is wrong there.
 KERNELS = Path(os.environ.get("GIRIH_KERNELS") or Path(__file__).resolve().parents[2] / "kernels")
 # What operators include, or link, beside their own, kernels/tile and kernels/pipe.
-ALSO = {"delta_product": ("exact",), "gla": ("gsa", "exact"), "gsa": ("exact",)}
+ALSO = {
+    "delta_product": ("exact",),
+    "gla": ("gsa", "exact"),
+    "gsa": ("exact",),
+    "trellis": ("gsa", "exact"),
+}
 # What is compiled as in a build, for tests that call an operator's functions: every pattern's files at once.
 EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
 UNITS = {
-    "delta_product": tuple(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
+    "delta_product": (
+        *(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
+        *("delta_product/vector_gradients*.cu", "delta_product/vector_rows.cu"),
+    ),
     "few_rows": ("few_rows/few_rows.cu",),
     "gla": ("gla/*_bf16.cu", "gla/*_f16.cu", "gla/step.cu", "gla/[gh]*[!6].cu", "gsa/[js]*n.cu", *EXACT),
     "lattice": tuple(f"lattice/exact_{name}.cu" for name in ("scan", "gradients")),
@@ -19,9 +27,15 @@ UNITS = {
         *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
     ),
-    "linear_path": ("linear_path/virtual_rows.cu", "linear_path/pooled_gate.cu"),
+    "linear_path": tuple(
+        f"linear_path/{name}.cu" for name in ("virtual_rows", "pooled_gate", "channel_gate")
+    ),
     "model_rows": tuple(
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "silu_product")
+    ),
+    "trellis": (
+        *(f"trellis/exact_{name}.cu" for name in ("scan", "rows", "reverse", "columns")),
+        *(f"exact/{name}.cu" for name in ("key_read", "value_read")),
     ),
 }
 
@@ -137,7 +151,9 @@ BODIES = {
         "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
         "cudaError_t has_boxes(": "has = true; return cudaSuccess;",
     },
-    "pipe/card.h": {"cudaError_t processor_count(": "count = 4; return cudaSuccess;"},
+    "pipe/card.h": {
+        "cudaError_t processor_count(": "count = emulated::processors; return cudaSuccess;",
+    },
     "pipe/memory.h": {},
     "pipe/roots.h": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
     "pipe/clusters.h": {

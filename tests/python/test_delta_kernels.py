@@ -36,16 +36,23 @@ EXACT = {
     "gelu": {"dtype": torch.float16, "chunk": 16, "between_chunks": "gelu"},
     "tanh vector": {"dtype": torch.float32, "vector": True, "chunk": 24, "between_chunks": "tanh"},
 }
-KINDS = {
+GATED = {
     "bf16": {"dtype": torch.bfloat16},
     "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # their scan is another
 } | EXACT
+PLAIN_VECTOR = {"vector": True, "gated": False}  # a beta for every channel on the tensor cores
+KINDS = GATED | {
+    "plain vector": {"dtype": torch.bfloat16, **PLAIN_VECTOR},
+    "plain vector of 128": {"dtype": torch.float16, "D": 128, "V": 128, **PLAIN_VECTOR},
+}
+VECTORS = [name for name, kind in KINDS.items() if "vector" in kind]
 of_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+of_every_gated_kind = pytest.mark.parametrize("kind", GATED.values(), ids=GATED)
 exact_only = pytest.mark.parametrize("kind", EXACT.values(), ids=EXACT)
 # Widths of heads that scans of their own take.
 of_every_head = pytest.mark.parametrize("D", [64, 128])
 # Of sequences that do not depend on their place among others.
-SCANS = ["bf16", "bf16 of 128", "fp32", "vector"]
+SCANS = ["bf16", "bf16 of 128", "fp32", "vector", "plain vector", "plain vector of 128"]
 of_every_scan = pytest.mark.parametrize("kind", [KINDS[name] for name in SCANS], ids=SCANS)
 
 
@@ -77,14 +84,16 @@ def draw(
     key="random",
     beta=None,
     vector=False,
+    gated=True,
     l2norm_qk=False,
     sequences=None,
     seed=0,
     **options,
 ):
     """On the CPU. G queries a memory, or one for `shared` memories, which have one key; a state for each of
-    B, or of `sequences` packed ones. pattern: of the gates, None for none. beta: of every step, between 0 and
-    2 where it is None; `vector`: of every channel, between 0 and 1."""
+    B, or of `sequences` packed ones. pattern: of the gates, None for none, as where not
+    `gated`. beta: of every step, between 0 and 2 where it is None; `vector`: of every channel, between 0 and
+    1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
@@ -106,7 +115,7 @@ def draw(
         "v": normal(B, T * n, H, V),
         "beta": of_steps.to(gate_dtype),
     }
-    if pattern:
+    if pattern and gated:
         data["g"] = gates(pattern, (B, T, H), generator).to(gate_dtype)
     state = {"s": normal(N, H, D, V, dtype=steady)}
     grads = {"o": normal(B, T, H * G, V), "s": normal(N, H, D, V, dtype=steady)}
@@ -185,10 +194,32 @@ def test_chunks_from_a_start_without_a_state(T, kind):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("kind", [EXACT["vector"], EXACT["tanh vector"]], ids=["vector", "tanh vector"])
+@pytest.mark.parametrize("kind", [KINDS[name] for name in VECTORS], ids=VECTORS)
 @pytest.mark.parametrize("D", WIDTHS)
 def test_every_width_of_a_beta_for_every_channel(D, kind, n):
-    assert_as_right_as_the_formula(draw(B=1, D=D, V=D, n=n, **kind))
+    assert_as_right_as_the_formula(draw(B=1, n=n, **kind | {"D": D, "V": D}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("n", [1, 2, 5, 16])
+@of_every_head
+def test_a_beta_for_every_channel_on_the_tensor_cores(D, n, T, dtype):
+    assert_as_right_as_the_formula(draw(T=T, D=D, V=D, n=n, dtype=dtype, **PLAIN_VECTOR))
+
+
+@pytest.mark.parametrize("n, T", [(1, 650), (2, 330), (3, 220)])
+@pytest.mark.parametrize("G", [1, 2])
+@of_every_head
+def test_more_chunks_than_places_with_a_beta_for_every_channel(D, G, n, T):
+    assert_as_right_as_the_formula(draw(B=1, T=T, G=G, D=D, V=D, n=n, dtype=torch.bfloat16, **PLAIN_VECTOR))
+
+
+@pytest.mark.parametrize("key", ["parallel", "one", "half", "zero"])
+@pytest.mark.parametrize("n", [1, 2])
+@of_every_head
+def test_hard_keys_with_a_beta_for_every_channel(D, n, key):
+    assert_as_right_as_the_formula(draw(T=130, D=D, V=D, n=n, key=key, dtype=torch.bfloat16, **PLAIN_VECTOR))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -213,7 +244,7 @@ def test_gates_of_the_exact_kernels(n, pattern, kind):
     assert_as_right_as_the_formula(draw(T=130, n=n, pattern=pattern, **kind))
 
 
-@of_every_kind
+@of_every_gated_kind
 @pytest.mark.parametrize("position", [0, 1, 15, 16, 31, 32, 47, 63, 64, 100])
 def test_one_closed_gate(position, kind):
     inputs = draw(T=101, pattern="open", **kind)
@@ -221,7 +252,7 @@ def test_one_closed_gate(position, kind):
     assert_as_right_as_the_formula(inputs)
 
 
-@of_every_kind
+@of_every_gated_kind
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
 def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
     """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""

@@ -136,13 +136,17 @@ PATHS = [
     ("gla-g_channel", {"D": 129}, torch.bfloat16, "exact fp32"),
     ("delta_product-n2", {"D": 256, "V": 256}, torch.bfloat16, "tensor cores"),
     ("delta_product-n2", {"V": 257}, torch.bfloat16, "aten"),
-    ("delta_product-n3_vector", {}, torch.bfloat16, "exact fp32"),
+    ("delta_product-n3_vector", {"D": 128, "V": 128}, torch.bfloat16, "tensor cores"),
+    ("delta_product-n3_vector", {"D": 129, "V": 129}, torch.bfloat16, "exact fp32"),
+    ("delta_product-n2_vector_l2", {}, torch.bfloat16, "exact fp32"),
     ("delta_product-gelu", {}, torch.bfloat16, "exact fp32"),
     ("short_conv-w4", {}, torch.bfloat16, "exact fp32"),
     ("gated_rms_norm-silu", {"X": 8193}, torch.bfloat16, "aten"),
     ("trellis-default", {}, torch.bfloat16, "tensor cores"),
-    ("trellis-default", {"M": 129}, torch.bfloat16, "aten"),
-    ("trellis-default", {}, torch.float32, "aten"),
+    ("trellis-default", {"M": 129}, torch.bfloat16, "exact fp32"),
+    ("trellis-default", {"V": 256}, torch.float32, "exact fp32"),
+    ("trellis-default", {"D": 257}, torch.float32, "aten"),
+    ("trellis-default", {}, torch.float64, "aten"),
     ("lattice-decode_c4", {}, torch.bfloat16, "exact fp32"),
     ("lattice-unnormalised", {}, torch.float16, "exact fp32"),
     ("lattice-decode_c4", {"D": 128, "M": 128}, torch.float32, "exact fp32"),
@@ -176,7 +180,7 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
     assert (kept > 0) == (
         path == "tensor cores"
         or case.op in ("cat_attention",)
-        or (case.op in ("delta_product", "lattice") and path == "exact fp32")
+        or (case.op in ("delta_product", "lattice", "trellis") and path == "exact fp32")
     )
 
 

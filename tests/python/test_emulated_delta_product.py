@@ -31,6 +31,7 @@ Call = structure(
     (NUMBER, "card"),
     (Array, "q k v beta g initial last o last_alone o_alone"),
     (Array, "dout dlast dinitial dz dq dk dv dbeta dg"),
+    (Array, "b w db"),
     (POINTER, "prepared states gradients scan_workspace reverse_workspace factors"),
 )
 
@@ -72,6 +73,7 @@ def check(
     gates=None,
     unit=False,
     beta=(0.0, 1.0),
+    vector=False,
     keys="unit",
     initial=True,
     ends=True,
@@ -85,7 +87,8 @@ def check(
     times=1,
 ):
     """One call against the recurrence in float64. `begins`: where the sequence of each row begins; `numbers`:
-    the dtype of beta and g; `cut`: both scans are; `times`: what is lost to 16 bits, at most so often.
+    the dtype of beta and g; `vector`: beta is of every channel; `cut`: both scans are; `times`: what is lost
+    to 16 bits, at most so often.
     """
     N, HQ, HK = len(lengths), heads_q or H, heads_k or H
     HO = max(HQ, H)
@@ -97,7 +100,7 @@ def check(
         padded[:, :, :D, :V] = draw.normal(N, H, D, V) * D**-0.5
         return padded if given else None
 
-    def given(width, rows_, heads, values):
+    def given(width, rows_, heads, values, dtype=dtype):
         return rows(B, rows_, heads, width, of=values, dtype=dtype)
 
     tensors = {
@@ -105,7 +108,9 @@ def check(
         "k": given(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
         "v": given(V, T * n, H, draw.normal(B, T * n, H, V)),
         "dout": given(V, T, HO, draw.normal(B, T, HO, V)),
-        "beta": walled(draw.uniform(*beta, B, T * n, H).to(numbers)),
+        "beta": given(D, T * n, H, draw.uniform(*beta, B, T * n, H, D), numbers)
+        if vector
+        else walled(draw.uniform(*beta, B, T * n, H).to(numbers)),
         "g": None if gates is None else walled((-gates * draw.uniform(0, 1, B, T, H)).to(numbers)),
         "initial": state(initial),
         "dlast": state(ends),
@@ -114,10 +119,14 @@ def check(
     tensors |= {name: unwritten(N, H, eights(D), eights(V)) for name in ("last", "last_alone", "dinitial")}
     tensors |= {name: rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
     tensors |= {name: rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
-    tensors["dz"] = tensors["dv"] if alone else tensors["dz"]
     tensors["dq"] = rows(B, T, HO, D, dtype=dtype)
-    tensors["dk"] = rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
-    tensors |= {"dbeta": unwritten(B, T * n, H), "dg": None if gates is None else unwritten(B, T, HO)}
+    if vector:
+        tensors |= {name: rows(B, T * n, H, D, dtype=dtype) for name in ("b", "w", "db", "dk")}
+        tensors["dbeta"] = rows(B, T * n, H, D, dtype=numbers)
+    else:
+        tensors["dz"] = tensors["dv"] if alone else tensors["dz"]
+        tensors["dk"] = rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
+        tensors |= {"dbeta": unwritten(B, T * n, H), "dg": None if gates is None else unwritten(B, T, HO)}
 
     outside = torch.ones(B, T, dtype=torch.bool)
     starts = [sum(lengths[:i]) for i in range(N)] if packed else begins or [0] * N
@@ -155,12 +164,14 @@ def check(
     }
     for name, tensor in work.items():
         setattr(call, name, tensor.data_ptr())
-    kernels.run(ctypes.byref(call))
+    (kernels.run_vector if vector else kernels.run)(ctypes.byref(call))
     assert all((tensor[-256:] == 0xFF).all() for tensor in work.values())
 
-    widths = {"q": D, "k": D, "v": V, "o": V}
+    widths = {"q": D, "k": D, "v": V, "o": V, "beta": D}
     leaves = {name: tensors[name][..., : widths[name]].double() for name in "qkv"}
-    leaves |= {name: tensors[name].double() for name in ("beta", "g") if tensors[name] is not None}
+    leaves["beta"] = (tensors["beta"][..., :D] if vector else tensors["beta"]).double()
+    if gates is not None:
+        leaves["g"] = tensors["g"].double()
     if initial:
         leaves["initial"] = tensors["initial"][:, :, :D, :V].double()
     for leaf in leaves.values():
@@ -398,3 +409,51 @@ def test_step(kernels, D, V, how):
 @pytest.mark.parametrize("n", [1, 2])
 def test_step_with_a_beta_for_every_element(kernels, n):
     check_step(kernels, D=72, V=72, n=n, vector=True, gates=0.1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("T", [0, 1, 15, 64, 65, 130])
+def test_every_length_with_a_beta_for_every_channel(kernels, T):
+    check(kernels, T, vector=True)
+
+
+@pytest.mark.parametrize("D", [40, 64, 72, 128])
+@pytest.mark.parametrize("n", [1, 2, 3, 16])
+@pytest.mark.parametrize("numbers", [torch.bfloat16, torch.float32])
+def test_widths_with_a_beta_for_every_channel(kernels, D, n, numbers):
+    check(kernels, 90 // n, D=D, V=D, n=n, vector=True, numbers=numbers)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("heads", [GROUPED, SHARED], ids=["grouped", "shared"])
+def test_heads_with_a_beta_for_every_channel(kernels, D, n, heads):
+    check(kernels, 70 // n, 70 // n, D=D, V=D, n=n, vector=True, **heads)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("n", [1, 2])
+def test_packed_sequences_with_a_beta_for_every_channel(kernels, D, n):
+    check(kernels, 40, 0, 1, 70, D=D, V=D, n=n, packed=True, vector=True)
+    check(kernels, 70, 0, 33, D=D, V=D, n=n, begins=[1, 5, 2], vector=True, **GROUPED)
+
+
+@pytest.mark.parametrize("D, n, card", [(64, 1, 132), (64, 2, 4), (128, 1, 132), (128, 4, 8)])
+def test_segments_with_a_beta_for_every_channel(kernels, D, n, card):
+    check(kernels, 350 // n, D=D, V=D, n=n, card=card, cut=True, vector=True)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("n", [1, 2])
+def test_more_chunks_than_stages_with_a_beta_for_every_channel(kernels, D, n):
+    check(kernels, 400 // n, D=D, V=D, n=n, card=2, vector=True)
+
+
+@pytest.mark.parametrize("n, D", [(1, 64), (2, 64), (1, 128)])
+@pytest.mark.parametrize("beta", [(0.9, 1.0), (1.9, 2.0)], ids=str)
+def test_repeated_keys_with_a_beta_for_every_channel(kernels, n, D, beta):
+    check(kernels, 100 // n, n=n, D=D, V=D, beta=beta, keys="repeated", times=4, vector=True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_half_with_a_beta_for_every_channel(kernels, n):
+    check(kernels, 100 // n, n=n, dtype=torch.float16, numbers=torch.float16, vector=True)

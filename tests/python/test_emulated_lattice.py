@@ -31,7 +31,7 @@ OBJECTIVES = ["decode", "encode", "similarity"]
 
 
 Call = structure(
-    (NUMBER, "shared"),
+    (NUMBER, "shared card"),
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens"),
     (NUMBER, "chunk"),
@@ -64,6 +64,7 @@ def run(
     gates=0.2,
     packed=False,
     shared=SHARED,
+    card=4,
     tokens=lambda x: x,
 ):
     """One call: its tensors by name, inputs and what the kernels made of them, and where the sequences end.
@@ -119,7 +120,7 @@ def run(
     call = Call(
         batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=eights(D), M=eights(M)
     )
-    call.shared = shared
+    call.shared, call.card = shared, card
     call.objective = OBJECTIVES.index(objective)
     call.cu_seqlens = cu_seqlens.data_ptr() if packed else None
     call.position = position.data_ptr() if resumed else None
@@ -213,8 +214,47 @@ def test_every_chunk(kernels, chunk, T, objective):
 
 @pytest.mark.parametrize("objective, rows", [("decode", 1), ("decode", 3), ("encode", 1), ("similarity", 3)])
 def test_more_chunks_than_stages(kernels, objective, rows):
-    # One row is shared by two blocks: the emulator has four multiprocessors.
+    # A row has two blocks, and each of three one: of four multiprocessors.
     check(kernels, objective, 4, [70] * rows, D=24, M=40, gates=0.1)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_more_chunks_than_any_turn_of_a_ring(kernels, objective):
+    check(kernels, objective, 2, [131], position=[1], D=24, M=40, gates=0.05)
+
+
+def same(x, y):
+    """Bit by bit, whatever has not been written included."""
+    kind = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    return torch.equal(x.contiguous().view(kind), y.contiguous().view(kind))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "lengths, how",
+    [
+        ([1], {}),
+        ([3], {"position": [2], "gates": None}),
+        ([32], {"D": 40}),
+        ([90], {"chunk": 3, "position": [1], "M": 24, "group": 3}),
+        ([45], {"chunk": 1, "H": 2, "D": 24}),
+        ([0, 50, 0, 7, 0], {"chunk": 4, "packed": True, "H": 2, "group": 2, "D": 24, "M": 40}),
+        ([0, 50, 0, 7, 0], {"chunk": 4, "packed": True, "position": [3, 1, 2, 2, 1], "gates": None}),
+    ],
+)
+def test_two_blocks_a_head_give_what_one_does(kernels, objective, lengths, how):
+    """Where a card has multiprocessors for them. Backward's kernels divide a head's chunks by it as well."""
+    heads = len(lengths) * how.get("H", 1)
+    call = {"chunk": 16} | how
+    two, last_position = run(kernels, objective, lengths=lengths, card=2 * heads, **call)
+    one, _ = run(kernels, objective, lengths=lengths, card=2 * heads - 1, **call)
+    check(kernels, objective, lengths=lengths, card=2 * heads, **call)
+    for name, x in two.items():
+        assert (x is None and one[name] is None) or same(x, one[name]), name
+    assert last_position.tolist() == [
+        (begun + length) % call["chunk"]
+        for begun, length in zip(call.get("position", [0] * len(lengths)), lengths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

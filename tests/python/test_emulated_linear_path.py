@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure, unwritten, walled
 from test_linear_path_kernels import DTYPES as TYPES
-from test_linear_path_kernels import check_gate, check_rows
+from test_linear_path_kernels import check_channel_gate, check_gate, check_rows
 
 pytestmark = needs_headers
 INT = ctypes.c_int
@@ -16,6 +16,10 @@ Rows = structure((Shape, "shape"), (POINTER, "x q k v"))
 RowsBackward = structure((Shape, "shape"), (POINTER, "x dq dk dv dx"))
 Gate = structure((NUMBER, "batch tokens"), (INT, "heads D dtype"), (POINTER, "total beta"))
 GateBackward = structure((NUMBER, "batch tokens"), (INT, "heads D dtype"), (POINTER, "total dbeta dtotal"))
+ChannelGate = structure((NUMBER, "batch tokens"), (INT, "heads D n dtype"), (POINTER, "total beta"))
+ChannelGateBackward = structure(
+    (NUMBER, "batch tokens"), (INT, "heads D n dtype"), (POINTER, "total dbeta dtotal")
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,25 @@ def gate_by(kernels):
     return run, run_backward
 
 
+def channel_gate_by(kernels):
+    def run(total, n):
+        B, T, heads, D = total.shape
+        total, beta = walled(total), unwritten(B, T * n, heads, D, dtype=total.dtype)
+        call = ChannelGate(B, T, heads, D, n, DTYPES[total.dtype], *pointers(total, beta))
+        kernels.run_channel_gate(ctypes.byref(call))
+        return beta
+
+    def run_backward(dbeta, total, n):
+        total, dbeta, dtotal = walled(total), walled(dbeta), unwritten(*total.shape, dtype=total.dtype)
+        sizes = *total.shape, n, DTYPES[total.dtype]
+        kernels.run_channel_gate_backward(
+            ctypes.byref(ChannelGateBackward(*sizes, *pointers(total, dbeta, dtotal)))
+        )
+        return dtotal
+
+    return run, run_backward
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("D", [8, 40, 64, 136, 256])
 def test_rows_of_every_width(kernels, D, dtype):
@@ -86,3 +109,9 @@ def test_rows_that_are_nearly_zero_or_large(kernels, scale):
 @pytest.mark.parametrize("D", [8, 40, 64, 136, 256])
 def test_gates_of_every_width(kernels, D, dtype):
     check_gate(*gate_by(kernels), (2, 9, 3), D, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("D, n", [(8, 1), (40, 2), (64, 4), (136, 2), (256, 1)])
+def test_gates_of_channels_of_every_width(kernels, D, n, dtype):
+    check_channel_gate(*channel_gate_by(kernels), (2, 9, 3), D, n, dtype)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from girih.conversion import liza
 from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
-from girih.conversion.rows import PooledGate, VirtualRows
+from girih.conversion.rows import ChannelGate, PooledGate, VirtualRows
 from padding import Padded
 
 DEVICE = "cuda"
@@ -38,7 +38,7 @@ def rows_of(x, query_heads, n):
 def gate_of(total):
     """beta of running sums `[B, T, H, D]` (eq. 5)."""
     rank = torch.arange(1, total.shape[1] + 1, device=total.device, dtype=total.dtype)
-    return (total / rank[:, None, None]).sigmoid().mean(-1)
+    return (total / rank[:, None, None]).sigmoid()
 
 
 def assert_close(got, want, name=""):
@@ -73,12 +73,24 @@ def check_rows(run, run_backward, sizes, D, n, dtype, scale=2.0):
 def check_gate(run, run_backward, sizes, D, dtype):
     total = (3 * normal(*sizes, D)).cumsum(1).to(dtype)
     wide, dbeta = total.double().requires_grad_(), normal(*sizes, seed=1)
-    want = gate_of(wide)
+    want = gate_of(wide).mean(-1)
     found = run(total)
     assert found.dtype == torch.float32
     assert_close(found, want, "beta")
     (dtotal,) = torch.autograd.grad(want, wide, dbeta.double())
     assert_close(run_backward(dbeta, total), dtotal, "dtotal")
+
+
+def check_channel_gate(run, run_backward, sizes, D, n, dtype):
+    B, T, heads = sizes
+    total = (3 * normal(*sizes, D)).cumsum(1).to(dtype)
+    wide, dbeta = total.double().requires_grad_(), normal(B, T * n, heads, D, dtype=dtype, seed=1)
+    want = gate_of(wide).repeat_interleave(n, 1)
+    found = run(total, n)
+    assert found.dtype == dtype
+    assert_close(found, want, "beta")
+    (dtotal,) = torch.autograd.grad(want, wide, dbeta.double())
+    assert_close(run_backward(dbeta, total, n), dtotal, "dtotal")
 
 
 def on_card(op):
@@ -94,6 +106,7 @@ def on_card(op):
 
 ROWS = on_card("virtual_rows"), on_card("virtual_rows_backward")
 GATE = on_card("pooled_gate"), on_card("pooled_gate_backward")
+CHANNEL_GATE = on_card("channel_gate"), on_card("channel_gate_backward")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,6 +143,18 @@ def test_gates_of_any_sizes(sizes):
     check_gate(*GATE, sizes, 64, torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", WIDTHS)
+def test_gates_of_channels_of_every_width(D, dtype):
+    check_channel_gate(*CHANNEL_GATE, (2, 65, 3), D, 2, dtype)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("sizes", [(0, 4, 2), (2, 0, 2), (1, 1, 1), (3, 2000, 5)])
+def test_gates_of_channels_of_any_sizes(sizes, n):
+    check_channel_gate(*CHANNEL_GATE, sizes, 64, n, torch.bfloat16)
+
+
 @pytest.mark.parametrize("how", ["transposed", "odd", "expanded"])
 def test_any_layout_is_read(how):
     def laid_out(x):
@@ -146,6 +171,10 @@ def test_any_layout_is_read(how):
         assert got.is_contiguous() and got.equal(want)
     assert ops.virtual_rows_backward(*grads, 2, 2).equal(ops.virtual_rows_backward(*dense, 2, 2))
     assert ops.pooled_gate(grads[3]).equal(ops.pooled_gate(dense[3]))
+    assert ops.channel_gate(grads[3], 2).equal(ops.channel_gate(dense[3], 2))
+    assert ops.channel_gate_backward(grads[1], dense[2][:, :6], 2).equal(
+        ops.channel_gate_backward(dense[1], dense[2][:, :6], 2)
+    )
 
 
 def test_nothing_is_read_or_written_but_what_is_there():
@@ -156,6 +185,8 @@ def test_nothing_is_read_or_written_but_what_is_there():
     assert ops.virtual_rows_backward(dq, dk, dv, x, 2, 2).isfinite().all()
     assert ops.pooled_gate(x).isfinite().all()
     assert ops.pooled_gate_backward(normal(2, 6, 4).to(DEVICE), x).isfinite().all()
+    assert ops.channel_gate(dq, 2).isfinite().all()
+    assert ops.channel_gate_backward(dk, dv[:, :6], 2).isfinite().all()
     pad.assert_untouched()
 
 
@@ -164,7 +195,8 @@ def test_equal_calls_have_the_same_bits():
 
     def once():
         rows = ops.virtual_rows(x, 4, 2)
-        return *rows, ops.virtual_rows_backward(*rows, x, 4, 2), ops.pooled_gate(x)
+        gates = ops.pooled_gate(x), ops.channel_gate(x, 2), ops.channel_gate_backward(x, x, 1)
+        return *rows, ops.virtual_rows_backward(*rows, x, 4, 2), *gates
 
     assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))
 
@@ -181,6 +213,9 @@ def test_what_they_refuse():
         (lambda: ops.virtual_rows_backward(x, x, x, x, 2, 2), r"dq has shape \[2, 6, 4, 40\]"),
         (lambda: ops.pooled_gate(x[0]), "total is Float"),
         (lambda: ops.pooled_gate_backward(x[..., 0].half(), x), "dbeta is Half"),
+        (lambda: ops.channel_gate(x[0], 1), "total is Float"),
+        (lambda: ops.channel_gate(x, 0), "n is 0"),
+        (lambda: ops.channel_gate_backward(x, x, 2), r"dbeta has shape \[2, 6, 4, 40\]"),
     ]:
         with pytest.raises(RuntimeError, match=said):
             call()
@@ -190,7 +225,8 @@ def test_functions_differentiate():
     x = normal(2, 9, 4, 64).to(DEVICE).requires_grad_()
     for found, want in (
         (VirtualRows.apply(x, 2, 2), rows_of(x.double(), 2, 2)),
-        ([PooledGate.apply(x)], [gate_of(x.double())]),
+        ([PooledGate.apply(x)], [gate_of(x.double()).mean(-1)]),
+        ([ChannelGate.apply(x, 2)], [gate_of(x.double()).repeat_interleave(2, 1)]),
     ):
         (got,) = torch.autograd.grad(sum(y.square().sum() for y in found), x)
         (exact,) = torch.autograd.grad(sum(y.square().sum() for y in want), x)

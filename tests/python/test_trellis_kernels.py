@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chunk_accuracy import (
+    SANITIZED,
     assert_as_right,
     assert_as_right_as_the_formula,
     by_formula,
@@ -86,7 +87,8 @@ def test_which_path_a_call_takes():
         return ops.explain("trellis", **inputs.data, **inputs.options, state=state, device="cuda").path
 
     assert path() == path(chunk=1, D=128, V=20, M=1) == path(dtype=torch.float16, chunk=64) == "tensor cores"
-    assert path(M=129) == path(D=136) == path(dtype=torch.float32) == "aten"
+    assert path(M=129) == path(D=136) == path(V=256) == path(dtype=torch.float32, chunk=64) == "exact fp32"
+    assert path(M=257) == path(dtype=torch.float64) == "aten"
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
@@ -305,3 +307,188 @@ def test_a_step_in_a_graph():
         want = ops.trellis_step(**inputs.data, **inputs.options, state=want_state)
         assert torch.equal(o, want)
         assert all(torch.equal(a, b) for a, b in zip(state, want_state, strict=True))
+
+
+def draw_exact(*, T=40, H=3, D=24, V=20, M=17, dtype=torch.float32, resumed=False, **how):
+    return draw(T=T, H=H, D=D, V=V, M=M, dtype=dtype, resumed=resumed, **how)
+
+
+def off_by_a_rounding(x, seed):
+    generator = torch.Generator().manual_seed(seed)
+    moves = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    return x.double() * (1 + torch.finfo(x.dtype).eps * (moves - 0.5))
+
+
+def assert_exact(inputs, cu_seqlens=None, found=None):
+    """Errors of the exact kernels, without tensor cores, against those of the CPU's chunk form in fp32, and
+    of float64 of inputs that are off by a rounding, which maps with a norm multiply."""
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
+    call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
+    assert ops.explain("trellis", **call).path == "exact fp32"
+    found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
+    if SANITIZED:
+        return
+    exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
+    on_cpu = inputs.map(torch.Tensor.cpu), ops, None if cu_seqlens is None else cu_seqlens.cpu()
+    rounded = [{name: x.to(DEVICE) for name, x in run(*on_cpu).items()}]
+    if inputs.data["q"].dtype == torch.float32:
+        for seed in range(2):
+            near = run(inputs.map(lambda x, seed=seed: off_by_a_rounding(x, seed)), cu_seqlens=cu_seqlens)
+            rounded.append({name: x.to(found[name].dtype) for name, x in near.items()})
+    M, D = inputs.state["k"].shape[-2:]
+    assert_as_right(found, exact, rounded, inputs.data["q"].shape[1] + M + D)
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("pattern", [None, "mild"])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33, 40, 64])
+def test_exact_chunks(chunk, pattern, resumed):
+    assert_exact(draw_exact(T=150, chunk=chunk, pattern=pattern, resumed=resumed))
+
+
+@pytest.mark.parametrize("T", [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_exact_lengths(T, chunk):
+    assert_exact(draw_exact(B=3, T=T, chunk=chunk, resumed=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "D, V, M",
+    [(129, 24, 20), (24, 129, 20), (24, 20, 129), (256, 256, 256), (200, 136, 72), (64, 3, 255)],
+)
+def test_exact_wide(D, V, M, dtype):
+    for chunk, resumed in ((16, True), (64, True), (1, False)):
+        assert_exact(draw_exact(B=1, T=70, H=2, D=D, V=V, M=M, chunk=chunk, dtype=dtype, resumed=resumed))
+
+
+@pytest.mark.parametrize(
+    "D, V, M", [(1, 64, 3), (3, 1, 1), (64, 64, 64), (65, 20, 72), (20, 72, 8), (128, 128, 128)]
+)
+@pytest.mark.parametrize("chunk", [1, 16, 40])
+def test_exact_widths(D, V, M, chunk):
+    assert_exact(draw_exact(D=D, V=V, M=M, chunk=chunk, resumed=True))
+
+
+@pytest.mark.parametrize("M", [40, 130])
+@pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])
+@pytest.mark.parametrize("phi", MAPS)
+def test_exact_maps(phi, f, M):
+    assert_exact(draw_exact(M=M, phi=phi, f=f, resumed=True))
+
+
+@pytest.mark.parametrize("f", MAPS)
+def test_exact_maps_of_reads(f):
+    assert_exact(draw_exact(f=f))
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 40])
+@pytest.mark.parametrize("pattern", ["open", "closed", "mixed", "sudden", "uniform"])
+def test_exact_gates_from_0_to_minus_20(pattern, chunk):
+    assert_exact(draw_exact(T=130, pattern=pattern, chunk=chunk, phi="silu", f="silu", resumed=True))
+
+
+@pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
+def test_exact_gates_of_any_dtype(gate_dtype):
+    assert_exact(draw_exact(gate_dtype=gate_dtype))
+
+
+@pytest.mark.parametrize("D", [24, 136])
+@pytest.mark.parametrize("G", [2, 8])
+def test_exact_grouped_queries(G, D):
+    assert_exact(draw_exact(G=G, D=D, resumed=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exact_layouts(layout, chunk):
+    inputs = draw_exact(B=3, T=67, chunk=chunk, resumed=True)
+    pad = Padded(*LAYOUTS[layout], device=DEVICE)
+    assert_exact(inputs, found=run(inputs.map(pad)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize("chunk", [1, 16, 33])
+@pytest.mark.parametrize(
+    "bounds", [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [9, 70, 140]], ids=str
+)
+def test_exact_packed_sequences(bounds, chunk, resumed):
+    inputs = draw_exact(B=1, T=150, chunk=chunk, resumed=resumed, sequences=len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    assert_exact(inputs, cu_seqlens, run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE)))
+    pad.assert_untouched()
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
+@pytest.mark.parametrize(
+    "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
+)
+def test_exact_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
+    inputs = draw_exact(B=1, T=40, sequences=3, resumed=resumed)
+    pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
+    found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    assert not any(x.isnan().any() for x in found.values() if x.is_floating_point())
+    pad.assert_untouched()
+
+
+def test_exact_bounds_of_rows():
+    """A row's tokens between its bounds give what they give alone, others nothing."""
+    inputs = draw_exact(B=3, T=150).map(lambda x: x.to(DEVICE))
+    bounds = [(0, 150), (20, 97), (60, 60)]
+    of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
+    found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    for row, (low, high) in enumerate(bounds):
+        alone = run(inputs.map(lambda x, row=row: x[row : row + 1]).rows(slice(low, high)))
+        for name, x in alone.items():
+            mine = found[name][row : row + 1]
+            if name in of_tokens:
+                assert not mine[:, :low].any() and not mine[:, high:].any(), name
+                mine = mine[:, low:high]
+            assert mine.equal(x), name
+
+
+@pytest.mark.parametrize("absent", ["do", "states", "all but one"])
+def test_exact_absent_gradients(absent):
+    inputs = draw_exact(chunk=7, resumed=True)
+    kept = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
+    assert_exact(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
+
+
+def test_exact_leaves_nothing_unwritten():
+    """With every new tensor full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for T, M in ((0, 8), (1, 8), (65, 20), (130, 64), (70, 130)):
+            found = run(draw_exact(T=T, D=M, V=M, M=M).map(lambda x: x.to(DEVICE)))
+            assert all(x.isfinite().all() for x in found.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("M", [64, 150])
+def test_exact_runs_have_the_same_bits(M):
+    inputs = draw_exact(T=200, D=64, V=64, M=M, resumed=True).map(lambda x: x.to(DEVICE))
+    first = run(inputs)
+    for _ in range(20):
+        found = run(inputs)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_exact_calls_that_go_on(chunk):
+    inputs = draw_exact(B=1, T=200, chunk=chunk).map(lambda x: x.to(DEVICE))
+    assert_exact(inputs, found=in_pieces(inputs, 77))
+
+
+def test_exact_memory_of_training():
+    """Memories are kept every 64 tokens, not every one."""
+    inputs = draw_exact(B=4, T=4096, H=16, D=64, V=64, M=64, chunk=1)
+    leaves = inputs.map(lambda x: x.to(DEVICE)).map(torch.Tensor.requires_grad_)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o, _ = ops.trellis(**leaves.data, **inputs.options, state=(leaves.state["k"], leaves.state["v"]))
+    o.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2**30

@@ -49,7 +49,7 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto q_ = for_each_head(queries, H), k_ = for_each_head(keys, H);
   const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
-  const auto kept = p.saved(q_, beta_, cu_seqlens, n, chunk, between_chunks, save);
+  const auto kept = p.saved(q_, beta_, g_, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
   const auto states =
                  at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options().dtype(kept.states_type)),
              prepared = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared),

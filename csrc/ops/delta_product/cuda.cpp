@@ -1,76 +1,30 @@
-// delta_product by its kernels: on the tensor cores 16-bit elements with one beta a step and nothing between
-// chunks; the exact ones for the rest but fp64. Both have widths of up to 256.
+// delta_product by its kernels: on the tensor cores 16-bit elements with one beta a step, or a plain call
+// with one for every channel (vector.h), and nothing between chunks; the exact ones for the rest but fp64.
 #include "../dispatch.h"
-#include "../kernel_arguments.h"
-#include "../packs.h"
-#include "../shared_heads.h"
+#include "arguments.h"
 #include "aten.h"
-#include "delta_product/delta_product.h"
 #include "exact.h"
 #include "problem.h"
+#include "vector.h"
 
 namespace girih::delta_product {
 namespace {
 
 static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == kernels::kDeltaRows &&
               kMostSteps == kernels::kDeltaMaxSteps && kWidest == kernels::kDeltaMaxWidth &&
-              kStepMost == kernels::kDeltaStepMost);
+              kWidestVector == kernels::kDeltaVectorMaxWidth && kStepMost == kernels::kDeltaStepMost);
 
 // The problem's path, as far as this card and these sequences go. What forward keeps is sized by the
 // problem's alone, so that a card too small for the tensor cores' kernels runs none.
-Path path_of(const Problem& problem, const Tensor& q, const Tensor& beta, int64_t n,
-             const Between& between_chunks) {
-  const auto path = problem.path(q, beta, n, between_chunks);
+Path path_of(const Problem& problem, const Tensor& q, const Tensor& beta, const OptionalTensor& g, int64_t n,
+             bool l2norm_qk, const Between& between_chunks) {
+  const auto path = problem.path(q, beta, g, n, l2norm_qk, between_chunks);
   if (problem.N == 0) return aten(kNoSequence);
   if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
-  check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), fits));
+  check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), beta.dim() == 4, fits));
   return fits ? path : aten(kSmallCard);
 }
-
-// One call's tensors as the kernels read them: rows in packs of 16 bytes.
-struct Arguments {
-  Tensor q, k, v, beta, g, cu_seqlens;
-  kernels::DeltaShape shape;
-  int64_t D, V;  // without padding
-
-  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_,
-            const OptionalTensor& g_, const OptionalTensor& cu, int64_t n, const std::optional<double>& scale,
-            bool l2norm_qk)
-      : q(in_packs(q_)),
-        k(in_packs(k_)),
-        v(in_packs(v_)),
-        beta(beta_),
-        g(g_.value_or(Tensor())),
-        D(q_.size(3)),
-        V(v_.size(3)) {
-    if (given(cu)) cu_seqlens = cu->contiguous();
-    const auto H = v.size(2);
-    shape = {kernel_tokens(q, cu_seqlens),
-             static_cast<int>(H),
-             static_cast<int>(std::max(q.size(2), H)),
-             shared_by(k, H),
-             shared_by(q, H),
-             static_cast<int>(q.size(3)),
-             static_cast<int>(v.size(3)),
-             static_cast<int>(n),
-             l2norm_qk,
-             kernel_dtype(q),
-             static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
-  }
-
-  int64_t chunks() const { return kernels::piece_count(shape.tokens, kernels::delta_chunk(shape.n)); }
-
-  Tensor rows(int64_t rows, int64_t heads, int64_t width, at::ScalarType type) const {
-    return rows_for(q, rows, cu_seqlens, heads, width, type);
-  }
-  Tensor states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
-
-  Tensor padded(const OptionalTensor& state) const { return padded_state(state, false, shape.D, shape.V); }
-  Tensor last_state() const {
-    return at::empty({shape.tokens.sequences, shape.heads, shape.D, shape.V}, q.options().dtype(at::kFloat));
-  }
-};
 
 Tensor prepare(const Arguments& a) {
   const auto prepared =
@@ -92,17 +46,19 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
                                       l2norm_qk, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto path = path_of(problem, q, beta, n, between_chunks);
+  const auto path = path_of(problem, q, beta, g, n, l2norm_qk, between_chunks);
   if (path == Path::Code::exact) {
     const ExactCall call(for_each_head(q, v.size(2)), for_each_head(k, v.size(2)), v, beta, g, state_position,
                          cu_seqlens, n, scale, l2norm_qk, chunk, between_chunks);
-    return call.forward(state_s, problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save));
+    return call.forward(state_s,
+                        problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save));
   }
   if (path == Path::Code::aten) {
     at::NoTF32Guard exact;
     return forward(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
                    between_chunks, save);
   }
+  if (beta.dim() == 4) return VectorCall(q, k, v, beta, cu_seqlens, n, scale).forward(state_s, save);
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
   const auto prepared = prepare(a), initial = a.padded(state_s), last = a.last_state(),
              states = save ? a.states() : at::empty({0}, q.options()),
@@ -133,14 +89,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
                                       l2norm_qk, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto path = path_of(problem, q, beta, n, between_chunks);
+  const auto path = path_of(problem, q, beta, g, n, l2norm_qk, between_chunks);
   if (path == Path::Code::aten) {
     // What every device without a kernel runs: autograd of the ATen form.
     return run_without_kernel<&backward_cuda>("delta_product_backward", grad_o, grad_s, grad_position, q, k,
                                               v, beta, g, state_s, state_position, cu_seqlens, states,
                                               prepared, n, scale, l2norm_qk, chunk, between_chunks);
   }
-  const auto kept = problem.saved(q, beta, cu_seqlens, n, chunk, between_chunks, true);
+  const auto kept = problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, true);
   check_kept("delta_product", "states", states, kept.states, kept.states_type);
   check_kept("delta_product", "prepared", prepared, kept.prepared, kept.prepared_type);
   if (path == Path::Code::exact) {
@@ -150,6 +106,10 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     auto &dq = std::get<0>(gradients), &dk = std::get<1>(gradients);
     dq = summed_heads(dq, q), dk = summed_heads(dk, k);
     return gradients;
+  }
+  if (beta.dim() == 4) {
+    return VectorCall(q, k, v, beta, cu_seqlens, n, scale)
+        .backward(q, k, grad_o, grad_s, state_s, states, prepared);
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
@@ -250,7 +210,9 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
                                 chunk, between_chunks);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(step ? p.step_path(q, n, between_chunks) : path_of(p, q, beta, n, between_chunks), device);
+  return explained(
+      step ? p.step_path(q, n, between_chunks) : path_of(p, q, beta, g, n, l2norm_qk, between_chunks),
+      device);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor> forward(
     Between between_chunks, bool save) {
   const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
                                 chunk, between_chunks);
-  const auto kept = p.saved(q, beta, cu_seqlens, n, chunk, between_chunks, save);
+  const auto kept = p.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
   OptionalTensor position;
   if (between_chunks) position = at::empty_symint({p.N}, q.options().dtype(at::kLong));
   return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, q.options()),
@@ -27,7 +27,8 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     Between between_chunks, std::string_view device, bool step) {
   const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
                                 chunk, between_chunks);
-  return explained(step ? p.step_path(q, n, between_chunks) : p.path(q, beta, n, between_chunks), device);
+  return explained(
+      step ? p.step_path(q, n, between_chunks) : p.path(q, beta, g, n, l2norm_qk, between_chunks), device);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace girih::delta_product {
 
 constexpr int64_t kWidest = 256;                            // D and V of all kernels
 constexpr int64_t kMostSteps = 16, kPreparedBytes = 11648;  // on the tensor cores: n; a chunk of a head
+constexpr int64_t kWidestVector = 128;                      // D of those with a beta for every channel
 constexpr int64_t kStepMost = 8;  // of the kernel for one token: n, and query heads a memory head
 
 using Between = std::optional<std::string_view>;
@@ -42,15 +43,20 @@ struct Problem {
     return p;
   }
 
-  Path path(const Tensor& q, const Tensor& beta, int64_t n, const Between& between_chunks) const {
-    static_assert(kWidest == 256 && kMostSteps == 16 && kKeptChunk == 64);
+  Path path(const Tensor& q, const Tensor& beta, const OptionalTensor& g, int64_t n, bool l2norm_qk,
+            const Between& between_chunks) const {
+    static_assert(kWidest == 256 && kMostSteps == 16 && kKeptChunk == 64 && kWidestVector == 128);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
     if (n > kKeptChunk) return aten("more than 64 steps a token");  // their rows fit no block
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
-    if (beta.dim() == 4) return exact("a beta for every channel");
     if (between_chunks) return exact("between_chunks is given");
     if (n > kMostSteps) return exact("more than 16 steps a token");
+    if (beta.dim() == 4) {
+      if (given(g)) return exact("a beta for every channel with gates");
+      if (l2norm_qk) return exact("a beta for every channel with l2norm_qk");
+      if (D > kWidestVector) return exact("a beta for every channel of more than 128");
+    }
     return tensor_cores();
   }
   Path step_path(const Tensor& q, int64_t n, const Between& between_chunks) const {
@@ -69,9 +75,10 @@ struct Problem {
     std::vector<c10::SymInt> states, prepared;
     at::ScalarType states_type, prepared_type;
   };
-  Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& cu_seqlens, int64_t n,
-              std::optional<int64_t> chunk, const Between& between_chunks, bool save) const {
-    const auto by = path(q, beta, n, between_chunks);
+  Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
+              int64_t n, bool l2norm_qk, std::optional<int64_t> chunk, const Between& between_chunks,
+              bool save) const {
+    const auto by = path(q, beta, g, n, l2norm_qk, between_chunks);
     const auto chunk_of_kernels = n > kKeptChunk ? 1 : kKeptChunk / n;
     Saved kept{{0}, {0}, q.scalar_type(), at::kByte};
     if (by == Path::Code::exact) kept.states_type = kept.prepared_type = at::kFloat;

@@ -1,10 +1,9 @@
 // What girih.conversion computes of an attention's q, k and v before a memory. Not operators for users: they
-// serve python/girih/conversion/linear_path.py, which decides where and gives them gradients.
-#include "linear_path/linear_path.h"
-
+// serve python/girih/conversion/rows.py, which decides where and gives them gradients.
 #include <torch/library.h>
 
 #include "../dense.h"
+#include "linear_path/linear_path.h"
 
 namespace girih::linear_path {
 namespace {
@@ -65,8 +64,7 @@ Tensor virtual_rows_backward(const Tensor& dq_, const Tensor& dk_, const Tensor&
   const auto dx = at::empty(x.sizes(), x.options());
   p.x = x.const_data_ptr(), p.dx = dx.mutable_data_ptr();
   p.dq = dq.const_data_ptr(), p.dk = dk.const_data_ptr(), p.dv = dv.const_data_ptr();
-  check_launch("virtual_rows_backward",
-               kernels::virtual_rows_backward(p, c10::cuda::getCurrentCUDAStream()));
+  check_launch("virtual_rows_backward", kernels::virtual_rows_backward(p, c10::cuda::getCurrentCUDAStream()));
   return dx;
 }
 
@@ -104,20 +102,64 @@ Tensor pooled_gate_backward(const Tensor& dbeta_, const Tensor& total_) {
   return dtotal;
 }
 
+Tensor channel_gate(const Tensor& total_, int64_t n) {
+  check_rows(total_, "total");
+  TORCH_CHECK(n >= 1, "girih: ", kOp, ": n is ", n, "; expected 1 or more");
+  const c10::cuda::CUDAGuard device(total_.device());
+  const auto total = dense(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
+  const auto beta =
+      at::empty({total.size(0), total.size(1) * n, total.size(2), total.size(3)}, total.options());
+  const kernels::ChannelGate p{total.size(0),
+                               total.size(1),
+                               static_cast<int>(total.size(2)),
+                               static_cast<int>(total.size(3)),
+                               static_cast<int>(n),
+                               kernel_dtype(total),
+                               total.const_data_ptr(),
+                               beta.mutable_data_ptr()};
+  check_launch("channel_gate", kernels::channel_gate(p, c10::cuda::getCurrentCUDAStream()));
+  return beta;
+}
+
+Tensor channel_gate_backward(const Tensor& dbeta_, const Tensor& total_, int64_t n) {
+  check_rows(total_, "total");
+  TORCH_CHECK(n >= 1, "girih: ", kOp, ": n is ", n, "; expected 1 or more");
+  const c10::cuda::CUDAGuard device(total_.device());
+  const auto total = dense(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
+  const auto dbeta =
+      dense(kOp, dbeta_, "dbeta", {total.size(0), total.size(1) * n, total.size(2), total.size(3)},
+            total.scalar_type(), total);
+  const auto dtotal = at::empty(total.sizes(), total.options());
+  const kernels::ChannelGateBackward p{total.size(0),
+                                       total.size(1),
+                                       static_cast<int>(total.size(2)),
+                                       static_cast<int>(total.size(3)),
+                                       static_cast<int>(n),
+                                       kernel_dtype(total),
+                                       total.const_data_ptr(),
+                                       dbeta.const_data_ptr(),
+                                       dtotal.mutable_data_ptr()};
+  check_launch("channel_gate_backward", kernels::channel_gate_backward(p, c10::cuda::getCurrentCUDAStream()));
+  return dtotal;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def("virtual_rows(Tensor x, int query_heads, int n) -> (Tensor q, Tensor k, Tensor v)");
-  m.def(
-      "virtual_rows_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, int query_heads, int n) -> Tensor");
+  m.def("virtual_rows_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, int query_heads, int n) -> Tensor");
   m.def("pooled_gate(Tensor total) -> Tensor");
   m.def("pooled_gate_backward(Tensor dbeta, Tensor total) -> Tensor");
+  m.def("channel_gate(Tensor total, int n) -> Tensor");
+  m.def("channel_gate_backward(Tensor dbeta, Tensor total, int n) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("virtual_rows", &virtual_rows);
   m.impl("virtual_rows_backward", &virtual_rows_backward);
   m.impl("pooled_gate", &pooled_gate);
   m.impl("pooled_gate_backward", &pooled_gate_backward);
+  m.impl("channel_gate", &channel_gate);
+  m.impl("channel_gate_backward", &channel_gate_backward);
 }
 
 }  // namespace girih::linear_path

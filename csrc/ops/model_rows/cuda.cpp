@@ -1,5 +1,5 @@
 // What a language model computes row by row beside its mixers, in training. Not operators for users, who have
-// torch.nn.functional's: they take dense tensors of a few types. python/girih/nn/fused.py calls them, decides
+// torch.nn.functional's: they take tensors of a few types. python/girih/nn/fused.py calls them, decides
 // where, and gives them gradients.
 #include <torch/library.h>
 
@@ -8,8 +8,6 @@
 
 namespace girih::model_rows {
 namespace {
-
-constexpr const char* kOp = "model_rows";
 
 kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Tensor& weight,
                                     at::ScalarType rows, double eps, bool of_silu) {
@@ -41,8 +39,8 @@ std::tuple<Tensor, Tensor> norm(const char* op, const Tensor& x_, const Optional
   const c10::cuda::CUDAGuard device(x_.device());
   kernels::ResidualNorm p{};
   p.shape = shape_of(op, x_, weight, rows, eps, of_silu);
-  const auto x = dense(kOp, x_, "x", x_.sizes(), x_.scalar_type(), x_);
-  const auto branch = dense(kOp, branch_, "branch", x.sizes(), rows, x);
+  const auto x = dense(op, x_, "x", x_.sizes(), x_.scalar_type(), x_);
+  const auto branch = dense(op, branch_, "branch", x.sizes(), rows, x);
   p.x = x.const_data_ptr(), p.branch = data_of(branch);
   p.weight = input<1>(weight);
   const auto s = given(branch) ? at::empty(x.sizes(), x.options()) : nothing(x);
@@ -69,9 +67,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& d
   const c10::cuda::CUDAGuard device(s_.device());
   kernels::ResidualNormBackward p{};
   p.shape = shape_of(op, s_, weight, dy_.scalar_type(), eps, of_silu);
-  const auto s = dense(kOp, s_, "s", s_.sizes(), s_.scalar_type(), s_);
-  const auto dy = dense(kOp, dy_, "dy", s.sizes(), dy_.scalar_type(), s);
-  const auto after = dense(kOp, after_, "after", s.sizes(), s.scalar_type(), s);
+  const auto s = dense(op, s_, "s", s_.sizes(), s_.scalar_type(), s_);
+  const auto dy = dense(op, dy_, "dy", s.sizes(), dy_.scalar_type(), s);
+  const auto after = dense(op, after_, "after", s.sizes(), s.scalar_type(), s);
   p.s = s.const_data_ptr(), p.dy = dy.const_data_ptr(), p.after = data_of(after);
   p.weight = input<1>(weight);
   const auto ds = at::empty(s.sizes(), s.options());
@@ -111,8 +109,8 @@ Tensor product(const Tensor& gate_, const Tensor& up_) {
   check_product(gate_);
   const c10::cuda::CUDAGuard device(gate_.device());
   const auto type = gate_.scalar_type();
-  const auto gate = dense(kOp, gate_, "gate", gate_.sizes(), type, gate_),
-             up = dense(kOp, up_, "up", gate.sizes(), type, gate);
+  const auto gate = dense("silu_product", gate_, "gate", gate_.sizes(), type, gate_),
+             up = dense("silu_product", up_, "up", gate.sizes(), type, gate);
   const auto y = at::empty(gate.sizes(), gate.options());
   const kernels::SiluProduct p{gate.numel(), kernel_dtype(gate), gate.const_data_ptr(), up.const_data_ptr(),
                                y.mutable_data_ptr()};
@@ -125,9 +123,9 @@ std::tuple<Tensor, Tensor, Tensor> product_backward(const Tensor& dy_, const Ten
   check_product(gate_);
   const c10::cuda::CUDAGuard device(gate_.device());
   const auto type = gate_.scalar_type();
-  const auto gate = dense(kOp, gate_, "gate", gate_.sizes(), type, gate_),
-             up = dense(kOp, up_, "up", gate.sizes(), type, gate),
-             dy = dense(kOp, dy_, "dy", gate.sizes(), type, gate);
+  const auto gate = dense("silu_product_backward", gate_, "gate", gate_.sizes(), type, gate_),
+             up = dense("silu_product_backward", up_, "up", gate.sizes(), type, gate),
+             dy = dense("silu_product_backward", dy_, "dy", gate.sizes(), type, gate);
   const auto dgate = at::empty(gate.sizes(), gate.options()), dup = at::empty(gate.sizes(), gate.options());
   const auto y = of_product ? at::empty(gate.sizes(), gate.options()) : nothing(gate);
   kernels::SiluProductBackward p{};

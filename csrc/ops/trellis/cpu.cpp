@@ -130,10 +130,10 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           part(first, 1, V),
           part(last, 1, V),
           chunks.next_position(),
-          room(kept.memories, q.options()),
-          room(kept.memories, q.options()),
-          room(kept.tokens, q.options()),
-          room(kept.tokens, q.options()),
+          room(kept.memories[0], q.options().dtype(kept.type)),
+          room(kept.memories[1], q.options().dtype(kept.type)),
+          room(kept.tokens, q.options().dtype(kept.type)),
+          room(kept.tokens, q.options().dtype(kept.type)),
           room(kept.fit, A.options())};
 }
 

@@ -1,38 +1,31 @@
-// trellis by its kernels, of 16-bit elements, and its step. The ATen form serves the rest.
+// trellis by its kernels, of 16-bit elements on the tensor cores, exactly of the rest but fp64 and memories
+// wider than 256, and its step. The ATen form serves these.
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "../shared_heads.h"
 #include "aten.h"
+#include "exact.h"
 #include "problem.h"
 #include "trellis/trellis.h"
 
 namespace girih::trellis {
 namespace {
 
-static_assert(kWidest == kernels::kTrellisWidest);
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+static_assert(kWidest == kernels::kTrellisWidest && kExactWidest == kernels::kTrellisExactWidest &&
+              kKeptChunk == kernels::kChunk);
 
 // The problem's path, as far as this card and these sequences go.
-Path path_of(const Problem& problem, const Tensor& q) {
+Path path_of(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a) {
   const auto path = problem.path(q);
   if (problem.N == 0) return aten(kNoSequence);
-  if (path != Path::Code::tensor_cores) return path;
+  if (path == Path::Code::aten) return path;
   bool fits = false;
-  check_launch("trellis_fits", kernels::trellis_fits(fits));
+  if (path == Path::Code::exact) {
+    check_launch("trellis_exact_fits", kernels::trellis_exact_fits(exact_shape(q, k, v, a), fits));
+  } else {
+    check_launch("trellis_fits", kernels::trellis_fits(fits));
+  }
   return fits ? path : aten(kSmallCard);
-}
-
-kernels::TrellisMap map_of(std::string_view name) {
-  using kernels::Norm;
-  if (name == "silu") return {true, Norm::none};
-  if (name == "l2norm") return {false, Norm::l2};
-  if (name == "layer_norm") return {false, Norm::layer};
-  if (name == "l2_silu") return {true, Norm::l2};
-  if (name == "ln_silu") return {true, Norm::layer};
-  if (name == "softmax") return {false, Norm::softmax};
-  return {false, Norm::none};
 }
 
 // One call's tensors as the kernels read them: rows in packs of 16 bytes, and a memory for every head of
@@ -140,7 +133,13 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q) == Path::Code::aten) {
+  const auto path = path_of(problem, q, k, v, a);
+  if (path == Path::Code::exact) {
+    const ExactCall call(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                         cu_seqlens, chunk, phi, f);
+    return call.forward(save);
+  }
+  if (path == Path::Code::aten) {
     at::NoTF32Guard exact;
     return forward(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                    cu_seqlens, chunk, phi, f, save);
@@ -206,18 +205,25 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q) == Path::Code::aten) {
+  const auto path = path_of(problem, q, k, v, a);
+  if (path == Path::Code::aten) {
     return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
                                               grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
                                               state_k, state_first_v, state_v, state_position, cu_seqlens,
                                               memories_k, memories_v, z, u, fit, chunk, phi, f);
   }
   const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, true);
-  check_kept("trellis", "memories_k", memories_k, kept.memories, q.scalar_type());
-  check_kept("trellis", "memories_v", memories_v, kept.memories, q.scalar_type());
-  check_kept("trellis", "z", z, kept.tokens, q.scalar_type());
-  check_kept("trellis", "u", u, kept.tokens, q.scalar_type());
+  check_kept("trellis", "memories_k", memories_k, kept.memories[0], kept.type);
+  check_kept("trellis", "memories_v", memories_v, kept.memories[1], kept.type);
+  check_kept("trellis", "z", z, kept.tokens, kept.type);
+  check_kept("trellis", "u", u, kept.tokens, kept.type);
   check_kept("trellis", "fit", fit, kept.fit, at::kFloat);
+  if (path == Path::Code::exact) {
+    const ExactCall call(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
+                         cu_seqlens, chunk, phi, f);
+    return call.backward(grad_o, {grad_first_k, grad_first_v}, {grad_k, grad_v}, {memories_k, memories_v}, z,
+                         u);
+  }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                        cu_seqlens, chunk, phi, f);
@@ -338,7 +344,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(step ? Problem::step_path(q) : path_of(p, q), device);
+  return explained(step ? Problem::step_path(q) : path_of(p, q, k, v, a), device);
 }
 
 }  // namespace

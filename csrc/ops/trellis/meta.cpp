@@ -22,10 +22,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           memory(p.V),
           memory(p.V),
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories, q.options()),
-          at::empty_symint(kept.memories, q.options()),
-          at::empty_symint(kept.tokens, q.options()),
-          at::empty_symint(kept.tokens, q.options()),
+          at::empty_symint(kept.memories[0], q.options().dtype(kept.type)),
+          at::empty_symint(kept.memories[1], q.options().dtype(kept.type)),
+          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
+          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
           at::empty_symint(kept.fit, options)};
 }
 

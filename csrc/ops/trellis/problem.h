@@ -6,7 +6,8 @@
 
 namespace girih::trellis {
 
-constexpr int64_t kWidest = 128;  // M, D and V of the kernels
+constexpr int64_t kWidest = 128;       // M, D and V on the tensor cores
+constexpr int64_t kExactWidest = 256;  // of the exact kernels
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, M, N;
@@ -35,25 +36,42 @@ struct Problem {
 
   Path path(const Tensor& q) const {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
-    if (M > kWidest || D > kWidest || V > kWidest) return aten("slots, keys or values wider than 128");
-    return tensor_cores();
+    if (wider_than(kExactWidest)) return aten("slots, keys or values wider than 256");
+    if (q.scalar_type() == at::kFloat) return exact(kFloat32);
+    return wider_than(kWidest) ? exact("slots, keys or values wider than 128") : tensor_cores();
   }
   static Path step_path(const Tensor& q) {
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
   }
 
-  // Of a head of queries each: the memories before every chunk, in tiles, z and u of every token, and what
-  // z's rows come to.
+  bool wider_than(int64_t width) const { return M > width || D > width || V > width; }
+
+  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores, of a head of
+  // queries each: the memories before every chunk, in tiles, z and u of every token, and what z's rows come
+  // to. The exact ones, of a head of keys each and in fp32: the memories before every 64 tokens, their
+  // columns the rows, z, and s = -gamma u.
   struct Kept {
-    std::vector<c10::SymInt> memories, tokens, fit;
+    std::vector<c10::SymInt> memories[2], tokens, fit;
+    at::ScalarType type;  // of all but fit
   };
   Kept saved(const Tensor& q, const OptionalTensor& position, const OptionalTensor& cu_seqlens, int64_t chunk,
              bool save) const {
-    if (!save || path(q) != Path::Code::tensor_cores) return {{0}, {0}, {0}};
-    const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
-    const int64_t tile = M <= 64 && D <= 64 && V <= 64 ? 64 : 128;
-    return {{chunks, HQ, tile, tile}, {2, B, T, HQ, kept_width(M)}, {2, B, T, HQ, 4}};
+    const auto by = path(q);
+    Kept kept{{{0}, {0}}, {0}, {0}, by == Path::Code::exact ? at::kFloat : q.scalar_type()};
+    if (!save || by == Path::Code::aten) return kept;
+    if (by == Path::Code::exact) {
+      const auto pieces = kept_chunks(q, N, cu_seqlens, kKeptChunk);
+      kept.memories[0] = {pieces, H, kept_width(D), kept_width(M)};
+      kept.memories[1] = {pieces, H, kept_width(V), kept_width(M)};
+      kept.tokens = {2, B, T, H, kept_width(M)};
+    } else {
+      const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
+      const int64_t tile = M <= 64 && D <= 64 && V <= 64 ? 64 : 128;
+      kept.memories[0] = kept.memories[1] = {chunks, HQ, tile, tile};
+      kept.tokens = {2, B, T, HQ, kept_width(M)};
+      kept.fit = {2, B, T, HQ, 4};
+    }
+    return kept;
   }
 };
 

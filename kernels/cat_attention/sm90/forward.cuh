@@ -60,6 +60,7 @@ __device__ inline void load_forward(const CatGroupForward& p, const CatGroupSpac
           space.bring_headers(turn.place, p.header_k, p.header_v, {0, plan.first_of(met), of, plan.batch});
         }
       }
+      space.come_too(turn.place);
       turn.next(Space::kStages);
     }
     __syncwarp();

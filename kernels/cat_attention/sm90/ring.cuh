@@ -30,8 +30,19 @@ struct CatGroupRing {
   __device__ Rest& rest() const { return *reinterpret_cast<Rest*>(shared + kStages * kStage); }
   __device__ void init() const {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(&rest().stage[i], 1), init_barrier(&rest().read[i], once(kCatGroupWarps));
+      init_barrier(&rest().stage[i], once(1)), init_barrier(&rest().read[i], once(kCatGroupWarps));
     }
+  }
+
+  // By the warp that loads, once its first lane has come to the barrier of stage n: what the others wrote
+  // beside goes with the stage, as they were together before. (Racecheck asks for their own arrival,
+  // shared.h.)
+  __device__ void come_too(int n) const {
+#ifdef GIRIH_RACECHECK
+    __syncwarp();
+    if (lane() != 0) arrive(&rest().stage[n]);
+    __syncwarp();
+#endif
   }
 
   // Headers from row `at` on to stage n, whose barrier expects them.

@@ -111,7 +111,7 @@ class Injection:
         "both", the mean of the two.
     gate: of what the step sizes are the sigmoid of the causal mean (eq. 5): "k", "v", or "kv" for the product
         of both. pool: that mean is over the "past" or a "window" of the last three tokens. gate_per: a step
-        size for every "channel", or for every "head" their mean, for which delta_product has tensor cores.
+        size for every "channel", or for every "head" their mean.
     between_chunks: None, "gelu" or "tanh", applied to the memory after every `chunk` tokens (eq. 24).
     weight: m, of the linear path, 0 to 1; learned: it is a parameter of each layer, weight its start; cross:
         the product of both paths comes on top (eq. 7, 8).

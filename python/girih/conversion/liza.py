@@ -9,7 +9,7 @@ from torch import Tensor
 
 from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
-from girih.conversion.rows import MOST_ROWS, PooledGate, VirtualRows, has_kernel, unit
+from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
@@ -120,24 +120,28 @@ class LinearPath(RecurrentLayer):
         cu_seqlens: Tensor | None,
         ends: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """beta `[B, T, kv_heads, head_dim]` or, a head, `[B, T, kv_heads]`, and what the next call needs,
-        which is nothing if this one `ends` the text."""
+        """beta `[B, T n, kv_heads, head_dim]` or, a head, `[B, T n, kv_heads]`, and what the next call needs,
+        which is nothing if this one `ends` the text. In fp32; a kernel gives that of a channel as the running
+        sums are, bf16 for bf16, which the rows that it multiplies are rounded to.
+        """
         kv = qkv[:, :, self.heads[0] :]
         k, v = kv.chunk(2, 2)
         source = {"k": k, "v": v, "kv": kv}[self.gate]
-        if (
-            ends
-            and self.gate != "kv"
-            and (self.gate_per, self.pool) == ("head", "past")
-            and has_kernel(source)
-        ):
-            return PooledGate.apply(self.summed(source, None, False, None)[0]), None, None
+        if ends and self.gate != "kv" and self.pool == "past" and has_kernel(source):
+            total = self.summed(source, None, False, None)[0]
+            if self.gate_per == "channel":
+                return ChannelGate.apply(total, self.n), None, None
+            return self.repeated(PooledGate.apply(total)), None, None
         mean, pool, count = self.pooled(source, state, in_place, cu_seqlens)
         beta = mean.sigmoid()
         if self.gate == "kv":
             of_k, of_v = beta.chunk(2, 2)
             beta = of_k * of_v
-        return beta.mean(-1) if self.gate_per == "head" else beta, pool, count
+        return self.repeated(beta.mean(-1) if self.gate_per == "head" else beta), pool, count
+
+    def repeated(self, beta: Tensor) -> Tensor:
+        """The same for each of a token's steps."""
+        return beta.repeat_interleave(self.n, 1) if self.n > 1 else beta
 
     def virtual(
         self, kv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -160,8 +164,6 @@ class LinearPath(RecurrentLayer):
         # Every row is a sequence, from its start, which nobody goes on from.
         whole = state is None and cu_seqlens is None and not use_cache
         beta, pool, count = self.step_sizes(qkv, state, in_place, cu_seqlens, whole)
-        if self.n > 1:
-            beta = beta.repeat_interleave(self.n, 1)
         differences: tuple[Any, ...] = ()
         plain = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
         if whole and plain and has_kernel(qkv):

@@ -95,3 +95,19 @@ class PooledGate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dbeta: Tensor) -> Tensor:
         return torch.ops.girih.pooled_gate_backward(dbeta, *ctx.saved_tensors)
+
+
+class ChannelGate(torch.autograd.Function):
+    """sigmoid(total / (t + 1)) of running sums total `[B, T, heads, head_dim]`, in their dtype, for each of a
+    token's n rows: `[B, T n, heads, head_dim]` (eq. 5)."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, n: int) -> Tensor:
+        ctx.save_for_backward(total)
+        ctx.n = n
+        return torch.ops.girih.channel_gate(total, n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dbeta: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.girih.channel_gate_backward(dbeta, *ctx.saved_tensors, ctx.n), None

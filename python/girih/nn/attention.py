@@ -12,10 +12,11 @@ from torch.utils._pytree import register_dataclass
 
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
-from girih.nn.layer import projection
+from girih.nn.linears import together
 from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
+from girih.nn.projections import projections
 from girih.nn.state import by_itself
 from girih.nn.step import Product
 
@@ -190,8 +191,9 @@ class Attention(SequenceLayer):
             raise ValueError(
                 "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
             )
-        o, state = self.core((projection(self, "qkv_proj", x),), state, use_cache, cu_seqlens, attention_mask)
-        return self.o_proj(o), state
+        projected = projections(self, ["qkv_proj"], x)
+        o, state = self.core(projected, state, use_cache, cu_seqlens, attention_mask)
+        return together(o, [self.o_proj])[0], state
 
     def products(self) -> tuple[Product, ...]:
         return (Product(self.qkv_proj.weight),)

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
 from girih.nn.fields import heads_of
-from girih.nn.layer import at_least_fp32, projection
+from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
+from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 from girih.nn.step import Product
@@ -81,11 +82,8 @@ class DeltaProduct(RecurrentLayer):
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        beta = at_least_fp32(projection(self, "beta_proj", x)).sigmoid() * (2 if self.allow_neg_eigval else 1)
-        projected = [projection(self, "qkv_proj", x), beta, projection(self, "g_proj", x)]
-        if self.decay is not None:
-            projected.append(self.decay(x)[0])
-        return projected
+        qkv, beta, *rest = projections(self, ["qkv_proj", "beta_proj", "g_proj"], x, self.decay)
+        return [qkv, at_least_fp32(beta).sigmoid() * (2 if self.allow_neg_eigval else 1), *rest]
 
     def products(self) -> tuple[Product, ...]:
         beta = Product(self.beta_proj.weight, "sigmoid", scale=2.0 if self.allow_neg_eigval else 1.0)

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
 from girih.nn.fields import heads_of
-from girih.nn.layer import GateLinear, projection
+from girih.nn.layer import GateLinear
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
+from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 
@@ -102,9 +103,8 @@ class GatedLinearAttention(RecurrentLayer):
         self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, LayerState | None]:
         conv, memory = state or (None, None)
-        qkv, conv = self.conv(
-            projection(self, "qkv_proj", x), state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens
-        )
+        qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)
+        qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
         g, dt = self.log_decay(x)
         skip = 0.0
@@ -116,8 +116,7 @@ class GatedLinearAttention(RecurrentLayer):
         o, memory = advance(
             "gla", q, k, v, g, state=memory, in_place=use_cache and state is not None, cu_seqlens=cu_seqlens
         )
-        gate = projection(self, "g_proj", x).unflatten(-1, (-1, self.head_dim))
-        y = self.o_proj(self.norm(o + skip, gate).flatten(-2))
+        y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.head_dim))).flatten(-2))
         return y, LayerState(conv, memory) if use_cache else None
 
 

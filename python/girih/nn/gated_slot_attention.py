@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from girih.nn.fields import heads_of
 from girih.nn.fused import silu_norm
-from girih.nn.layer import at_least_fp32, projection
+from girih.nn.layer import at_least_fp32
+from girih.nn.linears import together
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
+from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 from girih.nn.step import Product, RowInput
@@ -69,13 +71,12 @@ class GatedSlotAttention(RecurrentLayer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        f = at_least_fp32(projection(self, "f_proj", x))
-        if self.gated:
-            f = F.logsigmoid(f) / self.gate_logit_normalizer
-        return [projection(self, "qkv_proj", x), f]
+        qkv, f = projections(self, ["qkv_proj", "f_proj"], x)
+        f = at_least_fp32(f)
+        return [qkv, F.logsigmoid(f) / self.gate_logit_normalizer if self.gated else f]
 
     def output(self, o: Tensor) -> Tensor:
-        return self.o_proj(silu_norm(self.norm, o))
+        return together(silu_norm(self.norm, o), [self.o_proj])[0]
 
     def products(self) -> tuple[Product, ...]:
         gate = Product(self.f_proj.weight, "linear")

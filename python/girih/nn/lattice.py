@@ -12,6 +12,7 @@ from girih.nn.layer import GateLinear, at_least_fp32, projection
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
+from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
 from girih.nn.step import Product
@@ -83,15 +84,8 @@ class Lattice(RecurrentLayer):
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        projected = [
-            projection(self, "qk_proj", x),
-            projection(self, "v_proj", x),
-            projection(self, "g_proj", x),
-            projection(self, "gamma_proj", x).sigmoid(),
-        ]
-        if self.decay is not None:
-            projected.append(self.decay(x)[0])
-        return projected
+        qk, v, gate, *decay = projections(self, ["qk_proj", "v_proj", "g_proj"], x, self.decay)
+        return [qk, v, gate, projection(self, "gamma_proj", x).sigmoid(), *decay]
 
     def products(self) -> tuple[Product, ...]:
         plain = self.qk_proj, self.v_proj, self.g_proj

@@ -15,15 +15,18 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 def projection(layer: nn.Module, name: str, x: Tensor) -> Tensor:
     """What a layer's projection of this name makes of x: all features, as heads were counted beforehand."""
-    linear = getattr(layer, name)
-    y = linear(x)
-    if y.shape[-1] != (width := getattr(linear, "out_features", y.shape[-1])):
+    y = getattr(layer, name)(x)
+    check_features(layer, name, y)
+    return y
+
+
+def check_features(layer: nn.Module, name: str, y: Tensor) -> None:
+    if y.shape[-1] != (width := getattr(getattr(layer, name), "out_features", y.shape[-1])):
         raise ValueError(
             f"{name} of {type(layer).__name__} gives {y.shape[-1]} of its {width} features: tensor "
             f"parallelism of a layer's projections is not supported; leave {name} out of the plan, or give "
             f"it output_layouts=Replicate(), with which it gives all {width}"
         )
-    return y
 
 
 class Layer(nn.Module):

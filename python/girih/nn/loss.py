@@ -24,6 +24,16 @@ def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype
     return loss, d.mul_(counted[:, None]).to(logits.dtype)
 
 
+def with_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """sums + a b, in fp32 at least; on a GPU, and in fp16, whose range it may leave, without a rounding
+    of the product."""
+    if has_kernel(a, b, dense=False) and a.dtype != sums.dtype:
+        return torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
+    return sums + (
+        a.to(sums.dtype) @ b.to(sums.dtype) if a.dtype == torch.float16 else (a @ b).to(sums.dtype)
+    )
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of cross entropies. Its gradients are made with it, a part of the rows after another: then they
     are all that is kept."""
@@ -35,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         dx = torch.empty_like(x) if wanted_x else None
         dweight = weight.new_zeros(weight.shape, dtype=wide) if wanted_weight else None
-        loss = x.new_zeros((), dtype=wide)
+        loss, own = x.new_zeros((), dtype=wide), None
         for i in range(0, x.shape[0], rows):
             part, label = x[i : i + rows], labels[i : i + rows]
             logits = d = None  # the last ones, before the next are made
@@ -47,17 +57,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 loss_of_part, d = cross_entropy(logits, label, ignored, wide)
                 loss = loss + loss_of_part
-            if not (wanted_x or wanted_weight):
-                continue
-            if wanted_x:
-                dx[i : i + rows] = F.linear(d, weight.t())
-            if not wanted_weight:
-                continue
-            if d.dtype == torch.float16:  # a sum over many tokens may be beyond it
-                with torch.autocast(x.device.type, enabled=False):
-                    dweight += d.t().float() @ part.float()
-            else:
-                dweight += F.linear(d.t(), part.t()).to(wide)
+            with torch.autocast(x.device.type, enabled=False):
+                if wanted_x:
+                    own = weight.to(d.dtype) if own is None else own  # rounded once for all parts
+                    dx[i : i + rows] = d @ own
+                if wanted_weight:
+                    dweight = with_product(dweight, d.t(), part.to(d.dtype))
         ctx.save_for_backward(dx, dweight, loss)
         ctx.dtypes = x.dtype, weight.dtype
         return loss

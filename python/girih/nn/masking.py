@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from girih.nn.attention_call import SequenceLayer
+from girih.nn.linears import together
 
 
 class RecurrentLayer(SequenceLayer):
@@ -44,7 +45,7 @@ class RecurrentLayer(SequenceLayer):
 
     def output(self, o: Tensor) -> Tensor:
         """y of core's o, by the layer's modules, as `before_output` and `o_proj` say it by their weights."""
-        return self.o_proj(o)
+        return together(o, [self.o_proj])[0]
 
 
 def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fused import PACK, has_kernel, is_product
+from girih.nn.linears import matrix_product, together
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -79,9 +80,8 @@ class _ProductDown(torch.autograd.Function):
             dgate, dup, z = torch.ops.girih.silu_product_backward(dz, gate, up, of_weight)
         if not of_weight:
             return dgate, dup, None
-        rows, products = (y.reshape(-1, y.shape[-1]) for y in (dy, z.to(dy.dtype)))
-        dweight = F.linear(rows.t(), products.t())
-        return dgate, dup, dweight.to(weight.dtype)
+        rows, made = (y.reshape(-1, y.shape[-1]) for y in (dy, z.to(dy.dtype)))
+        return dgate, dup, matrix_product(rows.t(), made, weight.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -98,7 +98,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        (gate, up), down = together(x, [self.gate_proj, self.up_proj]), self.down_proj
         if (
             torch.is_grad_enabled()
             and is_product(down)

@@ -1,0 +1,344 @@
+// The gradients with a beta for every channel, a block a chunk and memory head. S: the state before the
+// chunk, dS: the gradient of the one after it.
+//
+//     Z = W - B S                                      U = X Z
+//     P_tj = do_t . U_j  (rows j of tokens <= t)       N_ij = G_i . U_j  (j < i)
+//     dq_t = scale (S do_t + sum_j P_tj k_j)           db_i = -(S G_i + sum_j N_ij k_j)
+//     dk_j = dS U_j + scale sum_t P_tj q_t - sum_i N_ij b_i
+//
+// Queries and steps do the same, a pass each: of `left` and `right`, which are (do, q) of one query head of
+// the memory after another, then (G, b),
+//
+//     weights = tril(left U^T)    gradient of right ~ left S^T + weights K    dk ~ dk + weights^T right
+//
+// so that what becomes dk, in registers all along, is sum_t P_tj q_t when the queries are through. It is
+// multiplied by -scale then, not P before: fp16 would lose digits of small elements.
+//
+// A block waits for its loads and for itself, and several of a multiprocessor are each other's work
+// meanwhile, so that shared memory is what counts: rows have four tiles. `left` and `right` change with every
+// pass, dS comes where S was, B comes twice. The first queries, G and dS are on their way to the L2 cache
+// from the start. Rows are padded, so that products' addresses are one of the lane's and constants: of
+// swizzled tiles there is one for every 16 columns, and no register for them.
+#pragma once
+
+#include "delta_product/vector_tiles.cuh"
+
+namespace girih::kernels::delta_product {
+
+// The rows of a pass: `count` of them, of which row t has weights for rows j < by t + open of the chunk.
+struct Readers {
+  int count, by, open;
+
+  // Some of rows 16 band and on have weights for some of rows 16 block and on.
+  __device__ bool reach(int band, int block) const {
+    return kTileRows * band < count && kTileRows * block < by * (kTileRows * band + kTileRows - 1) + open;
+  }
+};
+
+template <typename T, int D>
+struct VectorBlock {
+  using Sizes = VectorSizes<D>;
+  using Tiles = VectorTiles<T, D>;
+  using Gradient = Sums<Sizes::kCols / 8>;
+  static constexpr int kThreads = Sizes::kThreads, kDeep = D / 16;  // blocks of a product with a state
+
+  const DeltaVectorGradients& p;
+  const Tiles& tile;
+  const int members;
+  const VectorHere& here;
+  int half, band, row, col;  // the warp's: 16 rows from `row`, half of the columns from `col`
+  Gradient dk;
+
+  __device__ VectorBlock(const DeltaVectorGradients& p, const VectorGrid& grid, const Tiles& tile)
+      : p(p), tile(tile), members(grid.members), here(*tile.here) {
+    // A quarter of the multiprocessor has warps w and w + 4: of a triangle what is long and what is short.
+    const int warp = warp_index();
+    half = warp / 4, band = half == 0 ? warp : 7 - warp;
+    row = kTileRows * band, col = Sizes::kCols * half;
+    fill(dk, 0.f);
+  }
+
+  // The output of a pass; the chunk and memory head among all.
+  __device__ int output_head(int pass) const { return here.head * members + pass; }
+  __device__ bool is_steps(int pass) const { return pass == members; }
+  __device__ static uint64_t number() { return blockIdx.x; }
+
+  // A head's rows of the chunk's steps, or of its tokens.
+  __device__ void load(const typename Tiles::Rows& to, const In<4>& from, bool steps, int of_head) const {
+    const T* const first = at<T>(from, here.batch, steps ? here.step : here.token, of_head);
+    load_async<kThreads>(to, first, from.stride[1], steps ? here.steps : here.tokens, p.shape.D,
+                         static_cast<int>(threadIdx.x));
+  }
+  __device__ void load_state(const void* states) const {
+    const T* const from = state_at(static_cast<const T*>(states), p.shape, number(), 0);
+    load_async<kThreads>(tile.state, from, p.shape.D, p.shape.V, p.shape.D, static_cast<int>(threadIdx.x));
+  }
+  // (do, q) of a query head, or (G, b). Where a memory has several query heads, q has as many.
+  __device__ void load_left(int pass) const {
+    const bool steps = is_steps(pass);
+    load(tile.left, steps ? p.dz : p.dout, steps, steps ? here.head : output_head(pass));
+  }
+  __device__ void load_right(int pass) const {
+    const bool steps = is_steps(pass);
+    load(tile.right, steps ? p.b : p.q, steps, steps ? here.head : here.query_head + pass);
+  }
+
+  __device__ void half_barrier() const {
+    half == 0 ? barrier_wait(1, Sizes::kHalf) : barrier_wait(2, Sizes::kHalf);
+  }
+  __device__ void prefetch_rows(const T* from, int64_t stride, int rows) const;
+  __device__ bool start(const VectorGrid& grid) const;
+  __device__ void solve() const;
+  __device__ void read(const Readers& readers, Gradient& gradient) const;
+  __device__ void add_rows(const Readers& readers, Gradient& gradient);
+  __device__ void add_end();
+  __device__ void put(const Gradient& gradient, const Out<4>& to, bool steps, int of_head,
+                      float factor) const;
+};
+
+template <typename T, int D>
+__device__ inline void VectorBlock<T, D>::prefetch_rows(const T* from, int64_t stride, int rows) const {
+  constexpr int kLines = D / 64;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < rows * kLines; i += kThreads) {
+    if (i % kLines * 64 < p.shape.D) prefetch(from + i / kLines * stride + i % kLines * 64);
+  }
+}
+
+// Whether there is a chunk; then all loads that have a place yet are under way, first what U is made of.
+template <typename T, int D>
+__device__ inline bool VectorBlock<T, D>::start(const VectorGrid& grid) const {
+  // What does not need the tokens, while they are looked up.
+  load_state(p.states);
+  const unsigned char* const prepared = prepared_at(p.prepared, number());
+#pragma unroll
+  for (int i = 0; i <= kDeltaFlag; i += kThreads * 16) {
+    const int at = i + static_cast<int>(threadIdx.x) * 16;
+    if (at < kDeltaInverseBytes || at == kDeltaFlag) {
+      copy_async(shared_address(tile.prepared.data + at), prepared + at, true);
+    }
+  }
+  if (threadIdx.x == 0) {
+    const uint32_t chunk = grid.heads.divide(blockIdx.x), head = blockIdx.x - chunk * grid.heads.by;
+    const Piece piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.each);
+    VectorHere& to = *tile.here;
+    to.batch = piece.sequence.batch, to.token = piece.start, to.step = piece.start * p.shape.n;
+    to.tokens = piece.length, to.steps = piece.length * p.shape.n;
+    to.head = static_cast<int>(head), to.key_head = static_cast<int>(grid.key_share.divide(head));
+    to.query_head = static_cast<int>(grid.query_share.divide(head * members));
+  }
+  __syncthreads();
+  if (here.tokens == 0) {
+    wait_copies<0>();
+    return false;
+  }
+  load(tile.right, p.b, true, here.head);
+  load(tile.u, p.w, true, here.head);
+  commit_copies();
+  load(tile.k, p.k, true, here.key_head);
+  load_left(0);
+  commit_copies();
+  prefetch_rows(at<T>(p.q, here.batch, here.token, here.query_head), p.q.stride[1], here.tokens);
+  prefetch_rows(at<T>(p.dz, here.batch, here.step, here.head), p.dz.stride[1], here.steps);
+  prefetch_rows(state_at(static_cast<const T*>(p.gradients), p.shape, number(), 0), p.shape.D, p.shape.V);
+  return true;
+}
+
+// U, in place of W; once all that it takes is there. The columns are the same for four warps, which meet.
+template <typename T, int D>
+__device__ inline void VectorBlock<T, D>::solve() const {
+  // Z = W - B S
+  Gradient sums;
+  fill(sums, 0.f);
+#pragma unroll
+  for (int k = 0; k < kDeep; ++k) {
+    uint32_t b[4];
+    load_block(b, tile.right, row, 16 * k);
+    add_product_transposed<T>(sums, b, tile.state, col, 16 * k);
+  }
+#pragma unroll
+  for (int n = 0; n < Sizes::kCols / 8; n += 2) {
+    uint32_t w[4];
+    load_block(w, tile.u, row, col + 8 * n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 value = unpaired<T>(w[m]);
+      const float(&read)[4] = sums.at[n + m / 2];
+      w[m] = pair_of<T>(value.x - read[m % 2 * 2], value.y - read[m % 2 * 2 + 1]);
+    }
+    store_block(tile.u, row, col + 8 * n, w);
+  }
+  half_barrier();
+  // U = X Z
+  fill(sums, 0.f);
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+    if (j > band) continue;
+    uint32_t x[4];
+    tile.prepared.load(x, band, j);
+    add_product<T>(sums, x, tile.u, kTileRows * j, col);
+  }
+  if (__builtin_expect(tile.prepared.keeps(), false)) {
+    const unsigned char* const all = prepared_at(p.prepared, number());
+#pragma unroll 1
+    for (int j = 0; j <= band; ++j) {
+      uint32_t lost[4];
+      load_lost(lost, all, band, j);
+      add_product<T>(sums, lost, tile.u, kTileRows * j, col);
+    }
+  }
+  Operand<Sizes::kCols / 16> u;
+  round_to<T>(u, sums);
+  half_barrier();
+  store_blocks(tile.u, row, col, u);
+}
+
+// The warp's 16 x 32 of the weights, tril(left U^T), and gradient = left S^T: one after the other, the first
+// is out of the registers when the second comes.
+template <typename T, int D>
+__device__ inline void VectorBlock<T, D>::read(const Readers& readers, Gradient& gradient) const {
+  fill(gradient, 0.f);
+  if (row >= readers.count) return;
+  if (readers.reach(band, 2 * half)) {
+    Sums<4> products;
+    fill(products, 0.f);
+#pragma unroll
+    for (int k = 0; k < kDeep; ++k) {
+      uint32_t left[4];
+      load_block(left, tile.left, row, 16 * k);
+      add_product_transposed<T>(products, left, tile.u, 32 * half, 16 * k);
+    }
+    // Of the lane's first row, how many rows from its first column on it has weights for.
+    const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
+      }
+    }
+    Operand<2> weights;
+    round_to<T>(weights, products);
+    store_blocks(tile.weights, row, 32 * half, weights);
+  }
+#pragma unroll
+  for (int k = 0; k < kDeep; ++k) {
+    uint32_t left[4];
+    load_block(left, tile.left, row, 16 * k);
+    add_product<T>(gradient, left, tile.state, 16 * k, col);
+  }
+}
+
+// gradient += weights K, dk += weights^T right
+template <typename T, int D>
+__device__ inline void VectorBlock<T, D>::add_rows(const Readers& readers, Gradient& gradient) {
+#pragma unroll
+  for (int j = 0; j < kTilesDown; ++j) {
+    if (!readers.reach(band, j)) continue;
+    uint32_t weights[4];
+    load_block(weights, tile.weights, row, 16 * j);
+    add_product<T>(gradient, weights, tile.k, 16 * j, col);
+  }
+#pragma unroll
+  for (int t = 0; t < kTilesDown; ++t) {
+    if (!readers.reach(t, band)) continue;
+    uint32_t weights[4];
+    load_block_transposed(weights, tile.weights, row, 16 * t);
+    add_product<T>(dk, weights, tile.right, 16 * t, col);
+  }
+}
+
+// dk = -dk + U dS^T
+template <typename T, int D>
+__device__ inline void VectorBlock<T, D>::add_end() {
+  scale_rows(dk, {-1.f, -1.f});
+#pragma unroll
+  for (int k = 0; k < kDeep; ++k) {
+    uint32_t u[4];
+    load_block(u, tile.u, row, 16 * k);
+    add_product<T>(dk, u, tile.state, 16 * k, col);
+  }
+}
+
+// The warp's rows of the chunk's steps, or of its tokens, times a factor: 64 bytes of eight at once.
+template <typename T, int D>
+__device__ inline void VectorBlock<T, D>::put(const Gradient& gradient, const Out<4>& to, bool steps,
+                                              int of_head, float factor) const {
+  const int mine = row + lane_row(), of_lane = col + lane_col() * 4, rows = steps ? here.steps : here.tokens;
+  T* const first = at<T>(to, here.batch, (steps ? here.step : here.token) + mine, of_head, of_lane);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int n = 0; n < Sizes::kCols / 8; n += 4) {
+      uint32_t pack[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float(&x)[4] = gradient.at[n + m];
+        pack[m] = pair_of<T>(factor * x[2 * i], factor * x[2 * i + 1]);
+      }
+      turn_quad(pack);
+      if (mine + 8 * i < rows && of_lane + 8 * n < p.shape.D) {
+        store_pack(first + 8 * i * to.stride[1] + 8 * n, pack);
+      }
+    }
+  }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(VectorSizes<D>::kThreads, VectorSizes<D>::kBlocks)
+    vector_gradients(const __grid_constant__ DeltaVectorGradients p,
+                     const __grid_constant__ VectorGrid grid) {
+  extern __shared__ __align__(1024) unsigned char room[];
+  const VectorTiles<T, D> tile(room);
+  VectorBlock<T, D> block(p, grid, tile);
+  if (!block.start(grid)) return;
+  wait_copies<1>();
+  __syncthreads();
+  block.solve();
+  const int n = p.shape.n;
+#pragma unroll 1
+  for (int pass = 0; pass <= grid.members; ++pass) {
+    const bool steps = block.is_steps(pass);
+    const Readers readers = steps ? Readers{block.here.steps, 1, 0} : Readers{block.here.tokens, n, n};
+    // `left` is there, and K and U; the pass before is through with `right` and its weights.
+    wait_copies<0>();
+    __syncthreads();
+    block.load_right(pass);
+    commit_copies();
+    typename VectorBlock<T, D>::Gradient gradient;
+    block.read(readers, gradient);
+    if (steps) scale_rows(block.dk, {-p.shape.scale, -p.shape.scale});
+    // `right` is there, and the weights; `left` is through, at last S, too.
+    wait_copies<0>();
+    __syncthreads();
+    steps ? block.load_state(p.gradients) : block.load_left(pass + 1);
+    commit_copies();
+    block.add_rows(readers, gradient);
+    block.put(gradient, steps ? p.db : p.dq, steps, steps ? block.here.head : block.output_head(pass),
+              steps ? -1.f : p.shape.scale);
+  }
+  wait_copies<0>();
+  __syncthreads();
+  block.add_end();
+  block.put(block.dk, p.dk, true, block.here.head, 1.f);
+}
+
+// Bytes of shared memory without which a block does not run.
+template <typename T, int D>
+constexpr int vector_gradients_least() {
+  return VectorTiles<T, D>::kBytes;
+}
+
+template <typename T, int D>
+cudaError_t launch_vector_gradients(const DeltaVectorGradients& p, cudaStream_t stream) {
+  constexpr auto kernel = vector_gradients<T, D>;
+  constexpr int kBytes = VectorTiles<T, D>::kBytes;
+  if (const cudaError_t error = allow_shared<kernel>(kBytes); error != cudaSuccess) return error;
+  const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
+  if (blocks == 0 || p.shape.tokens.tokens == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(blocks), VectorSizes<D>::kThreads, kBytes, stream>>>(p, VectorGrid(p.shape));
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels::delta_product

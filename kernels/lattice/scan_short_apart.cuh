@@ -1,0 +1,98 @@
+// scan_short.cuh by two blocks beside each other, where a card has two multiprocessors for each sequence and
+// head. Either has loaders, and its ring in the same places; the first has the chain, the second all readers:
+//
+//     chain's block    loads K, V (`full`); S and H of a chunk (`written`), which a warp sends, and where
+//                      backward needs S another stores it
+//     reads' block     loads Q, K (`full`); what was sent is there (`written`): o
+//
+// A stage of the first is empty once its chunk has arrived, and stored: the chain may be a ring ahead of the
+// readers. What is sent comes into a stage of the second once the chunk before has been read there (`taken`).
+//
+// In one block the readers take the chain's turns, and lines of its instructions.
+#pragma once
+
+#include "lattice/read_short.cuh"
+#include "lattice/scan_short_chain.cuh"
+#include "pipe/clusters.h"
+
+namespace girih::kernels::lattice {
+
+// By a warp of the chain's block.
+template <class Ring>
+__device__ inline void send_stages(const Ring& ring) {
+  const int64_t chunks = ring.block().of.chunks;
+  Turn turn;
+#pragma unroll 1
+  for (int64_t n = 0; n < chunks; ++n, turn.next(Ring::kStages)) {
+    const int stage = turn.place;
+    wait(ring.written() + stage, turn.parity);
+    wait(ring.taken() + stage, turn.parity ^ 1);
+    __syncwarp();  // the stage may be filled again once it is sent: all lanes have seen this time
+    if (lane() == 0) send(ring.memory(stage).data, Ring::kSent, ring.written() + stage, 1);
+    __syncwarp();
+  }
+}
+template <class Ring>
+__device__ inline void keep_stages(const LatticeScan& p, const Ring& ring) {
+  const ChunkedSequence& of = ring.block().of;
+  Turn turn;
+#pragma unroll 1
+  for (int64_t n = 0; n < of.chunks; ++n, turn.next(Ring::kStages)) {
+    wait(ring.written() + turn.place, turn.parity);
+    ring.keep(p, of.first + n, turn.place);
+    arrive_once(ring.empty() + turn.place);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(ShortScanRing<T, true>::kThreads, 1)
+    scan_short_apart_kernel(const __grid_constant__ ShortScan p) {
+  using Ring = ShortScanRing<T, true>;
+  constexpr int kChain = Ring::S::kWarps;
+  static_assert(kChain + 2 + Ring::kChainLoaders <= Ring::kThreads / 32, "chain, sending, storing");
+  extern __shared__ __align__(128) unsigned char shared[];
+  const Ring ring{shared};
+  const int warp = warp_index();
+  const bool reads = cluster_rank() == 1;
+  ring.start(p, reads);
+  const int loaders = reads ? Ring::kLoaders : Ring::kChainLoaders,
+            loader = warp + loaders - Ring::kThreads / 32;
+  if (loader >= 0) {
+    ring.load(p.scan, loader, loaders, reads);
+    wait_copies<0>();
+  } else if (reads) {
+    ShortReader<Ring>(p, ring).run(warp);
+  } else if (warp < kChain) {
+    ShortScanChain<Ring>(p.scan, ring, warp).run();
+  } else if (warp == kChain) {
+    send_stages(ring);
+  } else if (warp == kChain + 1 && p.scan.memories != nullptr) {
+    keep_stages(p.scan, ring);
+  }
+  // Either block's shared memory is there until the other is through with it.
+  cluster_wait();
+}
+
+// Whether there are clusters, and multiprocessors for two blocks a sequence and head.
+template <typename T>
+cudaError_t is_apart(const LatticeShape& shape, bool& is) {
+  int processors = 0;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
+  if (const cudaError_t error = has_clusters<scan_short_apart_kernel<T>>(is); error != cudaSuccess) {
+    return error;
+  }
+  is = is && 2 * shape.grid.tokens.sequences * shape.heads <= processors;
+  return cudaSuccess;
+}
+
+template <typename T>
+cudaError_t launch_apart(const ShortScan& p, cudaStream_t stream) {
+  using Ring = ShortScanRing<T, true>;
+  const int64_t blocks = 2 * p.scan.shape.grid.tokens.sequences * p.scan.shape.heads;
+  if (blocks == 0) return cudaSuccess;
+  constexpr auto kKernel = scan_short_apart_kernel<T>;
+  if (const cudaError_t error = allow_shared<kKernel>(Ring::kBytes); error != cudaSuccess) return error;
+  return launch_clusters<kKernel>(p, static_cast<unsigned>(blocks), 2, Ring::kThreads, Ring::kBytes, stream);
+}
+
+}  // namespace girih::kernels::lattice

@@ -1,0 +1,97 @@
+// beta at t = s,    s = sigmoid(total / (t + 1))        dtotal = s (1 - s) / (t + 1) sum of dbeta
+//
+// A few lanes have a token's row of a head, and of beta its n rows.
+#include "linear_path/row.cuh"
+#include "tile/silu.h"
+
+namespace girih::kernels {
+namespace linear_path {
+namespace {
+
+// Of a row of total: its token, and where the first of beta's n rows is; the next is `stride` further.
+struct Place {
+  float of;
+  int64_t first, stride;
+
+  __device__ Place(const RowIndex& index, int64_t row, int heads, int D, int n) {
+    const auto [token, head] = index.heads.split(row);
+    of = 1.f / static_cast<float>(index.tokens.split(token).rest + 1);
+    stride = static_cast<int64_t>(heads) * D;
+    first = token * n * stride + static_cast<int64_t>(head) * D;
+  }
+};
+
+template <class R>
+__global__ void __launch_bounds__(kThreads)
+    channel_gate_kernel(const __grid_constant__ ChannelGate p, const __grid_constant__ RowIndex index) {
+  using T = typename R::T;
+  const int column = R::column();
+  if (column >= p.D) return;
+  for (int64_t row = R::first(); row < index.rows; row += R::step()) {
+    const Place place(index, row, p.heads, p.D, p.n);
+    auto total = load<kPack>(static_cast<const T*>(p.total) + row * p.D + column);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) total.at[i] = sigmoid(total.at[i] * place.of);
+    T* const to = static_cast<T*>(p.beta) + place.first + column;
+    for (int j = 0; j < p.n; ++j) store(to + j * place.stride, total);
+  }
+}
+
+template <class R>
+__global__ void __launch_bounds__(kThreads)
+    channel_gate_backward_kernel(const __grid_constant__ ChannelGateBackward p,
+                                 const __grid_constant__ RowIndex index) {
+  using T = typename R::T;
+  const int column = R::column();
+  if (column >= p.D) return;
+  for (int64_t row = R::first(); row < index.rows; row += R::step()) {
+    const Place place(index, row, p.heads, p.D, p.n);
+    auto total = load<kPack>(static_cast<const T*>(p.total) + row * p.D + column);
+    auto sum = zeros<kPack>();
+    const T* const from = static_cast<const T*>(p.dbeta) + place.first + column;
+    for (int j = 0; j < p.n; ++j) {
+      const auto dbeta = load<kPack>(from + j * place.stride);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) sum.at[i] += dbeta.at[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const float s = sigmoid(total.at[i] * place.of);
+      total.at[i] = sum.at[i] * place.of * s * (1.f - s);
+    }
+    store(static_cast<T*>(p.dtotal) + row * p.D + column, total);
+  }
+}
+
+// launch(rows' type, their index) where there are rows.
+template <class Problem, class Launch>
+cudaError_t with_index(const Problem& p, const Launch& launch) {
+  const RowIndex index(p.batch, p.tokens, p.heads);
+  if (index.rows == 0) return cudaSuccess;
+  if (index.rows > kMostRows || p.n < 1) return cudaErrorInvalidValue;
+  return with_rows(p.D, p.dtype, [&](auto tile) {
+    launch(tile, index);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace
+}  // namespace linear_path
+
+cudaError_t channel_gate(const ChannelGate& p, cudaStream_t stream) {
+  using namespace linear_path;
+  return with_index(p, [&](auto tile, const RowIndex& index) {
+    using R = decltype(tile);
+    channel_gate_kernel<R><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
+  });
+}
+
+cudaError_t channel_gate_backward(const ChannelGateBackward& p, cudaStream_t stream) {
+  using namespace linear_path;
+  return with_index(p, [&](auto tile, const RowIndex& index) {
+    using R = decltype(tile);
+    channel_gate_backward_kernel<R><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
+  });
+}
+
+}  // namespace girih::kernels

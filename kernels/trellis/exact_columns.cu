@@ -1,0 +1,307 @@
+// dx and dg of a piece of kChunk tokens, from A before it and G after it (exact.h). The block's matrices have
+// the memories' columns as rows, and slots as columns, as the states lie: dx is a sum over slots.
+//
+// Once with A, forward, through the piece's tokens from the start of the first one's chunk on, which may be
+// one piece before; once with G, from the last token, with all tokens of the chunks that begin in the piece,
+// which may go on in the next.
+#include "trellis/exact_memory.cuh"
+
+namespace girih::kernels {
+namespace trellis {
+namespace {
+
+// A sum, and the sum of its terms' sizes.
+struct Sum {
+  float value = 0.f, size = 0.f;
+
+  __device__ void add(float term) { value += term, size += fabsf(term); }
+  __device__ void add(const Sum& other) { value += other.value, size += other.size; }
+};
+
+template <class Sizes>
+struct Columns {
+  const TrellisExactColumns& p;
+  const TrellisExactShape& shape;
+  const int run, group, memory, head;
+  const int64_t number;  // of the piece
+  const Piece piece;
+  const int chunk, begun;
+  // Tokens count from the piece's first: the piece's are 0..size-1, the sequence's begin..end-1, as far as
+  // they are near.
+  const int size, begin, end;
+  float* const shared;  // rows of tokens, dx among them; decays; what warps have of sums
+  Window<int> window;
+  int made_from = 0, made_to = 0;  // of what tokens dx is there, to be written out
+  bool adds = false;               // to what is there
+
+  __device__ Columns(const TrellisExactColumns& p, int run, float* shared)
+      : p(p),
+        shape(p.shape),
+        run(run),
+        group(shape.query_heads / shape.heads),
+        memory(static_cast<int>(blockIdx.x % 2)),
+        head(static_cast<int>(blockIdx.x / 2 % shape.heads)),
+        number(blockIdx.x / 2 / shape.heads),
+        piece(piece_at(shape.grid.tokens, number, kChunk)),
+        chunk(shape.grid.size),
+        begun(shape.grid.position == nullptr
+                  ? 0
+                  : static_cast<int>(clamp(shape.grid.position[piece.sequence.index], 0, chunk - 1))),
+        size(piece.length),
+        begin(-static_cast<int>(min(piece.index, int64_t{1})) * kChunk),
+        end(static_cast<int>(min(piece.sequence.end - piece.start, int64_t{2 * kChunk}))),
+        shared(shared) {}
+
+  __device__ float* rows(int which) const { return shared + which * run * Sizes::Tile; }
+  __device__ float* row(int which, int token) const {
+    return shared + (which * run + window.place(token)) * Sizes::Tile;
+  }
+  enum : int { kAfter, kBefore, kLeft };  // parts
+  static constexpr int kX = 0, kS = 1, kDz = 2, kDx = 3;
+  __device__ int l(int member) const { return 4 + 2 * member; }
+  __device__ int w(int member) const { return 5 + 2 * member; }
+  __device__ float* decays() const { return rows(4 + 2 * group); }
+  __device__ float* parts() const { return decays() + run; }
+  __device__ float decay(int token) const { return decays()[window.place(token)]; }
+
+  __device__ void hold(int first, int end) {
+    if (window.has(first, end)) return;
+    write_out();
+    window.hold(first, end, [&](int token, int count) {
+      const int64_t batch = piece.sequence.batch, at = piece.start + token;
+      const auto bring_rows = [&](int which, const In<4>& of, int head, int width) {
+        bring<Sizes>(rows(which), of, batch, at, count, head, width);
+      };
+      const auto own = [&](const float* data) {
+        return packed_rows(data, shape.grid.tokens, shape.heads, shape.M);
+      };
+      bring_rows(kX, p.x[memory], head, shape.width(memory));
+      bring_rows(kS, own(p.s[memory]), head, shape.M), bring_rows(kDz, own(p.dz[memory]), head, shape.M);
+      for (int member = 0; adds && member < group; ++member) {
+        bring_rows(l(member), p.l[memory], head * group + member, shape.M);
+        bring_rows(w(member), p.w[memory], head * group + member, shape.width(memory));
+      }
+      bring_numbers<Sizes>(decays(), p.g, batch, at, count, head, [](float x) { return expf(x); });
+    });
+  }
+  // f(first token, one past the last) of tokens that are held, in turns, forward or back.
+  template <class F>
+  __device__ void each_run(int first, int end, bool back, const F& f) {
+    const int runs = (end - first + run - 1) / run;
+#pragma unroll 1
+    for (int i = 0; i < runs; ++i) {
+      const int from = first + (back ? runs - 1 - i : i) * run, to = min(from + run, end);
+      hold(from, to);
+      f(from, to);
+    }
+  }
+  // dx of tokens first..end-1, neighbours of those that it has been made of.
+  __device__ void made(int first, int end) {
+    const bool none = made_from == made_to;
+    made_from = none ? first : min(made_from, first), made_to = none ? end : max(made_to, end);
+  }
+  __device__ void write_out() {
+    if (made_from == made_to) return;
+    __syncthreads();
+    const int packed = trellis_exact_packed(shape.width(memory)), count = made_to - made_from;
+    const In<4> places = packed_rows(nullptr, shape.grid.tokens, shape.heads, shape.width(memory));
+    float* const out = p.dx[memory] + offset_of(places, piece.sequence.batch, piece.start + made_from, head);
+    const float* const in = row(kDx, made_from);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count * Sizes::Tile; i += Sizes::kThreads) {
+      const int c = i % Sizes::Tile;
+      if (c >= packed) continue;
+      float& to = out[i / Sizes::Tile * places.stride[1] + c];
+      to = adds ? to + in[i] : in[i];
+    }
+    made_from = made_to = 0;
+    __syncthreads();
+  }
+
+  __device__ void load(ExactMatrix<Sizes>& T, const float* states, int64_t number) const {
+    const float* const at = states + piece_state(shape, memory, number, head);
+    each_published(T, shape, memory, [&](Pack<4>& x, bool exists, int64_t place) {
+      x = exists ? kernels::load<4>(at + place) : zeros<4>();
+    });
+  }
+  // f(element, that of a caller's state [M, X], or 0 where there is none)
+  template <class F>
+  __device__ void each_given(ExactMatrix<Sizes>& T, const In<4>& state, const F& f) const {
+    const float* const data = static_cast<const float*>(state.data);
+    T.each([&](int pack, int e, Pack<4>& x) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int m = T.column(pack) + c, col = T.row + e;
+        const bool exists = data != nullptr && m < shape.M && col < shape.width(memory);
+        f(x.at[c], exists ? data[offset_of(state, piece.sequence.index, head, m, col)] : 0.f);
+      }
+    });
+  }
+  // Sums of products with T, to parts.
+  __device__ void put(Sum sum, int which) const {
+    sum = {over_warp(sum.value), over_warp(sum.size)};
+    float* const to = parts() + (which * Sizes::kWarps + warp_index()) * 2;
+    if (lane() == 0) to[0] = sum.value, to[1] = sum.size;
+  }
+  __device__ Sum part(int which) const {
+    Sum sum;
+    for (int warp = 0; warp < Sizes::kWarps; ++warp) {
+      const float* const of = parts() + (which * Sizes::kWarps + warp) * 2;
+      sum.add(Sum{of[0], of[1]});
+    }
+    return sum;
+  }
+  __device__ void multiply(ExactMatrix<Sizes>& T, const float* states, int which) const {
+    const float* const at = states + piece_state(shape, memory, number, head);
+    Sum sum;
+    each_published(T, shape, memory, [&](Pack<4>& x, bool exists, int64_t place) {
+      const Pack<4> y = exists ? kernels::load<4>(at + place) : zeros<4>();
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum.add(x.at[c] * y.at[c]);
+    });
+    put(sum, which);
+  }
+  // The chunk that begins with the token is the sequence's last and not complete: its A' has been handed out.
+  __device__ bool is_left(int start) const { return start + chunk > end; }
+
+  // dx = A'^T dz; then A is that after the piece.
+  __device__ void forward(ExactMatrix<Sizes>& T) {
+    const int ahead = max(run / chunk - 1, 0) * chunk;  // of chunks that may be held with another
+    int start = -static_cast<int>((piece.index * kChunk + begun) % chunk);  // of the first token's chunk
+    bool goes_on = shape.grid.position != nullptr && piece.index == 0;
+    if (goes_on) {
+      each_given(T, p.first[memory], [](float& x, float given) { x = given; });
+    } else {
+      load(T, p.states[memory], number + (start < 0 ? -1 : 0));
+      if (start < 0) write(T, begin, start);
+    }
+#pragma unroll 1
+    for (; start < size; start += chunk) {
+      const int first = goes_on ? 0 : start, stop = min(start + chunk, size);
+      const int several = min(start + chunk + ahead, size);
+      if (p.dg != nullptr && start > 0 && is_left(start)) {
+        Sum sum;
+        each_given(T, p.dlast_first[memory], [&](float& x, float given) { sum.add(x * given); });
+        put(sum, kLeft);
+      }
+      if (!window.has(first, stop) && several - first <= run) hold(first, several);
+      each_run(max(first, 0), stop, false, [&](int from, int to) {
+#pragma unroll 1
+        for (int t = from; t < to; ++t) T.multiply(row(kDz, t), row(kDx, t));
+        made(from, to);
+      });
+      if (goes_on) load(T, p.states[memory], number), goes_on = false;
+      write(T, first, stop);
+    }
+    write_out();
+  }
+  __device__ void write(ExactMatrix<Sizes>& T, int first, int stop) {
+    each_run(first, stop, false, [&](int from, int to) {
+#pragma unroll 1
+      for (int t = from; t < to; ++t) T.add(decay(t), row(kX, t), row(kS, t));
+    });
+  }
+
+  // dx <- dx + G^T s; then G is that before the piece, without dz of a chunk that begins with it.
+  __device__ void back(ExactMatrix<Sizes>& T) {
+    adds = true, window = {};
+    load(T, p.gradients[memory], number);
+    const int ahead = max(run / chunk - 1, 0) * chunk;
+    float left = 1.f;  // what G has yet to decay by
+    int start = size - 1 - static_cast<int>((piece.index * kChunk + size - 1 + begun) % chunk);
+#pragma unroll 1
+    for (;; start -= chunk) {
+      const bool begins = start > 0;
+      const int first = max(start, 0), stop = min(start + chunk, size),
+                last = begins ? min(start + chunk, end) : stop, several = max(start - ahead, 0);
+      if (!window.has(first, last) && last - several <= run) hold(several, last);
+      each_run(first, stop, true, [&](int from, int to) {
+#pragma unroll 1
+        for (int t = to - 1; t >= from; --t) {
+          for (int member = 0; member < group; ++member) {
+            T.add(left, row(w(member), t), row(l(member), t)), left = 1.f;
+          }
+          left = decay(t);
+          T.multiply(row(kS, t), row(kDx, t));
+        }
+        made(from, to);
+      });
+      if (!begins) break;
+      each_run(first, last, false, [&](int from, int to) {
+#pragma unroll 1
+        for (int t = from; t < to; ++t) T.add(left, row(kX, t), row(kDz, t)), left = 1.f;
+      });
+      if (is_left(start)) {
+        each_given(T, p.dlast_first[memory], [](float& x, float given) { x += given; });
+      }
+    }
+    write_out();
+    T.scale(left);
+  }
+
+  // What gates get of what was written before their token and is read from it on: with F_t = e^{g_t}
+  // G_t.A_{t-1}, c_t = read_t - s_t.ds_t, and A'.dA' of a chunk that begins with the next token,
+  //
+  //     dg_t = F_t = (A.G after the piece) + sum_{j>=t} c_j = (A.G before it) - sum_{j<t} c_j
+  //
+  // Both cancel, each in its own places; the side whose terms are smaller in sum is taken (gate_gradient.cu
+  // in exact). Of the first kChunk threads.
+  __device__ void gates() {
+    const Tokens& all = shape.grid.tokens;
+    Sum* const c = reinterpret_cast<Sum*>(shared);  // of a token each
+    __syncthreads();
+    const int i = static_cast<int>(threadIdx.x);
+    const auto place = [&](int heads, int token, int head) {
+      return number_place(all, heads, memory, piece.sequence.batch, piece.start + token, head);
+    };
+    if (i < size) {
+      Sum own;
+      for (int member = 0; member < group; ++member) {
+        own.add(p.reads[place(shape.query_heads, i, head * group + member)]);
+      }
+      const float gamma = load_any(p.gamma, piece.sequence.batch, piece.start + i, head);
+      own.add(-gamma * p.dgamma[place(shape.heads, i, head)]);
+      if (i + 1 < size && (piece.index * kChunk + i + 1 + begun) % chunk == 0) {
+        for (int j = i + 1; j < min(i + 1 + chunk, end); ++j) own.add(p.started[place(shape.heads, j, head)]);
+        if (is_left(i + 1)) own.add(part(kLeft));
+      }
+      c[i] = own;
+    }
+    __syncthreads();
+    if (i >= size) return;
+    Sum before = part(kBefore), after = part(kAfter);
+    for (int j = 0; j < i; ++j) before.add(Sum{-c[j].value, c[j].size});
+    for (int j = size - 1; j >= i; --j) after.add(c[j]);
+    p.dg[place(shape.heads, i, head)] = before.size <= after.size ? before.value : after.value;
+  }
+};
+
+template <class Sizes>
+__global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
+    trellis_exact_columns_kernel(const __grid_constant__ TrellisExactColumns p, const int run) {
+  extern __shared__ __align__(16) float shared[];
+  Columns<Sizes> columns(p, run, shared + Sizes::kShared);
+  if (columns.piece.length == 0) return;
+  ExactMatrix<Sizes> T(shared);
+  columns.forward(T);
+  if (p.dg != nullptr) columns.multiply(T, p.gradients[columns.memory], Columns<Sizes>::kAfter);
+  columns.back(T);
+  if (p.dg == nullptr) return;
+  columns.multiply(T, p.states[columns.memory], Columns<Sizes>::kBefore);
+  columns.gates();
+}
+
+}  // namespace
+}  // namespace trellis
+
+cudaError_t trellis_exact_columns(const TrellisExactColumns& p, cudaStream_t stream) {
+  using namespace trellis;
+  const int64_t blocks = 2 * piece_count(p.shape.grid.tokens, kChunk) * p.shape.heads;
+  return by_exact_size(p.shape, [&](auto sizes) {
+    using Sizes = decltype(sizes);
+    return launch_exact<trellis_exact_columns_kernel<Sizes>, Sizes>(p, blocks, columns_arrays(p.shape),
+                                                                    stream);
+  });
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,376 @@
+// A matrix in the registers of a block's threads, what is added to it and its products with vectors, and the
+// rows of tokens in shared memory that these are made of (exact.h).
+//
+// A warp has whole rows, its lanes four neighbouring columns of every kAcross * 4: what a row's sum over
+// columns takes stays in a warp, and where a column lies nobody but its lanes needs to know. Of 256 x 256
+// more than a half lies in shared memory: a multiprocessor's registers have no room for it.
+#pragma once
+
+#include "tile/grid.h"
+#include "tile/launch.h"
+#include "tile/matrix.h"
+#include "tile/pack.h"
+#include "trellis/exact.h"
+
+namespace girih::kernels::trellis {
+
+template <int Tile_>
+struct ExactSizes {
+  static constexpr int Tile = Tile_;                            // rows and columns, with room for the call's
+  static constexpr int kAcross = Tile >= 128 ? 32 : Tile / 4;   // lanes that share a row
+  static constexpr int kPacks = Tile / (4 * kAcross);           // of four columns, a lane's
+  static constexpr int kRows = Tile == 64 ? 4 : Tile / 8;       // a lane's
+  static constexpr int kWarps = Tile / (kRows * 32 / kAcross);  // of a block
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlocks = Tile == 64 ? 2 : 1;                       // of a multiprocessor
+  static constexpr int kHeld = Tile == 256 ? 28 : kRows;                   // a lane's packs in registers
+  static constexpr int kShared = (kPacks * kRows - kHeld) * 4 * kThreads;  // floats of the others
+  static constexpr int kRun = 32;                                          // tokens at once, at most
+};
+
+__device__ inline float over_warp(float x) {
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+
+// Of each lane's x[0..Count-1] the sums over so many lanes, Mask * 2: in each step a lane hands half of them
+// to another and keeps the rest, in the end one, whose place is added to `row`.
+template <int Count, int Mask, int N>
+__device__ inline void fold(float (&x)[N], int& row) {
+  if constexpr (Mask > 0) {
+    if constexpr (Count > 1) {
+      const bool upper = lane() & Mask;
+#pragma unroll
+      for (int i = 0; i < Count / 2; ++i) {
+        const float got = __shfl_xor_sync(~0u, upper ? x[i] : x[i + Count / 2], Mask);
+        x[i] = (upper ? x[i + Count / 2] : x[i]) + got;
+      }
+      row += upper ? Count / 2 : 0;
+      fold<Count / 2, Mask / 2>(x, row);
+    } else {
+      x[0] += __shfl_xor_sync(~0u, x[0], Mask);
+      fold<1, Mask / 2>(x, row);
+    }
+  }
+}
+
+template <class Sizes>
+struct ExactMatrix {
+  static constexpr int kRows = Sizes::kRows, kPacks = Sizes::kPacks, kHeld = Sizes::kHeld;
+  Pack<4> at[kHeld];  // the first of the lane's rows
+  float* rest;        // the others, [kPacks * kRows - kHeld][kThreads] packs
+  int row, col;       // the lane's first
+
+  __device__ explicit ExactMatrix(float* shared)
+      : rest(shared + threadIdx.x * 4),
+        row((warp_index() * (32 / Sizes::kAcross) + lane() / Sizes::kAcross) * kRows),
+        col(4 * (lane() % Sizes::kAcross)) {}
+
+  // f(pack, row of the lane, its four elements), which may write them. A few rows at a time, the first of the
+  // registers, which then move on: for all at once a large matrix leaves no registers.
+  template <class F>
+  __device__ void each(const F& f) {
+    constexpr int kTurn = kPacks > 1 ? 2 : 4;
+#pragma unroll 1
+    for (int first = 0; first < kHeld; first += kTurn) {
+      Pack<4> turn[kTurn];
+#pragma unroll
+      for (int e = 0; e < kTurn; ++e) f(0, first + e, turn[e] = at[e]);
+#pragma unroll
+      for (int e = 0; e + kTurn < kHeld; ++e) at[e] = at[e + kTurn];
+#pragma unroll
+      for (int e = 0; e < kTurn; ++e) at[kHeld - kTurn + e] = turn[e];
+    }
+#pragma unroll 1
+    for (int i = kHeld; i < kPacks * kRows; ++i) {
+      Pack<4> x = load<4>(place(i));
+      f(i / kRows, i % kRows, x);
+      store<4>(place(i), x);
+    }
+  }
+  __device__ int column(int p) const { return col + 4 * Sizes::kAcross * p; }
+
+  __device__ void clear() {
+    each([](int, int, Pack<4>& x) { x = zeros<4>(); });
+  }
+  __device__ void scale(float by) {
+    each([&](int, int, Pack<4>& x) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x.at[c] *= by;
+    });
+  }
+
+  // x <- decay x + r c^T, of vectors in shared memory.
+  __device__ __forceinline__ void add(float decay, const float* r, const float* c) {
+    Pack<4> cols[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) cols[p] = load<4>(c + column(p));
+#pragma unroll
+    for (int first = 0; first < kRows; first += 4) {
+      const Pack<4> rows = load<4>(r + row + first);
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = p * kRows + first + e;
+          if (i < kHeld) {
+            add(at[i < kHeld ? i : 0], decay, rows.at[e], cols[p]);
+          } else {
+            Pack<4> x = load<4>(place(i));
+            add(x, decay, rows.at[e], cols[p]);
+            store<4>(place(i), x);
+          }
+        }
+      }
+      if (kPacks > 1) hold_back();
+    }
+  }
+
+  // to[row] = the sum of the row's elements times c's, of vectors in shared memory; so many rows at once.
+  __device__ __forceinline__ void multiply(const float* c, float* to) const {
+    constexpr int kAtOnce = kPacks > 1 ? 8 : kRows;
+#pragma unroll
+    for (int first = 0; first < kRows; first += kAtOnce) {
+      float sums[kAtOnce];
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const Pack<4> cols = load<4>(c + column(p));
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) {
+          const int i = p * kRows + first + e;
+          const float sum = dot(i < kHeld ? at[i < kHeld ? i : 0] : load<4>(place(i)), cols);
+          sums[e] = p == 0 ? sum : sums[e] + sum;
+          if (kPacks > 1 && e % 4 == 3) hold_back();
+        }
+      }
+      int mine = row + first;
+      fold<kAtOnce, Sizes::kAcross / 2>(sums, mine);
+      if (lane() % (Sizes::kAcross / kAtOnce) == 0) to[mine] = sums[0];
+    }
+  }
+
+ private:
+  __device__ float* place(int i) const { return rest + (i - kHeld) * 4 * Sizes::kThreads; }
+  // What follows is not begun before it: registers are few.
+  __device__ static void hold_back() { asm volatile("" ::: "memory"); }
+  __device__ static void add(Pack<4>& x, float decay, float r, const Pack<4>& c) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x.at[i] = fmaf(r, c.at[i], decay * x.at[i]);
+  }
+  __device__ static float dot(const Pack<4>& x, const Pack<4>& c) {
+    float sum = x.at[0] * c.at[0];
+#pragma unroll
+    for (int i = 1; i < 4; ++i) sum = fmaf(x.at[i], c.at[i], sum);
+    return sum;
+  }
+};
+
+// ---- memories
+// ------------------------------------------------------------------------------------------------
+
+// Rows are slots. A caller's state [M, X], fp32 of any strides; absent: zeros, or nothing is added or
+// written.
+template <class Sizes, class F>
+__device__ inline void each_element(ExactMatrix<Sizes>& A, const TrellisExactShape& shape, int memory,
+                                    const F& f) {
+  const int width = shape.width(memory);
+  A.each([&](int p, int e, Pack<4>& x) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int m = A.row + e, col = A.column(p) + c;
+      f(x.at[c], m, col, m < shape.M && col < width);
+    }
+  });
+}
+template <class Sizes>
+__device__ inline void load_state(ExactMatrix<Sizes>& A, const In<4>& from, const TrellisExactShape& shape,
+                                  int memory, int64_t n, int head) {
+  const float* const data = static_cast<const float*>(from.data);
+  each_element(A, shape, memory, [&](float& x, int m, int col, bool exists) {
+    x = exists && data != nullptr ? data[offset_of(from, n, head, m, col)] : 0.f;
+  });
+}
+template <class Sizes>
+__device__ inline void add_state(ExactMatrix<Sizes>& A, const In<4>& from, const TrellisExactShape& shape,
+                                 int memory, int64_t n, int head) {
+  const float* const data = static_cast<const float*>(from.data);
+  if (data == nullptr) return;
+  each_element(A, shape, memory, [&](float& x, int m, int col, bool exists) {
+    if (exists) x += data[offset_of(from, n, head, m, col)];
+  });
+}
+template <class Sizes>
+__device__ inline void store_state(const Out<4>& to, ExactMatrix<Sizes>& A, const TrellisExactShape& shape,
+                                   int memory, int64_t n, int head) {
+  float* const data = static_cast<float*>(to.data);
+  if (data == nullptr) return;
+  each_element(A, shape, memory, [&](float& x, int m, int col, bool exists) {
+    if (exists) data[offset_of(to, n, head, m, col)] = x;
+  });
+}
+
+// Where a piece's state [X, M], in packs both, begins.
+__device__ inline int64_t piece_state(const TrellisExactShape& shape, int memory, int64_t number, int head) {
+  return (number * shape.heads + head) * trellis_exact_packed(shape.width(memory)) *
+         int64_t{trellis_exact_packed(shape.M)};
+}
+// Of a matrix whose rows are slots.
+template <class Sizes>
+__device__ inline void publish(float* states, ExactMatrix<Sizes>& A, const TrellisExactShape& shape,
+                               int memory, int64_t number, int head) {
+  const int columns = trellis_exact_packed(shape.width(memory)), slots = trellis_exact_packed(shape.M);
+  float* const to = states + piece_state(shape, memory, number, head);
+  A.each([&](int p, int e, Pack<4>& x) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int m = A.row + e, col = A.column(p) + c;
+      if (m < slots && col < columns) to[int64_t{col} * slots + m] = x.at[c];
+    }
+  });
+}
+// f(an element, its place in a piece's state) of a matrix whose columns are slots.
+template <class Sizes, class F>
+__device__ inline void each_published(ExactMatrix<Sizes>& A, const TrellisExactShape& shape, int memory,
+                                      const F& f) {
+  const int columns = trellis_exact_packed(shape.width(memory)), slots = trellis_exact_packed(shape.M);
+  A.each([&](int p, int e, Pack<4>& x) {
+    const int m = A.column(p), col = A.row + e;
+    f(x, m < slots && col < columns, int64_t{col} * slots + m);
+  });
+}
+
+// ---- rows of tokens
+// ------------------------------------------------------------------------------------------
+
+// Rows of Sizes::Tile floats in shared memory, zeros from `width` on, of `count` tokens from `token` on.
+template <class Sizes>
+__device__ inline void bring(float* to, const In<4>& x, int64_t batch, int64_t token, int count, int head,
+                             int width) {
+  constexpr int kAtOnce = 4, kStep = Sizes::kThreads;
+  if (x.data == nullptr) return;
+  const int64_t from = offset_of(x, batch, token, head);
+  with_stored(x.dtype, [&](auto zero) {
+    for (int begin = threadIdx.x; begin < count * Sizes::Tile; begin += kAtOnce * kStep) {
+      RawElement raw[kAtOnce];
+#pragma unroll
+      for (int b = 0; b < kAtOnce; ++b) {
+        const int u = (begin + b * kStep) / Sizes::Tile, c = (begin + b * kStep) % Sizes::Tile;
+        if (u < count && c < width) {
+          raw[b] = load_stored<decltype(zero)>(x.data, from + u * x.stride[1] + c * x.stride[3]);
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kAtOnce; ++b) {
+        const int i = begin + b * kStep;
+        if (i < count * Sizes::Tile) to[i] = value_of(raw[b], x.dtype);
+      }
+    }
+  });
+}
+// A tensor [B, T, heads, width] in packs, as the kernels write it for one another.
+__device__ inline In<4> packed_rows(const float* data, const Tokens& all, int heads, int width) {
+  const int64_t row = trellis_exact_packed(width);
+  return {data, DType::f32, {all.tokens * heads * row, heads * row, row, 1}};
+}
+// A number of each token.
+template <class Sizes, class F>
+__device__ inline void bring_numbers(float* to, const In<3>& x, int64_t batch, int64_t token, int count,
+                                     int head, const F& f) {
+  for (int u = threadIdx.x; u < count; u += Sizes::kThreads) {
+    to[u] = f(x.data == nullptr ? 0.f : load_any(x, batch, token + u, head));
+  }
+}
+
+// Which tokens have their rows in shared memory.
+template <class Token>
+struct Window {
+  Token first = 0;
+  int count = 0;
+
+  __device__ bool has(Token from, Token to) const { return from >= first && to <= first + count; }
+  // bring(first token, how many), unless all of from..to-1 are there. For all threads of the block, which may
+  // go on reading what was there until then; true: the rows are others.
+  template <class Bring>
+  __device__ bool hold(Token from, Token to, const Bring& bring) {
+    if (has(from, to)) return false;
+    first = from, count = static_cast<int>(to - from);
+    __syncthreads();
+    bring(from, count);
+    __syncthreads();
+    return true;
+  }
+  __device__ int place(Token token) const { return static_cast<int>(token - first); }
+};
+
+// The sequence and head of a block, and the memory.
+struct ExactPart {
+  ChunkedSequence of;
+  int head, memory;
+  bool resumed;  // its first chunk goes on from what A' is given
+
+  __device__ ExactPart(const TrellisExactShape& shape, int64_t block)
+      : of(chunked_sequence(shape.grid, block / 2 / shape.heads)),
+        head(static_cast<int>(block / 2 % shape.heads)),
+        memory(static_cast<int>(block % 2)),
+        resumed(shape.grid.position != nullptr) {}
+
+  __device__ int64_t batch() const { return of.sequence.batch; }
+  __device__ int64_t index() const { return of.sequence.index; }
+  __device__ int64_t start() const { return of.sequence.start; }
+  __device__ int64_t length() const { return of.sequence.end - of.sequence.start; }
+};
+// [2, B, T, heads]
+__device__ inline int64_t number_place(const Tokens& all, int heads, int memory, int64_t batch, int64_t token,
+                                       int head) {
+  return ((memory * all.batch + batch) * all.tokens + token) * heads + head;
+}
+
+// launch(Sizes): the smallest that holds the widths.
+template <class Launch>
+inline cudaError_t by_exact_size(const TrellisExactShape& shape, const Launch& launch) {
+  const int memory = shape.D > shape.V ? shape.D : shape.V, widest = memory > shape.M ? memory : shape.M;
+  if (widest <= 64) return launch(ExactSizes<64>());
+  if (widest <= 128) return launch(ExactSizes<128>());
+  if (widest <= kTrellisExactWidest) return launch(ExactSizes<256>());
+  return cudaErrorInvalidValue;
+}
+
+constexpr int kParts = 6;  // floats that a warp has of sums over the block
+// Tokens whose rows are in shared memory at once: `arrays` rows of each.
+template <class Sizes>
+inline int run_of(int limit, int arrays) {
+  constexpr int kNumbers = 4;  // of a token
+  const int left = limit / 4 - Sizes::kShared - kParts * Sizes::kWarps,
+            each = arrays * Sizes::Tile + kNumbers;
+  const int run = left < 0 ? 0 : left / each;
+  return run < Sizes::kRun ? run : Sizes::kRun;
+}
+template <class Sizes>
+inline int run_bytes(int run, int arrays) {
+  return 4 * (Sizes::kShared + kParts * Sizes::kWarps + run * (arrays * Sizes::Tile + 4));
+}
+
+// What each of the kernels has a token's rows of.
+inline int scan_arrays() { return 3; }
+inline int reverse_arrays(const TrellisExactShape& shape) {
+  return 4 + 2 * (shape.query_heads / shape.heads);
+}
+inline int columns_arrays(const TrellisExactShape& shape) {
+  return 4 + 2 * (shape.query_heads / shape.heads);
+}
+
+template <auto Kernel, class Sizes, class Problem>
+cudaError_t launch_exact(const Problem& p, int64_t blocks, int arrays, cudaStream_t stream) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  const int run = run_of<Sizes>(limit, arrays);
+  if (run == 0) return cudaErrorInvalidValue;
+  if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
+  Kernel<<<static_cast<unsigned>(blocks), Sizes::kThreads, run_bytes<Sizes>(run, arrays), stream>>>(p, run);
+  return cudaGetLastError();
+}
+
+}  // namespace girih::kernels::trellis

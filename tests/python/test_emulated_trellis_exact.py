@@ -1,0 +1,242 @@
+"""The exact kernels of trellis as they stand, on the CPU (tests/emulated): forward and every gradient."""
+
+import ctypes
+
+import pytest
+import recurrences
+import torch
+import torch.nn.functional as F
+from emulated import (
+    NUMBER,
+    POINTER,
+    Array,
+    compiled_once,
+    eights,
+    needs_headers,
+    rows,
+    structure,
+    unwritten,
+    walled,
+)
+from test_emulated_trellis import MAPS
+
+pytestmark = needs_headers
+
+Call = structure(
+    (NUMBER, "batch tokens sequences"),
+    (POINTER, "cu_seqlens position"),
+    (NUMBER, "chunk heads query_heads D V M silu norm f_silu f_norm"),
+    (Array, "q"),
+    (Array * 2, "x"),
+    (Array, "a gamma g"),
+    (Array * 2, "first initial"),
+    (Array, "o"),
+    (Array * 2, "last_first last"),
+    (Array, "dout"),
+    (Array * 2, "dlast_first dlast"),
+    (Array, "dq"),
+    (Array * 2, "dx da"),
+    (Array, "dgamma dg"),
+    (Array * 2, "dfirst dinitial"),
+    (POINTER, "last_position"),
+)
+OF_MEMORIES = ("first", "initial", "last_first", "last", "dlast_first", "dlast", "dfirst", "dinitial")
+PAIRS = ("x", "dx", "da", *OF_MEMORIES)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "trellis")
+
+
+def surrounded(x):
+    """x with NaN on every side of it in memory."""
+    padded = unwritten(*[size + 2 for size in x.shape], dtype=x.dtype)
+    view = padded[tuple(slice(1, -1) for _ in x.shape)]
+    return view.copy_(x)
+
+
+def expected(data, memories, position, lengths, packed, chunk, maps, grads):
+    """By the recurrence in float64: o, the last memories, and the gradients of data and memories by name. A
+    chunk that goes on has its first memory as it is given, wherever in the chunk that is."""
+    leaves = {name: x.double().requires_grad_() for name, x in (data | memories).items()}
+    total, o, finals = 0.0, [], []
+    for n, length in enumerate(lengths):
+        row, low = (0, sum(lengths[:n])) if packed else (n, 0)
+        tokens = slice(low, low + length)
+        part = {name: leaves[name][row : row + 1, tokens] for name in data}
+        part |= maps | {"chunk": chunk}
+        A = [leaves[f"initial{m}"][n : n + 1] for m in (0, 1)]
+        if position is None:
+            out, final = recurrences.trellis(**part, state=A)
+        else:
+            first = [leaves[f"first{m}"][n : n + 1] for m in (0, 1)]
+            out, final = recurrences.trellis(
+                **part, state=(first[0], A[0], first[1], A[1], position[n : n + 1])
+            )
+        total = total + (out * grads["dout"][row : row + 1, tokens].double()).sum()
+        for m in (0, 1):
+            for name, x in (("dlast_first", final[2 * m]), ("dlast", final[2 * m + 1])):
+                total = total + (x * grads[f"{name}{m}"][n : n + 1].double()).sum()
+        o.append(out.detach())
+        finals.append([x.detach() for x in final])
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    want = {"o": torch.cat(o, 1 if packed else 0)}
+    for m in (0, 1):
+        want[f"last_first{m}"] = torch.cat([x[2 * m] for x in finals])
+        want[f"last{m}"] = torch.cat([x[2 * m + 1] for x in finals])
+    return want | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}, [x[4] for x in finals]
+
+
+def check(
+    kernels,
+    *lengths,
+    chunk=1,
+    D=20,
+    V=24,
+    M=17,
+    H=1,
+    group=1,
+    gates=None,
+    position=None,
+    packed=False,
+    phi="ln_silu",
+    f="ln_silu",
+    dtype=torch.float32,
+    most=1e-5,
+):
+    generator = torch.Generator().manual_seed(D + M + chunk + sum(lengths))
+    N, HQ, widths = len(lengths), H * group, (D, V)
+    B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def unit(x):
+        return F.normalize(x, dim=-1) if phi in ("identity", "silu") else x
+
+    data = {"q": normal(B, T, HQ, D), "k": unit(normal(B, T, H, D)), "v": unit(normal(B, T, H, V))}
+    data["a"] = normal(B, T, H, M)
+    data = {name: x.to(dtype) for name, x in data.items()}
+    data["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 8)
+    if gates is not None:
+        data["g"] = -gates * torch.rand(B, T, H, generator=generator)
+    position = None if position is None else torch.tensor(position)
+    names = ("initial",) if position is None else ("initial", "first")
+    both = {m: (N, H, M, widths[m]) for m in (0, 1)}
+    memories = {f"{name}{m}": normal(*both[m]) * widths[m] ** -0.5 for name in names for m in both}
+    grads = {"dout": normal(B, T, HQ, V).to(dtype)}
+    grads |= {f"{name}{m}": normal(*both[m]) for name in ("dlast_first", "dlast") for m in both}
+
+    def packs(x):
+        return rows(*x.shape, of=x, dtype=x.dtype)
+
+    # Reads take rows in packs; the rest lies as it comes.
+    tensors = {"q": packs(data["q"]), "x0": packs(data["k"]), "x1": packs(data["v"])}
+    tensors |= {"a": surrounded(data["a"]), "gamma": surrounded(data["gamma"])}
+    tensors |= {"dout": packs(grads["dout"])} | {n: surrounded(x) for n, x in memories.items()}
+    tensors |= {name: surrounded(x) for name, x in grads.items() if name != "dout"}
+    if gates is not None:
+        tensors |= {"g": walled(data["g"]), "dg": unwritten(2, B, T, H)}
+    tensors |= {"o": rows(B, T, HQ, V, dtype=dtype), "dq": rows(B, T, HQ, D, dtype=dtype)}
+    tensors |= {"dgamma": unwritten(2, B, T, H)}
+    for m in (0, 1):
+        tensors |= {f"dx{m}": unwritten(B, T, H, eights(widths[m])), f"da{m}": unwritten(B, T, H, eights(M))}
+        nothing = torch.full(both[m], torch.nan)
+        written = ("last_first", "last", *(f"d{name}" for name in names))
+        tensors |= {f"{name}{m}": surrounded(nothing) for name in written}
+
+    bounds = walled(torch.tensor([sum(lengths[:i]) for i in range(N + 1)]))
+    begun, last_position = walled(position), unwritten(N, dtype=torch.int64)
+    call = Call(batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=D, V=V, M=M)
+    (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
+    call.cu_seqlens = bounds.data_ptr() if packed else None
+    call.position = None if position is None else begun.data_ptr()
+    call.last_position = last_position.data_ptr()
+    for name, x in tensors.items():
+        if name[:-1] in PAIRS:
+            getattr(call, name[:-1])[int(name[-1])] = Array.of(x)
+        else:
+            setattr(call, name, Array.of(x))
+    kernels.run_exact(ctypes.byref(call))
+
+    maps = {"phi": phi, "f": f}
+    want, positions = expected(data, memories, position, lengths, packed, chunk, maps, grads)
+    assert last_position.tolist() == [int(x) for x in positions]
+    got = {name: x for name, x in tensors.items() if name in want}
+    got |= {"o": tensors["o"][..., :V], "dq": tensors["dq"][..., :D], "dgamma": tensors["dgamma"].sum(0)}
+    got |= {"dk": tensors["dx0"][..., :D], "dv": tensors["dx1"][..., :V]}
+    got["da"] = (tensors["da0"] + tensors["da1"])[..., :M]
+    if gates is not None:
+        got["dg"] = tensors["dg"].sum(0)
+    assert got.keys() == want.keys()
+    tokens = slice(0, sum(lengths) if packed else T)
+    for name, x in want.items():
+        mine = got[name].double()
+        if name in ("o", *(f"d{n}" for n in data)):
+            mine, x = mine[:, tokens], x[:, tokens]
+        # Where terms of size 1 cancel, their roundings are left.
+        error = (mine - x).norm() / x.norm().clamp_min(0.1 * max(x.numel(), 1) ** 0.5)
+        assert error <= most, f"{name}: off by {error:.2g}"
+    for name in (name for name in tensors if name[:-1] in OF_MEMORIES):
+        around = tensors[name]._base.clone()
+        around[tuple(slice(1, -1) for _ in around.shape)] = torch.nan
+        assert around.isnan().all(), f"written around {name}"
+
+
+EVERY = {"gates": 0.3, "H": 2, "group": 2}
+
+
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["start", "resumed"])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33, 64])
+def test_every_chunk(kernels, chunk, how):
+    check(kernels, 70, chunk=chunk, position=[chunk * 2 // 3] if chunk > 1 and how else None, **how)
+
+
+@pytest.mark.parametrize("phi", MAPS)
+@pytest.mark.parametrize("f", ["ln_silu", "softmax", "silu"])
+def test_every_map(kernels, phi, f):
+    check(kernels, 12, chunk=5, phi=phi, f=f, gates=0.2)
+
+
+@pytest.mark.parametrize("f", MAPS)
+def test_every_map_of_reads(kernels, f):
+    check(kernels, 6, chunk=4, f=f)
+
+
+@pytest.mark.parametrize("T", [0, 1, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize("chunk, position", [(1, None), (7, [3]), (40, [39])])
+def test_every_length(kernels, T, chunk, position):
+    check(kernels, T, chunk=chunk, position=position, gates=0.1)
+
+
+@pytest.mark.parametrize("D, V, M", [(1, 3, 2), (3, 1, 1), (64, 64, 64), (65, 20, 72), (128, 100, 128)])
+def test_every_width(kernels, D, V, M):
+    check(kernels, 9, D=D, V=V, M=M, chunk=3, gates=0.1, position=[1])
+
+
+@pytest.mark.parametrize(
+    "phi, D, V, M", [("ln_silu", 129, 20, 30), ("softmax", 40, 256, 200), ("l2_silu", 250, 130, 256)]
+)
+def test_wider_than_the_tensor_cores(kernels, phi, D, V, M):
+    check(kernels, 12, D=D, V=V, M=M, phi=phi, f=phi, chunk=5, gates=0.1, position=[2])
+
+
+def test_wide_chunks_in_runs(kernels):
+    """More tokens a chunk than have room at once."""
+    check(kernels, 70, D=130, V=40, M=20, chunk=64, gates=0.1, position=[50], H=2, group=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(kernels, dtype):
+    check(kernels, 10, D=140, chunk=4, dtype=dtype, most=0.01)
+
+
+def test_packed_sequences(kernels):
+    check(kernels, 12, 0, 1, 70, packed=True, gates=0.1)
+    check(kernels, 12, 3, 16, 0, 66, chunk=5, position=[4, 2, 1, 1, 3], packed=True, **EVERY)
+
+
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_gates_that_shut(kernels, chunk):
+    check(kernels, 70, chunk=chunk, gates=8.0, phi="silu", f="silu", most=1e-4)

@@ -1,0 +1,195 @@
+"""Linear layers that read the same x together, against each by itself."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, linears
+from girih.nn.linears import Linears
+
+SIZES = (24, 8, 3)
+
+
+def drawn(dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+
+    return normal(2, 5, 16), [normal(size, 16) for size in SIZES]
+
+
+def gradients(ys, leaves):
+    total = sum((y * torch.arange(y.shape[-1], device=y.device)).double().sin().sum() for y in ys)
+    return torch.autograd.grad(
+        total, leaves, create_graph=total.requires_grad and leaves[0].dtype == torch.float64
+    )
+
+
+def test_results_and_gradients_are_those_of_each(device):
+    x, weights = drawn(device=device)
+    ys, plain = Linears.apply(x, *weights), [F.linear(x, w) for w in weights]
+    for y, want in zip(ys, plain, strict=True):
+        torch.testing.assert_close(y, want)
+    for dx, want in zip(gradients(ys, [x, *weights]), gradients(plain, [x, *weights]), strict=True):
+        torch.testing.assert_close(dx, want)
+
+
+def test_what_is_not_wanted_or_used_has_no_gradient():
+    x, weights = drawn()
+    weights[1].requires_grad_(False)
+    ys = Linears.apply(x, *weights)
+    dx, first, last = torch.autograd.grad(ys[0].sum(), [x, weights[0], weights[2]], allow_unused=True)
+    torch.testing.assert_close(dx, weights[0].sum(0).expand_as(x))
+    assert last is None and first.shape == weights[0].shape
+    x, weights = drawn()
+    (found,) = torch.autograd.grad(Linears.apply(x.detach(), *weights)[2].sum(), weights[2])
+    torch.testing.assert_close(found, x.detach().flatten(0, 1).sum(0).expand_as(weights[2]))
+
+
+def test_gradients_can_be_differentiated_once_more():
+    x, weights = drawn()
+
+    def second(ys):
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients(ys, [x, *weights])), [x, *weights])
+
+    ours, want = second(Linears.apply(x, *weights)), second([F.linear(x, w) for w in weights])
+    for found, of_plain in zip(ours, want, strict=True):
+        torch.testing.assert_close(found, of_plain)
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast_gradients_err_no_more_than_each_by_itself(device, of_x, monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    x, weights = drawn(torch.float32, device)
+    x = x.detach().to(of_x).requires_grad_()
+    layers = layers_of(weights)
+
+    def found(ys):
+        assert all(y.dtype == torch.bfloat16 for y in ys)
+        return gradients(ys, [x, *(layer.weight for layer in layers)])
+
+    wide = x.detach().double().requires_grad_(), [w.detach().double().requires_grad_() for w in weights]
+    exact = gradients([F.linear(wide[0], w) for w in wide[1]], [wide[0], *wide[1]])
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        both = found(linears.together(x, layers)), found([layer(x) for layer in layers])
+    for ours, plain, want in zip(*both, exact, strict=True):
+        assert ours.dtype == plain.dtype
+        error, of_plain = ((g.double() - want).norm() / want.norm() for g in (ours, plain))
+        assert error <= 1.2 * of_plain + 1e-3
+
+
+def layers_of(weights):
+    layers = [torch.nn.Linear(16, len(w), bias=False) for w in weights]
+    for layer, w in zip(layers, weights, strict=True):
+        layer.weight = torch.nn.Parameter(w.detach().clone())
+    return layers
+
+
+def kept(call, *arguments):
+    """Bytes that are there for a backward, each once."""
+    seen = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.setdefault(t.data_ptr(), t), lambda t: t):
+        call(*arguments)
+    return sum(t.nbytes for t in seen.values())
+
+
+def test_no_more_is_kept_than_of_each(monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    x, weights = torch.randn(1, 4096, 16, requires_grad=True), drawn(torch.float32)[1]
+    for frozen in (False, True):
+        layers = layers_of(weights)
+        for layer in layers:
+            layer.requires_grad_(not frozen)
+        for dtype in (torch.bfloat16, torch.float32):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+                ours = kept(linears.together, x, layers)
+                plain = kept(lambda x, layers: [layer(x) for layer in layers], x, layers)
+            assert ours <= plain + 1024
+
+
+def test_weights_may_be_written_before_the_backward_where_they_were_copied(monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    x, weights = drawn(torch.float32)
+    layers = layers_of(weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        total = sum(y.float().sum() for y in linears.together(x, layers))
+    with torch.no_grad():
+        layers[0].weight.zero_()
+    (dx,) = torch.autograd.grad(total, x)
+    torch.testing.assert_close(dx, sum(w.sum(0) for w in weights).expand_as(x), rtol=0.02, atol=0.05)
+
+
+def test_types_that_do_not_go_together_are_refused_as_by_each(monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    layers = layers_of(drawn(torch.float32)[1])
+    with pytest.raises(RuntimeError, match="dtype"):
+        linears.together(torch.randn(2, 5, 16, dtype=torch.bfloat16), layers)
+
+
+def test_no_tokens(device):
+    x, weights = drawn(device=device)
+    ys = Linears.apply(x[:, :0], *weights)
+    assert [y.shape for y in ys] == [(2, 0, size) for size in SIZES]
+    (dw,) = torch.autograd.grad(ys[0].sum(), weights[0])
+    assert not dw.any()
+
+
+LAYERS = {
+    "gsa": lambda: GatedSlotAttention(64, 2, num_slots=16),
+    "gated_deltanet": lambda: DeltaProduct(64, 2, gated=True),
+    "lattice": lambda: Lattice(64, 2, num_slots=16, chunk=8),
+    "trellis": lambda: Trellis(64, 2, num_slots=16, chunk=8),
+    "mlp": lambda: SwiGLU(64, 128),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_give_the_same(name, monkeypatch):
+    """By the function that GPUs take in training, taken here too."""
+    torch.manual_seed(0)
+    layer, x = LAYERS[name]().double(), torch.randn(2, 9, 64, dtype=torch.float64)
+
+    def found():
+        own, given = copy.deepcopy(layer), x.clone().requires_grad_()
+        y = own(given)
+        y = y[0] if isinstance(y, tuple) else y
+        y.sin().sum().backward()
+        return [y.detach(), given.grad, *(p.grad for p in own.parameters())]
+
+    want, taken = found(), []
+    apply = Linears.apply
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(Linears, "apply", lambda *args: taken.append(len(args)) or apply(*args))
+    for ours, plain in zip(found(), want, strict=True):
+        torch.testing.assert_close(ours, plain)
+    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [4, 1], "trellis": [5, 1], "mlp": [2]}
+    assert [count - 1 for count in taken] == weights[name]
+
+
+def test_an_adapter_or_a_hook_takes_its_part_alone(monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    layer, x = GatedSlotAttention(64, 2, num_slots=16), torch.randn(2, 9, 64)
+    seen = []
+    layer.f_proj.register_forward_hook(lambda *args: seen.append(1))
+    layer(x)
+    assert seen == [1]
+    gated = DeltaProduct(64, 2, gated=True)
+    gated.decay.register_forward_hook(lambda *args: seen.append(2))
+    gated(x)
+    assert seen == [1, 2]
+
+
+def test_another_decay_gate_is_called(monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+
+    class Other(DecayGate):
+        def forward(self, x):
+            seen.append(x.shape)
+            return super().forward(x)
+
+    seen, layer = [], DeltaProduct(64, 2, gated=True)
+    layer.decay = Other(64, 2)
+    layer(torch.randn(2, 9, 64))
+    assert seen == [(2, 9, 64)]
