@@ -1,94 +1,129 @@
 // Rows of q, k and v: u = silu(x) / |silu(x)|, and for k and v the half differences r_m of u over time.
 //
-// A few lanes have a token's row of a head. Forward they form u of this token and of the n - 1 before it,
-// which their neighbours have just read; backward they add up du from the gradients of this token's rows and
-// of the n - 1 that follow.
+// A few lanes walk along some tokens of a head, and keep of the token before, or backward of the one after,
+// what the next is made of:
+//
+//     r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
+//     e_m at t = dr_m at t + (e_{m+1} at t - e_{m+1} at t + 1) / 2,    du = e_0
+//
+// They begin n - 1 tokens early.
 #include "linear_path/row.cuh"
+#include "tile/matrix.h"
 #include "tile/silu.h"
 
 namespace girih::kernels {
 namespace linear_path {
 namespace {
 
-// (-1)^j C(m, j) 2^-m
-__host__ __device__ constexpr float coefficient(int m, int j) {
-  float c = 1.f;
-  for (int i = 0; i < j; ++i) c = -c * static_cast<float>(m - i) / static_cast<float>(i + 1);
-  for (int i = 0; i < m; ++i) c /= 2.f;
-  return c;
-}
-static_assert(coefficient(0, 0) == 1.f && coefficient(1, 0) == .5f && coefficient(1, 1) == -.5f);
-static_assert(coefficient(2, 1) == -.5f && coefficient(3, 2) == .375f && coefficient(3, 3) == -.125f);
+constexpr int kTokens = 16;  // of a walk
 
-// Which sequence, token and head of x a row is.
-struct Place {
-  int64_t b;
-  int t, head;
+// The tokens `first` + 0, 1, ... of a head, and where they are.
+template <typename T>
+struct Walk {
+  const VirtualRowsShape& shape;
+  int64_t sequence, first;
+  int head, heads;  // of q, k or v
+  enum { kQ, kK, kV } of;
+  int from, to;  // which there are; none of a walk or of a column that does not exist
 
-  __device__ Place(const RowIndex& index, int64_t row) {
-    const auto [token, its_head] = index.heads.split(row);
-    const auto [sequence, its_token] = index.tokens.split(token);
-    b = sequence, t = its_token, head = its_head;
+  __device__ Walk(const VirtualRowsShape& shape, const RowIndex& index, int64_t number, int column)
+      : shape(shape) {
+    const bool exists = number < index.rows && column < shape.D;
+    const auto [part, every_head] = index.heads.split(exists ? number : 0);
+    const auto [its_sequence, its_part] = index.tokens.split(part);
+    sequence = its_sequence, first = static_cast<int64_t>(its_part) * kTokens;
+    of = every_head < shape.query_heads ? kQ : every_head < shape.query_heads + shape.heads ? kK : kV;
+    heads = of == kQ ? shape.query_heads : shape.heads;
+    head = of == kQ ? every_head : (every_head - shape.query_heads) % shape.heads;
+    const int64_t left = shape.tokens - first;
+    from = first == 0 ? 0 : -kTokens;
+    to = !exists ? from : left < 2 * kTokens ? static_cast<int>(left) : 2 * kTokens;
   }
-  // Of x, `back` tokens before.
-  __device__ int64_t of_x(const VirtualRowsShape& shape, int back) const {
-    const int64_t heads = shape.query_heads + 2 * shape.heads;
-    return ((b * shape.tokens + t - back) * heads + head) * shape.D;
+  __device__ bool has(int i) const { return i >= from && i < to; }
+  template <typename P>
+  __device__ P* of_these(P* q, P* k, P* v) const {
+    return of == kQ ? q : of == kK ? k : v;
   }
-  __device__ int64_t of_q(const VirtualRowsShape& shape) const {
-    return ((b * shape.tokens + t) * shape.query_heads + head) * shape.D;
+  // The first token's row of x, and of what is dense, `rows` a token.
+  __device__ const T* in(const TokenRows& rows) const {
+    return static_cast<const T*>(rows.data) + sequence * rows.sequence + first * rows.token + head * shape.D;
   }
-  // Of row m of the token `ahead` tokens after, in k, or in v.
-  __device__ int64_t of_kv(const VirtualRowsShape& shape, int ahead, int m) const {
-    const int64_t own = (head - shape.query_heads) % shape.heads;
-    return (((b * shape.tokens + t + ahead) * shape.n + m) * shape.heads + own) * shape.D;
+  template <typename P>
+  __device__ P* in_dense(P* data, int rows) const {
+    return data + ((sequence * shape.tokens + first) * rows * heads + head) * shape.D;
   }
-  __device__ bool is_q(const VirtualRowsShape& shape) const { return head < shape.query_heads; }
-  __device__ bool is_k(const VirtualRowsShape& shape) const { return head < shape.query_heads + shape.heads; }
+  __device__ int64_t row() const { return heads * shape.D; }
 };
+
+// Elements as they lie: half the registers of a Pack while they are under way.
+template <typename T>
+struct Raw {
+  Elements<T, kPack> elements;
+
+  Raw() = default;
+  __device__ Raw(const T* from, bool is_read) {
+    if (is_read) {
+      elements = *reinterpret_cast<const Elements<T, kPack>*>(from);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) elements.at[c] = from_float<T>(0.f);
+    }
+  }
+  __device__ float operator[](int c) const { return to_float(elements.at[c]); }
+};
+
+// Of 16 bits by the fast exponential and reciprocal, two instructions of their own.
+template <typename T>
+__device__ inline float sigmoid_for(float x) {
+  return sizeof(T) == 4 ? sigmoid(x) : reciprocal(1.f + exp2_fast(-kLog2E * x));
+}
 
 template <class R, int N>
 __global__ void __launch_bounds__(kThreads)
     virtual_rows_kernel(const __grid_constant__ VirtualRows p, const __grid_constant__ RowIndex index) {
   using T = typename R::T;
-  const VirtualRowsShape& shape = p.shape;
-  const int64_t rows = index.rows;
   const int column = R::column();
-  // All rows of a warp go round as often: sums are of all lanes.
-  for (int64_t round = 0; round * R::step() < rows; ++round) {
-    const int64_t row = round * R::step() + R::first();
-    const bool there = row < rows && column < shape.D;
-    const Place at(index, row < rows ? row : 0);
-    Pack<kPack> u[N];
+  // All lanes of a warp go round as often: sums are of all of them.
+  for (int64_t round = 0; round * R::step() < index.rows; ++round) {
+    const Walk<T> walk(p.shape, index, round * R::step() + R::first(), column);
+    const bool is_q = walk.of == Walk<T>::kQ;
+    const TokenRows& rows = *walk.of_these(&p.q, &p.k, &p.v);
+    const T* const x = walk.in(rows) + column;
+    T* const to =
+        walk.in_dense(static_cast<T*>(walk.of_these(p.of_q, p.of_k, p.of_v)), is_q ? 1 : N) + column;
+    const int64_t row = walk.row(), step = is_q ? row : N * row;
+    const auto read = [&](int i) { return Raw<T>(x + i * rows.token, walk.has(i) && !(is_q && i < 0)); };
+    [[maybe_unused]] Pack<kPack> before[N];  // r_0, ..., r_{N-2}
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const bool is_read = there && at.t >= j && (j == 0 || !at.is_q(shape));
-      u[j] = is_read ? load<kPack>(static_cast<const T*>(p.x) + at.of_x(shape, j) + column) : zeros<kPack>();
+    for (int m = 0; m < N; ++m) before[m] = zeros<kPack>();
+    auto next = read(1 - N);
+#pragma unroll 1
+    for (int i = 1 - N; i < kTokens; ++i) {
+      Pack<kPack> r;
       float square = 0.f;
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        u[j].at[i] = silu(u[j].at[i]);
-        square = fmaf(u[j].at[i], u[j].at[i], square);
+      for (int c = 0; c < kPack; ++c) r.at[c] = next[c];
+      if (i + 1 < kTokens) next = read(i + 1);
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        r.at[c] *= sigmoid_for<T>(r.at[c]);
+        square = fmaf(r.at[c], r.at[c], square);
       }
-      const float length = fmaxf(sqrtf(R::sum(square)), kShortestLength);
+      const float by = 1.f / fmaxf(sqrtf(R::sum(square)), kShortestLength);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) u[j].at[i] /= length;
-    }
-    if (!there) continue;
-    if (at.is_q(shape)) {
-      store(static_cast<T*>(p.q) + at.of_q(shape) + column, u[0]);
-      continue;
-    }
-    T* const to = static_cast<T*>(at.is_k(shape) ? p.k : p.v);
+      for (int c = 0; c < kPack; ++c) r.at[c] *= by;
+      const bool is_written = i >= 0 && walk.has(i);
 #pragma unroll
-    for (int m = 0; m < N; ++m) {
-      auto r = zeros<kPack>();
+      for (int m = 0; m < N; ++m) {
+        if (is_written && (m == 0 || !is_q)) store(to + i * step + m * row, r);
+        if (m + 1 == N) break;
 #pragma unroll
-      for (int j = 0; j <= m; ++j) {
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) r.at[i] = fmaf(coefficient(m, j), u[j].at[i], r.at[i]);
+        for (int c = 0; c < kPack; ++c) {
+          const float now = r.at[c];
+          r.at[c] = .5f * (now - before[m].at[c]);
+          before[m].at[c] = now;
+        }
       }
-      store(to + at.of_kv(shape, 0, m) + column, r);
     }
   }
 }
@@ -99,71 +134,96 @@ __global__ void __launch_bounds__(kThreads)
     virtual_rows_backward_kernel(const __grid_constant__ VirtualRowsBackward p,
                                  const __grid_constant__ RowIndex index) {
   using T = typename R::T;
-  const VirtualRowsShape& shape = p.shape;
-  const int64_t rows = index.rows;
   const int column = R::column();
-  for (int64_t round = 0; round * R::step() < rows; ++round) {
-    const int64_t row = round * R::step() + R::first();
-    const bool there = row < rows && column < shape.D;
-    const Place at(index, row < rows ? row : 0);
-    auto x = zeros<kPack>(), du = zeros<kPack>();
-    if (there) {
-      x = load<kPack>(static_cast<const T*>(p.x) + at.of_x(shape, 0) + column);
-      if (at.is_q(shape)) {
-        du = load<kPack>(static_cast<const T*>(p.dq) + at.of_q(shape) + column);
-      } else {
-        const T* const from = static_cast<const T*>(at.is_k(shape) ? p.dk : p.dv);
+  struct Token {
+    Raw<T> x, dr[N];
+  };
+  for (int64_t round = 0; round * R::step() < index.rows; ++round) {
+    const Walk<T> walk(p.shape, index, round * R::step() + R::first(), column);
+    const bool is_q = walk.of == Walk<T>::kQ;
+    const TokenRows& rows = *walk.of_these(&p.q, &p.k, &p.v);
+    const T* const x = walk.in(rows) + column;
+    const auto* const of = static_cast<const T*>(walk.of_these(p.of_q, p.of_k, p.of_v));
+    const T* const dr = walk.in_dense(of, is_q ? 1 : N) + column;
+    T* const to = walk.in_dense(static_cast<T*>(walk.of_these(p.dq, p.dk, p.dv)), 1) + column;
+    const int64_t row = walk.row(), step = is_q ? row : N * row;
+    const auto read = [&](int i) {
+      Token token;
+      const bool is_there = walk.has(i), is_own = is_there && i < kTokens;
+      token.x = Raw<T>(x + i * rows.token, is_own);
 #pragma unroll
-        for (int m = 0; m < N; ++m) {
+      for (int m = 0; m < N; ++m) {
+        token.dr[m] = Raw<T>(dr + i * step + m * row, m == 0 ? is_own : is_there && !is_q);
+      }
+      return token;
+    };
+    [[maybe_unused]] Pack<kPack> after[N];  // e_1, ..., e_{N-1}, of place m
 #pragma unroll
-          for (int j = 0; j <= m; ++j) {
-            if (at.t + j >= shape.tokens) continue;
-            const auto dr = load<kPack>(from + at.of_kv(shape, j, m) + column);
+    for (int m = 0; m < N; ++m) after[m] = zeros<kPack>();
+    auto next = read(kTokens + N - 2);
+#pragma unroll 1
+    for (int i = kTokens + N - 2; i >= 0; --i) {
+      const auto token = next;
+      if (i > 0) next = read(i - 1);
+      Pack<kPack> du;
 #pragma unroll
-            for (int i = 0; i < kPack; ++i) du.at[i] = fmaf(coefficient(m, j), dr.at[i], du.at[i]);
-          }
+      for (int c = 0; c < kPack; ++c) du.at[c] = token.dr[N - 1][c];
+#pragma unroll
+      for (int m = N - 1; m > 0; --m) {
+#pragma unroll
+        for (int c = 0; c < kPack; ++c) {
+          const float e = du.at[c];
+          du.at[c] = fmaf(.5f, e - after[m].at[c], token.dr[m - 1][c]);
+          after[m].at[c] = e;
         }
       }
-    }
-    float square = 0.f, along = 0.f;
+      float square = 0.f, along = 0.f;
+      Pack<kPack> s;
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      const float y = silu(x.at[i]);
-      square = fmaf(y, y, square);
-      along = fmaf(y, du.at[i], along);
-    }
-    const float length = sqrtf(R::sum(square)), by = 1.f / fmaxf(length, kShortestLength);
-    // A shorter one is only scaled.
-    along = R::sum(along) * (length > kShortestLength ? by * by : 0.f);
-    if (!there) continue;
+      for (int c = 0; c < kPack; ++c) {
+        s.at[c] = sigmoid_for<T>(token.x[c]);
+        const float y = token.x[c] * s.at[c];
+        square = fmaf(y, y, square);
+        along = fmaf(y, du.at[c], along);
+      }
+      const float length = sqrtf(R::sum(square)), by = 1.f / fmaxf(length, kShortestLength);
+      // A shorter one is only scaled.
+      along = R::sum(along) * (length > kShortestLength ? by * by : 0.f);
+      if (i >= kTokens || !walk.has(i)) continue;
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      du.at[i] = by * fmaf(-silu(x.at[i]), along, du.at[i]) * silu_slope(x.at[i]);
+      for (int c = 0; c < kPack; ++c) {
+        const float y = token.x[c] * s.at[c], slope = fmaf(y, 1.f - s.at[c], s.at[c]);
+        du.at[c] = by * fmaf(-y, along, du.at[c]) * slope;
+      }
+      store(to + i * row, du);
     }
-    store(static_cast<T*>(p.dx) + at.of_x(shape, 0) + column, du);
   }
 }
 
-// f(Rows, N)
-template <typename F>
-cudaError_t with_shape(const VirtualRowsShape& shape, const F& f) {
+// launch(Rows, N, their walks) where there are any.
+template <typename Launch>
+cudaError_t with_shape(const VirtualRowsShape& shape, const Launch& launch) {
+  const int64_t heads = shape.query_heads + 2 * shape.heads;
+  const RowIndex index(shape.batch, divide_up(shape.tokens, kTokens), static_cast<int>(heads));
+  if (index.rows == 0) return cudaSuccess;
+  if (index.rows > kMostRows) return cudaErrorInvalidValue;
   return with_rows(shape.D, shape.dtype, [&](auto rows) {
+    const auto launched = [&](auto n) {
+      launch(rows, n, index);
+      return cudaGetLastError();
+    };
     switch (shape.n) {
       case 1:
-        return f(rows, std::integral_constant<int, 1>{});
+        return launched(std::integral_constant<int, 1>{});
       case 2:
-        return f(rows, std::integral_constant<int, 2>{});
+        return launched(std::integral_constant<int, 2>{});
       case 3:
-        return f(rows, std::integral_constant<int, 3>{});
+        return launched(std::integral_constant<int, 3>{});
       case kMostVirtualRows:
-        return f(rows, std::integral_constant<int, kMostVirtualRows>{});
+        return launched(std::integral_constant<int, kMostVirtualRows>{});
     }
     return cudaErrorInvalidValue;
   });
-}
-
-RowIndex index_of(const VirtualRowsShape& shape) {
-  return RowIndex(shape.batch, shape.tokens, shape.query_heads + 2 * shape.heads);
 }
 
 }  // namespace
@@ -171,27 +231,19 @@ RowIndex index_of(const VirtualRowsShape& shape) {
 
 cudaError_t virtual_rows(const VirtualRows& p, cudaStream_t stream) {
   using namespace linear_path;
-  const RowIndex index = index_of(p.shape);
-  if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows) return cudaErrorInvalidValue;
-  return with_shape(p.shape, [&](auto rows, auto n) {
+  return with_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
     constexpr int kN = decltype(n)::value;
-    virtual_rows_kernel<R, kN><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-    return cudaGetLastError();
+    virtual_rows_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
   });
 }
 
 cudaError_t virtual_rows_backward(const VirtualRowsBackward& p, cudaStream_t stream) {
   using namespace linear_path;
-  const RowIndex index = index_of(p.shape);
-  if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows) return cudaErrorInvalidValue;
-  return with_shape(p.shape, [&](auto rows, auto n) {
+  return with_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
     constexpr int kN = decltype(n)::value;
-    virtual_rows_backward_kernel<R, kN><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-    return cudaGetLastError();
+    virtual_rows_backward_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
   });
 }
 

@@ -5,9 +5,9 @@
 //     ds = ds after + r (dy weight - n mean(dy weight n)), of silu(x) times silu'(x)
 //     dweight = sum over rows of dy n
 //
-// A block walks over rows and holds one of them in its registers, a thread packs of it and of the weight.
-// Every tensor is read or written once. A thread adds up dweight of its columns over the rows that it has
-// seen; the blocks' sums are added by another kernel.
+// A block walks over rows and holds one of them in its registers, or as many as it has lanes for where they
+// are narrow; a thread has packs of a row and of the weight. Every tensor is read or written once. A thread
+// adds up dweight of its columns over the rows that it has seen; these sums are added by another kernel.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
@@ -21,39 +21,48 @@ namespace {
 constexpr int kPack = kModelRowsPack;
 constexpr int64_t kBlocks = 8 * 132;  // of 128 threads, what an H100 or H200 holds at once of backward's
 
-// A row of 16 bits may be of fp32 sums. OfSilu: the row is normalised behind silu.
-template <typename Sum, typename Row, bool OfSilu, int Threads, int Packs>
+// Lanes threads have a row. A row of 16 bits may be of fp32 sums. OfSilu: the row is normalised behind silu.
+template <typename Sum, typename Row, bool OfSilu, int Threads, int Packs, int Lanes = Threads>
 struct Tile {
   using S = Sum;
   using T = Row;
   static constexpr bool kOfSilu = OfSilu;
-  static constexpr int kThreads = Threads, kPacks = Packs;
+  static constexpr int kThreads = Threads, kPacks = Packs, kLanes = Lanes, kRows = Threads / Lanes;
   using Part = Pack<kPack>[Packs];
 
-  __device__ static int column(int k) { return (k * Threads + static_cast<int>(threadIdx.x)) * kPack; }
+  __device__ static int column(int k) { return (k * Lanes + static_cast<int>(threadIdx.x) % Lanes) * kPack; }
+  // f(row, whether it is there), for all rows of a warp as often: sums are of all lanes.
+  template <typename F>
+  __device__ static void for_rows(int64_t rows, const F& f) {
+    const int own = static_cast<int>(threadIdx.x) / Lanes;
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * kRows; first < rows; first += gridDim.x * kRows) {
+      f(first + own, kRows == 1 || first + own < rows);
+    }
+  }
 };
 
-// Of two numbers over a block. Two passes in turn: nobody writes what a slower warp still reads.
-template <int Threads>
+// Of two numbers over a row's lanes. Two passes in turn: nobody writes what a slower warp still reads.
+template <int Lanes>
 class Sums {
  public:
   __device__ float2 of(float a, float b) {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
+    for (int offset = Lanes / kWarps / 2; offset > 0; offset /= 2) {
       a += __shfl_xor_sync(~0u, a, offset), b += __shfl_xor_sync(~0u, b, offset);
     }
-    if constexpr (Threads == 32) return {a, b};
-    __shared__ float2 parts[2][Threads / 32];
+    if constexpr (kWarps == 1) return {a, b};
+    __shared__ float2 parts[2][kWarps];
     if (threadIdx.x % 32 == 0) parts[pass_][threadIdx.x / 32] = {a, b};
     __syncthreads();  // every warp's part stands in shared memory
     float2 sum = parts[pass_][0];
 #pragma unroll
-    for (int w = 1; w < Threads / 32; ++w) sum.x += parts[pass_][w].x, sum.y += parts[pass_][w].y;
+    for (int w = 1; w < kWarps; ++w) sum.x += parts[pass_][w].x, sum.y += parts[pass_][w].y;
     pass_ ^= 1;
     return sum;
   }
 
  private:
+  static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
   int pass_ = 0;
 };
 
@@ -68,20 +77,20 @@ __device__ inline void load_weight(typename R::Part& to, const In<1>& weight, in
   }
 }
 
-// 0 beyond the row's end.
+// 0 beyond the row's end, and of a row that is not there.
 template <class R, typename T>
-__device__ inline void load_row(typename R::Part& to, const void* from, int64_t row, int dim) {
+__device__ inline void load_row(typename R::Part& to, const void* from, int64_t row, int dim, bool there) {
 #pragma unroll
   for (int k = 0; k < R::kPacks; ++k) {
-    to[k] = R::column(k) < dim ? load<kPack>(static_cast<const T*>(from) + row * dim + R::column(k))
-                               : zeros<kPack>();
+    to[k] = there && R::column(k) < dim ? load<kPack>(static_cast<const T*>(from) + row * dim + R::column(k))
+                                        : zeros<kPack>();
   }
 }
 template <class R, typename T>
-__device__ inline void store_row(void* to, const typename R::Part& from, int64_t row, int dim) {
+__device__ inline void store_row(void* to, const typename R::Part& from, int64_t row, int dim, bool there) {
 #pragma unroll
   for (int k = 0; k < R::kPacks; ++k) {
-    if (R::column(k) < dim) store(static_cast<T*>(to) + row * dim + R::column(k), from[k]);
+    if (there && R::column(k) < dim) store(static_cast<T*>(to) + row * dim + R::column(k), from[k]);
   }
 }
 
@@ -100,24 +109,49 @@ __global__ void __launch_bounds__(R::kThreads) residual_norm_kernel(const __grid
   const int dim = p.shape.dim;
   typename R::Part weight, s;
   load_weight<R>(weight, p.weight, dim);
-  Sums<R::kThreads> sums;
-  for (int64_t row = blockIdx.x; row < p.shape.rows; row += gridDim.x) {
-    load_row<R, typename R::S>(s, p.x, row, dim);
+  Sums<R::kLanes> sums;
+  R::for_rows(p.shape.rows, [&](int64_t row, bool there) {
+    load_row<R, typename R::S>(s, p.x, row, dim, there);
     if (p.branch != nullptr) {
       typename R::Part branch;
-      load_row<R, typename R::T>(branch, p.branch, row, dim);
+      load_row<R, typename R::T>(branch, p.branch, row, dim, there);
       // Rounded, as backward reads it.
       each<R>([&](int k, int i) {
         s[k].at[i] = to_float(from_float<typename R::S>(s[k].at[i] + branch[k].at[i]));
       });
-      store_row<R, typename R::S>(p.s, s, row, dim);
+      store_row<R, typename R::S>(p.s, s, row, dim, there);
     }
     if constexpr (R::kOfSilu) each<R>([&](int k, int i) { s[k].at[i] = silu(s[k].at[i]); });
     float square = 0.f;
     each<R>([&](int k, int i) { square = fmaf(s[k].at[i], s[k].at[i], square); });
     const float r = rsqrtf(sums.of(square, 0.f).x / dim + p.shape.eps);
     each<R>([&](int k, int i) { s[k].at[i] *= r * weight[k].at[i]; });
-    store_row<R, typename R::T>(p.y, s, row, dim);
+    store_row<R, typename R::T>(p.y, s, row, dim, there);
+  });
+}
+
+// The first row's lanes get the sum over all rows of the block.
+template <class R>
+__device__ inline void over_rows(typename R::Part& x) {
+  if constexpr (R::kRows > 1) {
+    constexpr int kWarps = R::kThreads / 32;
+    __shared__ float parts[kWarps][32][kPack + 1];  // no two lanes of a warp in one bank
+    static_assert(R::kPacks == 1);
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+#pragma unroll
+      for (int offset = R::kLanes; offset < 32; offset *= 2) {
+        x[0].at[i] += __shfl_xor_sync(~0u, x[0].at[i], offset);
+      }
+      parts[warp][lane][i] = x[0].at[i];
+    }
+    __syncthreads();  // every warp's sums stand in shared memory
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) x[0].at[i] += parts[(warp + w) % kWarps][lane][i];
+    }
   }
 }
 
@@ -128,10 +162,10 @@ __global__ void __launch_bounds__(R::kThreads)
   typename R::Part weight, s, dy, dweight;
   load_weight<R>(weight, p.weight, dim);
   each<R>([&](int k, int i) { dweight[k].at[i] = 0.f; });
-  Sums<R::kThreads> sums;
-  for (int64_t row = blockIdx.x; row < p.shape.rows; row += gridDim.x) {
-    load_row<R, typename R::S>(s, p.s, row, dim);
-    load_row<R, typename R::T>(dy, p.dy, row, dim);
+  Sums<R::kLanes> sums;
+  R::for_rows(p.shape.rows, [&](int64_t row, bool there) {
+    load_row<R, typename R::S>(s, p.s, row, dim, there);
+    load_row<R, typename R::T>(dy, p.dy, row, dim, there);
     [[maybe_unused]] typename R::Part slope;
     if constexpr (R::kOfSilu) {
       each<R>([&](int k, int i) {
@@ -145,7 +179,8 @@ __global__ void __launch_bounds__(R::kThreads)
       along = fmaf(dy[k].at[i] * weight[k].at[i], s[k].at[i], along);
     });
     const float2 both = sums.of(square, along);
-    const float r = rsqrtf(both.x / dim + p.shape.eps), mean = r * both.y / dim;
+    // None of a row that is not there, with an eps of 0: dweight is a sum.
+    const float r = there ? rsqrtf(both.x / dim + p.shape.eps) : 0.f, mean = r * both.y / dim;
     each<R>([&](int k, int i) {
       const float n = r * s[k].at[i];
       s[k].at[i] = r * fmaf(dy[k].at[i], weight[k].at[i], -n * mean);
@@ -153,13 +188,15 @@ __global__ void __launch_bounds__(R::kThreads)
       dweight[k].at[i] = fmaf(dy[k].at[i], n, dweight[k].at[i]);
     });
     if (p.after != nullptr) {
-      load_row<R, typename R::S>(dy, p.after, row, dim);
+      load_row<R, typename R::S>(dy, p.after, row, dim, there);
       each<R>([&](int k, int i) { s[k].at[i] += dy[k].at[i]; });
     }
-    store_row<R, typename R::S>(p.ds, s, row, dim);
-    if (p.dbranch != nullptr) store_row<R, typename R::T>(p.dbranch, s, row, dim);
-  }
-  if (p.dweight.data != nullptr) store_row<R, float>(p.partials, dweight, blockIdx.x, dim);
+    store_row<R, typename R::S>(p.ds, s, row, dim, there);
+    if (p.dbranch != nullptr) store_row<R, typename R::T>(p.dbranch, s, row, dim, there);
+  });
+  if (p.dweight.data == nullptr) return;
+  over_rows<R>(dweight);
+  store_row<R, float>(p.partials, dweight, blockIdx.x, dim, threadIdx.x < R::kLanes);
 }
 
 // f(Tile) of these types; false where there is none.
@@ -169,7 +206,9 @@ cudaError_t with_tile(const ResidualNormShape& shape, const F& f) {
     using S = decltype(s);
     using T = decltype(t);
     constexpr bool kOfSilu = decltype(of_silu)::value;
-    if (shape.dim <= 32 * kPack) return f(Tile<S, T, kOfSilu, 32, 1>{});
+    if (shape.dim <= 8 * kPack) return f(Tile<S, T, kOfSilu, 128, 1, 8>{});
+    if (shape.dim <= 16 * kPack) return f(Tile<S, T, kOfSilu, 128, 1, 16>{});
+    if (shape.dim <= 32 * kPack) return f(Tile<S, T, kOfSilu, 128, 1, 32>{});
     if (shape.dim <= 128 * kPack) return f(Tile<S, T, kOfSilu, 128, 1>{});
     if (shape.dim <= 256 * kPack) return f(Tile<S, T, kOfSilu, 256, 1>{});
     if (shape.dim <= 512 * kPack) return f(Tile<S, T, kOfSilu, 256, 2>{});
@@ -195,8 +234,9 @@ cudaError_t with_tile(const ResidualNormShape& shape, const F& f) {
 }
 
 // By the sizes alone: backward's blocks have a partial each.
-unsigned blocks_of(const ResidualNormShape& shape, int threads) {
-  return static_cast<unsigned>(std::min(shape.rows, kBlocks * 128 / threads));
+template <class R>
+unsigned blocks_of(const ResidualNormShape& shape) {
+  return static_cast<unsigned>(std::min(divide_up(shape.rows, R::kRows), kBlocks * 128 / R::kThreads));
 }
 
 }  // namespace
@@ -206,7 +246,7 @@ cudaError_t residual_norm(const ResidualNorm& p, cudaStream_t stream) {
   if (p.shape.rows == 0) return cudaSuccess;
   return model_rows::with_tile(p.shape, [&](auto tile) {
     using R = decltype(tile);
-    const unsigned blocks = 2 * model_rows::blocks_of(p.shape, R::kThreads);
+    const unsigned blocks = 2 * model_rows::blocks_of<R>(p.shape);
     model_rows::residual_norm_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   });
@@ -215,7 +255,8 @@ cudaError_t residual_norm(const ResidualNorm& p, cudaStream_t stream) {
 int64_t residual_norm_partials(const ResidualNormShape& shape) {
   int64_t floats = 0;
   model_rows::with_tile(shape, [&](auto tile) {
-    floats = static_cast<int64_t>(model_rows::blocks_of(shape, decltype(tile)::kThreads)) * shape.dim;
+    using R = decltype(tile);
+    floats = static_cast<int64_t>(model_rows::blocks_of<R>(shape)) * shape.dim;
     return cudaSuccess;
   });
   return floats;
@@ -224,7 +265,7 @@ int64_t residual_norm_partials(const ResidualNormShape& shape) {
 cudaError_t residual_norm_backward(const ResidualNormBackward& p, cudaStream_t stream) {
   return model_rows::with_tile(p.shape, [&](auto tile) {
     using R = decltype(tile);
-    const unsigned blocks = model_rows::blocks_of(p.shape, R::kThreads);
+    const unsigned blocks = model_rows::blocks_of<R>(p.shape);
     if (blocks > 0) {
       model_rows::residual_norm_backward_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

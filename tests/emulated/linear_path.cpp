@@ -10,6 +10,7 @@ void run_virtual_rows(const VirtualRows* call) { must(virtual_rows(*call, nullpt
 void run_virtual_rows_backward(const VirtualRowsBackward* call) {
   must(virtual_rows_backward(*call, nullptr));
 }
+void run_running_sum(const RunningSum* call) { must(running_sum(*call, nullptr)); }
 void run_pooled_gate(const PooledGate* call) { must(pooled_gate(*call, nullptr)); }
 void run_pooled_gate_backward(const PooledGateBackward* call) { must(pooled_gate_backward(*call, nullptr)); }
 void run_channel_gate(const ChannelGate* call) { must(channel_gate(*call, nullptr)); }

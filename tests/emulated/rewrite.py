@@ -28,7 +28,7 @@ UNITS = {
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
     ),
     "linear_path": tuple(
-        f"linear_path/{name}.cu" for name in ("virtual_rows", "pooled_gate", "channel_gate")
+        f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "pooled_gate", "channel_gate")
     ),
     "model_rows": tuple(
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "silu_product")

@@ -6,14 +6,23 @@ import pytest
 import torch
 from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure, unwritten, walled
 from test_linear_path_kernels import DTYPES as TYPES
-from test_linear_path_kernels import check_channel_gate, check_gate, check_rows
+from test_linear_path_kernels import SUMS, check_channel_gate, check_gate, check_rows, check_sum
 
 pytestmark = needs_headers
 INT = ctypes.c_int
 
 Shape = structure((NUMBER, "batch tokens"), (INT, "query_heads heads D n dtype"))
-Rows = structure((Shape, "shape"), (POINTER, "x q k v"))
-RowsBackward = structure((Shape, "shape"), (POINTER, "x dq dk dv dx"))
+TokenRows = structure((POINTER, "data"), (NUMBER, "sequence token"))
+Rows = structure((Shape, "shape"), (TokenRows, "q k v"), (POINTER, "of_q of_k of_v"))
+RowsBackward = structure((Shape, "shape"), (TokenRows, "q k v"), (POINTER, "of_q of_k of_v dq dk dv"))
+Sum = structure(
+    (NUMBER, "batch tokens"),
+    (INT, "columns"),
+    (ctypes.c_bool, "from_end"),
+    (INT, "of_x of_total"),
+    (TokenRows, "x"),
+    (POINTER, "total"),
+)
 Gate = structure((NUMBER, "batch tokens"), (INT, "heads D dtype"), (POINTER, "total beta"))
 GateBackward = structure((NUMBER, "batch tokens"), (INT, "heads D dtype"), (POINTER, "total dbeta dtotal"))
 ChannelGate = structure((NUMBER, "batch tokens"), (INT, "heads D n dtype"), (POINTER, "total beta"))
@@ -31,26 +40,47 @@ def pointers(*tensors):
     return [x.data_ptr() for x in tensors]
 
 
-def shape_of(x, query_heads, n):
-    B, T, heads, D = x.shape
-    return Shape(B, T, query_heads, (heads - query_heads) // 2, D, n, DTYPES[x.dtype])
+def token_rows(x):
+    """x between walls, and where its tokens are; of some heads of more."""
+    B, T, H, D = x.shape
+    wide = walled(torch.cat((x, torch.full((B, T, 1, D), torch.nan).to(x)), 2))
+    return wide, TokenRows(wide.data_ptr(), T * (H + 1) * D, (H + 1) * D)
 
 
 def rows_by(kernels):
-    def run(x, query_heads, n):
-        x, shape = walled(x), shape_of(x, query_heads, n)
-        q = unwritten(*x.shape[:2], query_heads, shape.D, dtype=x.dtype)
-        k, v = (unwritten(shape.batch, shape.tokens * n, shape.heads, shape.D, dtype=x.dtype) for _ in "kv")
-        kernels.run_virtual_rows(ctypes.byref(Rows(shape, *pointers(x, q, k, v))))
-        return q, k, v
+    def call(q, k, v, n):
+        (B, T, query_heads, D), heads = q.shape, k.shape[2]
+        tensors, where = zip(*map(token_rows, (q, k, v)), strict=True)
+        return tensors, (Shape(B, T, query_heads, heads, D, n, DTYPES[q.dtype]), *where)
 
-    def run_backward(dq, dk, dv, x, query_heads, n):
-        tensors, shape = [walled(t) for t in (x, dq, dk, dv)], shape_of(x, query_heads, n)
-        dx = unwritten(*x.shape, dtype=x.dtype)
-        kernels.run_virtual_rows_backward(ctypes.byref(RowsBackward(shape, *pointers(*tensors, dx))))
-        return dx
+    def run(q, k, v, n):
+        _kept, given = call(q, k, v, n)
+        shapes = [(x.shape[0], x.shape[1] * (1 if x is q else n), *x.shape[2:]) for x in (q, k, v)]
+        found = [unwritten(*shape, dtype=q.dtype) for shape in shapes]
+        kernels.run_virtual_rows(ctypes.byref(Rows(*given, *pointers(*found))))
+        return found
+
+    def run_backward(dq, dk, dv, q, k, v, n):
+        _kept, given = call(q, k, v, n)
+        grads, found = (
+            [walled(x) for x in (dq, dk, dv)],
+            [unwritten(*x.shape, dtype=x.dtype) for x in (q, k, v)],
+        )
+        kernels.run_virtual_rows_backward(ctypes.byref(RowsBackward(*given, *pointers(*grads, *found))))
+        return found
 
     return run, run_backward
+
+
+def sum_by(kernels):
+    def run(x, from_end, dtype):
+        (B, T, H, D), total = x.shape, unwritten(*x.shape, dtype=dtype)
+        _kept, where = token_rows(x)
+        call = Sum(B, T, H * D, from_end, DTYPES[x.dtype], DTYPES[dtype], where, total.data_ptr())
+        kernels.run_running_sum(ctypes.byref(call))
+        return total
+
+    return run
 
 
 def gate_by(kernels):
@@ -95,7 +125,7 @@ def test_rows_of_every_width(kernels, D, dtype):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("T", [1, 3, 9])
+@pytest.mark.parametrize("T", [1, 3, 16, 17, 33])
 def test_rows_of_every_length(kernels, T, n):
     check_rows(*rows_by(kernels), (2, T, 2, 2), 40, n, torch.float32)
 
@@ -103,6 +133,13 @@ def test_rows_of_every_length(kernels, T, n):
 @pytest.mark.parametrize("scale", [0.0, 1e-8, 30.0])
 def test_rows_that_are_nearly_zero_or_large(kernels, scale):
     check_rows(*rows_by(kernels), (1, 6, 2, 1), 64, 2, torch.float32, scale)
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize("pair", SUMS, ids=str)
+@pytest.mark.parametrize("sizes, D", [((2, 1, 3), 8), ((1, 64, 1), 40), ((2, 65, 2), 24), ((1, 700, 1), 8)])
+def test_sums(kernels, sizes, D, pair, from_end):
+    check_sum(sum_by(kernels), sizes, D, *pair, from_end)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -103,17 +103,18 @@ def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.parametrize("dim", [8, 264, 1032, 2056, 4104])
+@pytest.mark.parametrize("dim", [8, 64, 72, 128, 136, 264, 1032, 2056, 4104])
 def test_norms_of_every_width(kernels, dim, pair):
     check_norm(kernels, 3, dim, pair)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 70])
-def test_norms_of_every_number_of_rows(kernels, rows):
-    check_norm(kernels, rows, 40, PAIRS[1])
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 70])
+@pytest.mark.parametrize("dim", [40, 104])
+def test_norms_of_every_number_of_rows(kernels, rows, dim):
+    check_norm(kernels, rows, dim, PAIRS[1])
 
 
-@pytest.mark.parametrize("rows, dim", [(4300, 8), (2200, 264)])
+@pytest.mark.parametrize("rows, dim", [(34500, 8), (17000, 72), (2200, 264)])
 def test_blocks_of_norms_that_have_several_rows(kernels, rows, dim):
     check_norm(kernels, rows, dim, PAIRS[0])
 

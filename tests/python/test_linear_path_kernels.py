@@ -15,6 +15,12 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SUMS = [  # of x, and of its sum
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float16),
+]
 SIZES = Projections(("q", "k", "v"), "o", None, hidden_size=256, heads=4, kv_heads=2, head_dim=64)
 WIDTHS = [8, 24, 32, 40, 64, 72, 128, 136, 248, 256]
 
@@ -23,16 +29,20 @@ def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rows_of(x, query_heads, n):
-    """q, k, v of x `[B, T, heads, D]` by the formulas (eq. 4, 22), in x's dtype."""
-    y = F.silu(x)
-    u = y / y.norm(dim=-1, keepdim=True).clamp(min=1e-6)
-    q, kv = u[:, :, :query_heads], u[:, :, query_heads:]
-    rows = [kv]
-    for _ in range(1, n):
-        rows.append((rows[-1] - F.pad(rows[-1], (0, 0, 0, 0, 1, 0))[:, :-1]) / 2)
-    k, v = torch.stack(rows, 2).flatten(1, 2).chunk(2, 2)
-    return q, k, v
+def rows_of(q, k, v, n):
+    """The rows of q, k, v `[B, T, heads, D]` by the formulas (eq. 4, 22), in their dtype."""
+
+    def unit(x):
+        y = F.silu(x)
+        return y / y.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+
+    def differences(x):
+        rows = [unit(x)]
+        for _ in range(1, n):
+            rows.append((rows[-1] - F.pad(rows[-1], (0, 0, 0, 0, 1, 0))[:, :-1]) / 2)
+        return torch.stack(rows, 2).flatten(1, 2)
+
+    return unit(q), differences(k), differences(v)
 
 
 def gate_of(total):
@@ -54,20 +64,37 @@ def assert_close(got, want, name=""):
         assert (error <= bound).all(), f"{name}: off by {error.max().item():.3g}"
 
 
+def qkv_of(x, query_heads):
+    """q, k and v of x `[B, T, query_heads + 2 heads, D]`."""
+    heads = (x.shape[2] - query_heads) // 2
+    return x.split([query_heads, heads, heads], 2)
+
+
 def check_rows(run, run_backward, sizes, D, n, dtype, scale=2.0):
-    """`run(x, query_heads, n)` and `run_backward(dq, dk, dv, x, query_heads, n)`; sizes: B, T, query heads,
-    heads."""
+    """`run(q, k, v, n)` and `run_backward(dq, dk, dv, q, k, v, n)`; sizes: B, T, query heads, heads."""
     B, T, query_heads, heads = sizes
-    x = (scale * normal(B, T, query_heads + 2 * heads, D)).to(dtype)
-    wide = x.double().requires_grad_()
-    want = rows_of(wide, query_heads, n)
-    found = run(x, query_heads, n)
+    qkv = qkv_of((scale * normal(B, T, query_heads + 2 * heads, D)).to(dtype), query_heads)
+    wide = [x.double().requires_grad_() for x in qkv]
+    want = rows_of(*wide, n)
+    found = run(*qkv, n)
     for name, got, exact in zip("qkv", found, want, strict=True):
         assert got.dtype == dtype
         assert_close(got, exact, name)
     grads = [normal(*y.shape, dtype=dtype, seed=i + 1) for i, y in enumerate(want)]
-    (dx,) = torch.autograd.grad(want, wide, [g.double() for g in grads])
-    assert_close(run_backward(*grads, x, query_heads, n), dx, "dx")
+    exact = torch.autograd.grad(want, wide, [g.double() for g in grads])
+    for name, got, dx in zip("qkv", run_backward(*grads, *qkv, n), exact, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, dx, f"d{name}")
+
+
+def check_sum(run, sizes, D, of_x, of_total, from_end):
+    """`run(x, from_end, dtype)`; sizes: B, T, heads."""
+    x = normal(*sizes, D, dtype=of_x)
+    wide = x.double()
+    want = wide.flip(1).cumsum(1).flip(1) if from_end else wide.cumsum(1)
+    found = run(x, from_end, of_total)
+    assert found.dtype == of_total and found.is_contiguous()
+    assert_close(found, want)
 
 
 def check_gate(run, run_backward, sizes, D, dtype):
@@ -105,6 +132,7 @@ def on_card(op):
 
 
 ROWS = on_card("virtual_rows"), on_card("virtual_rows_backward")
+SUM = on_card("running_sum")
 GATE = on_card("pooled_gate"), on_card("pooled_gate_backward")
 CHANNEL_GATE = on_card("channel_gate"), on_card("channel_gate_backward")
 
@@ -116,7 +144,7 @@ def test_rows_of_every_width(D, dtype):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 70])
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 15, 16, 17, 18, 31, 32, 33, 70])
 def test_rows_of_every_length(T, n):
     check_rows(*ROWS, (3, T, 2, 2), 40, n, torch.float32)
 
@@ -130,6 +158,14 @@ def test_rows_of_any_heads_and_none(sizes):
 @pytest.mark.parametrize("scale", [0.0, 1e-8, 1e-3, 30.0])
 def test_rows_that_are_nearly_zero_or_large(scale, dtype):
     check_rows(*ROWS, (1, 6, 2, 1), 64, 2, dtype, scale)
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+@pytest.mark.parametrize("pair", SUMS, ids=str)
+@pytest.mark.parametrize("sizes", [(0, 4, 2), (2, 0, 2), (1, 1, 1), (2, 63, 3), (1, 64, 1), (3, 2000, 5)])
+def test_sums_of_any_sizes(sizes, pair, from_end):
+    for D in (8, 24, 64):
+        check_sum(SUM, sizes, D, *pair, from_end)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,9 +203,17 @@ def test_any_layout_is_read(how):
     ops, shapes = torch.ops.girih, [(2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40), (2, 6, 4, 40)]
     grads = [laid_out(normal(*shape, seed=i).to(DEVICE)) for i, shape in enumerate(shapes)]
     dense = [x.clone(memory_format=torch.contiguous_format) for x in grads]
-    for got, want in zip(ops.virtual_rows(grads[3], 2, 2), ops.virtual_rows(dense[3], 2, 2), strict=True):
+    qkv, dense_qkv = qkv_of(grads[3], 2), [x.contiguous() for x in qkv_of(dense[3], 2)]
+    rows = ops.virtual_rows(*qkv, 2), ops.virtual_rows(*dense_qkv, 2)
+    both = (
+        ops.virtual_rows_backward(*grads[:3], *qkv, 2),
+        ops.virtual_rows_backward(*dense[:3], *dense_qkv, 2),
+    )
+    for got, want in (*zip(*rows, strict=True), *zip(*both, strict=True)):
         assert got.is_contiguous() and got.equal(want)
-    assert ops.virtual_rows_backward(*grads, 2, 2).equal(ops.virtual_rows_backward(*dense, 2, 2))
+    for from_end in (False, True):
+        total = ops.running_sum(qkv[1], from_end, torch.float32)
+        assert total.is_contiguous() and total.equal(ops.running_sum(dense_qkv[1], from_end, torch.float32))
     assert ops.pooled_gate(grads[3]).equal(ops.pooled_gate(dense[3]))
     assert ops.channel_gate(grads[3], 2).equal(ops.channel_gate(dense[3], 2))
     assert ops.channel_gate_backward(grads[1], dense[2][:, :6], 2).equal(
@@ -179,10 +223,12 @@ def test_any_layout_is_read(how):
 
 def test_nothing_is_read_or_written_but_what_is_there():
     pad, ops = Padded(16, range(4), outer=1, device=DEVICE), torch.ops.girih
-    shapes = [(2, 6, 4, 40), (2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40)]
-    x, dq, dk, dv = (pad(normal(*shape, seed=i)) for i, shape in enumerate(shapes))
-    assert all(out.isfinite().all() for out in ops.virtual_rows(x, 2, 2))
-    assert ops.virtual_rows_backward(dq, dk, dv, x, 2, 2).isfinite().all()
+    shapes = [(2, 6, 4, 40), (2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40), (2, 6, 1, 40), (2, 6, 1, 40)]
+    x, dq, dk, dv, k, v = (pad(normal(*shape, seed=i)) for i, shape in enumerate(shapes))
+    assert all(out.isfinite().all() for out in ops.virtual_rows(dq, k, v, 2))
+    assert all(out.isfinite().all() for out in ops.virtual_rows_backward(dq, dk, dv, dq, k, v, 2))
+    assert ops.running_sum(x, False, torch.float32).isfinite().all()
+    assert ops.running_sum(x, True, torch.float16).isfinite().all()
     assert ops.pooled_gate(x).isfinite().all()
     assert ops.pooled_gate_backward(normal(2, 6, 4).to(DEVICE), x).isfinite().all()
     assert ops.channel_gate(dq, 2).isfinite().all()
@@ -194,9 +240,9 @@ def test_equal_calls_have_the_same_bits():
     x, ops = normal(3, 500, 12, 64, dtype=torch.bfloat16).to(DEVICE), torch.ops.girih
 
     def once():
-        rows = ops.virtual_rows(x, 4, 2)
+        rows, total = ops.virtual_rows(*qkv_of(x, 4), 2), ops.running_sum(x, False, x.dtype)
         gates = ops.pooled_gate(x), ops.channel_gate(x, 2), ops.channel_gate_backward(x, x, 1)
-        return *rows, ops.virtual_rows_backward(*rows, x, 4, 2), *gates
+        return *rows, total, *ops.virtual_rows_backward(*rows, *qkv_of(x, 4), 2), *gates
 
     assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))
 
@@ -204,13 +250,18 @@ def test_equal_calls_have_the_same_bits():
 def test_what_they_refuse():
     x, ops = normal(2, 6, 4, 40).to(DEVICE), torch.ops.girih
     for call, said in [
-        (lambda: ops.virtual_rows(x[..., :12], 2, 2), "x is Float"),
-        (lambda: ops.virtual_rows(x.double(), 2, 2), "x is Double"),
-        (lambda: ops.virtual_rows(x, 3, 2), "query_heads is 3"),
-        (lambda: ops.virtual_rows(x, 5, 2), "query_heads is 5"),
-        (lambda: ops.virtual_rows(x, 2, 0), "n is 0"),
-        (lambda: ops.virtual_rows(x, 2, 5), "n is 5"),
-        (lambda: ops.virtual_rows_backward(x, x, x, x, 2, 2), r"dq has shape \[2, 6, 4, 40\]"),
+        (lambda: ops.virtual_rows(x[..., :12], x, x, 2), "q is Float"),
+        (lambda: ops.virtual_rows(x.double(), x, x, 2), "q is Double"),
+        (lambda: ops.virtual_rows(x, x[0], x, 2), "k has shape"),
+        (lambda: ops.virtual_rows(x, x[:, :5], x, 2), r"k is Float \[2, 5, 4, 40\]"),
+        (lambda: ops.virtual_rows(x, x, x[:, :, :3], 2), r"v is Float \[2, 6, 3, 40\]"),
+        (lambda: ops.virtual_rows(x, x, x.half(), 2), "v is Half"),
+        (lambda: ops.virtual_rows(x, x, x, 0), "n is 0"),
+        (lambda: ops.virtual_rows(x, x, x, 5), "n is 5"),
+        (lambda: ops.virtual_rows_backward(x, x, x, x, x, x, 2), r"dk has shape \[2, 6, 4, 40\]"),
+        (lambda: ops.running_sum(x[0], False, x.dtype), "x is Float"),
+        (lambda: ops.running_sum(x, False, torch.bfloat16), "dtype is BFloat16"),
+        (lambda: ops.running_sum(x.half(), False, torch.float16), "dtype is Half"),
         (lambda: ops.pooled_gate(x[0]), "total is Float"),
         (lambda: ops.pooled_gate_backward(x[..., 0].half(), x), "dbeta is Half"),
         (lambda: ops.channel_gate(x[0], 1), "total is Float"),
@@ -221,16 +272,26 @@ def test_what_they_refuse():
             call()
 
 
-def test_functions_differentiate():
-    x = normal(2, 9, 4, 64).to(DEVICE).requires_grad_()
+def mean_of(x):
+    """The gate of x `[B, T, H, D]` (eq. 5)."""
+    return gate_of(x.cumsum(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_functions_differentiate(dtype):
+    x = normal(2, 9, 4, 64, dtype=dtype).to(DEVICE).requires_grad_()
     for found, want in (
-        (VirtualRows.apply(x, 2, 2), rows_of(x.double(), 2, 2)),
-        ([PooledGate.apply(x)], [gate_of(x.double()).mean(-1)]),
-        ([ChannelGate.apply(x, 2)], [gate_of(x.double()).repeat_interleave(2, 1)]),
+        (VirtualRows.apply(*qkv_of(x, 2), 2), rows_of(*qkv_of(x.double(), 2), 2)),
+        ([PooledGate.apply(x)], [mean_of(x.double()).mean(-1)]),
+        ([ChannelGate.apply(x, 2)], [mean_of(x.double()).repeat_interleave(2, 1)]),
     ):
-        (got,) = torch.autograd.grad(sum(y.square().sum() for y in found), x)
-        (exact,) = torch.autograd.grad(sum(y.square().sum() for y in want), x)
-        assert_close(got, exact.double())
+        for got, exact in zip(found, want, strict=True):
+            assert (got.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+        grads = [normal(*y.shape, seed=i).to(y) for i, y in enumerate(found)]
+        (got,) = torch.autograd.grad(found, x, grads)
+        (exact,) = torch.autograd.grad(want, x, [g.double() for g in grads])
+        assert got.dtype == dtype
+        assert (got.double() - exact.double()).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
 
 
 @pytest.mark.parametrize("gate_per", ["head", "channel"])
@@ -244,7 +305,7 @@ def test_an_injected_layer_is_as_right_as_its_parts(n, gate_per, monkeypatch):
 
     def gradients(path, x):
         x = x.detach().requires_grad_()
-        y = path(x)[0]
+        y = path(x.split([4 * 64, 2 * 64, 2 * 64], -1))[0]
         return y, torch.autograd.grad(y, x, normal(*y.shape, seed=1).to(y))[0]
 
     seen = []

@@ -28,6 +28,11 @@ def inputs(tokens=T, rows=2):
     return torch.randn(rows, tokens, (HEADS + 2 * KV_HEADS) * D, dtype=torch.float64, generator=generator)
 
 
+def qkv(x):
+    """q, k and v of x."""
+    return x.split([HEADS * D, KV_HEADS * D, KV_HEADS * D], -1)
+
+
 def written_out(path, x, told):
     """One row x `[T, channels]`, by maths: Furfaro 2025, eq. 4, 5, 6, 16, 22, 23, 24."""
     raw = x.view(len(x), -1, D)
@@ -89,7 +94,7 @@ EVERY = (
 @pytest.mark.parametrize("options", EVERY, ids=lambda o: " ".join(map(str, o.values())))
 def test_the_path_computes_its_equations(options):
     path, x = path_of(**options), inputs()
-    y, _ = path(x)
+    y, _ = path(qkv(x))
     for row in range(2):
         torch.testing.assert_close(
             y[row], written_out(path, x[row], Injection(**options)), atol=1e-9, rtol=1e-7
@@ -106,13 +111,13 @@ STATES = [
 @pytest.mark.parametrize("options", STATES, ids=str)
 def test_its_state_continues_it_in_any_pieces(options):
     path, x = path_of(**options), inputs()
-    whole, _ = path(x)
+    whole, _ = path(qkv(x))
     for cuts in ((4,), (1, 2), tuple(range(1, T))):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 state, parts = None, []
                 for a, b in zip((0, *cuts), (*cuts, T), strict=True):
-                    y, state = path(x[:, a:b], None, state, True)
+                    y, state = path(qkv(x[:, a:b]), None, state, True)
                     parts.append(y)
                 torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-9, rtol=1e-7)
 
@@ -120,23 +125,23 @@ def test_its_state_continues_it_in_any_pieces(options):
 @pytest.mark.parametrize("options", STATES, ids=str)
 def test_packed_and_masked_sequences_are_each_by_itself(options):
     path, x = path_of(**options), inputs(rows=1)
-    packed, state = path(x, cu_seqlens=torch.tensor([0, 4, 4, 5, T]), use_cache=True)
-    alone = [path(x[:, a:b], use_cache=True) for a, b in ((0, 4), (4, 5), (5, T))]
+    packed, state = path(qkv(x), cu_seqlens=torch.tensor([0, 4, 4, 5, T]), use_cache=True)
+    alone = [path(qkv(x[:, a:b]), use_cache=True) for a, b in ((0, 4), (4, 5), (5, T))]
     torch.testing.assert_close(packed, torch.cat([y for y, _ in alone], 1), atol=1e-9, rtol=1e-7)
     torch.testing.assert_close(state.memory.s[3], alone[2][1].memory.s[0], atol=1e-9, rtol=1e-7)
     mask = torch.ones(1, T, dtype=torch.long)
     mask[0, [0, 1, 5, 10]] = 0
-    masked, state = path(x, mask, use_cache=True)
-    kept, expected = path(x[:, mask[0].bool()], use_cache=True)
+    masked, state = path(qkv(x), mask, use_cache=True)
+    kept, expected = path(qkv(x[:, mask[0].bool()]), use_cache=True)
     torch.testing.assert_close(masked[:, mask[0].bool()], kept, atol=1e-9, rtol=1e-7)
-    after, _ = path(x[:, :3], None, state, True)
-    torch.testing.assert_close(after, path(x[:, :3], None, expected, True)[0], atol=1e-9, rtol=1e-7)
+    after, _ = path(qkv(x[:, :3]), None, state, True)
+    torch.testing.assert_close(after, path(qkv(x[:, :3]), None, expected, True)[0], atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)
 def test_its_gradient_is_that_of_finite_differences(options):
     path, x = path_of(**options), inputs(tokens=5, rows=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: path(x)[0], (x,), atol=1e-6)
+    assert torch.autograd.gradcheck(lambda x: path(qkv(x))[0], (x,), atol=1e-6)
 
 
 def test_pairs_need_an_even_width():
@@ -182,9 +187,9 @@ class FromTheHost(TorchDispatchMode):
 def test_no_numbers_come_from_the_host(options):
     path, x = path_of(**options), inputs()
     with FromTheHost() as found:
-        y, _ = path(x.requires_grad_(), cu_seqlens=None)
+        y, _ = path(qkv(x.requires_grad_()), cu_seqlens=None)
         y.sum().backward()
         with torch.no_grad():
-            _, state = path(x[:, :4], None, None, True)
-            path(x[:, 4:5], None, state, True)
+            _, state = path(qkv(x[:, :4]), None, None, True)
+            path(qkv(x[:, 4:5]), None, state, True)
     assert found.count == 0

@@ -10,62 +10,117 @@ namespace {
 
 constexpr const char* kOp = "linear_path";
 
+constexpr int kPack = kernels::kLinearPathPack;
+
 void check_rows(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.dim() == 4 && is_of_kernels(x.scalar_type()) && x.size(3) >= kernels::kLinearPathPack &&
-                  x.size(3) % kernels::kLinearPathPack == 0 && x.size(3) <= kernels::kLinearPathWidest &&
+  TORCH_CHECK(x.dim() == 4 && is_of_kernels(x.scalar_type()) && x.size(3) >= kPack &&
+                  x.size(3) % kPack == 0 && x.size(3) <= kernels::kLinearPathWidest &&
                   x.numel() / x.size(3) <= 0x7fffffff,
               "girih: ", kOp, ": ", name, " is ", x.scalar_type(), " ", x.sizes(),
-              "; expected float32, float16 or bfloat16 [B, T, heads, a multiple of ",
-              kernels::kLinearPathPack, " up to ", kernels::kLinearPathWidest, "] of less than 2^31 rows");
+              "; expected float32, float16 or bfloat16 [B, T, heads, a multiple of ", kPack, " up to ",
+              kernels::kLinearPathWidest, "] of less than 2^31 rows");
 }
 
-kernels::VirtualRowsShape shape_of(const Tensor& x, int64_t query_heads, int64_t n) {
-  check_rows(x, "x");
-  const auto heads = x.size(2);
-  TORCH_CHECK(0 <= query_heads && query_heads <= heads && (heads - query_heads) % 2 == 0, "girih: ", kOp,
-              ": query_heads is ", query_heads, "; expected the heads of x, ", heads,
-              ", less those of k and as many of v");
-  TORCH_CHECK(1 <= n && n <= kernels::kMostVirtualRows, "girih: ", kOp, ": n is ", n, "; expected 1 to ",
-              kernels::kMostVirtualRows);
-  return {x.size(0),
-          x.size(1),
-          static_cast<int>(query_heads),
-          static_cast<int>((heads - query_heads) / 2),
-          static_cast<int>(x.size(3)),
-          static_cast<int>(n),
-          kernel_dtype(x)};
+// x itself where a token's heads lie one after the other and packs where they should, else a copy.
+Tensor in_token_rows(const Tensor& x) {
+  const auto multiple = [&](int64_t stride, int64_t size) { return size <= 1 || stride % kPack == 0; };
+  const auto begins = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (kPack * x.element_size()) == 0;
+  const bool lies =
+      x.numel() == 0 || (begins && x.stride(3) == 1 && (x.size(2) == 1 || x.stride(2) == x.size(3)) &&
+                         multiple(x.stride(1), x.size(1)) && multiple(x.stride(0), x.size(0)));
+  return lies ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-std::tuple<Tensor, Tensor, Tensor> virtual_rows(const Tensor& x_, int64_t query_heads, int64_t n) {
-  const c10::cuda::CUDAGuard device(x_.device());
+kernels::TokenRows token_rows(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1)}; }
+
+// q, k and v as the kernels read them.
+struct Rows {
+  Tensor q, k, v;
+  kernels::VirtualRowsShape shape;
+
+  Rows(const Tensor& q_, const Tensor& k_, const Tensor& v_, int64_t n) {
+    check_rows(q_, "q");
+    const auto B = q_.size(0), T = q_.size(1), D = q_.size(3);
+    const auto like_q = [&](const Tensor& x, const char* name, int64_t heads) {
+      TORCH_CHECK(x.sizes() == at::IntArrayRef({B, T, heads, D}) && x.scalar_type() == q_.scalar_type() &&
+                      x.device() == q_.device(),
+                  "girih: ", kOp, ": ", name, " is ", x.scalar_type(), " ", x.sizes(), " on ", x.device(),
+                  "; expected ", q_.scalar_type(), " [", B, ", ", T, ", heads, ", D, "] on ", q_.device(),
+                  ", k and v alike");
+      check_rows(x, name);
+      return in_token_rows(x);
+    };
+    TORCH_CHECK(k_.dim() == 4, "girih: ", kOp, ": k has shape ", k_.sizes(), "; expected [B, T, heads, D]");
+    TORCH_CHECK(1 <= n && n <= kernels::kMostVirtualRows, "girih: ", kOp, ": n is ", n, "; expected 1 to ",
+                kernels::kMostVirtualRows);
+    q = in_token_rows(q_), k = like_q(k_, "k", k_.size(2)), v = like_q(v_, "v", k_.size(2));
+    shape = {B,
+             T,
+             static_cast<int>(q.size(2)),
+             static_cast<int>(k.size(2)),
+             static_cast<int>(D),
+             static_cast<int>(n),
+             kernel_dtype(q)};
+  }
+  template <class Problem>
+  void fill(Problem& p) const {
+    p.shape = shape, p.q = token_rows(q), p.k = token_rows(k), p.v = token_rows(v);
+  }
+  // The sizes of k's rows, and v's.
+  std::vector<int64_t> of_kv() const { return {shape.batch, shape.tokens * shape.n, shape.heads, shape.D}; }
+};
+
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+Three virtual_rows(const Tensor& q, const Tensor& k, const Tensor& v, int64_t n) {
+  const c10::cuda::CUDAGuard device(q.device());
+  const Rows rows(q, k, v, n);
   kernels::VirtualRows p{};
-  p.shape = shape_of(x_, query_heads, n);
-  const auto x = dense(kOp, x_, "x", x_.sizes(), x_.scalar_type(), x_);
-  const auto B = x.size(0), T = x.size(1), D = x.size(3);
-  const auto q = at::empty({B, T, query_heads, D}, x.options());
-  const auto k = at::empty({B, T * n, p.shape.heads, D}, x.options()), v = at::empty_like(k);
-  p.x = x.const_data_ptr();
-  p.q = q.mutable_data_ptr(), p.k = k.mutable_data_ptr(), p.v = v.mutable_data_ptr();
+  rows.fill(p);
+  const auto of_q = at::empty(q.sizes(), q.options());
+  const auto of_k = at::empty(rows.of_kv(), q.options()), of_v = at::empty_like(of_k);
+  p.of_q = of_q.mutable_data_ptr(), p.of_k = of_k.mutable_data_ptr(), p.of_v = of_v.mutable_data_ptr();
   check_launch("virtual_rows", kernels::virtual_rows(p, c10::cuda::getCurrentCUDAStream()));
-  return {q, k, v};
+  return {of_q, of_k, of_v};
 }
 
-Tensor virtual_rows_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, const Tensor& x_,
-                             int64_t query_heads, int64_t n) {
-  const c10::cuda::CUDAGuard device(x_.device());
+Three virtual_rows_backward(const Tensor& of_q_, const Tensor& of_k_, const Tensor& of_v_, const Tensor& q,
+                            const Tensor& k, const Tensor& v, int64_t n) {
+  const c10::cuda::CUDAGuard device(q.device());
+  const Rows rows(q, k, v, n);
   kernels::VirtualRowsBackward p{};
-  p.shape = shape_of(x_, query_heads, n);
-  const auto type = x_.scalar_type();
-  const auto x = dense(kOp, x_, "x", x_.sizes(), type, x_);
-  const auto B = x.size(0), T = x.size(1), D = x.size(3);
-  const auto dq = dense(kOp, dq_, "dq", {B, T, query_heads, D}, type, x),
-             dk = dense(kOp, dk_, "dk", {B, T * n, p.shape.heads, D}, type, x),
-             dv = dense(kOp, dv_, "dv", {B, T * n, p.shape.heads, D}, type, x);
-  const auto dx = at::empty(x.sizes(), x.options());
-  p.x = x.const_data_ptr(), p.dx = dx.mutable_data_ptr();
-  p.dq = dq.const_data_ptr(), p.dk = dk.const_data_ptr(), p.dv = dv.const_data_ptr();
+  rows.fill(p);
+  const auto type = q.scalar_type();
+  const auto of_q = dense(kOp, of_q_, "dq", q.sizes(), type, q),
+             of_k = dense(kOp, of_k_, "dk", rows.of_kv(), type, q),
+             of_v = dense(kOp, of_v_, "dv", rows.of_kv(), type, q);
+  p.of_q = of_q.const_data_ptr(), p.of_k = of_k.const_data_ptr(), p.of_v = of_v.const_data_ptr();
+  const auto dq = at::empty(q.sizes(), q.options());
+  const auto dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
+  p.dq = dq.mutable_data_ptr(), p.dk = dk.mutable_data_ptr(), p.dv = dv.mutable_data_ptr();
   check_launch("virtual_rows_backward", kernels::virtual_rows_backward(p, c10::cuda::getCurrentCUDAStream()));
-  return dx;
+  return {dq, dk, dv};
+}
+
+// The result is of this type, x's own, but of fp16 fp32, and of fp32 fp16 too.
+Tensor running_sum(const Tensor& x_, bool from_end, at::ScalarType type) {
+  check_rows(x_, "x");
+  const auto own = x_.scalar_type();
+  const auto of_half = [&](at::ScalarType a, at::ScalarType b) { return a == at::kHalf && b == at::kFloat; };
+  TORCH_CHECK((type == own && own != at::kHalf) || of_half(own, type) || of_half(type, own), "girih: ", kOp,
+              ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own, " of x of ", own);
+  const c10::cuda::CUDAGuard device(x_.device());
+  const auto x = in_token_rows(x_), total = at::empty(x_.sizes(), x_.options().dtype(type));
+  const kernels::RunningSum p{x.size(0),
+                              x.size(1),
+                              static_cast<int>(x.size(2) * x.size(3)),
+                              from_end,
+                              kernel_dtype(x),
+                              kernel_dtype(total),
+                              token_rows(x),
+                              total.mutable_data_ptr()};
+  check_launch("running_sum", kernels::running_sum(p, c10::cuda::getCurrentCUDAStream()));
+  return total;
 }
 
 Tensor pooled_gate(const Tensor& total_) {
@@ -146,8 +201,12 @@ Tensor channel_gate_backward(const Tensor& dbeta_, const Tensor& total_, int64_t
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  m.def("virtual_rows(Tensor x, int query_heads, int n) -> (Tensor q, Tensor k, Tensor v)");
-  m.def("virtual_rows_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, int query_heads, int n) -> Tensor");
+  m.def("virtual_rows(Tensor q, Tensor k, Tensor v, int n) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "virtual_rows_backward(Tensor dq, Tensor dk, Tensor dv, Tensor q, Tensor k, Tensor v, int n) -> "
+      "(Tensor, "
+      "Tensor, Tensor)");
+  m.def("running_sum(Tensor x, bool from_end, ScalarType dtype) -> Tensor");
   m.def("pooled_gate(Tensor total) -> Tensor");
   m.def("pooled_gate_backward(Tensor dbeta, Tensor total) -> Tensor");
   m.def("channel_gate(Tensor total, int n) -> Tensor");
@@ -156,6 +215,7 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("virtual_rows", &virtual_rows);
   m.impl("virtual_rows_backward", &virtual_rows_backward);
+  m.impl("running_sum", &running_sum);
   m.impl("pooled_gate", &pooled_gate);
   m.impl("pooled_gate_backward", &pooled_gate_backward);
   m.impl("channel_gate", &channel_gate);

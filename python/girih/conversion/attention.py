@@ -78,7 +78,7 @@ class InjectedLayer(ConvertedAttention):
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
         )
-        qkv = self.projections.joined(self, softmax.outputs())
+        qkv = self.projections.parts(self, softmax.outputs())
         out = functools.partial(self.projections.written, self)
         y, path_state = self.girih(base, qkv, out, attention_mask, path_state, use_cache, cu_seqlens)
         return y, MixState(base_state, path_state) if use_cache else None
@@ -146,7 +146,7 @@ class InjectedAttention(ConvertedAttention):
         Attention's output projection is linear, so base may be what it is given, and `project` then nothing:
         one projection serves both. Not so with `cross`, as a product is not.
         """
-        return self.girih(base, self.projections.joined(self, outputs), project, **options)
+        return self.girih(base, self.projections.parts(self, outputs), project, **options)
 
     def windowed(self, mask: Tensor | None, x: Tensor, kept: int) -> Tensor | None:
         """A mask over the keys that are kept, `[B, heads, T, kept + T]`, in which a token sees a window only.

@@ -1,7 +1,8 @@
 """LiZA: a linear path that reads the same q, k and v as attention, and MaG, which mixes the two (TPTT)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
 from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
 from girih.nn import MemoryAsGate, RMSNorm
+from girih.nn.fused import residual_norm
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
@@ -46,7 +48,7 @@ class LinearPath(RecurrentLayer):
         for m < n:  S <- S + k_m (beta * v_m - S^T (beta * k_m))^T
         o = RMSNorm(S^T q)                                                                   eq. 6
 
-    x `[B, T, (heads + 2 kv_heads) head_dim]`, q, k and v joined as `Projections` gives them -> o
+    q `[B, T, heads head_dim]`, k and v `[B, T, kv_heads head_dim]` as `Projections` gives them -> o
     `[B, T, heads head_dim]`. The norm takes away every scale of o, so the read has none.
     """
 
@@ -63,6 +65,24 @@ class LinearPath(RecurrentLayer):
                 f"{sizes.head_dim}"
             )
         self.norm = RMSNorm(sizes.head_dim, told.norm_eps)
+
+    def forward(
+        self,
+        qkv: Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        state: LinearPathState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LinearPathState | None]:
+        if attention_mask is None:
+            return self.read(qkv, state, use_cache, cu_seqlens)
+        return super().forward(torch.cat(tuple(qkv), -1), attention_mask, state, use_cache, cu_seqlens)
+
+    def mix(
+        self, x: Tensor, state: LinearPathState | None, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LinearPathState | None]:
+        qkv = x.split([heads * self.head_dim for heads in self.heads], -1)
+        return self.read(qkv, state, use_cache, cu_seqlens)
 
     def pooled(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -114,24 +134,24 @@ class LinearPath(RecurrentLayer):
 
     def step_sizes(
         self,
-        qkv: Tensor,
+        k: Tensor,
+        v: Tensor,
         state: LinearPathState | None,
         in_place: bool,
         cu_seqlens: Tensor | None,
         ends: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """beta `[B, T n, kv_heads, head_dim]` or, a head, `[B, T n, kv_heads]`, and what the next call needs,
-        which is nothing if this one `ends` the text. In fp32; a kernel gives that of a channel as the running
-        sums are, bf16 for bf16, which the rows that it multiplies are rounded to.
+        which is nothing if this one `ends` the text. k, v `[B, T, kv_heads, head_dim]`. In fp32; a kernel
+        gives that of a channel as the running sums are, bf16 for bf16, which the rows that it multiplies are
+        rounded to.
         """
-        kv = qkv[:, :, self.heads[0] :]
-        k, v = kv.chunk(2, 2)
-        source = {"k": k, "v": v, "kv": kv}[self.gate]
-        if ends and self.gate != "kv" and self.pool == "past" and has_kernel(source):
-            total = self.summed(source, None, False, None)[0]
+        source = {"k": k, "v": v}.get(self.gate)
+        if ends and source is not None and self.pool == "past" and has_kernel(source):
             if self.gate_per == "channel":
-                return ChannelGate.apply(total, self.n), None, None
-            return self.repeated(PooledGate.apply(total)), None, None
+                return ChannelGate.apply(source, self.n), None, None
+            return self.repeated(PooledGate.apply(source)), None, None
+        source = torch.cat((k, v), 2) if source is None else source
         mean, pool, count = self.pooled(source, state, in_place, cu_seqlens)
         beta = mean.sigmoid()
         if self.gate == "kv":
@@ -156,40 +176,53 @@ class LinearPath(RecurrentLayer):
             rows = [(row + turn) / 2 for row, turn in zip(rows, turns, strict=True)]
         return rows or turns, states
 
-    def mix(
-        self, x: Tensor, state: LinearPathState | None, use_cache: bool, cu_seqlens: Tensor | None
+    def read(
+        self,
+        qkv: Sequence[Tensor],
+        state: LinearPathState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
-        qkv = x.unflatten(-1, (-1, self.head_dim))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
         # Every row is a sequence, from its start, which nobody goes on from.
         whole = state is None and cu_seqlens is None and not use_cache
-        beta, pool, count = self.step_sizes(qkv, state, in_place, cu_seqlens, whole)
+        beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, whole)
         differences: tuple[Any, ...] = ()
         plain = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
-        if whole and plain and has_kernel(qkv):
-            q, k, v = VirtualRows.apply(qkv, self.heads[0], self.n)
+        if whole and plain and all(has_kernel(x) for x in (q, k, v)):
+            q, k, v = VirtualRows.apply(q, k, v, self.n)
         else:
-            q, kv = unit(qkv).split((self.heads[0], 2 * self.heads[1]), 2)
+            q, kv = unit(q), unit(torch.cat((k, v), 2))
             rows, differences = self.virtual(kv, state, in_place, cu_seqlens)
             kv = torch.stack(rows, 2).flatten(1, 2) if self.n > 1 else kv  # token by token
             k, v = kv.split(self.heads[1:], 2)
-        o, memory = advance(
-            "delta_product",
-            q,
-            k,
-            v,
-            beta,
-            None,
-            n=self.n,
-            scale=1.0,
-            chunk=self.chunk,
-            between_chunks=self.between_chunks,
-            state=None if state is None else state.memory,
-            in_place=in_place,
-            cu_seqlens=cu_seqlens,
-        )
-        y = self.norm(o).flatten(-2)
+        with as_they_are(q, k, v, beta):
+            o, memory = advance(
+                "delta_product",
+                q,
+                k,
+                v,
+                beta,
+                None,
+                n=self.n,
+                scale=1.0,
+                chunk=self.chunk,
+                between_chunks=self.between_chunks,
+                state=None if state is None else state.memory,
+                in_place=in_place,
+                cu_seqlens=cu_seqlens,
+            )
+        y = residual_norm(self.norm, o)[1].flatten(-2)
         return y, LinearPathState(pool, count, differences, memory) if use_cache else None
+
+
+def as_they_are(*tensors: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast where all have its dtype: a beta of 16 bits would become fp32, which tells no more of
+    it, and its gradient twice."""
+    kind, types = tensors[0].device.type, {x.dtype for x in tensors}
+    inside = torch.is_autocast_enabled(kind) and types == {torch.get_autocast_dtype(kind)}
+    return torch.autocast(kind, enabled=False) if inside else nullcontext()
 
 
 def ranks(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -219,7 +252,7 @@ class Liza(MemoryAsGate):
     def forward(
         self,
         base: Tensor,
-        qkv: Tensor,
+        qkv: Sequence[Tensor],
         project: Callable[[Tensor], Tensor],
         attention_mask: Tensor | None = None,
         state: LinearPathState | None = None,

@@ -63,16 +63,17 @@ class Projections(NamedTuple):
             for i, x in parts.items()
         ]
 
-    def joined(self, attention: nn.Module, outputs: list[Tensor]) -> Tensor:
-        """What the projections gave, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`, normed."""
-        if len(outputs) == 1 and self.norms is None and not self.by_head:
-            return outputs[0]
+    def parts(self, attention: nn.Module, outputs: list[Tensor]) -> list[Tensor]:
+        """q, k and v of what the projections gave, as the attention has them before rotary positions."""
         parts = outputs if len(outputs) == 3 else self.parted(outputs[0])
-        return torch.cat(self.normed(attention, dict(enumerate(parts))), -1)
+        return self.normed(attention, dict(enumerate(parts)))
 
     def project(self, attention: nn.Module, x: Tensor) -> Tensor:
-        """q, k and v of x, as the attention has them before rotary positions, joined."""
-        return self.joined(attention, [getattr(attention, name)(x) for name in self.qkv])
+        """q, k and v of x, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`."""
+        outputs = [getattr(attention, name)(x) for name in self.qkv]
+        if len(outputs) == 1 and self.norms is None and not self.by_head:
+            return outputs[0]
+        return torch.cat(self.parts(attention, outputs), -1)
 
     def written(self, attention: nn.Module, o: Tensor) -> Tensor:
         """o through the output projection, and the dropout that GPT-2's attention has behind it."""

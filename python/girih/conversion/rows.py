@@ -67,47 +67,59 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class VirtualRows(torch.autograd.Function):
-    """q, k, v of `unit`, and of k and v the half differences over tokens: a token's n rows one after the
-    other (eq. 22). x `[B, T, query_heads + 2 heads, head_dim]`, which alone is kept."""
+    """The rows of q, k, v by `unit`, and of k and v the half differences over tokens: a token's n rows one
+    after the other (eq. 22). q `[B, T, query_heads, head_dim]`, k, v `[B, T, heads, head_dim]`, which alone
+    are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, query_heads: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(x)
-        ctx.sizes = query_heads, n
-        return torch.ops.girih.virtual_rows(x, query_heads, n)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        ctx.n = n
+        return torch.ops.girih.virtual_rows(q, k, v, n)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.girih.virtual_rows_backward(dq, dk, dv, *ctx.saved_tensors, *ctx.sizes), None, None
+        return *torch.ops.girih.virtual_rows_backward(dq, dk, dv, *ctx.saved_tensors, ctx.n), None
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """Over the tokens of x `[B, T, heads, head_dim]`. In bf16 their mean keeps its digits, as the sum is
+    formed in fp32; in fp16 the sum itself would leave the range."""
+    return torch.ops.girih.running_sum(x, False, torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
 class PooledGate(torch.autograd.Function):
-    """The mean over head_dim of sigmoid(total / (t + 1)), `[B, T, heads]` in fp32, of running sums total
+    """The mean over head_dim of sigmoid(mean of x so far), `[B, T, heads]` in fp32, of x
     `[B, T, heads, head_dim]` (eq. 5)."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = running_sum(x)
         ctx.save_for_backward(total)
+        ctx.dtype = x.dtype
         return torch.ops.girih.pooled_gate(total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dbeta: Tensor) -> Tensor:
-        return torch.ops.girih.pooled_gate_backward(dbeta, *ctx.saved_tensors)
+        dtotal = torch.ops.girih.pooled_gate_backward(dbeta, *ctx.saved_tensors)
+        return torch.ops.girih.running_sum(dtotal, True, ctx.dtype)
 
 
 class ChannelGate(torch.autograd.Function):
-    """sigmoid(total / (t + 1)) of running sums total `[B, T, heads, head_dim]`, in their dtype, for each of a
-    token's n rows: `[B, T n, heads, head_dim]` (eq. 5)."""
+    """sigmoid(mean of x so far) of x `[B, T, heads, head_dim]` for each of a token's n rows:
+    `[B, T n, heads, head_dim]`, in fp32 for fp16 and else in x's dtype (eq. 5)."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, n: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
+        total = running_sum(x)
         ctx.save_for_backward(total)
-        ctx.n = n
+        ctx.dtype, ctx.n = x.dtype, n
         return torch.ops.girih.channel_gate(total, n)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dbeta: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.girih.channel_gate_backward(dbeta, *ctx.saved_tensors, ctx.n), None
+        dtotal = torch.ops.girih.channel_gate_backward(dbeta, *ctx.saved_tensors, ctx.n)
+        return torch.ops.girih.running_sum(dtotal, True, ctx.dtype), None

@@ -1,0 +1,122 @@
+// total at t = x at 0 + ... + x at t, or from the last token back to t
+//
+// A block has a few columns of a sequence. Each of its groups of lanes adds up a run of tokens, learns what
+// the runs before come to, and reads its own once more, which is in the cache by then.
+#include "linear_path/linear_path.h"
+#include "tile/grid.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+namespace linear_path {
+namespace {
+
+constexpr int kPack = kLinearPathPack, kThreads = 256;
+constexpr int kLanes = 4, kRuns = kThreads / kLanes, kColumns = kLanes * kPack;
+constexpr int kAhead = 8;  // tokens whose elements are under way at once
+
+template <typename X, typename Total>
+class Run {
+ public:
+  __device__ Run(const RunningSum& p, int64_t sequence, int column)
+      : p_(p),
+        x_(static_cast<const X*>(p.x.data) + sequence * p.x.sequence + column),
+        total_(static_cast<Total*>(p.total) + sequence * p.tokens * p.columns + column),
+        there_(column < p.columns) {
+    const int64_t length = divide_up(p.tokens, kRuns), own = threadIdx.x / kLanes;
+    first_ = own * length < p.tokens ? own * length : p.tokens;
+    last_ = first_ + length < p.tokens ? first_ + length : p.tokens;
+    if (!there_) last_ = first_;
+  }
+
+  __device__ Pack<kPack> sum() const {
+    auto sum = zeros<kPack>();
+    each([&](int64_t, const Pack<kPack>& x) { add(sum, x); });
+    return sum;
+  }
+  __device__ void write(Pack<kPack> sum) const {
+    each([&](int64_t token, const Pack<kPack>& x) {
+      add(sum, x);
+      store(total_ + token * p_.columns, sum);
+    });
+  }
+
+ private:
+  __device__ static void add(Pack<kPack>& to, const Pack<kPack>& x) {
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) to.at[i] += x.at[i];
+  }
+  template <typename F>
+  __device__ void each(const F& f) const {
+    for (int64_t i = first_; i < last_; i += kAhead) {
+      Pack<kPack> x[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        x[j] = i + j < last_ ? load<kPack>(x_ + token(i + j) * p_.x.token) : zeros<kPack>();
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (i + j < last_) f(token(i + j), x[j]);
+      }
+    }
+  }
+  __device__ int64_t token(int64_t i) const { return p_.from_end ? p_.tokens - 1 - i : i; }
+
+  const RunningSum& p_;
+  const X* const x_;
+  Total* const total_;
+  const bool there_;
+  int64_t first_, last_;
+};
+
+template <typename X, typename Total>
+__global__ void __launch_bounds__(kThreads) running_sum_kernel(const __grid_constant__ RunningSum p) {
+  __shared__ float sums[kRuns][kColumns + 1];
+  const int64_t slabs = divide_up(p.columns, kColumns);
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, own = static_cast<int>(threadIdx.x) / kLanes;
+  for (int64_t job = blockIdx.x; job < p.batch * slabs; job += gridDim.x) {
+    const int64_t sequence = job / slabs;
+    const Run<X, Total> run(p, sequence, static_cast<int>(job - sequence * slabs) * kColumns + lane * kPack);
+    auto sum = run.sum();
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sums[own][lane * kPack + i] = sum.at[i];
+    __syncthreads();  // every run's sums stand in shared memory
+    if (threadIdx.x < kColumns) {
+      float before = 0.f;
+#pragma unroll 8
+      for (int r = 0; r < kRuns; ++r) {
+        const float its = sums[r][threadIdx.x];
+        sums[r][threadIdx.x] = before;
+        before += its;
+      }
+    }
+    __syncthreads();  // and those of the runs before it
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum.at[i] = sums[own][lane * kPack + i];
+    run.write(sum);
+    __syncthreads();  // they have been read
+  }
+}
+
+}  // namespace
+}  // namespace linear_path
+
+cudaError_t running_sum(const RunningSum& p, cudaStream_t stream) {
+  using namespace linear_path;
+  const int64_t jobs = p.batch * divide_up(p.columns, kColumns);
+  if (jobs == 0 || p.tokens == 0) return cudaSuccess;
+  if (p.columns % kPack != 0) return cudaErrorInvalidValue;
+  const auto launch = [&](auto x, auto total) {
+    using X = decltype(x);
+    using Total = decltype(total);
+    running_sum_kernel<X, Total><<<blocks_for(jobs), kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  };
+  const auto pair = [&](DType x, DType total) { return p.of_x == x && p.of_total == total; };
+  if (pair(DType::f32, DType::f32)) return launch(0.f, 0.f);
+  if (pair(DType::bf16, DType::bf16)) return launch(__nv_bfloat16{}, __nv_bfloat16{});
+  if (pair(DType::f16, DType::f32)) return launch(__half{}, 0.f);
+  if (pair(DType::f32, DType::f16)) return launch(0.f, __half{});
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace girih::kernels
