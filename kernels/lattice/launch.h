@@ -32,6 +32,22 @@ inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
   return with_widths(Constant<64>());
 }
 
+// launch(objective).
+template <LatticeObjective kObjective>
+using Objective = std::integral_constant<LatticeObjective, kObjective>;
+template <class Launch>
+inline cudaError_t by_objective(const LatticeShape& shape, const Launch& launch) {
+  switch (shape.objective) {
+    case LatticeObjective::decode:
+      return launch(Objective<LatticeObjective::decode>());
+    case LatticeObjective::encode:
+      return launch(Objective<LatticeObjective::encode>());
+    case LatticeObjective::similarity:
+      return launch(Objective<LatticeObjective::similarity>());
+  }
+  return cudaErrorInvalidValue;
+}
+
 // Each kernel for one type of elements.
 template <typename T>
 cudaError_t forward_of(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);

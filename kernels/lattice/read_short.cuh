@@ -18,6 +18,7 @@ template <class Ring>
 class ShortReader {
   using T = typename Ring::T;
   using S = typename Ring::S;
+  static constexpr bool kEncode = Ring::kObjective == LatticeObjective::encode;
   static constexpr float kLift = lift<T>();
 
   const LatticeScan& scan;
@@ -67,8 +68,6 @@ class ShortReader {
     }
   }
 
-  __device__ bool encode() const { return p.shape.objective == LatticeObjective::encode; }
-
   // Delta^T, rounded, and |Delta_i|^2.
   __device__ void bring_step(const Part& part) const {
     const In<4>& from = p.start.step;
@@ -113,8 +112,9 @@ class ShortReader {
       round_to<T>(rounded, o);
       store_blocks(q, 0, 0, rounded);
       __syncwarp();
+      // (The lane's places in rows are worked out here: over the reads there are no registers for them.)
       store_rows<1>(q, row_of<T>(p.o, batch, start, first + member), p.o.stride[1], part.chunk.length,
-                    shape.D, 0);
+                    shape.D, opaque(0));
     }
   }
 
@@ -192,7 +192,7 @@ class ShortReader {
     uint32_t c[4];
     load_block_transposed(c, k, first, 0);
     unpack<T>(w, c);
-    if (encode()) {
+    if constexpr (kEncode) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -250,7 +250,7 @@ class ShortReader {
     bound<T>(query);
     pack<T>(rounded, query);
     transpose_block(rounded);
-    if (encode()) {
+    if constexpr (kEncode) {
       transpose_block(c);
     } else {
       load_block(c, k, 0, first);

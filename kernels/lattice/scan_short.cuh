@@ -13,10 +13,10 @@
 
 namespace girih::kernels::lattice {
 
-template <typename T>
-__global__ void __launch_bounds__(ShortScanRing<T, false>::kThreads, 1)
+template <typename T, LatticeObjective kObjective>
+__global__ void __launch_bounds__(ShortScanRing<T, kObjective, false>::kThreads, 1)
     scan_short_kernel(const __grid_constant__ ShortScan p) {
-  using Ring = ShortScanRing<T, false>;
+  using Ring = ShortScanRing<T, kObjective, false>;
   constexpr int kChain = Ring::S::kWarps;
   extern __shared__ __align__(128) unsigned char shared[];
   const Ring ring{shared};
@@ -34,21 +34,27 @@ __global__ void __launch_bounds__(ShortScanRing<T, false>::kThreads, 1)
   }
 }
 
-template <typename T>
+template <typename T, LatticeObjective kObjective>
 cudaError_t launch_short(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
-  using Ring = ShortScanRing<T, false>;
+  using Ring = ShortScanRing<T, kObjective, false>;
   bool apart = false;
-  if (const cudaError_t error = is_apart<T>(scan.shape, apart); error != cudaSuccess) return error;
-  if (apart) return launch_apart<T>(ShortScan{scan, read}, stream);
-  return launch_scan<scan_short_kernel<T>>(ShortScan{scan, read}, Ring::kThreads, Ring::kBytes, scan.shape,
-                                           stream);
+  if (const cudaError_t error = is_apart<T, kObjective>(scan.shape, apart); error != cudaSuccess) {
+    return error;
+  }
+  if (apart) return launch_apart<T, kObjective>(ShortScan{scan, read}, stream);
+  return launch_scan<scan_short_kernel<T, kObjective>>(ShortScan{scan, read}, Ring::kThreads, Ring::kBytes,
+                                                       scan.shape, stream);
 }
 
 template <typename T>
 cudaError_t forward_of(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
   bool is = false;
   if (const cudaError_t error = is_short(scan.shape, is); error != cudaSuccess) return error;
-  if (is) return launch_short<T>(scan, read, stream);
+  if (is) {
+    return by_objective(scan.shape, [&](auto objective) {
+      return launch_short<T, decltype(objective)::value>(scan, read, stream);
+    });
+  }
   const cudaError_t error = by_size(scan.shape, [&](auto tokens, auto D, auto M) {
     using S = Sizes<T, tokens(), D(), M()>;
     return launch_scan<scan_kernel<S>>(scan, Ring<S>::kThreads, ScanSpace<S>::kBytes, scan.shape, stream);

@@ -44,10 +44,10 @@ __device__ inline void keep_stages(const LatticeScan& p, const Ring& ring) {
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(ShortScanRing<T, true>::kThreads, 1)
+template <typename T, LatticeObjective kObjective>
+__global__ void __launch_bounds__(ShortScanRing<T, kObjective, true>::kThreads, 1)
     scan_short_apart_kernel(const __grid_constant__ ShortScan p) {
-  using Ring = ShortScanRing<T, true>;
+  using Ring = ShortScanRing<T, kObjective, true>;
   constexpr int kChain = Ring::S::kWarps;
   static_assert(kChain + 2 + Ring::kChainLoaders <= Ring::kThreads / 32, "chain, sending, storing");
   extern __shared__ __align__(128) unsigned char shared[];
@@ -74,23 +74,24 @@ __global__ void __launch_bounds__(ShortScanRing<T, true>::kThreads, 1)
 }
 
 // Whether there are clusters, and multiprocessors for two blocks a sequence and head.
-template <typename T>
+template <typename T, LatticeObjective kObjective>
 cudaError_t is_apart(const LatticeShape& shape, bool& is) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
-  if (const cudaError_t error = has_clusters<scan_short_apart_kernel<T>>(is); error != cudaSuccess) {
+  if (const cudaError_t error = has_clusters<scan_short_apart_kernel<T, kObjective>>(is);
+      error != cudaSuccess) {
     return error;
   }
   is = is && 2 * shape.grid.tokens.sequences * shape.heads <= processors;
   return cudaSuccess;
 }
 
-template <typename T>
+template <typename T, LatticeObjective kObjective>
 cudaError_t launch_apart(const ShortScan& p, cudaStream_t stream) {
-  using Ring = ShortScanRing<T, true>;
+  using Ring = ShortScanRing<T, kObjective, true>;
   const int64_t blocks = 2 * p.scan.shape.grid.tokens.sequences * p.scan.shape.heads;
   if (blocks == 0) return cudaSuccess;
-  constexpr auto kKernel = scan_short_apart_kernel<T>;
+  constexpr auto kKernel = scan_short_apart_kernel<T, kObjective>;
   if (const cudaError_t error = allow_shared<kKernel>(Ring::kBytes); error != cudaSuccess) return error;
   return launch_clusters<kKernel>(p, static_cast<unsigned>(blocks), 2, Ring::kThreads, Ring::kBytes, stream);
 }

@@ -31,6 +31,8 @@ class ShortScanChain {
   using T = typename Ring::T;
   using S = typename Ring::S;
   using Factor = Operand<4>;
+  static constexpr bool kDecode = Ring::kObjective == LatticeObjective::decode,
+                        kEncode = Ring::kObjective == LatticeObjective::encode;
 
   const LatticeScan& p;
   const Ring& ring;
@@ -39,10 +41,13 @@ class ShortScanChain {
   const uint32_t ring_start, lane_place;  // see PlacedTile
   Sums<8> X;
   float rho[2] = {1.f, 1.f};
-  uint32_t weighed[4];  // W^T E_C of the warp's vectors
-  // decode: K of a chunk, and the warp's columns of -V, fetched before the block waits for S.
-  Factor keys;
-  uint32_t values[4];
+  // Of a chunk, fetched before there is S.
+  Factor rows;          // decode: K; encode: V
+  uint32_t values[4];   // decode: the warp's columns of -V
+  uint32_t weighed[4];  // W^T E_C of the warp's vectors; encode: once H S is there
+  uint32_t keys[4];     // encode: K^T of them, and what weighs its columns
+  float2 weights[2];
+  Factor rounded;  // encode: the warp's S
   // What the chunk before leaves to others, until that costs no time. No stage: nothing.
   struct {
     float alpha[2], rho[2];
@@ -100,7 +105,7 @@ class ShortScanChain {
   }
 
   // S, rounded.
-  __device__ void publish(int stage) const {
+  __device__ void publish(int stage) {
     const auto memory = placed(ring.memory(stage));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -110,24 +115,32 @@ class ShortScanChain {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s.at[n][e] = rho[e / 2] * X.at[2 * i + n][e];
       }
-      uint32_t a[4];
-      pack<T>(a, s);
-      store_block(memory, first, 16 * i, a);
+      pack<T>(rounded.at[i], s);
+      store_block(memory, first, 16 * i, rounded.at[i]);
     }
-    __syncwarp();
   }
 
-  // decode: K and V of a chunk are there.
+  // K and V of a chunk are there.
   __device__ void fetch(int stage) {
-    if (p.shape.objective != LatticeObjective::decode) return;
-    const auto k = ring.tokens(stage, Ring::k);
-    const int col = 16 * warp;
+    const auto k = ring.tokens(stage, Ring::k), v = ring.tokens(stage, Ring::v);
+    const float* const from = ring.numbers(stage).weights;
+    if constexpr (kDecode || kEncode) {
+      const auto tile = placed(kDecode ? k : v);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(keys.at[i], placed(k), 0, 16 * i);
-    load_block(values, placed(ring.tokens(stage, Ring::v)), 0, col);
+      for (int i = 0; i < 4; ++i) load_block(rows.at[i], tile, 0, 16 * i);
+    }
+    if constexpr (kEncode) {
+      load_block_transposed(keys, k, first, 0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
-    load_weighed_transposed<T>(weighed, k, col, 0, ring.numbers(stage).weights);
+      for (int n = 0; n < 2; ++n) weights[n] = *reinterpret_cast<const float2*>(from + 8 * n + lane_col());
+    } else {
+      load_weighed_transposed<T>(weighed, k, first, 0, from);
+    }
+    if constexpr (kDecode) {
+      load_block(values, placed(v), 0, first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
+    }
   }
 
   // Special: a chunk that is not complete, or resumed.
@@ -135,14 +148,10 @@ class ShortScanChain {
   __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
     auto& numbers = ring.numbers(stage);
     const auto h = ring.tokens(stage, Ring::v);
-    const bool decode = p.shape.objective == LatticeObjective::decode;
     float square[2][2];
-    if (decode) {
-      make_h(square, stage);
-    } else {
-      make_w(weighed, stage);
-      lane_dots(square, X, X);
-    }
+    if constexpr (kDecode) make_h(square, stage);
+    if constexpr (kEncode) make_w();
+    if constexpr (!kDecode) lane_dots(square, X, X);
     // U^T = (W E_C)^T H
     Sums<8> U;
     fill(U, 0.f);
@@ -240,8 +249,8 @@ class ShortScanChain {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      mma<T>((i % 2 ? half : sum).at[0], keys.at[i], s[i][0], s[i][1]);
-      mma<T>((i % 2 ? half : sum).at[1], keys.at[i], s[i][2], s[i][3]);
+      mma<T>((i % 2 ? half : sum).at[0], rows.at[i], s[i][0], s[i][1]);
+      mma<T>((i % 2 ? half : sum).at[1], rows.at[i], s[i][2], s[i][3]);
     }
     lane_dots(square, X, X);
 #pragma unroll
@@ -254,25 +263,23 @@ class ShortScanChain {
     barrier_wait(1, S::kThreads);  // H is there
   }
 
-  // encode, similarity: W^T of the warp's vectors, for which it has what it needs.
-  __device__ void make_w(uint32_t (&w)[4], int stage) const {
-    const auto k = ring.tokens(stage, Ring::k);
-    const float* const weights = ring.numbers(stage).weights;
-    if (p.shape.objective == LatticeObjective::similarity) {
-      load_weighed_transposed<T>(w, k, first, 0, weights);
-      return;
-    }
-    Sums<2> a, key;
-    product_of_rows(a, ring.memory(stage), ring.tokens(stage, Ring::v), first, 0);
-    load_block_transposed(w, k, first, 0);
-    unpack<T>(key, w);
+  // encode: W^T E_C, of (H S)^T, for which the warp has all in registers.
+  __device__ void make_w() {
+    Sums<2> sum, half, key;
+    fill(sum, 0.f);
+    fill(half, 0.f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_product_of_rows<T>(i % 2 ? half : sum, rounded.at[i], rows.at[i]);
+    unpack<T>(key, keys);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 weight = *reinterpret_cast<const float2*>(weights + 8 * n + lane_col());
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a.at[n][i] = (i & 1 ? weight.y : weight.x) * (a.at[n][i] - key.at[n][i]);
+      for (int i = 0; i < 4; ++i) {
+        const float a = sum.at[n][i] + half.at[n][i];
+        sum.at[n][i] = (i & 1 ? weights[n].y : weights[n].x) * (a - key.at[n][i]);
+      }
     }
-    pack<T>(w, a);
+    pack<T>(weighed, sum);
   }
 
   // rho by the x_i themselves. Where one is 0, s_i stays: U is -alpha s_i there.

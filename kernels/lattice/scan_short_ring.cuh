@@ -13,9 +13,10 @@ struct ShortScan {
   LatticeRead read;
 };
 
-template <typename T_, bool Apart>
+template <typename T_, LatticeObjective Objective_, bool Apart>
 struct ShortScanRing {
   using T = T_;
+  static constexpr LatticeObjective kObjective = Objective_;
   using S = Sizes<T, 16, 64, 64>;
   static constexpr bool kApart = Apart;
   static constexpr int kStages = Apart ? 10 : 14, kReaders = Apart ? 10 : 6, kLoaders = 2;
@@ -120,7 +121,7 @@ struct ShortScanRing {
       }
       Numbers& to = numbers(stage);
       const auto gates = sum_tokens(raw, p.gamma.dtype, p.g.dtype);
-      const float sign = sign_of(shape.objective), before = decay_before(p.start, part);
+      const float sign = sign_of(kObjective), before = decay_before(p.start, part);
       if (reads) put_tokens<T>(to.tokens, gates, sign, before);
       if (!Apart || !reads) put_weights(to.weights, gates, sign, before);
       arrive_after_copies(full() + stage);
@@ -161,8 +162,9 @@ struct ShortScanRing {
 inline cudaError_t is_short(const LatticeShape& shape, bool& is) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  using Ring = ShortScanRing<__half, false>;  // of both the larger one
-  static_assert(ShortScanRing<__half, true>::kBytes <= Ring::kBytes);
+  constexpr auto kAny = LatticeObjective::decode;
+  using Ring = ShortScanRing<__half, kAny, false>;  // of both the larger one
+  static_assert(ShortScanRing<__half, kAny, true>::kBytes <= Ring::kBytes);
   is = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && Ring::kBytes <= limit;
   return cudaSuccess;
 }
