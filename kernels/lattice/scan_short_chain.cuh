@@ -41,13 +41,12 @@ class ShortScanChain {
   const uint32_t ring_start, lane_place;  // see PlacedTile
   Sums<8> X;
   float rho[2] = {1.f, 1.f};
-  // Of a chunk, fetched before there is S.
-  Factor rows;          // decode: K; encode: V
-  uint32_t values[4];   // decode: the warp's columns of -V
-  uint32_t weighed[4];  // W^T E_C of the warp's vectors; encode: once H S is there
-  uint32_t keys[4];     // encode: K^T of them, and what weighs its columns
-  float2 weights[2];
   Factor rounded;  // encode: the warp's S
+  // Of a chunk, fetched before there is S.
+  Factor rows;         // decode: K; encode: V
+  uint32_t values[4];  // decode: the warp's columns of -V
+  uint32_t keys[4];    // K^T of the warp's vectors, and what weighs its columns
+  float2 weights[2];
   // What the chunk before leaves to others, until that costs no time. No stage: nothing.
   struct {
     float alpha[2], rho[2];
@@ -75,10 +74,11 @@ class ShortScanChain {
       wait(ring.full(), 0);
       publish(0);
       fetch(0);
+      turn_values();
     }
     const auto pass = [&](auto special, int left, bool complete) {
-      Turn next = turn;
-      next.next(Ring::kStages);
+      Turn next = turn;  // of the last chunk itself: what is fetched of it once more nobody uses
+      if (left > 1) next.next(Ring::kStages);
       step<decltype(special)::value>(turn.place, complete, resumed, left > 1, next);
       turn = next;
     };
@@ -129,45 +129,64 @@ class ShortScanChain {
 #pragma unroll
       for (int i = 0; i < 4; ++i) load_block(rows.at[i], tile, 0, 16 * i);
     }
-    if constexpr (kEncode) {
-      load_block_transposed(keys, k, first, 0);
+    if constexpr (kDecode) load_block(values, placed(v), 0, first);
+    load_block_transposed(keys, k, first, 0);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) weights[n] = *reinterpret_cast<const float2*>(from + 8 * n + lane_col());
-    } else {
-      load_weighed_transposed<T>(weighed, k, first, 0, from);
+    for (int n = 0; n < 2; ++n) {
+      weights[n] = *reinterpret_cast<const float2*>(from + 8 * n + lane_col());
     }
-    if constexpr (kDecode) {
-      load_block(values, placed(v), 0, first);
+  }
+  __device__ void turn_values() {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
-    }
+    for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
+  }
+  // But for encode: W^T E_C of the warp's vectors.
+  __device__ void weigh(uint32_t (&w)[4]) const {
+    Sums<2> x;
+    unpack<T>(x, keys);
+    scale_columns(x, [&](int n) { return weights[n]; });
+    pack<T>(w, x);
   }
 
   // Special: a chunk that is not complete, or resumed.
   template <bool Special>
   __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
-    auto& numbers = ring.numbers(stage);
-    const auto h = ring.tokens(stage, Ring::v);
+    uint32_t w[4];  // W^T E_C of the warp's vectors
+    if constexpr (kDecode) make_h(stage);
+    const auto h = placed(ring.tokens(stage, Ring::v));
+    uint32_t right[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      load_matrices_transposed(right[i], h.address(0, 16 * i, lane() & 15, (lane() >> 4) * 8));
+    }
+    Sums<2> a;  // encode: (H S)^T
+    if constexpr (kEncode) make_a(a);
+    const float kept = !Special || complete ? ring.numbers(stage).kept() : 0.f;
+    // While H, or a, is on its way: what the next chunk has of its tokens, x.x, and what the chunk before has
+    // left.
+    wait(ring.full() + next.place, next.parity);
+    if constexpr (!kEncode) {
+      weigh(w);
+      fetch(next.place);
+    }
     float square[2][2];
-    if constexpr (kDecode) make_h(square, stage);
-    if constexpr (kEncode) make_w();
-    if constexpr (!kDecode) lane_dots(square, X, X);
+    lane_dots(square, X, X);
+    leave();
+    if constexpr (kEncode) make_w(w, a);
     // U^T = (W E_C)^T H
     Sums<8> U;
     fill(U, 0.f);
-    add_product<T>(U, weighed, placed(h), 0);
-    // In the meantime what the chunk before has left, and what the next one has of its tokens.
-    leave();
-    if (more) {
-      wait(ring.full() + next.place, next.parity);
-      fetch(next.place);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma<T>(U.at[2 * i], w, right[i][0], right[i][1]);
+      mma<T>(U.at[2 * i + 1], w, right[i][2], right[i][3]);
     }
+    if constexpr (kEncode) fetch(next.place);
 
     float along[2], steps[2], squares[2], alpha[2], by[2], length[2], end[2];  // end: 1 / |x|, or 0
     add_lanes(squares, square);
     dots(along, X, U);
     dots(steps, U, U);
-    const float kept = !Special || complete ? numbers.kept() : 0.f;
     bool cancels = false;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -189,7 +208,10 @@ class ShortScanChain {
       }
       if (any) measure(end, U, alpha);
     }
-    if (more) publish(next.place);
+    if (more) {
+      if constexpr (kDecode) turn_values();
+      publish(next.place);
+    }
 #pragma unroll
     for (int j = 0; j < 2; ++j) behind.alpha[j] = alpha[j], behind.rho[j] = end[j];
     behind.stage = stage;
@@ -232,8 +254,8 @@ class ShortScanChain {
     for (int j = 0; j < 2; ++j) to[j] = sum_over_row(parts[j][0] + parts[j][1]);
   }
 
-  // decode: H = K S^T - V in the place of V, 16 columns a warp, and beside it the lane's parts of x.x.
-  __device__ void make_h(float (&square)[2][2], int stage) {
+  // decode: H = K S^T - V in the place of V, 16 columns a warp.
+  __device__ void make_h(int stage) const {
     const int col = 16 * warp;
     const auto h = placed(ring.tokens(stage, Ring::v));
     const auto memory = placed(ring.memory(stage));
@@ -252,34 +274,41 @@ class ShortScanChain {
       mma<T>((i % 2 ? half : sum).at[0], rows.at[i], s[i][0], s[i][1]);
       mma<T>((i % 2 ? half : sum).at[1], rows.at[i], s[i][2], s[i][3]);
     }
-    lane_dots(square, X, X);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum.at[n][e] += half.at[n][e];
     }
-    pack<T>(values, sum);
-    store_block(h, 0, col, values);
+    uint32_t a[4];
+    pack<T>(a, sum);
+    store_block(h, 0, col, a);
     barrier_wait(1, S::kThreads);  // H is there
   }
 
-  // encode: W^T E_C, of (H S)^T, for which the warp has all in registers.
-  __device__ void make_w() {
-    Sums<2> sum, half, key;
-    fill(sum, 0.f);
+  // encode: (H S)^T, of which the warp has all in registers.
+  __device__ void make_a(Sums<2>& a) const {
+    Sums<2> half;
+    fill(a, 0.f);
     fill(half, 0.f);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_product_of_rows<T>(i % 2 ? half : sum, rounded.at[i], rows.at[i]);
+    for (int i = 0; i < 4; ++i) add_product_of_rows<T>(i % 2 ? half : a, rounded.at[i], rows.at[i]);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a.at[n][i] += half.at[n][i];
+    }
+  }
+  // W = w (a - k)
+  __device__ void make_w(uint32_t (&w)[4], Sums<2>& a) const {
+    Sums<2> key;
     unpack<T>(key, keys);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float a = sum.at[n][i] + half.at[n][i];
-        sum.at[n][i] = (i & 1 ? weights[n].y : weights[n].x) * (a - key.at[n][i]);
-      }
+      for (int i = 0; i < 4; ++i) a.at[n][i] -= key.at[n][i];
     }
-    pack<T>(weighed, sum);
+    scale_columns(a, [&](int n) { return weights[n]; });
+    pack<T>(w, a);
   }
 
   // rho by the x_i themselves. Where one is 0, s_i stays: U is -alpha s_i there.
