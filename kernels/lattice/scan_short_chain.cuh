@@ -10,21 +10,10 @@
 // terms of the length cancel it is found of the x_i themselves.
 #pragma once
 
-#include "lattice/scan_short_ring.cuh"
+#include "lattice/scan_short_places.cuh"
 #include "pipe/roots.h"
 
 namespace girih::kernels::lattice {
-
-// A tile whose addresses for ldmatrix hang on two numbers that are at hand, those of the ring's start and of
-// the lane's place: behind a barrier the compiler would work them out again.
-template <class Tile>
-struct PlacedTile : Tile {
-  uint32_t start, place;  // in bytes; place: of offset(0, 0, lane() & 15, (lane() >> 4) * 8)
-  __device__ uint32_t address(int row, int col, int, int) const {
-    constexpr int kBytes = sizeof(typename Tile::Element);
-    return start + row * Tile::kCols * kBytes + (place ^ (col * kBytes));
-  }
-};
 
 template <class Ring>
 class ShortScanChain {
@@ -37,16 +26,19 @@ class ShortScanChain {
   const LatticeScan& p;
   const Ring& ring;
   const ChunkedSequence& of;
-  const int head, warp, first;
-  const uint32_t ring_start, lane_place;  // see PlacedTile
+  const int head, first;
+  const ShortPlaces<Ring> places;
+  Places here;  // of the chunk's stage
   Sums<8> X;
   float rho[2] = {1.f, 1.f};
   Factor rounded;  // encode: the warp's S
   // Of a chunk, fetched before there is S.
   Factor rows;         // decode: K; encode: V
-  uint32_t values[4];  // decode: the warp's columns of -V
+  uint32_t values[4];  // decode: the warp's columns of V
   uint32_t keys[4];    // K^T of the warp's vectors, and what weighs its columns
   float2 weights[2];
+  Sums<2> against;  // decode: the warp's columns of -V
+  uint32_t w[4];    // W^T E_C of the warp's vectors; encode: once there is a
   // What the chunk before leaves to others, until that costs no time. No stage: nothing.
   struct {
     float alpha[2], rho[2];
@@ -59,10 +51,8 @@ class ShortScanChain {
         ring(ring),
         of(ring.block().of),
         head(ring.block().head),
-        warp(warp),
         first(16 * warp),
-        ring_start(opaque(shared_address(ring.base))),
-        lane_place(opaque(sizeof(T) * S::Keys::offset(0, 0, lane() & 15, (lane() >> 4) * 8))) {}
+        places(ring, first) {}
 
   __device__ void run() {
     load_vectors(X, p.start.memory, of.sequence.index, head, p.shape, first);
@@ -72,14 +62,15 @@ class ShortScanChain {
     Turn turn;
     if (chunks > 0) {
       wait(ring.full(), 0);
-      publish(0);
-      fetch(0);
-      turn_values();
+      here = places.of(0);
+      publish(here);
+      fetch(here);
+      prepare();
     }
     const auto pass = [&](auto special, int left, bool complete) {
       Turn next = turn;  // of the last chunk itself: what is fetched of it once more nobody uses
       if (left > 1) next.next(Ring::kStages);
-      step<decltype(special)::value>(turn.place, complete, resumed, left > 1, next);
+      step<decltype(special)::value>(complete, resumed, left > 1, next);
       turn = next;
     };
 #pragma unroll 1
@@ -98,15 +89,9 @@ class ShortScanChain {
   }
 
  private:
-  template <class Tile>
-  __device__ PlacedTile<Tile> placed(const Tile& tile) const {
-    const auto at = reinterpret_cast<const unsigned char*>(tile.data) - ring.base;
-    return {tile, ring_start + static_cast<uint32_t>(at), lane_place};
-  }
-
   // S, rounded.
-  __device__ void publish(int stage) {
-    const auto memory = placed(ring.memory(stage));
+  __device__ void publish(const Places& at) {
+    const auto to = places.vectors(at);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Sums<2> s;
@@ -116,44 +101,51 @@ class ShortScanChain {
         for (int e = 0; e < 4; ++e) s.at[n][e] = rho[e / 2] * X.at[2 * i + n][e];
       }
       pack<T>(rounded.at[i], s);
-      store_block(memory, first, 16 * i, rounded.at[i]);
+      store_block(to, 0, 16 * i, rounded.at[i]);
+      __syncwarp();  // else the compiler would leave all stores to the end
     }
   }
 
   // K and V of a chunk are there.
-  __device__ void fetch(int stage) {
-    const auto k = ring.tokens(stage, Ring::k), v = ring.tokens(stage, Ring::v);
-    const float* const from = ring.numbers(stage).weights;
+  __device__ void fetch(const Places& at) {
+    const float* const from = ring.numbers(at.stage).weights;
     if constexpr (kDecode || kEncode) {
-      const auto tile = placed(kDecode ? k : v);
+      const auto tile = places.tokens(at, kDecode ? Ring::k : Ring::v);
 #pragma unroll
       for (int i = 0; i < 4; ++i) load_block(rows.at[i], tile, 0, 16 * i);
     }
-    if constexpr (kDecode) load_block(values, placed(v), 0, first);
-    load_block_transposed(keys, k, first, 0);
+    if constexpr (kDecode) load_block(values, places.own_tokens(at, Ring::v), 0, first);
+    // Its four blocks are a left factor's of the transpose, but for their order.
+    load_matrices_transposed(
+        keys, places.own_tokens(at, Ring::k).address(0, first, lane() & 15, (lane() >> 4) * 8));
+    const uint32_t middle = keys[1];
+    keys[1] = keys[2], keys[2] = middle;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       weights[n] = *reinterpret_cast<const float2*>(from + 8 * n + lane_col());
     }
   }
-  __device__ void turn_values() {
+  // What a chunk's products start from, of what has been fetched.
+  __device__ void prepare() {
+    if constexpr (kDecode) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
-  }
-  // But for encode: W^T E_C of the warp's vectors.
-  __device__ void weigh(uint32_t (&w)[4]) const {
-    Sums<2> x;
-    unpack<T>(x, keys);
-    scale_columns(x, [&](int n) { return weights[n]; });
-    pack<T>(w, x);
+      for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
+      unpack<T>(against, values);
+    }
+    if constexpr (!kEncode) {
+      Sums<2> x;
+      unpack<T>(x, keys);
+      scale_columns(x, [&](int n) { return weights[n]; });
+      pack<T>(w, x);
+    }
   }
 
   // Special: a chunk that is not complete, or resumed.
   template <bool Special>
-  __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
-    uint32_t w[4];  // W^T E_C of the warp's vectors
-    if constexpr (kDecode) make_h(stage);
-    const auto h = placed(ring.tokens(stage, Ring::v));
+  __device__ void step(bool complete, bool resumed, bool more, const Turn& next) {
+    const int stage = here.stage;
+    if constexpr (kDecode) make_h();
+    const auto h = places.tokens(here, Ring::v);
     uint32_t right[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -163,16 +155,14 @@ class ShortScanChain {
     if constexpr (kEncode) make_a(a);
     const float kept = !Special || complete ? ring.numbers(stage).kept() : 0.f;
     // While H, or a, is on its way: what the next chunk has of its tokens, x.x, and what the chunk before has
-    // left.
+    // left. (In this order: what has been fetched is used no sooner than this chunk's memory is done.)
     wait(ring.full() + next.place, next.parity);
-    if constexpr (!kEncode) {
-      weigh(w);
-      fetch(next.place);
-    }
+    const Places there = places.of(next.place);
+    if constexpr (!kEncode) fetch(there);
     float square[2][2];
     lane_dots(square, X, X);
     leave();
-    if constexpr (kEncode) make_w(w, a);
+    if constexpr (kEncode) make_w(a);
     // U^T = (W E_C)^T H
     Sums<8> U;
     fill(U, 0.f);
@@ -181,7 +171,7 @@ class ShortScanChain {
       mma<T>(U.at[2 * i], w, right[i][0], right[i][1]);
       mma<T>(U.at[2 * i + 1], w, right[i][2], right[i][3]);
     }
-    if constexpr (kEncode) fetch(next.place);
+    if constexpr (kEncode) fetch(there);
 
     float along[2], steps[2], squares[2], alpha[2], by[2], length[2], end[2];  // end: 1 / |x|, or 0
     add_lanes(squares, square);
@@ -200,7 +190,10 @@ class ShortScanChain {
       // The vote's answer is not waited for.
       const bool any = __any_sync(~0u, cancels);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) end[j] = rho[j] = length[j] > 0.f ? inverse_root(length[j]) : 0.f;
+      for (int j = 0; j < 2; ++j) {
+        const float root = inverse_root(length[j]);  // of any: it does not wait for the comparison
+        end[j] = rho[j] = length[j] > 0.f ? root : 0.f;
+      }
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -208,10 +201,9 @@ class ShortScanChain {
       }
       if (any) measure(end, U, alpha);
     }
-    if (more) {
-      if constexpr (kDecode) turn_values();
-      publish(next.place);
-    }
+    if (more) publish(there);
+    prepare();  // while S is on its way into shared memory
+    here = there;
 #pragma unroll
     for (int j = 0; j < 2; ++j) behind.alpha[j] = alpha[j], behind.rho[j] = end[j];
     behind.stage = stage;
@@ -255,19 +247,16 @@ class ShortScanChain {
   }
 
   // decode: H = K S^T - V in the place of V, 16 columns a warp.
-  __device__ void make_h(int stage) const {
-    const int col = 16 * warp;
-    const auto h = placed(ring.tokens(stage, Ring::v));
-    const auto memory = placed(ring.memory(stage));
+  __device__ void make_h() const {
+    const auto memory = places.own_memory(here);
     // In two sums, which are there sooner than one.
-    Sums<2> sum, half;
-    unpack<T>(sum, values);
+    Sums<2> sum = against, half;
     fill(half, 0.f);
     barrier_wait(1, S::kThreads);  // S is there
     uint32_t s[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      load_matrices_transposed(s[i], memory.address(16 * i, col, lane() & 15, (lane() >> 4) * 8));
+      load_matrices_transposed(s[i], memory.address(16 * i, first, lane() & 15, (lane() >> 4) * 8));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -281,7 +270,7 @@ class ShortScanChain {
     }
     uint32_t a[4];
     pack<T>(a, sum);
-    store_block(h, 0, col, a);
+    store_block(places.own_tokens(here, Ring::v), 0, first, a);
     barrier_wait(1, S::kThreads);  // H is there
   }
 
@@ -299,7 +288,7 @@ class ShortScanChain {
     }
   }
   // W = w (a - k)
-  __device__ void make_w(uint32_t (&w)[4], Sums<2>& a) const {
+  __device__ void make_w(Sums<2>& a) {
     Sums<2> key;
     unpack<T>(key, keys);
 #pragma unroll

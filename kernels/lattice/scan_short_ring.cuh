@@ -53,8 +53,11 @@ struct ShortScanRing {
     return {reinterpret_cast<T*>(base + stage * kStage + offset)};
   }
   __device__ auto memory(int stage) const { return tile<typename S::Memory>(stage, 0); }  // S^T
+  __device__ static constexpr int offset_of(Of which) {
+    return S::Memory::kBytes + which * kTokens;
+  }  // in a stage
   __device__ auto tokens(int stage, Of which) const {
-    return tile<typename S::Keys>(stage, S::Memory::kBytes + which * kTokens);
+    return tile<typename S::Keys>(stage, offset_of(which));
   }
   // Of a resumed chunk: Delta^T and |Delta_i|^2.
   __device__ auto step() const { return tile<typename S::Memory>(kStages, 0); }

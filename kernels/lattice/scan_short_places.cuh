@@ -1,0 +1,76 @@
+// Where the chain of scan_short.cuh has what it loads and stores as matrices: addresses that are at hand.
+// Behind a barrier the compiler would work them out again.
+#pragma once
+
+#include "lattice/scan_short_ring.cuh"
+
+namespace girih::kernels::lattice {
+
+// The lane's, for ldmatrix, in a tile that starts with a stage: of offset(0, 16 i, lane() & 15, (lane() >> 4)
+// * 8), in bytes.
+struct Places {
+  int stage;
+  uint32_t columns[4];
+  uint32_t rows[4];  // the same from the first of the warp's vectors on
+  uint32_t own;      // in the columns that the warp has of H
+};
+
+// A tile that starts `offset` bytes further, with rows of 128 bytes. Own: of it the warp's columns.
+template <class Tile, bool Own = false>
+struct PlacedTile : Tile {
+  const uint32_t* places;
+  int offset;
+  __device__ uint32_t address(int row, int col, int, int) const {
+    constexpr int kRow = Tile::kCols * static_cast<int>(sizeof(typename Tile::Element));
+    static_assert(kRow == 128);
+    return places[Own ? 0 : col / 16] + offset + row * kRow;
+  }
+};
+
+// A warp's, that has 16 vectors from `first` on.
+template <class Ring>
+class ShortPlaces {
+  using S = typename Ring::S;
+  using Rows = typename S::Keys;
+  static constexpr int kElement = sizeof(typename Ring::T);
+
+  const Ring& ring;
+  const int first;
+  const uint32_t start, lane_place;
+
+ public:
+  __device__ ShortPlaces(const Ring& ring, int first)
+      : ring(ring),
+        first(first),
+        start(opaque(shared_address(ring.base))),
+        lane_place(opaque(kElement * Rows::offset(0, 0, lane() & 15, (lane() >> 4) * 8))) {}
+
+  __device__ Places of(int stage) const {
+    const uint32_t base = start + stage * Ring::kStage;
+    Places at;
+    at.stage = stage;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      at.columns[i] = opaque(base + (lane_place ^ (kElement * 16 * i)));
+      at.rows[i] = opaque(at.columns[i] + kElement * first * S::D);
+    }
+    at.own = opaque(base + (lane_place ^ (kElement * first)));
+    return at;
+  }
+
+  __device__ PlacedTile<Rows> tokens(const Places& at, typename Ring::Of which) const {
+    return {ring.tokens(at.stage, which), at.columns, Ring::offset_of(which)};
+  }
+  __device__ PlacedTile<Rows, true> own_tokens(const Places& at, typename Ring::Of which) const {
+    return {ring.tokens(at.stage, which), &at.own, Ring::offset_of(which)};
+  }
+  __device__ PlacedTile<typename S::Memory, true> own_memory(const Places& at) const {
+    return {ring.memory(at.stage), &at.own, 0};
+  }
+  // The warp's vectors in S^T.
+  __device__ PlacedTile<Rows> vectors(const Places& at) const {
+    return {Rows{ring.memory(at.stage).data + first * S::D}, at.rows, 0};
+  }
+};
+
+}  // namespace girih::kernels::lattice
