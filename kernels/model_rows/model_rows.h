@@ -3,6 +3,7 @@
 //     residual norm    s = x + branch, x or silu(x)        r = (mean(s^2) + eps)^-1/2        y = r s weight
 //     SiLU product     y = silu(gate) up
 //     cross entropy    l = log(sum of e^z) - z_label        dz = e^z / sum of e^z - [i = label]
+//     rotary           the pairs (i, i + D/2) of q and k turned by position * rate_i
 //
 // All tensors are dense and begin at a multiple of 32 bytes, rows are a multiple of kModelRowsPack long. All
 // arithmetic is fp32. Every result has the same bits from run to run.
@@ -83,5 +84,32 @@ struct CrossEntropy {
   float* l;               // [rows]; NaN where a label is no class
 };
 cudaError_t cross_entropy(const CrossEntropy& problem, cudaStream_t stream);
+
+constexpr int kRotaryWidest = 256;  // D
+
+struct RotaryShape {
+  int64_t batch, tokens;
+  int query_heads, heads;  // of q; of k and of v
+  int D;                   // a multiple of 2 kModelRowsPack up to kRotaryWidest
+  DType dtype;
+  const int64_t* position;  // [T], or [B, T]
+  bool of_sequences;        // whether it is [B, T]
+  const float* rate;        // [D / 2]
+};
+
+// q, k and v of x, q and k turned; cos and sin are of the angle in fp32, rounded to dtype.
+struct Rotary {
+  RotaryShape shape;
+  const void* x;    // [B, T, query_heads + 2 heads, D]
+  void *q, *k, *v;  // [B, T, query_heads, D], [B, T, heads, D]
+};
+cudaError_t rotary(const Rotary& problem, cudaStream_t stream);
+
+struct RotaryBackward {
+  RotaryShape shape;
+  const void *dq, *dk, *dv;
+  void* dx;
+};
+cudaError_t rotary_backward(const RotaryBackward& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

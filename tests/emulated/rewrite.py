@@ -31,7 +31,7 @@ UNITS = {
         f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "pooled_gate", "channel_gate")
     ),
     "model_rows": tuple(
-        f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "silu_product")
+        f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
     ),
     "trellis": (
         *(f"trellis/exact_{name}.cu" for name in ("scan", "rows", "reverse", "columns")),

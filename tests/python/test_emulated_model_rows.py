@@ -3,11 +3,12 @@
 import ctypes
 
 import pytest
+import test_model_rows_kernels
 import torch
 import torch.nn.functional as F
 from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure
 from test_model_rows_kernels import DTYPES as TYPES
-from test_model_rows_kernels import PAIRS, assert_close
+from test_model_rows_kernels import PAIRS, assert_close, check_rotary
 
 pytestmark = needs_headers
 INT, FLOAT = ctypes.c_int, ctypes.c_float
@@ -29,6 +30,17 @@ ProductBackward = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gat
 CrossEntropy = structure(
     (NUMBER, "rows classes"), (INT, "dtype"), (POINTER, "z labels"), (NUMBER, "ignored"), (POINTER, "l")
 )
+
+
+RotaryShape = structure(
+    (NUMBER, "batch tokens"),
+    (INT, "query_heads heads D dtype"),
+    (POINTER, "position"),
+    (ctypes.c_bool, "of_sequences"),
+    (POINTER, "rate"),
+)
+Rotary = structure((RotaryShape, "shape"), (POINTER, "x q k v"))
+RotaryBackward = structure((RotaryShape, "shape"), (POINTER, "dq dk dv dx"))
 
 
 @pytest.fixture(scope="module")
@@ -185,4 +197,36 @@ def test_cross_entropies(kernels, classes, dtype):
     want = F.cross_entropy(wide, labels, reduction="none")
     assert_close(l, want.detach(), 30)
     assert_close(z, torch.autograd.grad(want.sum(), wide)[0])
+    place.assert_untouched()
+
+
+@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes, D", [((2, 3, 3, 1), 16), ((1, 2, 2, 2), 48), ((1, 2, 9, 4), 256), ((1, 0, 1, 1), 16)]
+)
+def test_turns(kernels, sizes, D, dtype, of_sequences, monkeypatch):
+    monkeypatch.setattr(test_model_rows_kernels, "DEVICE", "cpu")
+    B, T, query_heads, heads = sizes
+    place = Places()
+
+    def shape(dtype, position, rate):
+        return RotaryShape(
+            *sizes, D, DTYPES[dtype], position.data_ptr(), position.dim() == 2, rate.data_ptr()
+        )
+
+    def run(x, query_heads, position, rate):
+        x, rate = place(x), place(rate)
+        found = [place.like(part) for part in x.split([query_heads, heads, heads], 2)]
+        kernels.run_rotary(ctypes.byref(Rotary(shape(x.dtype, position, rate), *map(address, (x, *found)))))
+        return found
+
+    def run_backward(dq, dk, dv, position, rate):
+        grads, rate = [place(x) for x in (dq, dk, dv)], place(rate)
+        dx = place(torch.full((B, T, query_heads + 2 * heads, D), torch.nan, dtype=dq.dtype))
+        call = RotaryBackward(shape(dq.dtype, position, rate), *map(address, (*grads, dx)))
+        kernels.run_rotary_backward(ctypes.byref(call))
+        return dx
+
+    check_rotary(run, run_backward, sizes, D, dtype, of_sequences)
     place.assert_untouched()

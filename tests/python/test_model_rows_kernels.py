@@ -9,6 +9,7 @@ from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, GatedSlotAttention, RMSNorm, fused, linears, loss, swiglu
 from girih.nn.fused import residual_norm, silu_norm
 from girih.nn.loss import linear_cross_entropy
+from girih.nn.rotary import angles, rates, rotary, turned
 from girih.nn.swiglu import silu_product
 from padding import Padded
 
@@ -344,7 +345,77 @@ def test_equal_calls_have_the_same_bits():
         assert a.equal(b)
 
 
+def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
+    """`run(x, query_heads, position, rate)` and `run_backward(dq, dk, dv, position, rate)`; sizes: B, T,
+    query heads, heads. Off by roundings of a pair's size, as cos and sin are rounded."""
+    B, T, query_heads, heads = sizes
+    position = torch.arange(T, device=DEVICE) * 7 % 5000
+    if of_sequences:
+        position = position + torch.arange(B, device=DEVICE)[:, None] * 100
+    rate, all_heads = rates(D, 10000.0, torch.float32, position.device), [query_heads, heads, heads]
+    x = normal(B, T, sum(all_heads), D, dtype=dtype)
+    wide = x.double().requires_grad_()
+    parts = wide.split(all_heads, 2)
+    cos, sin = (part[..., None, :].double() for part in angles(position, D, 10000.0, dtype))
+
+    def turn(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    def assert_turned(got, want, of):
+        size = sum(part.abs() for part in of.double().chunk(2, -1)).repeat(1, 1, 1, 2)
+        assert got.dtype == dtype and got.shape == want.shape
+        error = (got.double() - want).abs()
+        assert (error <= (2 * torch.finfo(dtype).eps + 1e-6) * size).all(), error.max()
+
+    want = [turn(parts[0]), turn(parts[1]), parts[2]]
+    found = run(x, query_heads, position, rate)
+    for got, exact, of in zip(found, want, x.split(all_heads, 2), strict=True):
+        assert_turned(got, exact.detach(), of)
+    assert found[2].equal(x[:, :, query_heads + heads :])
+    grads = [normal(*y.shape, dtype=dtype, seed=i + 1) for i, y in enumerate(want)]
+    (exact,) = torch.autograd.grad(want, wide, [g.double() for g in grads])
+    assert_turned(run_backward(*grads, position, rate), exact, torch.cat(grads, 2))
+
+
+@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [16, 48, 64, 96, 128, 256])
+def test_turns_of_every_width(D, dtype, of_sequences):
+    check_rotary(
+        torch.ops.girih.rotary, torch.ops.girih.rotary_backward, (2, 33, 3, 1), D, dtype, of_sequences
+    )
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 2, 1), (2, 0, 2, 1), (1, 5, 0, 2), (1, 5, 3, 0), (3, 700, 40, 8)])
+def test_turns_of_any_heads_and_none(sizes):
+    check_rotary(torch.ops.girih.rotary, torch.ops.girih.rotary_backward, sizes, 128, torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 1)])
+def test_turned_is_rotary(heads):
+    """In fp32 but for a rounding; differentiated once and twice."""
+    x, position = normal(2, 9, sum(heads), 32).requires_grad_(), torch.arange(3, 12, device=DEVICE)
+
+    def parts(x):
+        q, k, v = x.split(heads, 2)
+        return rotary(q, position), rotary(k, position), v
+
+    def penalty(f):
+        y = torch.cat(f(x), 2)
+        (dx,) = torch.autograd.grad(y.square().sum() * y.sum(), x, create_graph=True)
+        return y, dx, *torch.autograd.grad(dx.square().sum(), x)
+
+    found = penalty(lambda x: turned(x, heads, position, 10000.0))
+    assert turned(x, heads, position, 10000.0)[0].grad_fn.name().startswith("_Turned")
+    for got, want in zip(found, penalty(parts), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    with torch.no_grad():
+        assert all(a.equal(b) for a, b in zip(turned(x, heads, position, 10000.0), parts(x), strict=True))
+
+
 def test_what_they_refuse():
+    position, rate, all_heads = torch.arange(6, device=DEVICE), normal(8), normal(2, 6, 4, 16)
     x, weight, label = normal(4, 16), normal(16), torch.zeros(4, dtype=torch.long, device=DEVICE)
     ops = torch.ops.girih
     for call, said in [
@@ -354,6 +425,17 @@ def test_what_they_refuse():
         (lambda: ops.residual_norm(x.bfloat16(), None, weight, 0.1, torch.float16), "x is BFloat16"),
         (lambda: ops.residual_norm(x.t(), None, normal(4), 0.1, x.dtype), r"x has shape \[16, 4\]"),
         (lambda: ops.silu_norm(x, weight[:8], 0.1), r"silu_norm: weight has shape \[8\]"),
+        (lambda: ops.rotary(all_heads[0], 2, position, rate), "x has shape"),
+        (lambda: ops.rotary(normal(2, 6, 4, 24), 2, position, normal(12)), "multiple of 16"),
+        (lambda: ops.rotary(all_heads.double(), 2, position, rate), "x is Double"),
+        (lambda: ops.rotary(all_heads, 3, position, rate), "query_heads is 3"),
+        (lambda: ops.rotary(all_heads, 2, position[:5], rate), r"position is Long \[5\]"),
+        (lambda: ops.rotary(all_heads, 2, position.int(), rate), "position is Int"),
+        (lambda: ops.rotary(all_heads, 2, position, normal(16)), r"rate is Float \[16\]"),
+        (
+            lambda: ops.rotary_backward(all_heads, all_heads, all_heads[:, :5], position, rate),
+            r"dv has shape \[2, 5, 4, 16\]",
+        ),
         (lambda: ops.cross_entropy_(normal(8, 8).t(), label, -100), "dense"),
         (lambda: ops.cross_entropy_(normal(9 * 16)[4:68].view(4, 16), label, -100), "16 bytes behind"),
         (lambda: ops.silu_product(x, x.bfloat16()), "up is BFloat16"),

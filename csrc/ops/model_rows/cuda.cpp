@@ -163,6 +163,78 @@ Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignored) {
   return l;
 }
 
+kernels::RotaryShape rotary_shape(const Tensor& like, at::IntArrayRef sizes, int64_t query_heads,
+                                  const Tensor& position, const Tensor& rate) {
+  constexpr int kPair = 2 * kernels::kModelRowsPack;
+  const auto B = sizes[0], T = sizes[1], heads = sizes[2], D = sizes[3];
+  TORCH_CHECK(is_of_kernels(like.scalar_type()) && D >= kPair && D % kPair == 0 &&
+                  D <= kernels::kRotaryWidest && B * T <= 0x7fffffff,
+              "girih: rotary: x is ", like.scalar_type(), " ", sizes,
+              "; expected float32, float16 or bfloat16 [B, T, heads, a multiple of ", kPair, " up to ",
+              kernels::kRotaryWidest, "] of less than 2^31 tokens");
+  TORCH_CHECK(0 <= query_heads && query_heads <= heads && (heads - query_heads) % 2 == 0,
+              "girih: rotary: query_heads is ", query_heads, "; expected the heads of x, ", heads,
+              ", less those of k and as many of v");
+  const bool of_sequences = position.dim() == 2;
+  TORCH_CHECK(position.scalar_type() == at::kLong && position.device() == like.device() &&
+                  position.sizes() == (of_sequences ? at::IntArrayRef({B, T}) : at::IntArrayRef({T})),
+              "girih: rotary: position is ", position.scalar_type(), " ", position.sizes(), " on ",
+              position.device(), "; expected Long [", T, "] or [", B, ", ", T, "] on ", like.device());
+  TORCH_CHECK(rate.scalar_type() == at::kFloat && rate.device() == like.device() &&
+                  rate.sizes() == at::IntArrayRef({D / 2}) && rate.is_contiguous(),
+              "girih: rotary: rate is ", rate.scalar_type(), " ", rate.sizes(), " on ", rate.device(),
+              "; expected dense Float [", D / 2, "] on ", like.device());
+  return {B,
+          T,
+          static_cast<int>(query_heads),
+          static_cast<int>((heads - query_heads) / 2),
+          static_cast<int>(D),
+          kernel_dtype(like),
+          position.const_data_ptr<int64_t>(),
+          of_sequences,
+          rate.const_data_ptr<float>()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rotary(const Tensor& x_, int64_t query_heads, const Tensor& position_,
+                                          const Tensor& rate) {
+  TORCH_CHECK(x_.dim() == 4, "girih: rotary: x has shape ", x_.sizes(), "; expected [B, T, heads, D]");
+  const c10::cuda::CUDAGuard device(x_.device());
+  const auto position = position_.contiguous();
+  kernels::Rotary p{};
+  p.shape = rotary_shape(x_, x_.sizes(), query_heads, position, rate);
+  const auto x = dense("rotary", x_, "x", x_.sizes(), x_.scalar_type(), x_);
+  const auto rows = [&](int64_t heads) {
+    return at::empty({x.size(0), x.size(1), heads, x.size(3)}, x.options());
+  };
+  const auto q = rows(query_heads), k = rows(p.shape.heads), v = rows(p.shape.heads);
+  p.x = x.const_data_ptr();
+  p.q = q.mutable_data_ptr(), p.k = k.mutable_data_ptr(), p.v = v.mutable_data_ptr();
+  check_launch("rotary", kernels::rotary(p, c10::cuda::getCurrentCUDAStream()));
+  return {q, k, v};
+}
+
+Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, const Tensor& position_,
+                       const Tensor& rate) {
+  TORCH_CHECK(dq_.dim() == 4 && dk_.dim() == 4, "girih: rotary_backward: dq has shape ", dq_.sizes(), ", dk ",
+              dk_.sizes(), "; expected [B, T, heads, D]");
+  const c10::cuda::CUDAGuard device(dq_.device());
+  const auto position = position_.contiguous();
+  const auto type = dq_.scalar_type();
+  const auto heads = dk_.size(2);
+  const std::vector<int64_t> sizes{dq_.size(0), dq_.size(1), dq_.size(2) + 2 * heads, dq_.size(3)},
+      of_kv{sizes[0], sizes[1], heads, sizes[3]};
+  kernels::RotaryBackward p{};
+  p.shape = rotary_shape(dq_, sizes, dq_.size(2), position, rate);
+  const auto dq = dense("rotary_backward", dq_, "dq", dq_.sizes(), type, dq_),
+             dk = dense("rotary_backward", dk_, "dk", of_kv, type, dq_),
+             dv = dense("rotary_backward", dv_, "dv", of_kv, type, dq_);
+  const auto dx = at::empty(sizes, dq_.options());
+  p.dq = dq.const_data_ptr(), p.dk = dk.const_data_ptr(), p.dv = dv.const_data_ptr();
+  p.dx = dx.mutable_data_ptr();
+  check_launch("rotary_backward", kernels::rotary_backward(p, c10::cuda::getCurrentCUDAStream()));
+  return dx;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
@@ -182,6 +254,9 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def(
       "silu_product_backward(Tensor dy, Tensor gate, Tensor up, bool of_product)"
       " -> (Tensor dgate, Tensor dup, Tensor y)");
+  // q, k and v of x [B, T, heads of all, D], q and k turned by position * rate
+  m.def("rotary(Tensor x, int query_heads, Tensor position, Tensor rate) -> (Tensor q, Tensor k, Tensor v)");
+  m.def("rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor position, Tensor rate) -> Tensor");
   // Of every row; logits become the gradient of their sum.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, int ignored) -> Tensor");
 }
@@ -192,6 +267,8 @@ TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("silu_norm_backward", &silu_norm_backward);
   m.impl("silu_product", &product);
   m.impl("silu_product_backward", &product_backward);
+  m.impl("rotary", &rotary);
+  m.impl("rotary_backward", &rotary_backward);
   m.impl("cross_entropy_", &cross_entropy_);
 }
 

@@ -6,7 +6,7 @@ writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1. A layer a
 attention modules of transformers get, so it can stand in such a model as one.
 """
 
-from girih.nn.attention import Attention, AttentionState, rotary
+from girih.nn.attention import Attention, AttentionState
 from girih.nn.block import Block
 from girih.nn.chunk_attention import ChunkAttention, ChunkRows
 from girih.nn.compress_attend import CompressAttend, CompressAttendState
@@ -19,6 +19,7 @@ from girih.nn.layer import GateLinear, Layer, decay_parameter_names
 from girih.nn.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
+from girih.nn.rotary import rotary
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, map_state
 from girih.nn.swiglu import SwiGLU

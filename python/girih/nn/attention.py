@@ -17,26 +17,9 @@ from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 from girih.nn.projections import projections
+from girih.nn.rotary import angles, turned
 from girih.nn.state import by_itself
 from girih.nn.step import Product
-
-
-def angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i/D), `[..., D/2]`; the angles are fp32 (fp64 for fp64)."""
-    half, wide = head_dim // 2, torch.promote_types(dtype, torch.float32)
-    rate = theta ** (torch.arange(half, device=position.device, dtype=wide) / -half)
-    angle = position[..., None] * rate
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
-    """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D).
-
-    position is `[T]` or `[B, T]`, D even. The result has x's dtype.
-    """
-    cos, sin = (part[..., None, :] for part in angles(position, x.shape[-1], theta, x.dtype))
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
 def with_spare(tokens: int) -> int:
@@ -212,9 +195,8 @@ class Attention(SequenceLayer):
         in_place = use_cache and not torch.is_grad_enabled()
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)
-        q, k, v = qkv.split(self.heads, 2)
         position = torch.arange(past, past + T, device=x.device)
-        q, k = rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta)
+        q, k, v = turned(qkv, self.heads, position, self.rope_theta)
         before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
         if before_valid is not None:
             before_valid = before_valid[:, :past]

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
-from girih.nn.attention import rotary
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
-from girih.nn.layer import projection
+from girih.nn.linears import together
+from girih.nn.projections import projections
+from girih.nn.rotary import turned
 
 ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
 
@@ -132,7 +133,7 @@ class ChunkAttention(SequenceLayer):
         else:
             kept = self.keep(k, v, rows)
             o = self.extend(q, k, v, rows, kept)
-        return self.o_proj(o.flatten(-2)), kept
+        return together(o.flatten(-2), [self.o_proj])[0], kept
 
     def project(
         self, x: Tensor, rows: ChunkRows, cu_chunks: Tensor | None = None
@@ -147,8 +148,8 @@ class ChunkAttention(SequenceLayer):
             if cu_chunks is not None:
                 k = k - cu_chunks[torch.searchsorted(cu_chunks[1:-1], k, right=True)]
             position = position + k
-        q, k, v = projection(self, "qkv_proj", x).unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
-        return rotary(q, position, self.rope_theta), rotary(k, position, self.rope_theta), v
+        qkv = projections(self, ["qkv_proj"], x)[0].unflatten(-1, (-1, self.head_dim))
+        return turned(qkv, self.heads, position, self.rope_theta)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows) -> Tensor:
         """One row over K + chunk slots: its own key and value are written first, as it sees itself."""

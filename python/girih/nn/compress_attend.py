@@ -10,10 +10,10 @@ from girih.nn.attention_call import SequenceLayer
 from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, single_row, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
 from girih.nn.fields import heads_of
-from girih.nn.layer import projection
 from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
+from girih.nn.projections import projections
 from girih.nn.state import map_state
 
 
@@ -136,7 +136,7 @@ class CompressAttend(SequenceLayer):
         `where [K]`, by default the first chunk), then what the chunk before has become."""
         # The last chunk is nobody's past; left out before, its being alone would show in a shape and
         # torch.export take no dynamic T.
-        headers = F.pad(projection(self, "compress", tokens.flatten(2)), (0, 0, 1, 0))[:, :-1]
+        headers = F.pad(projections(self, ["compress"], tokens.flatten(2))[0], (0, 0, 1, 0))[:, :-1]
         if where is None:
             where = torch.arange(tokens.shape[1], device=tokens.device) == 0
         return torch.where(where[:, None], first.to(headers.dtype), headers)
@@ -158,7 +158,7 @@ class CompressAttend(SequenceLayer):
         state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
         if (ended := full(known, C, x.device)) is not None:
             # The next chunk's header: this token does not see it.
-            header, k = projection(self, "compress", state.x[ended].flatten(1)), n[ended] // C + 1
+            header, k = projections(self, ["compress"], state.x[ended].flatten(1))[0], n[ended] // C + 1
             state.header[ended] = header.to(state.header.dtype)
             _, *new = self.attention.project(header[:, None], ChunkRows(C + 1, k * (C + 1)))
             for kept, part in zip(kv, new, strict=True):

@@ -1,0 +1,127 @@
+// (a, b) -> (a cos - b sin, a sin + b cos) for the pairs (i, i + D/2) of a token's q and k, and v as it is;
+// backward by the angle's negative.
+//
+// A block has a token: some threads make the angles, each of all then has a pack of pairs at a time.
+#include "model_rows/model_rows.h"
+#include "tile/grid.h"
+#include "tile/pack.h"
+
+namespace girih::kernels {
+namespace model_rows {
+namespace {
+
+constexpr int kPack = kModelRowsPack, kThreads = 256;
+
+// Where a token's heads of q, k and v are, in tensors of their own or in one.
+template <typename T>
+struct Heads {
+  T *q, *k, *v;
+
+  __device__ T* of(int head, const RotaryShape& shape) const {
+    const int k = head - shape.query_heads, v = k - shape.heads;
+    return k < 0 ? q + head * shape.D : v < 0 ? this->k + k * shape.D : this->v + v * shape.D;
+  }
+};
+template <typename T, typename P>
+__device__ Heads<T> apart(const RotaryShape& shape, int64_t token, P* q, P* k, P* v) {
+  const int64_t of_kv = token * shape.heads * shape.D;
+  return {static_cast<T*>(q) + token * shape.query_heads * shape.D, static_cast<T*>(k) + of_kv,
+          static_cast<T*>(v) + of_kv};
+}
+template <typename T, typename P>
+__device__ Heads<T> joined(const RotaryShape& shape, int64_t token, P* x) {
+  T* const q = static_cast<T*>(x) + token * (shape.query_heads + 2 * shape.heads) * shape.D;
+  T* const k = q + shape.query_heads * shape.D;
+  return {q, k, k + shape.heads * shape.D};
+}
+
+// `sign`: of the angle.
+template <typename T>
+__device__ void turn(const RotaryShape& shape, int64_t token, float sign, const Heads<const T>& from,
+                     const Heads<T>& to) {
+  __shared__ float cosine[kRotaryWidest / 2];
+  __shared__ float sine[kRotaryWidest / 2];
+  const int half = shape.D / 2, packs = half / kPack;
+  const int64_t place = shape.of_sequences ? token : token % shape.tokens;
+  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+    const float angle = static_cast<float>(shape.position[place]) * shape.rate[i];
+    cosine[i] = to_float(from_float<T>(cosf(angle)));
+    sine[i] = sign * to_float(from_float<T>(sinf(angle)));
+  }
+  __syncthreads();  // the angles stand in shared memory
+  const int turned = (shape.query_heads + shape.heads) * packs, all = turned + shape.heads * packs;
+  for (int job = threadIdx.x; job < all; job += blockDim.x) {
+    const int head = job / packs, i = (job - head * packs) * kPack;
+    const T* const x = from.of(head, shape) + i;
+    T* const y = to.of(head, shape) + i;
+    auto a = load<kPack>(x), b = load<kPack>(x + half);
+    if (job < turned) {
+#pragma unroll
+      for (int c = 0; c < kPack; ++c) {
+        const float own = a.at[c], cos = cosine[i + c], sin = sine[i + c];
+        a.at[c] = fmaf(own, cos, -b.at[c] * sin);
+        b.at[c] = fmaf(own, sin, b.at[c] * cos);
+      }
+    }
+    store(y, a), store(y + half, b);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) rotary_kernel(const __grid_constant__ Rotary p) {
+  const int64_t token = blockIdx.x;
+  turn<T>(p.shape, token, 1.f, joined<const T>(p.shape, token, p.x), apart<T>(p.shape, token, p.q, p.k, p.v));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) rotary_backward_kernel(const __grid_constant__ RotaryBackward p) {
+  const int64_t token = blockIdx.x;
+  turn<T>(p.shape, token, -1.f, apart<const T>(p.shape, token, p.dq, p.dk, p.dv),
+          joined<T>(p.shape, token, p.dx));
+}
+
+// launch(an element, blocks, threads) where there are tokens.
+template <typename Launch>
+cudaError_t with_type(const RotaryShape& shape, const Launch& launch) {
+  const int64_t blocks = shape.batch * shape.tokens;
+  const int64_t packs = static_cast<int64_t>(shape.query_heads + 2 * shape.heads) * (shape.D / 2 / kPack);
+  if (blocks == 0 || packs == 0) return cudaSuccess;
+  if (shape.D % (2 * kPack) != 0 || shape.D > kRotaryWidest || blocks > 0x7fffffff) {
+    return cudaErrorInvalidValue;
+  }
+  const auto threads = static_cast<unsigned>(std::min<int64_t>(divide_up(packs, 32) * 32, kThreads));
+  const auto launched = [&](auto element) {
+    launch(element, static_cast<unsigned>(blocks), threads);
+    return cudaGetLastError();
+  };
+  switch (shape.dtype) {
+    case DType::f32:
+      return launched(0.f);
+    case DType::bf16:
+      return launched(__nv_bfloat16{});
+    case DType::f16:
+      return launched(__half{});
+    case DType::f64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace model_rows
+
+cudaError_t rotary(const Rotary& p, cudaStream_t stream) {
+  return model_rows::with_type(p.shape, [&](auto element, unsigned blocks, unsigned threads) {
+    using T = decltype(element);
+    model_rows::rotary_kernel<T><<<blocks, threads, 0, stream>>>(p);
+  });
+}
+
+cudaError_t rotary_backward(const RotaryBackward& p, cudaStream_t stream) {
+  return model_rows::with_type(p.shape, [&](auto element, unsigned blocks, unsigned threads) {
+    using T = decltype(element);
+    model_rows::rotary_backward_kernel<T><<<blocks, threads, 0, stream>>>(p);
+  });
+}
+
+}  // namespace girih::kernels

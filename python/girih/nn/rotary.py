@@ -1,0 +1,68 @@
+"""Rotary positions: q and k with their pairs of channels turned; in training on a GPU in one pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from girih.nn.fused import PACK, has_kernel
+
+WIDEST = 256  # head_dim of the kernel
+
+
+def rates(head_dim: int, theta: float, wide: torch.dtype, device: torch.device) -> Tensor:
+    """theta^(-2i/D), `[D/2]`."""
+    half = head_dim // 2
+    return theta ** (torch.arange(half, device=device, dtype=wide) / -half)
+
+
+def angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i/D), `[..., D/2]`; the angles are fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    angle = position[..., None] * rates(head_dim, theta, wide, position.device)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
+    """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D).
+
+    position is `[T]` or `[B, T]`, D even. The result has x's dtype.
+    """
+    cos, sin = (part[..., None, :] for part in angles(position, x.shape[-1], theta, x.dtype))
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class _Turned(torch.autograd.Function):
+    """q, k, v of x, of which backward needs nothing: a turn's gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, query_heads: int, position: Tensor, theta: float) -> tuple[Tensor, ...]:
+        rate = rates(x.shape[-1], theta, torch.float32, x.device)
+        ctx.save_for_backward(position, rate)
+        ctx.theta = theta
+        return torch.ops.girih.rotary(x, query_heads, position, rate)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        position, rate = ctx.saved_tensors
+        if torch.is_grad_enabled():  # what follows may be differentiated once more
+            turned_back = (rotary(dx, -position, ctx.theta) for dx in (dq, dk))
+            return torch.cat((*turned_back, dv), 2), None, None, None
+        return torch.ops.girih.rotary_backward(dq, dk, dv, position, rate), None, None, None
+
+
+def turned(
+    qkv: Tensor, heads: tuple[int, int, int], position: Tensor, theta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of qkv `[B, T, sum of heads, D]`, q and k by `rotary`."""
+    if (
+        torch.is_grad_enabled()
+        and has_kernel(qkv, dense=False)
+        and qkv.shape[-1] % (2 * PACK) == 0
+        and qkv.shape[-1] <= WIDEST
+        and qkv.shape[0] * qkv.shape[1] < 2**31
+    ):
+        return _Turned.apply(qkv, heads[0], position, theta)
+    q, k, v = qkv.split(heads, 2)
+    return rotary(q, position, theta), rotary(k, position, theta), v
