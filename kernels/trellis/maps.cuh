@@ -14,7 +14,7 @@ namespace girih::kernels {
 
 constexpr float kMapEps = 1e-6f;
 
-// Exact: softmax with an e^x that is right to its last digits.
+// Exact: roots, and softmax's e^x, right to their last digits.
 template <bool Softmax, bool Exact = false>
 struct Map {
   static constexpr bool softmax = Softmax, exact = Exact;
@@ -150,8 +150,9 @@ struct Fit {
 // where unit is 0, r is 1.
 template <class Map>
 __device__ inline Fit fit_about(const Map& map, float mean, float square, float with_a, float sum_a) {
+  const auto inverse_of = [](float x) { return Map::exact ? close_inverse_root(x) : inverse_root(x); };
   const float variance = fmaxf(square * map.unit, 0.f),
-              inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f;
+              inverse = map.norm ? inverse_of(variance + kMapEps) : 1.f;
   return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
 }
 

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) trellis_step_kernel(const __grid_con
   const float decay = p.g.data == nullptr ? 1.f : expf(load_any(p.g, n, head));
   __syncthreads();
 
-  // z = A' x: a warp a row
+  // z = A' x: a warp a row. A chunk of one token begins with it, and A' is the memory.
   const auto row = [&](const Out<4>& state, int m) {
     return static_cast<float*>(state.data) + offset_of(state, n, head, m);
   };
@@ -83,10 +83,11 @@ __global__ void __launch_bounds__(kThreads) trellis_step_kernel(const __grid_con
 #pragma unroll
   for (int memory = 0; memory < 2; ++memory) {
     const float* x = memory == 0 ? space.k : space.v;
+    const Out<4>& first = p.chunk == 1 ? p.memory[memory] : p.first[memory];
     for (int m = warp; m < p.M; m += kWarps) {
-      const float* A = row(p.first[memory], m);
+      const float* A = row(first, m);
       float z = 0.f;
-      for (int i = lane(); i < width(memory); i += 32) z = fmaf(A[i * p.first[memory].stride[3]], x[i], z);
+      for (int i = lane(); i < width(memory); i += 32) z = fmaf(A[i * first.stride[3]], x[i], z);
       z = sum_over_warp(z);
       if (lane() == 0) {
         const float s = 1.f / (1.f + expf(-z)), y = z * s;

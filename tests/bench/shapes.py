@@ -102,6 +102,7 @@ TRELLIS = [
     ),
     *(at("4 4096 16 64", trellis(f"m64-c{C}", g=True, chunk=C), M=64) for C in (1, 64)),
     at("4 4096 16 128", trellis("m128-c16", g=True, chunk=16), M=128),
+    at("4 4096 16 64", trellis("m64-c16-fp32", g=True, chunk=16), M=64, dtype=torch.float32),
     # A chain alone, and more chains than a card has places for.
     at("1 4096 1 64", TRELLIS_DEFAULT, M=64),
     at("8 4096 16 64", TRELLIS_DEFAULT, M=64),

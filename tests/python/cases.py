@@ -235,6 +235,12 @@ def mid_chunk(case, leaves, begins):
     return leaves
 
 
+def with_any_first_memories(inputs):
+    """Resumed inputs of trellis, with the first memories of the leaves even where a chunk begins."""
+    leaves = {name.removeprefix("state_"): x for name, x in inputs.leaves.items()}
+    return replace(inputs, given=leaves | {"position": inputs.position})
+
+
 def state_class(op):
     """The operator's NamedTuple, which its function is annotated with."""
     return inspect.signature(getattr(ops, f"{op}_step")).parameters["state"].annotation

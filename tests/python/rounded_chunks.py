@@ -32,6 +32,8 @@ def trellis(
     if len(state) == 2:
         A1, A2 = state
         state = TrellisState(A1, A1, A2, A2, torch.zeros(len(A1), dtype=torch.int64, device=q.device))
+    if chunk == 1:  # begins with its token, and its first memory is the memory
+        state = state._replace(first_k=state.k, first_v=state.v)
     if cu_seqlens is not None:
         return per_sequence(trellis, q, k, v, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
     T = q.shape[1]

@@ -5,7 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, ONE_EACH, PACKED, RECURRENT, cotangents, gradients, operator, precision, recurrence
+from cases import (
+    CASES,
+    ONE_EACH,
+    PACKED,
+    RECURRENT,
+    cotangents,
+    gradients,
+    operator,
+    precision,
+    recurrence,
+    step,
+    with_any_first_memories,
+)
 from comparison import assert_within
 from draws import STRUCTURES
 from girih import ops
@@ -33,6 +45,37 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
     wanted = gradients(want, exact, {name: x.double() for name, x in grads.items()})
     finite = {name: x for name, x in wanted.items() if x.isfinite().all()}
     assert_within({name: found[name] for name in finite}, finite, 1e-3)
+
+
+# ---- trellis: chunks of one token ----------------------------------------------------------------------
+
+CHUNKS_OF_ONE = [case for case in CASES if case.op == "trellis" and case.chunk == 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [[0], [1], [40], [131], [70, 0, 61]], ids=str)
+@pytest.mark.parametrize("case", CHUNKS_OF_ONE, ids=str)
+def test_in_chunks_of_one_token_first_memories_do_not_count(case, lengths, dtype, device):
+    packed = lengths if len(lengths) > 1 else None
+    tied = case.draw(sum(lengths), lengths=packed, resumed=True, dtype=dtype, device=device).requiring_grad()
+    free = with_any_first_memories(tied)
+    outs, want = operator(free), operator(tied)
+    assert all(torch.equal(outs[name], x) for name, x in want.items())
+    grads = cotangents(want)
+    found, wanted = gradients(outs, free, grads), gradients(want, tied, grads)
+    assert all(torch.equal(found[name], x) for name, x in wanted.items())
+    assert not found["state_first_k"].any() and not found["state_first_v"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CHUNKS_OF_ONE, ids=str)
+@torch.no_grad()
+def test_a_step_of_a_chunk_of_one_token_reads_the_memories(case, dtype, device):
+    free = with_any_first_memories(case.draw(1, resumed=True, dtype=dtype, device=device))
+    begun = {f"first_{x}": free.given[x] for x in "kv"}
+    tied = replace(free, given={name: x.clone() for name, x in (free.given | begun).items()})
+    assert torch.equal(step(free), step(tied))
+    assert all(torch.equal(free.given[name], x) for name, x in tied.given.items())
 
 
 # ---- lattice: tokens that repeat -----------------------------------------------------------------------

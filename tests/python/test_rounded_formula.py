@@ -3,7 +3,7 @@
 import pytest
 import rounded_chunks
 import rounded_formula
-from cases import CASES, arguments, cotangents, gradients, operator, outputs
+from cases import CASES, arguments, cotangents, gradients, operator, outputs, with_any_first_memories
 from comparison import assert_within
 from recurrences import unit_columns
 
@@ -24,6 +24,19 @@ def test_in_float64_it_is_the_operator(case, resumed, lengths):
         keywords["state"] = tuple(first) if case.op == "trellis" else unit_columns(first[0])
     formula = getattr(rounded_formula if case in SCANS else rounded_chunks, case.op)
     found = outputs(case, formula(**keywords))
+    want = operator(inputs)
+    assert_within(found, want, 1e-9)
+    grads = cotangents(want)
+    assert_within(gradients(found, inputs, grads), gradients(want, inputs, grads), 1e-7)
+
+
+@pytest.mark.parametrize("T", [1, 40, 131])
+@pytest.mark.parametrize(
+    "case", [case for case in CHUNKS if case.op == "trellis" and case.chunk == 1], ids=str
+)
+def test_in_chunks_of_one_token_it_takes_no_first_memories(case, T):
+    inputs = with_any_first_memories(case.draw(T, resumed=True).requiring_grad())
+    found = outputs(case, rounded_chunks.trellis(**arguments(inputs)))
     want = operator(inputs)
     assert_within(found, want, 1e-9)
     grads = cotangents(want)

@@ -105,8 +105,9 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto A = both(*state_k, *state_v, 1);
   Chunks::States initial{A};
-  // Without a position the tokens begin a chunk, and A' is A.
-  if (!chunks.whole()) initial = {given(state_position) ? both(*state_first_k, *state_first_v, 1) : A, A};
+  // Where the tokens begin a chunk, A' is A.
+  const bool within = given(within_chunk(state_position, chunk));
+  if (!chunks.whole()) initial = {within ? both(*state_first_k, *state_first_v, 1) : A, A};
 
   const Phi phi_(phi), f_(f);  // the strings may be gone when backward runs a block again
   const auto run = chunks.run(

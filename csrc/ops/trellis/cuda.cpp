@@ -45,15 +45,15 @@ struct Arguments {
     x[0] = rows(k), x[1] = rows(v), a = rows(a_), gamma = for_each_head(gamma_, HQ);
     if (given(g_)) g = for_each_head(*g_, HQ);
     if (given(cu)) cu_seqlens = cu->contiguous();
-    if (given(position_)) position = position_->contiguous();
+    if (const auto within = within_chunk(position_, chunk); given(within)) position = within->contiguous();
     const auto state = [&](const OptionalTensor& s, int memory) {
       const auto all = H == HQ ? *s : s->repeat_interleave(HQ / H, 1);
       return padded_state(all, false, M, x[memory].size(3));
     };
     initial[0] = state(state_k, 0), initial[1] = state(state_v, 1);
-    if (given(position_)) first[0] = state(first_k, 0), first[1] = state(first_v, 1);
+    if (position.defined()) first[0] = state(first_k, 0), first[1] = state(first_v, 1);
     shape.grid = {kernel_tokens(q, cu_seqlens), static_cast<int>(chunk),
-                  given(position_) ? position.const_data_ptr<int64_t>() : nullptr};
+                  position.defined() ? position.const_data_ptr<int64_t>() : nullptr};
     shape.heads = static_cast<int>(HQ);
     shape.D = static_cast<int>(q.size(3)), shape.V = static_cast<int>(x[1].size(3));
     shape.M = static_cast<int>(a.size(3)), shape.slots = static_cast<int>(M);
@@ -257,7 +257,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   reverse.dgammas = dgammas.mutable_data_ptr<float>();
   reverse.dL = dL.defined() ? dL.mutable_data_ptr<float>() : nullptr;
   for (int m = 0; m < 2; ++m) {
-    if (given(state_position)) dfirst[m] = args.states(m);
+    if (args.position.defined()) dfirst[m] = args.states(m);
     // The caller's states are those of every group's first head.
     const auto of_heads = [&](const OptionalTensor& grad) {
       if (!given(grad)) return Tensor();
@@ -284,7 +284,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 
   const auto of_first = [&](const OptionalTensor& first, int m) {
     return if_given(first, [&] {
-      return given(state_position) ? args.sum_of(dfirst[m], m) : at::zeros(first->sizes(), first->options());
+      return dfirst[m].defined() ? args.sum_of(dfirst[m], m) : at::zeros(first->sizes(), first->options());
     });
   };
   return {without_packs(dq, q.size(3)),

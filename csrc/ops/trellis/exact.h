@@ -53,7 +53,7 @@ class ExactCall {
         M_(kernels::trellis_exact_packed(static_cast<int>(a.size(3)))),
         shape_(exact_shape(q, k, v, a)) {
     if (given(cu)) cu_seqlens_ = cu->contiguous();
-    if (given(position)) position_ = position->contiguous();
+    if (const auto within = within_chunk(position, chunk); given(within)) position_ = within->contiguous();
     shape_.grid = {kernel_tokens(q_, cu_seqlens_), static_cast<int>(chunk),
                    position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr};
     shape_.phi = map_of(phi), shape_.f = map_of(f);

@@ -9,6 +9,12 @@ namespace girih::trellis {
 constexpr int64_t kWidest = 128;       // M, D and V on the tensor cores
 constexpr int64_t kExactWidest = 256;  // of the exact kernels
 
+// The position where it matters: a chunk of one token begins with it, and its A' is the memory, whatever the
+// state's first memories are.
+inline OptionalTensor within_chunk(const OptionalTensor& position, int64_t chunk) {
+  return chunk > 1 ? position : std::nullopt;
+}
+
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, M, N;
 
@@ -65,7 +71,7 @@ struct Problem {
       kept.memories[1] = {pieces, H, kept_width(V), kept_width(M)};
       kept.tokens = {2, B, T, H, kept_width(M)};
     } else {
-      const auto chunks = kept_within(q, N, position, cu_seqlens, chunk);
+      const auto chunks = kept_within(q, N, within_chunk(position, chunk), cu_seqlens, chunk);
       const int64_t tile = M <= 64 && D <= 64 && V <= 64 ? 64 : 128;
       kept.memories[0] = kept.memories[1] = {chunks, HQ, tile, tile};
       kept.tokens = {2, B, T, HQ, kept_width(M)};
