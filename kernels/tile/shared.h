@@ -11,6 +11,16 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same place in shared memory by an address that is worked out once and kept. That of a block's own array
+// a compiler works out anew in every turn of a loop, where there are clusters by a register that is slow to
+// read.
+template <typename T>
+__device__ inline T* by_address(T* shared) {
+  uint32_t address = shared_address(shared);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // Rows x Cols elements. Rows of 64 to 512 bytes fill lines of 128, and the 16-byte packs of a line change
 // places with the row: ldmatrix meets no conflicts, and a copy of whole rows writes whole lines (of
 // rows padded to avoid conflicts it would not). `data` is a multiple of 128 bytes.
@@ -47,6 +57,17 @@ struct SharedTile {
   __device__ uint32_t address(int row, int col) const { return shared_address(data + offset(row, col)); }
   __device__ uint32_t address(int row, int col, int lane_row, int lane_col) const {
     return shared_address(data + offset(row, col, lane_row, lane_col));
+  }
+};
+
+// A tile whose addresses for ldmatrix hang on two numbers that are at hand, those of its start and of the
+// lane's place: behind a barrier the compiler would work them out again.
+template <class Tile>
+struct PlacedTile : Tile {
+  uint32_t start, place;  // in bytes; place: of offset(0, 0, lane() & 15, (lane() >> 4) * 8)
+  __device__ uint32_t address(int row, int col, int, int) const {
+    constexpr int kBytes = sizeof(typename Tile::Element);
+    return start + row * Tile::kCols * kBytes + (place ^ (col * kBytes));
   }
 };
 

@@ -61,25 +61,32 @@ __device__ inline float sigmoid<float>(float z) {
   return 1.f / (1.f + expf(-z));
 }
 
-// y in the place of z, and its slope and, if asked for, curve in z, where there is a silu; else z, 1 and 0.
-template <typename T, class Map, int N>
-__device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums<N>* curve = nullptr) {
-  fill(slope, 1.f);
-  if (curve != nullptr) fill(*curve, 0.f);
-  if constexpr (!Map::softmax) {
-    if (!map.silu) return;
+// y in the place of z, and its slope and, if asked for, curve in z.
+template <typename T, int N>
+__device__ inline void activate_silu(Sums<N>& y, Sums<N>& slope, Sums<N>* curve) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+  for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float z = y.at[n][i], s = sigmoid<T>(z), rest = 1.f - s;
-        y.at[n][i] = z * s;
-        slope.at[n][i] = fmaf(y.at[n][i], rest, s);
-        // s (1 - s) (2 + z (1 - 2 s))
-        if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const float z = y.at[n][i], s = sigmoid<T>(z), rest = 1.f - s;
+      y.at[n][i] = z * s;
+      slope.at[n][i] = fmaf(y.at[n][i], rest, s);
+      // s (1 - s) (2 + z (1 - 2 s))
+      if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
     }
   }
+}
+// The same, of a map without silu z, 1 and 0.
+template <typename T, class Map, int N>
+__device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums<N>* curve = nullptr) {
+  if constexpr (!Map::softmax) {
+    if (map.silu) {
+      activate_silu<T>(y, slope, curve);
+      return;
+    }
+  }
+  fill(slope, 1.f);
+  if (curve != nullptr) fill(*curve, 0.f);
 }
 
 // Which of a row's columns the warp's Sums are, and which exist. Of those that do not y and a are 0: they

@@ -98,18 +98,28 @@ __device__ inline int64_t kept_place(const TrellisShape& shape, int64_t number, 
   return (number * shape.heads + head) * (Tile * Tile);
 }
 
+// Block k of a left factor that is there, or of a tile.
+template <int K>
+__device__ inline void take_block(uint32_t (&to)[4], const Operand<K>& x, int k) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = x.at[k][i];
+}
+template <class Tile>
+__device__ inline void take_block(uint32_t (&to)[4], const PlacedTile<Tile>& x, int k) {
+  load_block(to, x, 0, 16 * k);
+}
 // z = x A^T, of a tile's 16 tokens and the warp's 16 slots. Even and odd blocks add up apart: products that
 // wait for each other are half as many.
-template <typename T, class Tile, int K>
-__device__ inline void product_with(Sums<2>& z, const Tile& x, const Operand<K>& A) {
+template <typename T, class Left, int K>
+__device__ inline void product_with(Sums<2>& z, const Left& x, const Operand<K>& A) {
   Sums<2> odd;
   fill(z, 0.f);
   fill(odd, 0.f);
 #pragma unroll
   for (int k = 0; k < K; k += 2) {
     uint32_t left[2][4];
-    load_block(left[0], x, 0, 16 * k);
-    load_block(left[1], x, 0, 16 * k + 16);
+    take_block(left[0], x, k);
+    take_block(left[1], x, k + 1);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       mma<T>(z.at[j], left[0], A.at[k][2 * j], A.at[k][2 * j + 1]);
@@ -121,6 +131,21 @@ __device__ inline void product_with(Sums<2>& z, const Tile& x, const Operand<K>&
 #pragma unroll
     for (int i = 0; i < 4; ++i) z.at[j][i] += odd.at[j][i];
   }
+}
+
+// 16 rows of a tile as a right factor that is fetched ahead, and sums += a b with it.
+template <class Tile, int K>
+__device__ inline void load_right(Operand<K>& b, const Tile& tile) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    load_matrices_transposed(b.at[k], tile.address(0, 16 * k, lane() & 15, (lane() >> 4) * 8));
+  }
+}
+template <typename T, int N, int K>
+__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Operand<K>& b) {
+  static_assert(N == 2 * K);
+#pragma unroll
+  for (int n = 0; n < N; ++n) mma<T>(sums.at[n], a, b.at[n / 2][2 * (n % 2)], b.at[n / 2][2 * (n % 2) + 1]);
 }
 
 // A left factor as fp32, and the warp's 16 x 16 of a tile.

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
   using Space = TrellisScanSpace<T, Tile>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const Space space{shared};
+  const Space space{by_address(shared)};
   const TrellisPart part(p.shape, blockIdx.x);
   const bool reads = p.o.data != nullptr;
   const int warp = warp_index();
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<168>();
-    run_chain<T, Tile, Map<Softmax>>(p, part, space, warp);
+    TrellisScanChain<T, Tile, Map<Softmax>>(p, part, space, warp).run();
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
     TrellisScanReader<T, Tile>{p, part, space}.run(warp - Space::kChain);

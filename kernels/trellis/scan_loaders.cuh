@@ -19,10 +19,10 @@ struct TileWalk {
   __device__ bool done() const { return chunk_number >= of.chunks; }
   __device__ int rows() const { return min(chunk.length - first, kTile); }
   template <class Space>
-  __device__ int marks() const {
+  __device__ int marks(bool resumed) const {
     const bool last = first + kTile >= chunk.length;
     return (first == 0 ? Space::kEnters : 0) | (last && chunk_number + 1 == of.chunks ? Space::kEnds : 0) |
-           (chunk.complete ? 0 : Space::kOpen);
+           (chunk.complete ? 0 : Space::kOpen) | (resumed && chunk_number == 0 ? Space::kGoesOn : 0);
   }
   __device__ void next() {
     first += kTile;
@@ -96,6 +96,7 @@ struct TrellisScanLoader {
 
   // A tile's copies are under way while the one before, of this warp, is made ready.
   __device__ void run(int loader) const {
+    const bool resumed = p.first[part.memory].data != nullptr;
     Turn turn;
     int mine = loader, before = -1, marks = 0;
     for (TileWalk at(p.shape, part.of); !at.done(); at.next(), turn.next(Space::kStages)) {
@@ -108,7 +109,7 @@ struct TrellisScanLoader {
         __syncwarp();
         finish(before, marks);
       }
-      before = turn.place, marks = at.template marks<Space>();
+      before = turn.place, marks = at.template marks<Space>(resumed);
     }
     if (before < 0) return;
     wait_copies<0>();

@@ -22,8 +22,9 @@ struct TrellisScanSpace {
   // x and x times its weight, -gamma_t e^{L_C - L_t}; a, in whose place the chain leaves z; of the memory of
   // keys q, in whose place a reader leaves r, and of that of values the r that has been sent; u.
   enum TokenTile : int { kX, kWeighed, kA, kR, kU, kTokenTiles };
-  // Where a tile is: a chunk's first, the sequence's last, in a chunk that is not complete.
-  enum Mark : int { kEnters = 1, kEnds = 2, kOpen = 4 };
+  // Where a tile is: a chunk's first, the sequence's last, in a chunk that is not complete, in one that goes
+  // on where it was begun before.
+  enum Mark : int { kEnters = 1, kEnds = 2, kOpen = 4, kGoesOn = 8 };
   // Of a stage, for each token: its Fit, its gates, and the sum of a. The chunk's decay, and the tile's
   // marks.
   struct Numbers {

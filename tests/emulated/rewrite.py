@@ -59,6 +59,7 @@ BODIES = {
     },
     "tile/shared.h": {
         "uint32_t shared_address": "return static_cast<uint32_t>(reinterpret_cast<uint64_t>(pointer));",
+        "T* by_address(": "return shared;",
         "void copy_async(": "emulated::start_copy(to, valid ? from : nullptr, 16);",
         "void copy_async_8(": "emulated::start_copy(to, valid ? from : nullptr, 8);",
         "void copy_async_4(": "emulated::start_copy(to, valid ? from : nullptr, 4);",
