@@ -18,6 +18,7 @@ constexpr float kMapEps = 1e-6f;
 template <bool Softmax, bool Exact = false>
 struct Map {
   static constexpr bool softmax = Softmax, exact = Exact;
+  static constexpr int kMoments = Softmax ? 4 : 3;  // of a row's sums, see Moments
   bool silu, norm;
   float centre;  // 1 / M where a mean is taken off, else 0
   float unit;    // 1 / N: layer norm divides by the root of a mean, l2 by that of a sum; without a norm 0
@@ -105,6 +106,12 @@ struct Columns {
 // nothing: what is left of a variance is as exact as its y.
 using Moments = float4;
 
+// One of them.
+template <class M>
+__device__ inline auto& moment(M& of, int which) {
+  return which == 0 ? of.x : which == 1 ? of.y : which == 2 ? of.z : of.w;
+}
+
 // The largest of a row's y over the quad; finite where there is none, so that no difference is NaN.
 template <int N>
 __device__ inline float largest_of(const Sums<N>& y, int half, const Columns& columns) {
@@ -117,12 +124,25 @@ __device__ inline float largest_of(const Sums<N>& y, int half, const Columns& co
   return max_over_row(most);
 }
 
-// Of both the quad's rows over its columns: a lane gets those of row lane_row() + 8 (lane() % 2).
+// x and y, of rows lane_row() and 8 further, each summed over the row's four lanes: by a product with ones. A
+// number is there as what tf32 has of it and what that leaves, of which 2^-22 is lost.
+__device__ inline void add_over_rows(float& x, float& y) {
+  const uint32_t one = 0x3f800000u, mask = 0xffffe000u;
+  const uint32_t high[2] = {__float_as_uint(x) & mask, __float_as_uint(y) & mask};
+  const float low[2] = {x - __uint_as_float(high[0]), y - __uint_as_float(high[1])};
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
+      "{%0, %1, %2, %3};\n"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(high[0]), "r"(high[1]), "r"(__float_as_uint(low[0])), "r"(__float_as_uint(low[1])), "r"(one));
+  x = sums[0], y = sums[2];
+}
+
+// Of both the quad's rows over its columns, for each of its lanes.
 template <class Map, int N>
-__device__ inline Moments moments_of_rows(const Map&, const Sums<N>& y, const Sums<N>& a,
-                                          const Columns& columns) {
-  const bool upper = lane() & 1;
-  float most[2] = {0.f, 0.f}, sums[2][3] = {};
+__device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sums<N>& y, const Sums<N>& a,
+                                       const Columns& columns) {
+  float most[2] = {0.f, 0.f}, sums[3][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if constexpr (Map::softmax) most[half] = largest_of(y, half, columns);
@@ -130,21 +150,23 @@ __device__ inline Moments moments_of_rows(const Map&, const Sums<N>& y, const Su
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        const float of_a = a.at[n][2 * half + i];
         float x = y.at[n][2 * half + i];
         if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most[half])) : 0.f;
-        sums[half][0] += x, sums[half][1] = fmaf(x, x, sums[half][1]);
-        sums[half][2] = fmaf(a.at[n][2 * half + i], x, sums[half][2]);
+        const bool begins = n == 0 && i == 0;
+        sums[0][half] = begins ? x : sums[0][half] + x;
+        sums[1][half] = begins ? x * x : fmaf(x, x, sums[1][half]);
+        sums[2][half] = begins ? of_a * x : fmaf(of_a, x, sums[2][half]);
       }
     }
   }
-  float own[3];
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    own[i] = (upper ? sums[1][i] : sums[0][i]) + __shfl_xor_sync(~0u, upper ? sums[0][i] : sums[1][i], 1);
-    own[i] += __shfl_xor_sync(~0u, own[i], 2);
+  for (int i = 0; i < 3; ++i) add_over_rows(sums[i][0], sums[i][1]);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rows[half] = Map::softmax ? Moments{most[half], sums[0][half], sums[1][half], sums[2][half]}
+                              : Moments{sums[0][half], sums[1][half], sums[2][half], 0.f};
   }
-  if constexpr (Map::softmax) return {upper ? most[1] : most[0], own[0], own[1], own[2]};
-  return {own[0], own[1], own[2], 0.f};
 }
 
 // What a row's sums come to. r = sqrt(variance + eps) of y, beta = n.(phi - a) / N. Softmax: (the largest y,
@@ -178,9 +200,9 @@ __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float s
     const float inverse = reciprocal(e);
     return {most, inverse, ee * inverse * inverse, ae * inverse};
   } else {
-    float y = 0.f, yy = 0.f, ay = 0.f;
+    float y = parts[0].x, yy = parts[0].y, ay = parts[0].z;
 #pragma unroll
-    for (int w = 0; w < Parts; ++w) y += parts[w].x, yy += parts[w].y, ay += parts[w].z;
+    for (int w = 1; w < Parts; ++w) y += parts[w].x, yy += parts[w].y, ay += parts[w].z;
     const float mean = y * map.centre;
     return fit_about(map, mean, fmaf(-mean, y, yy), fmaf(-mean, sum_a, ay), sum_a);
   }
@@ -205,14 +227,6 @@ __device__ inline Fit fit_of(const Map& map, const Sums<N>& y, int half, const C
   return fit(map, whole, 0.f);
 }
 
-// Of both the quad's rows, from what each lane has of row lane_row() + 8 (lane() % 2).
-__device__ inline void both_rows(Fit (&rows)[2], const Fit& own) {
-  const bool upper = lane() & 1;
-  const Fit other = {__shfl_xor_sync(~0u, own.mean, 1), __shfl_xor_sync(~0u, own.inverse, 1),
-                     __shfl_xor_sync(~0u, own.beta, 1), __shfl_xor_sync(~0u, own.mean_a, 1)};
-  rows[0] = upper ? other : own, rows[1] = upper ? own : other;
-}
-
 // grad E by y, but for softmax: t = c (y - mean) - (a - mean of a) / r.
 struct Residual {
   float c, inverse, mean, mean_a;  // of a over r
@@ -230,11 +244,13 @@ __device__ inline float softmax_of(const Map&, const Fit& f, float y) {
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
-// u of the row's part `half`, in the place of y; of columns that do not exist something finite.
+// u of the row's part `half`, in the place of y; of columns that do not exist something finite. But for exact
+// maps the mean of y goes with that of a: of y, which has the digits of a rounded z, no more is lost so.
 template <class Map, int N>
 __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& slope, const Sums<N>& a,
                                    const Fit& f, int half) {
   const Residual residual(f);
+  const float means = fmaf(-residual.c, residual.mean, residual.mean_a);
   const float mean = f.beta - f.mean_a;  // p.(p - a) of softmax
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -243,8 +259,11 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
       if constexpr (Map::softmax) {
         const float p = softmax_of(map, f, y.at[n][i]);
         y.at[n][i] = p * (p - a.at[n][i] - mean);
-      } else {
+      } else if constexpr (Map::exact) {
         y.at[n][i] = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
+      } else {
+        y.at[n][i] =
+            slope.at[n][i] * fmaf(residual.c, y.at[n][i], fmaf(-residual.inverse, a.at[n][i], means));
       }
     }
   }

@@ -22,7 +22,8 @@ class TrellisScanChain {
   const TrellisPart& part;
   const Space& space;
   const Map phi;
-  const int warp, slot, own_row;
+  const int warp, slot;
+  int row, moment_of_lane;  // of the lane: its first row, and which moment it leaves
   const Columns columns;
   const bool keeps_fits;
   uint32_t lane_place, bits[2];  // see PlacedTile; which columns exist
@@ -34,7 +35,7 @@ class TrellisScanChain {
   struct {
     Operand<K> x;
     uint32_t a[4];
-    float sum_a, decay;
+    typename Space::RowNumbers rows;
     int marks;
   } at;
 
@@ -46,13 +47,14 @@ class TrellisScanChain {
         phi(p.shape.phi, p.shape.slots),
         warp(warp),
         slot(16 * warp),
-        own_row(lane_row() + 8 * (lane() & 1)),
+        row(lane_row()),
+        moment_of_lane(lane() & 3),
         columns{slot, p.shape.slots},
-        keeps_fits(p.fit[0].data != nullptr && warp == 0 && (lane() & 2) == 0),
+        keeps_fits(p.fit[0].data != nullptr && warp == 0 && (lane() & 3) == 0),
         lane_place(sizeof(T) * Token::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
         bits{columns.bits(0), columns.bits(1)} {
     // Kept, where the compiler would find them anew for every tile.
-    asm volatile("" : "+r"(lane_place), "+r"(bits[0]), "+r"(bits[1]));
+    asm volatile("" : "+r"(lane_place), "+r"(bits[0]), "+r"(bits[1]), "+r"(row), "+r"(moment_of_lane));
   }
 
   __device__ void run() {
@@ -83,13 +85,13 @@ class TrellisScanChain {
     return {tile, shared_address(tile.data), lane_place};
   }
 
-  __device__ void fetch() {
+  // Of the tile whose turn it is; if it is not there anything, at no time of its own.
+  __device__ void fetch(bool is_there = true) {
     const int s = turn.place;
-    wait(space.full() + s, turn.parity);
+    if (is_there) wait(space.full() + s, turn.parity);
     const auto& numbers = space.numbers(s);
-    at.marks = numbers.marks, at.decay = numbers.decay;
+    at.marks = numbers.marks, at.rows = numbers.rows[row];
     if constexpr (kAhead) {
-      at.sum_a = numbers.sum_a[own_row];
       load_left(at.x, token(s, Space::kX));
       load_block(at.a, token(s, Space::kA), 0, slot);
     }
@@ -104,7 +106,7 @@ class TrellisScanChain {
   }
   // A <- e^{L_C} A
   __device__ void decay() {
-    if (at.decay != 1.f) scale_rows(A, {at.decay, at.decay});
+    if (at.rows.decay != 1.f) scale_rows(A, {at.rows.decay, at.rows.decay});
   }
 
   // A chunk that goes on where it was begun before, whose A' is not A, or one that is not complete.
@@ -128,14 +130,72 @@ class TrellisScanChain {
     at.marks &= ~Space::kEnters;
   }
 
+  // Of the warp's columns, and of every warp's for both of the lane's rows.
+  __device__ void leave_moments(const Sums<2>& y, const Sums<2>& a) const {
+    Moments own[2];
+    moments_of_rows(own, phi, y, a, columns);
+    const int which = moment_of_lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      space.moments(tiles, which, row + 8 * half)[warp ^ which] = moment(own[half], which);
+    }
+  }
+  __device__ void take_moments(Moments (&sums)[2][kWarps]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int which = 0; which < Map::kMoments; ++which) {
+#pragma unroll
+        for (int w = 0; w < kWarps; w += 4) {
+          const float4 four =
+              *reinterpret_cast<const float4*>(space.moments(tiles, which, row + 8 * half) + w);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) moment(sums[half][w + (i ^ which)], which) = moment(four, i);
+        }
+      }
+    }
+    ++tiles;
+  }
+
+  // Of z and a: z as it is kept, y and its slope, and a row's sums to the other warps. Backward finds z in 16
+  // bits: all that is made of it is made of that.
+  __device__ void begin(Sums<2>& u, Sums<2>& slope, const Sums<2>& a, Operand<1>& z) const {
+    round_to<T>(z, u);
+    unpack<T>(u, z.at[0]);
+    activate<T>(phi, u, slope);
+    leave_moments(u, a);
+  }
+  // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as a left factor.
+  __device__ void finish(Sums<2>& u, const Sums<2>& slope, const Sums<2>& a, const Fit (&fits)[2],
+                         Operand<1>& rounded, uint32_t (&transposed)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) to_residual(phi, u, slope, a, fits[half], half);
+    round_to<T>(rounded, u);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      rounded.at[0][2 * n] &= bits[n], rounded.at[0][2 * n + 1] &= bits[n];
+      transposed[n] = transpose_pairs(rounded.at[0][2 * n]);
+      transposed[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
+    }
+  }
+  // For those who read and who keep: u, z in the place of a, and the fits.
+  __device__ void write(int s, const Operand<1>& u, const Operand<1>& z, const Fit (&fits)[2]) const {
+    store_block(token(s, Space::kU), 0, slot, u.at[0]);
+    store_block(token(s, Space::kA), 0, slot, z.at[0]);
+    if (keeps_fits) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) space.numbers(s).fits[row + 8 * half] = fits[half];
+    }
+    arrive_once(space.written() + s);
+  }
+
   // A tile, whether there is another.
   __device__ bool step() {
     const int s = turn.place;
     const bool enters = at.marks & Space::kEnters, more = !(at.marks & Space::kEnds);
-    const auto& numbers = space.numbers(s);
     if (enters) round_to_right<T>(first, A);
 
-    // Z = X A'^T. Backward finds z as it is kept, in 16 bits: all that is made of it is made of that.
+    // Z = X A'^T
     Sums<2> u, slope, a;
     if constexpr (kAhead) {
       product_with<T>(u, at.x, first);
@@ -150,53 +210,31 @@ class TrellisScanChain {
       load_wide<T>(a, token(s, Space::kA), 0, slot);
     }
     Operand<1> z;
-    round_to<T>(z, u);
-    unpack<T>(u, z.at[0]);
-
-    // U = J_phi(Z)^T (phi(Z) - a): the sums of a row are those of all warps.
-    activate<T>(phi, u, slope);
-    Moments* table = space.table(tiles++);
-    const Moments own = moments_of_rows(phi, u, a, columns);
-    if ((lane() & 2) == 0) table[warp * kTile + own_row] = own;
-    const float sum_a = kAhead ? at.sum_a : numbers.sum_a[own_row];
+    begin(u, slope, a, z);
+    Moments sums[2][kWarps];
+    const float sum_a[2] = {at.rows.sum_a[0], at.rows.sum_a[1]};
     barrier_wait(1, 32 * kWarps);
-    Moments parts[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) parts[w] = table[w * kTile + own_row];
+    take_moments(sums);
     turn.next(Space::kStages);
     // Beside the sums what comes after them.
     Operand<K> weighed;
     if constexpr (kAhead) {
       load_right(weighed, token(s, Space::kWeighed));
-      if (more) fetch();
+      fetch(more);
     }
-    const Fit found = fit(phi, parts, sum_a);
-    Fit fits[2];
-    both_rows(fits, found);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) to_residual(phi, u, slope, a, fits[half], half);
+    const Fit fits[2] = {fit(phi, sums[0], sum_a[0]), fit(phi, sums[1], sum_a[1])};
+    Operand<1> rounded;
+    uint32_t step[4];
+    finish(u, slope, a, fits, rounded, step);
 
     // A <- e^{L_C} A - (U * gamma e^{L_C - L})^T X
-    Operand<1> rounded;
-    round_to<T>(rounded, u);
-    uint32_t step[4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      rounded.at[0][2 * n] &= bits[n], rounded.at[0][2 * n + 1] &= bits[n];
-      step[n] = transpose_pairs(rounded.at[0][2 * n]),
-      step[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
-    }
     if constexpr (kAhead) {
       add_product<T>(A, step, weighed);
     } else {
       add_product<T>(A, step, token(s, Space::kWeighed), 0);
     }
 
-    // For those who read and who keep: u, z in the place of a, and the fits.
-    store_block(token(s, Space::kU), 0, slot, rounded.at[0]);
-    store_block(token(s, Space::kA), 0, slot, z.at[0]);
-    if (keeps_fits) space.numbers(s).fits[own_row] = found;
-    arrive_once(space.written() + s);
+    write(s, rounded, z, fits);
     return more;
   }
 };

@@ -85,12 +85,10 @@ struct TrellisScanLoader {
       for (int e = 0; e < 8; ++e) sum += pack.at[e];
     }
     sum += __shfl_xor_sync(~0u, sum, 1);
-    if (lane() % 2 == 0) numbers.sum_a[lane() / 2] = sum;
+    if (lane() % 2 == 0) numbers.rows[lane() / 2 % 8].sum_a[lane() / 16] = sum;
     // L_C, of the first token.
-    if (lane() == 0) {
-      numbers.decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
-      numbers.marks = marks;
-    }
+    if (lane() < 8) numbers.rows[lane()].decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
+    if (lane() == 0) numbers.marks = marks;
     arrive_once(space.full() + stage);
   }
 

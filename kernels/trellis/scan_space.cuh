@@ -25,13 +25,16 @@ struct TrellisScanSpace {
   // Where a tile is: a chunk's first, the sequence's last, in a chunk that is not complete, in one that goes
   // on where it was begun before.
   enum Mark : int { kEnters = 1, kEnds = 2, kOpen = 4, kGoesOn = 8 };
-  // Of a stage, for each token: its Fit, its gates, and the sum of a. The chunk's decay, and the tile's
-  // marks.
+  // Of tokens r and r + 8 the sums of a, and the chunk's decay: what a lane of the chain needs.
+  struct alignas(16) RowNumbers {
+    float sum_a[2], decay, unused;
+  };
+  // Of a stage, for each token: its Fit and its gates. The tile's marks.
   struct Numbers {
     Fit fits[kTile];
     TokenGate gates[kTile];
-    float sum_a[kTile], decay;
-    int marks, unused[2];
+    RowNumbers rows[kTile / 2];
+    int marks, unused[3];
   };
   static constexpr int kSources = 3;  // of a tile's tokens
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes, kMemories = kPlaces * Memory::kBytes,
@@ -51,9 +54,11 @@ struct TrellisScanSpace {
   __device__ Numbers& numbers(int stage) const {
     return reinterpret_cast<Numbers*>(base + kTiles + kMemories)[stage];
   }
-  // Moments of a row by every warp, [warp][row], of this tile and the one before.
-  __device__ Moments* table(unsigned tiles) const {
-    return reinterpret_cast<Moments*>(base + kTiles + kMemories + kNumbers) + (tiles & 1) * kTile * kChain;
+  // A moment of a row by all warps, of this tile and the one before. Warp w's lies at w ^ which: four lanes
+  // store a row's four, to places of different banks.
+  __device__ float* moments(unsigned tiles, int which, int row) const {
+    return reinterpret_cast<float*>(base + kTiles + kMemories + kNumbers) +
+           (((tiles & 1) * 4 + which) * kTile + row) * kChain;
   }
   __device__ uint64_t* full() const {
     return reinterpret_cast<uint64_t*>(base + kTiles + kMemories + kNumbers + kTable);
