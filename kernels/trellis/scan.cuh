@@ -5,13 +5,14 @@
 #include "pipe/clusters.h"
 #include "tile/cluster.h"
 #include "tile/warpgroup.h"
-#include "trellis/scan_chain.cuh"
 #include "trellis/scan_loaders.cuh"
 #include "trellis/scan_readers.cuh"
+#include "trellis/scan_short_chain.cuh"
 
 namespace girih::kernels {
 
-template <typename T, int Tile, bool Softmax>
+// Short: no chunk has more than a tile.
+template <typename T, int Tile, bool Softmax, bool Short>
 __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
   using Space = TrellisScanSpace<T, Tile>;
@@ -34,7 +35,9 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<168>();
-    TrellisScanChain<T, Tile, Map<Softmax>>(p, part, space, warp).run();
+    using Chain = std::conditional_t<Short, TrellisShortChain<T, Tile, Map<Softmax>>,
+                                     TrellisScanChain<T, Tile, Map<Softmax>>>;
+    Chain(p, part, space, warp).run();
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
     TrellisScanReader<T, Tile>{p, part, space}.run(warp - Space::kChain);
@@ -42,7 +45,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     if (kWide) leave_registers<40>();
     const int loader = warp - Space::kChain - Space::kReaders;
     if (loader < Space::kLoaders) {
-      TrellisScanLoader<T, Tile>{p, part, space}.run(loader);
+      TrellisScanLoader<T, Tile, Short>{p, part, space}.run(loader);
     } else {
       store_scan(p, part, space);
     }
@@ -64,14 +67,22 @@ cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
 
 template <typename T, int Tile>
 cudaError_t scan_reads(bool& reads) {
-  return has_clusters<trellis_scan_kernel<T, Tile, false>>(reads);
+  return has_clusters<trellis_scan_kernel<T, Tile, false, false>>(reads);
 }
 
+template <typename T, int Tile, bool Softmax>
+cudaError_t launch_scan_of(const TrellisScan& p, cudaStream_t stream) {
+  if constexpr (TrellisScanSpace<T, Tile>::kLooksAhead) {
+    if (p.shape.grid.size <= kTile) {
+      return launch_scan<trellis_scan_kernel<T, Tile, Softmax, true>, T, Tile>(p, stream);
+    }
+  }
+  return launch_scan<trellis_scan_kernel<T, Tile, Softmax, false>, T, Tile>(p, stream);
+}
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& p, cudaStream_t stream) {
-  return p.shape.phi.norm == Norm::softmax
-             ? launch_scan<trellis_scan_kernel<T, Tile, true>, T, Tile>(p, stream)
-             : launch_scan<trellis_scan_kernel<T, Tile, false>, T, Tile>(p, stream);
+  return p.shape.phi.norm == Norm::softmax ? launch_scan_of<T, Tile, true>(p, stream)
+                                           : launch_scan_of<T, Tile, false>(p, stream);
 }
 
 }  // namespace girih::kernels

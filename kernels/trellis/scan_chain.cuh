@@ -10,6 +10,7 @@ namespace girih::kernels {
 
 template <typename T, int Tile, class Map>
 class TrellisScanChain {
+ protected:
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
   static constexpr int N = Tile / 8, K = Tile / 16, kWarps = Space::kChain;
@@ -79,7 +80,7 @@ class TrellisScanChain {
     store_state(p.last_first[part.memory], A, part, p.shape, slot);
   }
 
- private:
+ protected:
   __device__ PlacedTile<Token> token(int stage, typename Space::TokenTile which) const {
     const Token tile = space.token(stage, which);
     return {tile, shared_address(tile.data), lane_place};

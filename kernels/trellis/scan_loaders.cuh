@@ -37,7 +37,8 @@ struct TileWalk {
   }
 };
 
-template <typename T, int Tile>
+// Short: for a chain that looks a chunk ahead.
+template <typename T, int Tile, bool Short>
 struct TrellisScanLoader {
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -61,8 +62,24 @@ struct TrellisScanLoader {
     commit_copies();
   }
 
+  // X X~^T, X~ of the stage before once that is full.
+  __device__ void score(const Turn& turn) const {
+    const int before = (turn.place == 0 ? Space::kStages : turn.place) - 1;
+    Operand<Tile / 16> x;
+    Sums<2> scores;
+    load_left(x, space.token(turn.place, Space::kX));
+    fill(scores, 0.f);
+    wait(space.full() + before, turn.place == 0 ? turn.parity ^ 1 : turn.parity);
+    add_product_transposed<T>(scores, x, space.token(before, Space::kWeighed));
+    Operand<1> rounded;
+    round_to<T>(rounded, scores);
+    const auto& at = rounded.at[0];
+    space.scores(turn.place) = {at[0], at[1], at[2], at[3]};
+  }
+
   // Of a tile whose copies have arrived: x times its weight, and the sums of a.
-  __device__ void finish(int stage, int marks) const {
+  __device__ void finish(const Turn& turn, int marks, bool follows) const {
+    const int stage = turn.place;
     auto& numbers = space.numbers(stage);
     const Token x = space.token(stage, Space::kX), weighed = space.token(stage, Space::kWeighed),
                 a = space.token(stage, Space::kA);
@@ -89,30 +106,33 @@ struct TrellisScanLoader {
     // L_C, of the first token.
     if (lane() < 8) numbers.rows[lane()].decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
     if (lane() == 0) numbers.marks = marks;
+    if (Short && follows) score(turn);
     arrive_once(space.full() + stage);
   }
 
   // A tile's copies are under way while the one before, of this warp, is made ready.
   __device__ void run(int loader) const {
     const bool resumed = p.first[part.memory].data != nullptr;
-    Turn turn;
-    int mine = loader, before = -1, marks = 0;
+    Turn turn, before;
+    int mine = loader, marks = 0;
+    bool waits = false, follows = false;  // a tile of this warp's, one that another is before
     for (TileWalk at(p.shape, part.of); !at.done(); at.next(), turn.next(Space::kStages)) {
       if (mine-- > 0) continue;
       mine = Space::kLoaders - 1;
       wait(space.empty() + turn.place, turn.parity ^ 1);
       start(at, turn.place);
-      if (before >= 0) {
+      if (waits) {
         wait_copies<1>();
         __syncwarp();
-        finish(before, marks);
+        finish(before, marks, follows);
       }
-      before = turn.place, marks = at.template marks<Space>(resumed);
+      before = turn, marks = at.template marks<Space>(resumed), waits = true;
+      follows = at.chunk_number > 0 || at.first > 0;
     }
-    if (before < 0) return;
+    if (!waits) return;
     wait_copies<0>();
     __syncwarp();
-    finish(before, marks);
+    finish(before, marks, follows);
   }
 };
 

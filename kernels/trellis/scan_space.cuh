@@ -5,6 +5,8 @@
 // through places of its own, from the chain to the readers and to the warp that stores it.
 #pragma once
 
+#include <type_traits>
+
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {
@@ -17,6 +19,8 @@ struct TrellisScanSpace {
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 4 : 2;
+  // Chunks of one tile may be looked ahead of (scan_short_chain.cuh): of bf16, whose range scores keep to.
+  static constexpr bool kLooksAhead = Tile == 64 && std::is_same<T, __nv_bfloat16>::value;
   // A loader has two tiles under way, and a whole chunk may be between them.
   static_assert(kStages >= kLoaders + kReaders);
   // x and x times its weight, -gamma_t e^{L_C - L_t}; a, in whose place the chain leaves z; of the memory of
@@ -36,11 +40,16 @@ struct TrellisScanSpace {
     RowNumbers rows[kTile / 2];
     int marks, unused[3];
   };
+  // Of a stage, where the chain looks a chunk ahead: X X~^T, of this chunk's tokens and the weighed ones of
+  // the one before, rounded to T, as a left factor.
+  using Scores = uint4[32];
   static constexpr int kSources = 3;  // of a tile's tokens
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes, kMemories = kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
-                       kTable = 2 * kTile * kChain * static_cast<int>(sizeof(Moments));
-  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (4 * kStages + 2 * kPlaces) * 8 +
+                       kTable = 2 * kTile * kChain * static_cast<int>(sizeof(Moments)),
+                       kScores = kLooksAhead ? kStages * static_cast<int>(sizeof(Scores)) : 0;
+  static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + kScores +
+                                (4 * kStages + 2 * kPlaces) * 8 +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
 
   unsigned char* base;
@@ -60,8 +69,11 @@ struct TrellisScanSpace {
     return reinterpret_cast<float*>(base + kTiles + kMemories + kNumbers) +
            (((tiles & 1) * 4 + which) * kTile + row) * kChain;
   }
+  __device__ uint4& scores(int stage) const {  // of the lane
+    return reinterpret_cast<Scores*>(base + kTiles + kMemories + kNumbers + kTable)[stage][lane()];
+  }
   __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(base + kTiles + kMemories + kNumbers + kTable);
+    return reinterpret_cast<uint64_t*>(base + kTiles + kMemories + kNumbers + kTable + kScores);
   }
   __device__ uint64_t* written() const { return full() + kStages; }
   __device__ uint64_t* empty() const { return written() + kStages; }

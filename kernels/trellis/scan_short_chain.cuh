@@ -1,0 +1,140 @@
+// The scan's chain where no chunk has more than one tile: it looks a chunk ahead.
+//
+// The next chunk's z hangs on this one's u by a product with 16 by 16 scores, which loaders have ready:
+//
+//     A <- e^{L_C} A + U^T X~            X~_t = -gamma_t e^{L_C - L_t} x_t
+//     Z_next = e^{L_C} X_next A^T + (X_next X~^T) U
+//
+// The first term is there before U is: neither the rounding of the next A nor a product with it is between
+// one U and the next.
+#pragma once
+
+#include "trellis/scan_chain.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int Tile, class Map>
+class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
+  using Chain = TrellisScanChain<T, Tile, Map>;
+  using Chain::A, Chain::first, Chain::at, Chain::turn, Chain::p, Chain::part, Chain::space, Chain::slot;
+  using Chain::K, Chain::kWarps, Chain::N, Chain::phi, Chain::token;
+  using typename Chain::Space;
+  static_assert(Space::kLooksAhead && Chain::kAhead);
+
+  // Of the chunk whose turn it is y, its slope and z as it is kept; at: its a and numbers, and X of the next.
+  Sums<2> y, slope;
+  Operand<1> kept;
+
+ public:
+  using Chain::Chain;
+
+  __device__ void run() {
+    const int chunks = static_cast<int>(part.of.chunks);
+    const int open = chunks > 0 && !chunk_of(p.shape.grid, part.of, chunks - 1).complete ? 1 : 0;  // chunks
+    const bool resumed = p.first[part.memory].data != nullptr;
+    load_state(A, p.initial[part.memory], part, p.shape, slot);
+    if (chunks > 0) begin_first(chunks, resumed);
+#pragma unroll 1
+    for (int left = chunks; left > 0;) {
+      if (left == open) leave_first(chunks == 1 && resumed);
+#pragma unroll 1
+      do {  // chunks like most
+        step(left);
+      } while (--left > open);
+    }
+    store_state(p.last[part.memory], A, part, p.shape, slot);
+    // A chunk has been completed, or there was no token: then A' is what it was.
+    if (open == 0) leave_first(chunks == 0 && resumed);
+  }
+
+ private:
+  // A' of the chunk that the next token is in: what was given, or A.
+  __device__ void leave_first(bool given) const {
+    Sums<N> A = this->A;
+    if (given) load_state(A, p.first[part.memory], part, p.shape, slot);
+    store_state(p.last_first[part.memory], A, part, p.shape, slot);
+  }
+
+  // The first chunk's z. Where the chunk goes on in one that was begun before A' is not A.
+  __device__ void begin_first(int chunks, bool resumed) {
+    Sums<N> given = A;
+    if (resumed) load_state(given, p.first[part.memory], part, p.shape, slot);
+    round_to_right<T>(first, given);
+    wait(space.full(), 0);
+    load_left(at.x, token(0, Space::kX));
+    Sums<2> z;
+    multiply(z);
+    take_targets();
+    begin_next(z);
+    fetch(chunks > 1);
+  }
+
+  // z = X A'^T of the X that is there. What comes before it is not waited for: one sum does.
+  __device__ void multiply(Sums<2>& z) const {
+    fill(z, 0.f);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) mma<T>(z.at[j], at.x.at[k], first.at[k][2 * j], first.at[k][2 * j + 1]);
+    }
+  }
+
+  // Of the chunk whose turn it is, which is there.
+  __device__ void take_targets() {
+    at.rows = space.numbers(turn.place).rows[this->row];
+    load_block(at.a, token(turn.place, Space::kA), 0, slot);
+  }
+  // That chunk as far as the other warps' sums.
+  __device__ void begin_next(const Sums<2>& z) {
+    Sums<2> a;
+    unpack<T>(a, at.a);
+    y = z;
+    this->begin(y, slope, a, kept);
+  }
+  // X of the chunk after it, if there is one, else anything.
+  __device__ void fetch(bool has_next) {
+    Turn next = turn;
+    next.next(Space::kStages);
+    if (has_next) wait(space.full() + next.place, next.parity);
+    load_left(at.x, token(next.place, Space::kX));
+  }
+
+  // The first of so many chunks, from its sums to those of the next. (Behind the last one what is begun is of
+  // no chunk, and nobody waits for it.)
+  __device__ void step(int left) {
+    const int s = turn.place;
+    const float decay = at.rows.decay;
+
+    // Beside the sums: what the next z has of A, A itself, and what comes after them.
+    Sums<2> z, a;
+    round_to_right<T>(first, A);
+    multiply(z);
+    turn.next(Space::kStages);
+    const uint4 scores = space.scores(turn.place);
+    barrier_wait(1, 32 * kWarps);
+    Moments sums[2][kWarps];
+    this->take_moments(sums);
+    this->leave();
+    scale_rows(A, {decay, decay});
+    scale_rows(z, {decay, decay});
+    const Fit fits[2] = {fit(phi, sums[0], at.rows.sum_a[0]), fit(phi, sums[1], at.rows.sum_a[1])};
+    Operand<1> rounded;
+    uint32_t transposed[4];
+    unpack<T>(a, at.a);
+    take_targets();
+    this->finish(y, slope, a, fits, rounded, transposed);
+
+    const uint32_t factor[4] = {scores.x, scores.y, scores.z, scores.w};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) mma<T>(z.at[j], factor, transposed[j], transposed[2 + j]);
+    // What A's step needs comes behind what the next z does, and before a reader may have the tile for its o.
+    Operand<K> weighed;
+    load_right(weighed, token(s, Space::kWeighed));
+    this->write(s, rounded, kept, fits);
+    add_product<T>(A, transposed, weighed);
+    begin_next(z);
+    fetch(left > 2);
+  }
+};
+
+}  // namespace girih::kernels
