@@ -32,6 +32,12 @@ struct Map {
                                      : 0.f) {}
 };
 
+// A map with a silu and a norm, for code that asks for neither.
+struct NormedSilu : Map<false> {
+  static constexpr bool silu = true, norm = true;
+  using Map<false>::Map;
+};
+
 // f(the map): softmax, whose sums are others, is code of its own.
 template <bool Exact = false, class F>
 __device__ inline void with_map(TrellisMap map, int slots, const F& f) {

@@ -12,7 +12,7 @@
 namespace girih::kernels {
 
 // Short: no chunk has more than a tile.
-template <typename T, int Tile, bool Softmax, bool Short>
+template <typename T, int Tile, class Phi, bool Short>
 __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
   using Space = TrellisScanSpace<T, Tile>;
@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<168>();
-    using Chain = std::conditional_t<Short, TrellisShortChain<T, Tile, Map<Softmax>>,
-                                     TrellisScanChain<T, Tile, Map<Softmax>>>;
+    using Chain = std::conditional_t<Short, TrellisShortChain<T, Tile, Phi>, TrellisScanChain<T, Tile, Phi>>;
     Chain(p, part, space, warp).run();
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
@@ -67,22 +66,26 @@ cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
 
 template <typename T, int Tile>
 cudaError_t scan_reads(bool& reads) {
-  return has_clusters<trellis_scan_kernel<T, Tile, false, false>>(reads);
+  return has_clusters<trellis_scan_kernel<T, Tile, Map<false>, false>>(reads);
 }
 
-template <typename T, int Tile, bool Softmax>
+template <typename T, int Tile, class Phi, bool Short>
 cudaError_t launch_scan_of(const TrellisScan& p, cudaStream_t stream) {
-  if constexpr (TrellisScanSpace<T, Tile>::kLooksAhead) {
-    if (p.shape.grid.size <= kTile) {
-      return launch_scan<trellis_scan_kernel<T, Tile, Softmax, true>, T, Tile>(p, stream);
-    }
-  }
-  return launch_scan<trellis_scan_kernel<T, Tile, Softmax, false>, T, Tile>(p, stream);
+  return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile>(p, stream);
 }
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& p, cudaStream_t stream) {
-  return p.shape.phi.norm == Norm::softmax ? launch_scan_of<T, Tile, true>(p, stream)
-                                           : launch_scan_of<T, Tile, false>(p, stream);
+  const TrellisMap& phi = p.shape.phi;
+  const bool softmax = phi.norm == Norm::softmax;
+  if constexpr (TrellisScanSpace<T, Tile>::kLooksAhead) {
+    if (p.shape.grid.size <= kTile) {
+      if (softmax) return launch_scan_of<T, Tile, Map<true>, true>(p, stream);
+      return phi.silu && phi.norm != Norm::none ? launch_scan_of<T, Tile, NormedSilu, true>(p, stream)
+                                                : launch_scan_of<T, Tile, Map<false>, true>(p, stream);
+    }
+  }
+  return softmax ? launch_scan_of<T, Tile, Map<true>, false>(p, stream)
+                 : launch_scan_of<T, Tile, Map<false>, false>(p, stream);
 }
 
 }  // namespace girih::kernels
