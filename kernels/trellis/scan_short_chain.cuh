@@ -24,9 +24,18 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
   // Of the chunk whose turn it is y, its slope and z as it is kept; at: its a and numbers, and X of the next.
   Sums<2> y, slope;
   Operand<1> kept;
+  // Which of the lane's slots exist, as rows of U^T. What it takes away is zero already: it makes of U^T's
+  // registers others, for products with it on the left. Of the same ones, which those on the right need in
+  // another order, the compiler makes a copy for every product.
+  uint32_t slots[2];
 
  public:
-  using Chain::Chain;
+  __device__ TrellisShortChain(const TrellisScan& p, const TrellisPart& part, const Space& space, int warp)
+      : Chain(p, part, space, warp) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) slots[i] = slot + lane_row() + 8 * i < p.shape.slots ? ~0u : 0u;
+    asm volatile("" : "+r"(slots[0]), "+r"(slots[1]));
+  }
 
   __device__ void run() {
     const int chunks = static_cast<int>(part.of.chunks);
@@ -131,7 +140,10 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     Operand<K> weighed;
     load_right(weighed, token(s, Space::kWeighed));
     this->write(s, rounded, kept, fits);
-    add_product<T>(A, transposed, weighed);
+    uint32_t of_slots[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of_slots[i] = transposed[i] & slots[i % 2];
+    add_product<T>(A, of_slots, weighed);
     begin_next(z);
     fetch(left > 2);
   }
