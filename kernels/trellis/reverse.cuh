@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
     trellis_reverse_kernel(const __grid_constant__ TrellisReverse p) {
   using Space = TrellisReverseSpace<T, Tile>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const Space space{shared};
+  const Space space{Tile == 64 ? by_address(shared) : shared};
   const TrellisPart part(p.shape, blockIdx.x);
   const int warp = warp_index();
   if (threadIdx.x == 0) space.init(p, part);
