@@ -18,7 +18,7 @@ struct TrellisScanSpace {
   // Warps: the chain's, a chunk's readers as many as it may have tiles, and those that load and store.
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
-  static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 4 : 2;
+  static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 5 : 2;
   // Chunks of one tile may be looked ahead of (scan_short_chain.cuh): of bf16, whose range scores keep to.
   static constexpr bool kLooksAhead = Tile == 64 && std::is_same<T, __nv_bfloat16>::value;
   // A loader has two tiles under way, and a whole chunk may be between them.
