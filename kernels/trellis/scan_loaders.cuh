@@ -83,7 +83,7 @@ struct TrellisScanLoader {
     auto& numbers = space.numbers(stage);
     const Token x = space.token(stage, Space::kX), weighed = space.token(stage, Space::kWeighed),
                 a = space.token(stage, Space::kA);
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < kOfLane; ++i) {
       const int at = i * 32 + lane(), row = at / kPacks, col = at % kPacks * 8;
       Pack<8> pack = load<8>(&x.at(row, col));
@@ -95,7 +95,7 @@ struct TrellisScanLoader {
     }
     // Two lanes a row.
     float sum = 0.f;
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < kPacks / 2; ++i) {
       const Pack<8> pack = load<8>(&a.at(lane() / 2, (2 * i + lane() % 2) * 8));
 #pragma unroll
