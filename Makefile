@@ -72,9 +72,7 @@ wheel: environment
 	  --wheel-dir dist build/wheels/*.whl
 	@ls -l dist/*.whl
 
-# They stand as a card last ran them, tests/gpu/record.json: to be formatted before they run there again.
-unformatted = csrc/ops/linear_path/cuda.cpp kernels/linear_path/linear_path.h kernels/linear_path/virtual_rows.cu
-sources = $(filter-out $(unformatted),$(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/emulated/*.h' 'tests/emulated/*.cpp'))
+sources = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'kernels/*.h' 'kernels/*.cuh' 'kernels/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 'tests/emulated/*.h' 'tests/emulated/*.cpp')
 clang_format = $(dir $(PYTHON))clang-format
 
 format: environment

@@ -17,7 +17,7 @@ struct Places {
 
 // A tile that starts `offset` bytes further, with rows of 128 bytes. Own: of it the warp's columns.
 template <class Tile, bool Own = false>
-struct PlacedTile : Tile {
+struct TileByPlaces : Tile {
   const uint32_t* places;
   int offset;
   __device__ uint32_t address(int row, int col, int, int) const {
@@ -58,17 +58,17 @@ class ShortPlaces {
     return at;
   }
 
-  __device__ PlacedTile<Rows> tokens(const Places& at, typename Ring::Of which) const {
+  __device__ TileByPlaces<Rows> tokens(const Places& at, typename Ring::Of which) const {
     return {ring.tokens(at.stage, which), at.columns, Ring::offset_of(which)};
   }
-  __device__ PlacedTile<Rows, true> own_tokens(const Places& at, typename Ring::Of which) const {
+  __device__ TileByPlaces<Rows, true> own_tokens(const Places& at, typename Ring::Of which) const {
     return {ring.tokens(at.stage, which), &at.own, Ring::offset_of(which)};
   }
-  __device__ PlacedTile<typename S::Memory, true> own_memory(const Places& at) const {
+  __device__ TileByPlaces<typename S::Memory, true> own_memory(const Places& at) const {
     return {ring.memory(at.stage), &at.own, 0};
   }
   // The warp's vectors in S^T.
-  __device__ PlacedTile<Rows> vectors(const Places& at) const {
+  __device__ TileByPlaces<Rows> vectors(const Places& at) const {
     return {Rows{ring.memory(at.stage).data + first * S::D}, at.rows, 0};
   }
 };
