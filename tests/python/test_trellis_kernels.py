@@ -125,14 +125,14 @@ def test_few_slots(chunk, dtype):
     assert_as_right_as_the_formula(with_small_gradients(inputs))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_few_slots_under_a_norm(chunk, dtype):
+def test_few_slots_under_a_norm(chunk):
     """Of three slots about their mean next to nothing may be left, and then every formula's error is chance:
-    over many draws the kernels' is no more than twice the formula's in the geometric mean."""
+    over many draws the kernels' is no more than twice the formula's in the geometric mean. In bf16, as such
+    gradients leave fp16's range."""
     ratios = collections.defaultdict(list)
     for seed in range(16):
-        inputs = draw(B=1, D=1, V=1, M=3, dtype=dtype, chunk=chunk, seed=seed)
+        inputs = draw(B=1, D=1, V=1, M=3, chunk=chunk, seed=seed)
         inputs = with_small_gradients(inputs).map(lambda x: x.to(DEVICE))
         found = run(inputs)
         if SANITIZED:
