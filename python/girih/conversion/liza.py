@@ -14,6 +14,7 @@ from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRow
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.fused import residual_norm
 from girih.nn.layer import at_least_fp32
+from girih.nn.linears import autocast_dtype
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
 
@@ -220,9 +221,9 @@ class LinearPath(RecurrentLayer):
 def as_they_are(*tensors: Tensor) -> AbstractContextManager[Any]:
     """Without autocast where all have its dtype: a beta of 16 bits would become fp32, which tells no more of
     it, and its gradient twice."""
-    kind, types = tensors[0].device.type, {x.dtype for x in tensors}
-    inside = torch.is_autocast_enabled(kind) and types == {torch.get_autocast_dtype(kind)}
-    return torch.autocast(kind, enabled=False) if inside else nullcontext()
+    if {x.dtype for x in tensors} != {autocast_dtype(tensors[0])}:
+        return nullcontext()
+    return torch.autocast(tensors[0].device.type, enabled=False)
 
 
 def ranks(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,12 @@ def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a @ b).to(dtype)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has products of x in; None outside of it, and where there is no such thing."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+
+
 def takes(x: Tensor, linears: list[nn.Module]) -> bool:
     """x in the dtype of the products."""
     weights = [linear.weight for linear in linears if is_product(linear)]
@@ -73,16 +79,16 @@ def takes(x: Tensor, linears: list[nn.Module]) -> bool:
         and len(weights) == len(linears)
         and has_kernel(x, *weights)
         and all(weight.dtype == weights[0].dtype for weight in weights)
-        and (torch.is_autocast_enabled(x.device.type) or weights[0].dtype == x.dtype)
+        and (autocast_dtype(x) is not None or weights[0].dtype == x.dtype)
         and all(linear.weight.shape[0] == linear.out_features for linear in linears)
     )
 
 
 def together(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     """What each of these linear layers makes of x."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype in TYPES:
-        x = x.to(torch.get_autocast_dtype(kind))  # as every one of them would
+    wanted = autocast_dtype(x)
+    if wanted is not None and x.dtype in TYPES:
+        x = x.to(wanted)  # as every one of them would
     if takes(x, linears):
         return list(Linears.apply(x, *(linear.weight for linear in linears)))
     return [linear(x) for linear in linears]
