@@ -193,3 +193,35 @@ def test_another_decay_gate_is_called(monkeypatch):
     layer.decay = Other(64, 2)
     layer(torch.randn(2, 9, 64))
     assert seen == [(2, 9, 64)]
+
+
+def test_only_x_of_the_products_dtype_is_taken(monkeypatch):
+    """Else every layer would be given another x than it is by itself."""
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    x, weights = drawn(torch.float32)
+    layers, seen = layers_of(weights), []
+    layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        linears.together(x * 1, layers)
+        assert not linears.takes(x, layers[1:]) and linears.takes(x.bfloat16(), layers[1:])
+    assert seen == [torch.float32]
+
+
+def test_a_second_derivative_after_a_weight_was_written_is_refused(monkeypatch):
+    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    x, weights = drawn(torch.float32)
+    layers, x = layers_of(weights), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        ys = linears.together(x, layers)
+    with torch.no_grad():
+        layers[0].weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(sum(y.float().sum() for y in ys), x, create_graph=True)
+
+
+def test_tracers_and_tensors_without_values_pass():
+    layer = SwiGLU(16, 24)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(torch.fx.symbolic_trace(layer)(x), layer(x))
+    with torch.device("meta"):
+        assert SwiGLU(16, 24)(torch.empty(3, 16)).is_meta

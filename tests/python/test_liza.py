@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from girih.conversion import Injection, LinearPath
+from girih.conversion import Injection, LinearPath, liza
 from girih.conversion.liza import unit
 from girih.conversion.projections import Projections
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,3 +193,16 @@ def test_no_numbers_come_from_the_host(options):
             _, state = path(qkv(x[:, :4]), None, None, True)
             path(qkv(x[:, 4:5]), None, state, True)
     assert found.count == 0
+
+
+def test_rows_of_two_dtypes_are_read_as_the_wider(monkeypatch):
+    """As norms with fp32 weights leave them under autocast."""
+    path, seen = LinearPath(SIZES, Injection(n=1)), []
+    q, k, v = (x.float() for x in qkv(inputs()))
+    monkeypatch.setattr(liza, "has_kernel", lambda x: True)
+    monkeypatch.setattr(liza.ChannelGate, "apply", lambda k, n: k.sigmoid())
+    monkeypatch.setattr(liza.VirtualRows, "apply", lambda *a: (seen.extend(x.dtype for x in a[:3]), a[:3])[1])
+    path((q, k, v.bfloat16()))
+    assert seen == [torch.float32] * 3
+    monkeypatch.undo()
+    torch.testing.assert_close(path((q, k, v.bfloat16()))[0], path((q, k, v.bfloat16().float()))[0])

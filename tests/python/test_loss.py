@@ -188,3 +188,10 @@ def test_models_without_gradients_are_traced_and_mapped():
     grads = torch.func.grad(lambda p: call(layer, p, (x,)).sum())(dict(layer.named_parameters()))
     expected = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
     torch.testing.assert_close(list(grads.values()), list(expected))
+
+
+def test_tensors_without_values_pass():
+    with torch.device("meta"):
+        x, weight = torch.empty(6, 8, requires_grad=True), torch.empty(16, 8, requires_grad=True)
+        loss = linear_cross_entropy(x, weight, torch.zeros(6, dtype=torch.long))
+        assert loss.is_meta and torch.autograd.grad(loss, x)[0].is_meta

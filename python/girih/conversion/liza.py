@@ -1,5 +1,6 @@
 """LiZA: a linear path that reads the same q, k and v as attention, and MaG, which mixes the two (TPTT)."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,7 @@ from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRow
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.fused import residual_norm
 from girih.nn.layer import at_least_fp32
-from girih.nn.linears import autocast_dtype
+from girih.nn.linears import autocast_device, autocast_dtype
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
 
@@ -185,7 +186,9 @@ class LinearPath(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
+        # One dtype: a norm with an fp32 weight, as Qwen's, makes q and k fp32 beside a v of 16 bits.
+        wide = functools.reduce(torch.promote_types, (x.dtype for x in qkv))
+        q, k, v = (x.to(wide).unflatten(-1, (-1, self.head_dim)) for x in qkv)
         # Every row is a sequence, from its start, which nobody goes on from.
         whole = state is None and cu_seqlens is None and not use_cache
         beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, whole)
@@ -223,7 +226,7 @@ def as_they_are(*tensors: Tensor) -> AbstractContextManager[Any]:
     it, and its gradient twice."""
     if {x.dtype for x in tensors} != {autocast_dtype(tensors[0])}:
         return nullcontext()
-    return torch.autocast(tensors[0].device.type, enabled=False)
+    return torch.autocast(autocast_device(tensors[0]), enabled=False)
 
 
 def ranks(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih.nn import fused
+from girih.nn.linears import autocast_device
 
 LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
 WIDEST, MOST_ROWS = 256, 4  # elements of a row and n; as LEAST, what kernels/linear_path/linear_path.h has
@@ -41,7 +42,7 @@ class Unit(torch.autograd.Function):
 def length_of(y: Tensor) -> Tensor:
     """In fp32 at least, and LEAST."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    with torch.autocast(y.device.type, enabled=False):
+    with torch.autocast(autocast_device(y), enabled=False):
         return torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).clamp(min=LEAST)
 
 

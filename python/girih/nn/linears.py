@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.fused import TYPES, has_kernel, is_product
+from girih.nn.fused import has_kernel, is_product
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -24,9 +24,10 @@ class Linears(torch.autograd.Function):
         own = copies(weights, x.dtype)
         of_x, *of_weights = ctx.needs_input_grad
         ctx.save_for_backward(x if any(of_weights) else None, *(own if of_x else [None] * len(own)))
-        ctx.weights, ctx.shape = weights, x.shape  # as they are, for second derivatives
+        ctx.weights, ctx.versions = weights, versions(weights)  # as they are, for second derivatives
+        ctx.shape = x.shape
         ctx.set_materialize_grads(False)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(autocast_device(x), enabled=False):
             return tuple(F.linear(x, weight) for weight in own)
 
     @staticmethod
@@ -34,6 +35,8 @@ class Linears(torch.autograd.Function):
         x, *own = ctx.saved_tensors
         of_x, *of_weights = ctx.needs_input_grad
         dx, dweights = None, []
+        if of_x and torch.is_grad_enabled() and versions(ctx.weights) != ctx.versions:
+            raise RuntimeError("a weight has been modified by an inplace operation since the forward")
         for dy, w, weight, wanted in zip(dys, own, ctx.weights, of_weights, strict=True):
             if dy is None:
                 dweights.append(None)
@@ -64,31 +67,39 @@ def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a @ b).to(dtype)
 
 
+def versions(weights: tuple[Tensor, ...]) -> list[int | None]:
+    """How often each has been written in place."""
+    return [None if weight.is_inference() else weight._version for weight in weights]
+
+
+def autocast_device(x: Tensor) -> str:
+    """Its name for torch.autocast, which knows of none for meta tensors."""
+    return "cpu" if x.is_meta else x.device.type
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has products of x in; None outside of it, and where there is no such thing."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+    """What autocast has products of x in; None outside of it."""
+    kind = autocast_device(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def takes(x: Tensor, linears: list[nn.Module]) -> bool:
     """x in the dtype of the products."""
     weights = [linear.weight for linear in linears if is_product(linear)]
     return (
-        torch.is_grad_enabled()
+        isinstance(x, Tensor)  # and no tracer's
+        and torch.is_grad_enabled()
         and x.dim() > 1
         and len(weights) == len(linears)
         and has_kernel(x, *weights)
         and all(weight.dtype == weights[0].dtype for weight in weights)
-        and (autocast_dtype(x) is not None or weights[0].dtype == x.dtype)
+        and x.dtype == (autocast_dtype(x) or weights[0].dtype)
         and all(linear.weight.shape[0] == linear.out_features for linear in linears)
     )
 
 
 def together(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     """What each of these linear layers makes of x."""
-    wanted = autocast_dtype(x)
-    if wanted is not None and x.dtype in TYPES:
-        x = x.to(wanted)  # as every one of them would
     if takes(x, linears):
         return list(Linears.apply(x, *(linear.weight for linear in linears)))
     return [linear(x) for linear in linears]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih.nn.fused import PACK, has_kernel
+from girih.nn.linears import autocast_device
 
 LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and without a kernel their gradient as much
 ROWS = 64  # a multiple, for products along them are slow at odd numbers
@@ -27,7 +28,8 @@ def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype
 def with_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """sums + a b, in fp32 at least; on a GPU, and in fp16, whose range it may leave, without a rounding
     of the product."""
-    if has_kernel(a, b, dense=False) and a.dtype != sums.dtype:
+    # A mode that watches operators may not know this one's arguments, as that of FLOPs does not.
+    if has_kernel(a, b, dense=False) and a.dtype != sums.dtype and not torch._C._len_torch_dispatch_stack():
         return torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     return sums + (
         a.to(sums.dtype) @ b.to(sums.dtype) if a.dtype == torch.float16 else (a @ b).to(sums.dtype)
@@ -57,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 loss_of_part, d = cross_entropy(logits, label, ignored, wide)
                 loss = loss + loss_of_part
-            with torch.autocast(x.device.type, enabled=False):
+            with torch.autocast(autocast_device(x), enabled=False):
                 if wanted_x:
                     own = weight.to(d.dtype) if own is None else own  # rounded once for all parts
                     dx[i : i + rows] = d @ own
