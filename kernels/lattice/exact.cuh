@@ -130,6 +130,13 @@ __device__ inline void memory_barrier() {
   barrier_wait(1, Sizes::kThreads);
 }
 
+// Helpers, beside so many tokens, are at as many barriers as the memory's warps (kCountsBarriers).
+template <class Sizes>
+__device__ inline void count_barriers(const LatticeExactShape& shape, int tokens) {
+  if (!kCountsBarriers || shape.objective != LatticeObjective::decode) return;
+  for (int i = 0; i < tokens; ++i) barrier_wait(2, Sizes::kHelpers);
+}
+
 // A state's memory, [D, M] fp32 of any strides; absent or beyond its sizes: zeros.
 template <class Sizes>
 __device__ inline void load_memory(ExactMemory<Sizes>& x, const In<4>& from, int64_t n, int head,

@@ -97,6 +97,7 @@ struct Backward {
     int position = segment.begun;
     for (int i = 0; i < tiles(segment); ++i) {
       if (helps && i + 1 < tiles(segment)) bring(i + 1);
+      if (helps) count_barriers<Sizes>(shape, at(here, segment, i).count);
       for (int u = 0; !helps && u < at(here, segment, i).count; ++u) {
         const int token = i * room.tile + u;
         const ExactToken<Sizes> row(room.inputs(shared, i % 2) + u * room.row.in);
@@ -181,6 +182,7 @@ struct Backward {
       if (helps) {
         if (i + 1 < tiles) write(room.outputs(shared, (i + 1) % 2), here, segment, i + 1);
         if (i > 0) bring(room.inputs(shared, (i - 1) % 2), here, segment, i - 1);
+        count_barriers<Sizes>(shape, at(here, segment, i).count);
       }
       for (int u = at(here, segment, i).count - 1; !helps && u >= 0; --u) {
         const int token = i * room.tile + u;

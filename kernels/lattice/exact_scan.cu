@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(Sizes::kAll, Sizes::D* Sizes::M == 64 * 64 ? 2
     if (helps) {
       if (i > 0) write(room.outputs(shared, 1 - turn), p, room, at(i - 1));
       if (i + 1 < tiles) bring(room.inputs(shared, 1 - turn), p.of, room, at(i + 1));
+      count_barriers<Sizes>(shape, at(i).count);
     }
     for (int u = 0; !helps && u < at(i).count; ++u) {
       if (p.memories != nullptr && ((i == 0 && u == 0) || in_segment == 0)) {
