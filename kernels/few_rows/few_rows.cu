@@ -19,7 +19,6 @@ constexpr int kStep = 32;     // of the width: four lanes' packs
 // Rows of u in shared memory: two of them lie 64 bytes apart, so that eight lanes' packs meet no bank twice.
 __host__ __device__ inline int stride_of(int width) { return (width + 63) / 64 * 64 + 32; }
 
-__device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
 __device__ inline uint4 load_once(const void* from) {
   uint4 x;
@@ -96,10 +95,7 @@ __device__ inline void finish(const FewRows& p, const FewRowsMatrix& m, int row,
     return;
   }
   if (m.bias != nullptr) r += m.bias[feature];
-  if (m.gate == RowGate::sigmoid) r = m.scale * sigmoid(r);
-  if (m.gate == RowGate::logsigmoid) r = -m.scale * softplus(-r);
-  if (m.gate == RowGate::decay) r = -expf(m.rate[feature]) * softplus(r);
-  static_cast<float*>(m.y)[place] = r;
+  static_cast<float*>(m.y)[place] = gate_of(m.gate, r, factor_of(m.gate, m.scale, m.rate, feature));
 }
 
 // Ahead: a warp's steps that are read before u is made, so that one wait on memory covers the other.

@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include "tile/array.h"
+#include "tile/row_gate.h"
 
 namespace girih::kernels {
 
@@ -19,14 +20,11 @@ constexpr int kFewRowsWidest = 8192;  // u stands in shared memory: rows * width
 constexpr int kFewRowsElements = 96 * 1024;
 
 enum class RowInput : int { plain, rms_norm, silu_rms_norm, silu_product };
-// With r = u W^T in fp32:  none  r, in the type of x;  and in fp32, with bias b, rate A and scale s
-// linear  r + b;  sigmoid  s sigmoid(r + b);  logsigmoid  s log(sigmoid(r + b));  decay  -e^A softplus(r + b)
-enum class RowGate : int { none, linear, sigmoid, logsigmoid, decay };
 
 struct FewRowsMatrix {
   const void* weight;  // [features, width], dense, aligned to 16 bytes
   int features;
-  RowGate gate;
+  RowGate gate;  // none: the product in the type of x
   const float* bias;  // [features], or null: 0
   const float* rate;  // [features], of `decay`
   float scale;

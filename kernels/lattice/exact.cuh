@@ -133,8 +133,8 @@ __device__ inline void memory_barrier() {
 // Helpers, beside so many tokens, are at as many barriers as the memory's warps (kCountsBarriers).
 template <class Sizes>
 __device__ inline void count_barriers(const LatticeExactShape& shape, int tokens) {
-  if (!kCountsBarriers || shape.objective != LatticeObjective::decode) return;
-  for (int i = 0; i < tokens; ++i) barrier_wait(2, Sizes::kHelpers);
+  const bool as_many = kCountsBarriers && shape.objective == LatticeObjective::decode;
+  for (int i = 0; as_many && i < tokens; ++i) barrier_wait(2, Sizes::kHelpers);
 }
 
 // A state's memory, [D, M] fp32 of any strides; absent or beyond its sizes: zeros.

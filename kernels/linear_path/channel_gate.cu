@@ -17,7 +17,7 @@ struct Place {
     const auto [token, head] = index.heads.split(row);
     of = 1.f / static_cast<float>(index.tokens.split(token).rest + 1);
     stride = static_cast<int64_t>(heads) * D;
-    first = token * n * stride + static_cast<int64_t>(head) * D;
+    first = static_cast<int64_t>(token) * n * stride + static_cast<int64_t>(head) * D;
   }
 };
 

@@ -1,6 +1,7 @@
 // What a language model computes row by row beside its mixers, in training:
 //
 //     residual norm    s = x + branch, x or silu(x)        r = (mean(s^2) + eps)^-1/2        y = r s weight
+//                      or, without a weight, rows of length 1
 //     SiLU product     y = silu(gate) up
 //     cross entropy    l = log(sum of e^z) - z_label        dz = e^z / sum of e^z - [i = label]
 //     rotary           the pairs (i, i + D/2) of q and k turned by position * rate_i
@@ -33,7 +34,7 @@ struct ResidualNorm {
   ResidualNormShape shape;
   const void* x;
   const void* branch;  // null: s is x
-  In<1> weight;        // [dim]
+  In<1> weight;        // [dim]; no data: rows of length 1
   void* s;             // where branch is
   void* y;
 };

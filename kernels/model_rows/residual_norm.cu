@@ -1,6 +1,6 @@
 // s = x + branch, x or silu(x)        r = (mean(s^2) + eps)^-1/2        y = r s weight
 //
-// and its gradients, with n = r s formed again:
+// without a weight the row of length 1, weight = dim^-1/2; and its gradients, with n = r s formed again:
 //
 //     ds = ds after + r (dy weight - n mean(dy weight n)), of silu(x) times silu'(x)
 //     dweight = sum over rows of dy n
@@ -68,11 +68,16 @@ class Sums {
 
 template <class R>
 __device__ inline void load_weight(typename R::Part& to, const In<1>& weight, int dim) {
+  const float of_unit_rows = rsqrtf(static_cast<float>(dim));
 #pragma unroll
   for (int k = 0; k < R::kPacks; ++k) {
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      to[k].at[i] = R::column(k) < dim ? load_any(weight, R::column(k) + i) : 0.f;
+      if (weight.data == nullptr) {
+        to[k].at[i] = of_unit_rows;
+      } else {
+        to[k].at[i] = R::column(k) < dim ? load_any(weight, R::column(k) + i) : 0.f;
+      }
     }
   }
 }

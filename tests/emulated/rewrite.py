@@ -33,6 +33,7 @@ UNITS = {
     "model_rows": tuple(
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
     ),
+    "row_gates": ("row_gates/row_gates.cu",),
     "trellis": (
         *(f"trellis/exact_{name}.cu" for name in ("scan", "rows", "reverse", "columns")),
         *(f"exact/{name}.cu" for name in ("key_read", "value_read")),

@@ -55,7 +55,7 @@ def formula(x, wanted, given, residual, dtype):
     elif given.kind == "silu_product":
         x = x * given.other
     x = rounded(x)
-    results = [gated(F.linear(x, p.weight), p) for p in wanted]
+    results = [gated(F.linear(x, p.weight), *p[1:]) for p in wanted]
     return results if residual is None else [results[0] + residual]
 
 

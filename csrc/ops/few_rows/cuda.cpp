@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "../kernel_arguments.h"
+#include "../row_gate.h"
 #include "few_rows/few_rows.h"
 
 namespace girih::few_rows {
@@ -19,16 +20,6 @@ RowInput input_of(std::string_view name) {
   TORCH_CHECK(name == "silu_product", "girih: few_rows: input is '", name,
               "'; expected plain, rms_norm, silu_rms_norm or silu_product");
   return RowInput::silu_product;
-}
-
-RowGate gate_of(std::string_view name) {
-  if (name == "none") return RowGate::none;
-  if (name == "linear") return RowGate::linear;
-  if (name == "sigmoid") return RowGate::sigmoid;
-  if (name == "logsigmoid") return RowGate::logsigmoid;
-  TORCH_CHECK(name == "decay", "girih: few_rows: a gate is '", name,
-              "'; expected none, linear, sigmoid, logsigmoid or decay");
-  return RowGate::decay;
 }
 
 const void* aligned(const Tensor& tensor, const char* name, at::IntArrayRef sizes, const Tensor& x) {
@@ -94,7 +85,7 @@ std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std:
     auto& m = p.matrices[i];
     m.weight = aligned(weights[i], "a weight", {features, width}, x);
     m.features = static_cast<int>(features);
-    m.gate = gate_of(gates[i]);
+    m.gate = row_gate("few_rows", gates[i]);
     m.bias = per_feature(biases[i], "a bias", features, x);
     m.rate = per_feature(rates[i], "a rate", features, x);
     TORCH_CHECK(

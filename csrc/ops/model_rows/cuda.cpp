@@ -1,6 +1,6 @@
 // What a language model computes row by row beside its mixers, in training. Not operators for users, who have
-// torch.nn.functional's: they take tensors of a few types. python/girih/nn/fused.py calls them, decides
-// where, and gives them gradients.
+// torch.nn.functional's: they take tensors of a few types. Of python/girih/nn, fused.py, swiglu.py, loss.py and
+// rotary.py call them, decide where, and give them gradients.
 #include <torch/library.h>
 
 #include "../dense.h"
@@ -9,7 +9,7 @@
 namespace girih::model_rows {
 namespace {
 
-kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Tensor& weight,
+kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const OptionalTensor& weight,
                                     at::ScalarType rows, double eps, bool of_silu) {
   TORCH_CHECK(x.dim() >= 1 && is_of_kernels(x.scalar_type()) && is_of_kernels(rows) &&
                   (x.scalar_type() == rows || (x.scalar_type() == at::kFloat && !of_silu)),
@@ -20,9 +20,11 @@ kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Tenso
   TORCH_CHECK(dim >= 1 && dim % kernels::kModelRowsPack == 0 && dim <= kernels::kResidualNormWidest,
               "girih: ", op, ": x has shape ", x.sizes(), "; expected rows of a multiple of ",
               kernels::kModelRowsPack, " up to ", kernels::kResidualNormWidest);
-  TORCH_CHECK(weight.dim() == 1 && weight.size(0) == dim && weight.device() == x.device(), "girih: ", op,
-              ": weight has shape ", weight.sizes(), " on ", weight.device(), "; expected [", dim, "] on ",
-              x.device());
+  if (given(weight)) {
+    TORCH_CHECK(weight->dim() == 1 && weight->size(0) == dim && weight->device() == x.device(), "girih: ", op,
+                ": weight has shape ", weight->sizes(), " on ", weight->device(), "; expected [", dim,
+                "] on ", x.device());
+  }
   const auto dtype = [](at::ScalarType type) {
     return type == at::kFloat  ? kernels::DType::f32
            : type == at::kHalf ? kernels::DType::f16
@@ -35,14 +37,15 @@ kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Tenso
 Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
 
 std::tuple<Tensor, Tensor> norm(const char* op, const Tensor& x_, const OptionalTensor& branch_,
-                                const Tensor& weight, double eps, at::ScalarType rows, bool of_silu) {
+                                const OptionalTensor& weight, double eps, at::ScalarType rows,
+                                bool of_silu) {
   const c10::cuda::CUDAGuard device(x_.device());
   kernels::ResidualNorm p{};
   p.shape = shape_of(op, x_, weight, rows, eps, of_silu);
   const auto x = dense(op, x_, "x", x_.sizes(), x_.scalar_type(), x_);
   const auto branch = dense(op, branch_, "branch", x.sizes(), rows, x);
   p.x = x.const_data_ptr(), p.branch = data_of(branch);
-  p.weight = input<1>(weight);
+  if (given(weight)) p.weight = input<1>(*weight);
   const auto s = given(branch) ? at::empty(x.sizes(), x.options()) : nothing(x);
   const auto y = at::empty(x.sizes(), x.options().dtype(rows));
   p.s = s.mutable_data_ptr();
@@ -51,8 +54,8 @@ std::tuple<Tensor, Tensor> norm(const char* op, const Tensor& x_, const Optional
   return {s, y};
 }
 
-std::tuple<Tensor, Tensor> residual_norm(const Tensor& x, const OptionalTensor& branch, const Tensor& weight,
-                                         double eps, at::ScalarType rows) {
+std::tuple<Tensor, Tensor> residual_norm(const Tensor& x, const OptionalTensor& branch,
+                                         const OptionalTensor& weight, double eps, at::ScalarType rows) {
   return norm("residual_norm", x, branch, weight, eps, rows, false);
 }
 
@@ -62,8 +65,9 @@ Tensor silu_norm(const Tensor& x, const Tensor& weight, double eps) {
 
 std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& dy_,
                                                  const OptionalTensor& after_, const Tensor& s_,
-                                                 const Tensor& weight, double eps, bool of_branch,
+                                                 const OptionalTensor& weight, double eps, bool of_branch,
                                                  bool of_weight, bool of_silu) {
+  TORCH_CHECK(given(weight) || !of_weight, "girih: ", op, ": there is no weight; expected of_weight = False");
   const c10::cuda::CUDAGuard device(s_.device());
   kernels::ResidualNormBackward p{};
   p.shape = shape_of(op, s_, weight, dy_.scalar_type(), eps, of_silu);
@@ -71,10 +75,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& d
   const auto dy = dense(op, dy_, "dy", s.sizes(), dy_.scalar_type(), s);
   const auto after = dense(op, after_, "after", s.sizes(), s.scalar_type(), s);
   p.s = s.const_data_ptr(), p.dy = dy.const_data_ptr(), p.after = data_of(after);
-  p.weight = input<1>(weight);
+  if (given(weight)) p.weight = input<1>(*weight);
   const auto ds = at::empty(s.sizes(), s.options());
   const auto dbranch = of_branch ? at::empty(s.sizes(), dy.options()) : nothing(dy);
-  const auto dweight = of_weight ? at::empty(weight.sizes(), weight.options()) : nothing(weight);
+  const auto dweight = of_weight ? at::empty(weight->sizes(), weight->options()) : nothing(s);
   const auto floats = of_weight ? kernels::residual_norm_partials(p.shape) : 0;
   const auto partials = at::empty({floats}, s.options().dtype(at::kFloat));
   p.ds = ds.mutable_data_ptr();
@@ -86,8 +90,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& d
 }
 
 std::tuple<Tensor, Tensor, Tensor> residual_norm_backward(const Tensor& dy, const OptionalTensor& after,
-                                                          const Tensor& s, const Tensor& weight, double eps,
-                                                          bool of_branch, bool of_weight) {
+                                                          const Tensor& s, const OptionalTensor& weight,
+                                                          double eps, bool of_branch, bool of_weight) {
   return norm_backward("residual_norm_backward", dy, after, s, weight, eps, of_branch, of_weight, false);
 }
 
@@ -238,13 +242,14 @@ Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // s = x + branch (empty where there is no branch: it is x), y [.., dim] in the type `rows`
+  // s = x + branch (empty where there is no branch: it is x), y [.., dim] in the type `rows`; without a
+  // weight its rows are of length 1
   m.def(
-      "residual_norm(Tensor x, Tensor? branch, Tensor weight, float eps, ScalarType rows)"
+      "residual_norm(Tensor x, Tensor? branch, Tensor? weight, float eps, ScalarType rows)"
       " -> (Tensor s, Tensor y)");
   // Empty is what is not asked for.
   m.def(
-      "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor weight, float eps, bool of_branch,"
+      "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor? weight, float eps, bool of_branch,"
       " bool of_weight) -> (Tensor ds, Tensor dbranch, Tensor dweight)");
   m.def("silu_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def(

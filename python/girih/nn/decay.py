@@ -53,9 +53,5 @@ class DecayGate(Layer):
         return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.of(projection(self, "proj", x))
-
-    def of(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """g, dt of x W."""
-        dt = F.softplus(at_least_fp32(projected) + self.dt_bias)
+        dt = F.softplus(at_least_fp32(projection(self, "proj", x)) + self.dt_bias)
         return -at_least_fp32(self.A_log).exp() * dt, dt

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
 from girih.nn.fields import heads_of
-from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -82,8 +81,8 @@ class DeltaProduct(RecurrentLayer):
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        qkv, beta, *rest = projections(self, ["qkv_proj", "beta_proj", "g_proj"], x, self.decay)
-        return [qkv, at_least_fp32(beta).sigmoid() * (2 if self.allow_neg_eigval else 1), *rest]
+        beta = "sigmoid", 2.0 if self.allow_neg_eigval else 1.0
+        return projections(self, ["qkv_proj", "beta_proj", "g_proj"], x, self.decay, {"beta_proj": beta})
 
     def products(self) -> tuple[Product, ...]:
         beta = Product(self.beta_proj.weight, "sigmoid", scale=2.0 if self.allow_neg_eigval else 1.0)

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from girih.nn.norm import RMSNorm
 
 PACK, WIDEST = 8, 8192  # of the kernels: elements of a pack, and of the widest row
+ZERO = 1e-12  # a row so long has no direction
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITH_CUDA = hasattr(torch.ops.girih, "residual_norm")  # the library was built
 
@@ -99,10 +100,19 @@ def silu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(F.silu(x), x.shape[-1:], weight.to(x.dtype), eps)
 
 
+def unit_rows(x: Tensor) -> Tensor:
+    """x / |x|, x `[..., dim]`; a row of zeros stays one."""
+    if has_kernel(x) and x.shape[-1] % PACK == 0 and x.shape[-1] <= WIDEST:
+        return _ResidualNorm.apply(x, None, None, ZERO**2 / x.shape[-1], x.dtype)[1]
+    return F.normalize(x, dim=-1, eps=ZERO)
+
+
 class _ResidualNorm(torch.autograd.Function):
+    """Without a weight: rows of length 1."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, rows: torch.dtype
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor | None, eps: float, rows: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         s, y = torch.ops.girih.residual_norm(x, branch, weight, eps, rows)
         if branch is None:
@@ -154,11 +164,13 @@ class _SiluNorm(torch.autograd.Function):
         return dx, dweight if ctx.needs_input_grad[1] else None, None
 
 
-def gradients(dy: Tensor, s: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def gradients(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
     """Of s and of the weight of an RMS norm."""
-    wide, u = s.float(), dy.float() * weight.float()
+    wide, u = s.float(), dy.float() * (s.shape[-1] ** -0.5 if weight is None else weight.float())
     r = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     n = r * wide
     ds = r * (u - n * (u * n).mean(-1, keepdim=True))
+    if weight is None:
+        return ds.to(s.dtype), None
     dweight = (dy.float() * n).flatten(0, -2).sum(0) if s.dim() > 1 else dy.float() * n
     return ds.to(s.dtype), dweight.to(weight.dtype)

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fields import heads_of
 from girih.nn.fused import silu_norm
-from girih.nn.layer import at_least_fp32
 from girih.nn.linears import together
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -71,9 +69,8 @@ class GatedSlotAttention(RecurrentLayer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        qkv, f = projections(self, ["qkv_proj", "f_proj"], x)
-        f = at_least_fp32(f)
-        return [qkv, F.logsigmoid(f) / self.gate_logit_normalizer if self.gated else f]
+        f = ("logsigmoid", 1.0 / self.gate_logit_normalizer) if self.gated else ("linear", 1.0)
+        return projections(self, ["qkv_proj", "f_proj"], x, gates={"f_proj": f})
 
     def output(self, o: Tensor) -> Tensor:
         return together(silu_norm(self.norm, o), [self.o_proj])[0]

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, first_step_bias
 from girih.nn.fields import heads_of
-from girih.nn.layer import GateLinear, at_least_fp32, projection
+from girih.nn.fused import unit_rows
+from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -84,8 +84,8 @@ class Lattice(RecurrentLayer):
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        qk, v, gate, *decay = projections(self, ["qk_proj", "v_proj", "g_proj"], x, self.decay)
-        return [qk, v, gate, projection(self, "gamma_proj", x).sigmoid(), *decay]
+        names = ["qk_proj", "v_proj", "g_proj", "gamma_proj"]
+        return projections(self, names, x, self.decay, {"gamma_proj": ("sigmoid", 1.0)})
 
     def products(self) -> tuple[Product, ...]:
         plain = self.qk_proj, self.v_proj, self.g_proj
@@ -107,7 +107,7 @@ class Lattice(RecurrentLayer):
         k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, gate))
         if memory is None:
-            memory = F.normalize(at_least_fp32(self.memory), dim=-2)
+            memory = unit_rows(at_least_fp32(self.memory).mT.contiguous()).mT
         o, memory = advance(
             "lattice",
             q,

@@ -9,55 +9,93 @@ from torch import Tensor, nn
 from girih.nn.fused import has_kernel, is_product
 
 HALF = (torch.float16, torch.bfloat16)
+NARROW = 64  # features of a product whose time is its launches
 
 
 class Linears(torch.autograd.Function):
     """`x W^T` of every weight, in x's dtype. dx is one sum that the products make, where autograd adds one
     after the other; 16-bit copies of fp32 weights are made by one kernel, and their gradients leave the
-    products in fp32. The copies are a call's own and kept until its backward.
+    products in fp32. The copies are a call's own and kept until its backward. Narrow products are columns of
+    one.
 
     x `[..., in]`, weights `[out, in]`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        own = copies(weights, x.dtype)
+        groups = grouped(weights)
+        own = copies(weights, groups, x.dtype)
         of_x, *of_weights = ctx.needs_input_grad
         ctx.save_for_backward(x if any(of_weights) else None, *(own if of_x else [None] * len(own)))
         ctx.weights, ctx.versions = weights, versions(weights)  # as they are, for second derivatives
-        ctx.shape = x.shape
+        ctx.groups, ctx.shape = groups, x.shape
         ctx.set_materialize_grads(False)
+        made: list[Any] = [None] * len(weights)
         with torch.autocast(autocast_device(x), enabled=False):
-            return tuple(F.linear(x, weight) for weight in own)
+            for group, w in zip(groups, own, strict=True):
+                y = F.linear(x, w)
+                for i, part in zip(group, parts(y, group, weights, -1), strict=True):
+                    made[i] = part
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *own = ctx.saved_tensors
-        of_x, *of_weights = ctx.needs_input_grad
-        dx, dweights = None, []
-        if of_x and torch.is_grad_enabled() and versions(ctx.weights) != ctx.versions:
+        weights, (of_x, *of_weights) = ctx.weights, ctx.needs_input_grad
+        dx, dweights = None, [None] * len(weights)
+        if of_x and torch.is_grad_enabled() and versions(weights) != ctx.versions:
             raise RuntimeError("a weight has been modified by an inplace operation since the forward")
-        for dy, w, weight, wanted in zip(dys, own, ctx.weights, of_weights, strict=True):
+        for group, w in zip(ctx.groups, own, strict=True):
+            dy = beside([dys[i] for i in group], [weights[i].shape[0] for i in group])
             if dy is None:
-                dweights.append(None)
                 continue
             dy = dy.reshape(-1, dy.shape[-1])
             if of_x:
-                w = weight.to(dy.dtype) if torch.is_grad_enabled() else w
+                if torch.is_grad_enabled():
+                    w = torch.cat([weights[i] for i in group]).to(dy.dtype)
                 dx = dy @ w if dx is None else torch.addmm(dx, dy, w)
-            dweights.append(matrix_product(dy.t(), x.flatten(0, -2), weight.dtype) if wanted else None)
+            if any(of_weights[i] for i in group):
+                made = matrix_product(dy.t(), x.flatten(0, -2), weights[group[0]].dtype)
+                for i, part in zip(group, parts(made, group, weights, 0), strict=True):
+                    dweights[i] = part if of_weights[i] and dys[i] is not None else None
         return None if dx is None else dx.view(ctx.shape), *dweights
 
 
-def copies(weights: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The weights in this dtype, themselves where they have it."""
+def grouped(weights: tuple[Tensor, ...]) -> list[list[int]]:
+    """Which weights make one product: the narrow ones, which cost their launches, and each other alone."""
+    narrow = [i for i, weight in enumerate(weights) if weight.shape[0] <= NARROW]
+    return [[i] for i in range(len(weights)) if i not in narrow] + [narrow] * bool(narrow)
+
+
+def parts(y: Tensor, group: list[int], weights: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
+    """A group's product, or its gradient by the weights, as those of each."""
+    return (y,) if len(group) == 1 else y.split([weights[i].shape[0] for i in group], dim)
+
+
+def beside(dys: list[Tensor | None], widths: list[int]) -> Tensor | None:
+    """`[..., sum of widths]`, zeros for None; of nothing but None: None."""
+    given = [dy for dy in dys if dy is not None]
+    if not given or len(dys) == 1:
+        return given[0] if given else None
+    shape = given[0].shape[:-1]
+    return torch.cat(
+        [
+            given[0].new_zeros(*shape, width) if dy is None else dy
+            for dy, width in zip(dys, widths, strict=True)
+        ],
+        -1,
+    )
+
+
+def copies(weights: tuple[Tensor, ...], groups: list[list[int]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Each group's weights in this dtype, one below the other; a single one itself where it has it."""
     if all(weight.dtype == dtype for weight in weights):
-        return weights
-    made = weights[0].new_empty(sum(weight.numel() for weight in weights), dtype=dtype)
-    parts = made.split([weight.numel() for weight in weights])
-    own = tuple(part.view_as(weight) for part, weight in zip(parts, weights, strict=True))
-    torch._foreach_copy_(own, weights)
-    return own
+        return tuple(torch.cat([weights[i] for i in g]) if len(g) > 1 else weights[g[0]] for g in groups)
+    order = [i for group in groups for i in group]
+    made = weights[0].new_empty(sum(weight.shape[0] for weight in weights), weights[0].shape[1], dtype=dtype)
+    rows = made.split([weights[i].shape[0] for i in order])
+    torch._foreach_copy_(rows, [weights[i] for i in order])
+    return made.split([sum(weights[i].shape[0] for i in group) for group in groups])
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,23 +121,22 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def takes(x: Tensor, linears: list[nn.Module]) -> bool:
-    """x in the dtype of the products."""
-    weights = [linear.weight for linear in linears if is_product(linear)]
+def takes(x: Tensor, weights: list[Tensor | None]) -> bool:
+    """x in the dtype of the products, by weights alone."""
     return (
         isinstance(x, Tensor)  # and no tracer's
         and torch.is_grad_enabled()
         and x.dim() > 1
-        and len(weights) == len(linears)
+        and all(weight is not None for weight in weights)
         and has_kernel(x, *weights)
         and all(weight.dtype == weights[0].dtype for weight in weights)
         and x.dtype == (autocast_dtype(x) or weights[0].dtype)
-        and all(linear.weight.shape[0] == linear.out_features for linear in linears)
     )
 
 
 def together(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     """What each of these linear layers makes of x."""
-    if takes(x, linears):
-        return list(Linears.apply(x, *(linear.weight for linear in linears)))
+    weights = [linear.weight if is_product(linear) else None for linear in linears]
+    if takes(x, weights):
+        return list(Linears.apply(x, *weights))
     return [linear(x) for linear in linears]

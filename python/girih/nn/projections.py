@@ -1,25 +1,52 @@
 """The projections that a layer makes of its x."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
-from girih.nn.fused import without_hooks
-from girih.nn.layer import check_features
-from girih.nn.linears import together
+from girih.nn.fused import is_product, without_hooks
+from girih.nn.gates import gated
+from girih.nn.layer import GateLinear, check_features
+from girih.nn.linears import Linears, takes
+
+NO_GATES: Mapping[str, tuple[str, float]] = {}
 
 
 def projections(
-    layer: nn.Module, names: list[str], x: Tensor, decay: nn.Module | None = None
+    layer: nn.Module,
+    names: list[str],
+    x: Tensor,
+    decay: nn.Module | None = None,
+    gates: Mapping[str, tuple[str, float]] = NO_GATES,
 ) -> list[Tensor]:
     """What a layer's projections of these names make of x: all features, as heads were counted beforehand;
-    and g of a DecayGate."""
-    joins = type(decay) is DecayGate and without_hooks(decay)
-    made = together(x, [*(getattr(layer, name) for name in names), *([decay.proj] if joins else [])])
-    for name, y in zip(names, made, strict=False):
-        check_features(layer, name, y)
-    if joins:
+    and g of a DecayGate.
+
+    gates: by name, the gate that a projection goes through and its scale (`gates.gated`).
+    """
+    modules = [getattr(layer, name) for name in names]
+    weights = [weight_of(module) for module in (modules if decay is None else [*modules, decay])]
+    together = takes(x, weights)
+    made = list(Linears.apply(x, *weights)) if together else [module(x) for module in modules]
+    for i, (name, module) in enumerate(zip(names, modules, strict=True)):
+        check_features(layer, name, made[i])
+        bias = module.bias if together else None  # a module has added its own
+        if name in gates or bias is not None:
+            gate, scale = gates.get(name, ("linear", 1.0))
+            made[i] = gated(made[i], gate, bias, scale=scale)
+    if decay is not None and together:
         check_features(decay, "proj", made[-1])
-        made[-1] = decay.of(made[-1])[0]
+        made[-1] = gated(made[-1], "decay", decay.dt_bias, decay.A_log)
     elif decay is not None:
         made.append(decay(x)[0])
     return made
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """That of its product, where the module is as it was made."""
+    if type(module) is GateLinear and without_hooks(module):
+        return module.weight
+    if type(module) is DecayGate and without_hooks(module):
+        module = module.proj
+    return module.weight if is_product(module) else None

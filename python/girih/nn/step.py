@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih.nn import fused
-from girih.nn.layer import at_least_fp32
+from girih.nn.gates import gated
 from girih.nn.swiglu import silu_product
 
 # A model's blocks have nothing in them but weights: no hook, no adapter. Who records a step says so.
@@ -19,16 +19,7 @@ ROWS, MATRICES, WIDEST, ELEMENTS = 16, 8, 8192, 96 * 1024  # of the kernel
 
 
 class Product(NamedTuple):
-    """x W^T, W `[features, width]`, and what becomes of r, its sums:
-
-        none        r, in x's dtype
-        linear      r + bias                            in fp32 at least, as all that follow
-        sigmoid     scale sigmoid(r + bias)
-        logsigmoid  scale log(sigmoid(r + bias))
-        decay       -exp(rate) softplus(r + bias)
-
-    bias, rate: `[features]` in fp32.
-    """
+    """x W^T, W `[features, width]`, and what becomes of it: `gates.gated`, bias and rate in fp32."""
 
     weight: Tensor
     gate: str = "none"
@@ -70,21 +61,8 @@ def products(
         x = fused.silu_rms_norm(x, given.other, given.eps)
     elif given.kind == "silu_product":
         x = silu_product(x, given.other)
-    results = [gated(F.linear(x, product.weight), product) for product in wanted]
+    results = [gated(F.linear(x, product.weight), *product[1:]) for product in wanted]
     return results if residual is None else [residual + results[0]]
-
-
-def gated(r: Tensor, product: Product) -> Tensor:
-    if product.gate == "none":
-        return r
-    r = at_least_fp32(r)
-    if product.bias is not None:
-        r = r + product.bias
-    if product.gate == "sigmoid":
-        return product.scale * r.sigmoid()
-    if product.gate == "logsigmoid":
-        return product.scale * F.logsigmoid(r)
-    return -at_least_fp32(product.rate).exp() * F.softplus(r) if product.gate == "decay" else r
 
 
 def has_kernel(

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, first_step_bias
 from girih.nn.fields import heads_of
-from girih.nn.layer import GateLinear, at_least_fp32, projection
+from girih.nn.fused import unit_rows
+from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
@@ -95,9 +95,8 @@ class Trellis(RecurrentLayer):
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        names = ["qk_proj", "v_proj", "a_proj", "g_proj"]
-        qk, v, a, gate, *decay = projections(self, names, x, self.decay)
-        return [qk, v, a, gate, projection(self, "gamma_proj", x).sigmoid(), *decay]
+        names = ["qk_proj", "v_proj", "a_proj", "g_proj", "gamma_proj"]
+        return projections(self, names, x, self.decay, {"gamma_proj": ("sigmoid", 1.0)})
 
     def products(self) -> tuple[Product, ...]:
         plain = self.qk_proj, self.v_proj, self.a_proj, self.g_proj
@@ -118,7 +117,7 @@ class Trellis(RecurrentLayer):
         q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, a, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, a, gate))
-        k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
+        k, v = unit_rows(k), unit_rows(v)
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
         o, memory = advance(

@@ -1,0 +1,101 @@
+// What becomes of a layer's small products in training: gates and step sizes. Not an operator for users, who
+// have PyTorch's: it takes tensors of a few types. python/girih/nn/gates.py calls it, decides where, and
+// gives it gradients.
+#include "row_gates/row_gates.h"
+
+#include <torch/library.h>
+
+#include "../dense.h"
+#include "../row_gate.h"
+
+namespace girih::row_gates {
+namespace {
+
+const float* per_column(const char* op, const OptionalTensor& tensor, const char* name, const Tensor& x) {
+  if (!given(tensor)) return nullptr;
+  TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
+                  tensor->size(0) == x.size(-1) && tensor->device() == x.device(),
+              "girih: ", op, ": ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
+              tensor->device(), "; expected a dense float32 [", x.size(-1), "] on ", x.device());
+  return tensor->const_data_ptr<float>();
+}
+
+// x as rows that lie at one distance: columns of a wider product do.
+Tensor in_rows(const char* op, const Tensor& x) {
+  TORCH_CHECK(x.dim() >= 1 && is_of_kernels(x.scalar_type()), "girih: ", op, ": x is ", x.scalar_type(), " ",
+              x.sizes(), "; expected float32, float16 or bfloat16 [..., columns]");
+  const auto columns = x.size(-1);
+  TORCH_CHECK(columns <= 0x3fffffff, "girih: ", op, ": x has ", columns, " columns; expected less than 2^30");
+  const auto rows = columns == 0 ? 0 : x.numel() / columns;
+  const auto sizes = std::vector<int64_t>{rows, columns};
+  const auto strides = at::detail::computeStride(x.sizes(), x.strides(), sizes);
+  return strides && (columns == 1 || strides->back() == 1) ? x.view(sizes) : x.reshape(sizes).contiguous();
+}
+
+kernels::RowGates problem(const char* op, const Tensor& x, std::string_view gate, const OptionalTensor& bias,
+                          const OptionalTensor& rate, double scale) {
+  kernels::RowGates p{};
+  p.rows = x.size(0), p.columns = static_cast<int>(x.size(1));
+  p.gate = row_gate(op, gate);
+  TORCH_CHECK(p.gate != kernels::RowGate::none, "girih: ", op, ": the gate is 'none', which is x itself");
+  TORCH_CHECK(given(rate) == (p.gate == kernels::RowGate::decay), "girih: ", op,
+              ": rate goes with decay, and with no other gate");
+  p.dtype = kernel_dtype(x);
+  p.x = x.const_data_ptr();
+  p.stride = x.size(0) == 1 ? x.size(1) : x.stride(0);
+  constexpr int kPack = kernels::kRowGatesPack;
+  p.in_packs = p.columns % kPack == 0 && p.stride % kPack == 0 &&
+               reinterpret_cast<uintptr_t>(p.x) % (kPack * x.element_size()) == 0;
+  p.bias = per_column(op, bias, "bias", x), p.rate = per_column(op, rate, "rate", x);
+  p.scale = static_cast<float>(scale);
+  return p;
+}
+
+Tensor forward(const Tensor& x_, std::string_view gate, const OptionalTensor& bias, const OptionalTensor& rate,
+               double scale) {
+  const c10::cuda::CUDAGuard device(x_.device());
+  const auto x = in_rows("row_gates", x_);
+  auto p = problem("row_gates", x, gate, bias, rate, scale);
+  const auto y = at::empty(x_.sizes(), x.options().dtype(at::kFloat));
+  p.y = y.mutable_data_ptr<float>();
+  check_launch("row_gates", kernels::row_gates(p, c10::cuda::getCurrentCUDAStream()));
+  return y;
+}
+
+std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, std::string_view gate,
+                                    const OptionalTensor& bias, const OptionalTensor& rate, double scale,
+                                    bool of_sums) {
+  constexpr const char* kOp = "row_gates_backward";
+  const c10::cuda::CUDAGuard device(x_.device());
+  const auto x = in_rows(kOp, x_);
+  kernels::RowGatesBackward p{};
+  p.of = problem(kOp, x, gate, bias, rate, scale);
+  const auto dy = dense(kOp, dy_, "dy", x_.sizes(), at::kFloat, x_);
+  const auto dx = at::empty(x_.sizes(), x.options());
+  const auto wide = x.options().dtype(at::kFloat);
+  const auto sums = of_sums ? at::empty({2, x.size(1)}, wide) : at::empty({0}, wide);
+  const auto partials = at::empty({of_sums ? kernels::row_gates_partials(p.of) : 0}, wide);
+  p.dy = dy.const_data_ptr<float>();
+  p.dx = dx.mutable_data_ptr();
+  p.sums = of_sums ? sums.mutable_data_ptr<float>() : nullptr;
+  p.partials = partials.mutable_data_ptr<float>();
+  check_launch(kOp, kernels::row_gates_backward(p, c10::cuda::getCurrentCUDAStream()));
+  return {dx, sums};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(girih, m) {
+  // y [..., columns] in fp32; bias, rate [columns]
+  m.def("row_gates(Tensor x, str gate, Tensor? bias, Tensor? rate, float scale) -> Tensor");
+  // sums [2, columns]: of bias and rate; empty where not asked for
+  m.def(
+      "row_gates_backward(Tensor dy, Tensor x, str gate, Tensor? bias, Tensor? rate, float scale,"
+      " bool of_sums) -> (Tensor dx, Tensor sums)");
+}
+TORCH_LIBRARY_IMPL(girih, CUDA, m) {
+  m.impl("row_gates", &forward);
+  m.impl("row_gates_backward", &backward);
+}
+
+}  // namespace girih::row_gates
