@@ -252,7 +252,8 @@ MIXERS = {
         HEADS | {"n": 2, "gated": True},
         ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
     ),
-    "trellis": (SLOTS, None),
+    # Five products a mixer where others have four: as large by a narrower MLP.
+    "trellis": (SLOTS | {"intermediate_size": 2432}, None),
     "lattice": (SLOTS, None),
     "cat": ({"num_heads": 8, "chunk": 16}, None),
 }

@@ -138,6 +138,22 @@ def test_norms_with_and_without_a_branch(kernels, with_branch, with_after):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows, dim", [(17, 64), (3, 264)])
+def test_rows_of_length_one(kernels, rows, dim, dtype):
+    place = Places()
+    x, dy = place(normal(rows, dim, dtype=dtype)), place(normal(rows, dim, dtype=dtype, seed=2))
+    y, dx, shape = place.like(x), place.like(x), Shape(rows, dim, 1e-26, DTYPES[dtype], DTYPES[dtype], False)
+    kernels.run_norm(ctypes.byref(Norm(shape, address(x), None, Vector(), None, address(y))))
+    call = NormBackward(shape, address(x), Vector(), address(dy), None, address(dx))
+    kernels.run_norm_backward(ctypes.byref(call))
+    wide = x.double().requires_grad_()
+    want = F.normalize(wide, dim=-1)
+    assert_close(y, want.detach(), dim)
+    assert_close(dx, torch.autograd.grad(want, wide, dy.double())[0], dim)
+    place.assert_untouched()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("elements", [8, 40, 2056])
 def test_products(kernels, elements, dtype):
     place = Places()

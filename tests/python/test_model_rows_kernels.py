@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, GatedSlotAttention, RMSNorm, fused, linears, loss, swiglu
-from girih.nn.fused import residual_norm, silu_norm
+from girih.nn.fused import residual_norm, silu_norm, unit_rows
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.rotary import angles, rates, rotary, turned
 from girih.nn.swiglu import silu_product
@@ -160,6 +160,39 @@ def test_norms_of_silu_far_out():
     y = silu_norm(norm, x)
     assert_close(y, want.detach(), 8)
     assert_close(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(want, wide, dy.double())[0], 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width", [(5, width) for width in WIDTHS] + [(0, 64), (9001, 64)])
+def test_rows_of_length_one(rows, width, dtype):
+    x, dy = normal(rows, 1, width, dtype=dtype).requires_grad_(), normal(rows, 1, width, dtype=dtype, seed=2)
+    y = unit_rows(x)
+    assert y.grad_fn.name().startswith("_ResidualNorm") and y.dtype == dtype
+    (found,) = torch.autograd.grad(y, x, dy)
+    wide = x.detach().double().requires_grad_()
+    want = F.normalize(wide, dim=-1)
+    assert_close(y, want.detach(), width)
+    assert_close(found, torch.autograd.grad(want, wide, dy.double())[0], width)
+
+
+def test_rows_of_length_one_of_zeros_and_tiny_numbers():
+    x = torch.zeros(3, 64, device=DEVICE)
+    x[1, 5], x[2] = 1e-9, -3e-9
+    y = unit_rows(x)
+    assert not y[0].any() and y[1, 5] == 1 and not y[1, :5].any()
+    torch.testing.assert_close(y[2], torch.full_like(y[2], -0.125))
+
+
+def test_gradients_of_rows_of_length_one_can_be_differentiated_once_more():
+    x = normal(5, 64).requires_grad_()
+
+    def second(unit):
+        (dx,) = torch.autograd.grad((unit(x) * normal(5, 64, seed=3)).sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), x)[0]
+
+    torch.testing.assert_close(
+        second(unit_rows), second(lambda x: F.normalize(x, dim=-1)), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_frozen_weights_have_no_gradient(kernels):
@@ -424,6 +457,7 @@ def test_what_they_refuse():
         (lambda: ops.residual_norm(x, x[:2], weight, 0.1, x.dtype), r"branch has shape \[2, 16\]"),
         (lambda: ops.residual_norm(x.bfloat16(), None, weight, 0.1, torch.float16), "x is BFloat16"),
         (lambda: ops.residual_norm(x.t(), None, normal(4), 0.1, x.dtype), r"x has shape \[16, 4\]"),
+        (lambda: ops.residual_norm_backward(x, None, x, None, 0.1, False, True), "there is no weight"),
         (lambda: ops.silu_norm(x, weight[:8], 0.1), r"silu_norm: weight has shape \[8\]"),
         (lambda: ops.rotary(all_heads[0], 2, position, rate), "x has shape"),
         (lambda: ops.rotary(normal(2, 6, 4, 24), 2, position, normal(12)), "multiple of 16"),

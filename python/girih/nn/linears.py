@@ -31,11 +31,10 @@ class Linears(torch.autograd.Function):
         ctx.groups, ctx.shape = groups, x.shape
         ctx.set_materialize_grads(False)
         made: list[Any] = [None] * len(weights)
-        with torch.autocast(autocast_device(x), enabled=False):
-            for group, w in zip(groups, own, strict=True):
-                y = F.linear(x, w)
-                for i, part in zip(group, parts(y, group, weights, -1), strict=True):
-                    made[i] = part
+        for group, w in zip(groups, own, strict=True):  # autocast has nothing left to do
+            y = F.linear(x, w)
+            for i, part in zip(group, parts(y, group, weights, -1), strict=True):
+                made[i] = part
         return tuple(made)
 
     @staticmethod
