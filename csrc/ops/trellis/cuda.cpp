@@ -100,7 +100,7 @@ struct Arguments {
   // A state that a query head each has, as the caller has them: all of a memory are alike.
   Tensor one_of(const Tensor& state, int memory) const {
     const auto group = shape.heads / H;
-    const auto own = state.unflatten(1, {H, group}).select(2, 0);
+    const auto own = group == 1 ? state : state.unflatten(1, {H, group}).select(2, 0);
     return own.narrow(-1, 0, width[memory]).contiguous();
   }
   // A gradient of one: their sum.

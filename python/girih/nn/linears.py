@@ -49,10 +49,11 @@ class Linears(torch.autograd.Function):
             if dy is None:
                 continue
             dy = dy.reshape(-1, dy.shape[-1])
-            if of_x:
-                if torch.is_grad_enabled():
-                    w = torch.cat([weights[i] for i in group]).to(dy.dtype)
+            if of_x and torch.is_grad_enabled():
+                w = torch.cat([weights[i] for i in group]).to(dy.dtype)
                 dx = dy @ w if dx is None else torch.addmm(dx, dy, w)
+            elif of_x:
+                dx = dy @ w if dx is None else dx.addmm_(dy, w)
             if any(of_weights[i] for i in group):
                 made = matrix_product(dy.t(), x.flatten(0, -2), weights[group[0]].dtype)
                 for i, part in zip(group, parts(made, group, weights, 0), strict=True):
