@@ -19,7 +19,6 @@ constexpr int kStep = 32;     // of the width: four lanes' packs
 // Rows of u in shared memory: two of them lie 64 bytes apart, so that eight lanes' packs meet no bank twice.
 __host__ __device__ inline int stride_of(int width) { return (width + 63) / 64 * 64 + 32; }
 
-
 __device__ inline uint4 load_once(const void* from) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"

@@ -24,7 +24,7 @@ enum class RowInput : int { plain, rms_norm, silu_rms_norm, silu_product };
 struct FewRowsMatrix {
   const void* weight;  // [features, width], dense, aligned to 16 bytes
   int features;
-  RowGate gate;  // none: the product in the type of x
+  RowGate gate;       // none: the product in the type of x
   const float* bias;  // [features], or null: 0
   const float* rate;  // [features], of `decay`
   float scale;

@@ -3,7 +3,6 @@
 // A thread has a pack of columns, or one column, of every row that it walks over; threads side by side share
 // a row. It adds up db and dA of its columns; a block's sums are added by another kernel.
 #include "row_gates/row_gates.h"
-
 #include "tile/grid.h"
 #include "tile/pack.h"
 #include "tile/partials.h"
@@ -122,7 +121,9 @@ cudaError_t with_tile(const RowGates& p, const F& f) {
     using T = decltype(zero);
     p.in_packs ? f(Tile<T, kRowGatesPack>{}) : f(Tile<T, 1>{});
   };
-  p.dtype == DType::f32 ? of_type(0.f) : p.dtype == DType::bf16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
+  p.dtype == DType::f32    ? of_type(0.f)
+  : p.dtype == DType::bf16 ? of_type(__nv_bfloat16{})
+                           : of_type(__half{});
   return cudaGetLastError();
 }
 

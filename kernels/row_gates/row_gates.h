@@ -22,8 +22,8 @@ struct RowGates {
   RowGate gate;  // but none
   DType dtype;   // of x and dx
   const void* x;
-  int64_t stride;  // elements from a row of x to the next; a row is dense
-  bool in_packs;   // columns and stride are multiples of a pack, and x begins where one does
+  int64_t stride;     // elements from a row of x to the next; a row is dense
+  bool in_packs;      // columns and stride are multiples of a pack, and x begins where one does
   const float* bias;  // [columns], or null: 0
   const float* rate;  // [columns], of `decay`
   float scale;

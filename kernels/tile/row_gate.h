@@ -1,6 +1,7 @@
 // What becomes of a row r of a product, with bias b, rate A and scale s of its columns, z = r + b:
 //
-//     linear  z        sigmoid  s sigmoid(z)        logsigmoid  s log(sigmoid(z))        decay  -e^A softplus(z)
+//     linear  z        sigmoid  s sigmoid(z)        logsigmoid  s log(sigmoid(z))
+//     decay  -e^A softplus(z)
 //
 // in fp32; none: r as it is.
 #pragma once

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import needs_cuda
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, RMSNorm, fused
-from girih.nn.fused import residual_norm
+from girih.nn.fused import residual_norm, unit_rows
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.swiglu import silu_product
 
@@ -25,6 +25,16 @@ def test_the_formula_of_gradients(shape):
     want = torch.autograd.grad(F.rms_norm(s, (16,), weight, 1e-5), (s, weight), dy)
     for got, exact in zip(fused.gradients(dy, s.detach(), weight.detach(), 1e-5), want, strict=True):
         torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize("width", [16, 12])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_row_of_zeros_has_no_direction(dtype, width, device):
+    x = torch.zeros(2, width, dtype=dtype, device=device)
+    x[1, 3] = -(2.0**-24)  # fp16 has no shorter row
+    want = torch.zeros_like(x)
+    want[1, 3] = -1
+    torch.testing.assert_close(unit_rows(x), want)
 
 
 HOOKS = {

@@ -80,6 +80,22 @@ def test_under_autocast_gradients_err_no_more_than_each_by_itself(device, of_x, 
         assert error <= 1.2 * of_plain + 1e-3
 
 
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_a_backward_may_run_under_autocast(device, in_forward):
+    x, weights = drawn(torch.float32, device)
+    weights.append(weights[0].detach().clone().requires_grad_())
+
+    def found(each):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            with torch.autocast(torch.device(device).type, enabled=in_forward):
+                ys = each(x.bfloat16() if in_forward else x)
+            return torch.autograd.grad(sum(y.float().square().sum() for y in ys), [x, *weights])
+
+    plain = found(lambda x: [F.linear(x, w) for w in weights])
+    for ours, want in zip(found(lambda x: Linears.apply(x, *weights)), plain, strict=True):
+        assert ours.dtype == torch.float32 and (ours - want).norm() <= 0.02 * want.norm()
+
+
 def layers_of(weights):
     layers = [torch.nn.Linear(16, len(w), bias=False) for w in weights]
     for layer, w in zip(layers, weights, strict=True):
@@ -178,7 +194,10 @@ def test_an_adapter_or_a_hook_takes_its_part_alone(monkeypatch):
     gated = DeltaProduct(64, 2, gated=True)
     gated.decay.register_forward_hook(lambda *args: seen.append(2))
     gated(x)
-    assert seen == [1, 2]
+    lattice = Lattice(64, 2, num_slots=16, chunk=8)
+    lattice.gamma_proj.register_forward_hook(lambda *args: seen.append(3))
+    lattice(x)
+    assert seen == [1, 2, 3]
 
 
 def test_another_decay_gate_is_called(monkeypatch):

@@ -116,10 +116,11 @@ def test_only_what_is_wanted_has_a_gradient():
     assert_close(drate, y.detach().double().sum(0), "drate", 9)
 
 
+@pytest.mark.parametrize("rows", [(5,), ()], ids=str)
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_can_be_differentiated_once_more(gate):
+def test_gradients_can_be_differentiated_once_more(gate, rows):
     bias, rate = numbers_of(16, gate, True)
-    leaves = [t.requires_grad_() for t in (normal(5, 16), bias, rate) if t is not None]
+    leaves = [t.requires_grad_() for t in (normal(*rows, 16), bias, rate) if t is not None]
 
     def second(of):
         y = of(*leaves[:2], leaves[2] if gate == "decay" else None)

@@ -1,6 +1,6 @@
 // What a language model computes row by row beside its mixers, in training. Not operators for users, who have
-// torch.nn.functional's: they take tensors of a few types. Of python/girih/nn, fused.py, swiglu.py, loss.py and
-// rotary.py call them, decide where, and give them gradients.
+// torch.nn.functional's: they take tensors of a few types. Of python/girih/nn, fused.py, swiglu.py, loss.py
+// and rotary.py call them, decide where, and give them gradients.
 #include <torch/library.h>
 
 #include "../dense.h"
@@ -37,8 +37,7 @@ kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Optio
 Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
 
 std::tuple<Tensor, Tensor> norm(const char* op, const Tensor& x_, const OptionalTensor& branch_,
-                                const OptionalTensor& weight, double eps, at::ScalarType rows,
-                                bool of_silu) {
+                                const OptionalTensor& weight, double eps, at::ScalarType rows, bool of_silu) {
   const c10::cuda::CUDAGuard device(x_.device());
   kernels::ResidualNorm p{};
   p.shape = shape_of(op, x_, weight, rows, eps, of_silu);

@@ -1,12 +1,11 @@
 // What becomes of a layer's small products in training: gates and step sizes. Not an operator for users, who
 // have PyTorch's: it takes tensors of a few types. python/girih/nn/gates.py calls it, decides where, and
 // gives it gradients.
-#include "row_gates/row_gates.h"
-
 #include <torch/library.h>
 
 #include "../dense.h"
 #include "../row_gate.h"
+#include "row_gates/row_gates.h"
 
 namespace girih::row_gates {
 namespace {
@@ -51,8 +50,8 @@ kernels::RowGates problem(const char* op, const Tensor& x, std::string_view gate
   return p;
 }
 
-Tensor forward(const Tensor& x_, std::string_view gate, const OptionalTensor& bias, const OptionalTensor& rate,
-               double scale) {
+Tensor forward(const Tensor& x_, std::string_view gate, const OptionalTensor& bias,
+               const OptionalTensor& rate, double scale) {
   const c10::cuda::CUDAGuard device(x_.device());
   const auto x = in_rows("row_gates", x_);
   auto p = problem("row_gates", x, gate, bias, rate, scale);

@@ -104,7 +104,8 @@ def unit_rows(x: Tensor) -> Tensor:
     """x / |x|, x `[..., dim]`; a row of zeros stays one."""
     if has_kernel(x) and x.shape[-1] % PACK == 0 and x.shape[-1] <= WIDEST:
         return _ResidualNorm.apply(x, None, None, ZERO**2 / x.shape[-1], x.dtype)[1]
-    return F.normalize(x, dim=-1, eps=ZERO)
+    kind = torch.finfo(x.dtype)  # of fp16 ZERO is 0: the least number is shorter than any other row
+    return F.normalize(x, dim=-1, eps=max(ZERO, kind.tiny * kind.eps))
 
 
 class _ResidualNorm(torch.autograd.Function):

@@ -82,10 +82,10 @@ def derivatives(
     z = r.float() if bias is None else r.float() + bias
     if gate == "decay":
         factor = -rate.exp()
-        drate = (dy * factor * F.softplus(z)).flatten(0, -2).sum(0)
+        drate = (dy * factor * F.softplus(z)).sum_to_size(rate.shape)
         dz = dy * factor * z.sigmoid()
     else:
         drate, s = None, z.sigmoid()
         slope = {"linear": 1.0, "sigmoid": scale * s * (1 - s), "logsigmoid": scale * (1 - s)}[gate]
         dz = dy * slope
-    return dz.to(r.dtype), dz.flatten(0, -2).sum(0), drate
+    return dz.to(r.dtype), dz.sum_to_size(r.shape[-1:]), drate

@@ -16,7 +16,7 @@ class Linears(torch.autograd.Function):
     """`x W^T` of every weight, in x's dtype. dx is one sum that the products make, where autograd adds one
     after the other; 16-bit copies of fp32 weights are made by one kernel, and their gradients leave the
     products in fp32. The copies are a call's own and kept until its backward. Narrow products are columns of
-    one.
+    one, which nobody may write in place.
 
     x `[..., in]`, weights `[out, in]`.
     """
@@ -52,8 +52,8 @@ class Linears(torch.autograd.Function):
             if of_x and torch.is_grad_enabled():
                 w = torch.cat([weights[i] for i in group]).to(dy.dtype)
                 dx = dy @ w if dx is None else torch.addmm(dx, dy, w)
-            elif of_x:
-                dx = dy @ w if dx is None else dx.addmm_(dy, w)
+            elif of_x:  # a backward under autocast has dx in its dtype; nothing casts what is done in place
+                dx = dy @ w if dx is None else dx.addmm_(dy.to(dx.dtype), w.to(dx.dtype))
             if any(of_weights[i] for i in group):
                 made = matrix_product(dy.t(), x.flatten(0, -2), weights[group[0]].dtype)
                 for i, part in zip(group, parts(made, group, weights, 0), strict=True):
