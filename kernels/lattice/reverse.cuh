@@ -166,109 +166,147 @@ struct ReverseSpace {
   static constexpr int kBytes = S::Values::kBytes + kAfter + ReverseRing<S>::kBytes + 2 * S::kWarps * 4;
 };
 
+// The warps that have dS, each 16 vectors of it.
 template <class S>
-__global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
-    reverse_kernel(const __grid_constant__ LatticeReverse p) {
+class ReverseChain {
   using T = typename S::T;
   using Ring = ReverseRing<S>;
-  constexpr int N = S::D / 8;
-  extern __shared__ __align__(128) unsigned char shared[];
-  const LatticeShape& shape = p.shape;
-  const typename S::Values exchange{reinterpret_cast<T*>(shared)};
   using Space = ReverseSpace<S>;
-  const Ring ring{shared + S::Values::kBytes + Space::kAfter};
-  // Two sums over all elements, each warp's: Delta' dDelta', and of a resumed chunk m_C c.
-  float* const sums = reinterpret_cast<float*>(ring.base + Ring::kBytes);
-  const Carried block = carried(shape);
-  const ChunkedSequence& of = block.of;
-  const int warp = warp_index(), head = block.head, first = 16 * warp;
-  start_ring<S::kWarps, Ring::kStages>(ring.full());
-  if (warp >= S::kWarps) {
-    ring.load(p, of, head, warp - S::kWarps);
-    wait_copies<0>();
-    return;
+
+  // A chunk, and what the lane's two vectors have in it.
+  struct Pass {
+    const Part part;
+    const int stage;
+    const float alpha[2], rho[2];
+    float length[2] = {1.f, 1.f};  // of x
+    float by[2] = {0.f, 0.f};      // what is kept of dS' where x was zero
+    float c[2] = {0.f, 0.f};
+
+    __device__ Pass(const Part& part, int stage, const float* ends)
+        : part(part), stage(stage), alpha{ends[0], ends[8]}, rho{ends[S::M], ends[S::M + 8]} {}
+    __device__ bool complete() const { return part.chunk.complete; }
+  };
+
+  const LatticeReverse& p;
+  const Ring ring;
+  const ChunkedSequence of;
+  const int head, warp, first;
+  const typename S::Values exchange;
+  float* const sums;  // two over all elements, each warp's: Delta' dDelta', and of a resumed chunk m_C c
+  Sums<S::D / 8> dS;
+  After<S, Space::kHeld> after;  // S after the chunk
+  float opens = 0.f;
+
+ public:
+  __device__ ReverseChain(const LatticeReverse& p, const Ring& ring, const ChunkedSequence& of, int head,
+                          int warp, unsigned char* space)
+      : p(p),
+        ring(ring),
+        of(of),
+        head(head),
+        warp(warp),
+        first(16 * warp),
+        exchange{reinterpret_cast<T*>(space)},
+        sums(reinterpret_cast<float*>(ring.base + Ring::kBytes)),
+        after(space + S::Values::kBytes, first) {}
+
+  __device__ void run() {
+    const float within =
+        begin_reverse<T>(dS, p, of, head, first, [&](int k, const uint32_t(&a)[4]) { after.put(k, a); });
+    Turn turn;
+#pragma unroll 1
+    for (int64_t i = of.chunks - 1; i >= 0; --i, turn.next(Ring::kStages)) {
+      const Part part = chunk_part(p.shape, of, i, head);
+      wait(ring.full() + turn.place, turn.parity);
+      step(part, turn.place);
+      arrive_once(ring.empty() + turn.place);
+    }
+    put_sum(sums + warp, within);
+    put_sum(sums + S::kWarps + warp, opens);
+    end_reverse<S::kWarps>(p, dS, of, head, first, sums);
   }
 
-  const int64_t sequence = of.sequence.index;
-  Sums<N> dS;
-  After<S, Space::kHeld> after(shared + S::Values::kBytes, first);  // S after the chunk
-  float opens = 0.f;
-  const float within =
-      begin_reverse<T>(dS, p, of, head, first, [&](int k, const uint32_t(&a)[4]) { after.put(k, a); });
-
-  Turn turn;
-#pragma unroll 1
-  for (int64_t i = of.chunks - 1; i >= 0; --i, turn.next(Ring::kStages)) {
-    const Part part = chunk_part(shape, of, i, head);
-    const bool complete = part.chunk.complete;
-    const int stage = turn.place;
-    wait(ring.full() + stage, turn.parity);
-    const auto memory = ring.memory(stage);
-    const float* const ends = ring.ends(stage) + first + lane_row();
-    const float alpha[2] = {ends[0], ends[8]}, rho[2] = {ends[S::M], ends[S::M + 8]};
-
-    // dx = rho (dS' - s' (s'.dS')), in the place of dS'. `by`: what is kept of dS' where x was zero.
-    float length[2] = {1.f, 1.f}, by[2] = {0.f, 0.f};
-    if (complete) {
-      float along[2] = {0.f, 0.f};
-      for_blocks(dS, [&](int k, float(&d)[2][4]) {
-        uint32_t s[4];
-        after.get(s, k);
-        with_block<T>(d, s, [&](float& at, float x, int j) { along[j] = fmaf(x, at, along[j]); });
-      });
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        along[j] = sum_over_row(along[j]);
-        length[j] = rho[j] > 0.f ? 1.f / rho[j] : 0.f;
-        by[j] = rho[j] > 0.f ? 0.f : 1.f;
-      }
-      for_blocks(dS, [&](int k, float(&d)[2][4]) {
-        uint32_t s[4];
-        after.get(s, k);
-        with_block<T>(d, s, [&](float& at, float x, int j) {
-          if (rho[j] > 0.f) at = rho[j] * fmaf(-x, along[j], at);
-        });
-      });
-    }
-
-    // c = s.dx
-    float c[2] = {0.f, 0.f};
-    for_blocks(dS, [&](int k, float(&d)[2][4]) {
-      uint32_t s[4];
-      load_block(s, memory, first, 16 * k);
-      with_block<T>(d, s, [&](float& dx, float x, int j) { c[j] = fmaf(x, dx, c[j]); });
-    });
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      c[j] = sum_over_row(c[j]);
-      if (by[j] > 0.f) c[j] = 0.f;
-    }
-
+ private:
+  __device__ void step(const Part& part, int stage) {
+    Pass pass(part, stage, ring.ends(stage) + first + lane_row());
+    if (pass.complete()) through_length(pass);
+    along_memory(pass);
     const float open = ring.weights(stage)[S::R + 1], sum = ring.weights(stage)[S::R + 2];
     WithStep with;
     if (part.resumed) {
-      if (complete && sum > kLeastKept && (lane() & 3) == 0)
-        opens = ring.weights(stage)[S::R] * (c[0] + c[1]);
-      with = through_step(p, dS, sequence, head, first, open, rho);
+      if (pass.complete() && sum > kLeastKept && (lane() & 3) == 0)
+        opens = ring.weights(stage)[S::R] * (pass.c[0] + pass.c[1]);
+      with = through_step(p, dS, of.sequence.index, head, first, open, pass.rho);
     }
-
-    // Whether most of x is steps of these tokens, for columns.cuh.
-    if (p.g.data != nullptr && (lane() & 3) == 0) {
-      const float kept = ring.weights(stage)[S::R];
-      float* const to = p.ends + (part.number * shape.heads + head) * 2 * shape.M;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int m = first + lane_row() + 8 * j;
-        if (m >= shape.M) continue;
-        const bool steps =
-            complete && rho[j] > 0.f && fmaf(kept, kept, with.square[j]) * rho[j] * rho[j] < 0.5f;
-        to[m] = fmaf(kept, c[j], with.ahead[j]);
-        to[shape.M + m] = steps ? 1.f : 0.f;
-      }
-    }
-
-    // dX = dx - s c in the place of s, dS = alpha dx - (x - alpha s) c
+    if (p.g.data != nullptr && (lane() & 3) == 0) hand_to_gates(pass, with);
     __syncwarp();
+    through_turn(pass);
+    __syncwarp();
+    add_states(dS, p, of.sequence.index, head, first, pass.c, pass.complete(), part.resumed, open);
+    add_reads(stage);
+    add_objective(dS, ring, stage, exchange, p.shape.objective, warp);
+    store_tile_rows(static_cast<T*>(p.gradients) + memory_place(p.shape, part.number, head),
+                    ring.memory(stage), first, p.shape);
+  }
+
+  // dx = rho (dS' - s' (s'.dS')), in the place of dS', which stays where x was zero.
+  __device__ void through_length(Pass& pass) {
+    const float(&rho)[2] = pass.rho;
+    float along[2] = {0.f, 0.f};
+    for_blocks(dS, [&](int k, float(&d)[2][4]) {
+      uint32_t s[4];
+      after.get(s, k);
+      with_block<T>(d, s, [&](float& at, float x, int j) { along[j] = fmaf(x, at, along[j]); });
+    });
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      along[j] = sum_over_row(along[j]);
+      pass.length[j] = rho[j] > 0.f ? 1.f / rho[j] : 0.f;
+      pass.by[j] = rho[j] > 0.f ? 0.f : 1.f;
+    }
+    for_blocks(dS, [&](int k, float(&d)[2][4]) {
+      uint32_t s[4];
+      after.get(s, k);
+      with_block<T>(d, s, [&](float& at, float x, int j) {
+        if (rho[j] > 0.f) at = rho[j] * fmaf(-x, along[j], at);
+      });
+    });
+  }
+
+  // c = s.dx
+  __device__ void along_memory(Pass& pass) {
+    const auto memory = ring.memory(pass.stage);
+    for_blocks(dS, [&](int k, float(&d)[2][4]) {
+      uint32_t s[4];
+      load_block(s, memory, first, 16 * k);
+      with_block<T>(d, s, [&](float& dx, float x, int j) { pass.c[j] = fmaf(x, dx, pass.c[j]); });
+    });
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      pass.c[j] = sum_over_row(pass.c[j]);
+      if (pass.by[j] > 0.f) pass.c[j] = 0.f;
+    }
+  }
+
+  // m_C c + e^{L_C} Delta.dx, and whether most of x is steps of these tokens, for columns.cuh.
+  __device__ void hand_to_gates(const Pass& pass, const WithStep& with) const {
+    const int M = p.shape.M;
+    const float kept = ring.weights(pass.stage)[S::R];
+    float* const to = p.ends + (pass.part.number * p.shape.heads + head) * 2 * M;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int m = first + lane_row() + 8 * j;
+      if (m >= M) continue;
+      const float rho = pass.rho[j];
+      const bool steps = pass.complete() && rho > 0.f && fmaf(kept, kept, with.square[j]) * rho * rho < 0.5f;
+      to[m] = fmaf(kept, pass.c[j], with.ahead[j]);
+      to[M + m] = steps ? 1.f : 0.f;
+    }
+  }
+
+  // dX = dx - s c in the place of s, dS = alpha dx - (x - alpha s) c, and s for the chunk before.
+  __device__ void through_turn(const Pass& pass) {
+    const auto memory = ring.memory(pass.stage);
     for_blocks(dS, [&](int k, float(&d)[2][4]) {
       uint32_t s[4], s_after[4], dX[4];
       load_block(s, memory, first, 16 * k);
@@ -277,45 +315,45 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
       for (int i = 0; i < 4; ++i) {
         const float2 x = unpaired<T>(s[i]), x_after = unpaired<T>(s_after[i]);
         const int j = i % 2;
+        const float c = pass.c[j], alpha = pass.alpha[j], length = pass.length[j];
         float &d0 = d[i / 2][2 * j], &d1 = d[i / 2][2 * j + 1];
         dX[i] =
-            by[j] > 0.f ? 0u : pair_of<T>(bounded<T>(fmaf(-x.x, c[j], d0)), bounded<T>(fmaf(-x.y, c[j], d1)));
-        if (by[j] > 0.f) continue;
-        d0 = alpha[j] * fmaf(x.x, c[j], d0), d1 = alpha[j] * fmaf(x.y, c[j], d1);
-        if (complete)
-          d0 = fmaf(-length[j] * c[j], x_after.x, d0), d1 = fmaf(-length[j] * c[j], x_after.y, d1);
+            pass.by[j] > 0.f ? 0u : pair_of<T>(bounded<T>(fmaf(-x.x, c, d0)), bounded<T>(fmaf(-x.y, c, d1)));
+        if (pass.by[j] > 0.f) continue;
+        d0 = alpha * fmaf(x.x, c, d0), d1 = alpha * fmaf(x.y, c, d1);
+        if (pass.complete()) d0 = fmaf(-length * c, x_after.x, d0), d1 = fmaf(-length * c, x_after.y, d1);
       }
       __syncwarp();
       store_block(memory, first, 16 * k, dX);
       after.put(k, s);
     });
-    __syncwarp();
-    if (!complete) {
-      for_elements(dS, p.last_step, sequence, head, shape, first,
-                   [&](float& d, const float& x, int j) { d = fmaf(-c[j], x, d); });
-      if (p.dlast.data != nullptr) {
-        for_elements(dS, p.dlast, sequence, head, shape, first,
-                     [](float& d, const float& x, int) { d += x; });
-      }
-    }
-    if (part.resumed) {
-      for_elements(dS, p.start.step, sequence, head, shape, first,
-                   [&](float& d, const float& step, int j) { d = fmaf(open * c[j], step, d); });
-    }
+  }
+
+  // The gradient of the chunk's reads.
+  __device__ void add_reads(int stage) {
     for_blocks(dS, [&](int k, float(&d)[2][4]) {
       uint32_t a[4];
       load_block(a, ring.gradient(stage), first, 16 * k);
       with_block<T>(d, a, [](float& at, float x, int) { at += x; });
     });
-    add_objective(dS, ring, stage, exchange, shape.objective, warp);
-    store_tile_rows(static_cast<T*>(p.gradients) + memory_place(shape, part.number, head), memory, first,
-                    shape);
-    arrive_once(ring.empty() + stage);
   }
+};
 
-  put_sum(sums + warp, within);
-  put_sum(sums + S::kWarps + warp, opens);
-  end_reverse<S::kWarps>(p, dS, of, head, first, sums);
+template <class S>
+__global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
+    reverse_kernel(const __grid_constant__ LatticeReverse p) {
+  using Ring = ReverseRing<S>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const Ring ring{shared + S::Values::kBytes + ReverseSpace<S>::kAfter};
+  const Carried block = carried(p.shape);
+  const int warp = warp_index();
+  start_ring<S::kWarps, Ring::kStages>(ring.full());
+  if (warp >= S::kWarps) {
+    ring.load(p, block.of, block.head, warp - S::kWarps);
+    wait_copies<0>();
+    return;
+  }
+  ReverseChain<S>(p, ring, block.of, block.head, warp, shared).run();
 }
 
 }  // namespace girih::kernels::lattice

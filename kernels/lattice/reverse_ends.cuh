@@ -79,6 +79,25 @@ __device__ inline WithStep through_step(const LatticeReverse& p, Sums<N>& dx, in
   return with;
 }
 
+// What dS has of states in fp32: -c Delta', and S's own gradient, where a chunk is not complete, and
+// e^{L_C} c Delta where it is resumed.
+template <int N>
+__device__ inline void add_states(Sums<N>& dS, const LatticeReverse& p, int64_t sequence, int head, int first,
+                                  const float (&c)[2], bool complete, bool resumed, float open) {
+  if (!complete) {
+    for_elements(dS, p.last_step, sequence, head, p.shape, first,
+                 [&](float& d, const float& x, int j) { d = fmaf(-c[j], x, d); });
+    if (p.dlast.data != nullptr) {
+      for_elements(dS, p.dlast, sequence, head, p.shape, first,
+                   [](float& d, const float& x, int) { d += x; });
+    }
+  }
+  if (resumed) {
+    for_elements(dS, p.start.step, sequence, head, p.shape, first,
+                 [&](float& d, const float& step, int j) { d = fmaf(open * c[j], step, d); });
+  }
+}
+
 // dS of the first memory, and what else a sequence begins with. `sums`: what put_sum() left of every warp,
 // Delta'.dDelta' and of a resumed chunk m_C c.
 template <int Warps, int N>

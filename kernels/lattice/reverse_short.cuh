@@ -195,24 +195,26 @@ class ShortChain {
   template <bool Special>
   __device__ void mix(const typename Ring::Numbers& numbers, const float (&rho)[2], const float (&along)[2],
                       const float (&c)[2], bool complete, bool resumed) {
-    Shares of;
+    Shares shares;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float alpha = numbers.alpha[first + lane_row() + 8 * j];
       const bool moved = rho[j] > 0.f;
       const float length = complete && moved ? reciprocal(rho[j]) : 0.f;
-      of.of_d[j] = moved ? alpha * (Special && resumed ? 1.f : rho[j]) : 1.f;
-      of.of_after[j] = -fmaf(alpha, along[j], length * c[j]), of.of_s[j] = alpha * c[j];
+      shares.of_d[j] = moved ? alpha * (Special && resumed ? 1.f : rho[j]) : 1.f;
+      shares.of_after[j] = -fmaf(alpha, along[j], length * c[j]), shares.of_s[j] = alpha * c[j];
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       hide(after.at[i / 4][i % 4]);
       hide(s.at[i / 4][i % 4]);
-      const float2 x = mixed(of, i, unpaired<T>(reads.at[i / 4][i % 4]));
+      const float2 x = mixed(shares, i, unpaired<T>(reads.at[i / 4][i % 4]));
       float* const d = &dS.at[i / 2][i % 2 * 2];
       d[0] = x.x, d[1] = x.y;
     }
-    if (Special) end_special(complete, resumed, numbers.open, c);
+    if (Special) {
+      add_states(dS, p, of.sequence.index, head, first, c, complete, resumed, numbers.open);
+    }
   }
 
   // Y = (W E_C) dX^T, 16 columns a warp, in two sums.
@@ -270,23 +272,6 @@ class ShortChain {
     const bool open = complete && numbers.sum > kLeastKept && (lane() & 3) == 0;
     put_sum(ring.sums() + S::kWarps + warp, open ? numbers.kept * (c[0] + c[1]) : 0.f);
     with = through_step(p, dS, of.sequence.index, head, first, numbers.open, rho, stores);
-  }
-
-  // What dS has of Delta' where a chunk is not complete, and of Delta where it is resumed.
-  __device__ void end_special(bool complete, bool resumed, float open, const float (&c)[2]) {
-    const int64_t sequence = of.sequence.index;
-    if (!complete) {
-      for_elements(dS, p.last_step, sequence, head, p.shape, first,
-                   [&](float& d, const float& x, int j) { d = fmaf(-c[j], x, d); });
-      if (p.dlast.data != nullptr) {
-        for_elements(dS, p.dlast, sequence, head, p.shape, first,
-                     [](float& d, const float& x, int) { d += x; });
-      }
-    }
-    if (resumed) {
-      for_elements(dS, p.start.step, sequence, head, p.shape, first,
-                   [&](float& d, const float& step, int j) { d = fmaf(open * c[j], step, d); });
-    }
   }
 };
 

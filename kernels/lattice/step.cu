@@ -53,40 +53,40 @@ struct StepMemory {
   __device__ void put(int r, int c, const Pack<Pack_>& x) const { store<Pack_>(place(r, c), x); }
 };
 
-template <int Pack_, bool Held>
-__global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_constant__ LatticeStep p) {
-  extern __shared__ __align__(16) float shared[];
-  const bool within = p.step.data != nullptr;
-  float* const held_s = shared;
-  float* const held_step = held_s + (Held ? p.D * p.M : 0);
-  float* const parts = held_step + (Held && within ? p.D * p.M : 0);  // kStepThreads * Pack_
-  float* const a = parts + kStepThreads * Pack_;                      // M each: whole packs
-  float* const W = a + p.M;
-  float* const rho = W + p.M;
-  float* const q = rho + p.M;
-  float* const h = q + p.M;  // D each
-  float* const o = h + p.D;
+// The thread's share of a memory [D, M], and sums over it.
+template <int Pack_>
+struct StepShare {
+  const LatticeStep& p;
+  float* const parts;     // kStepThreads * Pack_
+  const int width, rows;  // lanes of a group, rows at a time
+  const int first_row, place;
+  const int block;  // columns at a time
 
-  const int64_t n = blockIdx.x / p.heads;
-  const int head = static_cast<int>(blockIdx.x % p.heads), group = p.query_heads / p.heads;
-  const StepMemory<Pack_, Held> S(p.memory, n, head, held_s, p.M), Delta(p.step, n, head, held_step, p.M);
-
-  const int packs = p.M / Pack_;
-  int width = 1;
-  while (width < packs && width < 32) width *= 2;
-  const int rows = kStepThreads / width, first_row = threadIdx.x / width, place = threadIdx.x % width;
-  const int block = width * Pack_;  // columns at a time
-
+  __device__ static int width_of(int packs) {
+    int width = 1;
+    while (width < packs && width < 32) width *= 2;
+    return width;
+  }
+  __device__ StepShare(const LatticeStep& p, float* parts)
+      : p(p),
+        parts(parts),
+        width(width_of(p.M / Pack_)),
+        rows(static_cast<int>(kStepThreads / static_cast<unsigned>(width))),
+        first_row(threadIdx.x / width),
+        place(threadIdx.x % width),
+        block(width * Pack_) {}
   // f(row, first column) of all that is the thread's in columns from `from` on.
-  const auto for_rows = [&](int from, const auto& f) {
+  template <class F>
+  __device__ void for_rows(int from, const F& f) const {
     const int c = from + place * Pack_;
 #pragma unroll 4
     for (int r = first_row; r < p.D; r += rows) {
       if (c < p.M) f(r, c);
     }
-  };
-  // to[c] = f(the sum over rows of f's packs, c); by the whole block.
-  const auto sum_rows = [&](const auto& of, const auto& f) {
+  }
+  // f(c, the sum over rows of what of(sum, r, c) adds up); by the whole block.
+  template <class Of, class F>
+  __device__ void sum_rows(const Of& of, const F& f) const {
     for (int from = 0; from < p.M; from += block) {
       Pack<Pack_> sum = zeros<Pack_>();
       for_rows(from, [&](int r, int c) { of(sum, r, c); });
@@ -99,9 +99,10 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
       }
       __syncthreads();
     }
-  };
+  }
   // to[r] = sum over columns of f(r, c), added to what is there. All lanes of a group have the same rows.
-  const auto sum_columns = [&](float* to, const auto& f) {
+  template <class F>
+  __device__ void sum_columns(float* to, const F& f) const {
     for (int from = 0; from < p.M; from += block) {
       const int c = from + place * Pack_;
       for (int first = 0; first < p.D; first += rows) {
@@ -111,91 +112,148 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
         if (place == 0 && r < p.D) to[r] += sum;
       }
     }
-  };
-
-  for (int from = 0; Held && from < p.M; from += block) {
-    for_rows(from, [&](int r, int c) {
-      S.bring(r, c);
-      if (within) Delta.bring(r, c);
-    });
   }
-  commit_copies();
+};
 
-  const float gamma = load_any(p.gamma, n, head), g = p.g.data == nullptr ? 0.f : load_any(p.g, n, head);
-  const float before =
-      p.decay.data == nullptr ? 0.f : static_cast<const float*>(p.decay.data)[offset_of(p.decay, n, head)];
-  const int64_t position = within ? clamp(p.position[n], 0, p.chunk - 1) : 0;
-  const bool last = !within || position == p.chunk - 1;
-  const float sum = before + g, kept = expf(fmaxf(sum, -30.f)), decay = expf(g);
-  const float step = sign_of(p.objective) * gamma;
-  const bool decode = p.objective == LatticeObjective::decode,
-             encode = p.objective == LatticeObjective::encode;
-  for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
-    const float v = load_any(p.v, n, head, d);
-    h[d] = decode ? -v : v;
-    o[d] = 0.f;
+// Where the token is in its chunk, and what that makes of the memory.
+struct StepPlace {
+  bool within, last;  // a chunk is more than one token; it ends here
+  int64_t position;
+  float sum, kept, decay;  // L', m, e^g
+
+  __device__ StepPlace(const LatticeStep& p, int64_t n, int head, float g) : within(p.step.data != nullptr) {
+    const float before =
+        p.decay.data == nullptr ? 0.f : static_cast<const float*>(p.decay.data)[offset_of(p.decay, n, head)];
+    position = within ? clamp(p.position[n], 0, p.chunk - 1) : 0;
+    last = !within || position == p.chunk - 1;
+    sum = before + g, kept = expf(fmaxf(sum, -30.f)), decay = expf(g);
   }
-  for (int m = threadIdx.x; m < p.M; m += kStepThreads)
-    W[m] = load_any(p.k, n, head, m);  // k until a is there
-  wait_copies<0>();
-  __syncthreads();
+  __device__ void leave(const LatticeStep& p, int64_t n, int head) const {
+    if (p.decay.data != nullptr) store_any(p.decay, last ? 0.f : sum, n, head);
+    if (within && head == 0) p.next_position[n] = last ? 0 : position + 1;
+  }
+};
 
-  // decode: h = S k - v
-  if (decode) {
-    sum_columns(h, [&](int r, int c) {
-      const Pack<Pack_> s = S.get(r, c), k = load<Pack_>(W + c);
+// A block's token and memory.
+template <int Pack_, bool Held>
+struct StepBlock {
+  using Columns = Pack<Pack_>;
+
+  const LatticeStep& p;
+  const bool within;
+  const int64_t n;
+  const int head, group;
+  float *held_s, *held_step, *parts;  // in shared memory, as all of these
+  float *a, *W, *rho, *q;             // M each: whole packs
+  float *h, *o;                       // D each
+
+  const StepMemory<Pack_, Held> S, Delta;
+  const StepShare<Pack_> share;
+
+  __device__ StepBlock(const LatticeStep& p, float* shared)
+      : p(p),
+        within(p.step.data != nullptr),
+        n(blockIdx.x / p.heads),
+        head(static_cast<int>(blockIdx.x % p.heads)),
+        group(p.query_heads / p.heads),
+        held_s(shared),
+        held_step(held_s + (Held ? p.D * p.M : 0)),
+        parts(held_step + (Held && within ? p.D * p.M : 0)),
+        a(parts + kStepThreads * Pack_),
+        W(a + p.M),
+        rho(W + p.M),
+        q(rho + p.M),
+        h(q + p.M),
+        o(h + p.D),
+        S(p.memory, n, head, held_s, p.M),
+        Delta(p.step, n, head, held_step, p.M),
+        share(p, parts) {}
+
+  __device__ void bring_memory() const {
+    for (int from = 0; Held && from < p.M; from += share.block) {
+      share.for_rows(from, [&](int r, int c) {
+        S.bring(r, c);
+        if (within) Delta.bring(r, c);
+      });
+    }
+    commit_copies();
+  }
+  __device__ bool is(LatticeObjective objective) const { return p.objective == objective; }
+
+  // k in the place of W until a is there; v, or -v, in that of h.
+  __device__ void fetch_token() const {
+    const bool decode = is(LatticeObjective::decode);
+    for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
+      const float v = load_any(p.v, n, head, d);
+      h[d] = decode ? -v : v;
+      o[d] = 0.f;
+    }
+    for (int m = threadIdx.x; m < p.M; m += kStepThreads) W[m] = load_any(p.k, n, head, m);
+  }
+  __device__ void fetch_query(int query_head) const {
+    for (int m = threadIdx.x; m < p.M; m += kStepThreads) q[m] = load_any(p.q, n, query_head, m);
+  }
+
+  // Of decode: h = S k - v
+  __device__ void read_key() const {
+    share.sum_columns(h, [&](int r, int c) {
+      const Columns s = S.get(r, c), k = load<Pack_>(W + c);
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < Pack_; ++i) sum = fmaf(s.at[i], k.at[i], sum);
       return sum;
     });
-    __syncthreads();
   }
 
   // a = S^T h, W = sign gamma c
-  sum_rows(
-      [&](Pack<Pack_>& sum, int r, int c) {
-        const Pack<Pack_> s = S.get(r, c);
+  __device__ void weigh(float gamma) const {
+    const float step = sign_of(p.objective) * gamma;
+    const bool encode = is(LatticeObjective::encode);
+    share.sum_rows(
+        [&](Columns& sum, int r, int c) {
+          const Columns s = S.get(r, c);
 #pragma unroll
-        for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(h[r], s.at[i], sum.at[i]);
-      },
-      [&](int m, float total) {
-        a[m] = total;
-        W[m] = step * (encode ? total - W[m] : W[m]);
-      });
+          for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(h[r], s.at[i], sum.at[i]);
+        },
+        [&](int m, float total) {
+          a[m] = total;
+          W[m] = step * (encode ? total - W[m] : W[m]);
+        });
+  }
 
-  // D' = e^g Delta + W (h - s a), x = m s + D'; 1 / |x|
-  const auto x_of = [&](int r, int c, const Pack<Pack_>& s, bool first) {
-    Pack<Pack_> x, d = zeros<Pack_>();
+  // D' = e^g Delta + W (h - s a), which is kept for who comes again, and x = m s + D'.
+  __device__ Columns x_of(const StepPlace& place, int r, int c, const Columns& s, bool first) const {
+    Columns x, d = zeros<Pack_>();
     if (within) d = Delta.get(r, c);
     if (!within || first) {
-      const Pack<Pack_> w = load<Pack_>(W + c), of_a = load<Pack_>(a + c);
+      const Columns w = load<Pack_>(W + c), of_a = load<Pack_>(a + c);
 #pragma unroll
       for (int i = 0; i < Pack_; ++i)
-        d.at[i] = fmaf(decay, d.at[i], w.at[i] * fmaf(-s.at[i], of_a.at[i], h[r]));
+        d.at[i] = fmaf(place.decay, d.at[i], w.at[i] * fmaf(-s.at[i], of_a.at[i], h[r]));
       if (within) Delta.keep(r, c, d);
     }
 #pragma unroll
-    for (int i = 0; i < Pack_; ++i) x.at[i] = fmaf(kept, s.at[i], d.at[i]);
+    for (int i = 0; i < Pack_; ++i) x.at[i] = fmaf(place.kept, s.at[i], d.at[i]);
     return x;
-  };
-  sum_rows(
-      [&](Pack<Pack_>& sum, int r, int c) {
-        const Pack<Pack_> x = x_of(r, c, S.get(r, c), true);
-#pragma unroll
-        for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(x.at[i], x.at[i], sum.at[i]);
-      },
-      [&](int m, float total) { rho[m] = total > 0.f ? rsqrtf(total) : 0.f; });
+  }
 
-  // o = unit(x) q; with the last of the head's queries the state is written.
-  for (int member = 0; member < group; ++member) {
-    const int query_head = head * group + member;
-    const bool writes = member + 1 == group;
-    for (int m = threadIdx.x; m < p.M; m += kStepThreads) q[m] = load_any(p.q, n, query_head, m);
-    __syncthreads();
-    sum_columns(o, [&](int r, int c) {
-      const Pack<Pack_> s = S.get(r, c), by = load<Pack_>(rho + c), read = load<Pack_>(q + c);
-      Pack<Pack_> x = x_of(r, c, s, false);
+  // rho = 1 / |x|, or 0 where x is
+  __device__ void measure(const StepPlace& place) const {
+    share.sum_rows(
+        [&](Columns& sum, int r, int c) {
+          const Columns x = x_of(place, r, c, S.get(r, c), true);
+#pragma unroll
+          for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(x.at[i], x.at[i], sum.at[i]);
+        },
+        [&](int m, float total) { rho[m] = total > 0.f ? rsqrtf(total) : 0.f; });
+  }
+
+  // o = unit(x) q; the state is written where the pass `writes`.
+  __device__ void read(const StepPlace& place, bool writes) const {
+    const bool last = place.last;
+    share.sum_columns(o, [&](int r, int c) {
+      const Columns s = S.get(r, c), by = load<Pack_>(rho + c), read = load<Pack_>(q + c);
+      Columns x = x_of(place, r, c, s, false);
       if (Held && writes && !last && within) Delta.put(r, c, Delta.get(r, c));
       float sum = 0.f;
 #pragma unroll
@@ -209,16 +267,46 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
       }
       return sum;
     });
-    __syncthreads();
+  }
+  // And o is 0 for the next query.
+  __device__ void store_read(int query_head) const {
     for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
       store_any(p.o, o[d], n, query_head, d);
       o[d] = 0.f;
     }
   }
-  if (threadIdx.x == 0) {
-    if (p.decay.data != nullptr) store_any(p.decay, last ? 0.f : sum, n, head);
-    if (within && head == 0) p.next_position[n] = last ? 0 : position + 1;
+};
+
+template <int Pack_, bool Held>
+__global__ void __launch_bounds__(kStepThreads, Pack_ == 1 ? 10 : 8)
+    step_kernel(const __grid_constant__ LatticeStep p) {
+  extern __shared__ __align__(16) float shared[];
+  const StepBlock<Pack_, Held> block(p, shared);
+  const int64_t n = block.n;
+  const int head = block.head, group = block.group;
+  block.bring_memory();
+  const float gamma = load_any(p.gamma, n, head), g = p.g.data == nullptr ? 0.f : load_any(p.g, n, head);
+  const StepPlace place(p, n, head, g);
+  block.fetch_token();
+  wait_copies<0>();
+  __syncthreads();
+
+  if (p.objective == LatticeObjective::decode) {
+    block.read_key();
+    __syncthreads();
   }
+  block.weigh(gamma);
+  block.measure(place);
+  // With the last of the head's queries the state is written.
+  for (int member = 0; member < group; ++member) {
+    const int query_head = head * group + member;
+    block.fetch_query(query_head);
+    __syncthreads();
+    block.read(place, member + 1 == group);
+    __syncthreads();
+    block.store_read(query_head);
+  }
+  if (threadIdx.x == 0) place.leave(p, n, head);
 }
 
 template <int Pack_, bool Held>

@@ -46,136 +46,174 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
   }
 }
 
-struct StepSpace {
-  float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;
+// A block's token: its sequence, head and vectors, and what is done with them, in this order. A barrier is
+// between any two of its phases.
+struct StepBlock {
+  const TrellisStep& p;
+  const int64_t n;
+  const int head, group;  // group: queries of the head
+  const int thread, warp;
+  const bool completes;  // its chunk
+  float gamma, decay;
+  float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
 
-  __device__ StepSpace(float* at, const TrellisStep& p) {
+  __device__ StepBlock(float* at, const TrellisStep& p)
+      : p(p),
+        n(blockIdx.x / static_cast<unsigned>(p.heads)),
+        head(static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads))),
+        group(p.query_heads / p.heads),
+        thread(threadIdx.x),
+        warp(warp_index()),
+        completes(clamp(p.position[n], 0, p.chunk - 1) == p.chunk - 1) {
     q = at, k = q + p.D, v = k + p.D, a = v + p.V, z[0] = a + p.M, z[1] = z[0] + p.M;
     slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M, parts = r + p.M;
   }
   static int64_t floats(const TrellisStep& p) { return 2 * p.D + (1 + kWarps) * int64_t{p.V} + 6 * p.M; }
-};
 
-__global__ void __launch_bounds__(kThreads) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
-  extern __shared__ __align__(16) float shared[];
-  const StepSpace space(shared, p);
-  const int64_t n = blockIdx.x / static_cast<unsigned>(p.heads);
-  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads)), thread = threadIdx.x,
-            warp = warp_index(), group = p.query_heads / p.heads;
-  const bool completes = clamp(p.position[n], 0, p.chunk - 1) == p.chunk - 1;
-
-  const auto fetch = [&](float* to, const In<3>& x, int at, int width) {
-    for (int i = thread; i < width; i += kThreads) to[i] = load_any(x, n, at, i);
-  };
-  fetch(space.k, p.k, head, p.D);
-  fetch(space.v, p.v, head, p.V);
-  fetch(space.a, p.a, head, p.M);
-  fetch(space.q, p.q, head * group, p.D);
-  const float gamma = load_any(p.gamma, n, head);
-  const float decay = p.g.data == nullptr ? 1.f : expf(load_any(p.g, n, head));
-  __syncthreads();
-
-  // z = A' x: a warp a row. A chunk of one token begins with it, and A' is the memory.
-  const auto row = [&](const Out<4>& state, int m) {
+  __device__ float* row(const Out<4>& state, int m) const {
     return static_cast<float*>(state.data) + offset_of(state, n, head, m);
-  };
-  const auto width = [&](int memory) { return memory == 0 ? p.D : p.V; };
-#pragma unroll
-  for (int memory = 0; memory < 2; ++memory) {
-    const float* x = memory == 0 ? space.k : space.v;
-    const Out<4>& first = p.chunk == 1 ? p.memory[memory] : p.first[memory];
+  }
+
+  __device__ void fetch(float* to, const In<3>& x, int at, int width) const {
+    for (int i = thread; i < width; i += kThreads) to[i] = load_any(x, n, at, i);
+  }
+  __device__ void fetch_query(int member) const { fetch(q, p.q, head * group + member, p.D); }
+  __device__ void fetch_token() {
+    fetch(k, p.k, head, p.D);
+    fetch(v, p.v, head, p.V);
+    fetch(a, p.a, head, p.M);
+    fetch_query(0);
+    gamma = load_any(p.gamma, n, head);
+    decay = p.g.data == nullptr ? 1.f : expf(load_any(p.g, n, head));
+  }
+
+  // z = A' x, and then silu(z) and its slope: a warp a row. A chunk of one token begins with it, and A' is
+  // the memory.
+  template <int Memory>
+  __device__ void products() const {
+    const float* const x = Memory == 0 ? k : v;
+    const int width = Memory == 0 ? p.D : p.V;
+    const Out<4>& first = p.chunk == 1 ? p.memory[Memory] : p.first[Memory];
     for (int m = warp; m < p.M; m += kWarps) {
       const float* A = row(first, m);
-      float z = 0.f;
-      for (int i = lane(); i < width(memory); i += 32) z = fmaf(A[i * first.stride[3]], x[i], z);
-      z = sum_over_warp(z);
+      float sum = 0.f;
+      for (int i = lane(); i < width; i += 32) sum = fmaf(A[i * first.stride[3]], x[i], sum);
+      sum = sum_over_warp(sum);
       if (lane() == 0) {
-        const float s = 1.f / (1.f + expf(-z)), y = z * s;
-        space.z[memory][m] = p.phi.silu ? y : z;
-        space.slope[memory][m] = p.phi.silu ? fmaf(y, 1.f - s, s) : 1.f;
+        const float s = 1.f / (1.f + expf(-sum)), y = sum * s;
+        z[Memory][m] = p.phi.silu ? y : sum;
+        slope[Memory][m] = p.phi.silu ? fmaf(y, 1.f - s, s) : 1.f;
       }
     }
   }
-  __syncthreads();
-  // u = J_phi(z)^T (phi(z) - a), a warp a memory
-  if (warp < 2) {
-    float *z = warp == 0 ? space.z[0] : space.z[1], *slope = warp == 0 ? space.slope[0] : space.slope[1];
+
+  // u = J_phi(z)^T (phi(z) - a), in the place of z: a warp a memory.
+  __device__ void residuals() const {
+    float *of = warp == 0 ? z[0] : z[1], *by = warp == 0 ? slope[0] : slope[1];
     with_map(p.phi, p.M, [&](const auto& phi) {
-      const Fit found = fit_row(phi, z, space.a, p.M);
+      const Fit found = fit_row(phi, of, a, p.M);
       const Residual residual(found);
       for (int m = lane(); m < p.M; m += 32) {
         if constexpr (phi.softmax) {
-          const float at = softmax_of(phi, found, z[m]);
-          z[m] = at * (at - space.a[m] - (found.beta - found.mean_a));
+          const float at = softmax_of(phi, found, of[m]);
+          of[m] = at * (at - a[m] - (found.beta - found.mean_a));
         } else {
-          z[m] = slope[m] * residual(z[m], space.a[m]);
+          of[m] = by[m] * residual(of[m], a[m]);
         }
       }
     });
   }
-  __syncthreads();
 
-  for (int member = 0; member < group; ++member) {
-    if (member > 0) {
-      __syncthreads();
-      fetch(space.q, p.q, head * group + member, p.D);
-      __syncthreads();
-    }
-    // A <- e^g A - gamma u k^T, y = A q
+  // A <- e^g A - gamma u k^T, where it `steps`, and y = A q, silu(y) in the place of r.
+  __device__ void pass_keys(bool steps) const {
     for (int m = warp; m < p.M; m += kWarps) {
       float* A = row(p.memory[0], m);
       float* first = row(p.first[0], m);
-      const float step = gamma * space.z[0][m];
+      const float step = gamma * z[0][m];
       float y = 0.f;
       for (int i = lane(); i < p.D; i += 32) {
         float now = A[i * p.memory[0].stride[3]];
-        if (member == 0) {
-          now = fmaf(decay, now, -step * space.k[i]);
+        if (steps) {
+          now = fmaf(decay, now, -step * k[i]);
           A[i * p.memory[0].stride[3]] = now;
           if (completes) first[i * p.first[0].stride[3]] = now;
         }
-        y = fmaf(now, space.q[i], y);
+        y = fmaf(now, q[i], y);
       }
       y = sum_over_warp(y);
-      if (lane() == 0) space.r[m] = p.f.silu ? y / (1.f + expf(-y)) : y;
+      if (lane() == 0) r[m] = p.f.silu ? y / (1.f + expf(-y)) : y;
     }
-    __syncthreads();
-    // r = f(y)
-    if (warp == 0) {
-      with_map(p.f, p.M, [&](const auto& f) {
-        const Fit found = fit_row(f, space.r, space.r, p.M);
-        for (int m = lane(); m < p.M; m += 32) {
-          if constexpr (f.softmax) {
-            space.r[m] = softmax_of(f, found, space.r[m]);
-          } else {
-            space.r[m] = (space.r[m] - found.mean) * found.inverse;
-          }
+  }
+
+  // r = f(y), by one warp.
+  __device__ void map_read() const {
+    with_map(p.f, p.M, [&](const auto& f) {
+      const Fit found = fit_row(f, r, r, p.M);
+      for (int m = lane(); m < p.M; m += 32) {
+        if constexpr (f.softmax) {
+          r[m] = softmax_of(f, found, r[m]);
+        } else {
+          r[m] = (r[m] - found.mean) * found.inverse;
         }
-      });
-    }
-    __syncthreads();
-    // A <- e^g A - gamma u v^T, o = A^T r
+      }
+    });
+  }
+
+  // A <- e^g A - gamma u v^T, where it `steps`, and o = A^T r, every warp's rows' part.
+  __device__ void pass_values(bool steps) const {
     for (int i = lane(); i < p.V; i += 32) {
       float o = 0.f;
       for (int m = warp; m < p.M; m += kWarps) {
         float* A = row(p.memory[1], m) + i * p.memory[1].stride[3];
         float now = *A;
-        if (member == 0) {
-          now = fmaf(decay, now, -gamma * space.z[1][m] * space.v[i]);
+        if (steps) {
+          now = fmaf(decay, now, -gamma * z[1][m] * v[i]);
           *A = now;
           if (completes) row(p.first[1], m)[i * p.first[1].stride[3]] = now;
         }
-        o = fmaf(now, space.r[m], o);
+        o = fmaf(now, r[m], o);
       }
-      space.parts[warp * p.V + i] = o;
+      parts[warp * p.V + i] = o;
     }
-    __syncthreads();
+  }
+  __device__ void store_read(int member) const {
     for (int i = thread; i < p.V; i += kThreads) {
       float o = 0.f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) o += space.parts[w * p.V + i];
+      for (int w = 0; w < kWarps; ++w) o += parts[w * p.V + i];
       store_any(p.o, o, n, head * group + member, i);
     }
+  }
+
+  // Of one of the head's queries: the first passes both memories on.
+  __device__ void pass(int member) const {
+    pass_keys(member == 0);
+    __syncthreads();
+    if (warp == 0) map_read();
+    __syncthreads();
+    pass_values(member == 0);
+    __syncthreads();
+    store_read(member);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 6) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
+  extern __shared__ __align__(16) float shared[];
+  StepBlock block(shared, p);
+  block.fetch_token();
+  __syncthreads();
+  block.products<0>();
+  block.products<1>();
+  __syncthreads();
+  if (block.warp < 2) block.residuals();
+  __syncthreads();
+  for (int member = 0; member < block.group; ++member) {
+    if (member > 0) {
+      __syncthreads();
+      block.fetch_query(member);
+      __syncthreads();
+    }
+    block.pass(member);
   }
 }
 
@@ -188,7 +226,7 @@ __global__ void advance_kernel(int64_t* position, int64_t sequences, int chunk) 
 }  // namespace
 
 cudaError_t trellis_step(const TrellisStep& p, cudaStream_t stream) {
-  const int64_t blocks = p.sequences * p.heads, bytes = StepSpace::floats(p) * int64_t{sizeof(float)};
+  const int64_t blocks = p.sequences * p.heads, bytes = StepBlock::floats(p) * int64_t{sizeof(float)};
   if (blocks == 0) return cudaSuccess;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
