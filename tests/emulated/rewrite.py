@@ -22,7 +22,7 @@ UNITS = {
     ),
     "few_rows": ("few_rows/few_rows.cu",),
     "gla": ("gla/*_bf16.cu", "gla/*_f16.cu", "gla/step.cu", "gla/[gh]*[!6].cu", "gsa/[js]*n.cu", *EXACT),
-    "lattice": tuple(f"lattice/exact_{name}.cu" for name in ("scan", "gradients")),
+    "lattice": tuple(f"lattice/{name}.cu" for name in ("exact_scan", "exact_gradients", "step")),
     "gsa": (
         *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
@@ -34,7 +34,8 @@ UNITS = {
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
     ),
     "trellis": (
-        *(f"trellis/exact_{name}.cu" for name in ("scan", "rows", "reverse", "columns")),
+        *(f"trellis/{name}.cu" for name in ("exact_scan", "exact_rows", "exact_reverse", "exact_columns")),
+        "trellis/step.cu",
         *(f"exact/{name}.cu" for name in ("key_read", "value_read")),
     ),
 }

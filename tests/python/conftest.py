@@ -21,6 +21,10 @@ settings.load_profile("full" if os.environ.get("GIRIH_FULL") else "ci")
 # The tensors are tiny and pytest-xdist runs one worker a core.
 torch.set_num_threads(1)
 
+if os.environ.get("GIRIH_SANITIZED"):  # a sanitizer also judges the attention of other libraries
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from girih.nn.norm import RMSNorm
 
 PACK, WIDEST = 8, 8192  # of the kernels: elements of a pack, and of the widest row
+ZERO = 1e-12  # a row so long has no direction
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITH_CUDA = hasattr(torch.ops.girih, "residual_norm")  # the library was built
 
@@ -97,6 +98,18 @@ def silu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if has_norm(x, weight) and not torch.is_grad_enabled():
         return torch.ops.girih.silu_norm(x, weight, eps)
     return F.rms_norm(F.silu(x), x.shape[-1:], weight.to(x.dtype), eps)
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x / |x|, x `[..., dim]`; a row of zeros stays one."""
+    width = x.shape[-1]
+    if (
+        has_kernel(x) and width % PACK == 0 and width <= WIDEST
+    ):  # the RMS norm that divides by |x| / sqrt(dim)
+        weight = x.new_full((width,), width**-0.5, dtype=torch.float32)
+        return _ResidualNorm.apply(x, None, weight, ZERO**2 / width, x.dtype)[1]
+    kind = torch.finfo(x.dtype)  # of fp16 ZERO is 0: the least number is shorter than any other row
+    return F.normalize(x, dim=-1, eps=max(ZERO, kind.tiny * kind.eps))
 
 
 class _ResidualNorm(torch.autograd.Function):

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate, first_step_bias
 from girih.nn.fields import heads_of
+from girih.nn.fused import unit_rows
 from girih.nn.layer import GateLinear, at_least_fp32, projection
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -118,7 +118,7 @@ class Trellis(RecurrentLayer):
         q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, a, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, a, gate))
-        k, v = F.normalize(k, dim=-1), F.normalize(v, dim=-1)
+        k, v = unit_rows(k), unit_rows(v)
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
         o, memory = advance(

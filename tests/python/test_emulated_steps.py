@@ -1,0 +1,165 @@
+"""The steps of lattice and trellis as they stand, on the CPU (tests/emulated): tokens one by one, against the
+recurrence.
+"""
+
+import ctypes
+
+import pytest
+import recurrences
+import torch
+import torch.nn.functional as F
+from emulated import (
+    NUMBER,
+    POINTER,
+    SHARED,
+    Array,
+    compiled_once,
+    needs_headers,
+    structure,
+    unwritten,
+    walled,
+)
+from test_emulated_lattice_exact import OBJECTIVES, surrounded
+from test_emulated_trellis import MAPS
+
+pytestmark = needs_headers
+
+LatticeCall = structure(
+    (NUMBER, "shared sequences heads query_heads D M chunk objective"),
+    (Array, "q k v gamma g memory step decay o"),
+    (POINTER, "position next_position"),
+)
+TrellisCall = structure(
+    (NUMBER, "sequences heads query_heads D V M chunk silu norm f_silu f_norm"),
+    (Array, "q k v a gamma g"),
+    (Array * 2, "first memory"),
+    (Array, "o"),
+    (POINTER, "position"),
+)
+
+
+def assert_near(name, got, want, most):
+    # Where terms of size 1 cancel, their roundings are left.
+    error = (got.double() - want).norm() / want.norm().clamp_min(0.1 * max(want.numel(), 1) ** 0.5)
+    assert error <= most, f"{name}: off by {error:.2g}"
+
+
+def assert_whole(name, x):
+    """Nothing is written around a surrounded() tensor."""
+    around = x._base.clone()
+    around[tuple(slice(1, -1) for _ in x.shape)] = torch.nan
+    assert around.isnan().all(), f"written around {name}"
+
+
+@pytest.fixture(scope="module")
+def lattice(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "lattice")
+
+
+@pytest.fixture(scope="module")
+def trellis(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "trellis")
+
+
+def doubled(tensors):
+    return {name: None if x is None else x.double() for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "place, shared, D, M",
+    [(walled, SHARED, 20, 24), (walled, 4000, 20, 24), (surrounded, SHARED, 20, 24), (walled, SHARED, 9, 37)],
+    ids=["held", "not_held", "strided", "odd"],
+)
+@pytest.mark.parametrize("chunk, gated, group", [(1, True, 1), (3, True, 2), (3, False, 1)])
+def test_lattice(lattice, objective, place, shared, D, M, chunk, gated, group):
+    generator = torch.Generator().manual_seed(D + M + chunk)
+    N, T, H = 2, 5, 2
+    HQ = H * group
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    tokens = {"q": normal(N, T, HQ, M), "k": F.normalize(normal(N, T, H, M), dim=-1)}
+    tokens |= {"v": F.normalize(normal(N, T, H, D), dim=-1), "gamma": 0.5 * normal(N, T, H).abs()}
+    tokens |= {"g": -0.3 * normal(N, T, H).abs()} if gated else {}
+    S = F.normalize(normal(N, H, D, M), dim=2)
+    state = {"memory": place(S), "step": None, "decay": None}
+    position, start = torch.zeros(N, dtype=torch.int64), S.double()
+    if chunk > 1:
+        step = 0.1 * normal(N, H, D, M)
+        step -= S * (S * step).sum(2, keepdim=True)
+        decay = -normal(N, H).abs() if gated else None
+        position = torch.tensor([1, 2])
+        start = (S.double(), step.double(), None if decay is None else decay.double(), position)
+        state |= {"step": place(step), "decay": None if decay is None else place(decay)}
+    how = {"chunk": chunk, "objective": objective}
+    want, final = recurrences.lattice(**doubled(tokens), **how, state=start)
+
+    for t in range(T):
+        now = {name: place(x[:, t]) for name, x in tokens.items()}
+        o = place(torch.full((N, HQ, D), torch.nan))
+        at, following = walled(position), unwritten(N, dtype=torch.int64)
+        call = LatticeCall(shared=shared, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
+        call.objective = OBJECTIVES.index(objective)
+        for name, x in (now | state | {"o": o}).items():
+            setattr(call, name, Array.of(x))
+        if chunk > 1:
+            call.position, call.next_position = at.data_ptr(), following.data_ptr()
+        lattice.run_step(ctypes.byref(call))
+        assert_near(f"o of token {t}", o, want[:, t], 1e-5)
+        if chunk > 1:
+            position = (position + 1) % chunk
+            assert following.tolist() == position.tolist()
+    for (name, x), expected in zip(state.items(), final[:3], strict=True):
+        if x is not None:
+            assert_near(name, x, expected, 1e-5)
+            if place is surrounded:
+                assert_whole(name, x)
+
+
+@pytest.mark.parametrize("phi", MAPS)
+@pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])
+@pytest.mark.parametrize("chunk, gated, group", [(1, True, 1), (3, True, 2), (3, False, 1)])
+def test_trellis(trellis, phi, f, chunk, gated, group):
+    generator = torch.Generator().manual_seed(chunk)
+    N, T, H, D, V, M = 2, 5, 2, 20, 37, 17
+    HQ, widths = H * group, (D, V)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def unit(*shape):
+        return F.normalize(normal(*shape), dim=-1)
+
+    tokens = {"q": normal(N, T, HQ, D), "k": unit(N, T, H, D), "v": unit(N, T, H, V)}
+    tokens |= {"a": normal(N, T, H, M), "gamma": 0.3 * torch.rand(N, T, H, generator=generator)}
+    tokens |= {"g": -0.3 * normal(N, T, H).abs()} if gated else {}
+    memories = [surrounded(normal(N, H, M, width) * width**-0.5) for width in widths]
+    firsts = [surrounded(x + 0.1 * normal(*x.shape)) for x in memories]
+    position = torch.tensor([chunk // 2, 0])
+    if chunk > 1:
+        for x, first in zip(memories, firsts, strict=True):
+            first[1] = x[1]  # where a chunk begins, both are the same
+    start = [x.double() for m in (0, 1) for x in (firsts[m], memories[m])]
+    how = {"chunk": chunk, "phi": phi, "f": f}
+    want, final = recurrences.trellis(**doubled(tokens), **how, state=(*start, position))
+
+    at = walled(position)
+    for t in range(T):
+        now = {name: surrounded(x[:, t]) for name, x in tokens.items()}
+        o = surrounded(torch.full((N, HQ, V), torch.nan))
+        call = TrellisCall(sequences=N, heads=H, query_heads=HQ, D=D, V=V, M=M, chunk=chunk)
+        (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
+        for name, x in (now | {"o": o}).items():
+            setattr(call, name, Array.of(x))
+        for m in (0, 1):
+            call.first[m], call.memory[m] = Array.of(firsts[m]), Array.of(memories[m])
+        call.position = at.data_ptr()
+        trellis.run_step(ctypes.byref(call))
+        assert_near(f"o of token {t}", o, want[:, t], 1e-5)
+        assert at.tolist() == ((position + t + 1) % chunk).tolist()
+    for m in (0, 1):
+        for name, x, expected in (("first", firsts, final[2 * m]), ("memory", memories, final[2 * m + 1])):
+            assert_near(f"{name} {m}", x[m], expected, 1e-5)
+            assert_whole(f"{name} {m}", x[m])
