@@ -251,6 +251,7 @@ TABLES = {
     "converted": converted_models,
     "tokens": tokens,
     "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),
+    "comparison at 50M": lambda: (FOLDER / "compare-50m" / "table.md").read_text(),
 }
 
 

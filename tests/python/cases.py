@@ -104,7 +104,6 @@ class Case:
         shake it, what rounding lost is all that is left. In fp32 of those that nothing keeps at length 1.
         """
         normalised = self.op in ("trellis", "lattice")
-        steep = self.op == "trellis" and dtype == torch.float32
         free = self.options.get("shrinkage") or not self.options.get("normalize", True)
         calm = calm or (normalised and (dtype in LOST or (dtype == torch.float32 and bool(free))))
         generator = torch.Generator().manual_seed(seed)
@@ -113,8 +112,6 @@ class Case:
             at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
         if normalised and dtype in LOST:  # of few entries a norm is steep
             at |= {letter: at[letter] + 13 for letter in "DVM"}
-        if steep:  # over 2 slots PyTorch's own fp32 loses up to 0.1 of a gradient
-            at["M"] = max(5, at["M"])
         at["K"] = max(1, at["H"] // at.get("shared", 1))
         at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
         steady = torch.float64 if dtype == torch.float64 else torch.float32

@@ -37,6 +37,34 @@ def test_a_row_of_zeros_has_no_direction(dtype, width, device):
     torch.testing.assert_close(unit_rows(x), want)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 2, 64), (7, 12), (0, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_length_one(dtype, shape, device):
+    x = torch.randn(shape).to(device, dtype).requires_grad_()
+    dy, wide = torch.randn(shape).to(x), x.detach().double().requires_grad_()
+    y, want = unit_rows(x), F.normalize(wide, dim=-1)
+    both = (y, *torch.autograd.grad(y, x, dy)), (want, *torch.autograd.grad(want, wide, dy.double()))
+    for got, exact in zip(*both, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(
+            got.double(),
+            exact,
+            rtol=0.02 if dtype == torch.bfloat16 else 1e-5,
+            atol=0.01 if dtype == torch.bfloat16 else 1e-6,
+        )
+
+
+def test_gradients_of_rows_of_length_one_can_be_differentiated_once_more(device):
+    x, dy = torch.randn(5, 64, device=device, requires_grad=True), torch.randn(5, 64, device=device)
+
+    def second(unit):
+        (dx,) = torch.autograd.grad((unit(x) * dy).sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), x)[0]
+
+    want = second(lambda x: F.normalize(x, dim=-1))
+    torch.testing.assert_close(second(unit_rows), want, rtol=1e-4, atol=1e-5)
+
+
 HOOKS = {
     "forward": lambda norm, seen: norm.register_forward_hook(lambda *_: seen.append(1)),
     "before forward": lambda norm, seen: norm.register_forward_pre_hook(lambda *_: seen.append(1)),
