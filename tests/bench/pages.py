@@ -212,11 +212,11 @@ def quality():
     text = (
         f"At {some['parameters'] / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
         f"rates, {names} take fewer bits a byte of Python than attention ({attention}); at "
-        f"{of_larger['parameters'] / 1e6:.0f}M {larger_names} "
-        f"(attention {of_larger['bits_per_byte']:.2f}). {len(learned)} of {len(best['mqar'])} mixers "
+        f"{of_larger['parameters'] / 1e6:.0f}M {larger_names}, attention {of_larger['bits_per_byte']:.2f}. "
+        f"{len(learned)} of {len(best['mqar'])} mixers "
         f"learn to recall {recall['pairs'][-1]} pairs in {recall['steps']:,} steps, `{first}` in "
         f"{learned[first]:,} ([comparison](docs/comparison.md)). "
-        "How exact it is: [numerics](docs/numerics.md)."
+        "Exactness: [numerics](docs/numerics.md)."
     )
     return textwrap.fill(text, 118) + "\n"
 
