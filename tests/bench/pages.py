@@ -179,29 +179,44 @@ def linear():
     return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ") + "\n"
 
 
-def quality():
-    """What the comparison's files say, in two sentences."""
-    from girih.comparison.cell import best_of, is_learned
+def compared(folder):
+    """Each task's best cell of every mixer, and at how many learning rates attention was trained on text."""
+    from girih.comparison.cell import best_of
 
     cells = {"text": {}, "mqar": {}}
-    for file in sorted((FOLDER / "compare").glob("*.json")):
+    for file in sorted((FOLDER / folder).glob("*.json")):
         cell = json.loads(file.read_text())
         cells[cell["task"]].setdefault(cell["mixer"], {})[cell["settings"]["learning_rate"]] = cell
-    rates = len(cells["text"]["attention"])
-    best = {task: best_of(task, of_task) for task, of_task in cells.items()}
+    return {task: best_of(task, of_task) for task, of_task in cells.items()}, len(cells["text"]["attention"])
+
+
+def ahead_of_attention(best):
+    """The mixers whose text takes fewer bits than attention's, with these; and attention's own."""
     bits = {mixer: cell["bits_per_byte"] for mixer, cell in best["text"].items()}
     ahead = sorted((m for m in bits if bits[m] < bits["attention"]), key=bits.get)
+    return " and ".join(f"`{m}` ({bits[m]:.2f})" for m in ahead), f"{bits['attention']:.2f}"
+
+
+def quality():
+    """What the comparison's files say, in three sentences."""
+    from girih.comparison.cell import is_learned
+
+    best, rates = compared("compare")
+    names, attention = ahead_of_attention(best)
+    larger, _ = compared("compare-50m")
+    (larger_names, _), of_larger = ahead_of_attention(larger), larger["text"]["attention"]
     some, recall = best["text"]["attention"], best["mqar"]["attention"]["settings"]
     learned = {mixer: cell["steps"] for mixer, cell in best["mqar"].items() if is_learned(cell)}
     first = min(learned, key=learned.get)
     size = some["settings"]["batch"] * some["settings"]["context"] * some["steps"]
     text = (
         f"At {some['parameters'] / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
-        f"learning rates, {' and '.join(f'`{m}` ({bits[m]:.2f})' for m in ahead)} take fewer bits a byte of "
-        f"Python than attention ({bits['attention']:.2f}). {len(learned)} of {len(best['mqar'])} mixers "
+        f"rates, {names} take fewer bits a byte of Python than attention ({attention}); at "
+        f"{of_larger['parameters'] / 1e6:.0f}M {larger_names}, attention {of_larger['bits_per_byte']:.2f}. "
+        f"{len(learned)} of {len(best['mqar'])} mixers "
         f"learn to recall {recall['pairs'][-1]} pairs in {recall['steps']:,} steps, `{first}` in "
         f"{learned[first]:,} ([comparison](docs/comparison.md)). "
-        "How exact it is: [numerics](docs/numerics.md)."
+        "Exactness: [numerics](docs/numerics.md)."
     )
     return textwrap.fill(text, 118) + "\n"
 
