@@ -1,0 +1,265 @@
+// A block of the gradients of query rows: what it has, its phases in the order in which they come, and those
+// as far as z and dp.
+#pragma once
+
+#include "gsa/feature.cuh"
+#include "gsa/rows_tiles.cuh"
+
+namespace girih::kernels {
+
+// A chunk and query head. Sums are the callers': an array here would keep all of the block out of registers
+// until every loop over it is unrolled.
+template <typename T, int M>
+struct GsaRowBlock {
+  using Tiles = GsaRowTiles<T, M>;
+  using Stage = SharedTile<T, kChunk, kSlab>;
+  static constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
+  template <bool Factored>
+  static constexpr bool kOwnWeights = Factored && !Tiles::kOneByOne;
+
+  const GsaRows& p;
+  const Tiles tile;
+  const GsaShape& shape;
+  const int warp, group;
+  const int first;                      // of the group's columns
+  const int query_head, queries, head;  // of `queries` that share the memory
+  const int64_t chunk;
+  Piece piece;
+  // The room of a warp's rows on their way out, and of its scratch, once q, do and v have been read.
+  Stage stage;
+  int slots;  // the group's
+  RowReads<T, M, true, 64> reads;
+
+  __device__ GsaRowBlock(const GsaRows& p, unsigned char* shared)
+      : p(p),
+        tile(shared),
+        shape(p.shape),
+        warp(threadIdx.x / 32 % 4),
+        group(kGroups == 1 ? 0 : threadIdx.x / kGroup),
+        first(64 * group),
+        query_head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads))),
+        queries(shape.query_heads / shape.heads),
+        head(query_head / queries),
+        chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
+        piece(piece_at(shape.tokens, chunk, kChunk)) {}
+
+  // Copies of g and s, then of each memory's first slab.
+  __device__ void start_loads() const;
+  __device__ void start_reads();
+
+  // As far as dz, and W of the group's slots. Where factors serve apart from where they do not: among what
+  // the other needs, instructions come later than they can run, for a fifth of the kernel's time.
+  template <bool Factored>
+  __device__ void differentiate_rows(Sums<8>& dp, Scores& W);
+  template <bool Factored>
+  __device__ void read_values(Sums<8>& z, Sums<8>& dp);
+  template <class Tile, class Memory, class LoadSlab>
+  __device__ void multiply(Sums<8>& sums, Scores& a, const Stage& x_tile, const Tile& y_tile,
+                           const Memory& memory, int width, const LoadSlab& load_slab);
+  template <bool Factored>
+  __device__ void bring_weights(bool of_z);
+  template <bool Factored>
+  __device__ void bring_values(const Sums<8>& z);
+  __device__ void load_own_weights() const;
+
+  // rows_finish.cuh: dz, what others need of it and p, and dq.
+  __device__ void take_z(Sums<8>& z);
+  template <bool Factored>
+  __device__ void apply_jacobian(Sums<8>& z, Sums<8>& dp) const;
+  __device__ void join_softmax(SoftmaxSums& own) const;
+  template <bool Factored>
+  __device__ void put_reads(Sums<8>& z, const Sums<8>& dp) const;
+
+  __device__ void join_scores(Scores& W) const;
+  __device__ void put_dq(const Operand<4>& f, const Operand<2> (&w)[2]);
+
+  // Columns col..col+63 of a row's data, of the states.
+  template <class Tile>
+  __device__ void load(const Tile& to, const In<4>& from, int of, int col, int width) const {
+    load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
+                         threadIdx.x);
+  }
+  template <class Tile>
+  __device__ void load_state(const Tile& to, int row, int col, int width) const {
+    load_async<kThreads>(to, state_rows<T>(p.states, shape, chunk, head, row + col), shape.M, width - col,
+                         shape.M, threadIdx.x);
+  }
+  __device__ void load_memory_k(int d) const {
+    load(tile.k, p.k, head, d, shape.D);
+    load_state(tile.hk, 0, d, shape.D);
+  }
+  __device__ void load_memory_v(int v) const {
+    load(tile.v, p.v, head, v, shape.V);
+    load_state(tile.hv, shape.D, v, shape.V);
+  }
+
+  // Of the warp's sums, those that wait in the place of hk and k.
+  __device__ float* aside() const {
+    return reinterpret_cast<float*>(tile.hk.data) + threadIdx.x / 32 * Tiles::kAside * 128;
+  }
+  // The slab of k and hk that stays in the tiles.
+  __device__ int last() const { return (shape.D - 1) / kSlab * kSlab; }
+  // Scores of rows with themselves, of the first read or the second.
+  __device__ float2 own_score(int which) const {
+    const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
+    return {of[0], of[8]};
+  }
+  __device__ void put(const Sums<8>& sums, const Out<4>& to) const {
+    store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, query_head) + first, to.stride[1],
+                  piece.length, slots);
+  }
+  // The warps of the same rows wait for each other.
+  __device__ void meet() const {
+    if constexpr (kGroups > 1) barrier_wait(1 + warp, 32 * kGroups);
+  }
+  // Addresses are worked out where a loop needs them: those of what it rarely loads, worked out ahead of it,
+  // cost more than they save.
+  __device__ void renew() { asm volatile("" : "+l"(piece.start), "+r"(piece.length)); }
+};
+
+template <typename T, int M>
+__device__ inline void GsaRowBlock<T, M>::start_loads() const {
+  load_gates<kThreads>(tile.g, p.g, piece, head, shape.M);
+  load_weights<kThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+  commit_copies();
+  load(tile.q, p.q, query_head, 0, shape.D);
+  load_memory_k(0);
+  commit_copies();
+  if (!Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
+  load_memory_v(0);
+  commit_copies();
+}
+
+template <typename T, int M>
+__device__ inline void GsaRowBlock<T, M>::start_reads() {
+  slots = shape.M - first;
+  stage = group == 0 ? tile.q : tile.v;
+  // The weights take the place of hv.
+  reads.at = {{tile.g.from_column(first), tile.decay + first, tile.totals + first, warp},
+              tile.s.from_column(first),
+              tile.hv.from_column(first),
+              {rows_of(stage, warp)}};
+  reads.template start<4>();
+  if (threadIdx.x == 0 && query_head % queries == 0)
+    p.left.factored[chunk * shape.heads + head] = reads.factored;
+}
+
+// a = X Y^T,   sums = X H
+template <typename T, int M>
+template <class Tile, class Memory, class LoadSlab>
+__device__ inline void GsaRowBlock<T, M>::multiply(Sums<8>& sums, Scores& a, const Stage& x_tile,
+                                                   const Tile& y_tile, const Memory& memory, int width,
+                                                   const LoadSlab& load_slab) {
+  zero(a);
+  fill(sums, 0.f);
+  for (int slab = 0;; slab += kSlab) {
+#pragma unroll 2
+    for (int col = 0; col < kSlab; col += 16) {
+      uint32_t x[4];
+      load_block(x, x_tile, kRows * warp, col);
+      add_scores<Side::earlier, T>(a, x, y_tile, col, warp);
+      add_product<T>(sums, x, memory, col, first);
+    }
+    if (slab + kSlab >= width) break;
+    renew();
+    __syncthreads();
+    load_slab(slab + kSlab);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+  }
+}
+
+// The weights of the warp's rows as they are, for what a row reads of its own token, in its rows of q.
+// Where the scratch or do needs those, all weights come to hv's place.
+template <typename T, int M>
+__device__ inline void GsaRowBlock<T, M>::load_own_weights() const {
+  const SharedTile<T, kRows, M> to{tile.q.data + kRows * warp * kSlab};
+  if (p.s.data != nullptr) {
+    load_async<32>(to, chunk_rows<T>(p.s, piece, head) + kRows * warp * p.s.stride[1], p.s.stride[1],
+                   piece.length - kRows * warp, shape.M, lane());
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < M / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = kRows * warp + lane_row() + 8 * i;
+      *reinterpret_cast<uint32_t*>(&lane_at(to, 8 * i, 8 * n)) =
+          complement_pair<T>(p.g, piece, head, shape.M, row, 8 * n + lane_col());
+    }
+  }
+}
+
+// What a value read, or the Jacobian after the second, needs of the weights, where hv has served or not yet
+// come.
+template <typename T, int M>
+template <bool Factored>
+__device__ inline void GsaRowBlock<T, M>::bring_weights(bool of_z) {
+  if (of_z) {
+    if (!Factored) {
+      wait_copies<0>();
+      reads.template split<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+    }
+  } else if (!kOwnWeights<Factored>) {
+    __syncthreads();
+    load_weights<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+  }
+}
+
+// What dp's turn needs once z is read: do and hv, where they are not there yet.
+template <typename T, int M>
+template <bool Factored>
+__device__ inline void GsaRowBlock<T, M>::bring_values(const Sums<8>& z) {
+  if constexpr (kOwnWeights<Factored>) {
+    load_own_weights();
+    commit_copies();
+    wait_copies<1>();  // the weights may come later
+  } else {
+    __syncthreads();
+    if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
+    if constexpr (kGroups > 1) put_sums<Tiles::kAside>(aside(), z);
+    if (!Factored) load_memory_v(0);
+    commit_copies();
+    wait_copies<0>();
+  }
+  __syncthreads();
+}
+
+// z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike of (do, v): the same instructions in
+// two turns. It stays a loop; with `unroll 1` the compiler moved masks ahead of it, and 40 registers to
+// memory. z has a value before the first turn: unset there, those of its sums that found no register through
+// the second were given that turn's dp by the assembler.
+template <typename T, int M>
+template <bool Factored>
+__device__ inline void GsaRowBlock<T, M>::read_values(Sums<8>& z, Sums<8>& dp) {
+  fill(z, 0.f);
+#pragma unroll
+  for (int turn = 0; turn < 2; ++turn) {
+    const bool of_z = turn == 0;
+    renew();
+    Scores a;
+    multiply(dp, a, of_z ? tile.q : tile.dout, of_z ? tile.k : tile.v, of_z ? tile.hk : tile.hv,
+             of_z ? shape.D : shape.V, [&](int col) {
+               if (of_z) {
+                 load(tile.q, p.q, query_head, col, shape.D);
+                 load_memory_k(col);
+               } else {
+                 load(tile.dout, p.dout, query_head, col, shape.V);
+                 load_memory_v(col);
+               }
+             });
+    if (group == 0) put_diagonal(tile.own + turn * kChunk, a, warp);
+    __syncwarp();
+    bring_weights<Factored>(of_z);
+    reads.value_read(dp, a);
+    if (!of_z) break;
+    z = dp;
+    bring_values<Factored>(z);
+  }
+}
+
+}  // namespace girih::kernels
