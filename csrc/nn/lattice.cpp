@@ -47,10 +47,7 @@ Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call)
   const auto v = to_heads(projected[1], num_heads_);
   const auto g = decay ? projected[4] : Tensor();
   auto past = call.part(2).as<ops::LatticeState>();
-  if (call.state.empty()) {
-    const auto wide = at_least_fp32(memory);
-    past.first = wide / wide.norm(2, -2, true).clamp_min(1e-12);
-  }
+  if (call.state.empty()) past.first = unit(at_least_fp32(memory), -2);
   const ops::LatticeOptions rule{
       .chunk = options.chunk, .objective = options.objective, .state = past, .cu_seqlens = call.cu_seqlens};
   auto [o, state] = call.steps(qk) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)

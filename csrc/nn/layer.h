@@ -32,6 +32,11 @@ torch::nn::Embedding embedding(int64_t count, int64_t width);
 // Gates and step sizes are activated in fp32, or in fp64 when they come in fp64.
 inline Tensor at_least_fp32(const Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }
 
+// x / |x| along a dimension. Zeros stay zeros, in fp16 too, where 1e-12 is 0.
+inline Tensor unit(const Tensor& x, int64_t dim) {
+  return x / x.norm(2, dim, true).clamp_min(x.scalar_type() == at::kHalf ? 0x1p-24 : 1e-12);
+}
+
 // x W^T in the dtype of x, plus b in fp32 at least: a gate's bias is its time scale.
 inline Tensor gate(const torch::nn::Linear& proj, const Tensor& x) {
   return at_least_fp32(at::linear(x, proj->weight)) + proj->bias;

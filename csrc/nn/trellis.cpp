@@ -46,12 +46,8 @@ Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call)
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
   auto v = to_heads(projected[1], num_heads_);
-  // A row of zeros stays one, in fp16 too, where 1e-12 is 0.
-  const auto unit = [](const Tensor& x) {
-    return x / x.norm(2, -1, true).clamp_min(x.scalar_type() == at::kHalf ? 0x1p-24 : 1e-12);
-  };
-  k = unit(k);
-  v = unit(v);
+  k = unit(k, -1);
+  v = unit(v, -1);
   const auto a = to_heads(projected[2], num_heads_);
   const auto g = decay ? projected[5] : Tensor();
   auto past = call.part(2).as<ops::TrellisState>();

@@ -179,40 +179,52 @@ def linear():
     return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ") + "\n"
 
 
-def compared(folder):
-    """Each task's best cell of every mixer, and at how many learning rates attention was trained on text."""
-    from girih.comparison.cell import best_of
-
+def cells_of(folder):
+    """What `make compare` trained into this folder: cells[task][mixer][learning rate]."""
     cells = {"text": {}, "mqar": {}}
     for file in sorted((FOLDER / folder).glob("*.json")):
         cell = json.loads(file.read_text())
         cells[cell["task"]].setdefault(cell["mixer"], {})[cell["settings"]["learning_rate"]] = cell
-    return {task: best_of(task, of_task) for task, of_task in cells.items()}, len(cells["text"]["attention"])
+    return cells
 
 
-def ahead_of_attention(best):
-    """The mixers whose text takes fewer bits than attention's, with these; and attention's own."""
-    bits = {mixer: cell["bits_per_byte"] for mixer, cell in best["text"].items()}
+def compared(folder):
+    from girih.comparison.table import table_of
+
+    return table_of(cells_of(folder))
+
+
+def draw_compared():
+    from girih.comparison.table import draw
+
+    draw(cells_of("compare-50m"), FOLDER / "compare-50m" / "figure.png")
+
+
+def ahead_of_attention(text):
+    """The mixers whose text takes fewer bits than attention's, with these."""
+    bits = {mixer: cell["bits_per_byte"] for mixer, cell in text.items()}
     ahead = sorted((m for m in bits if bits[m] < bits["attention"]), key=bits.get)
-    return " and ".join(f"`{m}` ({bits[m]:.2f})" for m in ahead), f"{bits['attention']:.2f}"
+    return " and ".join(f"`{m}` ({bits[m]:.2f})" for m in ahead)
 
 
 def quality():
     """What the comparison's files say, in three sentences."""
-    from girih.comparison.cell import is_learned
+    from girih.comparison.cell import best_of, is_learned
 
-    best, rates = compared("compare")
-    names, attention = ahead_of_attention(best)
-    larger, _ = compared("compare-50m")
-    (larger_names, _), of_larger = ahead_of_attention(larger), larger["text"]["attention"]
+    cells = cells_of("compare")
+    rates = len(cells["text"]["attention"])
+    best = {task: best_of(task, of_task) for task, of_task in cells.items()}
+    larger = best_of("text", cells_of("compare-50m")["text"])
+    of_larger = larger["attention"]
     some, recall = best["text"]["attention"], best["mqar"]["attention"]["settings"]
     learned = {mixer: cell["steps"] for mixer, cell in best["mqar"].items() if is_learned(cell)}
     first = min(learned, key=learned.get)
     size = some["settings"]["batch"] * some["settings"]["context"] * some["steps"]
     text = (
         f"At {some['parameters'] / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
-        f"rates, {names} take fewer bits a byte of Python than attention ({attention}); at "
-        f"{of_larger['parameters'] / 1e6:.0f}M {larger_names}, attention {of_larger['bits_per_byte']:.2f}. "
+        f"rates, {ahead_of_attention(best['text'])} take fewer bits a byte of Python than attention "
+        f"({some['bits_per_byte']:.2f}); at {of_larger['parameters'] / 1e6:.0f}M "
+        f"{ahead_of_attention(larger)}, attention {of_larger['bits_per_byte']:.2f}. "
         f"{len(learned)} of {len(best['mqar'])} mixers "
         f"learn to recall {recall['pairs'][-1]} pairs in {recall['steps']:,} steps, `{first}` in "
         f"{learned[first]:,} ([comparison](docs/comparison.md)). "
@@ -265,8 +277,8 @@ TABLES = {
     "conversion": conversions,
     "converted": converted_models,
     "tokens": tokens,
-    "comparison": lambda: (FOLDER / "compare" / "table.md").read_text(),
-    "comparison at 50M": lambda: (FOLDER / "compare-50m" / "table.md").read_text(),
+    "comparison": lambda: compared("compare"),
+    "comparison at 50M": lambda: compared("compare-50m"),
 }
 
 
@@ -286,6 +298,7 @@ def main(check=False):
             write(page, filled(page.read_text()))
         draw_speedups(read(FOLDER), FOLDER / "speedup.png")
         draw_conversions()
+        draw_compared()
     names = ", ".join(str(page.relative_to(ROOT)) for page in stale)
     print(f"{'stale' if check else 'written'}: {names or 'no page'}")
     return bool(stale) and check

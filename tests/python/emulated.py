@@ -119,6 +119,27 @@ def walled(x):
     return None if x is None else unwritten(*x.shape, dtype=x.dtype).copy_(x)
 
 
+def surrounded(x):
+    """x with NaN on every side of it in memory."""
+    if x is None:
+        return None
+    padded = unwritten(*[size + 2 for size in x.shape], dtype=x.dtype)
+    return padded[tuple(slice(1, -1) for _ in x.shape)].copy_(x)
+
+
+def assert_surrounded(name, x):
+    """Nothing is written around it."""
+    around = x._base.clone()
+    around[tuple(slice(1, -1) for _ in x.shape)] = torch.nan
+    assert around.isnan().all(), f"written around {name}"
+
+
+def assert_near(name, got, want, most):
+    # Where terms of size 1 cancel, their roundings are left.
+    error = (got.double() - want).norm() / want.norm().clamp_min(0.1 * max(want.numel(), 1) ** 0.5)
+    assert error <= most, f"{name}: off by {error:.2g}"
+
+
 def rows(*shape, of=None, dtype=torch.bfloat16):
     """[..., width] in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
     padded = unwritten(*shape[:-1], eights(shape[-1]) + 8, dtype=dtype)

@@ -13,13 +13,16 @@ from emulated import (
     POINTER,
     SHARED,
     Array,
+    assert_near,
+    assert_surrounded,
     compiled_once,
     needs_headers,
     structure,
+    surrounded,
     unwritten,
     walled,
 )
-from test_emulated_lattice_exact import OBJECTIVES, surrounded
+from test_emulated_lattice_exact import OBJECTIVES
 from test_emulated_trellis import MAPS
 
 pytestmark = needs_headers
@@ -36,19 +39,6 @@ TrellisCall = structure(
     (Array, "o"),
     (POINTER, "position"),
 )
-
-
-def assert_near(name, got, want, most):
-    # Where terms of size 1 cancel, their roundings are left.
-    error = (got.double() - want).norm() / want.norm().clamp_min(0.1 * max(want.numel(), 1) ** 0.5)
-    assert error <= most, f"{name}: off by {error:.2g}"
-
-
-def assert_whole(name, x):
-    """Nothing is written around a surrounded() tensor."""
-    around = x._base.clone()
-    around[tuple(slice(1, -1) for _ in x.shape)] = torch.nan
-    assert around.isnan().all(), f"written around {name}"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +105,7 @@ def test_lattice(lattice, objective, place, shared, D, M, chunk, gated, group):
         if x is not None:
             assert_near(name, x, expected, 1e-5)
             if place is surrounded:
-                assert_whole(name, x)
+                assert_surrounded(name, x)
 
 
 @pytest.mark.parametrize("phi", MAPS)
@@ -162,4 +152,4 @@ def test_trellis(trellis, phi, f, chunk, gated, group):
     for m in (0, 1):
         for name, x, expected in (("first", firsts, final[2 * m]), ("memory", memories, final[2 * m + 1])):
             assert_near(f"{name} {m}", x[m], expected, 1e-5)
-            assert_whole(f"{name} {m}", x[m])
+            assert_surrounded(f"{name} {m}", x[m])

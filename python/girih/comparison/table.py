@@ -32,9 +32,8 @@ def of_rate(task: str, cell: dict | None) -> str:
     return f"{mean_accuracy(cell):.3f} ({cell['steps']:,})"
 
 
-def write_table(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> str:
-    """cells[task][mixer][learning rate]: what run_cell gave, with its settings. One row a mixer; returns the
-    Markdown too."""
+def table_of(cells: dict[str, dict[str, dict[float, dict]]]) -> str:
+    """Markdown, one row a mixer. cells[task][mixer][learning rate]: what run_cell gave, with its settings."""
     parts = []
     for task, of_mixer in cells.items():
         best = best_of(task, of_mixer)
@@ -51,8 +50,12 @@ def write_table(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> s
         recipe = some["settings"]
         what = WHAT[task].format(steps=recipe["steps"], tokens=recipe["batch"] * recipe["context"])
         parts.append(what + "\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines))
-    table = "\n".join(parts)
-    publish(file, table)
+    return "\n".join(parts)
+
+
+def write_table(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> str:
+    """That of `table_of`; returns it too."""
+    publish(file, table := table_of(cells))
     return table
 
 

@@ -50,9 +50,14 @@ def is_product(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and linear.bias is None and without_hooks(linear)
 
 
-def has_norm(x: Tensor, weight: Tensor) -> bool:
+def has_norm(x: Tensor, *weights: Tensor) -> bool:
     width = x.shape[-1]
-    return has_kernel(x, weight) and weight.shape == (width,) and width % PACK == 0 and width <= WIDEST
+    return (
+        has_kernel(x, *weights)
+        and all(weight.shape == (width,) for weight in weights)
+        and width % PACK == 0
+        and width <= WIDEST
+    )
 
 
 def is_norm(module: nn.Module, x: Tensor, rows: torch.dtype) -> bool:
@@ -102,7 +107,7 @@ def silu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def unit_rows(x: Tensor) -> Tensor:
     """x / |x|, x `[..., dim]`; a row of zeros stays one."""
-    if has_kernel(x) and x.shape[-1] % PACK == 0 and x.shape[-1] <= WIDEST:
+    if has_norm(x):
         return _ResidualNorm.apply(x, None, None, ZERO**2 / x.shape[-1], x.dtype)[1]
     kind = torch.finfo(x.dtype)  # of fp16 ZERO is 0: the least number is shorter than any other row
     return F.normalize(x, dim=-1, eps=max(ZERO, kind.tiny * kind.eps))
