@@ -102,9 +102,10 @@ class Decoder:
             self.kept = [t for block in model.model.layers for t in (block.mixer.k, block.mixer.v)]
         else:
             with torch.no_grad():
-                model(self.token[:, :0], past_key_values=self.cache)  # the first header
+                model(self.token[:1, :0], past_key_values=self.cache)  # the first header
             layer = self.cache.layers[0]
             layer.state = layer.state.with_room(slots)
+            self.cache.batch_repeat_interleave(batch)  # of one sequence's room: no second cache on its way
             self.kept = [t for kv in layer.state.kv for t in kv]
 
     def bytes_of_a_sequence(self):

@@ -42,6 +42,7 @@ def models():
             name,
             f"{entry['parameters'] / 1e6:.0f}M",
             f"{entry['tokens_per_second']:,}",
+            str(entry.get("card_ms", "")),
             f"{entry['peak_bytes'] / 2**30:.1f}",
             entry["date"],
             entry["versions"],
@@ -49,7 +50,8 @@ def models():
         for name, entry in found.items()
         if "parameters" in entry
     ]
-    return markdown(["model", "parameters", "tokens/s in training", "peak GiB", "date", "with"], trained)
+    speeds = ["tokens/s in training", "the card's ms a step"]
+    return markdown(["model", "parameters", *speeds, "peak GiB", "date", "with"], trained)
 
 
 def accelerated_layers():
