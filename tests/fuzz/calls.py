@@ -18,7 +18,6 @@ from girih import ops
 from workers import main
 
 DESCRIPTION = ops.describe()
-DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Of PyTorch, before an operator is reached: the argument or its number is in them.
 SCHEMA = re.compile(r"argument '(\w+)'|(?:argument|parameter) (\w+)|unexpected keyword|missing \d required")
 
@@ -26,25 +25,30 @@ SCHEMA = re.compile(r"argument '(\w+)'|(?:argument|parameter) (\w+)|unexpected k
 class Draw:
     """One call, drawn from a number."""
 
+    names = tuple(DESCRIPTION)
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    widths = (1, 2, 3, 5, 8, 16, 17, 33, 64, 65)
+    spoils = (0, 0, 1, 1, 1, 2, 3)  # how many arguments
+
     def __init__(self, seed: int, number: int, device: str):
         self.random = random.Random(f"{seed}:{number}")
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(40))
         self.device = device
-        self.name = self.random.choice(list(DESCRIPTION))
+        self.name = self.random.choice(self.names)
         self.op = DESCRIPTION[self.name]
         stateful = any(t["state"] for t in self.op["tensors"])
         self.step = stateful and self.chance(0.25)
         self.sizes = self.draw_sizes()
-        self.dtype = self.random.choice(DTYPES)
+        self.dtype = self.random.choice(self.dtypes)
         self.keywords = self.draw_keywords()
-        self.spoilt = [self.spoil() for _ in range(self.random.choice([0, 0, 1, 1, 1, 2, 3]))]
+        self.spoilt = [self.spoil() for _ in range(self.random.choice(self.spoils))]
 
     def chance(self, p: float) -> bool:
         return self.random.random() < p
 
     def draw_sizes(self) -> dict[str, int]:
         r = self.random
-        sizes = {name: r.choice([1, 2, 3, 5, 8, 16, 17, 33, 64, 65]) for name in self.op["sizes"]}
+        sizes = {name: r.choice(self.widths) for name in self.op["sizes"]}
         for name, bound in self.op["sizes"].items():
             if "most" in bound:
                 sizes[name] = r.randint(bound["least"], bound["most"])
@@ -212,7 +216,7 @@ class Draw:
             lambda: x.int(),
             lambda: x.bool(),
             lambda: x.to(torch.complex64),
-            lambda: x.to(r.choice(DTYPES)),
+            lambda: x.to(r.choice(self.dtypes)),
             lambda: x.to("meta"),
             lambda: x.to("cpu"),
             lambda: x[:1].expand(x.shape) if x.dim() and x.shape[0] else x,

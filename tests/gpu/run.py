@@ -8,7 +8,8 @@
     kernels     test_*_kernels.py, in several processes
     large       those of them that take tens of GiB, one after the other
     memcheck    compute-sanitizer over some calls of every kernels' test, on allocations of exact sizes
-    racecheck   the same for races in shared memory, on kernels built for it (-DGIRIH_RACECHECK=ON)
+    racecheck   the same for races in shared memory, on kernels built for it (-DGIRIH_RACECHECK=ON), over
+                random calls of an operator (tests/fuzz/right_calls.py): its tests would take hours
     synccheck   the same for barriers
     fuzz        10,000 random calls of every operator (tests/fuzz/calls.py)
 
@@ -47,6 +48,7 @@ ASKED = ("kernels", "large", "memcheck")
 STAGES = (*RECORDED, "python")
 JOBS = min(16, os.cpu_count())
 CALLS = 10_000
+WATCHED = 1_000  # right calls under racecheck, or as many as there is time for
 
 
 # ---- what the record is about ------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ def complaint(record: dict) -> str | None:
 
 class Runner:
     def __init__(self, limit: int, build: bool, chosen: list[str]):
-        self.limit, self.build = limit, build
+        self.limit, self.build, self.parts = limit, build, chosen
         files = {file for part in chosen for file in tests_of(part)}
         self.kernel_tests = [str(p.relative_to(ROOT)) for p in sorted(files)]
         self.own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": self.path(ROOT / "python")}
@@ -174,21 +176,10 @@ class Runner:
     def sanitizer(self, tool: str, each: int, options: tuple[str, ...] = (), **own: str) -> dict:
         """`each`: how many parametrisations of every test. All launches of girih's kernels are checked. In
         one process: several that share a card under the tool take ten times as long."""
-        before = ("compute-sanitizer", "--tool", tool, "--target-processes", "all")
-        before += ("--report-api-errors", "no", "--print-limit", "20", *options)
-        if tool != "racecheck":  # which breaks clusters where a filter leaves kernels out
-            before += ("--kernel-name", "kns=girih")
         marks, names = SANITIZED
         chosen = ("--each", str(each), "-m", marks, "-k", names, *self.kernel_tests)
-        result = self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own)
-        # A line of every process, whichever of them had errors.
-        found = re.findall(
-            r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", result["printed"]
-        )
-        errors = sum(int(a or b) for a, b in found)
-        result["failed"] += errors
-        result["green"] = result["green"] and bool(found) and not errors
-        return result
+        before = sanitized(tool, *options)
+        return judged(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
 
     def cpp(self) -> dict:
         program = ROOT / "build" / "tests" / "cpp" / "girih_tests"
@@ -238,7 +229,26 @@ class Runner:
         package = RACECHECK / "python" / "girih"
         if self.build:
             build_for_racecheck(package)
-        return self.sanitizer("racecheck", 1, PYTHONPATH=self.path(package.parent))
+        own = {"PYTHONPATH": self.path(package.parent)}
+        operators = [part for part in self.parts if (ROOT / "csrc" / "ops" / part / "cpu.cpp").exists()]
+        others = [part for part in self.parts if part not in operators]
+        results = [self.right_calls(operators, **own)] if operators else []
+        if others:
+            results.append(Runner(self.limit, False, others).sanitizer("racecheck", 1, **own))
+        sums = {name: sum(result[name] for result in results) for name in ("passed", "failed")}
+        return sums | {
+            "green": all(result["green"] for result in results),
+            "code": max(result["code"] for result in results),
+        }
+
+    def right_calls(self, operators: list[str], **own: str) -> dict:
+        program = (sys.executable, "tests/fuzz/right_calls.py", f"--operators={','.join(operators)}")
+        options = (f"--count={WATCHED}", f"--seconds={0.8 * self.limit:.0f}")
+        code, printed = self.run([*sanitized("racecheck"), *program, *options], **own)
+        counts = re.search(r"^(\d+) calls of .*: (?:(\d+) are wrong|all well)$", printed, re.MULTILINE)
+        made, wrong = (int(counts[1]), int(counts[2] or 0)) if counts else (0, 0)
+        result = {"green": code == 0 and made > wrong, "passed": made - wrong, "failed": wrong, "code": code}
+        return judged(result | {"printed": printed})
 
     def fuzz(self) -> dict:
         """Each process has its own context on the card: half as many as of tests."""
@@ -252,6 +262,22 @@ class Runner:
             "failed": wrong,
             "code": code,
         }
+
+
+def sanitized(tool: str, *options: str) -> tuple[str, ...]:
+    """What stands before a command that the tool watches."""
+    before = ("compute-sanitizer", "--tool", tool, "--target-processes", "all")
+    before += ("--report-api-errors", "no", "--print-limit", "20", *options)
+    # Racecheck breaks clusters where a filter leaves kernels out.
+    return before if tool == "racecheck" else (*before, "--kernel-name", "kns=girih")
+
+
+def judged(result: dict) -> dict:
+    """With the tool's own errors: a line of every process, whichever of them had some."""
+    found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", result["printed"])
+    errors = sum(int(a or b) for a, b in found)
+    green = result["green"] and bool(found) and not errors
+    return result | {"green": green, "failed": result["failed"] + errors}
 
 
 def build_for_racecheck(package: Path) -> None:

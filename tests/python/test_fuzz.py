@@ -9,6 +9,7 @@ import pytest
 FUZZ = Path(__file__).parents[1] / "fuzz"
 SLICES = {
     "calls": ["calls.py", "--count=400"],
+    "right calls": ["right_calls.py", "--count=60", "--device=cpu"],
     "folders from C++": ["files.py", "--count=300", "--language=cpp", "--memory=8"],
     "folders from Python": ["files.py", "--count=150", "--language=python", "--memory=8"],
 }

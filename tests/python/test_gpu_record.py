@@ -102,3 +102,38 @@ def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monke
         (gpu.ROOT / commands[0][1]).exists() and "--device=cuda" in commands[0] and "--seed=0" in commands[0]
     )
     assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.ASKED
+
+
+@pytest.mark.parametrize(
+    "printed, green, counts",
+    [
+        ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 0 hazards displayed\n", True, (40, 0)),
+        ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 2 hazards displayed\n", False, (40, 2)),
+        ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # the tool has not run
+        ("40 calls of gsa on cuda: 3 are wrong\n== RACECHECK SUMMARY: 0 hazards\n", False, (37, 3)),
+        ("", False, (0, 0)),
+    ],
+)
+def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
+    commands = []
+    code = int("wrong" in printed or not printed)
+    monkeypatch.setattr(
+        gpu.Runner, "run", lambda self, command, **own: commands.append(command) or (code, printed)
+    )
+    told = gpu.Runner(100, False, ["gsa"]).racecheck()
+    assert (told["green"], told["passed"], told["failed"]) == (green, *counts)
+    (command,) = commands
+    assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    program = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    assert (gpu.ROOT / command[program]).exists() and "--operators=gsa" in command
+
+
+def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
+    commands = []
+    said = "5 calls of gsa on cuda: all well\n5 passed\n== RACECHECK SUMMARY: 0 hazards\n"
+    monkeypatch.setattr(gpu.Runner, "run", lambda self, command, **own: commands.append(command) or (0, said))
+    told = gpu.Runner(100, False, ["gsa", "row_gates"]).racecheck()
+    assert told["green"] and told["passed"] == 10
+    of_calls, of_tests = commands
+    assert "--operators=gsa" in of_calls and "tests/python/test_row_gates_kernels.py" in of_tests
+    assert "tests/python/test_gsa_kernels.py" not in of_tests

@@ -1,0 +1,48 @@
+"""Right calls of some operators, one after the other in one process: for a sanitizer to watch.
+
+    compute-sanitizer --tool racecheck python tests/fuzz/right_calls.py --operators gsa,gla [--count 200]
+                      [--seconds 600] [--seed 0] [--device cuda]
+
+As calls.py draws them, but nothing is spoilt, types are those that kernels take, and one width in four is
+that of the widest tiles. The last line tells how many calls were made, in the time there was.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+from calls import DESCRIPTION, Draw, problem_of
+
+
+class RightDraw(Draw):
+    dtypes = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+    widths = (8, 17, 64, 128)
+    spoils = (0,)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--operators", default=",".join(DESCRIPTION), help="names with commas")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=600, help="no call begins later")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    RightDraw.names = tuple(options.operators.split(","))
+    if unknown := [name for name in RightDraw.names if name not in DESCRIPTION]:
+        parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(DESCRIPTION)}")
+    began, made, wrong = time.monotonic(), 0, 0
+    while made < options.count and time.monotonic() - began < options.seconds:
+        draw = RightDraw(options.seed, made, options.device)
+        if problem := problem_of(draw):
+            wrong += 1
+            print(f"call {made}: {draw.name}{'_step' * draw.step}: {problem}", flush=True)
+        made += 1
+    how = f"{wrong} are wrong" if wrong else "all well"
+    print(f"{made} calls of {options.operators} on {options.device}: {how}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
