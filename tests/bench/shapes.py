@@ -242,8 +242,8 @@ CALLS = [
 
 HEADS = {"num_heads": 8, "head_dim": 128}
 SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
-# Whole models of 340M parameters (train_speed.py), by mixer: what girih's has beside its width and depth, and
-# fla's name and sizes.
+# Whole models of 340M to 420M parameters (train_speed.py), by mixer: what girih's has beside its width and
+# depth, and fla's name and sizes.
 MIXERS = {
     "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
     "attention": ({"num_heads": 8}, None),  # of 128, at which SDPA is fastest

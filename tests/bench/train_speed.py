@@ -1,6 +1,6 @@
 """Training speed of whole language models, and decoding in one CUDA graph: `make bench OP=model`.
 
-About 340M parameters: 24 layers, 1024 wide, MLPs of 2816 (of Trellis 2432), 32000 tokens, tied embeddings;
+340M to 420M parameters: 24 layers, 1024 wide, MLPs of 2816 (of Trellis 2432), 32000 tokens, tied embeddings;
 16384 tokens a step in rows of 2048, or of `--context`, bf16 autocast over fp32 weights. A step is forward,
 backward, AdamW (fused) and zeroing the gradients.
 

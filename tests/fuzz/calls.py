@@ -29,6 +29,7 @@ class Draw:
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
     widths = (1, 2, 3, 5, 8, 16, 17, 33, 64, 65)
     spoils = (0, 0, 1, 1, 1, 2, 3)  # how many arguments
+    refused = False  # once it was made
 
     def __init__(self, seed: int, number: int, device: str):
         self.random = random.Random(f"{seed}:{number}")
@@ -264,9 +265,9 @@ def problem_of(draw: Draw) -> str | None:
         said = str(error).splitlines()[0] if str(error) else ""
         if "INTERNAL ASSERT" in said or "CUDA error" in said:
             return f"{type(error).__name__}: {said}"
-        if said.startswith("girih.") and any(re.search(rf"\b{n}\b", said) for n in names_of(draw)):
-            return None
-        if SCHEMA.search(said):
+        named = said.startswith("girih.") and any(re.search(rf"\b{n}\b", said) for n in names_of(draw))
+        draw.refused = bool(named or SCHEMA.search(said))
+        if draw.refused:
             return None
         return f"no argument is named: {type(error).__name__}: {said}"
     except Exception as error:

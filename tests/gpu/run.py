@@ -9,7 +9,8 @@
     large       those of them that take tens of GiB, one after the other
     memcheck    compute-sanitizer over some calls of every kernels' test, on allocations of exact sizes
     racecheck   the same for races in shared memory, on kernels built for it (-DGIRIH_RACECHECK=ON), over
-                random calls of an operator (tests/fuzz/right_calls.py): its tests would take hours
+                random calls of operators (tests/fuzz/right_calls.py), whose tests would take hours, and the
+                tests of the other parts
     synccheck   the same for barriers
     fuzz        10,000 random calls of every operator (tests/fuzz/calls.py)
 
@@ -307,7 +308,7 @@ def main() -> int:
     parser.add_argument("--stages", default=",".join(STAGES), help="names with commas")
     parser.add_argument("--parts", default=",".join(parts()), help="operators with commas")
     parser.add_argument("--record", type=Path, default=RECORD, help="where the record is kept")
-    parser.add_argument("--limit", type=int, default=1800, help="seconds a stage may take")
+    parser.add_argument("--limit", type=int, default=1800, help="seconds a command of a stage may take")
     parser.add_argument("--build", choices=["yes", "no"], default="yes")
     options = parser.parse_args()
     stages = options.stages.split(",")

@@ -24,6 +24,17 @@ def test_each_works_or_is_refused_by_name(name):
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
+def test_right_calls_are_of_every_operator():
+    command = [sys.executable, str(FUZZ / "right_calls.py"), "--device=cpu", "--count=10"]
+    command.append("--operators=delta_product,lattice")
+    made = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0 and made.stdout.startswith(
+        "10 calls of delta_product,lattice on cpu: all well"
+    )
+    none = subprocess.run([*command, "--seconds=0"], capture_output=True, text=True, timeout=120)
+    assert none.returncode == 1 and none.stdout.startswith("no call was made of delta_product, lattice")
+
+
 def test_a_worker_that_dies_is_told_by_its_number_and_the_others_go_on(tmp_path):
     program = tmp_path / "tries.py"
     program.write_text(
