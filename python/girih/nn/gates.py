@@ -80,12 +80,11 @@ def derivatives(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of r, bias and rate."""
     z = r.float() if bias is None else r.float() + bias
+    dz, drate, s = dy, None, z.sigmoid()
     if gate == "decay":
         factor = -rate.exp()
         drate = (dy * factor * F.softplus(z)).sum_to_size(rate.shape)
-        dz = dy * factor * z.sigmoid()
-    else:
-        drate, s = None, z.sigmoid()
-        slope = {"linear": 1.0, "sigmoid": scale * s * (1 - s), "logsigmoid": scale * (1 - s)}[gate]
-        dz = dy * slope
+        dz = dy * factor * s
+    elif gate != "linear":
+        dz = dy * scale * (s * (1 - s) if gate == "sigmoid" else 1 - s)
     return dz.to(r.dtype), dz.sum_to_size(r.shape[-1:]), drate

@@ -10,21 +10,20 @@ from girih.nn.gates import gated
 from girih.nn.layer import GateLinear, check_features
 from girih.nn.linears import Linears, takes
 
-NO_GATES: Mapping[str, tuple[str, float]] = {}
-
 
 def projections(
     layer: nn.Module,
     names: list[str],
     x: Tensor,
     decay: nn.Module | None = None,
-    gates: Mapping[str, tuple[str, float]] = NO_GATES,
+    gates: Mapping[str, tuple[str, float]] | None = None,
 ) -> list[Tensor]:
     """What a layer's projections of these names make of x: all features, as heads were counted beforehand;
     and g of a DecayGate.
 
     gates: by name, the gate that a projection goes through and its scale (`gates.gated`).
     """
+    gates = gates or {}
     modules = [getattr(layer, name) for name in names]
     weights = [weight_of(module) for module in (modules if decay is None else [*modules, decay])]
     together = takes(x, weights)
