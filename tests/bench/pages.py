@@ -199,7 +199,8 @@ def compared(folder):
 def draw_compared():
     from girih.comparison.table import draw
 
-    draw(cells_of("compare-50m"), FOLDER / "compare-50m" / "figure.png")
+    for folder in ("compare", "compare-50m"):
+        draw(cells_of(folder), FOLDER / folder / "figure.png")
 
 
 def ahead_of_attention(text):

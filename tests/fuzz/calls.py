@@ -23,19 +23,18 @@ SCHEMA = re.compile(r"argument '(\w+)'|(?:argument|parameter) (\w+)|unexpected k
 
 
 class Draw:
-    """One call, drawn from a number."""
+    """One call, drawn from a number: of this operator, or of any."""
 
-    names = tuple(DESCRIPTION)
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
     widths = (1, 2, 3, 5, 8, 16, 17, 33, 64, 65)
     spoils = (0, 0, 1, 1, 1, 2, 3)  # how many arguments
     refused = False  # once it was made
 
-    def __init__(self, seed: int, number: int, device: str):
+    def __init__(self, seed: int, number: int, device: str, name: str | None = None):
         self.random = random.Random(f"{seed}:{number}")
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(40))
         self.device = device
-        self.name = self.random.choice(self.names)
+        self.name = name or self.random.choice(list(DESCRIPTION))
         self.op = DESCRIPTION[self.name]
         stateful = any(t["state"] for t in self.op["tensors"])
         self.step = stateful and self.chance(0.25)

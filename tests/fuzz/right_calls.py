@@ -37,8 +37,7 @@ def main() -> int:
         parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(DESCRIPTION)}")
     began, number, wrong, made = time.monotonic(), 0, 0, Counter()
     while made.total() < options.count and time.monotonic() - began < options.seconds:
-        RightDraw.names = (min(operators, key=made.__getitem__),)
-        draw = RightDraw(options.seed, number, options.device)
+        draw = RightDraw(options.seed, number, options.device, min(operators, key=made.__getitem__))
         if problem := problem_of(draw):
             wrong += 1
             print(f"call {number}: {draw.name}{'_step' * draw.step}: {problem}", flush=True)

@@ -87,6 +87,12 @@ def tests_of(part: str) -> list[Path]:
     return [p for p in map(ROOT.joinpath, KERNEL_TESTS) if re.search(rf"\b{part}\b", p.read_text())]
 
 
+def names_of_tests(chosen: list[str]) -> list[str]:
+    """Of several parts, as pytest takes them."""
+    files = {file for part in chosen for file in tests_of(part)}
+    return [str(p.relative_to(ROOT)) for p in sorted(files)]
+
+
 def files_of_state(part: str) -> list[Path]:
     """Its kernels, what calls them, and their tests: what the stages that are asked for run."""
     kernels = ROOT / "kernels"
@@ -144,8 +150,7 @@ def complaint(record: dict) -> str | None:
 class Runner:
     def __init__(self, limit: int, build: bool, chosen: list[str]):
         self.limit, self.build, self.parts = limit, build, chosen
-        files = {file for part in chosen for file in tests_of(part)}
-        self.kernel_tests = [str(p.relative_to(ROOT)) for p in sorted(files)]
+        self.kernel_tests = names_of_tests(chosen)
         self.own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": self.path(ROOT / "python")}
 
     def path(self, package: Path) -> str:
@@ -174,12 +179,11 @@ class Runner:
         counts["failed"] += sum(int(n) for n in re.findall(r"(\d+) errors? in", printed))
         return {"green": code == 0 and counts["passed"] > 0, **counts, "code": code, "printed": printed}
 
-    def sanitizer(self, tool: str, each: int, options: tuple[str, ...] = (), **own: str) -> dict:
-        """`each`: how many parametrisations of every test. All launches of girih's kernels are checked. In
-        one process: several that share a card under the tool take ten times as long."""
+    def sanitizer(self, before: tuple[str, ...], each: int, tests: list[str], **own: str) -> dict:
+        """before: `sanitized`. each: how many parametrisations of every test. All launches of girih's kernels
+        are checked. In one process: several that share a card under the tool take ten times as long."""
         marks, names = SANITIZED
-        chosen = ("--each", str(each), "-m", marks, "-k", names, *self.kernel_tests)
-        before = sanitized(tool, *options)
+        chosen = ("--each", str(each), "-m", marks, "-k", names, *tests)
         return judged(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
 
     def cpp(self) -> dict:
@@ -220,11 +224,12 @@ class Runner:
         return result
 
     def memcheck(self) -> dict:
-        return self.sanitizer("memcheck", 2, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return self.sanitizer(sanitized("memcheck"), 2, self.kernel_tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def synccheck(self) -> dict:
         # Of a launch; by default fewer, at which launches of many blocks end in an error.
-        return self.sanitizer("synccheck", 1, ("--num-cuda-barriers", "8192"))
+        before = sanitized("synccheck", "--num-cuda-barriers", "8192")
+        return self.sanitizer(before, 1, self.kernel_tests)
 
     def racecheck(self) -> dict:
         package = RACECHECK / "python" / "girih"
@@ -235,7 +240,7 @@ class Runner:
         others = [part for part in self.parts if part not in operators]
         results = [self.right_calls(operators, **own)] if operators else []
         if others:
-            results.append(Runner(self.limit, False, others).sanitizer("racecheck", 1, **own))
+            results.append(self.sanitizer(sanitized("racecheck"), 1, names_of_tests(others), **own))
         sums = {name: sum(result[name] for result in results) for name in ("passed", "failed")}
         return sums | {
             "green": all(result["green"] for result in results),

@@ -80,11 +80,12 @@ def derivatives(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of r, bias and rate."""
     z = r.float() if bias is None else r.float() + bias
-    dz, drate, s = dy, None, z.sigmoid()
+    dz, drate = dy, None
     if gate == "decay":
         factor = -rate.exp()
         drate = (dy * factor * F.softplus(z)).sum_to_size(rate.shape)
-        dz = dy * factor * s
+        dz = dy * factor * z.sigmoid()
     elif gate != "linear":
+        s = z.sigmoid()
         dz = dy * scale * (s * (1 - s) if gate == "sigmoid" else 1 - s)
     return dz.to(r.dtype), dz.sum_to_size(r.shape[-1:]), drate
