@@ -1,10 +1,9 @@
-// The gates of rows by name.
+// The gates of rows by name, and their numbers.
 #pragma once
-
-#include <c10/util/Exception.h>
 
 #include <string_view>
 
+#include "kernel_arguments.h"
 #include "tile/row_gate.h"
 
 namespace girih {
@@ -18,6 +17,17 @@ inline kernels::RowGate row_gate(const char* op, std::string_view name) {
   TORCH_CHECK(name == "decay", "girih: ", op, ": a gate is '", name,
               "'; expected none, linear, sigmoid, logsigmoid or decay");
   return RowGate::decay;
+}
+
+// Bias or rate; null where there is none.
+inline const float* per_feature(const char* op, const OptionalTensor& tensor, const char* name,
+                                int64_t features, const Tensor& x) {
+  if (!given(tensor)) return nullptr;
+  TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
+                  tensor->size(0) == features && tensor->device() == x.device(),
+              "girih: ", op, ": ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
+              tensor->device(), "; expected a dense float32 [", features, "] on ", x.device());
+  return tensor->const_data_ptr<float>();
 }
 
 }  // namespace girih

@@ -27,15 +27,23 @@ cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
   return with_tile(widest, [&](auto tile) {
     if (shape.dtype == DType::bf16) return launch(__nv_bfloat16(), tile);
     if (shape.dtype == DType::f16) return launch(__half(), tile);
+    if constexpr (decltype(tile)::value <= kCatWidestFloat) {
+      if (shape.dtype == DType::f32) return launch(float(), tile);
+    }
     return cudaErrorInvalidValue;
   });
 }
 
-// Of the largest kernel: two stages of queries, or of keys and values, and a tile that stays.
-template <int Tile>
+// Whether there are kernels of warpgroups.
+template <typename T, int Tile>
+constexpr bool kCatHasGroups = sizeof(T) == 2 && Tile <= kCatGroupWidest;
+
+// Of the largest kernel: two stages of queries, or of keys and values, and a tile that stays. What describes
+// queries is at most this much of every kernel.
+template <typename T, int Tile>
 constexpr int largest() {
-  const int queries = 2 * 64 * Tile * 2, stages = 4 * kCatQueries<Tile> * Tile * 2;
-  return queries + stages + 2 * kCatQueries<Tile> * static_cast<int>(sizeof(CatQuery));
+  const int row = kCatRowBytes<T, Tile>, queries = 2 * 64 * row, stages = 4 * kCatQueries<T, Tile> * row;
+  return queries + stages + 2 * 64 * static_cast<int>(sizeof(CatQuery));
 }
 
 }  // namespace
@@ -44,7 +52,7 @@ cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream) {
   return by_instance(problem.shape, [&](auto element, auto tile) {
     using T = decltype(element);
     constexpr int kTile = decltype(tile)::value;
-    if constexpr (kTile <= kCatGroupWidest) {
+    if constexpr (kCatHasGroups<T, kTile>) {
       bool taken = false;
       const cudaError_t error = try_cat_group_forward<T, kTile>(problem, stream, taken);
       if (taken || error != cudaSuccess) return error;
@@ -57,7 +65,7 @@ cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t s
   return by_instance(problem.shape, [&](auto element, auto tile) {
     using T = decltype(element);
     constexpr int kTile = decltype(tile)::value;
-    if constexpr (kTile <= kCatGroupWidest) {
+    if constexpr (kCatHasGroups<T, kTile>) {
       bool taken = false;
       const cudaError_t error = try_cat_group_query_gradients<T, kTile>(problem, stream, taken);
       if (taken || error != cudaSuccess) return error;
@@ -70,7 +78,7 @@ cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t
   return by_instance(problem.shape, [&](auto element, auto tile) {
     using T = decltype(element);
     constexpr int kTile = decltype(tile)::value;
-    if constexpr (kTile <= kCatGroupWidest) {
+    if constexpr (kCatHasGroups<T, kTile>) {
       bool has = false;
       if (const cudaError_t error = has_cat_group_headers<T, kTile>(has); error != cudaSuccess) return error;
       if (has) return launch_cat_group_header_gradients<T, kTile>(problem, stream);
@@ -84,7 +92,7 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
   return by_instance(problem.shape, [&](auto element, auto tile) {
     using T = decltype(element);
     constexpr int kTile = decltype(tile)::value;
-    if constexpr (kTile <= kCatGroupWidest) {
+    if constexpr (kCatHasGroups<T, kTile>) {
       if (const cudaError_t error = has_cat_group_headers<T, kTile>(own.groups); error != cudaSuccess)
         return error;
       if (own.groups && cat_joins(own.shape)) return launch_cat_join<T, kTile>(own, stream);
@@ -97,17 +105,21 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
 int64_t cat_partials(const CatShape& shape) {
   return with_tile(std::max(shape.D, shape.V), [&](auto tile) -> int64_t {
     constexpr int kTile = decltype(tile)::value;
-    const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<kTile>()).numbers();
+    if (shape.dtype == DType::f32) return CatHeaderList(shape, kTile, header_tiles<float, kTile>()).numbers();
+    const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<__half, kTile>()).numbers();
     if (kTile > kCatGroupWidest) return numbers;
     const CatHeaderList of_groups(shape, kTile, group_header_tiles<kTile>());
     return std::max(numbers, of_groups.numbers() + cat_shares<kTile>(shape));
   });
 }
 
-cudaError_t cat_fits(int D, int V, bool& fits) {
+cudaError_t cat_fits(int D, int V, DType dtype, bool& fits) {
   int limit = 0;
   const cudaError_t error = shared_limit(limit);
-  fits = limit >= with_tile(std::max(D, V), [](auto tile) { return largest<decltype(tile)::value>(); });
+  fits = limit >= with_tile(std::max(D, V), [&](auto tile) {
+           constexpr int kTile = decltype(tile)::value;
+           return dtype == DType::f32 ? largest<float, kTile>() : largest<__half, kTile>();
+         });
   return error;
 }
 

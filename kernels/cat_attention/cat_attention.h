@@ -24,9 +24,9 @@
 
 namespace girih::kernels {
 
-constexpr int kCatWidest = 256;  // D and V
+constexpr int kCatWidest = 256, kCatWidestFloat = 128;  // D and V, of 16 bits and of fp32
 
-// Rows of every 16-bit array start at 16 bytes: strides and widths are multiples of 8. T and K are below
+// Rows of every array of elements start at 16 bytes, and widths are multiples of 8. T and K are below
 // 2^31 - 2^16.
 struct CatShape {
   Tokens chunks;  // counted in chunks: K of a batch row, cu_chunks
@@ -35,7 +35,7 @@ struct CatShape {
   int heads, query_heads;
   int D, V;
   float scale;
-  DType dtype;  // of q, k, v, o: fp16 or bf16
+  DType dtype;  // of q, k, v, o
 
   __host__ __device__ int group() const { return query_heads / heads; }
 };
@@ -50,7 +50,7 @@ cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream);
 
 // What backward knows of a query: it reads the headers from `first` up to `chunk`, its own.
 struct CatQuery {
-  float lse, delta;  // lse in units of log2
+  float lse, delta;  // lse times kCatUnit (softmax.h)
   int first, chunk;
 };
 
@@ -87,6 +87,6 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
 int64_t cat_partials(const CatShape& shape);
 
 // Whether the current device has the shared memory for these widths.
-cudaError_t cat_fits(int D, int V, bool& fits);
+cudaError_t cat_fits(int D, int V, DType dtype, bool& fits);
 
 }  // namespace girih::kernels

@@ -3,23 +3,23 @@
 
 #include "cat_attention/keys.cuh"
 #include "cat_attention/launch.h"
+#include "cat_attention/products.cuh"
 #include "cat_attention/softmax.h"
-#include "tile/row_store.h"
 
 namespace girih::kernels {
 
 template <typename T, int Tile>
 struct CatForwardPass {
-  static constexpr int A = kCatSixteens<Tile>, kRows = 16 * kCatWarps * A, kKeys = kCatKeys<Tile>,
-                       kHeaders = kCatHeaders<Tile>;
-  using Queries = CatQueryTile<T, Tile, kRows, 1>;
+  static constexpr int A = kCatSixteens<T, Tile>, kRows = 16 * kCatWarps * A, kKeys = kCatKeys<T, Tile>,
+                       kHeaders = kCatHeaders<Tile>, kUnrolled = kCatUnrolled<T, Tile>;
+  using Queries = CatQueryTile<T, Tile, kRows, 1, kKeys>;
 
   const CatForward& p;
   const Queries& tile;
   int from;  // the warp's first row of the tile
   const CatScale scale;
   Sums<Tile / 8> o[A];
-  CatSoftmax softmax[A];
+  CatSoftmax<T> softmax[A];
 
   __device__ CatForwardPass(const CatForward& p, const Queries& tile)
       : p(p), tile(tile), from(16 * A * warp_index()), scale(p.shape.scale) {
@@ -38,20 +38,18 @@ struct CatForwardPass {
         // S = scale Q K^T
         Sums<2> s;
         fill(s, 0.f);
-#pragma unroll
+#pragma unroll kUnrolled
         for (int col = 0; col < Tile; col += 16) {
-          uint32_t q[4];
-          load_block(q, tile.queries(0), from + 16 * m, col);
-          scale.apply_sign(q);
-          add_product_transposed<T>(s, q, tile.keys(block), 16 * i, col);
+          CatLeft<T> q;
+          q.load(tile.queries(0), from + 16 * m, col);
+          q.flip(scale.sign);
+          add_scores(s, q, tile.keys(block), 16 * i, col);
         }
         for_pairs(rows, tile.shape, warp.first, key,
                   [&](int n, int e, bool seen) { s.at[n][e] = seen ? s.at[n][e] : -INFINITY; });
         // O <- e^{m - m'} O + e^{S - m'} V
         scale_sums(o[m], softmax[m].add(s, scale));
-        Operand<1> weights;
-        round_to<T>(weights, s);
-        add_product<T>(o[m], weights, tile.values(block), 16 * i);
+        add_weighted<T>(o[m], s, tile.values(block), 16 * i);
       });
     }
   }
@@ -61,17 +59,16 @@ struct CatForwardPass {
     Sums<kHeaders / 8> s[A];
 #pragma unroll
     for (int m = 0; m < A; ++m) fill(s[m], 0.f);
-#pragma unroll
+#pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      uint32_t q[A][4];
+      CatLeft<T> q[A];
 #pragma unroll
       for (int m = 0; m < A; ++m) {
-        load_block(q[m], tile.queries(0), from + 16 * m, col);
-        scale.apply_sign(q[m]);
+        q[m].load(tile.queries(0), from + 16 * m, col);
+        q[m].flip(scale.sign);
       }
-      add_products_transposed<T>(s, q, tile.keys(block), key, col);
+      add_scores(s, q, tile.keys(block), key, col);
     }
-    uint32_t weights[kHeaders / 16][A][4];
 #pragma unroll
     for (int m = 0; m < A; ++m) {
       if (!all) {
@@ -86,16 +83,8 @@ struct CatForwardPass {
         }
       }
       scale_sums(o[m], softmax[m].add(s[m], scale));
-      Operand<kHeaders / 16> rounded;
-      round_to<T>(rounded, s[m]);
-#pragma unroll
-      for (int k = 0; k < kHeaders / 16; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weights[k][m][i] = rounded.at[k][i];
-      }
     }
-#pragma unroll
-    for (int k = 0; k < kHeaders / 16; ++k) add_products<T>(o, weights[k], tile.values(block), key + 16 * k);
+    add_weighted<T>(o, s, tile.values(block), key);
   }
 
   __device__ void meet(int block) {
@@ -136,12 +125,10 @@ struct CatForwardPass {
         for (int e = 0; e < 4; ++e) o[m].at[n][e] = by[e >> 1] == 0.f ? 0.f : o[m].at[n][e] * by[e >> 1];
       }
       // The queries of these rows are the warp's alone, and have been read.
-      Operand<Tile / 16> rounded;
-      round_to<T>(rounded, o[m]);
-      store_blocks(tile.queries(0), from + 16 * m, 0, rounded);
+      put_sums(tile.queries(0), from + 16 * m, o[m]);
     }
     __syncwarp();
-    store_rows<kCatWarps>(tile.queries(0), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
+    store_tile<kCatWarps>(tile.queries(0), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
                           p.o.stride[1], tile.plan.rows, p.shape.V, warp_index());
   }
 };

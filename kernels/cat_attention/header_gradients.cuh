@@ -10,7 +10,7 @@ namespace girih::kernels {
 template <typename T, int Tile>
 struct CatHeaderPass {
   using Keys = CatKeyTile<T, Tile>;
-  static constexpr int kQueries = Keys::kQueries, kStep = kCatQueryStep<Tile>;
+  static constexpr int kQueries = Keys::kQueries, kStep = kCatQueryStep<T, Tile>;
 
   const CatHeaderGradients& p;
   Keys& tile;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kCatThreads)
     cat_header_gradients_kernel(const __grid_constant__ CatHeaderGradients p) {
   extern __shared__ __align__(128) unsigned char shared[];
   CatKeyTile<T, Tile> tile(p.shape, shared, 2);
-  const auto list = [&] { return CatHeaderList(p.shape, Tile, header_tiles<Tile>()); };
+  const auto list = [&] { return CatHeaderList(p.shape, Tile, header_tiles<T, Tile>()); };
   const int64_t end = min((blockIdx.x + 1) * list().run, list().total);
   for (int64_t at = blockIdx.x * list().run; at < end;) {
     const CatHeaderPass<T, Tile> pass(p, tile, CatHeaderRun(p.shape, list(), blockIdx.x, at, end));
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kCatThreads)
 template <typename T, int Tile>
 cudaError_t launch_cat_header_gradients(const CatHeaderGradients& p, cudaStream_t stream) {
   return launch_cat<cat_header_gradients_kernel<T, Tile>>(
-      p, CatHeaderList(p.shape, Tile, header_tiles<Tile>()).runs, kCatThreads, CatKeyTile<T, Tile>::bytes(2),
-      stream);
+      p, CatHeaderList(p.shape, Tile, header_tiles<T, Tile>()).runs, kCatThreads,
+      CatKeyTile<T, Tile>::bytes(2), stream);
 }
 
 }  // namespace girih::kernels

@@ -22,9 +22,9 @@ constexpr int64_t kCatShortestRun = 8;
 struct CatHeaderTiles {
   int headers, queries, columns, runs;
 };
-template <int Tile>
+template <typename T, int Tile>
 __host__ __device__ constexpr CatHeaderTiles header_tiles() {
-  return {kCatBlock, kCatQueries<Tile>, kCatColumns<Tile>, 264};
+  return {kCatBlock, kCatQueries<T, Tile>, kCatColumns<Tile>, 264};
 }
 
 // Of warpgroups, which take 128 headers: a block of theirs fills a multiprocessor.

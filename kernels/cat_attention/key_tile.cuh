@@ -6,13 +6,15 @@
 
 #include "cat_attention/keys.cuh"
 #include "cat_attention/launch.h"
-#include "tile/row_store.h"
+#include "cat_attention/products.cuh"
+#include "cat_attention/softmax.h"
 
 namespace girih::kernels {
 
 template <typename T, int Tile>
 struct CatKeyTile {
-  static constexpr int kQueries = kCatQueries<Tile>, kColumns = kCatColumns<Tile>;
+  static constexpr int kQueries = kCatQueries<T, Tile>, kColumns = kCatColumns<Tile>,
+                       kUnrolled = std::min(4, kCatUnrolled<T, Tile>);
   using KeyRows = SharedTile<T, kCatBlock, Tile>;
   using QueryRows = SharedTile<T, kQueries, Tile>;
   static constexpr int kStage = 2 * QueryRows::kBytes + kQueries * static_cast<int>(sizeof(CatQuery));
@@ -21,12 +23,12 @@ struct CatKeyTile {
   const CatShape& shape;
   unsigned char* shared;
   int stages;
-  float scale;  // scores in units of log2
+  float scale;  // times kCatUnit, as lse
   int column;   // of dk and dv, the first
   Sums<kColumns / 8> dk, dv;
 
   __device__ CatKeyTile(const CatShape& shape, unsigned char* shared, int stages)
-      : shape(shape), shared(shared), stages(stages), scale(shape.scale * kLog2E), column(0) {}
+      : shape(shape), shared(shared), stages(stages), scale(shape.scale * kCatUnit<T>), column(0) {}
 
   __device__ KeyRows keys() const { return {reinterpret_cast<T*>(shared)}; }
   __device__ KeyRows values() const { return {reinterpret_cast<T*>(shared + KeyRows::kBytes)}; }
@@ -70,17 +72,17 @@ struct CatKeyTile {
     const int row = 16 * warp_index();
     Sums<N> p, da;
     fill(p, 0.f), fill(da, 0.f);
-#pragma unroll 4
+#pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      uint32_t a[4];
-      load_block(a, keys(), row, col);
-      add_product_transposed<T>(p, a, queries(n), first, col);
+      CatLeft<T> a;
+      a.load(keys(), row, col);
+      add_scores(p, a, queries(n), first, col);
     }
-#pragma unroll 4
+#pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      uint32_t a[4];
-      load_block(a, values(), row, col);
-      add_product_transposed<T>(da, a, gradients(n), first, col);
+      CatLeft<T> a;
+      a.load(values(), row, col);
+      add_scores(da, a, gradients(n), first, col);
     }
 #pragma unroll
     for (int m = 0; m < N; ++m) {
@@ -91,16 +93,13 @@ struct CatKeyTile {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float &weight = p.at[m][2 * i + j], &gradient = da.at[m][2 * i + j];
-          weight = seen(i, at, query) ? exp2_fast(fmaf(scale, weight, -query.lse)) : 0.f;
+          weight = seen(i, at, query) ? cat_weight<T>(weight, scale, query.lse) : 0.f;
           gradient = weight * (gradient - query.delta);
         }
       }
     }
-    Operand<N / 2> left;
-    round_to<T>(left, p);
-    add_product<T>(dv, left, gradients(n), first, column);
-    round_to<T>(left, da);
-    add_product<T>(dk, left, queries(n), first, column);
+    add_weighted<T>(dv, p, gradients(n), first, column);
+    add_weighted<T>(dk, da, queries(n), first, column);
   }
 };
 

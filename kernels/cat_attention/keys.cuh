@@ -30,23 +30,6 @@ __device__ inline CatSeen cat_seen(const CatShape& shape, int64_t batch, int row
   return {sequence.inside ? static_cast<int>(sequence.start) : kCatOutside, chunk};
 }
 
-// sums[i] += a[i] b^T, b = tile[row..row+8N-1, col..col+15], which is fetched once.
-template <typename T, int N, int A, class Tile>
-__device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_t (&a)[A][4],
-                                               const Tile& tile, int row, int col) {
-  const int l = lane();
-#pragma unroll
-  for (int n = 0; n < N; n += 2) {
-    uint32_t b[4];
-    load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
-#pragma unroll
-    for (int i = 0; i < A; ++i) {
-      mma<T>(sums[i].at[n], a[i], b[0], b[1]);
-      mma<T>(sums[i].at[n + 1], a[i], b[2], b[3]);
-    }
-  }
-}
-
 // Where a tile of queries lies, and what it reads. In shared memory: registers are few.
 struct CatPlan {
   int batch, head;         // of queries
@@ -58,9 +41,9 @@ struct CatPlan {
 
 // Rows x Tile queries of a head, and what the block has of keys in shared memory: `Queries` tiles of the
 // former, two pairs of tiles of the latter, and what every query sees.
-template <typename T, int Tile, int Rows, int Queries>
+template <typename T, int Tile, int Rows, int Queries, int Keys>
 struct CatQueryTile {
-  static constexpr int kKeys = kCatKeys<Tile>;
+  static constexpr int kKeys = Keys;
   using QueryRows = SharedTile<T, Rows, Tile>;
   using KeyRows = SharedTile<T, kKeys, Tile>;
   static constexpr int kTiles = Queries * QueryRows::kBytes + 4 * KeyRows::kBytes;

@@ -9,9 +9,9 @@ namespace girih::kernels {
 
 // Keys whose chunks end with their tile meet one tile of queries, which needs no second place: three blocks a
 // multiprocessor instead of two.
-template <int Tile>
+template <typename T, int Tile>
 __host__ __device__ inline int own_stages(const CatShape& shape) {
-  return kCatQueries<Tile> == kCatBlock && shape.group() == 1 && kCatBlock % shape.size == 0 ? 1 : 2;
+  return kCatQueries<T, Tile> == kCatBlock && shape.group() == 1 && kCatBlock % shape.size == 0 ? 1 : 2;
 }
 
 struct CatOwnCall {
@@ -119,11 +119,9 @@ struct CatOwnPass {
  private:
   __device__ void put(const typename Keys::KeyRows& by, const Sums<Keys::kColumns / 8>& sums,
                       const Out<4>& to, int width) const {
-    Operand<Keys::kColumns / 16> rounded;
-    round_to<T>(rounded, sums);
-    store_blocks(by, 16 * warp_index(), 0, rounded);
+    put_sums(by, 16 * warp_index(), sums);
     __syncwarp();
-    store_rows<kCatWarps>(by, row_of<T>(to, batch, row, head) + tile.column, to.stride[1], rows,
+    store_tile<kCatWarps>(by, row_of<T>(to, batch, row, head) + tile.column, to.stride[1], rows,
                           min(width - tile.column, Keys::kColumns), warp_index());
   }
 };
@@ -132,7 +130,7 @@ template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads)
     cat_own_gradients_kernel(const __grid_constant__ CatOwnCall p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  CatKeyTile<T, Tile> tile(p.call.shape, shared, own_stages<Tile>(p.call.shape));
+  CatKeyTile<T, Tile> tile(p.call.shape, shared, own_stages<T, Tile>(p.call.shape));
   CatOwnPass<T, Tile> pass(p, tile);
   pass.add();
   pass.store();
@@ -142,11 +140,11 @@ template <typename T, int Tile>
 cudaError_t launch_cat_own_gradients(const CatOwnGradients& call, cudaStream_t stream) {
   const auto& shape = call.shape;
   const CatOwnCall p{
-      call, CatHeaderList(shape, Tile, call.groups ? group_header_tiles<Tile>() : header_tiles<Tile>())};
+      call, CatHeaderList(shape, Tile, call.groups ? group_header_tiles<Tile>() : header_tiles<T, Tile>())};
   const int64_t blocks =
       divide_up(shape.rows, kCatBlock) * shape.chunks.batch * shape.heads * (Tile / kCatColumns<Tile>);
   return launch_cat<cat_own_gradients_kernel<T, Tile>>(
-      p, blocks, kCatThreads, CatKeyTile<T, Tile>::bytes(own_stages<Tile>(shape)), stream);
+      p, blocks, kCatThreads, CatKeyTile<T, Tile>::bytes(own_stages<T, Tile>(shape)), stream);
 }
 
 }  // namespace girih::kernels

@@ -3,7 +3,8 @@
 
 #include "cat_attention/keys.cuh"
 #include "cat_attention/launch.h"
-#include "tile/row_store.h"
+#include "cat_attention/products.cuh"
+#include "cat_attention/softmax.h"
 
 namespace girih::kernels {
 
@@ -11,38 +12,33 @@ enum CatQueryOperand : int { kCatQ, kCatDout, kCatQueryOperands };
 
 template <typename T, int Tile>
 struct CatQueryPass {
-  static constexpr int kRows = 16 * kCatWarps, kKeys = kCatKeys<Tile>;
-  using Queries = CatQueryTile<T, Tile, kRows, kCatQueryOperands>;
-  static_assert(2 * Queries::KeyRows::kBytes >= Queries::QueryRows::kBytes);
+  static constexpr int kRows = 16 * kCatWarps, kKeys = kCatGradientKeys<T, Tile>,
+                       kUnrolled = kCatUnrolled<T, Tile>;
+  using Queries = CatQueryTile<T, Tile, kRows, kCatQueryOperands, kKeys>;
+  // O goes to the place of the second block of keys, or where that is too small, of both.
+  static constexpr bool kSecond = 2 * Queries::KeyRows::kBytes >= Queries::QueryRows::kBytes;
+  static_assert(4 * Queries::KeyRows::kBytes >= Queries::QueryRows::kBytes);
 
   const CatQueryGradients& p;
   const Queries& tile;
   int from;     // the warp's first row of the tile
-  float scale;  // scores in units of log2
+  float scale;  // times kCatUnit, as lse
   float lse[2], delta[2];
   Sums<Tile / 8> dq;
 
   __device__ CatQueryPass(const CatQueryGradients& p, const Queries& tile)
-      : p(p), tile(tile), from(16 * warp_index()), scale(p.shape.scale * kLog2E) {
+      : p(p), tile(tile), from(16 * warp_index()), scale(p.shape.scale * kCatUnit<T>) {
     fill(dq, 0.f);
   }
 
-  // O of the tile, in the place of the second block of keys.
-  __device__ typename Queries::QueryRows output() const { return {tile.keys(1).data}; }
+  __device__ typename Queries::QueryRows output() const { return {tile.keys(kSecond ? 1 : 0).data}; }
 
   // delta = sum over V of dO * O, and the numbers of the queries to memory.
   __device__ void describe() {
     float sum[2] = {0.f, 0.f};
 #pragma unroll 4
     for (int col = 0; col < Tile; col += 16) {
-      uint32_t a[4], b[4];
-      load_block(a, tile.queries(kCatDout), from, col);
-      load_block(b, output(), from, col);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = unpaired<T>(a[i]), y = unpaired<T>(b[i]);
-        sum[i & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, sum[i & 1]));
-      }
+      add_dots(sum, tile.queries(kCatDout), output(), from, col);
     }
     const CatRows rows(tile.seen, from);
 #pragma unroll
@@ -52,7 +48,7 @@ struct CatQueryPass {
       const int row = from + lane_row() + 8 * i;
       if (row >= tile.plan.rows) continue;
       const int64_t at = offset_of(p.lse, tile.plan.batch, tile.plan.row + row, tile.plan.head);
-      lse[i] = static_cast<const float*>(p.lse.data)[at] * kLog2E;
+      lse[i] = static_cast<const float*>(p.lse.data)[at] * kCatUnit<T>;
       if (lane_col() > 0) continue;
       CatQuery* queries = p.queries + (tile.plan.batch * p.shape.query_heads + tile.plan.head) * p.shape.rows;
       queries[tile.plan.row + row] = {lse[i], delta[i], rows.first[i], rows.chunk[i]};
@@ -66,7 +62,7 @@ struct CatQueryPass {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float weight = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1]));
+        const float weight = cat_weight<T>(s.at[n][e], scale, lse[e >> 1]);
         s.at[n][e] = seen(n, e) ? weight * (dp.at[n][e] - delta[e >> 1]) : 0.f;
       }
     }
@@ -79,20 +75,18 @@ struct CatQueryPass {
     for_own<kKeys>(tile.shape, tile.first_of(block), warp.common, warp.last, [&](int i, int key) {
       Sums<2> s, dp;
       fill(s, 0.f), fill(dp, 0.f);
-#pragma unroll
+#pragma unroll kUnrolled
       for (int col = 0; col < Tile; col += 16) {
-        uint32_t a[4];
-        load_block(a, tile.queries(kCatQ), from, col);
-        add_product_transposed<T>(s, a, tile.keys(block), 16 * i, col);
-        load_block(a, tile.queries(kCatDout), from, col);
-        add_product_transposed<T>(dp, a, tile.values(block), 16 * i, col);
+        CatLeft<T> a;
+        a.load(tile.queries(kCatQ), from, col);
+        add_scores(s, a, tile.keys(block), 16 * i, col);
+        a.load(tile.queries(kCatDout), from, col);
+        add_scores(dp, a, tile.values(block), 16 * i, col);
       }
       bool seen[2][4];
       for_pairs(rows, tile.shape, warp.first, key, [&](int n, int e, bool is) { seen[n][e] = is; });
       gradients(s, dp, [&](int n, int e) { return seen[n][e]; });
-      Operand<1> rounded;
-      round_to<T>(rounded, s);
-      add_product<T>(dq, rounded, tile.keys(block), 16 * i);
+      add_weighted<T>(dq, s, tile.keys(block), 16 * i);
     });
   }
 
@@ -101,24 +95,22 @@ struct CatQueryPass {
   __device__ void headers(int block) {
     Sums<kKeys / 8> s, dp;
     fill(s, 0.f), fill(dp, 0.f);
-#pragma unroll
+#pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      uint32_t a[4];
-      load_block(a, tile.queries(kCatQ), from, col);
-      add_product_transposed<T>(s, a, tile.keys(block), 0, col);
+      CatLeft<T> a;
+      a.load(tile.queries(kCatQ), from, col);
+      add_scores(s, a, tile.keys(block), 0, col);
     }
-#pragma unroll
+#pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      uint32_t a[4];
-      load_block(a, tile.queries(kCatDout), from, col);
-      add_product_transposed<T>(dp, a, tile.values(block), 0, col);
+      CatLeft<T> a;
+      a.load(tile.queries(kCatDout), from, col);
+      add_scores(dp, a, tile.values(block), 0, col);
     }
     const CatRows rows(tile.seen, from);
     const int first = tile.first_of(block) + lane_col();
     gradients(s, dp, [&](int n, int e) { return All || rows.header(e >> 1, first + 8 * n + (e & 1)); });
-    Operand<kKeys / 16> rounded;
-    round_to<T>(rounded, s);
-    add_product<T>(dq, rounded, tile.keys(block));
+    add_weighted<T>(dq, s, tile.keys(block), 0);
   }
 
   __device__ void meet(int block) {
@@ -139,11 +131,9 @@ struct CatQueryPass {
   // dQ = scale dA K, by way of the warp's queries, which have been read.
   __device__ void store() {
     scale_rows(dq, {p.shape.scale, p.shape.scale});
-    Operand<Tile / 16> rounded;
-    round_to<T>(rounded, dq);
-    store_blocks(tile.queries(kCatQ), from, 0, rounded);
+    put_sums(tile.queries(kCatQ), from, dq);
     __syncwarp();
-    store_rows<kCatWarps>(tile.queries(kCatQ),
+    store_tile<kCatWarps>(tile.queries(kCatQ),
                           row_of<T>(p.dq, tile.plan.batch, tile.plan.row, tile.plan.head), p.dq.stride[1],
                           tile.plan.rows, p.shape.D, warp_index());
   }
@@ -161,11 +151,12 @@ __global__ void __launch_bounds__(kCatThreads)
   load_async<kCatThreads>(pass.output(), row_of<T>(p.o, tile.plan.batch, tile.plan.row, tile.plan.head),
                           p.o.stride[1], tile.plan.rows, p.shape.V, threadIdx.x);
   commit_copies();
-  tile.load_keys(0, p.k, p.v);
-  wait_copies<1>();
+  if (Pass::kSecond) tile.load_keys(0, p.k, p.v);
+  wait_copies<Pass::kSecond ? 1 : 0>();
   __syncthreads();
   pass.describe();
   __syncthreads();
+  if (!Pass::kSecond) tile.load_keys(0, p.k, p.v);
   tile.for_keys(p.k, p.v, [&](int block) { pass.meet(block); });
   pass.store();
 }

@@ -19,7 +19,9 @@ namespace girih::kernels {
 namespace lattice {
 namespace {
 
-constexpr int kStepThreads = 128;
+constexpr int kStepThreads = 256, kStepWarps = kStepThreads / 32;
+constexpr int kStepBlocks = 4;  // a multiprocessor
+constexpr int kTogether = 4;    // rows of a group whose sums over lanes are under way at once
 
 // [D, M] fp32, in shared memory where it is held.
 template <int Pack_, bool Held>
@@ -57,12 +59,13 @@ struct StepMemory {
 template <int Pack_>
 struct StepShare {
   const LatticeStep& p;
-  float* const parts;     // kStepThreads * Pack_
+  float* const parts;     // sums of every warp: floats_of_parts()
   const int width, rows;  // lanes of a group, rows at a time
   const int first_row, place;
   const int block;  // columns at a time
 
-  __device__ static int width_of(int packs) {
+  __host__ __device__ static int floats_of_parts(int M) { return kStepWarps * Pack_ * width_of(M / Pack_); }
+  __host__ __device__ static int width_of(int packs) {
     int width = 1;
     while (width < packs && width < 32) width *= 2;
     return width;
@@ -90,11 +93,16 @@ struct StepShare {
     for (int from = 0; from < p.M; from += block) {
       Pack<Pack_> sum = zeros<Pack_>();
       for_rows(from, [&](int r, int c) { of(sum, r, c); });
-      store<Pack_>(parts + threadIdx.x * Pack_, sum);
+      for (int step = width; step < 32; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < Pack_; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
+      }
+      if (lane() < width) store<Pack_>(parts + threadIdx.x / 32 * block + place * Pack_, sum);
       __syncthreads();
       for (int i = threadIdx.x; i < block && from + i < p.M; i += kStepThreads) {
         float total = 0.f;
-        for (int t = 0; t < rows; ++t) total += parts[t * block + i];
+#pragma unroll
+        for (int w = 0; w < kStepWarps; ++w) total += parts[w * block + i];
         f(from + i, total);
       }
       __syncthreads();
@@ -105,11 +113,21 @@ struct StepShare {
   __device__ void sum_columns(float* to, const F& f) const {
     for (int from = 0; from < p.M; from += block) {
       const int c = from + place * Pack_;
-      for (int first = 0; first < p.D; first += rows) {
-        const int r = first + first_row;
-        float sum = r < p.D && c < p.M ? f(r, c) : 0.f;
-        for (int step = width / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (place == 0 && r < p.D) to[r] += sum;
+      for (int first = first_row; first - first_row < p.D; first += kTogether * rows) {
+        float sums[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const int r = first + j * rows;
+          sums[j] = r < p.D && c < p.M ? f(r, c) : 0.f;
+        }
+        for (int step = width / 2; step > 0; step /= 2) {
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          if (place == 0 && first + j * rows < p.D) to[first + j * rows] += sums[j];
+        }
       }
     }
   }
@@ -159,7 +177,7 @@ struct StepBlock {
         held_s(shared),
         held_step(held_s + (Held ? p.D * p.M : 0)),
         parts(held_step + (Held && within ? p.D * p.M : 0)),
-        a(parts + kStepThreads * Pack_),
+        a(parts + StepShare<Pack_>::floats_of_parts(p.M)),
         W(a + p.M),
         rho(W + p.M),
         q(rho + p.M),
@@ -278,7 +296,7 @@ struct StepBlock {
 };
 
 template <int Pack_, bool Held>
-__global__ void __launch_bounds__(kStepThreads, Pack_ == 1 ? 10 : 8)
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     step_kernel(const __grid_constant__ LatticeStep p) {
   extern __shared__ __align__(16) float shared[];
   const StepBlock<Pack_, Held> block(p, shared);
@@ -330,9 +348,10 @@ cudaError_t lattice_step(const LatticeStep& p, cudaStream_t stream) {
   const int64_t held = int64_t{p.D} * p.M * (p.step.data == nullptr ? 1 : 2);
   const int64_t vectors = 4 * int64_t{p.M} + 2 * p.D;
   if (p.M % 4 != 0 || !fits_packs(p.memory, 4, 4) || !fits_packs(p.step, 4, 4)) {
-    return lattice::launch_step<1, false>(p, vectors + lattice::kStepThreads, limit, stream);
+    return lattice::launch_step<1, false>(p, vectors + lattice::StepShare<1>::floats_of_parts(p.M), limit,
+                                          stream);
   }
-  const int64_t floats = vectors + 4 * lattice::kStepThreads;
+  const int64_t floats = vectors + lattice::StepShare<4>::floats_of_parts(p.M);
   if ((floats + held) * static_cast<int64_t>(sizeof(float)) <= limit) {
     return lattice::launch_step<4, true>(p, floats + held, limit, stream);
   }

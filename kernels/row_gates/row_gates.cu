@@ -1,4 +1,4 @@
-// y of z = x + b        dx = dy y'(z)        db = sum of dy y'(z)        dA = sum of dy y
+// y of z = x + b        dx = dy y'(z)        db = sum of dy y'(z)        dA = sum of dy y, of decay
 //
 // A thread has a pack of columns, or one column, of every row that it walks over; threads side by side share
 // a row. It adds up db and dA of its columns; a block's sums are added by another kernel.
@@ -101,7 +101,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float z = x.at[i] + own.bias.at[i];
-      of_rate.at[i] = fmaf(dy.at[i], gate_of(of.gate, z, own.factor.at[i]), of_rate.at[i]);
+      if (of.gate == RowGate::decay) {
+        of_rate.at[i] = fmaf(dy.at[i], gate_of(of.gate, z, own.factor.at[i]), of_rate.at[i]);
+      }
       dy.at[i] *= gate_slope(of.gate, z, own.factor.at[i]);
       of_bias.at[i] += dy.at[i];
     }

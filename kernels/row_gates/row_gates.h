@@ -35,7 +35,7 @@ struct RowGatesBackward {
   RowGates of;      // without y
   const float* dy;  // [rows, columns], dense
   void* dx;         // the same
-  float* sums;      // [2, columns]: db, dA; null: not asked for
+  float* sums;      // [2, columns]: db, dA (0 but of `decay`); null: not asked for
   float* partials;  // row_gates_partials() floats where they are
 };
 int64_t row_gates_partials(const RowGates& problem);

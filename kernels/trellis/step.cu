@@ -1,14 +1,19 @@
 // One token of both memories: each is read and written once, A' read, and written where the token completes
-// its chunk. One block a sequence and head.
+// its chunk. One block a sequence and head. Groups of up to 32 lanes take rows, a lane `N` neighbouring
+// columns of every 32 N.
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
+#include "tile/shared.h"
 #include "trellis/maps.cuh"
 
 namespace girih::kernels {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+// Rows of a group whose elements are under way at once, ahead of any that is written: a block waits for
+// memory and nothing else.
+constexpr int kTogether = 4;
 
 __device__ inline float sum_over_warp(float x) {
 #pragma unroll
@@ -46,36 +51,127 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
   }
 }
 
+// A thread's place in a memory whose rows have so many columns.
+template <int N>
+struct StepShare {
+  int lanes = 1;   // of a row
+  int row, col;    // the first of each
+  int rows, cols;  // of a block, of a group: from one to the thread's next
+
+  __device__ explicit StepShare(int width) {
+    while (lanes < 32 && lanes * N < width) lanes *= 2;
+    row = static_cast<int>(threadIdx.x) / lanes, col = static_cast<int>(threadIdx.x) % lanes * N;
+    rows = kThreads / lanes, cols = lanes * N;
+  }
+  // Over a group's lanes.
+  __device__ void add_up(float (&sums)[kTogether]) const {
+    for (int step = lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
+    }
+  }
+  // Over the groups of a warp.
+  __device__ void add_up(Pack<N>& sum) const {
+    for (int step = lanes; step < 32; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
+    }
+  }
+};
+
 // A block's token: its sequence, head and vectors, and what is done with them, in this order. A barrier is
 // between any two of its phases.
+template <int N>
 struct StepBlock {
+  using Columns = Pack<N>;
+
   const TrellisStep& p;
-  const int64_t n;
+  const int64_t sequence;
   const int head, group;  // group: queries of the head
   const int thread, warp;
-  const bool completes;  // its chunk
+  const bool completes;          // its chunk
+  const StepShare<N> shares[2];  // of both memories
   float gamma, decay;
   float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
 
   __device__ StepBlock(float* at, const TrellisStep& p)
       : p(p),
-        n(blockIdx.x / static_cast<unsigned>(p.heads)),
+        sequence(blockIdx.x / static_cast<unsigned>(p.heads)),
         head(static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads))),
         group(p.query_heads / p.heads),
         thread(threadIdx.x),
         warp(warp_index()),
-        completes(clamp(p.position[n], 0, p.chunk - 1) == p.chunk - 1) {
-    q = at, k = q + p.D, v = k + p.D, a = v + p.V, z[0] = a + p.M, z[1] = z[0] + p.M;
-    slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M, parts = r + p.M;
+        completes(clamp(p.position[sequence], 0, p.chunk - 1) == p.chunk - 1),
+        shares{StepShare<N>(p.D), StepShare<N>(p.V)} {
+    // Those of packs first: M may be odd.
+    q = at, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
+    z[0] = a + p.M, z[1] = z[0] + p.M, slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M;
   }
-  static int64_t floats(const TrellisStep& p) { return 2 * p.D + (1 + kWarps) * int64_t{p.V} + 6 * p.M; }
 
   __device__ float* row(const Out<4>& state, int m) const {
-    return static_cast<float*>(state.data) + offset_of(state, n, head, m);
+    return static_cast<float*>(state.data) + offset_of(state, sequence, head, m);
+  }
+
+  // f(the first of kTogether rows of the thread), until M are done; every thread comes equally often.
+  template <int Memory, class F>
+  __device__ void for_rows(const F& f) const {
+    const StepShare<N>& share = shares[Memory];
+    for (int m = 0; m < p.M; m += kTogether * share.rows) f(m + share.row);
+  }
+  template <int Memory>
+  __device__ int width() const {
+    return Memory == 0 ? p.D : p.V;
+  }
+  __device__ Columns get(const Out<4>& state, int m, int col) const {
+    return load<N>(row(state, m) + col * state.stride[3]);
+  }
+  __device__ void put(const Out<4>& state, int m, int col, const Columns& x) const {
+    store<N>(row(state, m) + col * state.stride[3], x);
+  }
+  // Columns of a thread's rows from m on; 0 where there is no row.
+  template <int Memory>
+  __device__ void load_rows(Columns (&to)[kTogether], const Out<4>& state, int m, int col) const {
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int at = m + j * shares[Memory].rows;
+      to[j] = at < p.M ? get(state, at, col) : zeros<N>();
+    }
+  }
+  // A <- e^g A - gamma u x^T of these columns, also in memory.
+  template <int Memory>
+  __device__ void write_rows(Columns (&now)[kTogether], int m, int col, const Columns& x) const {
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int at = m + j * shares[Memory].rows;
+      if (at >= p.M) continue;
+      const float step = gamma * z[Memory][at];
+#pragma unroll
+      for (int i = 0; i < N; ++i) now[j].at[i] = fmaf(decay, now[j].at[i], -step * x.at[i]);
+      put(p.memory[Memory], at, col, now[j]);
+      if (completes) put(p.first[Memory], at, col, now[j]);
+    }
+  }
+  __device__ static void add_dots(float (&sums)[kTogether], const Columns (&a)[kTogether], const Columns& x) {
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) sums[j] = fmaf(a[j].at[i], x.at[i], sums[j]);
+    }
+  }
+  // What is written later is on its way to the L2 cache meanwhile.
+  template <int Memory>
+  __device__ void prefetch_memory() const {
+    const StepShare<N>& share = shares[Memory];
+    const bool begins_line = p.memory[Memory].stride[3] == 1 && share.col % 32 == 0;
+    if (!begins_line || p.chunk == 1) return;  // of chunks of a token it is read at once
+    for (int m = share.row; m < p.M; m += share.rows) {
+      for (int col = share.col; col < width<Memory>(); col += share.cols)
+        prefetch(row(p.memory[Memory], m) + col);
+    }
   }
 
   __device__ void fetch(float* to, const In<3>& x, int at, int width) const {
-    for (int i = thread; i < width; i += kThreads) to[i] = load_any(x, n, at, i);
+    for (int i = thread; i < width; i += kThreads) to[i] = load_any(x, sequence, at, i);
   }
   __device__ void fetch_query(int member) const { fetch(q, p.q, head * group + member, p.D); }
   __device__ void fetch_token() {
@@ -83,28 +179,34 @@ struct StepBlock {
     fetch(v, p.v, head, p.V);
     fetch(a, p.a, head, p.M);
     fetch_query(0);
-    gamma = load_any(p.gamma, n, head);
-    decay = p.g.data == nullptr ? 1.f : expf(load_any(p.g, n, head));
+    gamma = load_any(p.gamma, sequence, head);
+    decay = p.g.data == nullptr ? 1.f : expf(load_any(p.g, sequence, head));
   }
 
-  // z = A' x, and then silu(z) and its slope: a warp a row. A chunk of one token begins with it, and A' is
+  // z = A' x, and then silu(z) and its slope. A chunk of one token begins with it, and A' is
   // the memory.
   template <int Memory>
   __device__ void products() const {
+    const StepShare<N>& share = shares[Memory];
     const float* const x = Memory == 0 ? k : v;
-    const int width = Memory == 0 ? p.D : p.V;
     const Out<4>& first = p.chunk == 1 ? p.memory[Memory] : p.first[Memory];
-    for (int m = warp; m < p.M; m += kWarps) {
-      const float* A = row(first, m);
-      float sum = 0.f;
-      for (int i = lane(); i < width; i += 32) sum = fmaf(A[i * first.stride[3]], x[i], sum);
-      sum = sum_over_warp(sum);
-      if (lane() == 0) {
-        const float s = 1.f / (1.f + expf(-sum)), y = sum * s;
-        z[Memory][m] = p.phi.silu ? y : sum;
-        slope[Memory][m] = p.phi.silu ? fmaf(y, 1.f - s, s) : 1.f;
+    for_rows<Memory>([&](int m) {
+      float sums[kTogether] = {};
+      for (int col = share.col; col < width<Memory>(); col += share.cols) {
+        Columns A[kTogether];
+        load_rows<Memory>(A, first, m, col);
+        add_dots(sums, A, load<N>(x + col));
       }
-    }
+      share.add_up(sums);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const int at = m + j * share.rows;
+        if (share.col > 0 || at >= p.M) continue;
+        const float s = 1.f / (1.f + expf(-sums[j])), y = sums[j] * s;
+        z[Memory][at] = p.phi.silu ? y : sums[j];
+        slope[Memory][at] = p.phi.silu ? fmaf(y, 1.f - s, s) : 1.f;
+      }
+    });
   }
 
   // u = J_phi(z)^T (phi(z) - a), in the place of z: a warp a memory.
@@ -126,23 +228,22 @@ struct StepBlock {
 
   // A <- e^g A - gamma u k^T, where it `steps`, and y = A q, silu(y) in the place of r.
   __device__ void pass_keys(bool steps) const {
-    for (int m = warp; m < p.M; m += kWarps) {
-      float* A = row(p.memory[0], m);
-      float* first = row(p.first[0], m);
-      const float step = gamma * z[0][m];
-      float y = 0.f;
-      for (int i = lane(); i < p.D; i += 32) {
-        float now = A[i * p.memory[0].stride[3]];
-        if (steps) {
-          now = fmaf(decay, now, -step * k[i]);
-          A[i * p.memory[0].stride[3]] = now;
-          if (completes) first[i * p.first[0].stride[3]] = now;
-        }
-        y = fmaf(now, q[i], y);
+    const StepShare<N>& share = shares[0];
+    for_rows<0>([&](int m) {
+      float sums[kTogether] = {};
+      for (int col = share.col; col < p.D; col += share.cols) {
+        Columns A[kTogether];
+        load_rows<0>(A, p.memory[0], m, col);
+        if (steps) write_rows<0>(A, m, col, load<N>(k + col));
+        add_dots(sums, A, load<N>(q + col));
       }
-      y = sum_over_warp(y);
-      if (lane() == 0) r[m] = p.f.silu ? y / (1.f + expf(-y)) : y;
-    }
+      share.add_up(sums);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const int at = m + j * share.rows;
+        if (share.col == 0 && at < p.M) r[at] = p.f.silu ? sums[j] / (1.f + expf(-sums[j])) : sums[j];
+      }
+    });
   }
 
   // r = f(y), by one warp.
@@ -161,19 +262,26 @@ struct StepBlock {
 
   // A <- e^g A - gamma u v^T, where it `steps`, and o = A^T r, every warp's rows' part.
   __device__ void pass_values(bool steps) const {
-    for (int i = lane(); i < p.V; i += 32) {
-      float o = 0.f;
-      for (int m = warp; m < p.M; m += kWarps) {
-        float* A = row(p.memory[1], m) + i * p.memory[1].stride[3];
-        float now = *A;
-        if (steps) {
-          now = fmaf(decay, now, -gamma * z[1][m] * v[i]);
-          *A = now;
-          if (completes) row(p.first[1], m)[i * p.first[1].stride[3]] = now;
-        }
-        o = fmaf(now, r[m], o);
+    const StepShare<N>& share = shares[1];
+    for (int first = 0; first < p.V; first += share.cols) {  // of every lane of a warp, for they add up
+      const int col = first + share.col;
+      Columns o = zeros<N>();
+      if (col < p.V) {
+        for_rows<1>([&](int m) {
+          Columns A[kTogether];
+          load_rows<1>(A, p.memory[1], m, col);
+          if (steps) write_rows<1>(A, m, col, load<N>(v + col));
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            const int at = m + j * share.rows;
+            const float by = at < p.M ? r[at] : 0.f;
+#pragma unroll
+            for (int i = 0; i < N; ++i) o.at[i] = fmaf(A[j].at[i], by, o.at[i]);
+          }
+        });
       }
-      parts[warp * p.V + i] = o;
+      share.add_up(o);
+      if (lane() < share.lanes && col < p.V) store<N>(parts + warp * p.V + col, o);
     }
   }
   __device__ void store_read(int member) const {
@@ -181,7 +289,7 @@ struct StepBlock {
       float o = 0.f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) o += parts[w * p.V + i];
-      store_any(p.o, o, n, head * group + member, i);
+      store_any(p.o, o, sequence, head * group + member, i);
     }
   }
 
@@ -197,13 +305,16 @@ struct StepBlock {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 6) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
+template <int N>
+__global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
   extern __shared__ __align__(16) float shared[];
-  StepBlock block(shared, p);
+  StepBlock<N> block(shared, p);
+  block.template prefetch_memory<0>();
+  block.template prefetch_memory<1>();
   block.fetch_token();
   __syncthreads();
-  block.products<0>();
-  block.products<1>();
+  block.template products<0>();
+  block.template products<1>();
   __syncthreads();
   if (block.warp < 2) block.residuals();
   __syncthreads();
@@ -217,6 +328,15 @@ __global__ void __launch_bounds__(kThreads, 6) trellis_step_kernel(const __grid_
   }
 }
 
+template <int N>
+cudaError_t launch_step(const TrellisStep& p, int64_t blocks, int64_t bytes, int limit, cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared<trellis_step_kernel<N>>(limit); error != cudaSuccess)
+    return error;
+  trellis_step_kernel<N>
+      <<<static_cast<unsigned>(blocks), kThreads, static_cast<unsigned>(bytes), stream>>>(p);
+  return cudaGetLastError();
+}
+
 // Once all heads of a sequence have read where it is.
 __global__ void advance_kernel(int64_t* position, int64_t sequences, int chunk) {
   const int64_t n = blockIdx.x * int64_t{kThreads} + threadIdx.x;
@@ -226,15 +346,18 @@ __global__ void advance_kernel(int64_t* position, int64_t sequences, int chunk) 
 }  // namespace
 
 cudaError_t trellis_step(const TrellisStep& p, cudaStream_t stream) {
-  const int64_t blocks = p.sequences * p.heads, bytes = StepBlock::floats(p) * int64_t{sizeof(float)};
+  const int64_t blocks = p.sequences * p.heads, floats = 2 * p.D + (1 + kWarps) * int64_t{p.V} + 6 * p.M,
+                bytes = floats * sizeof(float);
   if (blocks == 0) return cudaSuccess;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (bytes > limit) return cudaErrorInvalidValue;
-  if (const cudaError_t error = allow_shared<trellis_step_kernel>(limit); error != cudaSuccess) return error;
-  trellis_step_kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<unsigned>(bytes), stream>>>(p);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  bool packs = p.D % 4 == 0 && p.V % 4 == 0;
+  for (int i = 0; i < 2; ++i) packs = packs && fits_packs(p.memory[i], 4, 4) && fits_packs(p.first[i], 4, 4);
+  const cudaError_t error = packs ? launch_step<4>(p, blocks, bytes, limit, stream)
+                                  : launch_step<1>(p, blocks, bytes, limit, stream);
+  if (error != cudaSuccess) return error;
   advance_kernel<<<static_cast<unsigned>(divide_up(p.sequences, kThreads)), kThreads, 0, stream>>>(
       p.position, p.sequences, p.chunk);
   return cudaGetLastError();

@@ -140,6 +140,11 @@ def precision():
         ["fp64", "fp64", "PyTorch's operators, CPU and CUDA"],
         ["fp32", "fp32, never tf32", "kernels without tensor cores, or PyTorch's operators"],
         [
+            "fp32",
+            "of two parts of each number by tf32, without the product of the lower two: 2^-22 of the whole",
+            "`cat_attention`, on the tensor cores, keys and values up to 128 wide",
+        ],
+        [
             "bf16, fp16",
             "16-bit factors, sums in fp32, on the tensor cores",
             f"{', '.join(on_tensor_cores)}, on [the calls that have such kernels](operators.md#paths); "

@@ -137,6 +137,7 @@ CAT_ATTENTION = [
     *(at("4 4096 16 128", cat_attention(f"c{C}", chunk=C), *CAT_PEERS) for C in (4, 8, 32, 64)),
     at("4 4096 16 64", cat_attention("c16", chunk=16), *CAT_PEERS),
     at("1 16384 4 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    at("4 4096 16 128", cat_attention("c16-fp32", chunk=16), "dense sdpa", dtype=torch.float32),
 ]
 CONV = short_conv("w4-silu", activation="silu")
 SHORT_CONV = [
@@ -237,6 +238,7 @@ CALLS = [
     ("bf16 or fp16", cat_attention("", chunk=16), FOUR, HALF),
     ("D or V over 256", cat_attention("", chunk=16), FOUR | {"D": 257}, HALF),
     ("fp32", cat_attention("", chunk=16), FOUR, FULL),
+    ("fp32, D or V over 128", cat_attention("", chunk=16), FOUR | {"D": 129}, FULL),
     ("fp64, any operator", gsa("", "g"), FOUR, DOUBLE),
 ]
 

@@ -30,32 +30,40 @@ inline bool __syncthreads_and(bool x) {
   __syncthreads();
   return all;
 }
-inline void __syncwarp(unsigned = ~0u) {
+inline void __syncwarp(unsigned = ~0u, int line = __builtin_LINE()) {
   uint64_t nothing = 0;
-  emulated::exchange(&nothing, 1);
+  emulated::exchange(&nothing, 1, line);
+}
+namespace emulated {
+struct WholeWarp {  // the width of a shuffle
+  constexpr WholeWarp(int width) {
+    if (width != 32) fail("a shuffle among fewer lanes than a warp's");
+  }
+};
+}  // namespace emulated
+template <class T>
+T __shfl_sync(unsigned, T x, int source, emulated::WholeWarp = 32, int line = __builtin_LINE()) {
+  return emulated::from_lane(x, source, line);
 }
 template <class T>
-T __shfl_sync(unsigned, T x, int source) {
-  return emulated::from_lane(x, source);
+T __shfl_xor_sync(unsigned, T x, int mask, emulated::WholeWarp = 32, int line = __builtin_LINE()) {
+  return emulated::from_lane(x, emulated::lane() ^ mask, line);
 }
-template <class T>
-T __shfl_xor_sync(unsigned, T x, int mask) {
-  return emulated::from_lane(x, emulated::lane() ^ mask);
-}
-inline bool __any_sync(unsigned, bool x) {
+inline bool __any_sync(unsigned, bool x, int line = __builtin_LINE()) {
   const uint64_t word = x;
-  const auto table = emulated::exchange(&word, 1);
+  const auto table = emulated::exchange(&word, 1, line);
   return std::any_of(table, table + 32, [](const auto& of) { return of[0] != 0; });
 }
-inline bool __all_sync(unsigned, bool x) { return !__any_sync(~0u, !x); }
+inline bool __all_sync(unsigned, bool x, int line = __builtin_LINE()) { return !__any_sync(~0u, !x, line); }
 template <class T>
-T __shfl_up_sync(unsigned, T x, int by) {
-  return emulated::from_lane(x,
-                             std::max(emulated::lane() - by, emulated::lane() < by ? emulated::lane() : 0));
+T __shfl_up_sync(unsigned, T x, int by, emulated::WholeWarp = 32, int line = __builtin_LINE()) {
+  const int lane = emulated::lane();
+  return emulated::from_lane(x, lane < by ? lane : lane - by, line);
 }
 template <class T>
-T __shfl_down_sync(unsigned, T x, int by) {
-  return emulated::from_lane(x, emulated::lane() + by < 32 ? emulated::lane() + by : emulated::lane());
+T __shfl_down_sync(unsigned, T x, int by, emulated::WholeWarp = 32, int line = __builtin_LINE()) {
+  const int lane = emulated::lane();
+  return emulated::from_lane(x, lane + by < 32 ? lane + by : lane, line);
 }
 inline float __uint_as_float(uint32_t x) {
   float y;

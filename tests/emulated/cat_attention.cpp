@@ -42,12 +42,15 @@ void fill(Problem& p, const Call& c) {
 }
 
 template <typename Element, int Tile>
+constexpr bool kHasGroups = sizeof(Element) == 2 && Tile <= kCatGroupWidest;
+
+template <typename Element, int Tile>
 void run(const Call& c) {
   CatForward forward{};
   fill(forward, c);
   forward.o = out<4>(c.o), forward.lse = out<3>(c.lse);
   bool taken = false;
-  if constexpr (Tile <= kCatGroupWidest) {
+  if constexpr (kHasGroups<Element, Tile>) {
     if (c.groups) must(try_cat_group_forward<Element, Tile>(forward, nullptr, taken));
   }
   if (taken != (c.groups && cat_fills_groups(forward.shape)))
@@ -60,7 +63,7 @@ void run(const Call& c) {
   of_queries.dq = out<4>(c.dq), of_queries.queries = static_cast<CatQuery*>(c.queries);
   of_queries.dk = out<4>(c.dk), of_queries.dv = out<4>(c.dv), of_queries.partials = c.partials;
   taken = false;
-  if constexpr (Tile <= kCatGroupWidest) {
+  if constexpr (kHasGroups<Element, Tile>) {
     if (c.groups) must(try_cat_group_query_gradients<Element, Tile>(of_queries, nullptr, taken));
   }
   if (!taken) must(launch_cat_query_gradients<Element, Tile>(of_queries, nullptr));
@@ -69,7 +72,7 @@ void run(const Call& c) {
   fill(of_headers, c);
   of_headers.dout = in<4>(c.dout), of_headers.queries = of_queries.queries;
   of_headers.partials = c.partials;
-  if constexpr (Tile <= kCatGroupWidest) {
+  if constexpr (kHasGroups<Element, Tile>) {
     if (c.groups) must(launch_cat_group_header_gradients<Element, Tile>(of_headers, nullptr));
   }
   if (!c.groups) must(launch_cat_header_gradients<Element, Tile>(of_headers, nullptr));
@@ -79,7 +82,7 @@ void run(const Call& c) {
   own.dout = in<4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
   own.groups = c.groups;
   own.dk = out<4>(c.dk), own.dv = out<4>(c.dv);
-  if constexpr (Tile <= kCatGroupWidest) {
+  if constexpr (kHasGroups<Element, Tile>) {
     if (c.groups && cat_joins(own.shape)) {
       must(launch_cat_join<Element, Tile>(own, nullptr));
       return;
@@ -93,7 +96,9 @@ int64_t partials_of(const Call& c) {
   const CatShape shape = shape_of(c);
   if (c.groups)
     return CatHeaderList(shape, Tile, group_header_tiles<Tile>()).numbers() + cat_shares<Tile>(shape);
-  return CatHeaderList(shape, Tile, header_tiles<Tile>()).numbers();
+  const bool wide = shape.dtype == DType::f32;
+  return CatHeaderList(shape, Tile, wide ? header_tiles<float, Tile>() : header_tiles<__half, Tile>())
+      .numbers();
 }
 
 template <class F>
@@ -114,7 +119,12 @@ extern "C" void run(const Call* c) {
     constexpr int kTile = decltype(tile)::value;
     if (c->q.dtype == static_cast<int>(DType::bf16)) {
       run<__nv_bfloat16, kTile>(*c);
-    } else if constexpr (kTile == 64) {  // to compile more takes longer than all that is run
+      return;
+    }
+    if constexpr (kTile <= kCatWidestFloat) {
+      if (c->q.dtype == static_cast<int>(DType::f32)) return run<float, kTile>(*c);
+    }
+    if constexpr (kTile == 64) {  // to compile more takes longer than all that is run
       run<__half, kTile>(*c);
     } else {
       emulated::fail("fp16 is compiled for 64 columns alone");

@@ -78,6 +78,7 @@ struct Fiber {
 struct Warp {
   unsigned slow;  // lanes that stand still, as bits
   unsigned arrived[2], finished;
+  int place[2];  // in the source, of what its lanes are at
   uint64_t table[2][32][8];
 };
 
@@ -143,10 +144,13 @@ inline int lane() { return static_cast<int>(current->thread & 31); }
 
 inline Warp& warp_of(const Fiber& fiber) { return fiber.block->warps[fiber.thread / 32]; }
 
-// Every lane leaves n words and gets the table of all.
-inline uint64_t (*exchange(const uint64_t* words, int n))[8] {
+// Every lane leaves n words and gets the table of all. place: a line. Lanes that have parted meet others at
+// another line, and are found, if they do not meet within the same helper.
+inline uint64_t (*exchange(const uint64_t* words, int n, int place))[8] {
   Warp& warp = warp_of(*current);
   const unsigned number = current->exchanges++, which = number & 1;
+  if (warp.arrived[which] == 0) warp.place[which] = place;
+  if (warp.place[which] != place) fail("lanes of a warp exchange numbers where others of it do not");
   for (int i = 0; i < n; ++i) warp.table[which][lane()][i] = words[i];
   if (++warp.arrived[which] == 32) warp.arrived[which] = 0, warp.finished = number + 1;
   while (static_cast<int>(warp.finished - (number + 1)) < 0) yield_while(warp.finished, ~0u, warp.finished);
@@ -154,10 +158,10 @@ inline uint64_t (*exchange(const uint64_t* words, int n))[8] {
 }
 
 template <class T>
-T from_lane(T x, int source) {
+T from_lane(T x, int source, int place) {
   uint64_t word = 0;
   std::memcpy(&word, &x, sizeof x);
-  const auto table = exchange(&word, 1);
+  const auto table = exchange(&word, 1, place);
   T result;
   std::memcpy(&result, &table[source & 31][0], sizeof result);
   return result;
@@ -173,6 +177,11 @@ inline void wait_at(Barrier& barrier, int arrivals) {
 }
 
 inline void wait_at(int id, int arrivals) { wait_at(current->block->barriers[id], arrivals); }
+
+// Of one access.
+inline void check_alignment(const void* at, size_t bytes) {
+  if (reinterpret_cast<uint64_t>(at) % bytes != 0) fail("an access is not aligned");
+}
 
 inline void start_copy(uint32_t to, const void* from, int bytes, int given) {
   if (from != nullptr && reinterpret_cast<uint64_t>(from) % bytes != 0)
@@ -400,7 +409,7 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, c
     const float2 both = unpaired(pairs[i]);
     std::memcpy(&words[i], &both, sizeof both);
   }
-  const auto table = exchange(words, 6);
+  const auto table = exchange(words, 6, __LINE__);
   for (int i = 0; i < 4; ++i) {
     const int row = lane() / 4 + 8 * (i / 2), col = 2 * (lane() % 4) + i % 2;
     double sum = d[i];
@@ -414,13 +423,34 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, c
   }
 }
 
+// m16n8k8 of tf32: of a number the lower 13 bits count for nothing.
+inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const auto table = exchange(words, 6, __LINE__);
+  const auto number = [](uint64_t word) {
+    const uint32_t bits = static_cast<uint32_t>(word) & 0xffffe000u;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return double{x};
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane() / 4 + 8 * (i / 2), col = 2 * (lane() % 4) + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < 8; ++k) {
+      sum += number(table[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)]) *
+             number(table[col * 4 + k % 4][4 + k / 4]);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+
 // ldmatrix: four 8 x 8 matrices whose rows start at the lanes' addresses. Each lane reads its row when it
 // comes: what another writes before that is there for sure only behind a __syncwarp().
 inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
   const auto* const at = reinterpret_cast<const unsigned char*>(uint64_t{address});
   uint64_t row_of_lane[2];
   std::memcpy(row_of_lane, current->of_products ? fenced(at) : at, sizeof row_of_lane);
-  const auto table = exchange(row_of_lane, 2);
+  const auto table = exchange(row_of_lane, 2, __LINE__);
   const auto element = [&](int matrix, int row, int col) {
     return static_cast<uint16_t>(table[8 * matrix + row][col / 4] >> 16 * (col % 4));
   };
@@ -436,7 +466,7 @@ inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) 
 
 inline uint32_t transpose_pairs(uint32_t x) {
   const uint64_t word = x;
-  const auto table = exchange(&word, 1);
+  const auto table = exchange(&word, 1, __LINE__);
   const auto element = [&](int row, int col) {
     return static_cast<uint32_t>(table[4 * row + col / 2][0] >> 16 * (col % 2)) & 0xffff;
   };

@@ -163,6 +163,7 @@ BODIES = {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
+    "cat_attention/products.cuh": {"void mma_tf32(": "emulated::multiply_tf32(d, a, b0, b1);"},
     "few_rows/few_rows.cu": {"uint4 load_once(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
@@ -178,7 +179,12 @@ STARTED = """
     {1}<T>({0}, {2}, \\1);
   }});
 """
+ALIGNED = r"emulated::check_alignment({}, sizeof(Elements<T, N>)); \1"
 TEXTS = {
+    "tile/pack.h": [
+        (r"(const auto raw = \*reinterpret_cast<const Elements<T, N>\*>\(from\);)", ALIGNED.format("from")),
+        (r"(\*reinterpret_cast<Elements<T, N>\*>\(to\) = raw;)", ALIGNED.format("to")),
+    ],
     # Lane 0 may send a slot, which comes round again before another lane has seen this phase of its barrier.
     "delta_product/scan_chain.cuh": [tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))],
     "delta_product/reverse_chain.cuh": [

@@ -153,6 +153,8 @@ PATHS = [
     ("lattice-decode_c4", {"M": 129}, torch.float32, "aten"),
     ("cat_attention-c4", {}, torch.bfloat16, "tensor cores"),
     ("cat_attention-c4", {"D": 257}, torch.bfloat16, "aten"),
+    ("cat_attention-c4", {"D": 128}, torch.float32, "tensor cores"),
+    ("cat_attention-c4", {"V": 129}, torch.float32, "aten"),
 ]
 
 

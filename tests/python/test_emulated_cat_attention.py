@@ -122,7 +122,9 @@ def check(
     found = torch.autograd.grad((o * given["dout"][..., :V].double()).sum(), list(wide.values()))
     want = {"o": o.detach()} | {f"d{name}": x for name, x in zip(wide, found, strict=True)}
     got = {name: made[name][..., : want[name].shape[-1]] for name in want}
-    assert_close(got, want)
+    # A weight e^(a - lse) errs by half a unit of what lse is rounded to, which is large where scores are.
+    fp32 = 3e-6 + lse.detach().where(lse.isfinite(), 0.0).abs().max().item() * 2**-24
+    assert_close(got, want, fp32 if dtype == torch.float32 else 0.02)
     assert torch.allclose(made["lse"].double(), lse, atol=1e-4)
     assert (got["o"] * outside[..., None]).count_nonzero() == 0
 
@@ -156,6 +158,15 @@ def test_grouped_queries(kernels):
 def test_fp16(kernels, groups):
     for chunk in (4, 16):
         check(kernels, 150, chunk, D=24, V=64, groups=groups, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("chunk", [2, 5, 16, 64, 100])
+def test_fp32(kernels, chunk):
+    """As near as fp32 is, from products of parts that tf32 holds."""
+    check(kernels, 203, chunk, D=24, V=40, dtype=torch.float32)
+    check(kernels, 70, chunk, H=2, G=3, D=72, V=128, scale=-0.4, dtype=torch.float32)
+    check(kernels, 9 * chunk + 1, chunk, D=16, V=8, bounds=[1, 4, 4, 9], dtype=torch.float32)
+    check(kernels, 130, chunk, D=16, V=16, scale=40.0, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("chunk", [3, 16])

@@ -1,4 +1,4 @@
-// cat_attention by its kernels, of 16-bit elements. The ATen form serves the rest.
+// cat_attention by its kernels. The ATen form serves what is wider, and fp64.
 #include "../dispatch.h"
 #include "../kernel_arguments.h"
 #include "aten.h"
@@ -8,15 +8,16 @@
 namespace girih::cat_attention {
 namespace {
 
-static_assert(kWidest == kernels::kCatWidest);
+static_assert(kWidest == kernels::kCatWidest && kWidestFloat == kernels::kCatWidestFloat);
 
 // The problem's path, as far as this card goes.
 Path path_of(const Problem& problem, const Tensor& q) {
   const auto path = problem.path(q);
   if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
-  check_launch("cat_fits", kernels::cat_fits(static_cast<int>(problem.D.expect_int()),
-                                             static_cast<int>(problem.V.expect_int()), fits));
+  check_launch("cat_fits",
+               kernels::cat_fits(static_cast<int>(problem.D.expect_int()),
+                                 static_cast<int>(problem.V.expect_int()), kernel_dtype(q), fits));
   return fits ? path : aten(kSmallCard);
 }
 

@@ -7,7 +7,7 @@
 
 namespace girih::cat_attention {
 
-constexpr int64_t kWidest = 256;                       // D and V of the kernels
+constexpr int64_t kWidest = 256, kWidestFloat = 128;   // D and V of the kernels, of 16 bits and of fp32
 constexpr int64_t kLongest = (1u << 31) - (1u << 16);  // T of the kernels
 
 struct Problem {
@@ -22,10 +22,12 @@ struct Problem {
 
   Path path(const Tensor& q) const {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (q.scalar_type() == at::kFloat) return aten("float32 has no kernels: products of 16 bits would round");
+    static_assert(kWidest == 256 && kWidestFloat == 128);
+    const bool wide = q.scalar_type() == at::kFloat;
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
+    if (wide && (D > kWidestFloat || V > kWidestFloat)) return aten("float32 keys or values wider than 128");
     if (T > kLongest) return aten("rows that 32 bits do not count");
-    return tensor_cores();
+    return wide ? tensor_cores("products of fp32, each as three of tf32, sums in fp32") : tensor_cores();
   }
 };
 

@@ -35,15 +35,6 @@ const void* aligned(const Tensor& tensor, const char* name, at::IntArrayRef size
   return data;
 }
 
-const float* per_feature(const OptionalTensor& tensor, const char* name, int64_t features, const Tensor& x) {
-  if (!given(tensor)) return nullptr;
-  TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
-                  tensor->size(0) == features && tensor->device() == x.device(),
-              "girih: few_rows: ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
-              tensor->device(), "; expected a dense float32 [", features, "] on ", x.device());
-  return tensor->const_data_ptr<float>();
-}
-
 std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std::vector<std::string>& gates,
                              const c10::List<OptionalTensor>& biases, const c10::List<OptionalTensor>& rates,
                              at::ArrayRef<double> scales, std::string_view input, const OptionalTensor& other,
@@ -86,8 +77,8 @@ std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std:
     m.weight = aligned(weights[i], "a weight", {features, width}, x);
     m.features = static_cast<int>(features);
     m.gate = row_gate("few_rows", gates[i]);
-    m.bias = per_feature(biases[i], "a bias", features, x);
-    m.rate = per_feature(rates[i], "a rate", features, x);
+    m.bias = per_feature("few_rows", biases[i], "a bias", features, x);
+    m.rate = per_feature("few_rows", rates[i], "a rate", features, x);
     TORCH_CHECK(
         (m.rate != nullptr) == (m.gate == RowGate::decay) && !(m.gate == RowGate::none && m.bias != nullptr),
         "girih: few_rows: a rate goes with the gate decay alone, a bias with any but none");

@@ -10,15 +10,6 @@
 namespace girih::row_gates {
 namespace {
 
-const float* per_column(const char* op, const OptionalTensor& tensor, const char* name, const Tensor& x) {
-  if (!given(tensor)) return nullptr;
-  TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
-                  tensor->size(0) == x.size(-1) && tensor->device() == x.device(),
-              "girih: ", op, ": ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
-              tensor->device(), "; expected a dense float32 [", x.size(-1), "] on ", x.device());
-  return tensor->const_data_ptr<float>();
-}
-
 // x as rows that lie at one distance: columns of a wider product do.
 Tensor in_rows(const char* op, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 1 && is_of_kernels(x.scalar_type()), "girih: ", op, ": x is ", x.scalar_type(), " ",
@@ -36,7 +27,8 @@ kernels::RowGates problem(const char* op, const Tensor& x, std::string_view gate
   kernels::RowGates p{};
   p.rows = x.size(0), p.columns = static_cast<int>(x.size(1));
   p.gate = row_gate(op, gate);
-  TORCH_CHECK(p.gate != kernels::RowGate::none, "girih: ", op, ": the gate is 'none', which is x itself");
+  TORCH_CHECK(p.gate != kernels::RowGate::none, "girih: ", op,
+              ": the gate is 'none', which is x itself; expected linear, sigmoid, logsigmoid or decay");
   TORCH_CHECK(given(rate) == (p.gate == kernels::RowGate::decay), "girih: ", op,
               ": rate goes with decay, and with no other gate");
   p.dtype = kernel_dtype(x);
@@ -45,7 +37,7 @@ kernels::RowGates problem(const char* op, const Tensor& x, std::string_view gate
   constexpr int kPack = kernels::kRowGatesPack;
   p.in_packs = p.columns % kPack == 0 && p.stride % kPack == 0 &&
                reinterpret_cast<uintptr_t>(p.x) % (kPack * x.element_size()) == 0;
-  p.bias = per_column(op, bias, "bias", x), p.rate = per_column(op, rate, "rate", x);
+  p.bias = per_feature(op, bias, "bias", p.columns, x), p.rate = per_feature(op, rate, "rate", p.columns, x);
   p.scale = static_cast<float>(scale);
   return p;
 }

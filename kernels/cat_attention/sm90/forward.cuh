@@ -83,7 +83,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
   CatRows rows;
   Operand<Tile / 16> q;
   Sums<Tile / 8> o;
-  CatSoftmax softmax;
+  CatSoftmax<T> softmax;
 
   __device__ CatGroupPass(const CatGroupForward& p, const Space& space)
       : CatRingPlace<Space>{space.rest(), {}, {}},
@@ -106,7 +106,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     }
     done(place);
     fill(o, 0.f);
-    softmax = CatSoftmax();
+    softmax = CatSoftmax<T>();
   }
 
   // The rows of the warp's own chunks, sixteen by sixteen.

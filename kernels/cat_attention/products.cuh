@@ -1,0 +1,233 @@
+// What a warp multiplies here: sixteen rows, sums in fp32. 16-bit numbers are multiplied as they are. fp32
+// ones go to the tensor cores in two parts, x = h + l, and of (h + l)(h' + l') = h h' + h l' + l h' + l l'
+// the last is left out, 2^-22 of the product at most, and the last bit of l, 2^-23. The tensor cores cut low
+// bits off their sums: so these have sixteen products, small ones first, and are added up by fp32 additions.
+//
+// Which sixteen columns of the factors are first, second, ... is as good in any order, if it is the same in
+// both: a lane has neighbours in the right place, and nothing is exchanged.
+#pragma once
+
+#include <type_traits>
+
+#include "tile/matrix.h"
+#include "tile/row_store.h"
+
+namespace girih::kernels {
+
+// d += a b, a 16 x 8, b 8 x 8; of a number the lower 13 bits count for nothing.
+__device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// x = high + low, rounded to 11 bits and what that leaves, which has 12 at most. Of an infinity, NaN.
+struct CatParts {
+  uint32_t high, low;
+
+  __device__ explicit CatParts(float x) {
+    high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(x - __uint_as_float(high));
+  }
+};
+
+// 16 x 16 of a left factor.
+template <typename T>
+struct CatLeft {
+  uint32_t at[4];
+
+  template <class Tile>
+  __device__ void load(const Tile& tile, int row, int col) {
+    load_block(at, tile, row, col);
+  }
+  // sign: the sign bits of two 16-bit numbers, or nothing.
+  __device__ void flip(uint32_t sign) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at[i] ^= sign;
+  }
+};
+
+template <>
+struct CatLeft<float> {
+  uint32_t high[2][4], low[2][4];  // of eight columns and eight more
+
+  // Row lane_row() + 8 i; a lane's four columns are two of the first eight and two of the others.
+  __device__ void set(int i, float x, float y, float z, float w) {
+    const float all[4] = {x, y, z, w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const CatParts parts(all[j]);
+      high[j / 2][j % 2 * 2 + i] = parts.high, low[j / 2][j % 2 * 2 + i] = parts.low;
+    }
+  }
+  template <class Tile>
+  __device__ void load(const Tile& tile, int row, int col) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 x =
+          *reinterpret_cast<const float4*>(&tile.at(row + 8 * i, col, lane_row(), 2 * lane_col()));
+      set(i, x.x, x.y, x.z, x.w);
+    }
+  }
+  __device__ void flip(uint32_t sign) {
+    sign &= 0x80000000u;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) high[i][j] ^= sign, low[i][j] ^= sign;
+    }
+  }
+
+  // sums += this times four numbers of each lane, in the order of set().
+  __device__ void multiply(float (&sums)[4], const float (&right)[4]) const {
+    const CatParts b[4] = {CatParts(right[0]), CatParts(right[1]), CatParts(right[2]), CatParts(right[3])};
+    float d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mma_tf32(d, low[i], b[2 * i].high, b[2 * i + 1].high);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mma_tf32(d, high[i], b[2 * i].low, b[2 * i + 1].low);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mma_tf32(d, high[i], b[2 * i].high, b[2 * i + 1].high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] += d[i];
+  }
+};
+
+// sums[m] += a[m] b^T, b = tile[row..row+8N-1, col..col+15], which is fetched once.
+template <typename T, int N, int A, class Tile>
+__device__ inline void add_scores(Sums<N> (&sums)[A], const CatLeft<T> (&a)[A], const Tile& tile, int row,
+                                  int col) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float4 x =
+          *reinterpret_cast<const float4*>(&tile.at(row + 8 * n, col, lane_row(), 2 * lane_col()));
+      const float b[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int m = 0; m < A; ++m) a[m].multiply(sums[m].at[n], b);
+    }
+  } else {
+    const int l = lane();
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      uint32_t b[4];
+      load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
+#pragma unroll
+      for (int m = 0; m < A; ++m) {
+        mma<T>(sums[m].at[n], a[m].at, b[0], b[1]);
+        mma<T>(sums[m].at[n + 1], a[m].at, b[2], b[3]);
+      }
+    }
+  }
+}
+template <typename T, int N, class Tile>
+__device__ inline void add_scores(Sums<N>& sums, const CatLeft<T>& a, const Tile& tile, int row, int col) {
+  add_scores<T>(reinterpret_cast<Sums<N>(&)[1]>(sums), reinterpret_cast<const CatLeft<T>(&)[1]>(a), tile, row,
+                col);
+}
+
+// sums[m] += weights[m] tile[row..row+8M-1, col..col+8N-1], weights rounded to T, the tile fetched once.
+template <typename T, int N, int M, int A, class Tile>
+__device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)[A], const Tile& tile,
+                                    int row, int col = 0) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int m = 0; m < A; ++m) {
+#pragma unroll
+      for (int k = 0; k < M; k += 2) {
+        CatLeft<float> a;
+        const float(&x)[4] = weights[m].at[k], (&y)[4] = weights[m].at[k + 1];
+        a.set(0, x[0], x[1], y[0], y[1]);
+        a.set(1, x[2], x[3], y[2], y[3]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          float b[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            b[i] = tile.at(row + 8 * (k + i / 2), col + 8 * n, lane_col() + i % 2, lane_row());
+          }
+          a.multiply(sums[m].at[n], b);
+        }
+      }
+    }
+  } else {
+    Operand<M / 2> rounded[A];
+#pragma unroll
+    for (int m = 0; m < A; ++m) round_to<T>(rounded[m], weights[m]);
+#pragma unroll
+    for (int k = 0; k < M / 2; ++k) {
+      uint32_t a[A][4];
+#pragma unroll
+      for (int m = 0; m < A; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = rounded[m].at[k][i];
+      }
+      add_products<T>(sums, a, tile, row + 16 * k, col);
+    }
+  }
+}
+template <typename T, int N, int M, class Tile>
+__device__ inline void add_weighted(Sums<N>& sums, const Sums<M>& weights, const Tile& tile, int row,
+                                    int col = 0) {
+  add_weighted<T>(reinterpret_cast<Sums<N>(&)[1]>(sums), reinterpret_cast<const Sums<M>(&)[1]>(weights), tile,
+                  row, col);
+}
+
+// The lane's share in the products, row by row, of two tiles' sixteen rows, columns col..col+15.
+template <class Tile, class Other>
+__device__ inline void add_dots(float (&sums)[2], const Tile& x, const Other& y, int row, int col) {
+  using T = typename Tile::Element;
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto four = [&](const auto& tile) {
+        return *reinterpret_cast<const float4*>(&tile.at(row + 8 * i, col, lane_row(), 2 * lane_col()));
+      };
+      const float4 a = four(x), b = four(y);
+      sums[i] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sums[i]))));
+    }
+  } else {
+    uint32_t a[4], b[4];
+    load_block(a, x, row, col);
+    load_block(b, y, row, col);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 of_x = unpaired<T>(a[i]), of_y = unpaired<T>(b[i]);
+      sums[i & 1] = fmaf(of_x.x, of_y.x, fmaf(of_x.y, of_y.y, sums[i & 1]));
+    }
+  }
+}
+
+// The sums, rounded, to sixteen rows of a tile.
+template <int N, class Tile>
+__device__ inline void put_sums(const Tile& tile, int row, const Sums<N>& sums) {
+  using T = typename Tile::Element;
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float2*>(&lane_at(tile, row + 8 * i, 8 * n)) = {sums.at[n][2 * i],
+                                                                          sums.at[n][2 * i + 1]};
+      }
+    }
+  } else {
+    Operand<N / 2> rounded;
+    round_to<T>(rounded, sums);
+    store_blocks(tile, row, 0, rounded);
+  }
+}
+
+// A warp's share of a tile's rows to memory.
+template <int Workers, class Tile>
+__device__ inline void store_tile(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
+                                  int cols, int worker) {
+  // fp32 rows lie as those of twice as many 16-bit elements do.
+  constexpr int kHalves = sizeof(typename Tile::Element) / 2;
+  using Halves = SharedTile<uint16_t, Tile::kRows, kHalves * Tile::kCols>;
+  store_rows<Workers>(Halves{reinterpret_cast<uint16_t*>(tile.data)}, reinterpret_cast<uint16_t*>(to),
+                      kHalves * stride, rows, kHalves * cols, worker);
+}
+
+}  // namespace girih::kernels
