@@ -9,6 +9,7 @@ backward, AdamW (fused) and zeroing the gradients.
     fla ...                 fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
     fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy
     ... compiled            after torch.compile
+    ... graphed             the whole step in one CUDA graph, which a host replays whatever it launches in
     ... at T                in rows of T tokens
 """
 
@@ -68,11 +69,12 @@ def models():
         for name, make in all_of_them.items()
         if name.startswith("girih")
     }
-    return all_of_them | compiled
+    in_graphs = {f"{name} graphed": make for name, make in all_of_them.items() if name.startswith("girih")}
+    return all_of_them | compiled | in_graphs
 
 
 MODELS = models()
-DEFAULT = [name for name in MODELS if not name.endswith("compiled")]
+DEFAULT = [name for name in MODELS if not name.endswith(("compiled", "graphed"))]
 
 
 def training_step(model, optimizer, ids):
@@ -84,6 +86,25 @@ def training_step(model, optimizer, ids):
     return loss
 
 
+def graphed(model, optimizer, ids):
+    """A function that makes a training step on what is in ids then. The optimizer is `capturable`."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # what is made once is there
+            training_step(model, optimizer, ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = training_step(model, optimizer, ids)
+
+    def step():
+        graph.replay()
+        return loss
+
+    return step
+
+
 def milliseconds_of_the_card(call):
     """Of all kernels and copies of the call: what its launches on the host take beside them is not in it."""
     with profile(activities=[ProfilerActivity.CUDA]) as record:
@@ -93,18 +114,21 @@ def milliseconds_of_the_card(call):
     return sum(e.self_device_time_total for e in work) / 1e3
 
 
-def train(make, context):
+def train(make, context, in_graph=False):
     """Tokens a second, the card's own time of a step, seconds of the first step, peak memory."""
     torch.manual_seed(0)
     model = make().cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True, capturable=in_graph
+    )
     ids = torch.randint(SIZES["vocab_size"], (TOKENS // context, context), device="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
+    step = graphed(model, optimizer, ids) if in_graph else partial(training_step, model, optimizer, ids)
     for _ in range(WARM_UPS + STEPS):
         started = time.perf_counter()
-        loss = training_step(model, optimizer, ids)
+        loss = step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated()
@@ -113,8 +137,8 @@ def train(make, context):
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_second": round(TOKENS / statistics.median(seconds[WARM_UPS:])),
-        "card_ms": round(milliseconds_of_the_card(lambda: training_step(model, optimizer, ids)), 1),
-        "first_step_s": round(seconds[0], 2),
+        "card_ms": round(milliseconds_of_the_card(step), 1),
+        "first_step_s": None if in_graph else round(seconds[0], 2),
         "peak_bytes": peak,
     }
 
@@ -205,7 +229,11 @@ def main(argv=None):
         versions = f"torch {torch.__version__}"
         row_name = name if name == "decode" or options.context == CONTEXT else f"{name} at {options.context}"
         try:
-            row = decode() if name == "decode" else train(MODELS[name], options.context)
+            row = (
+                decode()
+                if name == "decode"
+                else train(MODELS[name], options.context, name.endswith("graphed"))
+            )
             if name.startswith("fla"):
                 versions += f", {fla_version()}"
         except ImportError as error:
