@@ -11,7 +11,7 @@ from typing import TypeVar
 from accelerate.utils import broadcast_object_list
 
 from girih.data import CorpusError
-from girih.training.processes import Interrupted, break_off, leave, speaks, together
+from girih.training.processes import Interrupted, break_off, end, speaks, together
 
 T = TypeVar("T")
 
@@ -103,9 +103,7 @@ def answer(program: str, work: Callable[[], int]) -> int:
         print(f"{program}: {line}", file=sys.stderr, flush=True)
 
     try:
-        code = work()
-        leave()
-        return code
+        return end(work())
     except Interrupted as stop:
         if speaks():
             say(str(stop))
@@ -113,8 +111,7 @@ def answer(program: str, work: Callable[[], int]) -> int:
     except (Refusal, CorpusError) as refusal:
         if speaks():
             say(str(refusal))
-        leave()
-        return 2
+        return end(2)
     except Exception as error:
         if not disk_full(error):
             raise

@@ -32,20 +32,29 @@ def speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def leave() -> None:
-    """Part from the processes that train together once all are here: a launcher ends the others as soon as
-    one has failed, perhaps before the main one has spoken."""
+def exit_at_once(code: int):
+    """Without what an interpreter does at its end: gloo's threads may hold tensors of Python's then, and
+    abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end(code: int) -> int:
+    """End with `code` once all processes that train together are here: a launcher ends the others as soon as
+    one has failed, perhaps before the main one has spoken. Alone, only returns the code."""
     if dist.is_initialized():
         together().wait_for_everyone()
         dist.destroy_process_group()
+        exit_at_once(code)
+    return code
 
 
 def break_off(code: int) -> int:
-    """End with `code` where the others may be anywhere: waiting for them might last for ever, and their
-    connections abort a process that takes itself down in the usual way. Alone, only returns the code."""
+    """End with `code` where the others may be anywhere: waiting for them might last for ever. Alone, only
+    returns the code."""
     if dist.is_initialized():
-        sys.stdout.flush()
-        os._exit(code)
+        exit_at_once(code)
     return code
 
 
