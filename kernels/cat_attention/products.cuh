@@ -1,36 +1,13 @@
-// What a warp multiplies here: sixteen rows, sums in fp32. 16-bit numbers are multiplied as they are. fp32
-// ones go to the tensor cores in two parts, x = h + l, and of (h + l)(h' + l') = h h' + h l' + l h' + l l'
-// the last is left out, 2^-22 of the product at most, and the last bit of l, 2^-23. The tensor cores cut low
-// bits off their sums: so these have sixteen products, small ones first, and are added up by fp32 additions.
-//
-// Which sixteen columns of the factors are first, second, ... is as good in any order, if it is the same in
-// both: a lane has neighbours in the right place, and nothing is exchanged.
+// What a warp multiplies here: sixteen rows, sums in fp32. 16-bit numbers are multiplied as they are, fp32
+// ones in two parts of each (tile/tf32.h).
 #pragma once
 
 #include <type_traits>
 
-#include "tile/matrix.h"
 #include "tile/row_store.h"
+#include "tile/tf32.h"
 
 namespace girih::kernels {
-
-// d += a b, a 16 x 8, b 8 x 8; of a number the lower 13 bits count for nothing.
-__device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// x = high + low, rounded to 11 bits and what that leaves, which has 12 at most. Of an infinity, NaN.
-struct CatParts {
-  uint32_t high, low;
-
-  __device__ explicit CatParts(float x) {
-    high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint(x - __uint_as_float(high));
-  }
-};
 
 // 16 x 16 of a left factor.
 template <typename T>
@@ -49,49 +26,8 @@ struct CatLeft {
 };
 
 template <>
-struct CatLeft<float> {
-  uint32_t high[2][4], low[2][4];  // of eight columns and eight more
-
-  // Row lane_row() + 8 i; a lane's four columns are two of the first eight and two of the others.
-  __device__ void set(int i, float x, float y, float z, float w) {
-    const float all[4] = {x, y, z, w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const CatParts parts(all[j]);
-      high[j / 2][j % 2 * 2 + i] = parts.high, low[j / 2][j % 2 * 2 + i] = parts.low;
-    }
-  }
-  template <class Tile>
-  __device__ void load(const Tile& tile, int row, int col) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float4 x =
-          *reinterpret_cast<const float4*>(&tile.at(row + 8 * i, col, lane_row(), 2 * lane_col()));
-      set(i, x.x, x.y, x.z, x.w);
-    }
-  }
-  __device__ void flip(uint32_t sign) {
-    sign &= 0x80000000u;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) high[i][j] ^= sign, low[i][j] ^= sign;
-    }
-  }
-
-  // sums += this times four numbers of each lane, in the order of set().
-  __device__ void multiply(float (&sums)[4], const float (&right)[4]) const {
-    const CatParts b[4] = {CatParts(right[0]), CatParts(right[1]), CatParts(right[2]), CatParts(right[3])};
-    float d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) mma_tf32(d, low[i], b[2 * i].high, b[2 * i + 1].high);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) mma_tf32(d, high[i], b[2 * i].low, b[2 * i + 1].low);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) mma_tf32(d, high[i], b[2 * i].high, b[2 * i + 1].high);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] += d[i];
-  }
+struct CatLeft<float> : SplitBlock {
+  __device__ void flip(uint32_t sign) { SplitBlock::flip(sign & 0x80000000u); }
 };
 
 // sums[m] += a[m] b^T, b = tile[row..row+8N-1, col..col+15], which is fetched once.
@@ -137,9 +73,7 @@ __device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)
 #pragma unroll
       for (int k = 0; k < M; k += 2) {
         CatLeft<float> a;
-        const float(&x)[4] = weights[m].at[k], (&y)[4] = weights[m].at[k + 1];
-        a.set(0, x[0], x[1], y[0], y[1]);
-        a.set(1, x[2], x[3], y[2], y[3]);
+        a.take(weights[m], k);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           float b[4];

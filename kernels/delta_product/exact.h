@@ -1,5 +1,6 @@
-// DeltaProduct on the plain fp32 cores: every product, sum and state in fp32, no tf32. What the tensor-core
-// kernels leave over: fp32 inputs, a beta for every channel, a function between chunks, more than 16 steps.
+// DeltaProduct in fp32: sums and states are, products are of two tf32 parts of each number (tile/tf32.h).
+// What the kernels of 16-bit products leave over: fp32 inputs, a beta for every channel, a function between
+// chunks, more than 16 steps.
 //
 //     S <- e^{g_t} S                                          once a token, before its first step      [D, V]
 //     for j < n:  u_{t,j} = w_{t,j} - S^T b_{t,j}             b = beta k,  w = beta v                     [V]
@@ -7,15 +8,18 @@
 //     o_t = scale * S_t^T q_t                                 after the last step                         [V]
 //     S <- phi(S)                                             when a chunk is complete
 //
-// The columns of V do not need each other, and the state of a few of them fits in registers: time is walked
-// row by row, nothing is inverted and nothing cancels that does not in the recurrence. Backward is walked the
-// same way, from the last token on; dS is the gradient of S:
+// The columns of V do not need each other, and the state of a few of them fits in registers. Time is walked
+// by tiles of up to 16 rows, i and j in their order, q_i that of the token which row i ends, L_i the gates up
+// to row i, E_ij = e^{L_i - L_j}, L_C that of the last:
+//
+//     A_ij = E_ij b_i . k_j  (j < i)        X = (1 + A)^-1        P_ij = scale E_ij q_i . k_j  (j <= i)
+//     u = X (w - e^L B S)        O = scale e^L Q S + P u        S <- e^{L_C} S + K^T (e^{L_C - L} u)
+//
+// and backward from the last tile on; dS is the gradient of S:
 //
 //     dS <- phi'(S) * dS                                      when a chunk is complete
-//     dS <- dS + scale * q_t do_t^T
-//     for j = n-1..0:  du_{t,j} = dS^T k_{t,j}                the gradient of w                           [V]
-//                      dS <- dS - b_{t,j} du_{t,j}^T
-//     dS <- e^{g_t} dS
+//     du = X^T (e^{L_C - L} K dS + P^T dO)                    the gradient of w
+//     dS <- e^{L_C} dS + scale Q^T (e^L dO) - B^T (e^L du)
 //
 // With u, du, S before every piece of up to 64 rows and dS after it, the rest is products of a piece's rows,
 // i and j in the order of time, S and dS those of the piece's ends, E_ij the decay from row j to row i:
@@ -29,8 +33,9 @@
 // Five kernels: `rows` makes b and w, and q and k of unit length; `scan` and `reverse` walk; `gradients`
 // takes the products; `row_gradients` goes from the gradients of k, b, w and q to those of the inputs.
 //
-// Rows of fp32 arrays start at 16 bytes; D and V are what the inputs have, and rows go on with zeros to a
-// multiple of 4 elements.
+// Rows of q, k, b, w, do, u, du and their gradients, in fp32, start at 16 bytes and go on with zeros to a
+// multiple of 4 elements; D and V are what the inputs have. u and o are packed: 64 of their rows are less
+// than 2^31 elements.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -110,13 +115,13 @@ cudaError_t delta_exact_rows(const DeltaExactRows& problem, cudaStream_t stream)
 struct DeltaExactScan {
   DeltaExactShape shape;
   bool reverse;
-  In<4> q, k, b;       // of the rows, fp32
-  In<4> value;         // w [B, T n, H, V]; reverse: do [B, T, HQ, V], fp32
-  const float* decay;  // e^g [B, T, H], contiguous; null: no gates
-  In<4> initial;       // [N, H, D, V] fp32, optional: zero
-  Out<4> final;        // [N, H, D, V] fp32
-  Out<4> o;            // forward [B, T, HQ, V] fp32, unit column stride
-  Out<4> u;            // u or du [B, T n, H, V] fp32; absent: not kept
+  In<4> q, k, b;  // of the rows, fp32
+  In<4> value;    // w [B, T n, H, V]; reverse: do [B, T, HQ, V], fp32
+  In<3> g;        // [B, T, H] fp32, optional
+  In<4> initial;  // [N, H, D, V] fp32, optional: zero
+  Out<4> final;   // [N, H, D, V] fp32
+  Out<4> o;       // forward [B, T, HQ, V] fp32, unit column stride
+  Out<4> u;       // u or du [B, T n, H, V] fp32; absent: not kept
   // [piece_count, H, V, D] fp32, written: forward, unless null, the states before every piece, as they are
   // before the function between chunks; reverse dS after every piece.
   float* published;
@@ -143,8 +148,8 @@ struct DeltaExactRowGradients {
   bool unit;
   In<4> q, k, v, beta;             // the inputs
   In<4> dunit_q, dunit_k, db, dw;  // fp32
-  Out<4> dq, dk, dv;
-  bool vector;  // a beta for every channel
+  Out<4> dq, dk, dv;               // dq optional: where dunit_q is all of it
+  bool vector;                     // a beta for every channel
   Out<4> dbeta;
 };
 

@@ -1,39 +1,85 @@
-// A block has one piece, one memory head and 64 columns of D. Its threads have four rows and four columns of
-// every 64 x 64 product, as in tiles.cuh. First what the steps read, then query head after query head:
+// A block has one piece, one memory head and 64 columns of D. What reads S takes part two by two: the steps
+// and the first query head, then two query heads more. Of each
 //
-//     A_ij = do_i . u_j, or -du_i . u_j        over V, with     F = do S, or -du S,        and     u dS
-//     dq, db = e^{L_i} F + (E * A) K           dk <- dk + (E * A)^T (Q, or B)
+//     F = do S, or -du S,      A_ij = do_i . u_j, or -du_i . u_j,      and once dk = u dS       over V
+//     dq, db = e^{L_i} F + (E * A) K                                  dk <- dk + (E * A)^T (Q, or B)
 //
-// What a gate scales is never a difference of sums, of which little would be left behind closed gates: of the
-// pairs  E_ij A_ij (x_i . k_j)  those that it lies between are added up, and of F and u dS the rows on its
-// side.
-#include "delta_product/exact_piece.cuh"
+// Every product goes through the tensor cores in two parts of each number (tile/tf32.h).
+#include "delta_product/exact_gates.cuh"
+#include "tile/grid.h"
 #include "tile/launch.h"
 
 namespace girih::kernels {
 namespace delta_product::by_piece {
+
+template <bool Gated>
+__device__ inline void PieceGradients<Gated>::add_readers(int first) {
+  reader = first + team;
+  Sums<8> sums;
+  fill(sums, 0.f);
+  sum_states(sums, first);
+  {
+    // A_ij = do_i . u_j, or du_i . u_j
+    Sums<8> scores;
+    fill(scores, 0.f);
+    const int reads = from < rows() ? blocks() : 0;
+    each_tile([&](int v) { load_reads(first, v); },
+              [&](int c) {
+                if (reads == 0) return;
+                SplitBlock a;
+                a.load(tile(kReads + team), from, c);
+                add_scores(scores, a, tile(kWrites), c, reads);
+              });
+    if (reads > 0) weigh(scores, sums);
+  }
+  Sums<4> dk;
+  fill(dk, 0.f);
+  if (first == 0) {
+    // u dS
+    each_tile([&](int v) { load_state(kGradients, p.gradients, v); },
+              [&](int c) {
+                if (!has_keys()) return;
+                SplitBlock a;
+                a.load(tile(kWrites), from, c);
+                add_product(dk, a, tile(kGradients), c, kHalf * team);
+              });
+  }
+  __syncthreads();
+  load_keys(first);
+  // What other readers' rows have given.
+  if (first > 0) each_key([&](int i, int m, const float* at) { set_four(dk, i, m, load<4>(at)); });
+  wait_copies<0>();
+  __syncthreads();
+  if constexpr (Gated) {
+    if (first == 0 && from < rows_of(true)) sum_far_writes(dk);
+    if (from < rows()) sum_far(sums);
+  }
+  if (from < rows()) {
+    // dq, db = e^L F + (E * A) K
+#pragma unroll 1
+    for (int j = 0, reads = blocks(); j < reads; ++j) {
+      SplitBlock a;
+      a.load(tile(kReads + team), from, kBlock * j);
+      add_product(sums, a, tile(kKeys), kBlock * j, 0, D - col);
+    }
+    store_reader(sums);
+    if constexpr (Gated) sum_pairs();
+  }
+  if (!has_keys()) return;
+  sum_columns(dk, first);
+  each_key([&](int i, int m, float* at) { store<4>(at, four(dk, i, m)); });
+}
+
 namespace {
 
 template <bool Gated>
 __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__ DeltaExactGradients p) {
-  extern __shared__ __align__(16) float shared[];
-  const DeltaExactShape& shape = p.shape;
-  const unsigned slabs = (shape.D + kTile - 1) / kTile;
-  PieceGradients<Gated> block(p, shared, static_cast<int>(blockIdx.x % slabs));
+  extern __shared__ __align__(128) float shared[];
+  const unsigned slabs = (p.shape.D + kTile - 1) / kTile;
+  PieceGradients<Gated> block(p, by_address(shared), static_cast<int>(blockIdx.x % slabs));
   if (!block.find(blockIdx.x / slabs)) return;
-  if constexpr (Gated) block.sum_gates();
-  clear(block.dk);
-  GradientSpace& space = block.space;
-  if constexpr (Gated) {
-    if (block.thread < kTile) space.steps[block.thread] = 0.f;
-  }
-  block.template add_reader<true>(p.b, p.du, -1.f, p.db, space.head, space.steps);
 #pragma unroll 1
-  for (int member = 0, group = shape.query_heads / shape.heads; member < group; ++member) {
-    const int of = space.head * group + member;
-    block.template add_reader<false>(p.q, p.dout, shape.scale, p.dq, of, space.queries);
-  }
-  block.store_rows(p.dk, true, space.head, block.dk);
+  for (int first = 0; first < block.readers(); first += 2) block.add_readers(first);
   if constexpr (Gated) block.put_gates();
 }
 

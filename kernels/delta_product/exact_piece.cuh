@@ -2,379 +2,357 @@
 #pragma once
 
 #include "delta_product/between.h"
+#include "delta_product/exact_products.cuh"
 #include "delta_product/pieces.h"
-#include "exact/tiles.cuh"
 
 namespace girih::kernels::delta_product::by_piece {
 
-using exact::add_dot, exact::add_product, exact::add_scaled, exact::add_scores, exact::block_of_rows,
-    exact::clear, exact::four, exact::kPitch, exact::kThreads, exact::kTile, exact::kTileFloats,
-    exact::lane_of_row, exact::load_matrix, exact::own_rows, exact::put;
-
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kBlocks = kTile / kBlock;  // of rows
+constexpr int kHalf = kTile / 2;         // columns of dk of a warp
 constexpr int kParts = kThreads / kTile;
 
+// What the tiles have: of either reader rows do or du, then its E * A; u, S and dS, and after them the
+// readers' rows, q or b, and k, which stays.
+enum PiecePlace : int {
+  kReads = 0,
+  kWrites = 2,
+  kStates,
+  kGradients,
+  kPlaces,
+  kRows = kWrites,
+  kKeys = kGradients
+};
+
 struct GradientSpace {
-  // Of the piece's tokens: its gate, e^{gates through it}, e^{those after it}.
-  float gate[kTile], through[kTile], after[kTile];
-  // What the gates up to a query or a step scale of S, and those after a row of dS.
-  float queries[kTile], steps[kTile], writes[kTile];
-  float parts[kThreads / 32];  // S * dS, added up by the warps
-  float dg[kThreads];          // of token thread / kParts, the threads' parts
-  int token[kTile];            // of a row
+  int token[kTile];  // of a row
   // Of the piece; here for want of registers.
   int64_t batch, start, states;  // row of x, first token, where its states begin
   int head, tokens;
+  int readers;  // the steps, and the query heads that share the memory
   bool opens;
 };
-constexpr int kSpaceFloats = (static_cast<int>(sizeof(GradientSpace)) + 15) / 16 * 4;
+struct GateSpace {
+  // Of the piece's tokens: its gate, e^{gates through it}, e^{those after it}.
+  float gate[kTile], through[kTile], after[kTile];
+  // What the gates up to a query or a step scale of S, and those after a row of dS; by team.
+  float queries[2][kTile], steps[kTile], writes[2][kTile];
+  // Pairs of a row before the row at [.] and a read there or later, by the warps that have the reads.
+  float pairs[kWarps][kTile];
+  float parts[kWarps];  // S * dS, added up by the warps
+};
+template <class Space>
+constexpr int kSpaceFloats = (static_cast<int>(sizeof(Space)) + 15) / 16 * 4;
+// Of E the sixteens of rows and columns up to the diagonal.
+constexpr int kDecayFloats = kBlocks * (kBlocks + 1) / 2 * kBlock * kBlock;
 
-constexpr int gradient_floats(bool gated) { return (4 + gated) * kTileFloats + kSpaceFloats; }
-
-// Sums over V take their terms four at a time: one by one, 256 of them lost twice as many digits.
-//     sum += x . y
-__device__ inline void add_four(float& sum, const Pack<4>& x, const Pack<4>& y) {
-  float part = x.at[0] * y.at[0];
-#pragma unroll
-  for (int i = 1; i < 4; ++i) part = fmaf(x.at[i], y.at[i], part);
-  sum += part;
-}
-//     sums += x tile[m..m+3, col..col+3]
-__device__ inline void add_four(Pack<4> (&sums)[4], const Pack<4> (&x)[4], const float* tile, int m,
-                                int col) {
-  Pack<4> y[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) y[j] = four(tile, m + j, col);
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      add_four(sums[r].at[c], x[r], {{y[0].at[c], y[1].at[c], y[2].at[c], y[3].at[c]}});
-    }
-  }
+constexpr int gradient_floats(bool gated) {
+  return kPlaces * PieceTile::kFloats + kSpaceFloats<GradientSpace> +
+         gated * (kDecayFloats + kSpaceFloats<GateSpace>);
 }
 
-// Sums over the 16 lanes that share rows.
-__device__ inline float over_row(float x) {
-#pragma unroll
-  for (int other = 1; other < 16; other *= 2) x += __shfl_xor_sync(~0u, x, other);
-  return x;
-}
-
-// A block: of its memory head the rows of one piece, and 64 columns of D.
+// A block: of its memory head the rows of one piece, and 64 columns of D. Two readers at a time, one of four
+// warps each (a team): a warp has sixteen of its rows, and of dk sixteen rows and half of the columns.
 template <bool Gated>
 struct PieceGradients {
   const DeltaExactGradients& p;
   const DeltaExactShape& shape;
-  float *const left, *const right, *const third, *const fourth, *const decays;
+  float* const shared;
   GradientSpace& space;
+  GateSpace& gates;
+  float* const decays;
   const int D, V, n;
   const int slab, col;  // of D
-  const int a, b, thread;
-  Pack<4> dk[4];
-  bool idle;  // of a reader: the thread's four rows do not exist
-  int cols;   // and how many rows they read, at most
+  const int thread, team, block, from;
+  int reader;  // the warp's
 
   __device__ PieceGradients(const DeltaExactGradients& p, float* shared, int slab)
       : p(p),
         shape(p.shape),
-        left(shared),
-        right(left + kTileFloats),
-        third(right + kTileFloats),
-        fourth(third + kTileFloats),
-        decays(fourth + kTileFloats),
-        space(*reinterpret_cast<GradientSpace*>(fourth + (1 + Gated) * kTileFloats)),
+        shared(shared),
+        space(*reinterpret_cast<GradientSpace*>(shared + kPlaces * PieceTile::kFloats)),
+        gates(*reinterpret_cast<GateSpace*>(shared + kPlaces * PieceTile::kFloats +
+                                            kSpaceFloats<GradientSpace>)),
+        decays(reinterpret_cast<float*>(&gates) + kSpaceFloats<GateSpace>),
         D(in_fours(p.shape.D)),
         V(in_fours(p.shape.V)),
         n(p.shape.n),
         slab(slab),
         col(slab * kTile),
-        a(lane_of_row()),
-        b(block_of_rows()),
-        thread(static_cast<int>(threadIdx.x)) {}
+        thread(static_cast<int>(threadIdx.x)),
+        team(warp_index() / kBlocks),
+        // A scheduler's two warps have as much to do together as any other's: rows read those before them.
+        block(team == 0 ? warp_index() : kWarps - 1 - warp_index()),
+        from(kBlock * block) {}
 
   // False: the piece has no tokens.
-  __device__ bool find(int64_t piece_head);
-  __device__ void sum_gates() const;
-  // The gradient of what reads, x, from that of what it read, dx: sums over V, then over rows. A query reads
-  // the rows of tokens up to its own, a step the rows before its own. Beside it what the rows x give dk.
-  template <bool Steps>
-  __device__ void add_reader(const In<4>& x, const In<4>& dx, float factor, const Out<4>& to, int of,
-                             float* far_sums);
+  __device__ bool find(unsigned piece_head);
+  // The gradients of readers `first` and the next, and what their rows give dk.
+  __device__ void add_readers(int first);
   __device__ void put_gates() const;
 
-  __device__ int rows_of(bool steps) const { return steps ? space.tokens * n : space.tokens; }
-  __device__ void store_rows(const Out<4>& to, bool steps, int of, const Pack<4> (&sums)[4]) const {
-    float* const data = static_cast<float*>(to.data) + space.batch * to.stride[0] +
-                        space.start * (steps ? n : 1) * to.stride[1] + of * to.stride[2] + col + 4 * a;
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      if (4 * b + r < rows_of(steps) && col + 4 * a < D) {
-        store<4>(data + (4 * b + r) * to.stride[1], sums[r]);
-      }
-    }
-  }
+  __device__ int readers() const { return space.readers; }
 
  private:
-  template <bool Steps>
-  __device__ void sum_values(Pack<4> (&scores)[4], Pack<4> (&sums)[4], float& both, const In<4>& dx, int of);
-  template <bool Steps>
-  __device__ void weigh(const Pack<4> (&scores)[4], Pack<4> (&sums)[4], float factor) const;
-  template <bool Steps>
-  __device__ void weigh_pairs(const Pack<4> (&sums)[4], float both, float* far_sums);
-  template <bool Steps>
-  __device__ void sum_rows(Pack<4> (&sums)[4]);
-  template <bool Steps>
-  __device__ void add_gates() const;
+  __device__ void clear_gates() const;
+  __device__ void sum_gates() const;
+  __device__ void load_reads(int first, int v) const;
+  __device__ void finish_states(int first, float& both) const;
+  __device__ void sum_states(Sums<8>& sums, int first) const;
+  template <class Load, class F>
+  __device__ void each_tile(const Load& load, const F& f) const;
+  __device__ void weigh(const Sums<8>& scores, Sums<8>& sums) const;
+  __device__ void load_keys(int first) const;
+  __device__ void sum_far_writes(Sums<4>& dk) const;
+  __device__ void sum_far(const Sums<8>& sums) const;
+  __device__ void sum_pairs() const;
+  __device__ void store_reader(const Sums<8>& sums) const;
+  __device__ void sum_columns(Sums<4>& dk, int first) const;
+  template <class F>
+  __device__ void each_key(const F& f) const;
 
-  // Of an array the piece's rows, columns from..from+63 of `width`, to a tile.
-  __device__ void load_rows(float* tile, const In<4>& x, bool steps, int of, int from, int width) const {
-    const float* const data = static_cast<const float*>(x.data) + space.batch * x.stride[0] +
-                              space.start * (steps ? n : 1) * x.stride[1] + of * x.stride[2] + from;
-    load_matrix(tile, data, x.stride[1], rows_of(steps), width - from);
+  __device__ PieceTile tile(int place) const { return {shared + place * PieceTile::kFloats}; }
+  __device__ int rows_of(bool of_steps) const { return of_steps ? space.tokens * n : space.tokens; }
+  __device__ int head_of(int of) const { return space.head * (readers() - 1) + of - 1; }
+  // Of the warp's reader: its rows, none past the last reader; the token of one; how many sixteens of rows of
+  // the steps there are up to the last that the warp's rows read. Worked out anew where they are asked for:
+  // the products need the registers.
+  __device__ bool steps() const { return reader == 0; }
+  __device__ int rows() const { return reader < readers() ? rows_of(steps()) : 0; }
+  __device__ int token_of(int row) const { return steps() ? space.token[row] : row; }
+  __device__ int blocks() const {
+    const int before = (block + 1) * (steps() ? 1 : n), all = (rows_of(true) + kBlock - 1) / kBlock;
+    return before < all ? before : all;
+  }
+
+  // There is something of the warp's part of dk.
+  __device__ bool has_keys() const { return from < rows_of(true) && col + kHalf * team < D; }
+
+  // Where the piece's rows of an array begin, of a head the columns from `at` on.
+  template <class Float, class Array>
+  __device__ Float* rows_at(const Array& x, bool of_steps, int head, int at) const {
+    return static_cast<Float*>(x.data) + space.batch * x.stride[0] +
+           space.start * (of_steps ? n : 1) * x.stride[1] + head * x.stride[2] + at;
+  }
+  // Of an array the piece's rows, columns at..at+63 of `width`, to a tile.
+  __device__ void load_rows(int place, const In<4>& x, bool of_steps, int head, int at, int width) const {
+    load_async<kThreads>(tile(place), rows_at<const float>(x, of_steps, head, at), x.stride[1],
+                         rows_of(of_steps), width - at, thread);
   }
   // The columns v..v+63 of S or dS, [V, D], to a tile.
-  __device__ void load_state(float* tile, const float* states, int v) const {
-    const float* const from = states + space.states + v * D + col;
-    load_matrix(tile, from, D, shape.V - v, D - col);
+  __device__ void load_state(int place, const float* states, int v) const {
+    load_async<kThreads>(tile(place), states + space.states + static_cast<int64_t>(v) * D + col, D,
+                         shape.V - v, D - col, thread);
   }
 };
 
+// By one warp: where a piece lies takes long divisions.
 template <bool Gated>
-__device__ inline bool PieceGradients<Gated>::find(int64_t piece_head) {
-  const DeltaPiece piece = piece_at(shape.pieces, piece_head / shape.heads);
-  if (piece.length == 0) return false;
-  if (thread == 0) {
-    space.batch = piece.sequence.batch, space.start = piece.start;
-    space.states = piece_head * shape.V * D;
-    space.head = static_cast<int>(piece_head % shape.heads), space.tokens = piece.length;
-    space.opens = piece.opens;
+__device__ inline bool PieceGradients<Gated>::find(unsigned piece_head) {
+  if (thread < 32) {
+    const unsigned number = piece_head / shape.heads;
+    const int head = static_cast<int>(piece_head % shape.heads);
+    const DeltaPiece piece = piece_at(shape.pieces, number);
+    if (thread == 0) {
+      space.batch = piece.sequence.batch, space.start = piece.start;
+      space.states = static_cast<int64_t>(piece_head) * shape.V * D;
+      space.head = head, space.tokens = piece.length;
+      space.opens = piece.opens;
+      space.readers = 1 + shape.query_heads / shape.heads;
+    }
+    for (int i = thread; i < kTile; i += 32) {
+      space.token[i] = i / n;
+      if constexpr (Gated) {
+        const int64_t at =
+            piece.sequence.batch * p.g.stride[0] + (piece.start + i) * p.g.stride[1] + head * p.g.stride[2];
+        gates.gate[i] = i < piece.length ? static_cast<const float*>(p.g.data)[at] : 0.f;
+      }
+    }
   }
-  if (thread < kTile) space.token[thread] = thread / n;
-  space.dg[thread] = 0.f;
+  if constexpr (Gated) clear_gates();
   __syncthreads();
-  return true;
+  return space.tokens > 0;
 }
 
-// e^{gates through a token}, e^{those after it}, and E.
+// Columns v..v+63 of the readers' rows do, or du.
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::sum_gates() const {
-  // Not differences of sums: long sums have no digits left for short ones.
-  const auto gate = [&](int token) { return space.gate[token]; };
-  if (thread < kTile) {
-    const int64_t at =
-        space.batch * p.g.stride[0] + (space.start + thread) * p.g.stride[1] + space.head * p.g.stride[2];
-    space.gate[thread] = thread < space.tokens ? static_cast<const float*>(p.g.data)[at] : 0.f;
-    space.queries[thread] = 0.f;
+__device__ inline void PieceGradients<Gated>::load_reads(int first, int v) const {
+  if (first == 0) {
+    load_rows(kReads, p.du, true, space.head, v, V);
+  } else {
+    load_rows(kReads, p.dout, false, head_of(first), v, V);
   }
-  __syncthreads();
-  if (thread < kTile) {
-    float through = 0.f, after = 0.f;
-    for (int t = 0; t <= thread; ++t) through += gate(t);
-    for (int t = space.tokens - 1; t > thread; --t) after += gate(t);
-    space.through[thread] = expf(through);
-    space.after[thread] = expf(after);
-  }
-  // E of tokens: row t, column s <= t.
-  const int s = thread % kTile, first = thread / kTile * (kTile / kParts);
-  float sum = 0.f;
-  for (int t = s + 1; t < first; ++t) sum += gate(t);
-  for (int t = first; t < first + kTile / kParts; ++t) {
-    if (t > s) sum += gate(t);
-    decays[t * kPitch + s] = t < s ? 0.f : expf(sum);
+  if (first + 1 < readers()) load_rows(kReads + 1, p.dout, false, head_of(first + 1), v, V);
+}
+
+// S as it is after the function between chunks, and S * dS, of what the thread has brought.
+template <bool Gated>
+__device__ inline void PieceGradients<Gated>::finish_states(int first, float& both) const {
+  const bool sums = Gated && first == 0;
+  if (!space.opens && !sums) return;
+#pragma unroll 1
+  for (int i = 0; i < kTile; i += kThreads * 4 / kTile) {
+    const int row = i + thread * 4 / kTile, at = thread * 4 % kTile;
+    Pack<4> state = load<4>(&tile(kStates).at(row, at));
+    if (space.opens) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) state.at[e] = between(shape.pieces.between, state.at[e]);
+      store<4>(&tile(kStates).at(row, at), state);
+    }
+    if (sums) {
+      const Pack<4> gradient = load<4>(&tile(kGradients).at(row, at));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) both = fmaf(state.at[e], gradient.at[e], both);
+    }
   }
 }
 
-// F = do S, or -du S, A_ij = do_i . u_j, or -du_i . u_j, and of steps u dS, over V. both: S * dS.
+// F = do S, or du S, over V. Of up to 64 columns all tiles stay until the other sums over V.
 template <bool Gated>
-template <bool Steps>
-__device__ inline void PieceGradients<Gated>::sum_values(Pack<4> (&scores)[4], Pack<4> (&sums)[4],
-                                                         float& both, const In<4>& dx, int of) {
+__device__ inline void PieceGradients<Gated>::sum_states(Sums<8>& sums, int first) const {
+  float both = 0.f;
 #pragma unroll 1
   for (int v = 0; v < V; v += kTile) {
     __syncthreads();
-    load_rows(left, dx, Steps, of, v, V);
-    load_rows(right, p.u, true, space.head, v, V);
-    load_state(third, p.states, v);
-    if constexpr (Steps) load_state(fourth, p.gradients, v);
-    if (space.opens) {
-      // As the thread has written it.
-#pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
-        Pack<4> state = four(third, b + 16 * i, 4 * a);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) state.at[e] = between(shape.pieces.between, state.at[e]);
-        put(third, b + 16 * i, 4 * a, state);
-      }
+    load_reads(first, v);
+    load_state(kStates, p.states, v);
+    if (V <= kTile) load_rows(kWrites, p.u, true, space.head, v, V);
+    if (first == 0 && (Gated || V <= kTile)) load_state(kGradients, p.gradients, v);
+    commit_copies();
+    if constexpr (Gated) {
+      if (first + v == 0) sum_gates();
     }
+    wait_copies<0>();
+    finish_states(first, both);
     __syncthreads();
+    if (from >= rows()) continue;
 #pragma unroll 1
-    for (int m = idle ? kTile : 0; m < kTile; m += 4) {
-      Pack<4> reads[4];
-      own_rows(reads, left, m);
-      add_scores(scores, reads, right, m, cols,
-                 [](float& sum, const Pack<4>& x, const Pack<4>& y) { add_four(sum, x, y); });
-      add_four(sums, reads, third, m, 4 * a);
-      if constexpr (Steps) {
-        own_rows(reads, right, m);
-        add_four(dk, reads, fourth, m, 4 * a);
-      }
-    }
-    if constexpr (Steps && Gated) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        add_dot(both, four(third, b + 16 * i, 4 * a), four(fourth, b + 16 * i, 4 * a));
+    for (int c = 0; c < kTile && v + c < V; c += kBlock) {
+      SplitBlock a;
+      a.load(tile(kReads + team), from, c);
+      add_product(sums, a, tile(kStates), c, 0, D - col);
     }
   }
-  __syncthreads();
-}
-
-// E * A to a tile, and e^L F.
-template <bool Gated>
-template <bool Steps>
-__device__ inline void PieceGradients<Gated>::weigh(const Pack<4> (&scores)[4], Pack<4> (&sums)[4],
-                                                    float factor) const {
+  if constexpr (Gated) {
+    if (first > 0) return;
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const int i = 4 * b + r;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int j = a + 16 * c;
-      const bool seen = Steps ? j < i : space.token[j] <= i;
-      float weight = seen ? factor * scores[r].at[c] : 0.f;
-      if constexpr (Gated) {
-        if (seen) weight *= decays[(Steps ? space.token[i] : i) * kPitch + space.token[j]];
-      }
-      third[i * kPitch + j] = weight;
-    }
-    float by = factor;
-    if constexpr (Gated) by *= space.through[Steps ? space.token[i] : i];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sums[r].at[c] *= by;
+    for (int other = 1; other < 32; other *= 2) both += __shfl_xor_sync(~0u, both, other);
+    if (lane() == 0) gates.parts[thread / 32] = both;
   }
 }
 
-// A pair's share of the gates between its rows, E_ij A_ij (x_i . k_j), to a tile; and what gates scale of S
-// and dS.
+// f(c) for every sixteen columns, c..c+15 of a tile, of V, of which load(v) brings what is needed beside u,
+// unless it is there. Sums over V follow each other so that registers do not have to hold all at a time.
 template <bool Gated>
-template <bool Steps>
-__device__ inline void PieceGradients<Gated>::weigh_pairs(const Pack<4> (&sums)[4], float both,
-                                                          float* far_sums) {
-  if constexpr (Steps) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) dk[r].at[c] *= space.after[space.token[4 * b + r]];
-      float far = 0.f;
-      add_dot(far, dk[r], four(right, 4 * b + r, 4 * a));
-      far = over_row(far);
-      if (a == 0) space.writes[4 * b + r] = far;
-    }
-    both = over_row(both);
-    both += __shfl_xor_sync(~0u, both, 16);
-    if (thread % 32 == 0) space.parts[thread / 32] = both;
-  }
-  // A pair's share of the gates between its rows.
-  Pack<4> pairs[4];
-  clear(pairs);
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    float far = 0.f;
-    add_dot(far, sums[r], four(left, 4 * b + r, 4 * a));
-    far = over_row(far);
-    if (a == 0) far_sums[4 * b + r] += far;
-  }
+template <class Load, class F>
+__device__ inline void PieceGradients<Gated>::each_tile(const Load& load, const F& f) const {
 #pragma unroll 1
-  for (int m = idle ? kTile : 0; m < kTile; m += 4) {
-    Pack<4> reads[4];
-    own_rows(reads, left, m);
-    add_scores(pairs, reads, right, m, cols);
+  for (int v = 0; v < V; v += kTile) {
+    if (V > kTile) {
+      __syncthreads();
+      load(v);
+      load_rows(kWrites, p.u, true, space.head, v, V);
+      commit_copies();
+      wait_copies<0>();
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int c = 0; c < kTile && v + c < V; c += kBlock) f(c);
   }
+}
+
+// E * A in place of the warp's rows do or du, and e^L F.
+template <bool Gated>
+__device__ inline void PieceGradients<Gated>::weigh(const Sums<8>& scores, Sums<8>& sums) const {
+  const float factor = steps() ? -1.f : shape.scale;
+  const int reads = blocks();
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
+  for (int i = 0; i < 2; ++i) {
+    const int row = from + lane_row() + 8 * i;
+    const int seen = steps() ? row : (row + 1) * n;           // rows that it reads
+    const int at = steps() || seen > kTile ? row : seen - 1;  // the last token's E of the tile's row
+    [[maybe_unused]] const float* const decay =
+        decays + (at / kBlock * (at / kBlock + 1) / 2 * kBlock + at % kBlock) * kBlock + lane_four();
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int at = (4 * b + r) * kPitch + a + 16 * c;
-      fourth[at] = pairs[r].at[c] * third[at];
+    for (int m = 0; m < kBlocks; ++m) {
+      if (m >= reads) break;
+      Pack<4> weight = four(scores, i, m), decayed;
+      if constexpr (Gated) decayed = load<4>(decay + m * kBlock * kBlock);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float by = factor;
+        if constexpr (Gated) by *= decayed.at[e];
+        weight.at[e] = kBlock * m + lane_four() + e < seen ? by * weight.at[e] : 0.f;
+      }
+      put(tile(kReads + team), from + 8 * i, kBlock * m, weight);
+    }
+  }
+  float2 by = {factor, factor};
+  if constexpr (Gated) {
+    by.x *= gates.through[token_of(from + lane_row())];
+    by.y *= gates.through[token_of(from + lane_row() + 8)];
+  }
+  scale_rows(sums, by);
+}
+
+// The readers' own rows, and once the keys.
+template <bool Gated>
+__device__ inline void PieceGradients<Gated>::load_keys(int first) const {
+  if (first == 0) {
+    load_rows(kKeys, p.k, true, space.head, col, D);
+    load_rows(kRows, p.b, true, space.head, col, D);
+  } else {
+    load_rows(kRows, p.q, false, head_of(first), col, D);
+  }
+  if (first + 1 < readers()) load_rows(kRows + 1, p.q, false, head_of(first + 1), col, D);
+  commit_copies();
+}
+
+template <bool Gated>
+__device__ inline void PieceGradients<Gated>::store_reader(const Sums<8>& sums) const {
+  float* const data = steps() ? rows_at<float>(p.db, true, space.head, col)
+                              : rows_at<float>(p.dq, false, head_of(reader), col);
+  const int64_t stride = steps() ? p.db.stride[1] : p.dq.stride[1];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = from + lane_row() + 8 * i;
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) {
+      const int at = kBlock * m + lane_four();
+      if (row < rows() && col + at < D) store<4>(data + row * stride + at, four(sums, i, m));
     }
   }
 }
 
-// dq, db += (E * A) K        dk += (E * A)^T (Q, or B)
+// dk <- dk + (E * A)^T (Q, or B)
 template <bool Gated>
-template <bool Steps>
-__device__ inline void PieceGradients<Gated>::sum_rows(Pack<4> (&sums)[4]) {
-#pragma unroll 2
-  for (int j = 0; j < cols; j += 4) {
-    Pack<4> weight[4];
-    own_rows(weight, third, j);
-    add_product(sums, weight, right, j);
+__device__ inline void PieceGradients<Gated>::sum_columns(Sums<4>& dk, int first) const {
+#pragma unroll 1
+  for (int i = 0; i < 2 && first + i < readers(); ++i) {
+    const bool of_steps = first + i == 0;
+    // From the first that reads one of the warp's rows on.
+#pragma unroll 1
+    for (int b = of_steps ? block : space.token[from] / kBlock; kBlock * b < rows_of(of_steps); ++b) {
+      SplitBlock a;
+      load_transposed(a, tile(kReads + i), kBlock * b, from);
+      add_product(dk, a, tile(kRows + i), kBlock * b, kHalf * team);
+    }
   }
-  // From the first that reads the thread's rows on.
-#pragma unroll 4
-  for (int i = Steps ? 4 * b : space.token[4 * b]; i < rows_of(Steps); ++i) {
-    const Pack<4> weight = four(third, i, 4 * b), read = four(left, i, 4 * a);
+}
+
+// f(pack, its place) for the warp's part of dk.
+template <bool Gated>
+template <class F>
+__device__ inline void PieceGradients<Gated>::each_key(const F& f) const {
+  const int at = col + kHalf * team + lane_four();
+  float* const data = rows_at<float>(p.dk, true, space.head, at);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) add_scaled(dk[r], weight.at[r], read);
-  }
-}
-
-// Of token t's gate: pairs of a write before it and a read at it or later.
-template <bool Gated>
-template <bool Steps>
-__device__ inline void PieceGradients<Gated>::add_gates() const {
-  __syncthreads();
-  const int t = thread / kParts;
-  float dg = space.dg[thread];
-  for (int i = (Steps ? t * n : t) + thread % kParts; i < rows_of(Steps); i += kParts) {
-    Pack<4> sums_of = zeros<4>();
-    int j = 0;
-    for (; j + 4 <= t * n; j += 4) add_scaled(sums_of, 1.f, four(fourth, i, j));
-    for (; j < t * n; ++j) dg += fourth[i * kPitch + j];
+  for (int i = 0; i < 2; ++i) {
+    const int row = from + lane_row() + 8 * i;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) dg += sums_of.at[e];
-  }
-  space.dg[thread] = dg;
-}
-
-template <bool Gated>
-template <bool Steps>
-__device__ inline void PieceGradients<Gated>::add_reader(const In<4>& x, const In<4>& dx, float factor,
-                                                         const Out<4>& to, int of, float* far_sums) {
-  const int most = (4 * b + 4) * (Steps ? 1 : n);
-  idle = 4 * b >= rows_of(Steps), cols = idle ? 0 : most < kTile ? most : kTile;
-  Pack<4> scores[4], sums[4];
-  clear(scores);
-  clear(sums);
-  float both = 0.f;
-  sum_values<Steps>(scores, sums, both, dx, of);
-  weigh<Steps>(scores, sums, factor);
-  // The rows of the reader and of K to two other tiles.
-  load_rows(left, x, Steps, of, col, D);
-  load_rows(right, p.k, true, space.head, col, D);
-  __syncthreads();
-  if constexpr (Gated) weigh_pairs<Steps>(sums, both, far_sums);
-  sum_rows<Steps>(sums);
-  store_rows(to, Steps, of, sums);
-  if constexpr (Gated) add_gates<Steps>();
-}
-
-// dg of the piece's tokens, of these columns of D.
-template <bool Gated>
-__device__ inline void PieceGradients<Gated>::put_gates() const {
-  __syncthreads();
-  const int t = thread / kParts;
-  float dg = space.dg[thread];
-  for (int i = t + thread % kParts; i < rows_of(false); i += kParts) dg += space.queries[i];
-  for (int i = t * n + thread % kParts; i < rows_of(true); i += kParts) dg += space.steps[i];
-  for (int j = thread % kParts; j < t * n && j < rows_of(true); j += kParts) dg += space.writes[j];
-  dg += __shfl_xor_sync(~0u, dg, 1);
-  dg += __shfl_xor_sync(~0u, dg, 2);
-  if (thread % kParts == 0 && t < space.tokens) {
-    float whole = 0.f;
-    for (int w = 0; w < kThreads / 32; ++w) whole += space.parts[w];
-    const Tokens& all = shape.pieces.tokens;
-    p.dg[((slab * all.batch + space.batch) * all.tokens + space.start + t) * shape.heads + space.head] =
-        fmaf(space.through[space.tokens - 1], whole, dg);
+    for (int m = 0; m < 2; ++m) {
+      if (row < rows_of(true) && at + kBlock * m < D) f(i, m, data + row * p.dk.stride[1] + kBlock * m);
+    }
   }
 }
 

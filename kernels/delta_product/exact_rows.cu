@@ -1,9 +1,11 @@
-// A warp has one row of one head: of k, v and beta, or of q.
+// Some lanes have one row of one head: of k, v and beta, or of q.
 //
 //     k <- k / |k|       b = beta k       w = beta v       q <- q / |q|
 //
 // Lengths are made in fp64: an error in |k| is the same at every step that repeats a key, and where beta is 2
 // the steps reflect and it grows with their number.
+#include <algorithm>
+
 #include "delta_product/exact.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
@@ -13,195 +15,245 @@ namespace delta_product {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPerLane = kDeltaMaxWidth / 32;  // elements of a row, at most
+
+// x / y; of numbers of 32 bits, as most are, in a fifth of the time.
+__device__ inline int64_t quotient(int64_t x, int64_t y) {
+  return (x | y) >> 32 == 0 ? static_cast<uint32_t>(x) / static_cast<uint32_t>(y) : x / y;
+}
 
 struct RowOf {
   int64_t batch, row;
   int head;
 };
 
-// The warp's row: jobs 0..steps-1 have steps' rows, the others queries'.
+// Warps have rows of steps, or of queries: `each` a warp.
+__host__ __device__ inline int64_t warps_for(int64_t rows, int each) { return (rows + each - 1) / each; }
+__host__ __device__ inline int64_t steps_of(const DeltaExactShape& shape) {
+  const Tokens& tokens = shape.pieces.tokens;
+  return tokens.batch * tokens.tokens * shape.n * shape.heads;
+}
+__host__ __device__ inline int64_t queries_of(const DeltaExactShape& shape) {
+  const Tokens& tokens = shape.pieces.tokens;
+  return tokens.batch * tokens.tokens * shape.query_heads;
+}
+
+// The `number`-th of the `each` rows that a warp has. One that does not exist is given row 0, so that its
+// lanes take part in the shuffles.
 struct Job {
-  bool query;
+  bool query, exists;
   RowOf at;
 
-  __device__ Job(const DeltaExactShape& shape, int64_t job) {
-    const Tokens& tokens = shape.pieces.tokens;
-    const int64_t steps = tokens.batch * tokens.tokens * shape.n * shape.heads;
-    query = job >= steps;
-    if (query) job -= steps;
+  __device__ Job(const DeltaExactShape& shape, int64_t warp, int each, int number) {
+    const int64_t steps = steps_of(shape), of_steps = warps_for(steps, each);
+    query = warp >= of_steps;
+    int64_t job = (query ? warp - of_steps : warp) * each + number;
+    exists = job < (query ? queries_of(shape) : steps);
+    if (!exists) job = 0;
     const int heads = query ? shape.query_heads : shape.heads;
-    const int64_t rows = query ? tokens.tokens : tokens.tokens * shape.n, row = job / heads;
-    at = {row / rows, row % rows, static_cast<int>(job % heads)};
+    const int64_t rows = shape.pieces.tokens.tokens * (query ? 1 : shape.n), row = quotient(job, heads),
+                  batch = quotient(row, rows);
+    at = {batch, row - batch * rows, static_cast<int>(job - row * heads)};
   }
 };
 
-int64_t jobs_of(const DeltaExactShape& shape) {
-  const Tokens& tokens = shape.pieces.tokens;
-  return tokens.batch * tokens.tokens * (static_cast<int64_t>(shape.n) * shape.heads + shape.query_heads);
+// f(an element of the type)
+template <class F>
+__device__ inline void with_type(DType type, const F& f) {
+  switch (type) {
+    case DType::f16:
+      return f(__half());
+    case DType::bf16:
+      return f(__nv_bfloat16());
+    case DType::f64:
+      return f(double());
+    case DType::f32:
+      return f(float());
+  }
 }
 
-__device__ inline double over_warp(double x) {
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
-  return x;
-}
+// A row of 8 Lanes elements at most: lane l has the packs of four l and l + Lanes; zero beyond its width.
+template <int Lanes>
+struct Row {
+  float at[8];
 
-// A row in a warp's registers: lane l has the elements l, l + 32, ...; zero beyond its width.
-struct Elements32 {
-  float at[kPerLane];
-
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % Lanes; }
+  // f(element i of the lane's, column) for four of either pack.
   template <class F>
-  __device__ static void each(int width, const F& f) {
+  __device__ static void each_pack(const F& f) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int d = static_cast<int>(threadIdx.x) % 32 + 32 * i;
-      if (d < width) f(i, d);
-    }
+    for (int i = 0; i < 2; ++i) f(4 * i, 4 * (lane() + i * Lanes));
   }
-  __device__ Elements32(const In<4>& x, const RowOf& row, int width) {
-    const int64_t from = offset_of(x, row.batch, row.row, row.head);
+
+  __device__ Row(const In<4>& x, const RowOf& row, int width) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) at[i] = 0.f;
-    switch (x.dtype) {
-      case DType::f16:
-        read<__half>(x, from, width);
-        break;
-      case DType::bf16:
-        read<__nv_bfloat16>(x, from, width);
-        break;
-      case DType::f64:
-        read<double>(x, from, width);
-        break;
-      case DType::f32:
-        read<float>(x, from, width);
-        break;
-    }
+    for (int i = 0; i < 8; ++i) at[i] = 0.f;
+    const int64_t from = offset_of(x, row.batch, row.row, row.head), stride = x.stride[3];
+    with_type(x.dtype, [&](auto element) {
+      using T = decltype(element);
+      const T* const data = static_cast<const T*>(x.data) + from;
+      const bool packed = stride == 1 && reinterpret_cast<uintptr_t>(data) % (4 * sizeof(T)) == 0;
+      each_pack([&](int i, int d) {
+        if (packed && d + 4 <= width) {
+          put(i, load<4>(data + d));
+        } else if (stride == 0 && d < width) {
+          const float one = to_float(data[0]);
+          put(i, {one, d + 1 < width ? one : 0.f, d + 2 < width ? one : 0.f, d + 3 < width ? one : 0.f});
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (d + e < width) at[i + e] = to_float(data[(d + e) * stride]);
+          }
+        }
+      });
+    });
   }
-  __device__ double dot(const Elements32& other) const {
+  __device__ double dot(const Row& other) const {
     double sum = 0.;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) sum += static_cast<double>(at[i]) * static_cast<double>(other.at[i]);
-    return over_warp(sum);
+    for (int i = 0; i < 8; ++i) sum += static_cast<double>(at[i]) * static_cast<double>(other.at[i]);
+    return over_lanes(sum);
+  }
+  __device__ static double over_lanes(double x) {
+#pragma unroll
+    for (int other = Lanes / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+    return x;
   }
   // x <- x / |x|; what x was multiplied by.
   __device__ float to_unit() {
     const double by = rsqrt(dot(*this) + 1e-6);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) at[i] = static_cast<float>(static_cast<double>(at[i]) * by);
+    for (int i = 0; i < 8; ++i) at[i] = static_cast<float>(static_cast<double>(at[i]) * by);
     return static_cast<float>(by);
   }
   // Its gradient becomes that of x:   (dy - y (y . dy)) / |x|
-  __device__ void gradient_of_unit(const Elements32& y, float by) {
+  __device__ void gradient_of_unit(const Row& y, float by) {
     const double along = y.dot(*this);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < 8; ++i) {
       at[i] = by * static_cast<float>(static_cast<double>(at[i]) - static_cast<double>(y.at[i]) * along);
     }
   }
+  __device__ Row operator*(const Row& other) const {
+    Row product = *this;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) product.at[i] *= other.at[i];
+    return product;
+  }
+  __device__ Row operator+(const Row& other) const {
+    Row sum = *this;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum.at[i] += other.at[i];
+    return sum;
+  }
   __device__ void store(const Out<4>& x, const RowOf& row, int width) const {
-    each(width, [&](int i, int d) { store_any(x, at[i], row.batch, row.row, row.head, d); });
+    const int64_t from = offset_of(x, row.batch, row.row, row.head), stride = x.stride[3];
+    with_type(x.dtype, [&](auto element) {
+      using T = decltype(element);
+      T* const data = static_cast<T*>(x.data) + from;
+      const bool packed = stride == 1 && reinterpret_cast<uintptr_t>(data) % (4 * sizeof(T)) == 0;
+      each_pack([&](int i, int d) {
+        if (packed && d + 4 <= width) {
+          kernels::store<4>(data + d, pack(i));
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (d + e < width) data[(d + e) * stride] = from_float<T>(at[i + e]);
+          }
+        }
+      });
+    });
   }
   // fp32, and zeros up to a multiple of 4.
   __device__ void store_padded(const Out<4>& x, const RowOf& row, int width) const {
     float* const to = static_cast<float*>(x.data) + offset_of(x, row.batch, row.row, row.head);
-    each(in_fours(width), [&](int i, int d) { to[d] = at[i]; });
+    each_pack([&](int i, int d) {
+      if (d < width) kernels::store<4>(to + d, pack(i));
+    });
   }
 
  private:
-  template <typename T>
-  __device__ void read(const In<4>& x, int64_t from, int width) {
-    each(width,
-         [&](int i, int d) { at[i] = to_float(static_cast<const T*>(x.data)[from + d * x.stride[3]]); });
+  __device__ Pack<4> pack(int i) const { return {{at[i], at[i + 1], at[i + 2], at[i + 3]}}; }
+  __device__ void put(int i, const Pack<4>& four) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) at[i + e] = four.at[e];
   }
 };
 
-__device__ inline Elements32 operator*(const Elements32& x, const Elements32& y) {
-  Elements32 product = x;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) product.at[i] *= y.at[i];
-  return product;
-}
-
-__global__ void __launch_bounds__(kThreads)
-    make_rows(const __grid_constant__ DeltaExactRows p, int64_t jobs) {
-  const DeltaExactShape& shape = p.shape;
+// f(job) for the rows of this warp's lanes. None has lanes that part at a sum over a row.
+template <int Lanes, class F>
+__device__ inline void each_row(const DeltaExactShape& shape, int64_t warps, const F& f) {
+  constexpr int kEach = 32 / Lanes;
   const int64_t grid = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; i < jobs;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; i < warps;
        i += grid) {
-    const Job job(shape, i);
-    if (job.query && p.unit_q.data == nullptr) return;
-    Elements32 x(job.query ? p.q : p.k, job.at, shape.D);
-    if (p.unit) x.to_unit();
-    if (job.query) {
-      x.store_padded(p.unit_q, job.at, shape.D);
-      continue;
-    }
-    if (p.unit_k.data != nullptr) x.store_padded(p.unit_k, job.at, shape.D);
-    // A beta for every channel: D = V.
-    (x * Elements32(p.beta, job.at, shape.D)).store_padded(p.b, job.at, shape.D);
-    if (p.w.data != nullptr) {
-      (Elements32(p.v, job.at, shape.V) * Elements32(p.beta, job.at, shape.V))
-          .store_padded(p.w, job.at, shape.V);
-    }
+    f(Job(shape, i, kEach, static_cast<int>(threadIdx.x) % 32 / Lanes));
   }
 }
 
-// dk = dk + beta db, through the length;   dv = beta dw;   dbeta = db k + dw v, in sum if it is one
+template <int Lanes>
 __global__ void __launch_bounds__(kThreads)
-    row_gradients(const __grid_constant__ DeltaExactRowGradients p, int64_t jobs) {
+    make_rows(const __grid_constant__ DeltaExactRows p, int64_t warps) {
+  using Row = delta_product::Row<Lanes>;
+  each_row<Lanes>(p.shape, warps, [&](const Job& job) {
+    const int D = job.exists ? p.shape.D : 0, V = job.exists ? p.shape.V : 0;
+    Row x(job.query ? p.q : p.k, job.at, D);
+    if (p.unit) x.to_unit();
+    if (job.query) return x.store_padded(p.unit_q, job.at, D);
+    if (p.unit_k.data != nullptr) x.store_padded(p.unit_k, job.at, D);
+    // A beta for every channel: D = V.
+    (x * Row(p.beta, job.at, D)).store_padded(p.b, job.at, D);
+    if (p.w.data != nullptr) (Row(p.v, job.at, V) * Row(p.beta, job.at, V)).store_padded(p.w, job.at, V);
+  });
+}
+
+// dk = dk + beta db, through the length;   dv = beta dw;   dbeta = db k + dw v, summed over columns if it is
+// one a step
+template <int Lanes>
+__global__ void __launch_bounds__(kThreads)
+    row_gradients(const __grid_constant__ DeltaExactRowGradients p, int64_t warps) {
+  using Row = delta_product::Row<Lanes>;
   const DeltaExactShape& shape = p.shape;
-  const Tokens& tokens = shape.pieces.tokens;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; i < jobs;
-       i += grid) {
-    const Job job(shape, i);
+  each_row<Lanes>(shape, warps, [&](const Job& job) {
     // Rows that no sequence owns are not read: they may hold anything.
-    const bool owned =
-        sequence_of(tokens, job.at.batch, job.query ? job.at.row : job.at.row / shape.n).inside;
+    const bool owned = job.exists && sequence_of(shape.pieces.tokens, job.at.batch,
+                                                 job.query ? job.at.row : quotient(job.at.row, shape.n))
+                                         .inside;
     const int D = owned ? shape.D : 0, V = owned ? shape.V : 0;
-    Elements32 x(job.query ? p.q : p.k, job.at, D);
+    const int to_D = job.exists ? shape.D : 0, to_V = job.exists ? shape.V : 0;
+    Row x(job.query ? p.q : p.k, job.at, D);
     const float by = p.unit ? x.to_unit() : 1.f;
-    Elements32 dx(job.query ? p.dunit_q : p.dunit_k, job.at, D);
+    Row dx(job.query ? p.dunit_q : p.dunit_k, job.at, D);
     if (job.query) {
       if (p.unit) dx.gradient_of_unit(x, by);
-      dx.store(p.dq, job.at, shape.D);
-      continue;
+      return dx.store(p.dq, job.at, to_D);
     }
-    Elements32 db(p.db, job.at, D), dw(p.dw, job.at, V);
-    const Elements32 v(p.v, job.at, V), beta_of_k(p.beta, job.at, D), beta_of_v(p.beta, job.at, V);
-    const Elements32 of_k = db * x, of_v = dw * v;
+    const Row db(p.db, job.at, D), dw(p.dw, job.at, V), v(p.v, job.at, V), beta_of_k(p.beta, job.at, D),
+        beta_of_v(p.beta, job.at, V), of_k = db * x, of_v = dw * v;
     if (p.vector) {
-      Elements32 dbeta = of_k;
-#pragma unroll
-      for (int j = 0; j < kPerLane; ++j) dbeta.at[j] += of_v.at[j];
-      dbeta.store(p.dbeta, job.at, shape.D);
+      (of_k + of_v).store(p.dbeta, job.at, to_D);
     } else {
       double sum = 0.;
 #pragma unroll
-      for (int j = 0; j < kPerLane; ++j) {
-        sum += static_cast<double>(of_k.at[j]) + static_cast<double>(of_v.at[j]);
-      }
-      sum = over_warp(sum);
-      if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < 8; ++i) sum += static_cast<double>(of_k.at[i]) + static_cast<double>(of_v.at[i]);
+      sum = Row::over_lanes(sum);
+      if (job.exists && Row::lane() == 0) {
         store_any(p.dbeta, static_cast<float>(sum), job.at.batch, job.at.row, job.at.head, 0);
       }
     }
-    (dw * beta_of_v).store(p.dv, job.at, shape.V);
-    db = db * beta_of_k;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) dx.at[j] += db.at[j];
+    (dw * beta_of_v).store(p.dv, job.at, to_V);
+    dx = dx + db * beta_of_k;
     if (p.unit) dx.gradient_of_unit(x, by);
-    dx.store(p.dk, job.at, shape.D);
-  }
+    dx.store(p.dk, job.at, to_D);
+  });
 }
 
-template <auto Kernel, class Problem>
-cudaError_t launch(const Problem& p, cudaStream_t stream) {
-  if (p.shape.D > kDeltaMaxWidth || p.shape.V > kDeltaMaxWidth) return cudaErrorInvalidValue;
-  const int64_t jobs = jobs_of(p.shape);
-  if (jobs == 0) return cudaSuccess;
-  Kernel<<<blocks_for(divide_up(jobs, kThreads / 32)), kThreads, 0, stream>>>(p, jobs);
+template <auto Kernel, int Lanes, class Problem>
+cudaError_t launch(const Problem& p, bool queries, cudaStream_t stream) {
+  constexpr int kEach = 32 / Lanes;
+  const int64_t warps =
+      warps_for(steps_of(p.shape), kEach) + (queries ? warps_for(queries_of(p.shape), kEach) : 0);
+  if (warps == 0) return cudaSuccess;
+  Kernel<<<blocks_for(divide_up(warps, kThreads / 32)), kThreads, 0, stream>>>(p, warps);
   return cudaGetLastError();
 }
 
@@ -209,10 +261,22 @@ cudaError_t launch(const Problem& p, cudaStream_t stream) {
 }  // namespace delta_product
 
 cudaError_t delta_exact_rows(const DeltaExactRows& p, cudaStream_t stream) {
-  return delta_product::launch<delta_product::make_rows>(p, stream);
+  using namespace delta_product;
+  const int width = std::max(p.shape.D, p.shape.V);
+  const bool queries = p.unit_q.data != nullptr;
+  if (width <= 64) return launch<make_rows<8>, 8>(p, queries, stream);
+  if (width <= 128) return launch<make_rows<16>, 16>(p, queries, stream);
+  if (width <= kDeltaMaxWidth) return launch<make_rows<32>, 32>(p, queries, stream);
+  return cudaErrorInvalidValue;
 }
 cudaError_t delta_exact_row_gradients(const DeltaExactRowGradients& p, cudaStream_t stream) {
-  return delta_product::launch<delta_product::row_gradients>(p, stream);
+  using namespace delta_product;
+  const int width = std::max(p.shape.D, p.shape.V);
+  const bool queries = p.dq.data != nullptr;
+  if (width <= 64) return launch<row_gradients<8>, 8>(p, queries, stream);
+  if (width <= 128) return launch<row_gradients<16>, 16>(p, queries, stream);
+  if (width <= kDeltaMaxWidth) return launch<row_gradients<32>, 32>(p, queries, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace girih::kernels

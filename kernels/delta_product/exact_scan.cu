@@ -1,79 +1,77 @@
-// A block has 32 columns of one head's state, in registers, and walks its sequence: eight lanes share two
-// columns, each with every eighth pack of four of their D rows. What a step waits for is the sum over D, a
-// chain of products and three shuffles. So all else lies beside it: rows arrive in shared memory two batches
-// ahead, the next step's factors are in registers before this one's sum is, and a token's last read is made
-// along with the next token's first step, of the same state.
+// A block has 32 columns of one head's state and walks its sequence by tiles of sixteen rows; a warp has
+// sixteen of the columns and half of D, in registers. What a tile takes of the state is a chain of three
+// products, S^T b, X z and k u. All else lies beside it: two warps bring rows, stages ahead, and four make X
+// and P of them, which need nothing of the state. Products are those of tile/tf32.h.
 //
-// A slot of shared memory has what one turn takes: a query, a step's k and b, and the block's columns of w or
-// do. A token has G - 1 + n turns, G queries a memory: the first G - 1 read, the next reads and steps, the
-// others step. Forward the reads are the token's before, so there is a turn after the last token.
-#include "delta_product/exact_walk.cuh"
+// X is the inverse of a triangle of sixteen rows, made in fp64 by substitution: what it solves is as near as
+// what the recurrence gives.
+#include "delta_product/exact_chain.cuh"
+#include "delta_product/exact_loaders.cuh"
+#include "delta_product/exact_makers.cuh"
 #include "tile/grid.h"
 #include "tile/launch.h"
 
 namespace girih::kernels {
-namespace delta_product::by_token {
+namespace delta_product::by_tile {
 namespace {
 
 template <int Tile, bool Reverse>
-__global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaExactScan p) {
-  using Sizes = ScanSizes<Tile>;
-  constexpr int kBatchFloats = Sizes::kBatch * Sizes::kSlot;
-  extern __shared__ __align__(16) float shared[];
+__global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaExactScan p, int stages) {
+  extern __shared__ __align__(128) unsigned char shared[];
   const DeltaExactShape& shape = p.shape;
   const int slabs = (shape.V + kBlockCols - 1) / kBlockCols;
   const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockCols;
   const Walked here(shape, blockIdx.x / slabs);
-
-  // Without gates every decay is 1.
-  if (p.decay == nullptr && threadIdx.x < kStages * Sizes::kBatch) {
-    shared[threadIdx.x * Sizes::kSlot + Sizes::kDecay] = 1.f;
-  }
-  Fetcher<Tile, Reverse> fetcher(p, here, slab);
-#pragma unroll 1
-  for (int stage = 0; stage + 1 < kStages; ++stage) fetcher.fill(shared + stage * kBatchFloats);
-
-  ExactWalk<Tile, Reverse> walk(p, here, slab);
-  walk.load_state();
-  Turn turn{0, 0};
-  int stage = 0;
-#pragma unroll 1
-  for (int64_t all = here.template all_turns<Reverse>(); all > 0; all -= Sizes::kBatch) {
-    wait_copies<kStages - 2>();
-    __syncthreads();
-    fetcher.fill(shared + (stage + kStages - 1) % kStages * kBatchFloats);
-    const float* slot = shared + stage * kBatchFloats;
-    stage = (stage + 1) % kStages;
-    walk.take_both(slot);
-    const int count = all < Sizes::kBatch ? static_cast<int>(all) : Sizes::kBatch;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      walk.take_turn(turn, slot, i + 1 < Sizes::kBatch ? slot + Sizes::kSlot : slot);
-      turn.advance(0, 1, here.turns);
-      slot += Sizes::kSlot;
+  const TileSpace<Tile> space{shared, stages};
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) {
+    TileBarriers& barriers = space.barriers();
+    for (int i = 0; i < stages; ++i) {
+      init_barrier(&barriers.full[i], 32 * kLoaders);
+      init_barrier(&barriers.made[i], once(1));
+      init_barrier(&barriers.empty[i], once(kChains));
     }
   }
-  wait_copies<0>();
-
-  const DeltaPieces& pieces = shape.pieces;
-  if (Reverse && p.decay != nullptr && here.tokens > 0) {
-    walk.S.scale(p.decay[(here.sequence.batch * pieces.tokens.tokens + here.sequence.start) * shape.heads +
-                         here.head]);
+  if (p.g.data == nullptr && thread < kRows) {
+    for (int i = 0; i < stages; ++i) space.weights(i).through[thread] = space.weights(i).after[thread] = 1.f;
   }
-  walk.store_state();
-  if (!Reverse && p.position != nullptr && here.head == 0 && slab == 0 && threadIdx.x == 0) {
-    p.position[here.sequence.index] = (walk.position + static_cast<int64_t>(here.tokens)) % pieces.chunk;
+  __syncthreads();
+  const int warp = warp_index();
+  if (warp < kChains) {
+    const int group = warp / kParts;
+    ChainState<Tile> state(p, here, slab, warp);
+    Exchanger exchange{space.exchange(group), group, state.part};
+    state.load();
+    if constexpr (Reverse) {
+      run_reverse(state, space, exchange);
+    } else {
+      run_forward(state, space, exchange);
+    }
+    state.store();
+  } else if (warp < kChains + kMakers) {
+    make_weights<Tile, Reverse>(p, here, space, warp - kChains);
+  } else {
+    load_tiles<Tile, Reverse>(p, here, space, slab, thread - 32 * (kChains + kMakers));
+  }
+  if (!Reverse && p.position != nullptr && here.head == 0 && slab == 0 && thread == 0) {
+    p.position[here.sequence.index] =
+        (position_of(shape.pieces, here.sequence) + here.tokens) % shape.pieces.chunk;
   }
 }
 
 template <int Tile, bool Reverse>
 cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
-  constexpr int kBytes = ScanSizes<Tile>::kBytes;
-  if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(kBytes); error != cudaSuccess) return error;
+  using Space = TileSpace<Tile>;
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  int stages = kMaxStages;
+  while (stages > 1 && Space::bytes(stages) > limit) --stages;
+  const int bytes = Space::bytes(stages);
+  if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks = p.shape.pieces.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockCols);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  scan<Tile, Reverse><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);
+  scan<Tile, Reverse><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, stages);
   return cudaGetLastError();
 }
 
@@ -86,11 +84,11 @@ cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
 }
 
 }  // namespace
-}  // namespace delta_product::by_token
+}  // namespace delta_product::by_tile
 
 cudaError_t delta_exact_scan(const DeltaExactScan& p, cudaStream_t stream) {
-  return p.reverse ? delta_product::by_token::launch<true>(p, stream)
-                   : delta_product::by_token::launch<false>(p, stream);
+  return p.reverse ? delta_product::by_tile::launch<true>(p, stream)
+                   : delta_product::by_tile::launch<false>(p, stream);
 }
 
 }  // namespace girih::kernels

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "pipe/roots.h"
-#include "tile/matrix.h"
+#include "tile/tf32.h"
 #include "trellis/trellis.h"
 
 namespace girih::kernels {
@@ -137,10 +137,7 @@ __device__ inline void add_over_rows(float& x, float& y) {
   const uint32_t high[2] = {__float_as_uint(x) & mask, __float_as_uint(y) & mask};
   const float low[2] = {x - __uint_as_float(high[0]), y - __uint_as_float(high[1])};
   float sums[4] = {0.f, 0.f, 0.f, 0.f};
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-      "{%0, %1, %2, %3};\n"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(high[0]), "r"(high[1]), "r"(__float_as_uint(low[0])), "r"(__float_as_uint(low[1])), "r"(one));
+  mma_tf32(sums, {high[0], high[1], __float_as_uint(low[0]), __float_as_uint(low[1])}, one, one);
   x = sums[0], y = sums[2];
 }
 

@@ -138,11 +138,11 @@ def precision():
     )
     rows = [
         ["fp64", "fp64", "PyTorch's operators, CPU and CUDA"],
-        ["fp32", "fp32, never tf32", "kernels without tensor cores, or PyTorch's operators"],
+        ["fp32", "fp32, never tf32", "everything else: kernels without tensor cores, or PyTorch's operators"],
         [
             "fp32",
             "of two parts of each number by tf32, without the product of the lower two: 2^-22 of the whole",
-            "`cat_attention`, on the tensor cores, keys and values up to 128 wide",
+            "`delta_product`, `cat_attention` of keys and values up to 128 wide: on the tensor cores",
         ],
         [
             "bf16, fp16",
@@ -150,7 +150,7 @@ def precision():
             f"{', '.join(on_tensor_cores)}, on [the calls that have such kernels](operators.md#paths); "
             "`girih.ops.explain` tells for a call",
         ],
-        ["bf16, fp16", "fp32", "everything else"],
+        ["bf16, fp16", "as those of fp32", "everything else"],
     ]
     return markdown(["inputs", "products", "where"], rows).replace("---:", "---")
 

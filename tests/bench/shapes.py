@@ -89,7 +89,7 @@ DELTA_PRODUCT = [
     # No peer takes these.
     at("4 4096 16 64", delta_product("n1-vector", vector=True)),
     at("4 4096 16 128", delta_product("n2-vector", n=2, vector=True)),
-    at("4 4096 16 64", delta_product("n1-vector-gated", g=True, vector=True)),  # without tensor cores
+    at("4 4096 16 64", delta_product("n1-vector-gated", g=True, vector=True)),  # in fp32
     at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
     at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
 ]

@@ -9,10 +9,9 @@ struct ExactCall {
   int64_t batch, tokens, sequences;
   const void* cu_seqlens;
   const int64_t* position;
-  int64_t heads, query_heads, D, V, n, unit, vector, chunk, between;
+  int64_t heads, query_heads, D, V, n, unit, vector, chunk, between, shared;
   double scale;
   Array q, k, v, beta, g, initial, last, o, dout, dlast, dinitial, dq, dk, dv, dbeta;
-  const float* decay;
   int64_t* last_position;
   float* dg;  // [slabs of 64 of D, B, T, H]
 };
@@ -35,6 +34,7 @@ DeltaExactShape shape_of(const ExactCall& c) {
 extern "C" void run_exact(const ExactCall* call) {
   const ExactCall& c = *call;
   const DeltaExactShape shape = shape_of(c);
+  emulated::shared_bytes = static_cast<int>(c.shared);
   Rooms rooms;
   const auto rows = [&](int64_t count, int64_t heads, int64_t width) {
     return rooms(DType::f32, c.batch, count, heads, in_fours(width));
@@ -55,7 +55,7 @@ extern "C" void run_exact(const ExactCall* call) {
   DeltaExactScan scan{};
   scan.shape = shape;
   scan.q = written(made.unit_q), scan.k = written(made.unit_k), scan.b = written(made.b);
-  scan.value = written(made.w), scan.decay = c.decay;
+  scan.value = written(made.w), scan.g = in<3>(c.g);
   scan.initial = in<4>(c.initial), scan.final = out<4>(c.last), scan.o = out<4>(c.o);
   scan.position = c.last_position;
   must(delta_exact_scan(scan, nullptr));  // without backward; what is handed out is looked at after the next
@@ -83,4 +83,5 @@ extern "C" void run_exact(const ExactCall* call) {
   r.dq = out<4>(c.dq), r.dk = out<4>(c.dk), r.dv = out<4>(c.dv);
   r.vector = c.vector != 0, r.dbeta = out<4>(c.dbeta);
   must(delta_exact_row_gradients(r, nullptr));
+  emulated::shared_bytes = emulated::kSharedBytes;
 }

@@ -444,6 +444,22 @@ inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
   }
 }
 
+// m8n8k4 of fp64.
+inline void multiply_f64(double (&d)[2], double a, double b) {
+  uint64_t words[2];
+  std::memcpy(&words[0], &a, sizeof a), std::memcpy(&words[1], &b, sizeof b);
+  const auto table = exchange(words, 2, __LINE__);
+  for (int i = 0; i < 2; ++i) {
+    const int row = lane() / 4, col = 2 * (lane() % 4) + i;
+    for (int k = 0; k < 4; ++k) {
+      double left, right;
+      std::memcpy(&left, &table[row * 4 + k][0], sizeof left);
+      std::memcpy(&right, &table[col * 4 + k][1], sizeof right);
+      d[i] = std::fma(left, right, d[i]);
+    }
+  }
+}
+
 // ldmatrix: four 8 x 8 matrices whose rows start at the lanes' addresses. Each lane reads its row when it
 // comes: what another writes before that is there for sure only behind a __syncwarp().
 inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {

@@ -8,7 +8,6 @@ from pathlib import Path
 KERNELS = Path(os.environ.get("GIRIH_KERNELS") or Path(__file__).resolve().parents[2] / "kernels")
 # What operators include, or link, beside their own, kernels/tile and kernels/pipe.
 ALSO = {
-    "delta_product": ("exact",),
     "gla": ("gsa", "exact"),
     "gsa": ("exact",),
     "trellis": ("gsa", "exact"),
@@ -163,11 +162,11 @@ BODIES = {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
-    "cat_attention/products.cuh": {"void mma_tf32(": "emulated::multiply_tf32(d, a, b0, b1);"},
+    "tile/tf32.h": {"void mma_tf32(": "emulated::multiply_tf32(d, a, b0, b1);"},
+    "delta_product/exact_makers.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
     "few_rows/few_rows.cu": {"uint4 load_once(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
-        "void add_over_rows(": "x = sum_over_row(x), y = sum_over_row(y);",
     },
 }
 # What else stands differently, by file: patterns, and what comes in their place.

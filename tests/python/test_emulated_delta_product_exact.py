@@ -24,10 +24,10 @@ BETWEEN = [None, "gelu", "tanh"]
 Call = structure(
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens position"),
-    (NUMBER, "heads query_heads D V n unit vector chunk between"),
+    (NUMBER, "heads query_heads D V n unit vector chunk between shared"),
     (ctypes.c_double, "scale"),
     (Array, "q k v beta g initial last o dout dlast dinitial dq dk dv dbeta"),
-    (POINTER, "decay last_position dg"),
+    (POINTER, "last_position dg"),
 )
 
 
@@ -51,6 +51,7 @@ def check(
     between=None,
     position=None,
     packed=False,
+    shared=227,
 ):
     generator = torch.Generator().manual_seed(D + n + sum(lengths))
     N, HQ = len(lengths), H * group
@@ -79,17 +80,17 @@ def check(
     tensors["o"] = unwritten(B, T, HQ, V)
     dbeta = unwritten(*given["beta"].shape)
     tensors["dbeta"] = dbeta if vector else dbeta[..., None]
-    decay = None if gates is None else walled(given["g"].exp())
     dg = unwritten((D + 63) // 64, B, T, H).zero_()
     starts = [sum(lengths[:i]) for i in range(N)]
     bounds, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
     position = walled(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HQ, D=D, V=V, n=n, unit=unit)
     call.vector, call.chunk, call.between, call.scale = vector, chunk, BETWEEN.index(between), 0.3
+    call.shared = shared * 1024
     call.cu_seqlens = bounds.data_ptr() if packed else None
     if between:
         call.position, call.last_position = position.data_ptr(), last_position.data_ptr()
-    call.decay, call.dg = None if decay is None else decay.data_ptr(), dg.data_ptr()
+    call.dg = dg.data_ptr()
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     kernels.run_exact(ctypes.byref(call))
@@ -146,6 +147,22 @@ def test_widths(kernels, D, V, n):
 @pytest.mark.parametrize("vector", [False, True])
 def test_several_steps_and_heads(kernels, n, vector):
     check(kernels, 80 // n, D=24, V=24, n=n, H=2, group=2, vector=vector, **EVERY)
+
+
+def test_gates_that_let_a_memory_grow(kernels):
+    check(kernels, 50, gates=-0.1)
+    check(kernels, 25, n=2, H=2, group=2, gates=-0.1)
+
+
+@pytest.mark.parametrize("shared, D", [(99, 200), (99, 128), (163, 200)])
+def test_smaller_cards(kernels, shared, D):
+    """On which a ring has one, two or three stages."""
+    check(kernels, 70, D=D, gates=0.1, shared=shared)
+
+
+@pytest.mark.parametrize("group", [3, 4])
+def test_several_queries_a_memory(kernels, group):
+    check(kernels, 40, group=group, gates=0.1)
 
 
 @pytest.mark.parametrize("between", ["gelu", "tanh"])

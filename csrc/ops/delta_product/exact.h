@@ -31,7 +31,6 @@ class ExactCall {
         static_cast<int>(v.size(3)),
         static_cast<int>(n),
         static_cast<float>(scale.value_or(1 / std::sqrt(double(q.size(3)))))};
-    if (g_.defined()) decay_ = g_.exp().contiguous();
   }
 
   Results forward(const OptionalTensor& initial, const Problem::Saved& kept) const {
@@ -89,13 +88,15 @@ class ExactCall {
                  kernels::delta_exact_gradients(p, c10::cuda::getCurrentCUDAStream()));
 
     const auto like = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
-    const auto dq = like(q_), dk = like(k_), dv = like(v_), dbeta = like(beta_);
+    const bool same = !unit_ && q_.scalar_type() == at::kFloat && q_.size(3) % 4 == 0;  // dunit_q is dq
+    const auto dq = same ? dunit_q : like(q_), dk = like(k_), dv = like(v_), dbeta = like(beta_);
     kernels::DeltaExactRowGradients r;
     r.shape = shape_;
     r.unit = unit_;
     r.q = input<4>(q_), r.k = input<4>(k_), r.v = input<4>(v_), r.beta = by_channel(beta_);
     r.dunit_q = input<4>(dunit_q), r.dunit_k = input<4>(dunit_k), r.db = input<4>(db), r.dw = input<4>(du);
-    r.dq = output<4>(dq), r.dk = output<4>(dk), r.dv = output<4>(dv);
+    if (!same) r.dq = output<4>(dq);
+    r.dk = output<4>(dk), r.dv = output<4>(dv);
     r.vector = beta_.dim() == 4;
     r.dbeta = output<4>(r.vector ? dbeta : dbeta.unsqueeze(-1));
     check_launch("delta_exact_row_gradients",
@@ -155,7 +156,7 @@ class ExactCall {
     kernels::DeltaExactScan p{};
     p.shape = shape_;
     p.q = input<4>(rows.q), p.k = input<4>(rows.k), p.b = input<4>(rows.b), p.value = input<4>(value);
-    p.decay = decay_.defined() ? decay_.const_data_ptr<float>() : nullptr;
+    p.g = input<3>(g_);
     p.initial = input<4>(initial);
     p.final = output<4>(last);
     return p;
@@ -164,7 +165,7 @@ class ExactCall {
     check_launch("delta_exact_scan", kernels::delta_exact_scan(p, c10::cuda::getCurrentCUDAStream()));
   }
 
-  Tensor q_, k_, v_, beta_, g_, decay_, cu_seqlens_, position_;
+  Tensor q_, k_, v_, beta_, g_, cu_seqlens_, position_;
   at::ScalarType g_type_ = at::kFloat;
   bool unit_;
   kernels::DeltaExactShape shape_;

@@ -41,7 +41,7 @@ def words(op: str, name: str) -> tuple[str, ...]:
 
 
 class Explanation(NamedTuple):
-    """path: "tensor cores", "exact fp32" (kernels without tensor cores) or "aten" (PyTorch's operators).
+    """path: "tensor cores", "exact fp32" (kernels in fp32) or "aten" (PyTorch's operators).
 
     why: what decides it, and keeps the call from a faster path.
     """

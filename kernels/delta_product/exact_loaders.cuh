@@ -1,0 +1,104 @@
+// The warps that bring the exact scan's tiles.
+#pragma once
+
+#include "delta_product/exact_tiles.cuh"
+
+namespace girih::kernels::delta_product::by_tile {
+
+// A thread's packs of sixteen rows.
+template <int Tile>
+struct RowCopier {
+  static constexpr int kPacks = Tile / 4, kStep = 32 * kLoaders / kPacks;  // of rows
+  static_assert(kStep > 0 && kRows % kStep == 0);
+  using Rows = RowsOfTile<Tile>;
+
+  const float* from;  // the sequence's first row, the thread's pack of its row
+  int64_t stride;
+  int row, col;
+  bool valid;
+
+  // rows: of the array, a token.
+  __device__ RowCopier(const In<4>& x, const Walked& here, int rows, int head, int cols, int thread)
+      : stride(x.stride[1]), row(thread / kPacks), col(thread % kPacks * 4), valid(col < cols) {
+    from = at<float>(x, here.sequence.batch, here.sequence.start * rows, head, col);
+  }
+  __device__ uint32_t address(const Rows& to, int i) const {
+    return shared_address(&to.at(0, col & ~15, i, col & 15));
+  }
+  // Rows first..first+rows-1, `offset` elements further.
+  __device__ void start(const Rows& to, int64_t first, int rows, int64_t offset = 0) const {
+    const float* x = from + (first + row) * stride + offset;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep, x += kStep * stride) {
+      copy_async(address(to, row + i), x, valid && row + i < rows);
+    }
+  }
+  // To the rows that end tokens their tokens' rows.
+  template <bool Reverse>
+  __device__ void start_tokens(const Rows& to, const TileWalk<Reverse>& walk, int64_t offset) const {
+#pragma unroll 1
+    for (int i = row; i < kRows; i += kStep) {
+      copy_async(address(to, i), from + (walk.token + walk.token_of_piece(i)) * stride + offset,
+                 valid && i < walk.rows() && walk.ends_token(i));
+    }
+  }
+};
+
+// Every tile has as many visits as a memory has queries. Each brings k and one head's q, at the rows of their
+// tokens' last steps; forward the first has b and w, reverse every one has do and the last b. Rows and
+// columns that do not exist are zero.
+template <int Tile, bool Reverse>
+__device__ inline void load_tiles(const DeltaExactScan& p, const Walked& here, const TileSpace<Tile>& space,
+                                  int slab, int thread) {
+  constexpr int kValuePacks = kBlockCols / 4, kValueStep = 32 * kLoaders / kValuePacks;
+  static_assert(kRows % kValueStep == 0);
+  const DeltaExactShape& shape = p.shape;
+  const int n = shape.n, query_head = here.head * here.group, D = in_fours(shape.D);
+  const RowCopier<Tile> q(p.q, here, 1, query_head, D, thread), k(p.k, here, n, here.head, D, thread),
+      b(p.b, here, n, here.head, D, thread);
+  const int value_row = thread / kValuePacks, value_col = thread % kValuePacks * 4;
+  const bool value_valid = slab + value_col < in_fours(shape.V);
+  const float* const value = at<float>(p.value, here.sequence.batch, here.sequence.start * (Reverse ? 1 : n),
+                                       Reverse ? query_head : here.head, slab + value_col);
+  const float* const gates = static_cast<const float*>(p.g.data) + here.sequence.batch * p.g.stride[0] +
+                             here.sequence.start * p.g.stride[1] + here.head * p.g.stride[2];
+  TileBarriers& barriers = space.barriers();
+  Turn turn;
+#pragma unroll 1
+  for (TileWalk<Reverse> walk(shape, here); walk.more(); walk.next()) {
+    const int rows = walk.rows();
+#pragma unroll 1
+    for (int member = 0; member < here.group; ++member, turn.next(space.stages)) {
+      const int stage = turn.place;
+      const bool steps = member == (Reverse ? here.group - 1 : 0);
+      wait(&barriers.empty[stage], turn.parity ^ 1);
+      k.start(space.k(stage), walk.row(), rows);
+      if (steps) b.start(space.b(stage), walk.row(), rows);
+      if (n == 1) {
+        q.start(space.q(stage), walk.row(), rows, member * p.q.stride[2]);
+      } else {
+        q.start_tokens(space.q(stage), walk, member * p.q.stride[2]);
+      }
+      if (Reverse || steps) {
+        const float* const from = value + (Reverse ? walk.token : walk.row()) * p.value.stride[1] +
+                                  (Reverse ? member * p.value.stride[2] : 0);
+#pragma unroll 1
+        for (int i = value_row; i < kRows; i += kValueStep) {
+          copy_async(shared_address(space.values(stage) + i * kValuePitch + value_col),
+                     from + (Reverse ? walk.token_of_piece(i) : i) * p.value.stride[1],
+                     value_valid && i < rows && (!Reverse || walk.ends_token(i)));
+        }
+      }
+      if (p.g.data != nullptr && thread < kRows) {
+        copy_async_4(shared_address(space.gates(stage) + thread),
+                     gates + (walk.token + walk.token_of_piece(thread)) * p.g.stride[1],
+                     thread < rows && walk.begins_token(thread));
+      }
+      arrive_after_copies(&barriers.full[stage]);
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+}  // namespace girih::kernels::delta_product::by_tile

@@ -1,0 +1,278 @@
+// What a warp of the exact scan's chain has of a head's state, in registers: sixteen columns of V of half of
+// D.
+#pragma once
+
+#include "delta_product/between.h"
+#include "delta_product/exact_tiles.cuh"
+#include "tile/tf32.h"
+
+namespace girih::kernels::delta_product::by_tile {
+
+// Of a tile's rows 8 n + lane_col() + j the lane's two columns of V: at[n][2 h + j].
+using TileRows = Sums<2>;
+
+template <int Tile>
+struct ChainState {
+  static constexpr int kBlocks = Tile / 16 / kParts;  // of sixteen columns of D
+  using Rows = RowsOfTile<Tile>;
+
+  const DeltaExactScan& p;
+  const DeltaExactShape& shape;
+  const Walked& here;
+  const int part, first;  // of D; its first column
+  const int own, col;     // the lane's first column of V, of the block's and of all; another is 8 further
+  // S^T, or dS^T: of block m its columns 4 (lane % 4) + 2 j + i are at[2 m + i][2 h + j], of V's `col` + 8 h.
+  Sums<2 * kBlocks> s;
+
+  __device__ ChainState(const DeltaExactScan& p, const Walked& here, int slab, int warp)
+      : p(p),
+        shape(p.shape),
+        here(here),
+        part(warp % kParts),
+        first(part * 16 * kBlocks),
+        own(warp / kParts * kChainCols + lane_row()),
+        col(slab + own) {}
+
+  // f(element, its place) for those of the lane's elements that exist, in an array of states.
+  template <class T, class F>
+  __device__ void each_place(T* data, const int64_t (&stride)[4], const F& f) {
+    const int row = first + 2 * lane_col();
+    data += here.sequence.index * stride[0] + here.head * stride[1] + row * stride[2] + col * stride[3];
+#pragma unroll
+    for (int n = 0; n < 2 * kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int down = n / 2 * 16 + e % 2 * 2 + n % 2, right = e / 2 * 8;
+        if (row + down < shape.D && col + right < shape.V) {
+          f(s.at[n][e], data[down * stride[2] + right * stride[3]]);
+        }
+      }
+    }
+  }
+  __device__ void load() {
+    fill(s, 0.f);
+    if (p.initial.data == nullptr) return;
+    each_place(static_cast<const float*>(p.initial.data), p.initial.stride,
+               [](float& s, const float& at) { s = at; });
+  }
+  __device__ void store() {
+    each_place(static_cast<float*>(p.final.data), p.final.stride, [](float s, float& at) { at = s; });
+  }
+  // Of states that are kept, [V, D], the lane's packs: f(where a pack is, its four elements).
+  template <class Float, class F>
+  __device__ void each_kept(Float* states, int64_t number, const F& f) {
+    const int D = in_fours(shape.D), row = first + 2 * lane_col();
+    Float* const from = states + ((number * shape.heads + here.head) * shape.V + col) * D + row;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        if (col + 8 * h >= shape.V || row + 16 * m >= D) continue;
+        f(from + 8 * h * D + 16 * m, s.at[2 * m][2 * h], s.at[2 * m + 1][2 * h], s.at[2 * m][2 * h + 1],
+          s.at[2 * m + 1][2 * h + 1]);
+      }
+    }
+  }
+  __device__ void publish(int64_t number) {
+    if (p.published == nullptr) return;
+    each_kept(p.published, number, [](float* at, float x, float y, float z, float w) {
+      *reinterpret_cast<float4*>(at) = {x, y, z, w};
+    });
+  }
+  // dS <- phi'(S) * dS, S that before the function
+  __device__ void apply_slope(int64_t number) {
+    const Between which = shape.pieces.between;
+    each_kept(p.states, number, [&](const float* at, float& x, float& y, float& z, float& w) {
+      const float4 before = *reinterpret_cast<const float4*>(at);
+      x *= between_slope(which, before.x), y *= between_slope(which, before.y);
+      z *= between_slope(which, before.z), w *= between_slope(which, before.w);
+    });
+  }
+  template <class F>
+  __device__ void each(const F& f) {
+#pragma unroll
+    for (int n = 0; n < 2 * kBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(s.at[n][e]);
+    }
+  }
+  // S <- phi(S)
+  __device__ void apply_between() {
+    each([&](float& x) { x = between(shape.pieces.between, x); });
+  }
+  __device__ void decay(const Weights& weights) {
+    if (p.g.data == nullptr) return;
+    const float by = weights.whole;
+    each([&](float& x) { x *= by; });
+  }
+  // At the first of a piece's tiles.
+  template <bool Reverse>
+  __device__ void enter(const TileWalk<Reverse>& walk) {
+    const bool has = shape.pieces.between != Between::none;
+    if (Reverse && has && walk.place.completes_chunk(shape.pieces)) apply_slope(walk.place.number + 1);
+    publish(walk.place.number);
+    if (!Reverse && has && walk.place.part == 0 && walk.token > 0) apply_between();
+  }
+
+  // sums[i] = S^T x_i^T over this half of D. S is taken apart once for all of them.
+  template <int N>
+  __device__ void read(TileRows (&sums)[N], const Rows (&x)[N]) const {
+    SplitSums<2 * N> all;
+    add_read<true>(all, x, 0);
+#pragma unroll
+    for (int m = 1; m < kBlocks; ++m) add_read<false>(all, x, m);
+#pragma unroll
+    for (int i = 0; i < N; ++i) all.put(sums[i].at, 2 * i);
+  }
+  // S^T += y^T x
+  __device__ void add_update(const TileRows& y, const Rows& x) {
+    SplitBlock block;
+    block.take(y, 0);
+#pragma unroll
+    for (int m = 0; m < kBlocks; m += 2) {
+      float right[4][4];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 two = *reinterpret_cast<const float2*>(
+              &x.at(i / 2 * 8, first + 16 * (m + n), lane_col() + i % 2, 2 * lane_row()));
+          right[2 * n][i] = two.x, right[2 * n + 1][i] = two.y;
+        }
+      }
+      SplitSums<4> sums;
+      sums.template add<true>(block, right);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.at[2 * m + n][e] += sums.at(n, e);
+      }
+    }
+  }
+
+ private:
+  template <bool First, int N>
+  __device__ void add_read(SplitSums<2 * N>& sums, const Rows (&x)[N], int m) const {
+    SplitBlock block;
+    block.take(s, 2 * m);
+    float right[2 * N][4];
+#pragma unroll
+    for (int n = 0; n < 2 * N; ++n) {
+      // The lane's four in the order in which S has them.
+      const float4 four = *reinterpret_cast<const float4*>(
+          &x[n / 2].at(n % 2 * 8, first + 16 * m, lane_row(), 2 * lane_col()));
+      right[n][0] = four.x, right[n][1] = four.z, right[n][2] = four.y, right[n][3] = four.w;
+    }
+    sums.template add<First>(block, right);
+  }
+};
+
+__device__ inline void take_values(TileRows& y, const float* values, int own) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      y.at[n][e] = values[(8 * n + lane_col() + e % 2) * kValuePitch + own + e / 2 * 8];
+    }
+  }
+}
+// y -= x
+__device__ inline void subtract(TileRows& y, const TileRows& x) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y.at[n][e] -= x.at[n][e];
+  }
+}
+// y's rows times factors
+__device__ inline void scale_tile(TileRows& y, const float (&factors)[kRows], float by = 1.f) {
+  scale_columns(y, [&](int n) {
+    const float2 two = *reinterpret_cast<const float2*>(&factors[8 * n + lane_col()]);
+    return float2{by * two.x, by * two.y};
+  });
+}
+// y by X
+__device__ inline TileRows solution(const TileRows& y, const Weights& weights) {
+  SplitBlock block;
+  block.take(y, 0);
+  float sums[2][4] = {}, low[2][4] = {};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    uint32_t x[kInverseParts][4];
+#pragma unroll
+    for (int part = 0; part < kInverseParts; ++part) {
+      const uint4 four =
+          *reinterpret_cast<const uint4*>(&weights.x[part][8 * n + lane_row()][2 * lane_col()]);
+      x[part][0] = four.x, x[part][1] = four.y, x[part][2] = four.z, x[part][3] = four.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto product = [&](float(&d)[4], const uint32_t(&left)[4], int part) {
+        mma_tf32(d, left, x[part][2 * i], x[part][2 * i + 1]);
+      };
+      product(low[n], block.high[i], 2), product(low[n], block.low[i], 1);
+      product(low[n], block.low[i], 0), product(low[n], block.high[i], 1);
+      product(sums[n], block.high[i], 0);
+    }
+  }
+  TileRows solved;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) solved.at[n][i] = sums[n][i] + low[n][i];
+  }
+  return solved;
+}
+// y by P
+__device__ inline SplitSums<2> weighed(const TileRows& y, const float (&weights)[kRows][kRows]) {
+  SplitBlock block;
+  block.take(y, 0);
+  float right[2][4];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(&weights[8 * n + lane_row()][2 * lane_col()]);
+    right[n][0] = x.x, right[n][1] = x.y, right[n][2] = x.z, right[n][3] = x.w;
+  }
+  SplitSums<2> sums;
+  sums.add<true>(block, right);
+  return sums;
+}
+__device__ inline void add(TileRows& y, const SplitSums<2>& sums) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y.at[n][e] += sums.at(n, e);
+  }
+}
+// The lane's rows to memory, row i past its first to to(i), where its column `col` lies, if has(i).
+template <class To, class Has>
+__device__ inline void store_tile(const TileRows& y, int col, int cols, const To& to, const Has& has) {
+  const bool inside = col < cols, both = col + 8 < cols;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float* const row = to(8 * n + j);
+      const bool exists = has(8 * n + j);
+      if (exists && inside) row[0] = y.at[n][j];
+      if (exists && both) row[8] = y.at[n][2 + j];
+    }
+  }
+}
+// Of steps: `piece` is the first of the tile's piece, where the tile has `rows` from `first` on.
+__device__ inline void store_steps(const TileRows& y, float* piece, int stride, int first, int rows, int col,
+                                   int cols) {
+  first += lane_col();
+  const int left = rows - lane_col();
+  store_tile(
+      y, col, cols, [&](int i) { return piece + (first + i) * stride; }, [&](int i) { return i < left; });
+}
+// Of tokens that rows end: `piece` is the piece's first.
+__device__ inline void store_tokens(const TileRows& y, float* piece, int stride, const Weights& weights,
+                                    int col, int cols) {
+  const int* const token = weights.token + lane_col();
+  store_tile(
+      y, col, cols, [&](int i) { return piece + token[i] * stride; }, [&](int i) { return token[i] >= 0; });
+}
+
+}  // namespace girih::kernels::delta_product::by_tile
