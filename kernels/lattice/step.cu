@@ -5,9 +5,9 @@
 // and S <- unit(x), Delta <- 0 where a chunk ends, else Delta <- D'. A chunk of one token has no Delta.
 //
 // A block has one sequence and head. Groups of up to 32 lanes take rows in turns, a lane `Pack` neighbouring
-// columns of every 32 packs; it touches no others, in any pass, so that a memory held in shared memory needs
-// no barriers. Sums over rows' columns stay in a group, those over rows go through shared memory, in one
-// order.
+// columns of every 32 packs; it touches no others, in any pass, so that it holds a memory that is not too
+// large in its registers. Sums over rows' columns stay in a group, those over rows go through shared memory,
+// in one order.
 #include "lattice/lattice.h"
 #include "lattice/tokens.cuh"
 #include "tile/launch.h"
@@ -20,43 +20,51 @@ namespace lattice {
 namespace {
 
 constexpr int kStepThreads = 256, kStepWarps = kStepThreads / 32;
-constexpr int kStepBlocks = 4;  // a multiprocessor
-constexpr int kTogether = 4;    // rows of a group whose sums over lanes are under way at once
+constexpr int kTogether = 4;  // rows of a group whose sums over lanes are under way at once
 
-// [D, M] fp32, in shared memory where it is held.
-template <int Pack_, bool Held>
+// A pack of a memory: its row and first column, and which of the thread's it is.
+struct At {
+  int r, c, pack;
+};
+
+// [D, M] fp32; where `Held` packs a thread are enough for it, in registers.
+template <int Pack_, int Held>
 struct StepMemory {
   float* global;
-  int64_t row_stride, col_stride;
-  float* held;
-  int M;
+  int64_t row_stride, col_stride;  // of held packs from each to the next
+  Pack<Pack_> held[Held > 0 ? Held : 1];
 
-  __device__ StepMemory(const Out<4>& state, int64_t n, int head, float* held, int M)
-      : global(static_cast<float*>(state.data)),
-        row_stride(state.stride[2]),
-        col_stride(state.stride[3]),
-        held(held),
-        M(M) {
+  // The thread's first pack, the next so many rows further.
+  __device__ StepMemory(const Out<4>& state, int64_t n, int head, const At& first, int rows)
+      : global(static_cast<float*>(state.data)), row_stride(state.stride[2]), col_stride(state.stride[3]) {
     if (global != nullptr) global += offset_of(state, n, head);
-  }
-  __device__ float* place(int r, int c) const { return global + r * row_stride + c * col_stride; }
-  __device__ void bring(int r, int c) const {
-    if constexpr (Held) {
-      static_assert(Pack_ == 4, "copies of 16 bytes");
-      copy_async(shared_address(held + r * M + c), place(r, c), true);
+    if constexpr (Held > 0) {
+      global += first.r * row_stride + first.c * col_stride;
+      row_stride *= rows;
     }
   }
-  __device__ Pack<Pack_> get(int r, int c) const {
-    return load<Pack_>(Held ? held + r * M + c : place(r, c));
+  __device__ float* place(const At& at) const {
+    if constexpr (Held > 0) {
+      return global + at.pack * row_stride;
+    } else {
+      return global + at.r * row_stride + at.c * col_stride;
+    }
   }
-  __device__ void keep(int r, int c, const Pack<Pack_>& x) const {
-    store<Pack_>(Held ? held + r * M + c : place(r, c), x);
+  __device__ void bring(const At& at) {
+    if constexpr (Held > 0) held[at.pack] = load<Pack_>(place(at));
   }
-  __device__ void put(int r, int c, const Pack<Pack_>& x) const { store<Pack_>(place(r, c), x); }
+  __device__ Pack<Pack_> get(const At& at) const {
+    if constexpr (Held > 0) {
+      return held[at.pack];
+    } else {
+      return load<Pack_>(place(at));
+    }
+  }
+  __device__ void put(const At& at, const Pack<Pack_>& x) const { store<Pack_>(place(at), x); }
 };
 
 // The thread's share of a memory [D, M], and sums over it.
-template <int Pack_>
+template <int Pack_, int Held>
 struct StepShare {
   const LatticeStep& p;
   float* const parts;     // sums of every warp: floats_of_parts()
@@ -78,21 +86,30 @@ struct StepShare {
         first_row(threadIdx.x / width),
         place(threadIdx.x % width),
         block(width * Pack_) {}
-  // f(row, first column) of all that is the thread's in columns from `from` on.
+  __device__ At first() const { return {first_row, place * Pack_, 0}; }
+  // f(at) of all that is the thread's in columns from `from` on.
   template <class F>
   __device__ void for_rows(int from, const F& f) const {
     const int c = from + place * Pack_;
+    if constexpr (Held > 0) {
+#pragma unroll
+      for (int pack = 0; pack < Held; ++pack) {
+        const int r = first_row + pack * rows;
+        if (r < p.D && c < p.M) f(At{r, c, pack});
+      }
+    } else {
 #pragma unroll 4
-    for (int r = first_row; r < p.D; r += rows) {
-      if (c < p.M) f(r, c);
+      for (int r = first_row; r < p.D; r += rows) {
+        if (c < p.M) f(At{r, c, 0});
+      }
     }
   }
-  // f(c, the sum over rows of what of(sum, r, c) adds up); by the whole block.
+  // f(c, the sum over rows of what of(sum, at) adds up); by the whole block.
   template <class Of, class F>
   __device__ void sum_rows(const Of& of, const F& f) const {
     for (int from = 0; from < p.M; from += block) {
       Pack<Pack_> sum = zeros<Pack_>();
-      for_rows(from, [&](int r, int c) { of(sum, r, c); });
+      for_rows(from, [&](const At& at) { of(sum, at); });
       for (int step = width; step < 32; step *= 2) {
 #pragma unroll
         for (int i = 0; i < Pack_; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
@@ -108,27 +125,36 @@ struct StepShare {
       __syncthreads();
     }
   }
-  // to[r] = sum over columns of f(r, c), added to what is there. All lanes of a group have the same rows.
+  // to[r] = sum over columns of f(at), added to what is there. All lanes of a group have the same rows.
   template <class F>
   __device__ void sum_columns(float* to, const F& f) const {
-    for (int from = 0; from < p.M; from += block) {
-      const int c = from + place * Pack_;
-      for (int first = first_row; first - first_row < p.D; first += kTogether * rows) {
-        float sums[kTogether];
+    if constexpr (Held > 0) {
 #pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          const int r = first + j * rows;
-          sums[j] = r < p.D && c < p.M ? f(r, c) : 0.f;
-        }
-        for (int step = width / 2; step > 0; step /= 2) {
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
-        }
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          if (place == 0 && first + j * rows < p.D) to[first + j * rows] += sums[j];
-        }
+      for (int first = 0; first < Held; first += kTogether) sum_columns_of(to, 0, first, f);
+    } else {
+      for (int from = 0; from < p.M; from += block) {
+        for (int first = 0; first * rows < p.D; first += kTogether) sum_columns_of(to, from, first, f);
       }
+    }
+  }
+  // The same, of columns from `from` on and some of the thread's rows from the first on.
+  template <class F>
+  __device__ void sum_columns_of(float* to, int from, int first, const F& f) const {
+    const int c = from + place * Pack_;
+    float sums[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int r = first_row + (first + j) * rows;
+      sums[j] = r < p.D && c < p.M ? f(At{r, c, first + j}) : 0.f;
+    }
+    for (int step = width / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int r = first_row + (first + j) * rows;
+      if (place == 0 && r < p.D) to[r] += sums[j];
     }
   }
 };
@@ -153,7 +179,7 @@ struct StepPlace {
 };
 
 // A block's token and memory.
-template <int Pack_, bool Held>
+template <int Pack_, int Held>
 struct StepBlock {
   using Columns = Pack<Pack_>;
 
@@ -161,12 +187,12 @@ struct StepBlock {
   const bool within;
   const int64_t n;
   const int head, group;
-  float *held_s, *held_step, *parts;  // in shared memory, as all of these
-  float *a, *W, *rho, *q;             // M each: whole packs
-  float *h, *o;                       // D each
+  float* parts;            // in shared memory, as all of these
+  float *a, *W, *rho, *q;  // M each: whole packs
+  float *h, *o;            // D each
 
-  const StepMemory<Pack_, Held> S, Delta;
-  const StepShare<Pack_> share;
+  const StepShare<Pack_, Held> share;
+  StepMemory<Pack_, Held> S, Delta;
 
   __device__ StepBlock(const LatticeStep& p, float* shared)
       : p(p),
@@ -174,27 +200,22 @@ struct StepBlock {
         n(blockIdx.x / p.heads),
         head(static_cast<int>(blockIdx.x % p.heads)),
         group(p.query_heads / p.heads),
-        held_s(shared),
-        held_step(held_s + (Held ? p.D * p.M : 0)),
-        parts(held_step + (Held && within ? p.D * p.M : 0)),
-        a(parts + StepShare<Pack_>::floats_of_parts(p.M)),
+        parts(shared),
+        a(parts + StepShare<Pack_, Held>::floats_of_parts(p.M)),
         W(a + p.M),
         rho(W + p.M),
         q(rho + p.M),
         h(q + p.M),
         o(h + p.D),
-        S(p.memory, n, head, held_s, p.M),
-        Delta(p.step, n, head, held_step, p.M),
-        share(p, parts) {}
+        share(p, parts),
+        S(p.memory, n, head, share.first(), share.rows),
+        Delta(p.step, n, head, share.first(), share.rows) {}
 
-  __device__ void bring_memory() const {
-    for (int from = 0; Held && from < p.M; from += share.block) {
-      share.for_rows(from, [&](int r, int c) {
-        S.bring(r, c);
-        if (within) Delta.bring(r, c);
-      });
+  __device__ void bring_memory() {
+    if constexpr (Held > 0) {
+      share.for_rows(0, [&](const At& at) { S.bring(at); });
+      if (within) share.for_rows(0, [&](const At& at) { Delta.bring(at); });
     }
-    commit_copies();
   }
   __device__ bool is(LatticeObjective objective) const { return p.objective == objective; }
 
@@ -214,8 +235,8 @@ struct StepBlock {
 
   // Of decode: h = S k - v
   __device__ void read_key() const {
-    share.sum_columns(h, [&](int r, int c) {
-      const Columns s = S.get(r, c), k = load<Pack_>(W + c);
+    share.sum_columns(h, [&](const At& at) {
+      const Columns s = S.get(at), k = load<Pack_>(W + at.c);
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < Pack_; ++i) sum = fmaf(s.at[i], k.at[i], sum);
@@ -228,10 +249,10 @@ struct StepBlock {
     const float step = sign_of(p.objective) * gamma;
     const bool encode = is(LatticeObjective::encode);
     share.sum_rows(
-        [&](Columns& sum, int r, int c) {
-          const Columns s = S.get(r, c);
+        [&](Columns& sum, const At& at) {
+          const Columns s = S.get(at);
 #pragma unroll
-          for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(h[r], s.at[i], sum.at[i]);
+          for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(h[at.r], s.at[i], sum.at[i]);
         },
         [&](int m, float total) {
           a[m] = total;
@@ -239,49 +260,58 @@ struct StepBlock {
         });
   }
 
-  // D' = e^g Delta + W (h - s a), which is kept for who comes again, and x = m s + D'.
-  __device__ Columns x_of(const StepPlace& place, int r, int c, const Columns& s, bool first) const {
-    Columns x, d = zeros<Pack_>();
-    if (within) d = Delta.get(r, c);
-    if (!within || first) {
-      const Columns w = load<Pack_>(W + c), of_a = load<Pack_>(a + c);
+  // x = m s + D', D' = e^g Delta + W (h - s a)
+  __device__ Columns next_step(const StepPlace& place, const At& at, const Columns& s) const {
+    Columns d = zeros<Pack_>();
+    const Columns w = load<Pack_>(W + at.c), of_a = load<Pack_>(a + at.c);
+    if (within) d = Delta.get(at);
 #pragma unroll
-      for (int i = 0; i < Pack_; ++i)
-        d.at[i] = fmaf(place.decay, d.at[i], w.at[i] * fmaf(-s.at[i], of_a.at[i], h[r]));
-      if (within) Delta.keep(r, c, d);
-    }
+    for (int i = 0; i < Pack_; ++i)
+      d.at[i] = fmaf(place.decay, d.at[i], w.at[i] * fmaf(-s.at[i], of_a.at[i], h[at.r]));
+    return d;
+  }
+  __device__ Columns sum_of(const StepPlace& place, const Columns& s, const Columns& d) const {
+    Columns x;
 #pragma unroll
     for (int i = 0; i < Pack_; ++i) x.at[i] = fmaf(place.kept, s.at[i], d.at[i]);
     return x;
   }
 
-  // rho = 1 / |x|, or 0 where x is
-  __device__ void measure(const StepPlace& place) const {
+  // rho = 1 / |x|, or 0 where x is. D' is written; where memories are held x takes Delta's place.
+  __device__ void measure(const StepPlace& place) {
     share.sum_rows(
-        [&](Columns& sum, int r, int c) {
-          const Columns x = x_of(place, r, c, S.get(r, c), true);
+        [&](Columns& sum, const At& at) {
+          const Columns s = S.get(at), d = next_step(place, at, s), x = sum_of(place, s, d);
+          if (within && (Held == 0 || !place.last)) Delta.put(at, d);
+          if constexpr (Held > 0) Delta.held[at.pack] = x;
 #pragma unroll
           for (int i = 0; i < Pack_; ++i) sum.at[i] = fmaf(x.at[i], x.at[i], sum.at[i]);
         },
         [&](int m, float total) { rho[m] = total > 0.f ? rsqrtf(total) : 0.f; });
   }
+  __device__ Columns measured(const StepPlace& place, const At& at, const Columns& s) const {
+    if constexpr (Held > 0) {
+      return Delta.held[at.pack];
+    } else {
+      return sum_of(place, s, within ? Delta.get(at) : next_step(place, at, s));
+    }
+  }
 
-  // o = unit(x) q; the state is written where the pass `writes`.
+  // o = unit(x) q; where the chunk ends the pass that `writes` leaves unit(x) and no D'.
   __device__ void read(const StepPlace& place, bool writes) const {
-    const bool last = place.last;
-    share.sum_columns(o, [&](int r, int c) {
-      const Columns s = S.get(r, c), by = load<Pack_>(rho + c), read = load<Pack_>(q + c);
-      Columns x = x_of(place, r, c, s, false);
-      if (Held && writes && !last && within) Delta.put(r, c, Delta.get(r, c));
+    const bool ends = writes && place.last;
+    share.sum_columns(o, [&](const At& at) {
+      const Columns s = S.get(at), by = load<Pack_>(rho + at.c), read = load<Pack_>(q + at.c);
+      Columns x = measured(place, at, s);
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < Pack_; ++i) {
         x.at[i] = by.at[i] > 0.f ? x.at[i] * by.at[i] : s.at[i];
         sum = fmaf(x.at[i], read.at[i], sum);
       }
-      if (writes && last) {
-        S.put(r, c, x);
-        if (within) Delta.put(r, c, zeros<Pack_>());
+      if (ends) {
+        S.put(at, x);
+        if (within) Delta.put(at, zeros<Pack_>());
       }
       return sum;
     });
@@ -295,18 +325,21 @@ struct StepBlock {
   }
 };
 
-template <int Pack_, bool Held>
-__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
+// Blocks a multiprocessor, of whose registers a thread has what its packs need.
+template <int Held>
+constexpr int kStepBlocks = Held > 4 ? 1 : 3;
+
+template <int Pack_, int Held>
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks<Held>)
     step_kernel(const __grid_constant__ LatticeStep p) {
   extern __shared__ __align__(16) float shared[];
-  const StepBlock<Pack_, Held> block(p, shared);
+  StepBlock<Pack_, Held> block(p, shared);
   const int64_t n = block.n;
   const int head = block.head, group = block.group;
   block.bring_memory();
   const float gamma = load_any(p.gamma, n, head), g = p.g.data == nullptr ? 0.f : load_any(p.g, n, head);
   const StepPlace place(p, n, head, g);
   block.fetch_token();
-  wait_copies<0>();
   __syncthreads();
 
   if (p.objective == LatticeObjective::decode) {
@@ -327,8 +360,11 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   if (threadIdx.x == 0) place.leave(p, n, head);
 }
 
-template <int Pack_, bool Held>
-cudaError_t launch_step(const LatticeStep& p, int64_t floats, int limit, cudaStream_t stream) {
+template <int Pack_, int Held>
+cudaError_t launch_step(const LatticeStep& p, cudaStream_t stream) {
+  int limit = 0;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  const int64_t floats = 4 * int64_t{p.M} + 2 * p.D + StepShare<Pack_, Held>::floats_of_parts(p.M);
   if (floats > limit / static_cast<int64_t>(sizeof(float))) return cudaErrorInvalidValue;
   if (const cudaError_t error = allow_shared<step_kernel<Pack_, Held>>(limit); error != cudaSuccess)
     return error;
@@ -337,25 +373,26 @@ cudaError_t launch_step(const LatticeStep& p, int64_t floats, int limit, cudaStr
   return cudaGetLastError();
 }
 
+// Packs of four columns a thread has of a memory, or 0 where a row has more than its group has lanes.
+int packs_of_thread(const LatticeStep& p) {
+  const int packs = p.M / 4;
+  if (packs > 32) return 0;
+  const int rows = kStepThreads / StepShare<4, 4>::width_of(packs);
+  return (p.D + rows - 1) / rows;
+}
+
 }  // namespace
 }  // namespace lattice
 
 cudaError_t lattice_step(const LatticeStep& p, cudaStream_t stream) {
   if (p.sequences * p.heads == 0) return cudaSuccess;
   if (p.sequences * p.heads > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  const int64_t held = int64_t{p.D} * p.M * (p.step.data == nullptr ? 1 : 2);
-  const int64_t vectors = 4 * int64_t{p.M} + 2 * p.D;
   if (p.M % 4 != 0 || !fits_packs(p.memory, 4, 4) || !fits_packs(p.step, 4, 4)) {
-    return lattice::launch_step<1, false>(p, vectors + lattice::StepShare<1>::floats_of_parts(p.M), limit,
-                                          stream);
+    return lattice::launch_step<1, 0>(p, stream);
   }
-  const int64_t floats = vectors + lattice::StepShare<4>::floats_of_parts(p.M);
-  if ((floats + held) * static_cast<int64_t>(sizeof(float)) <= limit) {
-    return lattice::launch_step<4, true>(p, floats + held, limit, stream);
-  }
-  return lattice::launch_step<4, false>(p, floats, limit, stream);
+  const int packs = lattice::packs_of_thread(p);
+  if (packs == 0 || packs > 16) return lattice::launch_step<4, 0>(p, stream);
+  return packs <= 4 ? lattice::launch_step<4, 4>(p, stream) : lattice::launch_step<4, 16>(p, stream);
 }
 
 }  // namespace girih::kernels

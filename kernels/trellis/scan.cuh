@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   const bool reads = p.o.data != nullptr;
   const int warp = warp_index();
   if (threadIdx.x == 0) {
-    space.init(p, part);
+    space.init(p, part, Short ? 1 : Space::kReaders);
     if (reads) publish_barriers();
     if (part.head == 0 && part.memory == 0) {
       const auto& sequence = part.of.sequence;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     Chain(p, part, space, warp).run();
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
-    TrellisScanReader<T, Tile>{p, part, space}.run(warp - Space::kChain);
+    TrellisScanReader<T, Tile, Short>{p, part, space}.run(warp - Space::kChain);
   } else {
     if (kWide) leave_registers<40>();
     const int loader = warp - Space::kChain - Space::kReaders;

@@ -5,7 +5,8 @@
 
 namespace girih::kernels {
 
-// Where the loaders are in their sequence: chunks, and tiles of them.
+// Where the loaders are in their sequence: chunks, and tiles of them. Short: a chunk is a tile.
+template <bool Short>
 struct TileWalk {
   const TrellisShape& shape;
   const ChunkedSequence& of;
@@ -24,14 +25,23 @@ struct TileWalk {
     return (first == 0 ? Space::kEnters : 0) | (last && chunk_number + 1 == of.chunks ? Space::kEnds : 0) |
            (chunk.complete ? 0 : Space::kOpen) | (resumed && chunk_number == 0 ? Space::kGoesOn : 0);
   }
+  __device__ void skip(int tiles) {
+    if constexpr (Short) {
+      chunk_number += tiles;
+      enter();
+    } else {
+#pragma unroll 1
+      for (; tiles > 0 && !done(); --tiles) next();
+    }
+  }
+
+ private:
   __device__ void next() {
     first += kTile;
     if (first < chunk.length) return;
     first = 0, ++chunk_number;
     enter();
   }
-
- private:
   __device__ void enter() {
     if (!done()) chunk = chunk_of(shape.grid, of, chunk_number);
   }
@@ -50,7 +60,7 @@ struct TrellisScanLoader {
   const Space& space;
 
   // Starts the copies of a tile to its stage.
-  __device__ void start(const TileWalk& at, int stage) const {
+  __device__ void start(const TileWalk<Short>& at, int stage) const {
     const int64_t batch = part.of.sequence.batch, token = at.chunk.start + at.first;
     const int rows = at.rows(), sources = part.memory == 0 && p.o.data != nullptr ? 3 : 2;
 #pragma unroll 1
@@ -114,11 +124,11 @@ struct TrellisScanLoader {
   __device__ void run(int loader) const {
     const bool resumed = p.first[part.memory].data != nullptr;
     Turn turn, before;
-    int mine = loader, marks = 0;
+    int marks = 0;
     bool waits = false, follows = false;  // a tile of this warp's, one that another is before
-    for (TileWalk at(p.shape, part.of); !at.done(); at.next(), turn.next(Space::kStages)) {
-      if (mine-- > 0) continue;
-      mine = Space::kLoaders - 1;
+    TileWalk<Short> at(p.shape, part.of);
+    at.skip(loader), turn.skip(loader, Space::kStages);
+    for (; !at.done(); at.skip(Space::kLoaders), turn.skip(Space::kLoaders, Space::kStages)) {
       wait(space.empty() + turn.place, turn.parity ^ 1);
       start(at, turn.place);
       if (waits) {

@@ -1,8 +1,11 @@
 // The scan's readers: what tokens read of the memories, and the storing of what they write. A reader has one
-// tile of a chunk, the next reader the next tile.
+// tile, the next reader the next.
 //
 //     of keys    r_t = f(A_t q_t)       goes to the block that has the memory of values
 //     of values  o_t = A_t^T r_t
+//
+// A chunk's tiles and memory are given back by all readers, but where no chunk has more than one tile: there
+// its reader alone does so, and the memory before what it reads of the tile.
 #pragma once
 
 #include "tile/cluster.h"
@@ -10,7 +13,7 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile>
+template <typename T, int Tile, bool Short>
 struct TrellisScanReader {
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -42,8 +45,9 @@ struct TrellisScanReader {
         [&](int j) { return space.numbers(at.stage(j)).gates; });
   }
 
-  // R = f(Q A^T + ..), to the other block's stage.
-  __device__ void read_keys(const Own& at, const typename Space::Memory& memory) const {
+  // R = f(Q A^T + ..), to the other block's stage. Behind the product with the memory: then().
+  template <class Then>
+  __device__ void read_keys(const Own& at, const typename Space::Memory& memory, const Then& then) const {
     const int s = at.own.place;
     const Token tile = space.token(s, Space::kR);
     Operand<K> w;
@@ -51,6 +55,7 @@ struct TrellisScanReader {
     Sums<N> y;
     fill(y, 0.f);
     add_product_transposed<T>(y, w, memory);
+    then();
     finish(y, w, at, Space::kX, Space::kU);
     to_images<T>(p.shape.f, p.shape.slots, y);
     round_to<T>(w, y);
@@ -60,9 +65,10 @@ struct TrellisScanReader {
     if (lane() == 0) send(tile.data, Token::kBytes, space.sent() + s, 1);
   }
 
-  // O = R A + ..
-  __device__ void read_values(const Own& at, const typename Space::Memory& memory, int64_t token,
-                              int rows) const {
+  // O = R A + .., and then() likewise.
+  template <class Then>
+  __device__ void read_values(const Own& at, const typename Space::Memory& memory, int64_t token, int rows,
+                              const Then& then) const {
     const int s = at.own.place;
     wait(space.sent() + s, at.own.parity);
     Operand<K> r;
@@ -71,6 +77,7 @@ struct TrellisScanReader {
     Sums<N> o;
     fill(o, 0.f);
     add_product<T>(o, r, memory);
+    then();
     finish(o, r, at, Space::kU, Space::kX);
     // The chain has taken what was in this tile.
     const Token tile = space.token(s, Space::kWeighed);
@@ -97,7 +104,46 @@ struct TrellisScanReader {
         space.numbers(stage).fits[lane()];
   }
 
+  template <class Then>
+  __device__ void read(const Own& at, const typename Space::Memory& memory, int64_t token, int rows,
+                       const Then& then) const {
+    if (p.o.data == nullptr) {
+      then();
+    } else if (part.memory == 0) {
+      read_keys(at, memory, then);
+    } else {
+      read_values(at, memory, token, rows, then);
+    }
+    keep(at.own.place, token, rows);
+  }
+
   __device__ void run(int reader) const {
+    if constexpr (Short) {
+      run_short(reader);
+    } else {
+      run_long(reader);
+    }
+  }
+
+  // A chunk is a tile.
+  __device__ void run_short(int reader) const {
+    Turn stage, place;
+    stage.skip(reader, Space::kStages), place.skip(reader, Space::kPlaces);
+#pragma unroll 1
+    for (int64_t i = reader; i < part.of.chunks; i += Space::kReaders) {
+      const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
+      // With the memory the chain leaves word of the tokens that loaders have brought.
+      wait(space.left() + place.place, place.parity);
+      read(Own(stage, 0), space.memory(place.place), chunk.start, chunk.length, [&] {
+        arrive_once(space.taken() + place.place);
+        wait(space.written() + stage.place, stage.parity);
+      });
+      arrive_once(space.empty() + stage.place);
+      stage.skip(Space::kReaders, Space::kStages), place.skip(Space::kReaders, Space::kPlaces);
+    }
+  }
+
+  __device__ void run_long(int reader) const {
     Turn stage, place;
     unsigned begun = 0;  // tiles of the chunks before
     for (int64_t i = 0; i < part.of.chunks; ++i) {
@@ -107,14 +153,10 @@ struct TrellisScanReader {
       wait(space.left() + place.place, place.parity);
       if (tile < tiles) {
         const Own at(stage, tile);
-        const auto memory = space.memory(place.place);
-        const int64_t token = chunk.start + tile * kTile;
-        const int rows = min(chunk.length - tile * kTile, kTile);
         // Tiles are written in order.
         wait(space.written() + at.own.place, at.own.parity);
-        if (p.o.data != nullptr && part.memory == 0) read_keys(at, memory);
-        if (p.o.data != nullptr && part.memory == 1) read_values(at, memory, token, rows);
-        keep(at.own.place, token, rows);
+        read(at, space.memory(place.place), chunk.start + tile * kTile,
+             min(chunk.length - tile * kTile, kTile), [] {});
       }
       for (int j = 0; j < tiles; ++j, stage.next(Space::kStages)) {
         wait(space.written() + stage.place, stage.parity);

@@ -82,8 +82,9 @@ struct TrellisScanSpace {
   __device__ uint64_t* taken() const { return left() + kPlaces; }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(taken() + kPlaces); }
 
-  // By one thread. r of the keys' block is taken by that of values before its stage is free.
-  __device__ void init(const TrellisScan& p, const TrellisPart& part) const {
+  // By one thread. So many readers give a tile and a memory back; r of the keys' block is taken by that of
+  // values before its stage is free.
+  __device__ void init(const TrellisScan& p, const TrellisPart& part, int readers) const {
     const int memory = part.memory;
     const bool reads = p.o.data != nullptr, stores = p.memories[memory] != nullptr;
     RowSource<T>* const source = sources();
@@ -95,12 +96,12 @@ struct TrellisScanSpace {
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));
-      init_barrier(empty() + s, once(kReaders) + (reads && memory == 0 ? 1 : 0));
+      init_barrier(empty() + s, once(readers) + (reads && memory == 0 ? 1 : 0));
       init_barrier(sent() + s, 1);
     }
     for (int place = 0; place < kPlaces; ++place) {
       init_barrier(left() + place, once(kChain));
-      init_barrier(taken() + place, once(kReaders + (stores ? 1 : 0)));
+      init_barrier(taken() + place, once(readers + (stores ? 1 : 0)));
     }
   }
 };
