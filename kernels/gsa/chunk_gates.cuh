@@ -4,7 +4,7 @@
 // Where the gates of the whole chunk sum to little, e^{L_i - L_j} = r_i e^{X_j} with X_j = sum of g after j
 // and r_i = e^{-X_i}: s~ = s e^X serves all rows, one exponential a token and slot. Elsewhere r overflows;
 // there rows take the earlier 16-row blocks one by one, each with the end of that block as its reference, and
-// the block of their own pair by pair: no exponent is above 0.
+// the block of their own pair by pair: of gates up to 0 no exponent is above 0.
 #pragma once
 
 #include <type_traits>
@@ -234,10 +234,10 @@ struct Gates {
   }
 };
 
-// Row i of the warp's 16 against row j, slot by slot: e^{l_i - l_j}, 1 where j is the later row (masked
-// elsewhere).
-__device__ inline float decay_between(float later, float earlier) {
-  return exp2_fast(fminf(later - earlier, 0.f));
+// Row i of the warp's 16 against row j, slot by slot: e^{l_i - l_j}; 0 where j is the later row. Those are
+// told by their places: gates may be above 0 (then so is l_i - l_j), or NaN.
+__device__ inline float decay_between(float later, float earlier, bool in_order) {
+  return exp2_fast(in_order ? later - earlier : -INFINITY);
 }
 
 }  // namespace girih::kernels

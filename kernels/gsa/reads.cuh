@@ -158,6 +158,7 @@ struct RowReads {
       float2 score = at.scratch.column(j);
       if (j + Strict > lane_row()) score.x = 0.f;
       if (j + Strict > lane_row() + 8) score.y = 0.f;
+      const bool in_order[2] = {j <= lane_row(), j <= lane_row() + 8};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
@@ -165,7 +166,7 @@ struct RowReads {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           y.at[n][i] += (i < 2 ? score.x : score.y) * (i & 1 ? weight.y : weight.x) *
-                        decay_between(through.at[n][i], i & 1 ? l.y : l.x);
+                        decay_between(through.at[n][i], i & 1 ? l.y : l.x, in_order[i >> 1]);
         }
       }
     }
@@ -179,6 +180,7 @@ struct RowReads {
     gates.through(through);
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
+      const bool in_order[2] = {j <= lane_row(), j <= lane_row() + 8};
       float above = 0.f, below = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -186,8 +188,8 @@ struct RowReads {
                      l = gates.through(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          (i < 2 ? above : below) +=
-              p.at[n][i] * (i & 1 ? weight.y : weight.x) * decay_between(through.at[n][i], i & 1 ? l.y : l.x);
+          (i < 2 ? above : below) += p.at[n][i] * (i & 1 ? weight.y : weight.x) *
+                                     decay_between(through.at[n][i], i & 1 ? l.y : l.x, in_order[i >> 1]);
         }
       }
       at.scratch.put_column(j, above, below);

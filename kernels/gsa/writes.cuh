@@ -159,6 +159,7 @@ struct RowWrites {
       float2 score = at.scratch.column(t);
       if (t <= lane_row()) score.x = 0.f;
       if (t <= lane_row() + 8) score.y = 0.f;
+      const bool in_order[2] = {t >= lane_row(), t >= lane_row() + 8};
       __syncwarp();
       float above = 0.f, below = 0.f;
 #pragma unroll
@@ -169,8 +170,8 @@ struct RowWrites {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 w = at.weight(i >> 1, n);
-          const float decayed =
-              (i & 1 ? value.y : value.x) * decay_between(i & 1 ? l.y : l.x, through.at[n][i]);
+          const float decayed = (i & 1 ? value.y : value.x) *
+                                decay_between(i & 1 ? l.y : l.x, through.at[n][i], in_order[i >> 1]);
           u.at[n][i] += (i < 2 ? score.x : score.y) * decayed;
           (i < 2 ? above : below) += (i & 1 ? w.y : w.x) * decayed;
         }

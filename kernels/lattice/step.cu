@@ -340,6 +340,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks<Held>)
   const float gamma = load_any(p.gamma, n, head), g = p.g.data == nullptr ? 0.f : load_any(p.g, n, head);
   const StepPlace place(p, n, head, g);
   block.fetch_token();
+  block.fetch_query(head * group);
   __syncthreads();
 
   if (p.objective == LatticeObjective::decode) {
@@ -350,12 +351,12 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks<Held>)
   block.measure(place);
   // With the last of the head's queries the state is written.
   for (int member = 0; member < group; ++member) {
-    const int query_head = head * group + member;
-    block.fetch_query(query_head);
-    __syncthreads();
     block.read(place, member + 1 == group);
     __syncthreads();
-    block.store_read(query_head);
+    block.store_read(head * group + member);
+    if (member + 1 == group) break;
+    block.fetch_query(head * group + member + 1);
+    __syncthreads();
   }
   if (threadIdx.x == 0) place.leave(p, n, head);
 }

@@ -42,7 +42,8 @@ class Inputs:
 
 
 def gates(pattern, shape, generator):
-    """Log gates: as a layer makes them, or down to -20, steady or from token to token and slot to slot."""
+    """Log gates: as a layer makes them, or down to -20, steady or from token to token and slot to slot, or
+    above 0 for some tokens."""
     if pattern == "mild":
         return F.logsigmoid(torch.randn(shape, generator=generator)) / 8
     if pattern == "open":
@@ -54,6 +55,10 @@ def gates(pattern, shape, generator):
         return choice[torch.randint(len(choice), shape, generator=generator)]
     if pattern == "sudden":  # a rare -20 among weak ones: at another token in every slot
         return torch.where(torch.rand(shape, generator=generator) < 0.02, -20.0, -0.01)
+    if pattern == "rising":  # 3 to 6 tokens above 0, then a memory decays: at other tokens in every slot
+        token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:]))
+        first, length = (torch.randint(*of, shape[2:], generator=generator) for of in ((0, 16), (3, 7)))
+        return torch.where((token + first) % 16 < length, 0.3, -3.0).repeat(shape[0], *[1] * len(shape[1:]))
     return -20 * torch.rand(shape, generator=generator)
 
 

@@ -191,6 +191,13 @@ def test_every_gate(kernels, kind, dtype, pattern):
     check(kernels, [129], kind, dtype=dtype, pattern=pattern)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("kind, M", [("s_g", 64), ("g", 128)])
+def test_gates_above_0(kernels, kind, M, dtype):
+    """Memories that grow for a few tokens; of a scale at which no slot has it all, whose digits dq lacks."""
+    check(kernels, [129], kind, dtype=dtype, M=M, pattern="rising", scale=0.05)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("feature, scale", [*((name, None) for name in FEATURES), ("softmax", -0.3)])
 def test_every_feature(kernels, feature, scale, dtype):

@@ -136,6 +136,15 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", ["s_g", "g", "head", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [64, 128])
+def test_gates_above_0(slots, dtype, kind):
+    """Memories that grow for a few tokens; of a scale at which no slot has it all, whose digits dq lacks."""
+    inputs = draw(kind, T=130, D=slots, M=slots, pattern="rising", dtype=dtype, scale=0.05)
+    assert_as_right_as_the_formula(inputs)
+
+
 @pytest.mark.parametrize("M", [20, 64])
 def test_large_logits_in_fp32(M):
     """Where one slot has it all the roundings of logits near 20,000 are in none of the outputs."""
