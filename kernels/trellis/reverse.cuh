@@ -9,7 +9,8 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile, bool Softmax>
+// Short: no chunk has more than a tile.
+template <typename T, int Tile, class Phi, bool Short>
 __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
     trellis_reverse_kernel(const __grid_constant__ TrellisReverse p) {
   using Space = TrellisReverseSpace<T, Tile>;
@@ -17,16 +18,16 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   const Space space{Tile == 64 ? by_address(shared) : shared};
   const TrellisPart part(p.shape, blockIdx.x);
   const int warp = warp_index();
-  if (threadIdx.x == 0) space.init(p, part);
+  if (threadIdx.x == 0) space.init(p, part, Short ? 1 : Space::kReaders);
   __syncthreads();
   // Wide memories need the registers that those who load do without.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<160>();
-    run_reverse<T, Tile, Map<Softmax>>(p, part, space, warp);
+    run_reverse<T, Tile, Phi>(p, part, space, warp);
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
-    TrellisReverseReader<T, Tile>{p, part, space}.run(warp - Space::kChain);
+    TrellisReverseReader<T, Tile, Short>{p, part, space}.run(warp - Space::kChain);
   } else {
     if (kWide) leave_registers<56>();
     const int loader = warp - Space::kChain - Space::kReaders;
@@ -38,13 +39,18 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   }
 }
 
-template <typename T, int Tile>
-cudaError_t launch_trellis_reverse(const TrellisReverse& p, cudaStream_t stream) {
+template <typename T, int Tile, class Phi>
+cudaError_t launch_reverse_of(const TrellisReverse& p, cudaStream_t stream) {
   using Space = TrellisReverseSpace<T, Tile>;
   const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
-  return p.shape.phi.norm == Norm::softmax
-             ? launch_parts<trellis_reverse_kernel<T, Tile, true>, Space>(p, blocks, stream)
-             : launch_parts<trellis_reverse_kernel<T, Tile, false>, Space>(p, blocks, stream);
+  return p.shape.grid.size <= kTile
+             ? launch_parts<trellis_reverse_kernel<T, Tile, Phi, true>, Space>(p, blocks, stream)
+             : launch_parts<trellis_reverse_kernel<T, Tile, Phi, false>, Space>(p, blocks, stream);
+}
+template <typename T, int Tile>
+cudaError_t launch_trellis_reverse(const TrellisReverse& p, cudaStream_t stream) {
+  return p.shape.phi.norm == Norm::softmax ? launch_reverse_of<T, Tile, Map<true>>(p, stream)
+                                           : launch_reverse_of<T, Tile, Map<false>>(p, stream);
 }
 
 }  // namespace girih::kernels

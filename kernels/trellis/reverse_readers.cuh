@@ -16,7 +16,8 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile>
+// Short: no chunk has more than one tile.
+template <typename T, int Tile, bool Short>
 struct TrellisReverseReader {
   using Space = TrellisReverseSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -260,6 +261,44 @@ struct TrellisReverseReader {
   };
 
   __device__ void run(int reader) const {
+    if constexpr (Short) {
+      run_short(reader);
+    } else {
+      run_long(reader);
+    }
+  }
+
+  // A chunk is a tile, whose reader alone gives it and the memories back.
+  __device__ void run_short(int reader) const {
+    // Memories come in the order of their gradients: a second one only with the last of them.
+    Turn stage, place;
+    const auto skip = [&](int chunks) {
+      stage.skip(chunks, Space::kStages);
+      for (int i = 0; i < chunks; ++i) place.next(Space::kPlaces);
+    };
+    skip(reader);
+#pragma unroll 1
+    for (int64_t i = part.of.chunks - 1 - reader; i >= 0; i -= Space::kReaders) {
+      const bool apart = is_resumed(p.first[part.memory], i);
+      int left = apart ? 2 : 1;
+      wait(space.left() + place.place, place.parity);
+      wait(space.written() + stage.place, stage.parity);
+      Turn memory = place;
+      // Kept from the compiler, which would begin more of what it knows to be done once than it has registers
+      // for.
+      int tile = 0, tiles = 1;
+      asm volatile("" : "+r"(tile), "+r"(tiles));
+      const Memories memories{space, memory, left, apart};
+      read(Own(chunk_of(p.shape.grid, part.of, i), stage, tile, tiles), space.gradient(place.place),
+           memories);
+      while (left > 0) memories.leave();
+      arrive_once(space.empty() + stage.place);
+      arrive_once(space.taken() + place.place);
+      skip(Space::kReaders);
+    }
+  }
+
+  __device__ void run_long(int reader) const {
     Turn stage, place, memory;
     unsigned begun = 0;  // tiles of the chunks before
     for (int64_t i = part.of.chunks - 1; i >= 0; --i) {

@@ -75,8 +75,8 @@ struct TrellisReverseSpace {
 
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(taken() + kPlaces); }
 
-  // By one thread.
-  __device__ void init(const TrellisReverse& p, const TrellisPart& part) const {
+  // By one thread. So many readers give a tile and memories back.
+  __device__ void init(const TrellisReverse& p, const TrellisPart& part, int readers) const {
     const int memory = part.memory, width = p.shape.width(memory), M = p.shape.M;
     RowSource<T>* const source = sources();
     const auto rows = [&](const In<4>& x, int cols, TokenTile to) {
@@ -88,13 +88,13 @@ struct TrellisReverseSpace {
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));
-      init_barrier(empty() + s, once(kReaders));
+      init_barrier(empty() + s, once(readers));
     }
     for (int place = 0; place < kPlaces; ++place) {
       init_barrier(brought() + place, 32 + once(1));
-      init_barrier(read() + place, once(kReaders));
+      init_barrier(read() + place, once(readers));
       init_barrier(left() + place, once(kChain));
-      init_barrier(taken() + place, once(kReaders));
+      init_barrier(taken() + place, once(readers));
     }
   }
 };
