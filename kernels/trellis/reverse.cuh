@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
     if (kWide) leave_registers<56>();
     const int loader = warp - Space::kChain - Space::kReaders;
     if (loader < Space::kLoaders) {
-      TrellisReverseLoader<T, Tile>{p, part, space}.run(loader);
+      TrellisReverseLoader<T, Tile, Short>{p, part, space}.run(loader);
     } else {
       bring_memories<T, Tile>(p, part, space);
     }

@@ -5,7 +5,8 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile>
+// Short: no chunk has more than one tile.
+template <typename T, int Tile, bool Short>
 struct TrellisReverseLoader {
   using Space = TrellisReverseSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -109,24 +110,36 @@ struct TrellisReverseLoader {
   // those first would wait for a stage that readers have, with a tile that the chain waits for.)
   __device__ void run(int loader) const {
     Turn turn;
-    int mine = loader;
     Place last;
-    for (int64_t i = part.of.chunks - 1; i >= 0; --i) {
-      const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
-      const int tiles = tiles_in(chunk);
-      for (int tile = tiles - 1; tile >= 0; --tile, turn.next(Space::kStages)) {
-        if (mine-- > 0) continue;
-        mine = Space::kLoaders - 1;
-        finish_last(last);
-        wait(space.empty() + turn.place, turn.parity ^ 1);
-        start(chunk, tile, turn.place);
-        last = {turn, tiles - 1 - tile, rows_in(chunk, tiles - 1), marks(i, tile, tiles), true};
+    if constexpr (Short) {
+      turn.skip(loader, Space::kStages);
+      for (int64_t i = part.of.chunks - 1 - loader; i >= 0; i -= Space::kLoaders) {
+        bring(last, turn, chunk_of(p.shape.grid, part.of, i), i, 0, 1);
+        turn.skip(Space::kLoaders, Space::kStages);
+      }
+    } else {
+      int mine = loader;
+      for (int64_t i = part.of.chunks - 1; i >= 0; --i) {
+        const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
+        const int tiles = tiles_in(chunk);
+        for (int tile = tiles - 1; tile >= 0; --tile, turn.next(Space::kStages)) {
+          if (mine-- > 0) continue;
+          mine = Space::kLoaders - 1;
+          bring(last, turn, chunk, i, tile, tiles);
+        }
       }
     }
     finish_last(last);
   }
 
  private:
+  __device__ void bring(Place& last, const Turn& turn, const Chunk& chunk, int64_t number, int tile,
+                        int tiles) const {
+    finish_last(last);
+    wait(space.empty() + turn.place, turn.parity ^ 1);
+    start(chunk, tile, turn.place);
+    last = {turn, tiles - 1 - tile, rows_in(chunk, tiles - 1), marks(number, tile, tiles), true};
+  }
   __device__ int marks(int64_t chunk, int tile, int tiles) const {
     return (tile == tiles - 1 ? Space::kEnters : 0) | (tile == 0 ? Space::kLeaves : 0) |
            (is_resumed(p.first[part.memory], chunk) ? Space::kResumed : 0) |
