@@ -26,6 +26,7 @@ constexpr Path aten(const char* why) { return {Path::Code::aten, why}; }
 
 constexpr const char* kFloat64 = "float64 has no kernels";
 constexpr const char* kFloat32 = "float32 is computed in fp32, without tf32";
+constexpr const char* kSplitFloat32 = "products of fp32, each as three of tf32, sums in fp32";
 constexpr const char* kNoSequence = "there is no sequence to read";
 constexpr const char* kSmallCard = "this card has too little shared memory for the kernels of these widths";
 constexpr const char* kMemoryBound = "one pass over memory: there is no product for the tensor cores";

@@ -34,10 +34,6 @@ cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
   });
 }
 
-// Whether there are kernels of warpgroups.
-template <typename T, int Tile>
-constexpr bool kCatHasGroups = sizeof(T) == 2 && Tile <= kCatGroupWidest;
-
 // Of the largest kernel: two stages of queries, or of keys and values, and a tile that stays. What describes
 // queries is at most this much of every kernel.
 template <typename T, int Tile>

@@ -44,17 +44,7 @@ __device__ inline void add_scores(Sums<N> (&sums)[A], const CatLeft<T> (&a)[A], 
       for (int m = 0; m < A; ++m) a[m].multiply(sums[m].at[n], b);
     }
   } else {
-    const int l = lane();
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      uint32_t b[4];
-      load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
-#pragma unroll
-      for (int m = 0; m < A; ++m) {
-        mma<T>(sums[m].at[n], a[m].at, b[0], b[1]);
-        mma<T>(sums[m].at[n + 1], a[m].at, b[2], b[3]);
-      }
-    }
+    add_products_transposed<T>(sums, reinterpret_cast<const uint32_t(&)[A][4]>(a), tile, row, col);
   }
 }
 template <typename T, int N, class Tile>

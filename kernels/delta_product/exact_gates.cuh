@@ -72,7 +72,7 @@ __device__ inline void PieceGradients<Gated>::sum_far(const Sums<8>& sums) const
     float far = 0.f;
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
-      const Pack<4> x = four(sums, i, m), y = four(tile(kRows + team), from + 8 * i, kBlock * m);
+      const Pack<4> x = four(sums, i, m), y = four(tile(kReaderRows + team), from + 8 * i, kBlock * m);
 #pragma unroll
       for (int e = 0; e < 4; ++e) far = fmaf(x.at[e], y.at[e], far);
     }
@@ -91,14 +91,14 @@ __device__ inline void PieceGradients<Gated>::sum_pairs() const {
 #pragma unroll 1
   for (int c = 0; c < kTile; c += kBlock) {
     SplitBlock a;
-    a.load(tile(kRows + team), from, c);
+    a.load(tile(kReaderRows + team), from, c);
     add_scores(pairs, a, tile(kKeys), c, reads);
   }
   float before[2] = {0.f, 0.f};
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m) {
     if (m >= reads) break;
-    const int first = kBlock * m + lane_four();
+    const int column = kBlock * m + lane_four();
     Pack<4> sums = zeros<4>();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -119,7 +119,7 @@ __device__ inline void PieceGradients<Gated>::sum_pairs() const {
       const int row = from + lane_row() + 8 * i, last = steps() ? row : row * n;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (first + e <= last) sums.at[e] += sum;
+        if (column + e <= last) sums.at[e] += sum;
         sum += x.at[e];
       }
     }
@@ -127,7 +127,7 @@ __device__ inline void PieceGradients<Gated>::sum_pairs() const {
     for (int e = 0; e < 4; ++e) sums.at[e] = sum_over_col(sums.at[e]);
     if (lane_row() == 0) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) gates.pairs[thread / 32][first + e] += sums.at[e];
+      for (int e = 0; e < 4; ++e) gates.pairs[thread / 32][column + e] += sums.at[e];
     }
   }
 }
@@ -136,15 +136,16 @@ __device__ inline void PieceGradients<Gated>::sum_pairs() const {
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::put_gates() const {
   __syncthreads();
-  const int t = thread / kParts, part = thread % kParts;
+  const int t = thread / kTokenLanes, part = thread % kTokenLanes;
   float dg = 0.f;
-  for (int i = t + part; i < rows_of(false); i += kParts) dg += gates.queries[0][i] + gates.queries[1][i];
-  for (int i = t * n + part; i < rows_of(true); i += kParts) dg += gates.steps[i];
-  for (int j = part; j < t * n && j < rows_of(true); j += kParts) {
+  for (int i = t + part; i < rows_of(false); i += kTokenLanes)
+    dg += gates.queries[0][i] + gates.queries[1][i];
+  for (int i = t * n + part; i < rows_of(true); i += kTokenLanes) dg += gates.steps[i];
+  for (int j = part; j < t * n && j < rows_of(true); j += kTokenLanes) {
     dg += gates.writes[0][j] + gates.writes[1][j];
   }
   if (t < space.tokens) {
-    for (int w = part; w < kWarps; w += kParts) dg += gates.pairs[w][t * n];
+    for (int w = part; w < kWarps; w += kTokenLanes) dg += gates.pairs[w][t * n];
   }
   dg += __shfl_xor_sync(~0u, dg, 1);
   dg += __shfl_xor_sync(~0u, dg, 2);

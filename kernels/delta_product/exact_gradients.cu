@@ -13,17 +13,17 @@ namespace girih::kernels {
 namespace delta_product::by_piece {
 
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::add_readers(int first) {
-  reader = first + team;
+__device__ inline void PieceGradients<Gated>::add_readers(int first_reader) {
+  reader = first_reader + team;
   Sums<8> sums;
   fill(sums, 0.f);
-  sum_states(sums, first);
+  sum_states(sums, first_reader);
   {
     // A_ij = do_i . u_j, or du_i . u_j
     Sums<8> scores;
     fill(scores, 0.f);
     const int reads = from < rows() ? blocks() : 0;
-    each_tile([&](int v) { load_reads(first, v); },
+    each_tile([&](int v) { load_reads(first_reader, v); },
               [&](int c) {
                 if (reads == 0) return;
                 SplitBlock a;
@@ -34,7 +34,7 @@ __device__ inline void PieceGradients<Gated>::add_readers(int first) {
   }
   Sums<4> dk;
   fill(dk, 0.f);
-  if (first == 0) {
+  if (first_reader == 0) {
     // u dS
     each_tile([&](int v) { load_state(kGradients, p.gradients, v); },
               [&](int c) {
@@ -45,13 +45,13 @@ __device__ inline void PieceGradients<Gated>::add_readers(int first) {
               });
   }
   __syncthreads();
-  load_keys(first);
+  load_keys(first_reader);
   // What other readers' rows have given.
-  if (first > 0) each_key([&](int i, int m, const float* at) { set_four(dk, i, m, load<4>(at)); });
+  if (first_reader > 0) each_key([&](int i, int m, const float* at) { set_four(dk, i, m, load<4>(at)); });
   wait_copies<0>();
   __syncthreads();
   if constexpr (Gated) {
-    if (first == 0 && from < rows_of(true)) sum_far_writes(dk);
+    if (first_reader == 0 && from < rows_of(true)) sum_far_writes(dk);
     if (from < rows()) sum_far(sums);
   }
   if (from < rows()) {
@@ -66,7 +66,7 @@ __device__ inline void PieceGradients<Gated>::add_readers(int first) {
     if constexpr (Gated) sum_pairs();
   }
   if (!has_keys()) return;
-  sum_columns(dk, first);
+  sum_columns(dk, first_reader);
   each_key([&](int i, int m, float* at) { store<4>(at, four(dk, i, m)); });
 }
 
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
   PieceGradients<Gated> block(p, by_address(shared), static_cast<int>(blockIdx.x % slabs));
   if (!block.find(blockIdx.x / slabs)) return;
 #pragma unroll 1
-  for (int first = 0; first < block.readers(); first += 2) block.add_readers(first);
+  for (int first_reader = 0; first_reader < block.readers(); first_reader += 2)
+    block.add_readers(first_reader);
   if constexpr (Gated) block.put_gates();
 }
 

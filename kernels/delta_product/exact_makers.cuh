@@ -26,10 +26,7 @@ __device__ inline Sums<2> scores(const RowsOfTile<Tile>& x, const RowsOfTile<Til
     block.load(x, 0, col);
     float right[2][4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float4 four = *reinterpret_cast<const float4*>(&y.at(8 * n, col, lane_row(), 2 * lane_col()));
-      right[n][0] = four.x, right[n][1] = four.y, right[n][2] = four.z, right[n][3] = four.w;
-    }
+    for (int n = 0; n < 2; ++n) take_four(right[n], &y.at(8 * n, col, lane_row(), 2 * lane_col()));
     sums.template add<false>(block, right);
   }
   Sums<2> all;
@@ -47,11 +44,11 @@ __device__ inline void exact_scores(Scores64& scores, const RowsOfTile<Tile>& b,
 #pragma unroll 1
   for (int col = 0; col < Tile; col += 16) {
     double of_b[2][4], of_k[2][4];
-    const auto take = [&](double(&to)[4], const RowsOfTile<Tile>& x, int n) {
-      const float4 four = *reinterpret_cast<const float4*>(&x.at(8 * n, col, lane_row(), 2 * lane_col()));
-      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    };
-    take(of_b[0], b, 0), take(of_b[1], b, 1), take(of_k[0], k, 0), take(of_k[1], k, 1);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      take_four(of_b[n], &b.at(8 * n, col, lane_row(), 2 * lane_col()));
+      take_four(of_k[n], &k.at(8 * n, col, lane_row(), 2 * lane_col()));
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll

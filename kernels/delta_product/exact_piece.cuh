@@ -8,9 +8,9 @@
 namespace girih::kernels::delta_product::by_piece {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBlocks = kTile / kBlock;  // of rows
-constexpr int kHalf = kTile / 2;         // columns of dk of a warp
-constexpr int kParts = kThreads / kTile;
+constexpr int kBlocks = kTile / kBlock;        // of rows
+constexpr int kHalf = kTile / 2;               // columns of dk of a warp
+constexpr int kTokenLanes = kThreads / kTile;  // that add up the dg of a token
 
 // What the tiles have: of either reader rows do or du, then its E * A; u, S and dS, and after them the
 // readers' rows, q or b, and k, which stays.
@@ -20,7 +20,7 @@ enum PiecePlace : int {
   kStates,
   kGradients,
   kPlaces,
-  kRows = kWrites,
+  kReaderRows = kWrites,
   kKeys = kGradients
 };
 
@@ -87,8 +87,8 @@ struct PieceGradients {
 
   // False: the piece has no tokens.
   __device__ bool find(unsigned piece_head);
-  // The gradients of readers `first` and the next, and what their rows give dk.
-  __device__ void add_readers(int first);
+  // The gradients of readers `first_reader` and the next, and what their rows give dk.
+  __device__ void add_readers(int first_reader);
   __device__ void put_gates() const;
 
   __device__ int readers() const { return space.readers; }
@@ -96,18 +96,18 @@ struct PieceGradients {
  private:
   __device__ void clear_gates() const;
   __device__ void sum_gates() const;
-  __device__ void load_reads(int first, int v) const;
-  __device__ void finish_states(int first, float& both) const;
-  __device__ void sum_states(Sums<8>& sums, int first) const;
+  __device__ void load_reads(int first_reader, int v) const;
+  __device__ void finish_states(int first_reader, float& both) const;
+  __device__ void sum_states(Sums<8>& sums, int first_reader) const;
   template <class Load, class F>
   __device__ void each_tile(const Load& load, const F& f) const;
   __device__ void weigh(const Sums<8>& scores, Sums<8>& sums) const;
-  __device__ void load_keys(int first) const;
+  __device__ void load_keys(int first_reader) const;
   __device__ void sum_far_writes(Sums<4>& dk) const;
   __device__ void sum_far(const Sums<8>& sums) const;
   __device__ void sum_pairs() const;
   __device__ void store_reader(const Sums<8>& sums) const;
-  __device__ void sum_columns(Sums<4>& dk, int first) const;
+  __device__ void sum_columns(Sums<4>& dk, int first_reader) const;
   template <class F>
   __device__ void each_key(const F& f) const;
 
@@ -176,19 +176,19 @@ __device__ inline bool PieceGradients<Gated>::find(unsigned piece_head) {
 
 // Columns v..v+63 of the readers' rows do, or du.
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::load_reads(int first, int v) const {
-  if (first == 0) {
+__device__ inline void PieceGradients<Gated>::load_reads(int first_reader, int v) const {
+  if (first_reader == 0) {
     load_rows(kReads, p.du, true, space.head, v, V);
   } else {
-    load_rows(kReads, p.dout, false, head_of(first), v, V);
+    load_rows(kReads, p.dout, false, head_of(first_reader), v, V);
   }
-  if (first + 1 < readers()) load_rows(kReads + 1, p.dout, false, head_of(first + 1), v, V);
+  if (first_reader + 1 < readers()) load_rows(kReads + 1, p.dout, false, head_of(first_reader + 1), v, V);
 }
 
 // S as it is after the function between chunks, and S * dS, of what the thread has brought.
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::finish_states(int first, float& both) const {
-  const bool sums = Gated && first == 0;
+__device__ inline void PieceGradients<Gated>::finish_states(int first_reader, float& both) const {
+  const bool sums = Gated && first_reader == 0;
   if (!space.opens && !sums) return;
 #pragma unroll 1
   for (int i = 0; i < kTile; i += kThreads * 4 / kTile) {
@@ -209,21 +209,21 @@ __device__ inline void PieceGradients<Gated>::finish_states(int first, float& bo
 
 // F = do S, or du S, over V. Of up to 64 columns all tiles stay until the other sums over V.
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::sum_states(Sums<8>& sums, int first) const {
+__device__ inline void PieceGradients<Gated>::sum_states(Sums<8>& sums, int first_reader) const {
   float both = 0.f;
 #pragma unroll 1
   for (int v = 0; v < V; v += kTile) {
     __syncthreads();
-    load_reads(first, v);
+    load_reads(first_reader, v);
     load_state(kStates, p.states, v);
     if (V <= kTile) load_rows(kWrites, p.u, true, space.head, v, V);
-    if (first == 0 && (Gated || V <= kTile)) load_state(kGradients, p.gradients, v);
+    if (first_reader == 0 && (Gated || V <= kTile)) load_state(kGradients, p.gradients, v);
     commit_copies();
     if constexpr (Gated) {
-      if (first + v == 0) sum_gates();
+      if (first_reader + v == 0) sum_gates();
     }
     wait_copies<0>();
-    finish_states(first, both);
+    finish_states(first_reader, both);
     __syncthreads();
     if (from >= rows()) continue;
 #pragma unroll 1
@@ -234,7 +234,7 @@ __device__ inline void PieceGradients<Gated>::sum_states(Sums<8>& sums, int firs
     }
   }
   if constexpr (Gated) {
-    if (first > 0) return;
+    if (first_reader > 0) return;
 #pragma unroll
     for (int other = 1; other < 32; other *= 2) both += __shfl_xor_sync(~0u, both, other);
     if (lane() == 0) gates.parts[thread / 32] = both;
@@ -297,14 +297,14 @@ __device__ inline void PieceGradients<Gated>::weigh(const Sums<8>& scores, Sums<
 
 // The readers' own rows, and once the keys.
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::load_keys(int first) const {
-  if (first == 0) {
+__device__ inline void PieceGradients<Gated>::load_keys(int first_reader) const {
+  if (first_reader == 0) {
     load_rows(kKeys, p.k, true, space.head, col, D);
-    load_rows(kRows, p.b, true, space.head, col, D);
+    load_rows(kReaderRows, p.b, true, space.head, col, D);
   } else {
-    load_rows(kRows, p.q, false, head_of(first), col, D);
+    load_rows(kReaderRows, p.q, false, head_of(first_reader), col, D);
   }
-  if (first + 1 < readers()) load_rows(kRows + 1, p.q, false, head_of(first + 1), col, D);
+  if (first_reader + 1 < readers()) load_rows(kReaderRows + 1, p.q, false, head_of(first_reader + 1), col, D);
   commit_copies();
 }
 
@@ -326,16 +326,16 @@ __device__ inline void PieceGradients<Gated>::store_reader(const Sums<8>& sums) 
 
 // dk <- dk + (E * A)^T (Q, or B)
 template <bool Gated>
-__device__ inline void PieceGradients<Gated>::sum_columns(Sums<4>& dk, int first) const {
+__device__ inline void PieceGradients<Gated>::sum_columns(Sums<4>& dk, int first_reader) const {
 #pragma unroll 1
-  for (int i = 0; i < 2 && first + i < readers(); ++i) {
-    const bool of_steps = first + i == 0;
+  for (int i = 0; i < 2 && first_reader + i < readers(); ++i) {
+    const bool of_steps = first_reader + i == 0;
     // From the first that reads one of the warp's rows on.
 #pragma unroll 1
     for (int b = of_steps ? block : space.token[from] / kBlock; kBlock * b < rows_of(of_steps); ++b) {
       SplitBlock a;
       load_transposed(a, tile(kReads + i), kBlock * b, from);
-      add_product(dk, a, tile(kRows + i), kBlock * b, kHalf * team);
+      add_product(dk, a, tile(kReaderRows + i), kBlock * b, kHalf * team);
     }
   }
 }

@@ -19,8 +19,8 @@ struct ChainState {
   const DeltaExactScan& p;
   const DeltaExactShape& shape;
   const Walked& here;
-  const int part, first;  // of D; its first column
-  const int own, col;     // the lane's first column of V, of the block's and of all; another is 8 further
+  const int part, first_col;  // of D; its first column
+  const int own, col;         // the lane's first column of V, of the block's and of all; another is 8 further
   // S^T, or dS^T: of block m its columns 4 (lane % 4) + 2 j + i are at[2 m + i][2 h + j], of V's `col` + 8 h.
   Sums<2 * kBlocks> s;
 
@@ -29,14 +29,14 @@ struct ChainState {
         shape(p.shape),
         here(here),
         part(warp % kParts),
-        first(part * 16 * kBlocks),
+        first_col(part * 16 * kBlocks),
         own(warp / kParts * kChainCols + lane_row()),
         col(slab + own) {}
 
   // f(element, its place) for those of the lane's elements that exist, in an array of states.
   template <class T, class F>
   __device__ void each_place(T* data, const int64_t (&stride)[4], const F& f) {
-    const int row = first + 2 * lane_col();
+    const int row = first_col + 2 * lane_col();
     data += here.sequence.index * stride[0] + here.head * stride[1] + row * stride[2] + col * stride[3];
 #pragma unroll
     for (int n = 0; n < 2 * kBlocks; ++n) {
@@ -61,7 +61,7 @@ struct ChainState {
   // Of states that are kept, [V, D], the lane's packs: f(where a pack is, its four elements).
   template <class Float, class F>
   __device__ void each_kept(Float* states, int64_t number, const F& f) {
-    const int D = in_fours(shape.D), row = first + 2 * lane_col();
+    const int D = in_fours(shape.D), row = first_col + 2 * lane_col();
     Float* const from = states + ((number * shape.heads + here.head) * shape.V + col) * D + row;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -136,7 +136,7 @@ struct ChainState {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 two = *reinterpret_cast<const float2*>(
-              &x.at(i / 2 * 8, first + 16 * (m + n), lane_col() + i % 2, 2 * lane_row()));
+              &x.at(i / 2 * 8, first_col + 16 * (m + n), lane_col() + i % 2, 2 * lane_row()));
           right[2 * n][i] = two.x, right[2 * n + 1][i] = two.y;
         }
       }
@@ -160,7 +160,7 @@ struct ChainState {
     for (int n = 0; n < 2 * N; ++n) {
       // The lane's four in the order in which S has them.
       const float4 four = *reinterpret_cast<const float4*>(
-          &x[n / 2].at(n % 2 * 8, first + 16 * m, lane_row(), 2 * lane_col()));
+          &x[n / 2].at(n % 2 * 8, first_col + 16 * m, lane_row(), 2 * lane_col()));
       right[n][0] = four.x, right[n][1] = four.z, right[n][2] = four.y, right[n][3] = four.w;
     }
     sums.template add<First>(block, right);
@@ -201,9 +201,7 @@ __device__ inline TileRows solution(const TileRows& y, const Weights& weights) {
     uint32_t x[kInverseParts][4];
 #pragma unroll
     for (int part = 0; part < kInverseParts; ++part) {
-      const uint4 four =
-          *reinterpret_cast<const uint4*>(&weights.x[part][8 * n + lane_row()][2 * lane_col()]);
-      x[part][0] = four.x, x[part][1] = four.y, x[part][2] = four.z, x[part][3] = four.w;
+      take_four(x[part], &weights.x[part][8 * n + lane_row()][2 * lane_col()]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -229,10 +227,7 @@ __device__ inline SplitSums<2> weighed(const TileRows& y, const float (&weights)
   block.take(y, 0);
   float right[2][4];
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(&weights[8 * n + lane_row()][2 * lane_col()]);
-    right[n][0] = x.x, right[n][1] = x.y, right[n][2] = x.z, right[n][3] = x.w;
-  }
+  for (int n = 0; n < 2; ++n) take_four(right[n], &weights[8 * n + lane_row()][2 * lane_col()]);
   SplitSums<2> sums;
   sums.add<true>(block, right);
   return sums;

@@ -109,6 +109,14 @@ struct RowsOfTile {
   }
 };
 
+// Four neighbours of a row, 16 bytes, one by one.
+template <class To, class From>
+__device__ inline void take_four(To (&to)[4], const From* from) {
+  const auto four = *reinterpret_cast<const Elements<From, 4>*>(from);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = four.at[i];
+}
+
 // Values: w, or do; rows apart by 4 modulo 16 floats, so that a lane's (2c, or 2c + 1, r) meet no conflict.
 constexpr int kValuePitch = kBlockCols + 4;
 

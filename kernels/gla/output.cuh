@@ -85,19 +85,14 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   // The warp's rows of q are its room for rows on their way out.
   const SharedTile<T, kChunk, kSlab> stage{reinterpret_cast<T*>(rows_of(tile.q, warp)) -
                                            warp * kRows * kSlab};
-  for (int v = 0;; v += kSlab) {
+  each_slab(shape.V, load_values, [&](int v) {
     Sums<8> o;
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.s);
     add_scored<Side::earlier, T>(o, w, tile.v, warp);
     store_rows<T>(o, 0, stage, warp, chunk_rows<T>(p.o, piece, query_head) + v, p.o.stride[1], piece.length,
                   shape.V - v);
-    if (v + kSlab >= shape.V) break;
-    __syncthreads();
-    load_values(v + kSlab);
-    wait_copies<0>();
-    __syncthreads();
-  }
+  });
 }
 
 template <typename T, int M>

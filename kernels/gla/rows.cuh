@@ -71,20 +71,8 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   Sums<M / 8> dq;
   zero(a);
   fill(dq, 0.f);
-  for (int v = 0;; v += kSlab) {
-#pragma unroll 2
-    for (int col = 0; col < kSlab; col += 16) {
-      uint32_t x[4];
-      load_block(x, tile.dout, kRows * warp, col);
-      add_scores<Side::earlier, T>(a, x, tile.v, col, warp);
-      add_product<T>(dq, x, tile.s, col);
-    }
-    if (v + kSlab >= shape.V) break;
-    __syncthreads();
-    load_slab(v + kSlab);
-    wait_copies<0>();
-    __syncthreads();
-  }
+  each_slab(shape.V, load_slab,
+            [&](int) { add_slab<Side::earlier, T>(a, dq, tile.dout, tile.v, tile.s, warp); });
   put_diagonal(tile.own, a, warp);
   __syncwarp();
   reads.template split<kGroup>(tile.s, p.k, {}, piece, head, shape.M);

@@ -25,6 +25,33 @@ __device__ inline void load_gates(const SharedTile<float, kChunk, M>& g, const I
                       threadIdx.x);
 }
 
+// f(col) for a memory's columns col..col+63. The first are there; load(col) starts the copies of others, once
+// all of the block is done with those before.
+template <class Load, class F>
+__device__ inline void each_slab(int width, const Load& load, const F& f) {
+  for (int col = 0;; col += kSlab) {
+    f(col);
+    if (col + kSlab >= width) break;
+    __syncthreads();
+    load(col + kSlab);
+    wait_copies<0>();
+    __syncthreads();
+  }
+}
+
+// Of 64 columns, the warp's rows of X:   a += X Y^T,   sums += X H, H's columns from `first` on.
+template <Side side, typename T, int N, class Tile, class Other, class Memory>
+__device__ inline void add_slab(Scores& a, Sums<N>& sums, const Tile& x, const Other& y, const Memory& h,
+                                int warp, int first = 0) {
+#pragma unroll 2
+  for (int col = 0; col < kSlab; col += 16) {
+    uint32_t block[4];
+    load_block(block, x, kRows * warp, col);
+    add_scores<side, T>(a, block, y, col, warp);
+    add_product<T>(sums, block, h, col, first);
+  }
+}
+
 // A warp's 16 rows, 8 Eights columns of them from 8 n0 on, through its own rows of a tile, there from
 // column `at` on, to global memory.
 template <typename T, int Eights = 8, int N>

@@ -197,20 +197,11 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::prefetch_w(const float*
 template <typename T, int M, int Memories>
 __device__ inline void GatedColumnBlock<T, M, Memories>::multiply(int i, Scores& a, Sums<8>& sums) const {
   zero(a);
-  for (int slab = 0;; slab += kSlab) {
-#pragma unroll 2
-    for (int col = 0; col < kSlab; col += 16) {
-      uint32_t x[4];
-      load_block(x, tile.x, kRows * warp, col);
-      add_scores<Side::later, T>(a, x, tile.read, col, warp);
-      add_product<T>(sums, x, tile.gradient, col, writes.first_column());
-    }
-    if (slab + kSlab >= memory(i).width) break;
-    __syncthreads();
-    load_slab(i, slab + kSlab);
-    wait_copies<0>();
-    __syncthreads();
-  }
+  each_slab(
+      memory(i).width, [&](int col) { load_slab(i, col); },
+      [&](int) {
+        add_slab<Side::later, T>(a, sums, tile.x, tile.read, tile.gradient, warp, writes.first_column());
+      });
   if (group == 0) put_diagonal(tile.own + i * kChunk, a, warp);
   __syncwarp();
 }

@@ -78,20 +78,8 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   fill(logits, 0.f);
   wait_copies<1>();
   __syncthreads();
-  for (int d = 0;; d += kSlab) {
-#pragma unroll 2
-    for (int col = 0; col < kSlab; col += 16) {
-      uint32_t q[4];
-      load_block(q, tile.q, kRows * warp, col);
-      add_scores<Side::earlier, T>(a, q, tile.k, col, warp);
-      add_product<T>(logits, q, tile.hk, col);
-    }
-    if (d + kSlab >= shape.D) break;
-    __syncthreads();
-    load_keys(d + kSlab);
-    wait_copies<0>();
-    __syncthreads();
-  }
+  each_slab(shape.D, load_keys,
+            [&](int) { add_slab<Side::earlier, T>(a, logits, tile.q, tile.k, tile.hk, warp); });
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
   reads.template split<kGroup>(tile.hk, p.s, p.g, piece, head, shape.M);
@@ -108,7 +96,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   round_to<T>(f, logits);
   wait_copies<0>();
   __syncthreads();
-  for (int v = 0;; v += kSlab) {
+  each_slab(shape.V, load_values, [&](int v) {
     Sums<8> o;
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.hv);
@@ -120,12 +108,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     }
     store_rows<T>(o, 0, tile.q, warp, chunk_rows<T>(p.o, piece, query_head) + v, p.o.stride[1], piece.length,
                   shape.V - v);
-    if (v + kSlab >= shape.V) break;
-    __syncthreads();
-    load_values(v + kSlab);
-    wait_copies<0>();
-    __syncthreads();
-  }
+  });
 }
 
 template <typename T, int M>

@@ -152,22 +152,13 @@ __device__ inline void GsaRowBlock<T, M>::multiply(Sums<8>& sums, Scores& a, con
                                                    const LoadSlab& load_slab) {
   zero(a);
   fill(sums, 0.f);
-  for (int slab = 0;; slab += kSlab) {
-#pragma unroll 2
-    for (int col = 0; col < kSlab; col += 16) {
-      uint32_t x[4];
-      load_block(x, x_tile, kRows * warp, col);
-      add_scores<Side::earlier, T>(a, x, y_tile, col, warp);
-      add_product<T>(sums, x, memory, col, first);
-    }
-    if (slab + kSlab >= width) break;
+  const auto load_next = [&](int col) {
     renew();
-    __syncthreads();
-    load_slab(slab + kSlab);
+    load_slab(col);
     commit_copies();
-    wait_copies<0>();
-    __syncthreads();
-  }
+  };
+  each_slab(width, load_next,
+            [&](int) { add_slab<Side::earlier, T>(a, sums, x_tile, y_tile, memory, warp, first); });
 }
 
 // The weights of the warp's rows as they are, for what a row reads of its own token, in its rows of q.

@@ -4,14 +4,13 @@
 //
 // and S <- unit(x), Delta <- 0 where a chunk ends, else Delta <- D'. A chunk of one token has no Delta.
 //
-// A block has one sequence and head. Groups of up to 32 lanes take rows in turns, a lane `Pack` neighbouring
-// columns of every 32 packs; it touches no others, in any pass, so that it holds a memory that is not too
-// large in its registers. Sums over rows' columns stay in a group, those over rows go through shared memory,
-// in one order.
+// A block has one sequence and head, whose threads take rows as tile/row_groups.h says. A thread touches no
+// others, in any pass, so that it holds a memory that is not too large in its registers.
 #include "lattice/lattice.h"
 #include "lattice/tokens.cuh"
 #include "tile/launch.h"
 #include "tile/pack.h"
+#include "tile/row_groups.h"
 #include "tile/sequence.h"
 #include "tile/shared.h"
 
@@ -65,41 +64,28 @@ struct StepMemory {
 
 // The thread's share of a memory [D, M], and sums over it.
 template <int Pack_, int Held>
-struct StepShare {
+struct StepShare : RowGroups<Pack_, kStepThreads> {
+  using Groups = RowGroups<Pack_, kStepThreads>;
+  using Groups::add_up, Groups::col, Groups::cols, Groups::lanes, Groups::row, Groups::rows;
   const LatticeStep& p;
-  float* const parts;     // sums of every warp: floats_of_parts()
-  const int width, rows;  // lanes of a group, rows at a time
-  const int first_row, place;
-  const int block;  // columns at a time
+  float* const parts;  // sums of every warp: floats_of_parts()
 
-  __host__ __device__ static int floats_of_parts(int M) { return kStepWarps * Pack_ * width_of(M / Pack_); }
-  __host__ __device__ static int width_of(int packs) {
-    int width = 1;
-    while (width < packs && width < 32) width *= 2;
-    return width;
-  }
-  __device__ StepShare(const LatticeStep& p, float* parts)
-      : p(p),
-        parts(parts),
-        width(width_of(p.M / Pack_)),
-        rows(static_cast<int>(kStepThreads / static_cast<unsigned>(width))),
-        first_row(threadIdx.x / width),
-        place(threadIdx.x % width),
-        block(width * Pack_) {}
-  __device__ At first() const { return {first_row, place * Pack_, 0}; }
+  __host__ __device__ static int floats_of_parts(int M) { return kStepWarps * Pack_ * Groups::lanes_of(M); }
+  __device__ StepShare(const LatticeStep& p, float* parts) : Groups(p.M), p(p), parts(parts) {}
+  __device__ At first() const { return {row, col, 0}; }
   // f(at) of all that is the thread's in columns from `from` on.
   template <class F>
   __device__ void for_rows(int from, const F& f) const {
-    const int c = from + place * Pack_;
+    const int c = from + col;
     if constexpr (Held > 0) {
 #pragma unroll
       for (int pack = 0; pack < Held; ++pack) {
-        const int r = first_row + pack * rows;
+        const int r = row + pack * rows;
         if (r < p.D && c < p.M) f(At{r, c, pack});
       }
     } else {
 #pragma unroll 4
-      for (int r = first_row; r < p.D; r += rows) {
+      for (int r = row; r < p.D; r += rows) {
         if (c < p.M) f(At{r, c, 0});
       }
     }
@@ -107,20 +93,14 @@ struct StepShare {
   // f(c, the sum over rows of what of(sum, at) adds up); by the whole block.
   template <class Of, class F>
   __device__ void sum_rows(const Of& of, const F& f) const {
-    for (int from = 0; from < p.M; from += block) {
+    for (int from = 0; from < p.M; from += cols) {
       Pack<Pack_> sum = zeros<Pack_>();
       for_rows(from, [&](const At& at) { of(sum, at); });
-      for (int step = width; step < 32; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < Pack_; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
-      }
-      if (lane() < width) store<Pack_>(parts + threadIdx.x / 32 * block + place * Pack_, sum);
+      add_up(sum);
+      if (lane() < lanes) store<Pack_>(parts + threadIdx.x / 32 * cols + col, sum);
       __syncthreads();
-      for (int i = threadIdx.x; i < block && from + i < p.M; i += kStepThreads) {
-        float total = 0.f;
-#pragma unroll
-        for (int w = 0; w < kStepWarps; ++w) total += parts[w * block + i];
-        f(from + i, total);
+      for (int i = threadIdx.x; i < cols && from + i < p.M; i += kStepThreads) {
+        f(from + i, Groups::sum_of_warps(parts + i, cols));
       }
       __syncthreads();
     }
@@ -132,7 +112,7 @@ struct StepShare {
 #pragma unroll
       for (int first = 0; first < Held; first += kTogether) sum_columns_of(to, 0, first, f);
     } else {
-      for (int from = 0; from < p.M; from += block) {
+      for (int from = 0; from < p.M; from += cols) {
         for (int first = 0; first * rows < p.D; first += kTogether) sum_columns_of(to, from, first, f);
       }
     }
@@ -140,21 +120,18 @@ struct StepShare {
   // The same, of columns from `from` on and some of the thread's rows from the first on.
   template <class F>
   __device__ void sum_columns_of(float* to, int from, int first, const F& f) const {
-    const int c = from + place * Pack_;
+    const int c = from + col;
     float sums[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int r = first_row + (first + j) * rows;
+      const int r = row + (first + j) * rows;
       sums[j] = r < p.D && c < p.M ? f(At{r, c, first + j}) : 0.f;
     }
-    for (int step = width / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
-    }
+    add_up(sums);
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      const int r = first_row + (first + j) * rows;
-      if (place == 0 && r < p.D) to[r] += sums[j];
+      const int r = row + (first + j) * rows;
+      if (col == 0 && r < p.D) to[r] += sums[j];
     }
   }
 };
@@ -378,7 +355,7 @@ cudaError_t launch_step(const LatticeStep& p, cudaStream_t stream) {
 int packs_of_thread(const LatticeStep& p) {
   const int packs = p.M / 4;
   if (packs > 32) return 0;
-  const int rows = kStepThreads / StepShare<4, 4>::width_of(packs);
+  const int rows = kStepThreads / RowGroups<4, kStepThreads>::lanes_of(p.M);
   return (p.D + rows - 1) / rows;
 }
 

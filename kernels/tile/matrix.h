@@ -236,21 +236,7 @@ __device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
   }
 }
 
-// sums[:, 0..8N-1] += a b, b = tile[row..row+15, col..col+8N-1]
-template <typename T, int N, class Tile>
-__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
-                                   int col = 0) {
-  const int l = lane();
-#pragma unroll
-  for (int n = 0; n < N; n += 2) {
-    uint32_t b[4];
-    load_matrices_transposed(b, tile.address(row, col + 8 * n, l & 15, (l >> 4) * 8));
-    mma<T>(sums.at[n], a, b[0], b[1]);
-    mma<T>(sums.at[n + 1], a, b[2], b[3]);
-  }
-}
-
-// The same for several left factors: b is fetched once.
+// sums[i] += a[i] b, b = tile[row..row+15, col..col+8N-1], which is fetched once for all of them.
 template <typename T, int N, int A, class Tile>
 __device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4], const Tile& tile, int row,
                                     int col = 0) {
@@ -266,19 +252,35 @@ __device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4
     }
   }
 }
-
-// sums[:, 0..8N-1] += a b^T, b = tile[row..row+8N-1, col..col+15]
-template <typename T, int N, class Tile>
-__device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile,
-                                              int row, int col) {
+// sums[i] += a[i] b^T, b = tile[row..row+8N-1, col..col+15]
+template <typename T, int N, int A, class Tile>
+__device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_t (&a)[A][4],
+                                               const Tile& tile, int row, int col) {
   const int l = lane();
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t b[4];
     load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
-    mma<T>(sums.at[n], a, b[0], b[1]);
-    mma<T>(sums.at[n + 1], a, b[2], b[3]);
+#pragma unroll
+    for (int i = 0; i < A; ++i) {
+      mma<T>(sums[i].at[n], a[i], b[0], b[1]);
+      mma<T>(sums[i].at[n + 1], a[i], b[2], b[3]);
+    }
   }
+}
+
+// The same of one.
+template <typename T, int N, class Tile>
+__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
+                                   int col = 0) {
+  add_products<T>(reinterpret_cast<Sums<N>(&)[1]>(sums), reinterpret_cast<const uint32_t(&)[1][4]>(a), tile,
+                  row, col);
+}
+template <typename T, int N, class Tile>
+__device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile,
+                                              int row, int col) {
+  add_products_transposed<T>(reinterpret_cast<Sums<N>(&)[1]>(sums),
+                             reinterpret_cast<const uint32_t(&)[1][4]>(a), tile, row, col);
 }
 
 // sums += a tile[row.., col..], all K blocks of a.

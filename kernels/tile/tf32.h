@@ -1,7 +1,9 @@
 // A warp's products of fp32 numbers on the tensor cores (mma.sync m16n8k8 of tf32). A number goes there in
 // two parts, x = h + l, and of (h + l)(h' + l') = h h' + h l' + l h' + l l' the last is left out, 2^-22 of
 // the product at most, and the last bit of l, 2^-23. The tensor cores cut low bits off their sums: so these
-// have sixteen products, small ones first, and are added up by fp32 additions.
+// have sixteen products, small ones first, and are added up by fp32 additions. Of SplitSums that is so of
+// h h' alone: the sums of h l' + l h' run on inside the tensor cores through all blocks, where what is cut
+// off is 2^-10 at most of what it would be of h h'.
 //
 // Which sixteen columns of the factors are first, second, ... is as good in any order, if it is the same in
 // both: a lane has neighbours in the right place, and nothing is exchanged.
@@ -19,7 +21,8 @@ __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x = high + low, rounded to 11 bits and what that leaves, which has 12 at most. Of an infinity, NaN.
+// x = high + low, rounded to 11 bits and what that leaves, which has 12 at most. Numbers that round to an
+// infinity, within 2^-12 of the largest, and infinities themselves have parts whose sum is NaN.
 struct Parts {
   uint32_t high, low;
 
@@ -28,6 +31,19 @@ struct Parts {
     low = __float_as_uint(x - __uint_as_float(high));
   }
 };
+
+// The lane's numbers of N times eight columns of a right factor, in parts.
+template <int N>
+__device__ inline void split(uint32_t (&high)[N][4], uint32_t (&low)[N][4], const float (&right)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Parts parts(right[n][j]);
+      high[n][j] = parts.high, low[n][j] = parts.low;
+    }
+  }
+}
 
 // 16 x 16 of a left factor.
 struct SplitBlock {
@@ -75,15 +91,8 @@ struct SplitBlock {
   template <int N>
   __device__ void multiply(float (&sums)[N][4], const float (&right)[N][4]) const {
     uint32_t of_high[N][4], of_low[N][4];
-    float d[N][4];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Parts parts(right[n][j]);
-        of_high[n][j] = parts.high, of_low[n][j] = parts.low, d[n][j] = 0.f;
-      }
-    }
+    float d[N][4] = {};
+    split(of_high, of_low, right);
     const auto add = [&](const uint32_t(&left)[2][4], const uint32_t(&of)[N][4]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -122,14 +131,13 @@ struct SplitSums {
   __device__ void add(const SplitBlock& left, const float (&right)[M][4]) {
     static_assert(From + M <= N);
     uint32_t of_high[M][4], of_low[M][4];
-    float d[M][4];
+    float d[M][4] = {};
+    split(of_high, of_low, right);
+    if constexpr (First) {
 #pragma unroll
-    for (int n = 0; n < M; ++n) {
+      for (int n = 0; n < M; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Parts parts(right[n][j]);
-        of_high[n][j] = parts.high, of_low[n][j] = parts.low, d[n][j] = 0.f;
-        if (First) low[From + n][j] = 0.f;
+        for (int j = 0; j < 4; ++j) low[From + n][j] = 0.f;
       }
     }
 #pragma unroll

@@ -1,9 +1,9 @@
 // One token of both memories: each is read and written once, A' read, and written where the token completes
-// its chunk. One block a sequence and head. Groups of up to 32 lanes take rows, a lane `N` neighbouring
-// columns of every 32 N.
+// its chunk. One block a sequence and head, whose threads take rows as tile/row_groups.h says.
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
+#include "tile/row_groups.h"
 #include "tile/shared.h"
 #include "trellis/maps.cuh"
 
@@ -51,46 +51,19 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
   }
 }
 
-// A thread's place in a memory whose rows have so many columns.
-template <int N>
-struct StepShare {
-  int lanes = 1;   // of a row
-  int row, col;    // the first of each
-  int rows, cols;  // of a block, of a group: from one to the thread's next
-
-  __device__ explicit StepShare(int width) {
-    while (lanes < 32 && lanes * N < width) lanes *= 2;
-    row = static_cast<int>(threadIdx.x) / lanes, col = static_cast<int>(threadIdx.x) % lanes * N;
-    rows = kThreads / lanes, cols = lanes * N;
-  }
-  // Over a group's lanes.
-  __device__ void add_up(float (&sums)[kTogether]) const {
-    for (int step = lanes / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
-    }
-  }
-  // Over the groups of a warp.
-  __device__ void add_up(Pack<N>& sum) const {
-    for (int step = lanes; step < 32; step *= 2) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
-    }
-  }
-};
-
 // A block's token: its sequence, head and vectors, and what is done with them, in this order. A barrier is
 // between any two of its phases.
 template <int N>
 struct StepBlock {
   using Columns = Pack<N>;
+  using Share = RowGroups<N, kThreads>;
 
   const TrellisStep& p;
   const int64_t sequence;
   const int head, group;  // group: queries of the head
   const int thread, warp;
-  const bool completes;          // its chunk
-  const StepShare<N> shares[2];  // of both memories
+  const bool completes;   // its chunk
+  const Share shares[2];  // of both memories
   float gamma, decay;
   float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
 
@@ -102,7 +75,7 @@ struct StepBlock {
         thread(threadIdx.x),
         warp(warp_index()),
         completes(clamp(p.position[sequence], 0, p.chunk - 1) == p.chunk - 1),
-        shares{StepShare<N>(p.D), StepShare<N>(p.V)} {
+        shares{Share(p.D), Share(p.V)} {
     // Those of packs first: M may be odd.
     q = at, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
     z[0] = a + p.M, z[1] = z[0] + p.M, slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M;
@@ -115,7 +88,7 @@ struct StepBlock {
   // f(the first of kTogether rows of the thread), until M are done; every thread comes equally often.
   template <int Memory, class F>
   __device__ void for_rows(const F& f) const {
-    const StepShare<N>& share = shares[Memory];
+    const Share& share = shares[Memory];
     for (int m = 0; m < p.M; m += kTogether * share.rows) f(m + share.row);
   }
   template <int Memory>
@@ -161,7 +134,7 @@ struct StepBlock {
   // What is written later is on its way to the L2 cache meanwhile.
   template <int Memory>
   __device__ void prefetch_memory() const {
-    const StepShare<N>& share = shares[Memory];
+    const Share& share = shares[Memory];
     const bool begins_line = p.memory[Memory].stride[3] == 1 && share.col % 32 == 0;
     if (!begins_line || p.chunk == 1) return;  // of chunks of a token it is read at once
     for (int m = share.row; m < p.M; m += share.rows) {
@@ -187,7 +160,7 @@ struct StepBlock {
   // the memory.
   template <int Memory>
   __device__ void products() const {
-    const StepShare<N>& share = shares[Memory];
+    const Share& share = shares[Memory];
     const float* const x = Memory == 0 ? k : v;
     const Out<4>& first = p.chunk == 1 ? p.memory[Memory] : p.first[Memory];
     for_rows<Memory>([&](int m) {
@@ -228,7 +201,7 @@ struct StepBlock {
 
   // A <- e^g A - gamma u k^T, where it `steps`, and y = A q, silu(y) in the place of r.
   __device__ void pass_keys(bool steps) const {
-    const StepShare<N>& share = shares[0];
+    const Share& share = shares[0];
     for_rows<0>([&](int m) {
       float sums[kTogether] = {};
       for (int col = share.col; col < p.D; col += share.cols) {
@@ -262,7 +235,7 @@ struct StepBlock {
 
   // A <- e^g A - gamma u v^T, where it `steps`, and o = A^T r, every warp's rows' part.
   __device__ void pass_values(bool steps) const {
-    const StepShare<N>& share = shares[1];
+    const Share& share = shares[1];
     for (int first = 0; first < p.V; first += share.cols) {  // of every lane of a warp, for they add up
       const int col = first + share.col;
       Columns o = zeros<N>();
@@ -286,10 +259,7 @@ struct StepBlock {
   }
   __device__ void store_read(int member) const {
     for (int i = thread; i < p.V; i += kThreads) {
-      float o = 0.f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) o += parts[w * p.V + i];
-      store_any(p.o, o, sequence, head * group + member, i);
+      store_any(p.o, Share::sum_of_warps(parts + i, p.V), sequence, head * group + member, i);
     }
   }
 

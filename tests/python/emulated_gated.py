@@ -22,9 +22,15 @@ GATED = (
 
 
 def gates(pattern, shape, generator):
-    """Log gates, of kernel_accuracy.py, or down to -20 from token to token, most of them weak."""
+    """Log gates, of kernel_accuracy.py, or down to -20 from token to token, most of them weak, or of every 16
+    tokens one of 2, which the others take back: at another token in every slot.
+    """
     if pattern == "strong":
         return -20 * torch.rand(shape, generator=generator) ** 4
+    if pattern == "leaping":
+        token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:]))
+        leaps = (token + torch.randint(16, shape[2:], generator=generator)) % 16 == 0
+        return torch.where(leaps, 2.0, -0.5).repeat(shape[0], *[1] * len(shape[1:]))
     return kernel_accuracy.gates(pattern, shape, generator)
 
 

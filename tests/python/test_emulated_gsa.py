@@ -198,6 +198,12 @@ def test_gates_above_0(kernels, kind, M, dtype):
     check(kernels, [129], kind, dtype=dtype, M=M, pattern="rising", scale=0.05)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_weights_of_gates_far_above_0(kernels, dtype):
+    """s = 1 - e^g of a g where no series of it is near."""
+    check(kernels, [66], "g", dtype=dtype, pattern="leaping", scale=0.05)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("feature, scale", [*((name, None) for name in FEATURES), ("softmax", -0.3)])
 def test_every_feature(kernels, feature, scale, dtype):

@@ -27,7 +27,7 @@ struct Problem {
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
     if (wide && (D > kWidestFloat || V > kWidestFloat)) return aten("float32 keys or values wider than 128");
     if (T > kLongest) return aten("rows that 32 bits do not count");
-    return wide ? tensor_cores("products of fp32, each as three of tf32, sums in fp32") : tensor_cores();
+    return wide ? tensor_cores(kSplitFloat32) : tensor_cores();
   }
 };
 

@@ -49,7 +49,7 @@ struct Problem {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
     if (n > kKeptChunk) return aten("more than 64 steps a token");  // their rows fit no block
-    if (q.scalar_type() == at::kFloat) return exact("products of fp32, each as three of tf32, sums in fp32");
+    if (q.scalar_type() == at::kFloat) return exact(kSplitFloat32);
     if (between_chunks) return exact("between_chunks is given");
     if (n > kMostSteps) return exact("more than 16 steps a token");
     if (beta.dim() == 4) {

@@ -16,6 +16,10 @@ constexpr int kCatGroupRows = 128;  // of a tile of queries: 64 of a warpgroup
 constexpr int kCatGroupKeys = 64;   // headers of a block
 constexpr int kCatGroupWidest = 128;
 
+// Whether there are kernels of warpgroups.
+template <typename T, int Tile>
+constexpr bool kCatHasGroups = sizeof(T) == 2 && Tile <= kCatGroupWidest;
+
 // Tiles of queries of all heads.
 __host__ __device__ inline int64_t query_tiles(const CatShape& shape) {
   return divide_up(shape.rows, kCatGroupRows) * shape.chunks.batch * shape.query_heads;
@@ -28,9 +32,10 @@ __host__ __device__ inline bool cat_fills_groups(const CatShape& shape) {
 }
 
 // Where the kernel of dq has what a chunk's rows give each other: chunks lie in sixteens of rows, and no
-// other head of queries adds to them. Of shorter ones, the headers' shares would be as much as is saved.
+// other head of queries adds to them. Of chunks of two, the headers' shares would be as much memory as k and
+// v.
 __host__ __device__ inline bool cat_joins(const CatShape& shape) {
-  return cat_fills_groups(shape) && shape.group() == 1 && 8 <= shape.size && shape.size <= 16;
+  return cat_fills_groups(shape) && shape.group() == 1 && 4 <= shape.size && shape.size <= 16;
 }
 // The headers' shares [B, H, K, 2, Tile] lie behind the sums.
 template <int Tile>
