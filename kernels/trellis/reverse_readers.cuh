@@ -270,7 +270,8 @@ struct TrellisReverseReader {
 
   // A chunk is a tile, whose reader alone gives it and the memories back.
   __device__ void run_short(int reader) const {
-    // Memories come in the order of their gradients: a second one only with the last of them.
+    // Memories come in the order of their gradients: a second one only with the last of them. There may be
+    // fewer places than readers.
     Turn stage, place;
     const auto skip = [&](int chunks) {
       stage.skip(chunks, Space::kStages);
@@ -281,8 +282,7 @@ struct TrellisReverseReader {
     for (int64_t i = part.of.chunks - 1 - reader; i >= 0; i -= Space::kReaders) {
       const bool apart = is_resumed(p.first[part.memory], i);
       int left = apart ? 2 : 1;
-      wait(space.left() + place.place, place.parity);
-      wait(space.written() + stage.place, stage.parity);
+      wait(space.written() + stage.place, stage.parity);  // G has been left before
       Turn memory = place;
       // Kept from the compiler, which would begin more of what it knows to be done once than it has registers
       // for.

@@ -47,7 +47,7 @@ struct TileWalk {
   }
 };
 
-// Short: for a chain that looks a chunk ahead.
+// Short: a chunk is a tile, and the chain looks a chunk ahead.
 template <typename T, int Tile, bool Short>
 struct TrellisScanLoader {
   using Space = TrellisScanSpace<T, Tile>;

@@ -5,7 +5,7 @@
 //     of values  o_t = A_t^T r_t
 //
 // A chunk's tiles and memory are given back by all readers, but where no chunk has more than one tile: there
-// its reader alone does so, and the memory before what it reads of the tile.
+// its reader alone does so, and the memory before it reads what the tile's tokens write.
 #pragma once
 
 #include "tile/cluster.h"

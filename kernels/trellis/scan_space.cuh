@@ -15,7 +15,7 @@ template <typename T, int Tile>
 struct TrellisScanSpace {
   using Token = SharedTile<T, kTile, Tile>;
   using Memory = SharedTile<T, Tile, Tile>;
-  // Warps: the chain's, a chunk's readers as many as it may have tiles, and those that load and store.
+  // Warps: the chain's, readers as many as a chunk may have tiles, and those that load and store.
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 5 : 2;

@@ -252,6 +252,14 @@ def test_chunks_of_a_token(kernels):
     Run(kernels, 1, [20], gates=0.05).check()
 
 
+# Every reader and loader has several tiles, and every place of the rings several of them.
+@pytest.mark.parametrize("D, lengths", [(64, [75]), (64, [30, 1, 3, 0, 33]), (128, [26, 3])])
+def test_more_chunks_than_stages(kernels, D, lengths):
+    position = [2, 3, 1, 3, 2][: len(lengths)]
+    packed = len(lengths) > 1
+    Run(kernels, 4, lengths, position=position, D=D, V=D, M=D, gates=0.5, packed=packed).check()
+
+
 def test_wide_memories_of_long_chunks(kernels):
     Run(kernels, 64, [100], D=72, V=128, M=100, gates=0.01).check()
 
