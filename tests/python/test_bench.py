@@ -208,6 +208,32 @@ def test_the_table_of_generation_compares_within_a_length():
     assert "| 300 | 3.00x | 1.0 | 8.0x less |" in text
 
 
+def test_rows_of_generation_are_kept_as_they_come(monkeypatch, tmp_path):
+    import generation
+
+    def fails(make, batches):
+        yield batches[0], row
+        raise RuntimeError("the program ends early")
+
+    row = {"parameters": 1, "ms_a_token": 2.0, "mean_ms": 2.0}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    for name, value in (
+        ("require_gpu", lambda: None),
+        ("emptied", lambda: None),
+        ("decoders", lambda: dict.fromkeys(("GSA", "fla GSA"), (None, {}))),
+        ("time_of_a_token", lambda *_: row),
+        ("PROGRAM", Path(sys.executable)),
+        ("IN_CPP", ("GSA",)),
+        ("times_in_cpp", fails),
+    ):
+        monkeypatch.setattr(generation, name, value)
+    with pytest.raises(RuntimeError, match="ends early"):
+        generation.main(["--folder", str(tmp_path), "--part", "tokens"])
+    rows = json.loads((tmp_path / "generation.json").read_text())["tokens"]["rows"]
+    assert rows["1"] == dict.fromkeys(("GSA", "fla GSA", "GSA in C++"), row)
+    assert rows["128"] == {"GSA": row}
+
+
 def test_the_table_of_tokens_compares_with_what_is_compiled():
     import generation
 
