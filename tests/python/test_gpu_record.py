@@ -36,6 +36,7 @@ def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
     } <= files["gsa"]
     assert "csrc/ops/gsa/cpu.cpp" not in files["gsa"] and "kernels/trellis/scan.cuh" not in files["gsa"]
     assert {"kernels/trellis/maps.cuh", "kernels/time/chunks.h"} <= files["trellis"]
+    assert "kernels/tile/matrix.h" in files["gsa"] and "kernels/tile/tf32.h" not in files["gsa"]
 
 
 def states():
@@ -48,6 +49,7 @@ def states():
         ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis"}),
         ("kernels/short_conv/step.cu", {"short_conv"}),
         ("kernels/exact/abc.cu", {"gsa", "gla", "trellis"}),
+        ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
         ("csrc/ops/packs.h", None),
         ("tests/python/padding.py", None),
     ],
