@@ -11,6 +11,7 @@ from girih.ops._state import for_each, is_memory, own, parts, written
 class TrellisState(NamedTuple):
     """Memories of :func:`trellis`, now and at the start of the chunk: ``k`` and ``first_k`` ``[N, H, M, D]``,
     ``v`` and ``first_v`` ``[N, H, M, V]``; ``position`` int64 ``[N]``, how many tokens of the chunk are read.
+    A sequence without tokens has its state back as it was given.
     """
 
     first_k: Tensor
