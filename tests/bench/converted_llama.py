@@ -246,17 +246,17 @@ def attempt(measure, *arguments):
 
 
 def trainings(device):
-    """{name: row}"""
+    """{name: row}, again with each further row."""
     rows = {}
     for name, conversion in TRAINED.items():
         rows[name] = attempt(train, conversion, device)
         print(f"LoRA, {name}: {rows[name]}", flush=True)
+        yield rows
         emptied()
-    return rows
 
 
 def generations(device, free):
-    """{context: {name: {sequences: row}}}"""
+    """{context: {name: {sequences: row}}}, likewise."""
     rows = {str(context): {} for context in sorted(CONTEXTS)}
     for name, conversion in DECODED.items():
         model = llama(conversion, device).eval()
@@ -265,11 +265,11 @@ def generations(device, free):
             row = attempt(written, model, prompt[:, : context + 1], sequences, name == COMPILED)
             rows[str(context)].setdefault(name, {})[str(sequences)] = row
             print(f"{name}, context {context}, {sequences} sequences: {row}", flush=True)
+            yield rows
             emptied()
         del model
         torch.compiler.reset()
         emptied()
-    return rows
 
 
 def times(value, beside):

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -314,24 +313,23 @@ def table(result):
     return text + origin(result["texts"])
 
 
-def of_tokens(keep):
-    """{batch: {model: its row}}, to be kept whenever there is another row."""
+def of_tokens():
+    """{batch: {model: its row}}, again with each further row."""
     found = {str(batch): {} for batch in BATCHES}
     for name, (make, how) in decoders().items():
         for batch in BATCHES[:1] if name.startswith("fla") else BATCHES:
             row = found[str(batch)][name] = time_of_a_token(make, how, batch)
             print(f"batch {batch}, {name}: {row['ms_a_token']} ms a token", flush=True)
-            keep(found)
+            yield found
             emptied()
     for name in IN_CPP if PROGRAM.exists() else ():
         for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
             found[str(batch)][f"{name} in C++"] = row
             print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
-            keep(found)
-    return found
+            yield found
 
 
-def of_texts(keep):
+def of_texts():
     """{length: {model: its row}}, likewise."""
     found = {}
     for length in LENGTHS:
@@ -339,9 +337,8 @@ def of_texts(keep):
         for name, config in models().items():
             rows[name] = measure(config, length)
             print(f"N {length}, {name}: {rows[name]['tokens_per_second']:,} tokens/s", flush=True)
-            keep(found)
+            yield found
             emptied()
-    return found
 
 
 def main(argv=None):
@@ -355,8 +352,7 @@ def main(argv=None):
     file = options.folder / "generation.json"
     for part, run, text in (("tokens", of_tokens, table_of_tokens), ("texts", of_texts, table)):
         if options.part in (None, part):
-            keep = partial(keep_part, file, part, versions=f"torch {torch.__version__}")
-            print("\n" + text(keep(run(keep))))
+            print("\n" + text(keep_part(file, part, run(), f"torch {torch.__version__}")))
     return 0
 
 

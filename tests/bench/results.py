@@ -39,15 +39,18 @@ def keep(folder, shape, entry):
     return True
 
 
-def keep_part(file, part, rows, versions):
-    """Puts a part of a benchmark into its file, with where it was measured; returns all parts."""
+def keep_part(file, part, found, versions):
+    """Puts a part of a benchmark into its file, with where it was measured; returns all parts. `found`: the
+    part's rows, again with each further one: what a run that fails has measured is there.
+    """
     import torch
 
     parts = json.loads(file.read_text()) if file.exists() else {}
     place = {"date": date.today().isoformat(), "device": torch.cuda.get_device_name(), "versions": versions}
-    parts[part] = {"rows": rows} | place
     file.parent.mkdir(parents=True, exist_ok=True)
-    write(file, json.dumps(parts, indent=1) + "\n")
+    for rows in found:
+        parts[part] = {"rows": rows} | place
+        write(file, json.dumps(parts, indent=1) + "\n")
     return parts
 
 
