@@ -52,12 +52,24 @@ int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
                                  reverse || shape.D <= 64 ? 3 : 2);
 }
 
-int64_t workspace(const DeltaShape& shape, bool reverse) {
+// Of a segment's end: in the scan its transition's too.
+int64_t end_columns(const DeltaShape& shape, bool reverse) { return shape.V + (reverse ? 0 : shape.D); }
+
+int64_t segments(const DeltaShape& shape, bool reverse) {
   const int64_t segment = segment_tokens(shape, reverse);
-  if (segment == 0) return 0;
-  return piece_count(shape.tokens, segment) * shape.heads * (shape.V + shape.D) * shape.D *
+  return segment == 0 ? 0 : piece_count(shape.tokens, segment);
+}
+
+int64_t workspace(const DeltaShape& shape, bool reverse) {
+  return segments(shape, reverse) * shape.heads * end_columns(shape, reverse) * shape.D *
          static_cast<int64_t>(sizeof(float));
 }
+
+// By columns, of the scan's first pass; by rows kept for reverse, whose transition is its transpose.
+const float* transitions(const DeltaScan& p) {
+  return static_cast<const float*>(p.workspace) + int64_t{p.shape.V} * p.shape.D;
+}
+const float* transitions(const DeltaReverse& p) { return p.transitions; }
 
 // A scan in either direction.
 template <class Pass, class Problem>
@@ -66,9 +78,9 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   Pass pass{problem, Walk(shape, segment_tokens(shape, reverse), reverse)};
   if (pass.walk.segment == 0) return run(pass, stream);
 
-  // The first segment, every other from zero, and their transitions,
+  // The first segment, every other from zero, and in the scan their transitions,
   float* const states = static_cast<float*>(problem.workspace);
-  const int64_t D = shape.D, cols = shape.V + D;
+  const int64_t D = shape.D, cols = end_columns(shape, reverse);
   const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
   Pass alone = pass;
   alone.walk.alone = true;
@@ -77,8 +89,12 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
 
   // what each starts from,
-  const TransitionJoin join{shape.tokens, pass.walk.segment, shape.heads, shape.D,
-                            shape.V,      reverse,           states,      problem.initial};
+  const TransitionJoin join{shape.tokens,   pass.walk.segment,
+                            shape.heads,    shape.D,
+                            shape.V,        reverse,
+                            states,         transitions(problem),
+                            cols * D,       reverse ? D * D : cols * D,
+                            problem.initial};
   if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
 
   // and every segment again.
@@ -96,6 +112,7 @@ cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
+int64_t delta_kept_segments(const DeltaShape& shape) { return delta_product::segments(shape, true); }
 int64_t delta_scan_workspace(const DeltaScan& problem) {
   return delta_product::workspace(problem.shape, false);
 }

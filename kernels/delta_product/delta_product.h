@@ -98,9 +98,15 @@ struct DeltaScan {
   Out<4> final;          // [N, H, D, V] fp32
   Out<4> o;              // [B, T, HO, V]
   void* states;          // dtype [pieces, H, V, D]: the state before every chunk, transposed; null: not kept
-  void* workspace;       // delta_scan_workspace() bytes, may be null when that is 0
+  // With states, [delta_kept_segments(), H, D, D]: the transition of every segment between a sequence's first
+  // and its last, by rows; else null.
+  float* transitions;
+  void* workspace;  // delta_scan_workspace() bytes, may be null when that is 0
 };
 
+// Segments of all sequences as reverse is cut into, of which the scan keeps the transitions; 0 where it is
+// not, the scan perhaps into two.
+int64_t delta_kept_segments(const DeltaShape& shape);
 int64_t delta_scan_workspace(const DeltaScan& problem);
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
 
@@ -109,14 +115,15 @@ struct DeltaReverse {
   In<4> q, k, dout;  // [B, T, HQ, D], [B, T n, HK, D], [B, T, HO, V]
   In<4> b;           // as forward had it
   bool gated;
-  const void* prepared;  // of forward
-  float* factors;        // [pieces, HO, 64]: of a chunk's tokens scale rho_t
-  In<4> initial;         // [N, H, D, V] fp32: the final state's gradient, optional: zero
-  Out<4> final;          // [N, H, D, V] fp32: the initial state's
-  Out<4> dz;             // [B, T n, H, V], dtype: G, or dv
-  bool in_place;         // dz becomes dv: it may have that already
-  void* gradients;       // dtype [pieces, H, V, D]: dS of every chunk, transposed
-  void* workspace;       // delta_reverse_workspace() bytes, may be null when that is 0
+  const void* prepared;      // of forward
+  const float* transitions;  // likewise
+  float* factors;            // [pieces, HO, 64]: of a chunk's tokens scale rho_t
+  In<4> initial;             // [N, H, D, V] fp32: the final state's gradient, optional: zero
+  Out<4> final;              // [N, H, D, V] fp32: the initial state's
+  Out<4> dz;                 // [B, T n, H, V], dtype: G, or dv
+  bool in_place;             // dz becomes dv: it may have that already
+  void* gradients;           // dtype [pieces, H, V, D]: dS of every chunk, transposed
+  void* workspace;           // delta_reverse_workspace() bytes, may be null when that is 0
 };
 
 int64_t delta_reverse_workspace(const DeltaReverse& problem);

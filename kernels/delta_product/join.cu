@@ -39,13 +39,16 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
   // An empty sequence has one segment, and that one hands on what it starts from.
   const int64_t count = segments > 0 ? segments : 1;
 
-  const int64_t D = p.D, size = (p.V + D) * D;
-  const int64_t step = (p.reverse ? -p.heads : p.heads) * size;  // from a segment to the one it hands on to
-  float* const states = p.states + ((first + (p.reverse ? count - 1 : 0)) * p.heads + head) * size;
+  // From a segment to the one it hands on to, and where the first one is.
+  const int64_t D = p.D, heads_on = p.reverse ? -p.heads : p.heads, step = heads_on * p.states_apart,
+                matrix_step = heads_on * p.transitions_apart,
+                number = (first + (p.reverse ? count - 1 : 0)) * p.heads + head;
+  float* const states = p.states + number * p.states_apart;
 
   // The thread's part of M: columns `d` on, of which `terms` exist. Rows past the last repeat it.
   const int d = part * kTerms, terms = p.D - d;
-  const float* matrix = states + step + (p.V + d) * D + (row < p.D ? row : p.D - 2);
+  const float* matrix =
+      p.transitions + number * p.transitions_apart + matrix_step + d * D + (row < p.D ? row : p.D - 2);
   float2 ahead[kAhead];
   const auto fetch = [&](int at, const float* from, bool exist) {
 #pragma unroll
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
 #pragma unroll 1
     for (int batch = 0; batch < kTerms; batch += kAhead) {
       const bool last = batch + kAhead == kTerms;
-      const float* from = matrix + (last ? step : (batch + kAhead) * D);
+      const float* from = matrix + (last ? matrix_step : (batch + kAhead) * D);
       const int left = !last ? terms - (batch + kAhead) : reads ? terms : 0;
 #pragma unroll
       for (int t = 0; t < kAhead; t += kJoinTerms) {
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
         from += kJoinTerms * D;
       }
     }
-    matrix += step;
+    matrix += matrix_step;
 #pragma unroll
     for (int col = 0; col < kJoinCols; ++col) {
       *reinterpret_cast<float2*>(&parts[part][col][row]) = sums[col];

@@ -21,9 +21,12 @@ struct TransitionJoin {
   int64_t segment;  // tokens; segments are numbered as pieces of this size
   int heads, D, V;  // D a multiple of 4
   bool reverse;     // segments follow one another from last to first
-  // [segments, heads, V + D, D], contiguous: rows 0..V-1 the columns of S_end, overwritten by S_in, then the
-  // columns of M. Neither is read of the segment that nothing follows, nor M of the first.
+  // Both [segments, heads, .., D], heads so many elements apart: S_end by columns, of which there are V,
+  // overwritten by S_in, and M by columns. Neither is read of the segment that nothing follows, nor M of the
+  // first.
   float* states;
+  const float* transitions;
+  int64_t states_apart, transitions_apart;
   In<4> initial;  // [N, heads, D, V] fp32: what the first segment starts from; absent: zero
 };
 

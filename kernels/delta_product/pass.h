@@ -14,10 +14,10 @@ struct Walk {
   // Tokens, a multiple of the chunk's; 0: whole sequences. The initial states are then the segments', not the
   // sequences'.
   int64_t segment;
-  // Every segment by itself, without anything beside: columns 0..V-1, and D more, from the unit matrix and
-  // without values, which become the segment's transition. The first segment starts from the sequence's
-  // initial state and has no transition, the others start from zero. The final states [pieces, H, D, V + D]
-  // are the segments'; segments that nothing follows are left out.
+  // Every segment by itself, without anything beside: columns 0..V-1, and in the scan D more, from the unit
+  // matrix and without values, which become the segment's transition. The first segment starts from the
+  // sequence's initial state and has no transition, the others start from zero. The final states [pieces, H,
+  // D, V + D], in reverse [pieces, H, D, V], are the segments'; segments that nothing follows are left out.
   bool alone;
   bool reverse;   // from the last token to the first
   Divider heads;  // H

@@ -114,7 +114,7 @@ __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
       wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
       const Query stage = space.query(query_turn.place);
       q.start(stage.q(), c * tokens, length, member * p.q.stride[2]);
-      dout.start(stage.dout(), c * tokens, part.transition ? 0 : length, member * p.dout.stride[2]);
+      dout.start(stage.dout(), c * tokens, length, member * p.dout.stride[2]);
       arrive_after_copies(&barriers.query_full[query_turn.place]);
       query_turn.next(pass.stages);
     }

@@ -171,6 +171,9 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part,
     if (more && !early) wait_for_stage();
   }
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
+  if (!kLeaves && part.transition && p.transitions != nullptr) {
+    keep_transition(s, p.shape, part, first_col, p.transitions);
+  }
 }
 
 }  // namespace girih::kernels::delta_product

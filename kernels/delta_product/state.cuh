@@ -201,4 +201,12 @@ __device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Wal
                     [](float x, float& at) { at = x; });
 }
 
+// The transition of the part's segment, for reverse: by rows, which are its columns.
+template <int D>
+__device__ inline void keep_transition(State<D>& s, const DeltaShape& shape, const Part& part, int first_col,
+                                       float* transitions) {
+  float* const to = transitions + (part.number * shape.heads + part.head) * shape.D * shape.D;
+  for_each_of_state(s, shape, part, first_col, to, shape.D, 1, [](float x, float& at) { at = x; });
+}
+
 }  // namespace girih::kernels::delta_product

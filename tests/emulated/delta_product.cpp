@@ -20,7 +20,7 @@ struct Call {
   Array dout, dlast, dinitial, dz, dq, dk, dv, dbeta, dg;
   Array b, w, db;  // with a beta for every channel
   void *prepared, *states, *gradients, *scan_workspace, *reverse_workspace;
-  float* factors;
+  float *factors, *transitions;
 };
 
 namespace girih::kernels::delta_product {
@@ -67,6 +67,7 @@ DeltaScan scan_of(const Call& c) {
   p.gated = c.gated != 0, p.prepared = c.prepared;
   p.initial = in<4>(c.initial), p.final = out<4>(c.last), p.o = out<4>(c.o);
   p.states = c.states, p.workspace = c.scan_workspace;
+  p.transitions = delta_kept_segments(p.shape) > 0 ? c.transitions : nullptr;
   return p;
 }
 
@@ -75,6 +76,7 @@ DeltaReverse reverse_of(const Call& c) {
   p.shape = shape_of(c);
   p.q = in<4>(c.q), p.k = in<4>(c.k), p.dout = in<4>(c.dout);
   p.gated = c.gated != 0, p.prepared = c.prepared, p.factors = c.factors;
+  p.transitions = c.transitions;
   p.initial = in<4>(c.dlast), p.final = out<4>(c.dinitial), p.dz = out<4>(c.dz);
   p.in_place = c.dz.data == c.dv.data, p.gradients = c.gradients, p.workspace = c.reverse_workspace;
   return p;
@@ -86,6 +88,7 @@ extern "C" int64_t chunks(const Call* c) {
   const DeltaShape shape = shape_of(*c);
   return piece_count(shape.tokens, delta_chunk(shape.n));
 }
+extern "C" int64_t segments(const Call* c) { return delta_kept_segments(shape_of(*c)); }
 extern "C" int64_t prepared_bytes() { return kDeltaPreparedBytes; }
 extern "C" int64_t scan_bytes(const Call* c) { return delta_scan_workspace(scan_of(*c)); }
 extern "C" int64_t reverse_bytes(const Call* c) { return delta_reverse_workspace(reverse_of(*c)); }
@@ -96,7 +99,8 @@ extern "C" void run(const Call* call) {
   must(delta_prepare(prepare, nullptr));
   DeltaScan scan = scan_of(c);
   // As without backward, too.
-  scan.states = nullptr, scan.final = out<4>(c.last_alone), scan.o = out<4>(c.o_alone);
+  scan.states = nullptr, scan.transitions = nullptr;
+  scan.final = out<4>(c.last_alone), scan.o = out<4>(c.o_alone);
   must(delta_scan(scan, nullptr));
   must(delta_scan(scan_of(c), nullptr));
   const DeltaReverse reverse = reverse_of(c);
@@ -122,7 +126,8 @@ extern "C" void run_vector(const Call* call) {
   DeltaScan scan = scan_of(c);
   scan.v = in<4>(c.w), scan.b = in<4>(c.b);
   must(delta_scan(scan, nullptr));
-  scan.states = nullptr, scan.final = out<4>(c.last_alone), scan.o = out<4>(c.o_alone);
+  scan.states = nullptr, scan.transitions = nullptr;
+  scan.final = out<4>(c.last_alone), scan.o = out<4>(c.o_alone);
   must(delta_scan(scan, nullptr));
   DeltaReverse reverse = reverse_of(c);
   reverse.b = in<4>(c.b);

@@ -90,20 +90,37 @@ def test_steps(case, device):
     assert_within(graph, eager, 1e-6)
 
 
-@pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_an_exported_program_takes_any_length(case, device):
-    inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device)
+class Program(torch.nn.Module):
+    """The operator behind a parameter, which asks for gradients or does not."""
 
-    class Program(torch.nn.Module):
-        def forward(self, floats):
-            return operator(inputs.with_floats(floats))
+    def __init__(self, inputs, trained):
+        super().__init__()
+        self.inputs, self.one = inputs, torch.nn.Parameter(torch.ones(()), requires_grad=trained)
 
+    def forward(self, floats):
+        return operator(self.inputs.with_floats({name: x * self.one for name, x in floats.items()}))
+
+
+def exported(case, inputs, trained=False):
+    """For any number of tokens from 2 on."""
     tokens = torch.export.Dim("tokens", min=2)
     dynamic = {
         name: {1: rows * tokens} if (rows := name in inputs.data and case.over_time(name)) else None
         for name in inputs.floats
     }
-    program = torch.export.export(Program(), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
+    return torch.export.export(Program(inputs, trained), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_an_exported_program_takes_any_length(case, device):
+    inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device)
+    program = exported(case, inputs)
     for T in (9, 33):
         other = case.draw(T, resumed=case.has_state, dtype=float_of(device), device=device)
         assert_within(program(other.floats), operator(other), 1e-6)
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_what_forward_keeps_holds_a_program_to_no_length(case, device):
+    """In 16 bits, of which it keeps most; a bound would be refused here."""
+    exported(case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True)

@@ -32,13 +32,15 @@ Call = structure(
     (Array, "q k v beta g initial last o last_alone o_alone"),
     (Array, "dout dlast dinitial dz dq dk dv dbeta dg"),
     (Array, "b w db"),
-    (POINTER, "prepared states gradients scan_workspace reverse_workspace factors"),
+    (POINTER, "prepared states gradients scan_workspace reverse_workspace factors transitions"),
 )
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "delta_product", sizes=("chunks", "scan_bytes", "reverse_bytes"))
+    return compiled_once(
+        tmp_path_factory, "delta_product", sizes=("chunks", "segments", "scan_bytes", "reverse_bytes")
+    )
 
 
 class Draw:
@@ -83,12 +85,12 @@ def check(
     dtype=torch.bfloat16,
     numbers=torch.float32,
     scale=None,
-    cut=False,
+    cut=None,
     times=1,
 ):
     """One call against the recurrence in float64. `begins`: where the sequence of each row begins; `numbers`:
-    the dtype of beta and g; `vector`: beta is of every channel; `cut`: both scans are; `times`: what is lost
-    to 16 bits, at most so often.
+    the dtype of beta and g; `vector`: beta is of every channel; `cut`: into segments "both" scans are, or the
+    "forward" one; `times`: what is lost to 16 bits, at most so often.
     """
     N, HQ, HK = len(lengths), heads_q or H, heads_k or H
     HO = max(HQ, H)
@@ -150,7 +152,7 @@ def check(
     chunks = kernels.chunks(ctypes.byref(call))
     states = chunks * H * eights(V) * eights(D)
     bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
-    assert not cut or all(bytes_of.values())
+    assert cut is None or [size > 0 for size in bytes_of.values()] == [True, cut == "both"]
     work = {  # all bits set, and some more behind
         name: unwritten(size + 256, dtype=torch.uint8)
         for name, size in (
@@ -158,6 +160,7 @@ def check(
             ("states", 2 * states),
             ("gradients", 2 * states),
             ("factors", chunks * HO * 256),
+            ("transitions", kernels.segments(ctypes.byref(call)) * H * 4 * eights(D) ** 2),
             ("scan_workspace", bytes_of["scan"]),
             ("reverse_workspace", bytes_of["reverse"]),
         )
@@ -288,25 +291,33 @@ def test_more_chunks_than_stages(kernels, D, n, how):
 @pytest.mark.parametrize("D, V, n", [(64, 64, 1), (64, 24, 2), (128, 64, 1), (128, 40, 2), (72, 128, 2)])
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
 def test_segments(kernels, D, V, n, how):
-    check(kernels, 350 // n, D=D, V=V, n=n, cut=True, **how)
+    check(kernels, 350 // n, D=D, V=V, n=n, cut="both", **how)
 
 
 def test_many_segments(kernels):
-    check(kernels, 320, n=2, V=24, cut=True)
+    check(kernels, 320, n=2, V=24, cut="both")
 
 
 @pytest.mark.parametrize("D, V, card", [(64, 64, 4), (128, 64, 4), (64, 128, 8)])
 def test_two_chains_a_block(kernels, D, V, card):
-    check(kernels, 140, D=D, V=V, n=4, card=card, cut=True)
+    check(kernels, 140, D=D, V=V, n=4, card=card, cut="both")
 
 
 def test_two_chains_that_share_many_stages(kernels):
-    check(kernels, 400, n=4, card=4, cut=True)
+    check(kernels, 400, n=4, card=4, cut="both")
 
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_segments_of_packed_sequences(kernels, D):
-    check(kernels, 70, 0, 190, n=4, D=D, gates=0.05 if D == 64 else None, packed=True, cut=True)
+    check(kernels, 70, 0, 190, n=4, D=D, gates=0.05 if D == 64 else None, packed=True, cut="both")
+
+
+def test_segments_of_rows_with_one_sequence(kernels):
+    check(kernels, 190, 0, 70, n=4, begins=[1, 5, 2], cut="both")
+
+
+def test_a_packed_sequence_of_four_segments_where_reverse_is_not_cut(kernels):
+    check(kernels, 250, 20, n=4, D=128, card=4, packed=True, cut="forward")
 
 
 @pytest.mark.parametrize("n, T, D", [(1, 100, 64), (2, 60, 64), (1, 70, 128), (2, 35, 128)])
@@ -439,7 +450,11 @@ def test_packed_sequences_with_a_beta_for_every_channel(kernels, D, n):
 
 @pytest.mark.parametrize("D, n, card", [(64, 1, 132), (64, 2, 4), (128, 1, 132), (128, 4, 8)])
 def test_segments_with_a_beta_for_every_channel(kernels, D, n, card):
-    check(kernels, 350 // n, D=D, V=D, n=n, card=card, cut=True, vector=True)
+    check(kernels, 350 // n, D=D, V=D, n=n, card=card, cut="both", vector=True)
+
+
+def test_segments_of_packed_sequences_with_a_beta_for_every_channel(kernels):
+    check(kernels, 70, 0, 190, n=4, packed=True, cut="both", vector=True)
 
 
 @pytest.mark.parametrize("D", [64, 128])

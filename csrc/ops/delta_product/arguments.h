@@ -45,6 +45,11 @@ struct Arguments {
     return rows_for(q, rows, cu_seqlens, heads, width, type);
   }
   Tensor states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
+  Tensor transitions(const std::vector<c10::SymInt>& kept) const {
+    const auto all = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept), q.options().dtype(at::kFloat));
+    TORCH_INTERNAL_ASSERT(all.dim() == 1 || all.size(0) == kernels::delta_kept_segments(shape));
+    return all;
+  }
 
   Tensor padded(const OptionalTensor& state) const { return padded_state(state, false, shape.D, shape.V); }
   Tensor last_state() const {

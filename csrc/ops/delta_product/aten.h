@@ -6,7 +6,7 @@
 namespace girih::delta_product {
 
 // o, the final state (s, position), what is kept for backward
-using Results = std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor>;
+using Results = std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor>;
 
 // of q, k, v, beta, g, the state (s, position), cu_seqlens
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,

@@ -53,7 +53,9 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto states =
                  at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options().dtype(kept.states_type)),
              prepared = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared),
-                                  q_.options().dtype(kept.prepared_type));
+                                  q_.options().dtype(kept.prepared_type)),
+             transitions =
+                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.transitions), q_.options().dtype(at::kFloat));
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
@@ -73,7 +75,8 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
     complete = chunks.complete();
     position = chunks.next_position();
   }
-  if (count == 0) return {at::zeros({B, T, HQ, V}, q_.options()), S0.clone(), position, states, prepared};
+  if (count == 0)
+    return {at::zeros({B, T, HQ, V}, q_.options()), S0.clone(), position, states, prepared, transitions};
 
   auto q = chunks.split(q_, type), k = chunks.split(k_, type, n);
   if (l2norm_qk) {
@@ -123,8 +126,12 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
       q.flatten(3, 4).matmul(k_t).view({B, count, H, HQ / H, C, R}) * read_rows(decay, n).unsqueeze(-3);
   const auto o = q_in.flatten(3, 4).matmul(chunks.starts(scan, 0)) +
                  scores.flatten(3, 4).matmul(at::stack(U, 0).view({count, B, H, R, V}).transpose(0, 1));
-  return {chunks.join(o.view({B, count, HQ, C, V}), q_.scalar_type()), scan.finals[0], position, states,
-          prepared};
+  return {chunks.join(o.view({B, count, HQ, C, V}), q_.scalar_type()),
+          scan.finals[0],
+          position,
+          states,
+          prepared,
+          transitions};
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) {

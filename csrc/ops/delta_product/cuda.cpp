@@ -5,6 +5,7 @@
 #include "aten.h"
 #include "exact.h"
 #include "problem.h"
+#include "tile/segments.h"
 #include "vector.h"
 
 namespace girih::delta_product {
@@ -12,7 +13,8 @@ namespace {
 
 static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == kernels::kDeltaRows &&
               kMostSteps == kernels::kDeltaMaxSteps && kWidest == kernels::kDeltaMaxWidth &&
-              kWidestVector == kernels::kDeltaVectorMaxWidth && kStepMost == kernels::kDeltaStepMost);
+              kWidestVector == kernels::kDeltaVectorMaxWidth && kStepMost == kernels::kDeltaStepMost &&
+              kCard == kernels::kCard);
 
 // The problem's path, as far as this card and these sequences go. What forward keeps is sized by the
 // problem's alone, so that a card too small for the tensor cores' kernels runs none.
@@ -58,10 +60,12 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
     return forward(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
                    between_chunks, save);
   }
-  if (beta.dim() == 4) return VectorCall(q, k, v, beta, cu_seqlens, n, scale).forward(state_s, save);
+  const auto kept = problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
+  if (beta.dim() == 4) return VectorCall(q, k, v, beta, cu_seqlens, n, scale).forward(state_s, kept, save);
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
   const auto prepared = prepare(a), initial = a.padded(state_s), last = a.last_state(),
              states = save ? a.states() : at::empty({0}, q.options()),
+             transitions = a.transitions(kept.transitions),
              o = a.rows(q.size(1), a.shape.query_heads, a.shape.V, q.scalar_type());
   kernels::DeltaScan p;
   p.shape = a.shape;
@@ -72,11 +76,16 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   p.final = output<4>(last);
   p.o = output<4>(o);
   p.states = save ? states.mutable_data_ptr() : nullptr;
+  p.transitions = transitions.numel() > 0 ? transitions.mutable_data_ptr<float>() : nullptr;
   const auto workspace = at::empty({kernels::delta_scan_workspace(p)}, q.options().dtype(at::kByte));
   p.workspace = workspace.mutable_data_ptr();
   check_launch("delta_scan", kernels::delta_scan(p, c10::cuda::getCurrentCUDAStream()));
-  return {without_packs(o, a.V), cut(last, a.D, a.V), std::nullopt, states,
-          save ? prepared : at::empty({0}, prepared.options())};
+  return {without_packs(o, a.V),
+          cut(last, a.D, a.V),
+          std::nullopt,
+          states,
+          save ? prepared : at::empty({0}, prepared.options()),
+          transitions};
 }
 
 Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_s,
@@ -84,21 +93,22 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         const Tensor& v, const Tensor& beta, const OptionalTensor& g,
                         const OptionalTensor& state_s, const OptionalTensor& state_position,
                         const OptionalTensor& cu_seqlens, const Tensor& states, const Tensor& prepared,
-                        int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-                        Between between_chunks) {
+                        const Tensor& transitions, int64_t n, std::optional<double> scale, bool l2norm_qk,
+                        std::optional<int64_t> chunk, Between between_chunks) {
   const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
                                       l2norm_qk, chunk, between_chunks);
   const c10::cuda::CUDAGuard device(q.device());
   const auto path = path_of(problem, q, beta, g, n, l2norm_qk, between_chunks);
   if (path == Path::Code::aten) {
     // What every device without a kernel runs: autograd of the ATen form.
-    return run_without_kernel<&backward_cuda>("delta_product_backward", grad_o, grad_s, grad_position, q, k,
-                                              v, beta, g, state_s, state_position, cu_seqlens, states,
-                                              prepared, n, scale, l2norm_qk, chunk, between_chunks);
+    return run_without_kernel<&backward_cuda>(
+        "delta_product_backward", grad_o, grad_s, grad_position, q, k, v, beta, g, state_s, state_position,
+        cu_seqlens, states, prepared, transitions, n, scale, l2norm_qk, chunk, between_chunks);
   }
   const auto kept = problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, true);
   check_kept("delta_product", "states", states, kept.states, kept.states_type);
   check_kept("delta_product", "prepared", prepared, kept.prepared, kept.prepared_type);
+  check_kept("delta_product", "transitions", transitions, kept.transitions, at::kFloat);
   if (path == Path::Code::exact) {
     const ExactCall call(for_each_head(q, v.size(2)), for_each_head(k, v.size(2)), v, beta, g, state_position,
                          cu_seqlens, n, scale, l2norm_qk, chunk, between_chunks);
@@ -109,7 +119,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   }
   if (beta.dim() == 4) {
     return VectorCall(q, k, v, beta, cu_seqlens, n, scale)
-        .backward(q, k, grad_o, grad_s, state_s, states, prepared);
+        .backward(q, k, grad_o, grad_s, state_s, states, prepared, transitions);
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
@@ -130,6 +140,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   reverse.q = input<4>(a.q), reverse.k = input<4>(a.k), reverse.dout = input<4>(dout);
   reverse.gated = a.g.defined();
   reverse.prepared = prepared.const_data_ptr();
+  reverse.transitions = transitions.const_data_ptr<float>();
   reverse.factors = factors.mutable_data_ptr<float>();
   reverse.initial = input<4>(last);
   reverse.final = output<4>(first);

@@ -52,8 +52,12 @@ class ExactCall {
       p.position = position.mutable_data_ptr<int64_t>();
     }
     launch_scan(p);
-    return {o.to(q_.scalar_type()), last, position.defined() ? OptionalTensor(position) : std::nullopt,
-            states, u};
+    return {o.to(q_.scalar_type()),
+            last,
+            position.defined() ? OptionalTensor(position) : std::nullopt,
+            states,
+            u,
+            new_kept(kept.transitions)};
   }
 
   Gradients backward(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const OptionalTensor& state,

@@ -12,6 +12,9 @@ constexpr int64_t kWidest = 256;                            // D and V of all ke
 constexpr int64_t kMostSteps = 16, kPreparedBytes = 11648;  // on the tensor cores: n; a chunk of a head
 constexpr int64_t kWidestVector = 128;                      // D of those with a beta for every channel
 constexpr int64_t kStepMost = 8;  // of the kernel for one token: n, and query heads a memory head
+// Where sequences are cut into segments: a card's multiprocessors, chunks of the shortest segment, and how
+// many there are at least.
+constexpr int64_t kCard = 132, kLeastChunks = 16, kLeastSegments = 3;
 
 using Between = std::optional<std::string_view>;
 
@@ -69,10 +72,11 @@ struct Problem {
   }
 
   // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the state
-  // before every chunk of 64 / n tokens, transposed, and what they prepare of every chunk, in bytes; the
-  // exact ones the states in fp32, before every piece (exact_pieces), and u, the rows that the steps write.
+  // before every chunk of 64 / n tokens, transposed, what they prepare of every chunk, in bytes, and where
+  // few heads cut sequences into segments these segments' transitions, in fp32; the exact ones the states in
+  // fp32, before every piece (exact_pieces), and u, the rows that the steps write.
   struct Saved {
-    std::vector<c10::SymInt> states, prepared;
+    std::vector<c10::SymInt> states, prepared, transitions;
     at::ScalarType states_type, prepared_type;
   };
   Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
@@ -80,12 +84,13 @@ struct Problem {
               bool save) const {
     const auto by = path(q, beta, g, n, l2norm_qk, between_chunks);
     const auto chunk_of_kernels = n > kKeptChunk ? 1 : kKeptChunk / n;
-    Saved kept{{0}, {0}, q.scalar_type(), at::kByte};
+    Saved kept{{0}, {0}, {0}, q.scalar_type(), at::kByte};
     if (by == Path::Code::exact) kept.states_type = kept.prepared_type = at::kFloat;
     if (!save || by == Path::Code::aten) return kept;
     if (by == Path::Code::tensor_cores) {
       kept.states = kept_states(q, N, H, {V}, D, cu_seqlens, chunk_of_kernels);
       kept.prepared = {kept_chunks(q, N, cu_seqlens, chunk_of_kernels), H, kPreparedBytes};
+      kept.transitions = {segments(cu_seqlens, chunk_of_kernels), H, kept_width(D), kept_width(D)};
     } else {
       kept.states = {exact_pieces(cu_seqlens, chunk_of_kernels, between_chunks ? chunk : std::nullopt), H, V,
                      in_fours(D)};
@@ -95,16 +100,32 @@ struct Problem {
   }
 
  private:
+  // Segments of all sequences, as kernels/tile/segments.h cuts them: 0 where one would have too few. Without
+  // a branch on sizes, which a compiler would hold to.
+  c10::SymInt segments(const OptionalTensor& cu_seqlens, int64_t chunk) const {
+    const auto up = [](const c10::SymInt& x, const c10::SymInt& by) { return (x + by - 1) / by; };
+    const auto sequences = N.max(1), chunks = up(up(B * T, sequences), chunk);
+    const auto each = (chunks / kLeastChunks).min(c10::SymInt(kCard) / (sequences * H * up(V, 64)));
+    const auto tokens = (up(chunks, each.max(1)) * chunk).max(chunk);
+    return (each / kLeastSegments).min(1) * pieces(cu_seqlens, tokens);
+  }
+
   static c10::SymInt in_fours(const c10::SymInt& width) { return (width + 3) / 4 * 4; }
 
-  // Pieces of up to `tokens` tokens. With a function between chunks they are pieces of chunks, a sequence may
+  static bool packed(const OptionalTensor& cu_seqlens) { return given(cu_seqlens) && cu_seqlens->dim() == 1; }
+
+  // Pieces of up to `tokens` tokens, of all sequences; packed, room for as many as there can be.
+  c10::SymInt pieces(const OptionalTensor& cu_seqlens, const c10::SymInt& tokens) const {
+    return packed(cu_seqlens) ? T / tokens + N : B * ((T + tokens - 1) / tokens);
+  }
+
+  // Those of the exact kernels. With a function between chunks they are pieces of chunks, a sequence may
   // begin in the middle of one, and there is one more state, after its last.
   c10::SymInt exact_pieces(const OptionalTensor& cu_seqlens, int64_t tokens,
                            std::optional<int64_t> chunk) const {
-    const bool packed = given(cu_seqlens) && cu_seqlens->dim() == 1;
-    if (!chunk) return packed ? T / tokens + N : B * ((T + tokens - 1) / tokens);
-    const auto pieces = (*chunk + std::min(tokens, *chunk) - 1) / std::min(tokens, *chunk);
-    return (packed ? T / *chunk + N * 3 : B * ((T + 2 * *chunk - 2) / *chunk + 1)) * pieces;
+    if (!chunk) return pieces(cu_seqlens, tokens);
+    const auto of_a_chunk = (*chunk + std::min(tokens, *chunk) - 1) / std::min(tokens, *chunk);
+    return (packed(cu_seqlens) ? T / *chunk + N * 3 : B * ((T + 2 * *chunk - 2) / *chunk + 1)) * of_a_chunk;
   }
 };
 

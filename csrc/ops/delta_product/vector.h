@@ -26,7 +26,7 @@ class VectorCall {
     check_launch("delta_vector_rows", kernels::delta_vector_rows(p, c10::cuda::getCurrentCUDAStream()));
   }
 
-  Results forward(const OptionalTensor& initial, bool save) const {
+  Results forward(const OptionalTensor& initial, const Problem::Saved& kept, bool save) const {
     const auto prepared = at::empty({a_.chunks(), a_.shape.heads, kernels::kDeltaPreparedBytes},
                                     a_.q.options().dtype(at::kByte));
     const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -38,6 +38,7 @@ class VectorCall {
 
     const auto first = a_.padded(initial), last = a_.last_state(),
                states = save ? a_.states() : at::empty({0}, a_.q.options()),
+               transitions = a_.transitions(kept.transitions),
                o = a_.rows(a_.q.size(1), a_.shape.query_heads, a_.shape.V, a_.q.scalar_type());
     kernels::DeltaScan p;
     p.shape = a_.shape;
@@ -48,17 +49,22 @@ class VectorCall {
     p.final = output<4>(last);
     p.o = output<4>(o);
     p.states = save ? states.mutable_data_ptr() : nullptr;
+    p.transitions = transitions.numel() > 0 ? transitions.mutable_data_ptr<float>() : nullptr;
     const auto workspace = at::empty({kernels::delta_scan_workspace(p)}, prepared.options());
     p.workspace = workspace.mutable_data_ptr();
     check_launch("delta_scan", kernels::delta_scan(p, stream));
-    return {without_packs(o, a_.V), cut(last, a_.D, a_.V), std::nullopt, states,
-            save ? prepared : at::empty({0}, prepared.options())};
+    return {without_packs(o, a_.V),
+            cut(last, a_.D, a_.V),
+            std::nullopt,
+            states,
+            save ? prepared : at::empty({0}, prepared.options()),
+            transitions};
   }
 
   // q, k: the inputs, of whose heads the gradients are.
   Gradients backward(const Tensor& q, const Tensor& k, const OptionalTensor& grad_o,
                      const OptionalTensor& grad_s, const OptionalTensor& state, const Tensor& states,
-                     const Tensor& prepared) const {
+                     const Tensor& prepared, const Tensor& transitions) const {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     const auto& shape = a_.shape;
     const auto type = q.scalar_type();
@@ -74,6 +80,7 @@ class VectorCall {
     reverse.dout = input<4>(dout);
     reverse.gated = false;
     reverse.prepared = prepared.const_data_ptr();
+    reverse.transitions = transitions.const_data_ptr<float>();
     reverse.factors = factors.mutable_data_ptr<float>();
     reverse.initial = input<4>(last);
     reverse.final = output<4>(first);

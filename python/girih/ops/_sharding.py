@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from girih.ops._describe import describe
 
 Strategy = tuple[list[Placement | None], list[Placement | None]]  # of results, of arguments
-BATCH = ("B", "N", "chunks")
+BATCH = ("B", "N", "chunks", "segments")
 HEADS = ("HQ", "H", "HK", "HO", "channels")
 
 
