@@ -1,7 +1,7 @@
 # make train [MIXER=gsa] [SIZE=small] [CORPUS=path]     train a byte-level language model
 # make compare [MIXERS=...] [TASKS=...] [RATES=...]     train many at equal size, at three rates
 # make conversion [SIZE=25m] [TOKENS=...] [MINUTES=...] a Transformer converted in every way and trained on, one figure
-# make bench [OP=gsa] [SHAPE=...] [PEER=no]             operators beside the best public code, on a GPU
+# make bench [OP=gsa] [SHAPE=...] [CONTEXT=...] [PEER=no] operators beside the best public code, on a GPU
 # make docs                                             the tables of README.md and docs/, from files of results
 # make test [FULL=1]                                    every test that this machine can run; FULL: more examples
 # make test-gpu [STAGES=...] [PARTS=...] [RECORD=file]  every test on a GPU, compute-sanitizer's too, and their record

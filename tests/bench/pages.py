@@ -142,7 +142,8 @@ def precision():
         [
             "fp32",
             "of two parts of each number by tf32, without the product of the lower two: 2^-22 of the whole",
-            "`delta_product`, `cat_attention` of keys and values up to 128 wide: on the tensor cores",
+            "`delta_product`, and `cat_attention` up to 128 wide: on the tensor cores (`explain` calls the "
+            "former `exact fp32`)",
         ],
         [
             "bf16, fp16",
@@ -264,6 +265,13 @@ def tokens():
     return generation.table_of_tokens(json.loads((FOLDER / "generation.json").read_text()))
 
 
+def texts():
+    """CAT writing text beside Transformers."""
+    import generation
+
+    return generation.table(json.loads((FOLDER / "generation.json").read_text()))
+
+
 def draw_conversions():
     import curves
 
@@ -285,6 +293,7 @@ TABLES = {
     "conversion": conversions,
     "converted": converted_models,
     "tokens": tokens,
+    "texts": texts,
     "comparison": lambda: compared("compare"),
     "comparison at 50M": lambda: compared("compare-50m"),
 }
