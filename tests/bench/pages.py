@@ -17,6 +17,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def measured(name):
+    """What a benchmark has left in its file."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
 def speed():
     """A few shapes, ours beside the best public code."""
     found = {(shape.op, shape.name): (shape, entry) for shape, entry in read(FOLDER)}
@@ -36,7 +41,7 @@ def speed():
 
 def models():
     """Training and decoding of whole models."""
-    found = json.loads((FOLDER / "model.json").read_text())["models"]
+    found = measured("model")["models"]
     trained = [
         [
             name,
@@ -58,12 +63,12 @@ def accelerated_layers():
     """Layers of transformers' models before and after girih.accelerate."""
     import accelerated
 
-    return accelerated.table(json.loads((FOLDER / "accelerate.json").read_text()))
+    return accelerated.table(measured("accelerate"))
 
 
 def accelerated_sentence():
     """What girih.accelerate is, and gives a layer of Qwen3-Next."""
-    rows = json.loads((FOLDER / "accelerate.json").read_text())["rows"]
+    rows = measured("accelerate")["rows"]
     ours, theirs = (rows["Qwen3-Next layer"][side] for side in ("girih", "transformers"))
     text = (
         "Models of transformers itself: `girih.accelerate(model)` puts the linear layers of Qwen3-Next, "
@@ -176,7 +181,7 @@ def first_calls():
 
 def linear():
     """How the time on a CPU grows with the length."""
-    rows = json.loads((FOLDER / "linear_cost.json").read_text())["rows"]
+    rows = measured("linear_cost")["rows"]
     lengths = list(rows[0]["seconds"])[-3:]  # which the exponents are fitted to
     most = max(row["exponent"] for row in rows)
     text = (
@@ -246,7 +251,7 @@ def conversions():
     """How the study of conversions was made, and where each ended."""
     import curves
 
-    result = json.loads((FOLDER / "conversion.json").read_text())
+    result = measured("conversion")
     return curves.words(result) + "\n" + curves.table(result)
 
 
@@ -262,20 +267,20 @@ def tokens():
     """What a token of generate() takes, ours and others'."""
     import generation
 
-    return generation.table_of_tokens(json.loads((FOLDER / "generation.json").read_text()))
+    return generation.table_of_tokens(measured("generation"))
 
 
 def texts():
     """CAT writing text beside Transformers."""
     import generation
 
-    return generation.table(json.loads((FOLDER / "generation.json").read_text()))
+    return generation.table(measured("generation"))
 
 
 def draw_conversions():
     import curves
 
-    curves.draw(json.loads((FOLDER / "conversion.json").read_text()), FOLDER / "conversion.png")
+    curves.draw(measured("conversion"), FOLDER / "conversion.png")
 
 
 TABLES = {

@@ -50,12 +50,12 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
   const auto kept = p.saved(q_, beta_, g_, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
-  const auto states =
-                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.states), q_.options().dtype(kept.states_type)),
-             prepared = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.prepared),
-                                  q_.options().dtype(kept.prepared_type)),
-             transitions =
-                 at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(kept.transitions), q_.options().dtype(at::kFloat));
+  const auto new_kept = [&](const std::vector<c10::SymInt>& sizes, at::ScalarType of) {
+    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), q_.options().dtype(of));
+  };
+  const auto states = new_kept(kept.states, kept.states_type),
+             prepared = new_kept(kept.prepared, kept.prepared_type),
+             transitions = new_kept(kept.transitions, at::kFloat);
   // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
