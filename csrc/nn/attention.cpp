@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "fused.h"
 #include "mixers.h"
 #include "slots.h"
 #include "step.h"
@@ -129,13 +130,12 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
       before.tensors[0].scalar_type() == qkv.scalar_type())
     return step(qkv, before);
-  const auto p = qkv.split_with_sizes(heads_, 2);
   const auto position = at::arange(past, past + T, x.options().dtype(at::kLong));
-  const auto q = rotary(p[0], position, options.rope_theta);
+  const auto [q, own_k, own_v] = turned(qkv, heads_, position, options.rope_theta);
   const bool in_place = call.use_cache && !at::GradMode::is_enabled();
   const auto slots = in_place ? with_spare(past + T) : past + T;
-  const auto k = appended(before.tensors[0], past, rotary(p[1], position, options.rope_theta), slots),
-             v = appended(before.tensors[1], past, p[2], slots);
+  const auto k = appended(before.tensors[0], past, own_k, slots),
+             v = appended(before.tensors[1], past, own_v, slots);
   const auto &was = before.tensors[2],
              valid = joined_masks(was.defined() ? was.slice(1, 0, past) : was, call.attention_mask, past, x);
   const auto see = visible(past, T, valid, call.cu_seqlens, x.device());

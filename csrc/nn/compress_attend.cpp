@@ -1,5 +1,6 @@
 #include "chunk_rows.h"
 #include "chunks.h"
+#include "fused.h"
 #include "mixers.h"
 
 namespace girih::nn {
@@ -94,8 +95,9 @@ std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows
     }
     position = position + k;
   }
-  const auto p = qkv_proj(x).unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
-  return {rotary(p[0], position, options.rope_theta), rotary(p[1], position, options.rope_theta), p[2]};
+  const auto [q, k, v] =
+      turned(qkv_proj(x).unflatten(-1, {-1, head_dim_}), heads_, position, options.rope_theta);
+  return {q, k, v};
 }
 
 // One row over K + chunk slots: its own key and value are written first, as it sees itself.

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../ops/fused/fused.h"
 #include "decoding.h"
+#include "fused.h"
 #include "layer.h"
 #include "mixers.h"
 #include "slots.h"
+#include "step.h"
 
 namespace girih::nn {
 
@@ -19,15 +22,32 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, int64_t intermediate_s
 
 // The mixer's state is the block's.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
+  if (!are_few(x)) {
+    const auto after = parts(x, {}, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+    return {after.x + after.branch, after.state};
+  }
   auto [h, state] = run_onto(x, *mixer, mixer_norm->input(), call);
   return {mlp->onto(h, h, mlp_norm->input()), state};
+}
+
+BlockImpl::Parts BlockImpl::parts(const Tensor& x, const Tensor& branch, const Tensor& attention_mask,
+                                  const State& state, bool use_cache, const Tensor& cu_seqlens) {
+  const auto [given, normed] = residual_norm(x, branch, mixer_norm->weight, mixer_norm->eps);
+  auto [y, after] = mixer->forward(normed, attention_mask, state, use_cache, cu_seqlens);
+  const auto [h, u] = residual_norm(given, y, mlp_norm->weight, mlp_norm->eps);
+  return {h, mlp->forward(u), std::move(after)};
 }
 
 bool BlockImpl::stepped(State& state, std::vector<bool>& kind) const { return mixer->stepped(state, kind); }
 
 Tensor BlockImpl::around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix) {
-  const auto h = x + mix(mixer_norm(x));
-  return mlp->onto(h, h, mlp_norm->input());
+  const auto y = mix(mixer_norm(x));
+  if (are_few(x)) {
+    const auto h = x + y;
+    return mlp->onto(h, h, mlp_norm->input());
+  }
+  const auto [h, u] = residual_norm(x, y, mlp_norm->weight, mlp_norm->eps);
+  return h + mlp->forward(u);
 }
 
 ModelImpl::ModelImpl(const Config& config)
@@ -42,15 +62,20 @@ ModelImpl::ModelImpl(const Config& config)
 
 Output ModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
-  auto x = embed_tokens(ids);
+  auto x = embed_tokens(ids), branch = Tensor();
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
-    auto [y, state] = run_part(layers->at<BlockImpl>(i), x, call, i);
-    x = y;
-    after.parts.push_back(std::move(state));
+    auto& block = layers->at<BlockImpl>(i);
+    if (are_few(x)) {
+      std::tie(x, after.parts.emplace_back()) = run_part(block, x, call, i);
+    } else {
+      auto parts = block.parts(x, branch, call.attention_mask, call.part(i), call.use_cache, call.cu_seqlens);
+      x = parts.x, branch = parts.branch;
+      after.parts.push_back(std::move(parts.state));
+    }
   }
   share_slots(after);
-  return {norm(x), after};
+  return {residual_norm(x, branch, norm->weight, norm->eps).second, after};
 }
 
 bool ModelImpl::stepped(State& state, std::vector<bool>& kind) const {
@@ -106,9 +131,11 @@ void LanguageModelImpl::set_chunk(int64_t chunk) {
   cat->set_chunk(chunk);
 }
 
-Tensor LanguageModelImpl::head(const Tensor& x) const {
-  return at::linear(x, lm_head ? lm_head->weight : embed_tokens_->weight);
+const Tensor& LanguageModelImpl::head_weight() const {
+  return lm_head ? lm_head->weight : embed_tokens_->weight;
 }
+
+Tensor LanguageModelImpl::head(const Tensor& x) const { return at::linear(x, head_weight()); }
 
 // The model's state is the language model's.
 Output LanguageModelImpl::run(const Tensor& given, const Call& call) {
@@ -126,10 +153,11 @@ Output LanguageModelImpl::run(const Tensor& given, const Call& call) {
 Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
   TORCH_CHECK_VALUE(!labels.defined() || labels.sizes() == ids.sizes(), "labels has shape ", labels.sizes(),
                     "; expected that of ids, ", ids.sizes());
-  const auto logits = forward(ids).first.slice(1, 0, -1);
-  const auto next = (labels.defined() ? tokens_of(labels, "labels") : tokens_of(ids, "ids")).slice(1, 1);
-  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::promote_types(logits.scalar_type(), at::kFloat)),
-                                next.flatten(), {}, at::Reduction::Mean, /*ignore_index=*/-100);
+  constexpr int64_t kIgnored = -100, kLogits = int64_t{1} << 26;
+  const auto x = model->forward(tokens_of(ids, "ids")).first.slice(1, 0, -1).flatten(0, 1);
+  const auto next =
+      (labels.defined() ? tokens_of(labels, "labels") : tokens_of(ids, "ids")).slice(1, 1).flatten();
+  return fused::linear_cross_entropy(x, head_weight(), next, kIgnored, kLogits) / next.ne(kIgnored).sum();
 }
 
 std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {

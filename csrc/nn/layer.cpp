@@ -160,11 +160,15 @@ Tensor joined_masks(const Tensor& before, const Tensor& now, int64_t past, const
   return at::cat({or_ones(before, past), or_ones(now, x.size(1))}, 1);
 }
 
+Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options) {
+  const auto half = head_dim / 2;
+  return at::pow(theta, at::arange(half, options) / -half);
+}
+
 std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
                                  at::ScalarType dtype) {
-  const auto half = head_dim / 2;
   const auto wide = position.options().dtype(at::promote_types(dtype, at::kFloat));
-  const auto angle = position.unsqueeze(-1) * at::pow(theta, at::arange(half, wide) / -half);
+  const auto angle = position.unsqueeze(-1) * rates(head_dim, theta, wide);
   return {angle.cos().to(dtype), angle.sin().to(dtype)};
 }
 

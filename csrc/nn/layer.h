@@ -57,6 +57,9 @@ void check_packing(const Tensor& x, const Tensor& cu_seqlens);
 // are valid, [B]. Both parts keep their order.
 std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
 
+// theta^(-2i/D), [D/2].
+Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options);
+
 // cos and sin of position * theta^(-2i/D), [..., D/2] in this dtype; the angles are fp32, fp64 for fp64.
 std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
                                  at::ScalarType dtype);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../ops/functions.h"
+#include "fused.h"
 
 namespace girih::nn {
 namespace {
@@ -42,33 +43,19 @@ std::vector<Tensor> by_kernel(const Tensor& x, const std::vector<Product>& wante
                           ops::none_if_absent(given.other), given.eps, ops::none_if_absent(residual));
 }
 
-Tensor by_aten(const Tensor& x, const Product& product) {
-  const auto& [weight, gate, bias, rate, scale] = product;
-  if (gate == "none") return at::linear(x, weight, ops::none_if_absent(bias));
-  auto r = at_least_fp32(at::linear(x, weight));
-  if (bias.defined()) r = r + bias;
-  if (gate == "linear") return r;
-  if (gate == "decay") return -at_least_fp32(rate).exp() * at::softplus(r);
-  TORCH_CHECK_VALUE(gate == "sigmoid" || gate == "logsigmoid", "gate is '", gate,
-                    "'; expected none, linear, sigmoid, logsigmoid or decay");
-  r = gate == "sigmoid" ? r.sigmoid() : at::log_sigmoid(r);
-  return scale == 1.0 ? r : scale * r;
-}
-
 }  // namespace
 
 Tensor made_of(const Tensor& x, const RowInput& given) {
   const auto& [kind, other, eps] = given;
-  const auto norm = [&](const Tensor& x) {
-    return at::rms_norm(x, x.sizes().slice(x.dim() - 1), other.to(x.scalar_type()), eps);
-  };
   if (kind == "plain") return x;
-  if (kind == "rms_norm") return norm(x);
-  if (kind == "silu_rms_norm") return norm(at::silu(x));
+  if (kind == "rms_norm") return rms_norm(x, other, eps);
+  if (kind == "silu_rms_norm") return silu_rms_norm(x, other, eps);
   TORCH_CHECK_VALUE(kind == "silu_product", "kind is '", kind,
                     "'; expected plain, rms_norm, silu_rms_norm or silu_product");
-  return at::silu(x) * other;
+  return silu_product(x, other);
 }
+
+bool are_few(const Tensor& x) { return !at::GradMode::is_enabled() && x.numel() <= kRows * x.size(-1); }
 
 bool has_kernel(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given,
                 const Tensor& residual) {
@@ -94,9 +81,9 @@ bool has_kernel(const Tensor& x, const std::vector<Product>& wanted, const RowIn
 std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given,
                              const Tensor& residual) {
   if (has_kernel(x, wanted, given, residual)) return by_kernel(x, wanted, given, residual);
-  const auto u = made_of(x, given);
-  std::vector<Tensor> results;
-  for (const auto& product : wanted) results.push_back(by_aten(u, product));
+  auto results = given.kind == "silu_product" && wanted.size() == 1
+                     ? std::vector{silu_product_linear(x, given.other, wanted[0])}
+                     : together(made_of(x, given), wanted);
   if (residual.defined()) results[0] = residual + results[0];
   return results;
 }

@@ -15,6 +15,9 @@ std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& wanted
 bool has_kernel(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
                 const Tensor& residual = {});
 
+// Rows so few that products, with what stands beside them, take one launch each; without gradients.
+bool are_few(const Tensor& x);
+
 // What `given` makes of x.
 Tensor made_of(const Tensor& x, const RowInput& given);
 

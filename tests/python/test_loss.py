@@ -14,6 +14,16 @@ from torch.autograd.graph import saved_tensors_hooks
 N, D, V = 37, 16, 29
 
 
+@pytest.fixture(autouse=True, params=["Python", "C++"])
+def in_both_languages(request, monkeypatch):
+    """What compiles, and what C++ models have."""
+    if request.param == "C++":
+        op = torch.ops.girih.linear_cross_entropy
+        monkeypatch.setattr(
+            losses._LinearCrossEntropy, "apply", lambda *arguments: op(*arguments, losses.LOGITS)
+        )
+
+
 @pytest.fixture
 def few(monkeypatch):
     """Five rows at a time."""

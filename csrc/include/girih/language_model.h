@@ -165,7 +165,7 @@ class LanguageModelImpl : public LayerImpl {
   explicit LanguageModelImpl(const Config& config);
 
   // Mean cross entropy of every token after the first, in nats; labels [B, T], -100 not counted, are ids
-  // unless given.
+  // unless given. In memory for 2^26 logits; no second derivative.
   Tensor loss(const Tensor& ids, const Tensor& labels = {});
   // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens]. On a GPU a
   // token is one CUDA graph, which reads the weights where they are, on the stream of the call: on_token must
@@ -186,6 +186,7 @@ class LanguageModelImpl : public LayerImpl {
 
  private:
   friend class Decoder;  // generate's, token by token
+  const Tensor& head_weight() const;
   Tensor head(const Tensor& x) const;
   torch::nn::Embedding embed_tokens_{nullptr};  // the model's
 };

@@ -572,6 +572,14 @@ class BlockImpl : public LayerImpl {
   bool stepped(State& state, std::vector<bool>& kind) const override;
   // The block around what `mix` makes of the normed x.
   Tensor around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix);
+  // `forward` of x + branch, or of x, whose last sum is left to the norm that comes next and adds: the two
+  // parts of the result, and the state.
+  struct Parts {
+    Tensor x, branch;
+    State state;
+  };
+  Parts parts(const Tensor& x, const Tensor& branch, const Tensor& attention_mask, const State& state,
+              bool use_cache, const Tensor& cu_seqlens);
 
   RMSNorm mixer_norm{nullptr};
   AnyLayer mixer;

@@ -1,6 +1,5 @@
-// What a language model computes row by row beside its mixers, in training. Not operators for users, who have
-// torch.nn.functional's: they take tensors of a few types. Of python/girih/nn, fused.py, swiglu.py, loss.py
-// and rotary.py call them, decide where, and give them gradients.
+// What a language model computes row by row beside its mixers, by kernels; fused.h says what it is for and
+// has the gradients.
 #include <torch/library.h>
 
 #include "../dense.h"
@@ -45,9 +44,9 @@ std::tuple<Tensor, Tensor> norm(const char* op, const Tensor& x_, const Optional
   const auto branch = dense(op, branch_, "branch", x.sizes(), rows, x);
   p.x = x.const_data_ptr(), p.branch = data_of(branch);
   if (given(weight)) p.weight = input<1>(*weight);
-  const auto s = given(branch) ? at::empty(x.sizes(), x.options()) : nothing(x);
+  const auto s = given(branch) ? at::empty(x.sizes(), x.options()) : x_;
   const auto y = at::empty(x.sizes(), x.options().dtype(rows));
-  p.s = s.mutable_data_ptr();
+  p.s = given(branch) ? s.mutable_data_ptr() : nullptr;
   p.y = y.mutable_data_ptr();
   check_launch(op, kernels::residual_norm(p, c10::cuda::getCurrentCUDAStream()));
   return {s, y};
@@ -241,11 +240,10 @@ Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // s = x + branch (empty where there is no branch: it is x), y [.., dim] in the type `rows`; without a
-  // weight its rows are of length 1
+  // s = x + branch, or x itself, y [.., dim] in the type `rows`; without a weight its rows are of length 1
   m.def(
-      "residual_norm(Tensor x, Tensor? branch, Tensor? weight, float eps, ScalarType rows)"
-      " -> (Tensor s, Tensor y)");
+      "residual_norm(Tensor(a) x, Tensor? branch, Tensor? weight, float eps, ScalarType rows)"
+      " -> (Tensor(a) s, Tensor y)");
   // Empty is what is not asked for.
   m.def(
       "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor? weight, float eps, bool of_branch,"
@@ -254,7 +252,6 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def(
       "silu_norm_backward(Tensor dy, Tensor x, Tensor weight, float eps, bool of_weight)"
       " -> (Tensor dx, Tensor dweight)");
-  m.def("silu_product(Tensor gate, Tensor up) -> Tensor");
   m.def(
       "silu_product_backward(Tensor dy, Tensor gate, Tensor up, bool of_product)"
       " -> (Tensor dgate, Tensor dup, Tensor y)");

@@ -1,6 +1,5 @@
-// What becomes of a layer's small products in training: gates and step sizes. Not an operator for users, who
-// have PyTorch's: it takes tensors of a few types. python/girih/nn/gates.py calls it, decides where, and
-// gives it gradients.
+// What becomes of a layer's small products in training, gates and step sizes, by kernels; ../fused/fused.h
+// says what it is for and has the gradients.
 #include <torch/library.h>
 
 #include "../dense.h"

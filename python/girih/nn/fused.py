@@ -1,7 +1,5 @@
 """What blocks compute beside their mixers, on a GPU: each in one pass over memory. Elsewhere by PyTorch."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,22 +13,24 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITH_CUDA = hasattr(torch.ops.girih, "residual_norm")  # the library was built
 
 
-def has_kernel(*tensors: Tensor, dense: bool = True) -> bool:
-    """Plain tensors on a GPU, `dense` ones, outside of what compiles, traces or transforms PyTorch's
-    operators: a compiler makes the same passes, and puts more into them."""
+def is_eager(*tensors: Tensor) -> bool:
+    """Plain tensors, outside of what compiles, traces or transforms PyTorch's operators: a compiler makes the
+    same passes, and puts more into them."""
     return (
-        WITH_CUDA
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(
-            type(x) in (Tensor, nn.Parameter)
-            and x.is_cuda
-            and x.dtype in TYPES
-            and (x.is_contiguous() or not dense)
-            for x in tensors
-        )
+        and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    )
+
+
+def has_kernel(*tensors: Tensor, dense: bool = True) -> bool:
+    """Of a GPU, `dense` ones, where operators run as they are called."""
+    return (
+        WITH_CUDA
+        and is_eager(*tensors)
+        and all(x.is_cuda and x.dtype in TYPES and (x.is_contiguous() or not dense) for x in tensors)
     )
 
 
@@ -83,12 +83,14 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
     ):
         x, branch = x + branch, None
         kernel = is_norm(norm, x, rows)
-    return _ResidualNorm.apply(x, branch, norm.weight, norm.eps, rows) if kernel else (x, norm(x))
+    return torch.ops.girih.residual_norm(x, branch, norm.weight, norm.eps, rows) if kernel else (x, norm(x))
 
 
 def silu_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """`norm(silu(x))`, x `[..., dim]`; of which the kernel keeps x alone."""
-    return _SiluNorm.apply(x, norm.weight, norm.eps) if is_norm(norm, x, x.dtype) else norm(F.silu(x))
+    if not is_norm(norm, x, x.dtype):
+        return norm(F.silu(x))
+    return torch.ops.girih.silu_norm(x, norm.weight, norm.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,75 +110,6 @@ def silu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def unit_rows(x: Tensor) -> Tensor:
     """x / |x|, x `[..., dim]`; a row of zeros stays one."""
     if has_norm(x):
-        return _ResidualNorm.apply(x, None, None, ZERO**2 / x.shape[-1], x.dtype)[1]
+        return torch.ops.girih.residual_norm(x, None, None, ZERO**2 / x.shape[-1], x.dtype)[1]
     kind = torch.finfo(x.dtype)  # of fp16 ZERO is 0: the least number is shorter than any other row
     return F.normalize(x, dim=-1, eps=max(ZERO, kind.tiny * kind.eps))
-
-
-class _ResidualNorm(torch.autograd.Function):
-    """Without a weight: rows of length 1."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor | None, eps: float, rows: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        s, y = torch.ops.girih.residual_norm(x, branch, weight, eps, rows)
-        if branch is None:
-            s = x
-        ctx.save_for_backward(s, weight)
-        ctx.eps, ctx.of_branch, ctx.rows = eps, branch is not None, rows
-        ctx.set_materialize_grads(False)
-        return s, y
-
-    @staticmethod
-    def backward(ctx: Any, after: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        s, weight = ctx.saved_tensors
-        dbranch = dweight = None
-        rounded = ctx.of_branch and s.dtype != ctx.rows
-        if dy is None:
-            ds = after
-        elif torch.is_grad_enabled() or not has_kernel(s):  # what follows may be differentiated once more
-            ds, dweight = gradients(dy, s, weight, ctx.eps)
-            ds = ds if after is None else ds + after
-        else:
-            ds, dbranch, dweight = torch.ops.girih.residual_norm_backward(
-                dy, after, s, weight, ctx.eps, rounded, ctx.needs_input_grad[2]
-            )
-        if not ctx.of_branch:
-            dbranch = None
-        elif ds is not None and (not rounded or dbranch is None):
-            dbranch = ds.to(ctx.rows)
-        return ds, dbranch, dweight if ctx.needs_input_grad[2] else None, None, None
-
-
-class _SiluNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return torch.ops.girih.silu_norm(x, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled() or not has_kernel(x):  # what follows may be differentiated once more
-            wide = x.float()
-            s = wide.sigmoid()
-            silu = wide * s
-            dx, dweight = gradients(dy, silu, weight, ctx.eps)
-            dx = (dx * (s + silu * (1 - s))).to(x.dtype)
-        else:
-            dx, dweight = torch.ops.girih.silu_norm_backward(dy, x, weight, ctx.eps, ctx.needs_input_grad[1])
-        return dx, dweight if ctx.needs_input_grad[1] else None, None
-
-
-def gradients(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Of s and of the weight of an RMS norm."""
-    wide, u = s.float(), dy.float() * (s.shape[-1] ** -0.5 if weight is None else weight.float())
-    r = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    n = r * wide
-    ds = r * (u - n * (u * n).mean(-1, keepdim=True))
-    if weight is None:
-        return ds.to(s.dtype), None
-    dweight = (dy.float() * n).flatten(0, -2).sum(0) if s.dim() > 1 else dy.float() * n
-    return ds.to(s.dtype), dweight.to(weight.dtype)

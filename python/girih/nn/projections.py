@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
 from girih.nn.fused import is_product, without_hooks
 from girih.nn.gates import gated
 from girih.nn.layer import GateLinear, check_features
-from girih.nn.linears import Linears, takes
+from girih.nn.linears import takes
 
 
 def projections(
@@ -27,7 +28,7 @@ def projections(
     modules = [getattr(layer, name) for name in names]
     weights = [weight_of(module) for module in (modules if decay is None else [*modules, decay])]
     together = takes(x, weights)
-    made = list(Linears.apply(x, *weights)) if together else [module(x) for module in modules]
+    made = torch.ops.girih.linears(x, weights) if together else [module(x) for module in modules]
     for i, (name, module) in enumerate(zip(names, modules, strict=True)):
         check_features(layer, name, made[i])
         bias = module.bias if together else None  # a module has added its own

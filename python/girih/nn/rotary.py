@@ -1,7 +1,5 @@
 """Rotary positions: q and k with their pairs of channels turned; in training on a GPU in one pass."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,25 +31,6 @@ def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
-class _Turned(torch.autograd.Function):
-    """q, k, v of x, of which backward needs nothing: a turn's gradient is turned back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, query_heads: int, position: Tensor, theta: float) -> tuple[Tensor, ...]:
-        rate = rates(x.shape[-1], theta, torch.float32, x.device)
-        ctx.save_for_backward(position, rate)
-        ctx.theta = theta
-        return torch.ops.girih.rotary(x, query_heads, position, rate)
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        position, rate = ctx.saved_tensors
-        if torch.is_grad_enabled():  # what follows may be differentiated once more
-            turned_back = (rotary(dx, -position, ctx.theta) for dx in (dq, dk))
-            return torch.cat((*turned_back, dv), 2), None, None, None
-        return torch.ops.girih.rotary_backward(dq, dk, dv, position, rate), None, None, None
-
-
 def turned(
     qkv: Tensor, heads: tuple[int, int, int], position: Tensor, theta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,6 +42,7 @@ def turned(
         and qkv.shape[-1] <= WIDEST
         and qkv.shape[0] * qkv.shape[1] < 2**31
     ):
-        return _Turned.apply(qkv, heads[0], position, theta)
+        rate = rates(qkv.shape[-1], theta, torch.float32, qkv.device)
+        return torch.ops.girih.rotary(qkv, heads[0], position, rate)
     q, k, v = qkv.split(heads, 2)
     return rotary(q, position, theta), rotary(k, position, theta), v

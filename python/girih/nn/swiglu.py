@@ -1,42 +1,11 @@
 """The gated feed-forward layer of Llama blocks."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.fused import PACK, has_kernel, is_product
-from girih.nn.linears import matrix_product, together
-
-
-class _SiluProduct(torch.autograd.Function):
-    """`silu(gate) * up`, which keeps its arguments alone: silu(gate) is made again."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return product(gate, up)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return derivatives(dy, gate, up)
-        if takes_kernel(gate, up):
-            return torch.ops.girih.silu_product_backward(dy, gate, up, False)[:2]
-        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate) * dy
-
-
-def derivatives(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Of gate and up, which may be differentiated once more."""
-    s = gate.sigmoid()
-    return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+from girih.nn.fused import PACK, has_kernel, is_eager, is_product
+from girih.nn.linears import together
 
 
 def takes_kernel(gate: Tensor, up: Tensor) -> bool:
@@ -48,40 +17,11 @@ def takes_kernel(gate: Tensor, up: Tensor) -> bool:
     )
 
 
-def product(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.girih.silu_product(gate, up) if takes_kernel(gate, up) else F.silu(gate) * up
-
-
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`. A compiler decides by itself what is kept; a trace has PyTorch's operators alone."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-        return _SiluProduct.apply(gate, up)
-    return product(gate, up)
-
-
-class _ProductDown(torch.autograd.Function):
-    """`linear(silu(gate) * up, weight)`, which keeps gate and up alone: the product is made again in the pass
-    that makes their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        return F.linear(torch.ops.girih.silu_product(gate, up), weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
-        dz = F.linear(dy, weight.to(dy.dtype).t()).to(gate.dtype)
-        of_weight = ctx.needs_input_grad[2]
-        if torch.is_grad_enabled() or not takes_kernel(gate, up):
-            dgate, dup = derivatives(dz, gate, up)
-            z = _SiluProduct.apply(gate, up)
-        else:
-            dgate, dup, z = torch.ops.girih.silu_product_backward(dz, gate, up, of_weight)
-        if not of_weight:
-            return dgate, dup, None
-        rows, made = (y.reshape(-1, y.shape[-1]) for y in (dy, z.to(dy.dtype)))
-        return dgate, dup, matrix_product(rows.t(), made, weight.dtype)
+    """`silu(gate) * up`, which keeps its arguments alone. A compiler decides by itself what is kept."""
+    if is_eager(gate, up) and gate.shape == up.shape and gate.dtype == up.dtype:
+        return torch.ops.girih.silu_product(gate, up)
+    return F.silu(gate) * up
 
 
 class SwiGLU(nn.Module):
@@ -105,5 +45,5 @@ class SwiGLU(nn.Module):
             and takes_kernel(gate, up)
             and has_kernel(down.weight)
         ):
-            return _ProductDown.apply(gate, up, down.weight)
+            return torch.ops.girih.silu_product_linear(gate, up, down.weight)
         return down(silu_product(gate, up))

@@ -1,0 +1,165 @@
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "call.h"
+
+namespace girih::fused {
+namespace {
+
+constexpr int64_t kNarrow = 64;  // features of a product whose time is its launches
+
+using Group = std::vector<size_t>;  // weights, by their places
+
+// Which make one product: the narrow ones, which cost their launches, and each other alone.
+std::vector<Group> grouped(at::TensorList weights) {
+  std::vector<Group> groups;
+  Group narrow;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i].size(0) <= kNarrow) {
+      narrow.push_back(i);
+    } else {
+      groups.push_back({i});
+    }
+  }
+  if (!narrow.empty()) groups.push_back(std::move(narrow));
+  return groups;
+}
+
+std::vector<int64_t> features(at::TensorList weights, const Group& group) {
+  std::vector<int64_t> sizes;
+  for (const size_t i : group) sizes.push_back(weights[i].size(0));
+  return sizes;
+}
+
+// f(i, what belongs to weight i) of a group's product, or of its gradient by the weights.
+template <class F>
+void for_parts(const Tensor& of_group, const Group& group, at::TensorList weights, int64_t dim, const F& f) {
+  if (group.size() == 1) return f(group[0], of_group);
+  const auto parts = of_group.split_with_sizes(features(weights, group), dim);
+  for (size_t n = 0; n < group.size(); ++n) f(group[n], parts[n]);
+}
+
+Tensor below(at::TensorList weights, const Group& group) {
+  if (group.size() == 1) return weights[group[0]];
+  Tensors of_group;
+  for (const size_t i : group) of_group.push_back(weights[i]);
+  return at::cat(of_group);
+}
+
+// Each group's weights in this dtype, one below the other; a single one itself where it has it.
+Tensors copies(at::TensorList weights, const std::vector<Group>& groups, at::ScalarType dtype) {
+  Tensors made;
+  if (std::ranges::all_of(weights, [&](const Tensor& w) { return w.scalar_type() == dtype; })) {
+    for (const auto& group : groups) made.push_back(below(weights, group));
+    return made;
+  }
+  Tensors ordered;
+  std::vector<int64_t> sizes, of_groups;
+  int64_t all = 0;
+  for (const auto& group : groups) {
+    const auto before = all;
+    for (const size_t i : group) {
+      ordered.push_back(weights[i]);
+      sizes.push_back(weights[i].size(0));
+      all += sizes.back();
+    }
+    of_groups.push_back(all - before);
+  }
+  const auto copy = at::empty({all, weights[0].size(1)}, weights[0].options().dtype(dtype));
+  at::_foreach_copy_(copy.split_with_sizes(sizes), ordered);
+  return copy.split_with_sizes(of_groups);
+}
+
+// [..., sum of features], zeros for what is undefined; of nothing but that: undefined.
+Tensor beside(const variable_list& dys, const Group& group, at::TensorList weights) {
+  if (group.size() == 1) return dys[group[0]];
+  const auto given = std::ranges::find_if(group, [&](size_t i) { return dys[i].defined(); });
+  if (given == group.end()) return {};
+  Tensors parts;
+  for (const size_t i : group) {
+    auto sizes = dys[*given].sizes().vec();
+    sizes.back() = weights[i].size(0);
+    parts.push_back(dys[i].defined() ? dys[i] : dys[*given].new_zeros(sizes));
+  }
+  return at::cat(parts, -1);
+}
+
+// How often each has been written in place.
+std::vector<int64_t> versions(at::TensorList weights) {
+  std::vector<int64_t> of;
+  for (const auto& weight : weights) of.push_back(weight.is_inference() ? -1 : int64_t(weight._version()));
+  return of;
+}
+
+struct Linears : Function<Linears> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights) {
+    const auto groups = grouped(weights);
+    auto kept = copies(weights, groups, x.scalar_type());
+    const auto rows = in_rows(x);
+    auto sizes = x.sizes().vec();
+    variable_list made(weights.size());
+    for (size_t n = 0; n < groups.size(); ++n) {  // autocast has nothing left to do
+      sizes.back() = kept[n].size(0);
+      for_parts(rows.mm(kept[n].t()).view(sizes), groups[n], weights, -1,
+                [&](size_t i, const Tensor& part) { made[i] = part; });
+    }
+    const bool of_weights = std::ranges::any_of(weights, [](const Tensor& w) { return w.requires_grad(); });
+    if (!x.requires_grad()) kept.assign(kept.size(), {});
+    kept.push_back(of_weights ? x : Tensor());
+    ctx->save_for_backward(std::move(kept));
+    ctx->saved_data["weights"] = weights.vec();  // as they are, for second derivatives
+    ctx->saved_data["versions"] = versions(weights);
+    ctx->saved_data["sizes"] = x.sizes().vec();
+    ctx->set_materialize_grads(false);
+    return made;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& dys) {
+    const auto kept = ctx->get_saved_variables();
+    const auto weights = ctx->saved_data["weights"].toTensorVector();
+    const auto groups = grouped(weights);
+    const bool of_x = ctx->needs_input_grad(0);
+    TORCH_CHECK(!of_x || !once_more() || ctx->saved_data["versions"].toIntVector() == versions(weights),
+                "a weight has been modified by an inplace operation since the forward");
+    Tensor dx;
+    variable_list results(1 + weights.size());
+    for (size_t n = 0; n < groups.size(); ++n) {
+      const auto& group = groups[n];
+      auto dy = beside(dys, group, weights);
+      if (!dy.defined()) continue;
+      dy = in_rows(dy);
+      if (of_x && once_more()) {
+        const auto w = below(weights, group).to(dy.scalar_type());
+        dx = dx.defined() ? at::addmm(dx, dy, w) : dy.mm(w);
+      } else if (of_x && dx.defined()) {
+        // A backward under autocast has dx in its dtype; nothing casts what is done in place.
+        dx.addmm_(dy.to(dx.scalar_type()), kept[n].to(dx.scalar_type()));
+      } else if (of_x) {
+        dx = dy.mm(kept[n]);
+      }
+      const auto wanted = [&](size_t i) { return ctx->needs_input_grad(1 + i); };
+      if (!std::ranges::any_of(group, wanted)) continue;
+      for_parts(matrix_product(dy.t(), in_rows(kept.back()), weights[group[0]].scalar_type()), group, weights,
+                0, [&](size_t i, const Tensor& part) {
+                  if (wanted(i) && dys[i].defined()) results[1 + i] = part;
+                });
+    }
+    if (dx.defined()) results[0] = dx.view(ctx->saved_data["sizes"].toIntVector());
+    return results;
+  }
+};
+
+}  // namespace
+
+Tensor matrix_product(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  const bool is_wide =
+      a.is_cuda() && at::isReducedFloatingType(a.scalar_type()) && dtype == at::kFloat && !once_more();
+  return is_wide ? at::mm(a, b, dtype) : a.mm(b).to(dtype);
+}
+
+Tensors linears(const Tensor& x, at::TensorList weights) { return Linears::apply(x, weights); }
+
+TORCH_LIBRARY_FRAGMENT(girih, m) { m.def("linears(Tensor x, Tensor[] weights) -> Tensor[]", &linears); }
+
+}  // namespace girih::fused

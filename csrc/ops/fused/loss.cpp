@@ -1,0 +1,100 @@
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/library.h>
+
+#include "call.h"
+
+namespace girih::fused {
+namespace {
+
+constexpr int64_t kRows = 64;  // a multiple, for products along them are slow at odd numbers
+constexpr int64_t kPack = 8;   // of the kernel: elements
+
+// The sum over rows, and its gradient of the logits, which may be written.
+std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int64_t ignored,
+                                        at::ScalarType wide) {
+#ifdef GIRIH_WITH_CUDA
+  if (logits.is_cuda() && logits.scalar_type() != at::kDouble && logits.size(1) % kPack == 0) {
+    static const auto op = find<Tensor(Tensor&, const Tensor&, int64_t)>("girih::cross_entropy_");
+    const auto loss = op.call(logits, labels.to(at::kLong).contiguous(), ignored).sum();
+    return {loss, logits};
+  }
+#endif
+  const auto counted = labels.ne(ignored);
+  const auto at = labels.to(at::kLong).masked_fill(counted.logical_not(), 0).unsqueeze(1);
+  const auto log_p = logits.to(wide).log_softmax(-1);
+  const auto loss = -log_p.gather(1, at).squeeze(1).masked_fill(counted.logical_not(), 0).sum();
+  const auto d = log_p.exp().scatter_add_(1, at, at::full_like(at, -1, log_p.options()));
+  return {loss, d.mul_(counted.unsqueeze(1)).to(logits.scalar_type())};
+}
+
+// sums += a b, in fp32 at least; on a GPU, and in fp16, whose range it may leave, without a rounding of the
+// product.
+void add_product(Tensor& sums, const Tensor& a, const Tensor& b) {
+  const auto wide = sums.scalar_type();
+  if (a.is_cuda() && a.scalar_type() != wide) {
+    at::addmm_out(sums, sums, a, b, wide);
+  } else {
+    sums.add_(a.scalar_type() == at::kHalf ? a.to(wide).mm(b.to(wide)) : a.mm(b).to(wide));
+  }
+}
+
+struct LinearCrossEntropy : Function<LinearCrossEntropy> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& labels,
+                        int64_t ignored, int64_t logits) {
+    const auto rows = std::max<int64_t>(1, logits / weight.size(0) / kRows) * kRows;
+    const bool of_x = x.requires_grad(), of_weight = weight.requires_grad();
+    const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
+    auto loss = at::zeros({}, x.options().dtype(wide));
+    auto dx = of_x ? at::empty_like(x) : Tensor();
+    auto dweight = of_weight ? at::zeros(weight.sizes(), weight.options().dtype(wide)) : Tensor();
+    Tensor own;  // the weights, rounded once for all parts
+    for (int64_t i = 0; i < x.size(0); i += rows) {
+      const auto part = x.slice(0, i, i + rows);
+      const auto [sum, d] =
+          cross_entropy(at::linear(part, weight), labels.slice(0, i, i + rows), ignored, wide);
+      loss = loss + sum;
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+      if (of_x) {
+        if (!own.defined()) own = weight.to(d.scalar_type());
+        dx.slice(0, i, i + rows).copy_(d.mm(own));
+      }
+      if (of_weight) add_product(dweight, d.t(), part.to(d.scalar_type()));
+    }
+    ctx->save_for_backward({dx, dweight, loss});
+    ctx->saved_data["x"] = x.scalar_type();
+    ctx->saved_data["weight"] = weight.scalar_type();
+    return loss;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const bool asks_again = once_more();
+    const at::NoGradGuard no_grad;
+    const auto saved = ctx->get_saved_variables();
+    // Rounded once, behind the product: a sum over many tokens may be beyond 16 bits, and its mean is not.
+    // Where a label is no class the loss is no number, and neither are they.
+    const auto dloss = grads[0].where(saved[2].isnan().logical_not(), NAN);
+    const auto made = [&](const Tensor& d, const char* of) {
+      return d.defined() ? (d.to(dloss.scalar_type()) * dloss).to(ctx->saved_data[of].toScalarType()) : d;
+    };
+    variable_list results{made(saved[0], "x"), made(saved[1], "weight"), {}, {}, {}};
+    if (!asks_again) return results;
+    const auto error = std::make_shared<torch::autograd::DelayedError>(
+        "girih.linear_cross_entropy has no second derivative", 2);
+    auto named = (*error)({results[0], results[1]});
+    return {named[0], named[1], {}, {}, {}};
+  }
+};
+
+}  // namespace
+
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& labels, int64_t ignored,
+                            int64_t logits) {
+  return LinearCrossEntropy::apply(x, weight, labels, ignored, logits);
+}
+
+TORCH_LIBRARY_FRAGMENT(girih, m) {
+  m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor labels, int ignored, int logits) -> Tensor",
+        &linear_cross_entropy);
+}
+
+}  // namespace girih::fused

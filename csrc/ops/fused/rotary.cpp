@@ -1,0 +1,53 @@
+#include <torch/library.h>
+
+#include "call.h"
+
+namespace girih::fused {
+namespace {
+
+using Turn = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, int64_t, const Tensor&, const Tensor&);
+using TurnBack = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
+
+const auto& forward_op() {
+  static const auto op = find<Turn>("girih::rotary");
+  return op;
+}
+
+// By PyTorch, the pairs of dx turned back.
+Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate) {
+  const auto angle = position.unsqueeze(-1) * rate;
+  const auto cos = angle.cos().to(dx.scalar_type()).unsqueeze(-2),
+             sin = angle.sin().to(dx.scalar_type()).unsqueeze(-2);
+  const auto pair = dx.chunk(2, -1);
+  return at::cat({pair[0] * cos + pair[1] * sin, pair[1] * cos - pair[0] * sin}, -1);
+}
+
+// Of which backward needs nothing but the angles.
+struct Rotary : Function<Rotary> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, int64_t query_heads,
+                               const Tensor& position, const Tensor& rate) {
+    ctx->save_for_backward({position, rate});
+    const auto [q, k, v] = run(forward_op(), x, query_heads, position, rate);
+    return {q, k, v};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find<TurnBack>("girih::rotary_backward");
+    const auto saved = ctx->get_saved_variables();
+    const auto &dq = grads[0], &dk = grads[1], &dv = grads[2], &position = saved[0], &rate = saved[1];
+    if (!once_more()) return {op.call(dq, dk, dv, position, rate), {}, {}, {}};
+    return {at::cat({turned_back(dq, position, rate), turned_back(dk, position, rate), dv}, 2), {}, {}, {}};
+  }
+};
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> rotary(const Tensor& x, int64_t query_heads, const Tensor& position,
+                                          const Tensor& rate) {
+  auto made = Rotary::apply(x, query_heads, position, rate);
+  return {std::move(made[0]), std::move(made[1]), std::move(made[2])};
+}
+
+TORCH_LIBRARY_IMPL(girih, Autograd, m) { m.impl("rotary", &rotary); }
+
+}  // namespace girih::fused

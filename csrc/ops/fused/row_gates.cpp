@@ -1,0 +1,75 @@
+#include <torch/library.h>
+
+#include "call.h"
+
+namespace girih::fused {
+namespace {
+
+using Gates = Tensor(const Tensor&, std::string_view, const OptionalTensor&, const OptionalTensor&, double);
+using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view,
+                                            const OptionalTensor&, const OptionalTensor&, double, bool);
+
+const auto& forward_op() {
+  static const auto op = find<Gates>("girih::row_gates");
+  return op;
+}
+
+// Of r, bias and rate.
+variable_list derivatives(const Tensor& dy, const Tensor& r, const Tensor& bias, const Tensor& rate,
+                          std::string_view gate, double scale) {
+  const auto z = bias.defined() ? r.to(at::kFloat) + bias : r.to(at::kFloat);
+  auto dz = dy;
+  Tensor drate;
+  if (gate == "decay") {
+    const auto factor = -rate.exp();
+    drate = (dy * factor * at::softplus(z)).sum_to_size(rate.sizes());
+    dz = dy * factor * z.sigmoid();
+  } else if (gate != "linear") {
+    const auto s = z.sigmoid();
+    dz = dy * scale * (gate == "sigmoid" ? s * (1 - s) : 1 - s);
+  }
+  return {dz.to(r.scalar_type()), dz.sum_to_size(r.sizes().slice(r.dim() - 1)), drate};
+}
+
+struct RowGates : Function<RowGates> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& r, std::string_view gate,
+                        const OptionalTensor& bias, const OptionalTensor& rate, double scale) {
+    ctx->save_for_backward({r, bias.value_or(Tensor()), rate.value_or(Tensor())});
+    ctx->saved_data["gate"] = std::string(gate);
+    ctx->saved_data["scale"] = scale;
+    return run(forward_op(), r, gate, bias, rate, scale);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find<Backward>("girih::row_gates_backward");
+    const auto saved = ctx->get_saved_variables();
+    const auto &dy = grads[0], &r = saved[0], &bias = saved[1], &rate = saved[2];
+    const auto gate = ctx->saved_data["gate"].toStringView();
+    const double scale = ctx->saved_data["scale"].toDouble();
+    // Edges: those of the tensors that are there.
+    const bool of_bias = bias.defined() && ctx->needs_input_grad(1);
+    const bool of_rate = rate.defined() && ctx->needs_input_grad(bias.defined() ? 2 : 1);
+    variable_list found(3);
+    if (once_more()) {
+      found = derivatives(dy, r, bias, rate, gate, scale);
+    } else {
+      const auto given = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
+      const bool of_sums = of_bias || of_rate;
+      const auto [dr, sums] = op.call(dy, r, gate, given(bias), given(rate), scale, of_sums);
+      found[0] = dr;
+      if (of_sums) found[1] = sums.select(0, 0), found[2] = sums.select(0, 1);
+    }
+    return {found[0], {}, of_bias ? found[1] : Tensor(), of_rate ? found[2] : Tensor(), {}};
+  }
+};
+
+}  // namespace
+
+Tensor row_gates(const Tensor& r, std::string_view gate, const OptionalTensor& bias,
+                 const OptionalTensor& rate, double scale) {
+  return RowGates::apply(r, gate, bias, rate, scale);
+}
+
+TORCH_LIBRARY_IMPL(girih, Autograd, m) { m.impl("row_gates", &row_gates); }
+
+}  // namespace girih::fused
