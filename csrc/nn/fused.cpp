@@ -10,7 +10,8 @@
 namespace girih::nn {
 namespace {
 
-constexpr int64_t kPack = 8, kWidestRow = 8192;  // of the kernels: elements of a pack, and of the widest row
+using girih::fused::kPack;
+constexpr int64_t kWidestRow = 8192;  // elements that the kernels take
 
 bool takes(const Tensor& x, bool dense = true) {
 #ifdef GIRIH_WITH_CUDA
@@ -25,6 +26,7 @@ bool takes(const Tensor& x, bool dense = true) {
 // What autocast has products of x in, or `other`.
 at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other) {
   const auto device = x.device().type();
+  if (device == at::kMeta) return other;  // which autocast does not know
   return at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : other;
 }
 
@@ -34,7 +36,7 @@ bool takes_norm(const Tensor& x, const Tensor& weight, at::ScalarType rows) {
          width <= kWidestRow && (x.scalar_type() == rows || x.scalar_type() == at::kFloat);
 }
 
-Tensor by_aten(const Tensor& x, const Tensor& weight, double eps) {
+Tensor norm_by_aten(const Tensor& x, const Tensor& weight, double eps) {
   return at::rms_norm(x, {x.size(-1)}, weight.to(x.scalar_type()), eps);
 }
 
@@ -87,12 +89,12 @@ std::pair<Tensor, Tensor> residual_norm(const Tensor& x, const Tensor& branch, c
     return {s, y};
   }
   if (branch.defined()) return residual_norm(x + branch, {}, weight, eps);
-  return {x, by_aten(x, weight, eps)};
+  return {x, norm_by_aten(x, weight, eps)};
 }
 
 Tensor silu_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   if (takes_norm(x, weight, x.scalar_type())) return girih::fused::silu_norm(x, weight, eps);
-  return by_aten(at::silu(x), weight, eps);
+  return norm_by_aten(at::silu(x), weight, eps);
 }
 
 Tensor unit_rows(const Tensor& x) {

@@ -157,7 +157,9 @@ Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
   const auto x = model->forward(tokens_of(ids, "ids")).first.slice(1, 0, -1).flatten(0, 1);
   const auto next =
       (labels.defined() ? tokens_of(labels, "labels") : tokens_of(ids, "ids")).slice(1, 1).flatten();
-  return fused::linear_cross_entropy(x, head_weight(), next, kIgnored, kLogits) / next.ne(kIgnored).sum();
+  const auto sum = fused::linear_cross_entropy(x, head_weight(), next, kIgnored, kLogits);
+  const auto counted = next.ne(kIgnored).sum();  // of none no number, with gradients of 0
+  return (sum / counted.clamp_min(1)).masked_fill(counted == 0, NAN);
 }
 
 std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {

@@ -6,7 +6,7 @@
 namespace girih::nn {
 
 // Each product of what `given` makes of x [..., width]; residual is added to that of a single one without a
-// gate. One launch where `has_kernel`, of whose sums nothing is rounded before the end; else by ATen.
+// gate. One launch where `has_kernel`, of whose sums nothing is rounded before the end; else by fused.h.
 std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
                              const Tensor& residual = {});
 
@@ -15,7 +15,8 @@ std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& wanted
 bool has_kernel(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
                 const Tensor& residual = {});
 
-// Rows so few that products, with what stands beside them, take one launch each; without gradients.
+// Rows as few as those of decoding, without gradients: products take what stands beside them along, where
+// `has_kernel`.
 bool are_few(const Tensor& x);
 
 // What `given` makes of x.

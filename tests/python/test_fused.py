@@ -215,3 +215,23 @@ def test_checkpointed_blocks_are_called():
         model.gradient_checkpointing_enable()
         model(ids)
         assert len(calls) == 2
+
+
+@pytest.mark.parametrize("shape, dtype", [((2, 3), torch.float32), ((2, 16), torch.float64)], ids=str)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_products_of_every_size_and_kind(mode, shape, dtype, device):
+    gate, up = torch.randn(2, *shape, device=device, dtype=dtype).unbind()
+    with mode():
+        torch.testing.assert_close(silu_product(gate, up), F.silu(gate) * up)
+        torch.testing.assert_close(silu_product(gate, up[:1]), F.silu(gate) * up[:1])
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_gradients_of_products(linear, device):
+    gate, up, weight = (
+        torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 4), (3, 4), (5, 4))
+    )
+    call = torch.ops.girih.silu_product_linear if linear else torch.ops.girih.silu_product
+    given = (gate, up, weight) if linear else (gate, up)
+    assert torch.autograd.gradcheck(call, given) and torch.autograd.gradgradcheck(call, given)

@@ -143,6 +143,22 @@ def test_types_that_do_not_go_together_are_refused_as_by_each(monkeypatch):
         linears.together(torch.randn(2, 5, 16, dtype=torch.bfloat16), layers)
 
 
+def test_results_may_be_written_and_compiled_autograd_runs_the_backward():
+    x, weights = drawn()
+
+    def found(each):
+        ys = [y * 2 for y in each(x, weights)]
+        return torch.autograd.grad(sum(y.sin().sum() for y in ys), [x, *weights])
+
+    want = found(lambda x, weights: [F.linear(x, w) for w in weights])
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        ours = found(torch.ops.girih.linears)
+    for dx, exact in zip(ours, want, strict=True):
+        torch.testing.assert_close(dx, exact)
+    y = torch.ops.girih.linears(x, weights[:1])[0]
+    torch.testing.assert_close(y.add_(1), F.linear(x, weights[0]) + 1)
+
+
 def test_no_tokens(device):
     x, weights = drawn(device=device)
     ys = torch.ops.girih.linears(x[:, :0], weights)

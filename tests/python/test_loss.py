@@ -10,6 +10,7 @@ from girih.nn import loss as losses
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.swiglu import SwiGLU
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 N, D, V = 37, 16, 29
 
@@ -56,6 +57,20 @@ def test_it_is_the_cross_entropy_and_so_are_its_gradients(num_items):
     for a, b in zip(*(torch.autograd.grad(3 * y, (x, weight)) for y in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b)
     assert a.dtype == weight.dtype
+
+
+def test_of_no_label_at_all_it_is_no_number_and_its_gradients_are_zeros():
+    x, weight, labels = draw()
+    loss = linear_cross_entropy(x, weight, torch.full_like(labels, -100))
+    assert loss.isnan()
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
+
+
+def test_without_gradients_none_are_made():
+    x, weight, labels = draw()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(x, weight, labels)
+    assert counter.get_total_flops() == 2 * N * D * V
 
 
 @pytest.mark.usefixtures("few")
@@ -205,3 +220,12 @@ def test_tensors_without_values_pass():
         x, weight = torch.empty(6, 8, requires_grad=True), torch.empty(16, 8, requires_grad=True)
         loss = linear_cross_entropy(x, weight, torch.zeros(6, dtype=torch.long))
         assert loss.is_meta and torch.autograd.grad(loss, x)[0].is_meta
+
+
+def test_what_the_operator_refuses():
+    x, weight, labels = draw()
+    op = torch.ops.girih.linear_cross_entropy
+    with pytest.raises(RuntimeError, match="expected .classes, in. with at least one class"):
+        op(x, weight[:0], labels, -100, 8)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(op(x, weight, labels, -100, losses.LOGITS), x, create_graph=True)

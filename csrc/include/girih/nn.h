@@ -133,7 +133,7 @@ class LayerImpl : public Module {
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
 
   // A layer that is output(core(products of x)) says here what these are. A block then has its norm and its
-  // sum computed with them, and `run` is by_products too.
+  // sum computed with them where a token is decoded, and `run` is by_products too.
   virtual std::vector<Product> products() const { return {}; }
   // What `output` takes, but for before_output, and the state.
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);

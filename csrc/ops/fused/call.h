@@ -1,36 +1,40 @@
 // How the functions with gradients call the operators that have kernels.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
-
+#include "../functions.h"
 #include "fused.h"
 
 namespace girih::fused {
 
+using ops::find, ops::none_if_absent;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// The operator of this name, below autograd.
+// The operator, below autograd.
 template <class Signature, class... Arguments>
 auto run(const c10::TypedOperatorHandle<Signature>& op, const Arguments&... arguments) {
   const at::AutoDispatchBelowADInplaceOrView below;
   return op.call(arguments...);
 }
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
+
+// In backward: what follows may be differentiated once more. Then gradients are made of PyTorch's operators.
+inline bool once_more() { return at::GradMode::is_enabled(); }
 
 // [..., width] -> [rows, width]
 inline Tensor in_rows(const Tensor& x) {
-  return x.reshape({x.numel() / std::max<int64_t>(x.size(-1), 1), x.size(-1)});
+  const auto before = x.sizes().slice(0, x.dim() - 1);
+  return x.reshape({c10::multiply_integers(before.begin(), before.end()), x.size(-1)});
 }
 
-// What follows may be differentiated once more: then gradients are made of PyTorch's operators.
-inline bool once_more() { return at::GradMode::is_enabled(); }
+// a b in this dtype; of 16 bits in fp32 without a rounding between.
+inline Tensor matrix_product(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  const bool is_wide =
+      a.is_cuda() && at::isReducedFloatingType(a.scalar_type()) && dtype == at::kFloat && !once_more();
+  return is_wide ? at::mm(a, b, dtype) : a.mm(b).to(dtype);
+}
 
 }  // namespace girih::fused

@@ -1,13 +1,15 @@
-// What layers compute beside their mixers in training, with gradients: one pass over memory where PyTorch
-// takes several. Not operators for users, who have PyTorch's. The layers of both languages call these, here
-// and as torch.ops.girih.*, and decide where: the kernels take dense tensors of a few types on a GPU.
-// Derivatives of gradients are PyTorch's.
+// What layers compute beside their mixers, with gradients: one pass over memory where PyTorch takes several.
+// Not operators for users, who have PyTorch's. The layers of both languages call these, here and as
+// torch.ops.girih.*, and decide where: the kernels take tensors of a few types on a GPU. Derivatives of
+// gradients are PyTorch's.
 #pragma once
 
 #include "../check.h"
 #include "../recompute.h"
 
 namespace girih::fused {
+
+constexpr int64_t kPack = 8;  // of the kernels: elements
 
 // s = x + branch, or x, and y [..., dim], the RMS norm of s in the dtype `rows`; without a weight its rows
 // are of length 1. x is rows or the fp32 sums of them.
@@ -19,7 +21,8 @@ Tensor silu_norm(const Tensor& x, const Tensor& weight, double eps);
 // silu(gate) * up of one shape and dtype, which keeps its arguments alone: silu(gate) is made again. On any
 // device.
 Tensor silu_product(const Tensor& gate, const Tensor& up);
-// The same times W^T; the product is made again in the pass that makes the gradients of gate and up.
+// The same times W^T; the product is made again in the pass that makes the gradients of gate and up. On any
+// device.
 Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Tensor& weight);
 
 // Gates of a product r [..., features], in fp32; bias and rate [features].
@@ -40,12 +43,9 @@ Tensors linears(const Tensor& x, at::TensorList weights);
 
 // The sum of cross entropies of labels [N], of which those that are `ignored` do not count, and logits x W^T,
 // x [N, in], weight [classes, in], of which `logits` are there at once. Their gradients are made with it:
-// then they are all that is kept, and have none of their own. On any device; python/girih/nn/loss.py is the
-// same for torch.compile.
+// then they are all that is kept, and to ask for gradients of them is an error. On any device. C++ models
+// have it; Python's have python/girih/nn/loss.py, the same function as torch.compile takes it.
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& labels, int64_t ignored,
                             int64_t logits);
-
-// a b in this dtype; of 16 bits in fp32 without a rounding between.
-Tensor matrix_product(const Tensor& a, const Tensor& b, at::ScalarType dtype);
 
 }  // namespace girih::fused

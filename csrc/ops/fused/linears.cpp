@@ -85,12 +85,11 @@ Tensor beside(const variable_list& dys, const Group& group, at::TensorList weigh
   return at::cat(parts, -1);
 }
 
-// How often each has been written in place.
-std::vector<int64_t> versions(at::TensorList weights) {
-  std::vector<int64_t> of;
-  for (const auto& weight : weights) of.push_back(weight.is_inference() ? -1 : int64_t(weight._version()));
-  return of;
-}
+// A weight as it is, for second derivatives, and how often it has been written in place, by the names under
+// which a node keeps them.
+std::string weight_at(size_t i) { return "weight " + std::to_string(i); }
+std::string version_at(size_t i) { return "version " + std::to_string(i); }
+int64_t version_of(const Tensor& x) { return x.is_inference() ? -1 : int64_t(x._version()); }
 
 struct Linears : Function<Linears> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights) {
@@ -101,15 +100,17 @@ struct Linears : Function<Linears> {
     variable_list made(weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {  // autocast has nothing left to do
       sizes.back() = kept[n].size(0);
-      for_parts(rows.mm(kept[n].t()).view(sizes), groups[n], weights, -1,
+      for_parts(at::_unsafe_view(rows.mm(kept[n].t()), sizes), groups[n], weights, -1,
                 [&](size_t i, const Tensor& part) { made[i] = part; });
     }
     const bool of_weights = std::ranges::any_of(weights, [](const Tensor& w) { return w.requires_grad(); });
     if (!x.requires_grad()) kept.assign(kept.size(), {});
     kept.push_back(of_weights ? x : Tensor());
     ctx->save_for_backward(std::move(kept));
-    ctx->saved_data["weights"] = weights.vec();  // as they are, for second derivatives
-    ctx->saved_data["versions"] = versions(weights);
+    for (size_t i = 0; i < weights.size(); ++i) {  // one by one, as compiled autograd takes them
+      ctx->saved_data[weight_at(i)] = weights[i];
+      ctx->saved_data[version_at(i)] = version_of(weights[i]);
+    }
     ctx->saved_data["sizes"] = x.sizes().vec();
     ctx->set_materialize_grads(false);
     return made;
@@ -117,11 +118,16 @@ struct Linears : Function<Linears> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& dys) {
     const auto kept = ctx->get_saved_variables();
-    const auto weights = ctx->saved_data["weights"].toTensorVector();
+    Tensors weights;
+    bool written = false;
+    for (size_t i = 0; i < dys.size(); ++i) {
+      weights.push_back(ctx->saved_data[weight_at(i)].toTensor());
+      written |= ctx->saved_data[version_at(i)].toInt() != version_of(weights[i]);
+    }
     const auto groups = grouped(weights);
     const bool of_x = ctx->needs_input_grad(0);
-    TORCH_CHECK(!of_x || !once_more() || ctx->saved_data["versions"].toIntVector() == versions(weights),
-                "a weight has been modified by an inplace operation since the forward");
+    TORCH_CHECK(!of_x || !once_more() || !written,
+                "girih: linears: a weight has been modified by an inplace operation since the forward");
     Tensor dx;
     variable_list results(1 + weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {
@@ -151,12 +157,6 @@ struct Linears : Function<Linears> {
 };
 
 }  // namespace
-
-Tensor matrix_product(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  const bool is_wide =
-      a.is_cuda() && at::isReducedFloatingType(a.scalar_type()) && dtype == at::kFloat && !once_more();
-  return is_wide ? at::mm(a, b, dtype) : a.mm(b).to(dtype);
-}
 
 Tensors linears(const Tensor& x, at::TensorList weights) { return Linears::apply(x, weights); }
 

@@ -1,4 +1,3 @@
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/library.h>
 
 #include "call.h"
@@ -7,7 +6,6 @@ namespace girih::fused {
 namespace {
 
 constexpr int64_t kRows = 64;  // a multiple, for products along them are slow at odd numbers
-constexpr int64_t kPack = 8;   // of the kernel: elements
 
 // The sum over rows, and its gradient of the logits, which may be written.
 std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int64_t ignored,
@@ -21,9 +19,9 @@ std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int
 #endif
   const auto counted = labels.ne(ignored);
   const auto at = labels.to(at::kLong).masked_fill(counted.logical_not(), 0).unsqueeze(1);
-  const auto log_p = logits.to(wide).log_softmax(-1);
+  auto log_p = logits.to(wide).log_softmax(-1);
   const auto loss = -log_p.gather(1, at).squeeze(1).masked_fill(counted.logical_not(), 0).sum();
-  const auto d = log_p.exp().scatter_add_(1, at, at::full_like(at, -1, log_p.options()));
+  const auto d = log_p.exp_().scatter_add_(1, at, at::full_like(at, -1, log_p.options()));
   return {loss, d.mul_(counted.unsqueeze(1)).to(logits.scalar_type())};
 }
 
@@ -31,7 +29,9 @@ std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int
 // product.
 void add_product(Tensor& sums, const Tensor& a, const Tensor& b) {
   const auto wide = sums.scalar_type();
-  if (a.is_cuda() && a.scalar_type() != wide) {
+  // A mode that watches operators may not know this one's arguments, as that of FLOPs does not.
+  const bool watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
+  if (a.is_cuda() && a.scalar_type() != wide && !watched) {
     at::addmm_out(sums, sums, a, b, wide);
   } else {
     sums.add_(a.scalar_type() == at::kHalf ? a.to(wide).mm(b.to(wide)) : a.mm(b).to(wide));
@@ -41,6 +41,8 @@ void add_product(Tensor& sums, const Tensor& a, const Tensor& b) {
 struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& labels,
                         int64_t ignored, int64_t logits) {
+    TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0, "girih: linear_cross_entropy: weight has shape ",
+                weight.sizes(), "; expected [classes, in] with at least one class");
     const auto rows = std::max<int64_t>(1, logits / weight.size(0) / kRows) * kRows;
     const bool of_x = x.requires_grad(), of_weight = weight.requires_grad();
     const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
@@ -67,8 +69,8 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool asks_again = once_more();
-    const at::NoGradGuard no_grad;
+    TORCH_CHECK(!once_more(), "girih: linear_cross_entropy: it has no second derivative, which create_graph",
+                " asks for");
     const auto saved = ctx->get_saved_variables();
     // Rounded once, behind the product: a sum over many tokens may be beyond 16 bits, and its mean is not.
     // Where a label is no class the loss is no number, and neither are they.
@@ -76,12 +78,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     const auto made = [&](const Tensor& d, const char* of) {
       return d.defined() ? (d.to(dloss.scalar_type()) * dloss).to(ctx->saved_data[of].toScalarType()) : d;
     };
-    variable_list results{made(saved[0], "x"), made(saved[1], "weight"), {}, {}, {}};
-    if (!asks_again) return results;
-    const auto error = std::make_shared<torch::autograd::DelayedError>(
-        "girih.linear_cross_entropy has no second derivative", 2);
-    auto named = (*error)({results[0], results[1]});
-    return {named[0], named[1], {}, {}, {}};
+    return {made(saved[0], "x"), made(saved[1], "weight"), {}, {}, {}};
   }
 };
 
@@ -89,7 +86,8 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& labels, int64_t ignored,
                             int64_t logits) {
-  return LinearCrossEntropy::apply(x, weight, labels, ignored, logits);
+  if (at::GradMode::is_enabled()) return LinearCrossEntropy::apply(x, weight, labels, ignored, logits);
+  return LinearCrossEntropy::apply(x.detach(), weight.detach(), labels, ignored, logits);
 }
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {

@@ -21,8 +21,6 @@ const auto& silu_norm_op() {
   return op;
 }
 
-OptionalTensor if_defined(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
-
 // Of s and of the weight of an RMS norm.
 std::pair<Tensor, Tensor> gradients(const Tensor& dy, const Tensor& s, const Tensor& weight, double eps) {
   const auto wide = s.to(at::kFloat), of_y = dy.to(at::kFloat);
@@ -58,7 +56,7 @@ struct ResidualNorm : Function<ResidualNorm> {
       if (after.defined()) ds = ds + after;
     } else if (dy.defined()) {
       std::tie(ds, dbranch, dweight) =
-          op.call(dy, if_defined(after), s, if_defined(weight), eps, rounded, of_weight);
+          op.call(dy, none_if_absent(after), s, none_if_absent(weight), eps, rounded, of_weight);
     }
     const bool is_there = rounded && dy.defined() && !once_more();
     if (of_branch && ds.defined() && !is_there) dbranch = ds.to(rows);

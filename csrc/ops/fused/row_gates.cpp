@@ -53,9 +53,9 @@ struct RowGates : Function<RowGates> {
     if (once_more()) {
       found = derivatives(dy, r, bias, rate, gate, scale);
     } else {
-      const auto given = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
       const bool of_sums = of_bias || of_rate;
-      const auto [dr, sums] = op.call(dy, r, gate, given(bias), given(rate), scale, of_sums);
+      const auto [dr, sums] =
+          op.call(dy, r, gate, none_if_absent(bias), none_if_absent(rate), scale, of_sums);
       found[0] = dr;
       if (of_sums) found[1] = sums.select(0, 0), found[2] = sums.select(0, 1);
     }

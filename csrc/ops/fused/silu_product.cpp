@@ -8,15 +8,13 @@ namespace {
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool);
 
 const auto& forward_op() {
-  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("girih::silu_product");
+  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
   return op;
 }
 const auto& backward_op() {
   static const auto op = find<Backward>("girih::silu_product_backward");
   return op;
 }
-
-constexpr int64_t kPack = 8;  // of the kernels: elements
 
 bool has_kernel(const Tensor& gate, const Tensor& up) {
   TORCH_CHECK(
@@ -30,28 +28,29 @@ bool has_kernel(const Tensor& gate, const Tensor& up) {
 
 Tensor by_aten(const Tensor& gate, const Tensor& up) { return at::silu(gate) * up; }
 
-// Of gate and up.
-std::pair<Tensor, Tensor> derivatives(const Tensor& dy, const Tensor& gate, const Tensor& up) {
+Tensor product_of(const Tensor& gate, const Tensor& up) {
+  return has_kernel(gate, up) ? run(forward_op(), gate, up) : by_aten(gate, up);
+}
+
+// The product, where it is wanted, behind its derivatives by gate and up.
+std::tuple<Tensor, Tensor, Tensor> derivatives(const Tensor& dy, const Tensor& gate, const Tensor& up,
+                                               bool of_product) {
+  if (!once_more() && has_kernel(gate, up)) return backward_op().call(dy, gate, up, of_product);
+  const auto product = of_product ? by_aten(gate, up) : Tensor();
+  if (!once_more()) return {at::silu_backward(dy * up, gate), at::silu(gate) * dy, product};
   const auto s = gate.sigmoid();
-  return {dy * up * s * (1 + gate * (1 - s)), dy * gate * s};
+  return {dy * up * s * (1 + gate * (1 - s)), dy * gate * s, product};
 }
 
 struct SiluProduct : Function<SiluProduct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
     ctx->save_for_backward({gate, up});
-    return has_kernel(gate, up) ? run(forward_op(), gate, up) : by_aten(gate, up);
+    return product_of(gate, up);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto &dy = grads[0], &gate = saved[0], &up = saved[1];
-    if (!once_more() && !has_kernel(gate, up)) return {at::silu_backward(dy * up, gate), at::silu(gate) * dy};
-    Tensor dgate, dup, product;
-    if (once_more()) {
-      std::tie(dgate, dup) = derivatives(dy, gate, up);
-    } else {
-      std::tie(dgate, dup, product) = backward_op().call(dy, gate, up, false);
-    }
+    const auto [dgate, dup, none] = derivatives(grads[0], saved[0], saved[1], false);
     return {dgate, dup};
   }
 };
@@ -59,7 +58,7 @@ struct SiluProduct : Function<SiluProduct> {
 struct SiluProductLinear : Function<SiluProductLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up, const Tensor& weight) {
     ctx->save_for_backward({gate, up, weight});
-    return at::linear(run(forward_op(), gate, up), weight);
+    return at::linear(product_of(gate, up), weight);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -67,16 +66,10 @@ struct SiluProductLinear : Function<SiluProductLinear> {
     const auto &dy = grads[0], &gate = saved[0], &up = saved[1], &weight = saved[2];
     const bool of_weight = ctx->needs_input_grad(2);
     const auto dz = at::linear(dy, weight.to(dy.scalar_type()).t()).to(gate.scalar_type());
-    Tensor dgate, dup, z, dweight;
-    if (once_more()) {
-      std::tie(dgate, dup) = derivatives(dz, gate, up);
-      if (of_weight) z = silu_product(gate, up);
-    } else {
-      std::tie(dgate, dup, z) = backward_op().call(dz, gate, up, of_weight);
-    }
-    if (of_weight) {
+    const auto [dgate, dup, z] = derivatives(dz, gate, up, of_weight);
+    Tensor dweight;
+    if (of_weight)
       dweight = matrix_product(in_rows(dy).t(), in_rows(z.to(dy.scalar_type())), weight.scalar_type());
-    }
     return {dgate, dup, dweight};
   }
 };
@@ -90,10 +83,8 @@ Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Tensor& w
 }
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  m.def("silu_product(Tensor gate, Tensor up) -> Tensor");
+  m.def("silu_product(Tensor gate, Tensor up) -> Tensor", &silu_product);
   m.def("silu_product_linear(Tensor gate, Tensor up, Tensor weight) -> Tensor", &silu_product_linear);
 }
-TORCH_LIBRARY_IMPL(girih, Autograd, m) { m.impl("silu_product", &silu_product); }
-TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("silu_product", &by_aten); }
 
 }  // namespace girih::fused

@@ -252,6 +252,7 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def(
       "silu_norm_backward(Tensor dy, Tensor x, Tensor weight, float eps, bool of_weight)"
       " -> (Tensor dx, Tensor dweight)");
+  m.def("silu_product_forward(Tensor gate, Tensor up) -> Tensor");
   m.def(
       "silu_product_backward(Tensor dy, Tensor gate, Tensor up, bool of_product)"
       " -> (Tensor dgate, Tensor dup, Tensor y)");
@@ -266,7 +267,7 @@ TORCH_LIBRARY_IMPL(girih, CUDA, m) {
   m.impl("residual_norm_backward", &residual_norm_backward);
   m.impl("silu_norm", &silu_norm);
   m.impl("silu_norm_backward", &silu_norm_backward);
-  m.impl("silu_product", &product);
+  m.impl("silu_product_forward", &product);
   m.impl("silu_product_backward", &product_backward);
   m.impl("rotary", &rotary);
   m.impl("rotary_backward", &rotary_backward);

@@ -21,7 +21,7 @@ def is_eager(*tensors: Tensor) -> bool:
         and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+        and all(type(x) in (Tensor, nn.Parameter) and not x.is_nested for x in tensors)
     )
 
 

@@ -96,5 +96,10 @@ def linear_cross_entropy(
     >>> torch.allclose(linear_cross_entropy(x, weight, labels), F.cross_entropy(x @ weight.T, labels))
     True
     """
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()
     loss = _LinearCrossEntropy.apply(x, weight, labels, ignore_index)
-    return loss / ((labels != ignore_index).sum() if num_items is None else num_items)
+    if num_items is not None:
+        return loss / num_items
+    counted = (labels != ignore_index).sum()  # of none no number, with gradients of 0
+    return (loss / counted.clamp(min=1)).masked_fill(counted == 0, torch.nan)
