@@ -37,7 +37,7 @@ build: environment
 	@GIRIH_CUDA=$(CUDA) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
-	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,FOLDER,folder)
+	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,AT_ONCE,at-once) $(call option,FOLDER,folder)
 
 compare: build
 	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,RATES,rates) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)

@@ -39,7 +39,7 @@ struct Options {
   std::string corpus, mixer = "gsa", size = "small", folder, device;
   std::optional<int64_t> steps;
   std::vector<int64_t> chunks;
-  int64_t seed = 0;
+  int64_t seed = 0, at_once = int64_t{1} << 15;  // tokens; as girih.train's
 };
 
 void describe(CLI::App& app, Options& of) {
@@ -55,6 +55,8 @@ void describe(CLI::App& app, Options& of) {
   app.add_option("--seed", of.seed, "of the first weights and of the data")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
+  app.add_option("--at-once", of.at_once, "tokens that a device has in memory; a batch of more goes in parts")
+      ->capture_default_str();
   app.add_option("--device", of.device, "cpu or cuda (default: cuda where there is one)");
 }
 
@@ -126,7 +128,10 @@ class Autocast {
 class Run {
  public:
   explicit Run(const Options& of)
-      : device_(device_of(of.device)), size_(recipe_of(of.size)), seed_(static_cast<uint64_t>(of.seed)) {
+      : device_(device_of(of.device)),
+        size_(recipe_of(of.size)),
+        seed_(static_cast<uint64_t>(of.seed)),
+        part_(part_of(size_, of.at_once)) {
     if (of.steps) size_.steps = *of.steps;
     TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
     torch::manual_seed(seed_);
@@ -228,6 +233,15 @@ class Run {
     optimizer_ = std::make_unique<torch::optim::AdamW>(std::move(own));
   }
 
+  // Sequences that go through the model at once: as many as divide a batch and have at most `at_once` tokens,
+  // or one.
+  static int64_t part_of(const Recipe& size, int64_t at_once) {
+    TORCH_CHECK_VALUE(at_once >= 1, "--at-once is ", at_once, "; expected at least 1");
+    auto part = size.batch;
+    while (part > 1 && (size.batch % part != 0 || part * size.context > at_once)) --part;
+    return part;
+  }
+
   // The chunk of an adaptive model's step, the same if the run is resumed.
   void draw_chunk(int64_t step) {
     const auto& chunks = model_->config.chunks;
@@ -239,19 +253,23 @@ class Run {
 
   Tensor train_step(const Tensor& windows, int64_t step) {
     draw_chunk(step);
-    const auto ids = windows.to(device_);
-    Tensor loss;
-    {
-      const Autocast autocast(device_);
-      loss = model_->loss(ids);
+    auto mean = at::zeros({}, device_);
+    for (const auto& some : windows.split(part_)) {
+      Tensor loss;
+      {
+        const Autocast autocast(device_);
+        loss =
+            model_->loss(some.to(device_)) * (static_cast<double>(part_) / static_cast<double>(size_.batch));
+      }
+      loss.backward();
+      mean += loss.detach();
     }
-    loss.backward();
     torch::nn::utils::clip_grad_norm_(model_->parameters(), 1.0);
     for (auto& group : optimizer_->param_groups())
       group.options().set_lr(size_.learning_rate * rate_at(step, size_.steps));
     optimizer_->step();
     optimizer_->zero_grad();
-    return loss.detach();
+    return mean;
   }
 
   void report(int64_t step, double nats, int64_t steps, Clock::time_point since) const {
@@ -305,7 +323,7 @@ class Run {
     const at::NoGradGuard no_grad;
     const auto starts = spread(corpus_.held_out, size_.held_out, size_.context);
     double sum = 0.0;
-    for (const auto& some : starts.split(size_.batch)) {
+    for (const auto& some : starts.split(part_)) {
       const Autocast autocast(device_);
       const auto ids = windows_of(corpus_.held_out, some, size_.context).to(device_);
       sum += model_->loss(ids).item<double>() * static_cast<double>(some.size(0));
@@ -354,6 +372,7 @@ class Run {
   at::Device device_;
   Recipe size_;
   uint64_t seed_;
+  int64_t part_;
   Corpus corpus_;
   fs::path folder_;
   json arguments_;

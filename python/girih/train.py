@@ -25,6 +25,7 @@ from girih.data import Corpus, Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.command import (
     Parser,
+    Refusal,
     agreed,
     answer,
     numbers,
@@ -37,7 +38,7 @@ from girih.training.folder import Whole, check_space, finished, newest_whole, ru
 from girih.training.processes import Interrupt, Interrupted, gpus_for, run_on, together
 from girih.training.recipe import SIZES, Recipe, config_of_size
 from girih.training.report import finish
-from girih.training.trainer import fit, share_of
+from girih.training.trainer import AT_ONCE, fit, share_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Run:
     seed: int
     corpus: Corpus
     folder: Path
+    at_once: int
     arguments: dict  # the same for JSON; equal arguments are the same run
 
 
@@ -61,6 +63,8 @@ def run_of(options: argparse.Namespace) -> Run:
     # All is refused before anything is written.
     refuse_steps(size.steps, size.bytes_a_step)
     share_of(size.batch)
+    if options.at_once < 1:
+        raise Refusal(f"at-once {options.at_once}: at least 1")
     refuse_unknown("mixer", options.mixer.split(","), MIXERS)
     config = config_of_size(options.mixer, size, chunks=options.chunks)
     corpus = read_corpus(options.corpus, size.context)
@@ -74,7 +78,7 @@ def run_of(options: argparse.Namespace) -> Run:
         "corpus": corpus.name,
         "corpus_sha256": corpus.digest,
     } | ({"chunks": options.chunks} if options.chunks else {})
-    return Run(options.mixer, size, config, options.seed, corpus, folder, arguments)
+    return Run(options.mixer, size, config, options.seed, corpus, folder, options.at_once, arguments)
 
 
 def train(run: Run, interrupt: Interrupt) -> dict:
@@ -92,6 +96,7 @@ def train(run: Run, interrupt: Interrupt) -> dict:
         held_out,
         folder / "checkpoints",
         run.seed,
+        at_once=run.at_once,
         save_steps=max(1, size.steps // 10),
         save_total_limit=2,  # the older one goes before the newer one is marked whole
     )
@@ -124,6 +129,12 @@ def main(argv: list[str] | None = None) -> int:
         "--folder", type=path, help="where the run lives (default: runs/MIXER-SIZE, or MIXER-adaptive-SIZE)"
     )
     parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=AT_ONCE,
+        help=f"tokens that a GPU has in memory; a batch of more goes in parts (default: {AT_ONCE})",
+    )
     argv = sys.argv[1:] if argv is None else argv
 
     def work() -> int:

@@ -218,6 +218,16 @@ def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
     assert (model.config.chunk, model.config.chunks) == (16, [4, 8, 16])
 
 
+def test_a_batch_that_is_read_in_parts_is_trained_as_one(corpus, tmp_path):
+    bits = []
+    for at_once in (10**6, 200, 1):
+        options = ["--size", "tiny", "--steps", 30, "--at-once", at_once]
+        written, _ = run("girih-train", corpus, *options, "--folder", tmp_path / str(at_once))
+        lines = [line for line in written.decode(errors="replace").splitlines() if line.startswith("step ")]
+        bits.append([float(line.split()[2]) for line in lines])
+    assert bits[1] == pytest.approx(bits[0], abs=0.005) and bits[2] == pytest.approx(bits[0], abs=0.005)
+
+
 def test_the_corpus_is_split_as_in_python(corpus, tmp_path):
     from girih.data import Windows, read_corpus
 
@@ -280,6 +290,7 @@ def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(c
         (["{}", "--mixer", "gsa,gla,gsa", "--size", "tiny"], "2 layers"),
         (["{}", "--chunks", "4,8", "--size", "tiny"], "chunks is"),
         (["{}", "--steps", "0"], "--steps is 0"),
+        (["{}", "--at-once", "0"], "--at-once is 0"),
         (["{}/none"], "no such file"),
         (["{}/.hidden"], "too short"),
     ],

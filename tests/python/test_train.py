@@ -256,6 +256,7 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, t
         "ascending": [*arguments(corpus, folder, mixer="cat"), "--chunks", "8,4"],
         "argument --chunks: invalid numbers value: 'few'": [*arguments(corpus, folder), "--chunks", "few"],
         "argument --seed: -1 ": [*arguments(corpus, folder), "--seed", "-1"],
+        "at-once 0": [*arguments(corpus, folder), "--at-once", "0"],
         f"argument --seed: {2**32} ": [*arguments(corpus, folder), "--seed", str(2**32)],
         "argument --seed: invalid seed value: 'one'": [*arguments(corpus, folder), "--seed", "one"],
     }

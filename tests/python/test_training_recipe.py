@@ -22,11 +22,11 @@ RECIPE = replace(SIZES["tiny"], steps=STEPS, context=8, batch=2)
 TEXT = (torch.arange(4000) * 7 % 251).to(torch.uint8)
 
 
-def trainer_of(recipe, folder):
+def trainer_of(recipe, folder, **options):
     torch.manual_seed(0)
     model = model_of_size("attention", recipe)
     windows = Windows.drawn(TEXT, recipe.steps * recipe.batch, recipe.context, 0)
-    return fit(model, recipe, windows, windows, folder, 0, save_strategy="no")
+    return fit(model, recipe, windows, windows, folder, 0, save_strategy="no", **options)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine(tmp_path):
@@ -55,6 +55,35 @@ def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine(tmp_path):
     assert list(logged) == list(range(1, STEPS + 1))
     assert list(logged.values()) == pytest.approx([rate(i) for i in range(STEPS)], rel=1e-6)
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "batch, context, parts", [(128, 2048, 8), (128, 1024, 4), (32, 512, 1), (3, 40000, 3)]
+)
+def test_parts_divide_a_batch_and_are_as_large_as_may_be(batch, context, parts):
+    assert trainer_module.passes_of(batch, context, 2**15) == parts
+
+
+@pytest.mark.parametrize("at_once", [16, 1])
+def test_a_batch_that_is_read_in_parts_is_trained_as_one(at_once, tmp_path):
+    def trained(at_once):
+        seen, trainer = (
+            [],
+            trainer_of(replace(RECIPE, steps=8, batch=6), tmp_path / str(at_once), at_once=at_once),
+        )
+        trainer.model.register_forward_pre_hook(
+            lambda module, arguments, named: seen.append(named["input_ids"].shape), with_kwargs=True
+        )
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        return seen, losses, [p.detach() for p in trainer.model.parameters()]
+
+    (seen, losses, parameters), (all_at_once, of_all, wanted) = trained(at_once), trained(48)
+    rows = max(1, at_once // 8)
+    assert seen == [(rows, 8)] * (8 * 6 // rows) and all_at_once == [(6, 8)] * 8
+    assert losses == pytest.approx(of_all, rel=1e-4)
+    for part, whole in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
 
 
 def test_the_newest_checkpoint_is_that_of_the_most_steps(tmp_path):

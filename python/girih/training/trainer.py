@@ -18,6 +18,7 @@ from girih.training.processes import together
 from girih.training.recipe import Recipe
 
 BITS = 1 / math.log(2)  # in a nat
+AT_ONCE = 2**15  # tokens that a device has in memory; girih-train's default too
 
 
 class ByteTrainer(Trainer):
@@ -83,6 +84,14 @@ def share_of(batch: int) -> int:
     return batch // processes
 
 
+def passes_of(batch: int, context: int, at_once: int) -> int:
+    """In how many equal parts a device reads its sequences of a step, so that a part has at most `at_once`
+    tokens, or is one sequence: gradients are added up, and the step is that of all."""
+    return next(
+        n for n in range(1, batch + 1) if batch % n == 0 and (batch // n * context <= at_once or n == batch)
+    )
+
+
 def fit(
     model: GirihForCausalLM,
     size: Recipe,
@@ -91,23 +100,27 @@ def fit(
     folder: Path,
     seed: int,
     unit: str = "bits per byte",
+    at_once: int = AT_ONCE,
     **options,
 ) -> ByteTrainer:
     """A trainer of `model` by `size`'s recipe: AdamW, warm-up over a twentieth of the steps, cosine to zero.
 
-    On a GPU matrix products run in bf16 (autocast). options: more of `TrainingArguments`.
+    On a GPU matrix products run in bf16 (autocast). A batch of more than `at_once` tokens on a device is read
+    in parts. options: more of `TrainingArguments`.
 
     Raises Refusal where the processes that train together cannot share the batch evenly.
     """
     batch = share_of(size.batch)
+    passes = passes_of(batch, size.context, at_once)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=size.steps,
         use_cpu=not torch.cuda.is_available(),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
+        per_device_train_batch_size=batch // passes,
+        per_device_eval_batch_size=batch // passes,
+        gradient_accumulation_steps=passes,
         learning_rate=size.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, size.steps // 20),
