@@ -7,7 +7,6 @@
 //   sample.txt
 //   result.json      written last: where it stands, the run is finished
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/autocast_mode.h>
 #include <fcntl.h>
 #include <girih/girih.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -105,25 +104,6 @@ json read_json(const fs::path& file) {
   TORCH_CHECK_VALUE(content.is_object(), "file ", file.string(), ": it is damaged; remove it or its folder");
   return content;
 }
-
-// Matrix products in bf16 where there is a GPU, as in Python.
-class Autocast {
- public:
-  explicit Autocast(at::Device device) : on_(device.is_cuda()) {
-    if (!on_) return;
-    at::autocast::set_autocast_dtype(at::kCUDA, at::kBFloat16);
-    at::autocast::set_autocast_enabled(at::kCUDA, true);
-  }
-  ~Autocast() {
-    if (!on_) return;
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCUDA, false);
-  }
-  Autocast(const Autocast&) = delete;
-
- private:
-  bool on_;
-};
 
 class Run {
  public:
@@ -257,7 +237,7 @@ class Run {
     for (const auto& some : windows.split(part_)) {
       Tensor loss;
       {
-        const Autocast autocast(device_);
+        const nn::Autocast autocast(device_, at::kBFloat16, device_.is_cuda());
         loss =
             model_->loss(some.to(device_)) * (static_cast<double>(part_) / static_cast<double>(size_.batch));
       }
@@ -324,7 +304,7 @@ class Run {
     const auto starts = spread(corpus_.held_out, size_.held_out, size_.context);
     double sum = 0.0;
     for (const auto& some : starts.split(part_)) {
-      const Autocast autocast(device_);
+      const nn::Autocast autocast(device_, at::kBFloat16, device_.is_cuda());
       const auto ids = windows_of(corpus_.held_out, some, size_.context).to(device_);
       sum += model_->loss(ids).item<double>() * static_cast<double>(some.size(0));
     }

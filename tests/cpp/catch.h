@@ -1,7 +1,9 @@
 // Catch2 as Debian 12 (2.13) and Ubuntu 24.04 (3) have it.
 #pragma once
 
-#undef CHECK  // torch's logging has one too
+#include <c10/util/Logging.h>
+
+#undef CHECK  // torch's logging has one too, and would bring it later
 #if __has_include(<catch2/catch_test_macros.hpp>)
 #include <catch2/catch_test_macros.hpp>
 #else

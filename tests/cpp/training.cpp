@@ -1,5 +1,4 @@
 // Training by the kernels that layers have beside their mixers, against fp64.
-#include <ATen/autocast_mode.h>
 #include <torch/cuda.h>
 
 #include "catch.h"
@@ -18,13 +17,12 @@ double error(const Tensor& found, const Tensor& wanted) {
 // The loss, and the gradients of all parameters by name.
 std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, const Tensor& ids) {
   model->zero_grad();
-  const auto device = ids.device().type();
   const bool in_bf16 = model->parameters()[0].scalar_type() == at::kFloat;
-  at::autocast::set_autocast_dtype(device, at::kBFloat16);
-  at::autocast::set_autocast_enabled(device, in_bf16);
-  const auto loss = model->loss(ids);
-  at::autocast::clear_cache();
-  at::autocast::set_autocast_enabled(device, false);
+  Tensor loss;
+  {
+    const nn::Autocast autocast(ids.device(), at::kBFloat16, in_bf16);
+    loss = model->loss(ids);
+  }
   loss.backward();
   std::vector<std::pair<std::string, Tensor>> all{{"loss", loss.detach()}};
   for (const auto& item : model->named_parameters())
@@ -33,6 +31,24 @@ std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, co
 }
 
 }  // namespace
+
+TEST_CASE("Autocast holds while it lives", "[training]") {
+  const auto x = at::ones({2, 3});
+  const auto product = [&] { return at::mm(x, x.t()).scalar_type(); };
+  CHECK(product() == at::kFloat);
+  {
+    const nn::Autocast outer(at::kCPU);
+    CHECK(product() == at::kBFloat16);
+    {
+      const nn::Autocast half(at::kCPU, at::kHalf);
+      CHECK(product() == at::kHalf);
+      const nn::Autocast none(at::kCPU, at::kBFloat16, false);
+      CHECK(product() == at::kFloat);
+    }
+    CHECK(product() == at::kBFloat16);
+  }
+  CHECK(product() == at::kFloat);
+}
 
 TEST_CASE("Models in bf16 train on a GPU as on a CPU", "[training]") {
   if (!torch::cuda::is_available()) return;

@@ -81,6 +81,21 @@ struct WeightDecayGroups {
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
+// While one lives, its thread's matrix products on this kind of device are in `dtype`, and its operators read
+// their data in it: weights stay as they are, gates and states in fp32. Python's torch.autocast.
+class Autocast {
+ public:
+  explicit Autocast(at::Device device, at::ScalarType dtype = at::kBFloat16, bool enabled = true);
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  at::DeviceType device_;
+  at::ScalarType before_;
+  bool was_enabled_;
+};
+
 // x W^T, W [features, width], and what becomes of r, its sums:
 //   none        r + bias, in the dtype of x
 //   linear      r + bias                            in fp32 at least, as all that follow
