@@ -9,6 +9,7 @@
 # make format / make check-format
 #
 # CHUNKS=4,8,16,32   of MIXER=cat: trains one model for all of these chunk lengths
+# AT_ONCE=8192       tokens of a batch that a device of make train reads at once; the step is the same
 # FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
 # PYTHON=path        use this Python and its packages as they are instead of .venv

@@ -54,7 +54,7 @@ void describe(CLI::App& app, Options& of) {
   app.add_option("--seed", of.seed, "of the first weights and of the data")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
-  app.add_option("--at-once", of.at_once, "tokens that a device has in memory; a batch of more goes in parts")
+  app.add_option("--at-once", of.at_once, "tokens that a device reads at once; a batch of more goes in parts")
       ->capture_default_str();
   app.add_option("--device", of.device, "cpu or cuda (default: cuda where there is one)");
 }
@@ -136,9 +136,11 @@ class Run {
     model_->train();
     optimize();
     const auto first = resume();
-    std::printf("%s, %lld parameters, on %s\n%lld steps of %lld x %lld bytes of %s%s\n",
+    const auto parts = size_.batch / part_;
+    std::printf("%s, %lld parameters, on %s\n%lld steps of %lld x %lld bytes%s of %s%s\n",
                 arguments_["mixer"].get<std::string>().c_str(), number(count_parameters(model_)),
                 device_.str().c_str(), number(size_.steps), number(size_.batch), number(size_.context),
+                parts > 1 ? (", in " + std::to_string(parts) + " parts each,").c_str() : "",
                 arguments_["corpus"].get<std::string>().c_str(),
                 first > 0 ? (", from step " + std::to_string(first) + " on").c_str() : "");
     const auto starts = drawn(corpus_.train, size_.steps * size_.batch, size_.context, seed_);
@@ -232,6 +234,16 @@ class Run {
   }
 
   Tensor train_step(const Tensor& windows, int64_t step) {
+    try {
+      return step_of(windows, step);
+    } catch (const c10::OutOfMemoryError&) {
+      const auto tokens = number(part_ * size_.context);
+      TORCH_CHECK(false, "the GPU's memory is full with ", tokens,
+                  " tokens at once; the same command with --at-once ", tokens / 2, " continues");
+    }
+  }
+
+  Tensor step_of(const Tensor& windows, int64_t step) {
     draw_chunk(step);
     auto mean = at::zeros({}, device_);
     for (const auto& some : windows.split(part_)) {

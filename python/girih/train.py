@@ -24,6 +24,7 @@ from transformers.integrations import TensorBoardCallback
 from girih.data import Corpus, Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.command import (
+    Full,
     Parser,
     Refusal,
     agreed,
@@ -108,9 +109,18 @@ def train(run: Run, interrupt: Interrupt) -> dict:
     start = f", from step {newest.name.split('-')[1]} on" if newest else ""
     if trainer.is_world_process_zero():
         print(f"{run.mixer}, {model.num_parameters():,} parameters, on {trainer.args.device}")
-        print(f"{size.steps} steps of {size.batch} x {size.context} bytes of {run.corpus.name}{start}")
+        parts = trainer.args.gradient_accumulation_steps
+        of = f" bytes{f', in {parts} parts each,' if parts > 1 else ''} of {run.corpus.name}{start}"
+        print(f"{size.steps} steps of {size.batch} x {size.context}{of}")
         sys.stdout.flush()
-    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    except torch.OutOfMemoryError as error:
+        tokens = trainer.args.per_device_train_batch_size * size.context
+        raise Full(
+            f"the GPU's memory is full with {tokens} tokens at once; the same command with"
+            f" --at-once {tokens // 2} continues"
+        ) from error
     if interrupt.number:
         raise Interrupted(interrupt.number)
     return finish(trainer, size, run.arguments, folder, bytes(run.corpus.held_out[:64].tolist()))
@@ -121,7 +131,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mixer", default="gsa", help="a mixer, or several with commas that take turns")
     parser.add_argument("--size", default="small", help=", ".join(SIZES))
     parser.add_argument(
-        "--chunks", type=numbers, help="of cat: chunk lengths with commas, one drawn a step (adaptive)"
+        "--chunks",
+        type=numbers,
+        help="of cat: chunk lengths with commas, one drawn for what is read at once (adaptive)",
     )
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="instead of the size's own")
@@ -133,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         "--at-once",
         type=int,
         default=AT_ONCE,
-        help=f"tokens that a GPU has in memory; a batch of more goes in parts (default: {AT_ONCE})",
+        help=f"tokens that a device reads at once; a batch of more goes in parts (default: {AT_ONCE})",
     )
     argv = sys.argv[1:] if argv is None else argv
 

@@ -44,7 +44,8 @@ def test_a_batch_that_processes_cannot_share_is_refused_in_one_line(start, tmp_p
 
 
 def test_processes_stop_together_saved_and_the_same_command_goes_on(start, tmp_path):
-    run = start(2, "--steps", "40")
+    in_parts = ("--steps", "40", "--at-once", "128")
+    run = start(2, *in_parts)
     for line in run.stdout:
         if line.startswith("step 5/"):
             run.send_signal(signal.SIGINT)
@@ -58,7 +59,7 @@ def test_processes_stop_together_saved_and_the_same_command_goes_on(start, tmp_p
     stopped = int(newest.name.split("-")[1])
     assert 5 <= stopped < 40
 
-    run = start(2, "--steps", "40")
+    run = start(2, *in_parts)
     printed, complaint = run.communicate(timeout=300)
     assert (run.returncode, complaint) == (0, "")
     assert f"from step {stopped} on" in printed

@@ -22,7 +22,7 @@ from girih.nn import decay_parameter_names
 from girih.training.command import Refusal
 from girih.training.folder import LOCK, WHOLE, alone_in, newest_whole
 from girih.training.recipe import SIZES, model_of_size
-from girih.training.trainer import BITS, fit
+from girih.training.trainer import BITS, ByteTrainer, fit
 from safetensors.torch import load_file
 
 STEPS = 24
@@ -263,6 +263,16 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, t
     for word, argv in wrong.items():
         assert word in refused(argv, capsys)
         assert not folder.exists()
+
+
+def test_memory_that_is_full_is_one_line_that_tells_what_helps(corpus, tmp_path, capsys, monkeypatch):
+    def full(*arguments, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ByteTrainer, "training_step", full)
+    assert train.main(arguments(corpus, tmp_path / "run")) == 2
+    said = "the GPU's memory is full with 512 tokens at once; the same command with --at-once 256 continues"
+    assert capsys.readouterr().err == f"girih.train: {said}\n"
 
 
 def test_an_option_that_is_not_one_is_refused_in_one_line(capsys):

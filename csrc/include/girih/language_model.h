@@ -165,7 +165,8 @@ class LanguageModelImpl : public LayerImpl {
   explicit LanguageModelImpl(const Config& config);
 
   // Mean cross entropy of every token after the first, in nats; labels [B, T], -100 not counted, are ids
-  // unless given. In memory for 2^26 logits; no second derivative.
+  // unless given. At most 2^26 logits are there at a time, and gradients are made with them: to measure
+  // alone, call it under NoGradGuard. No second derivative.
   Tensor loss(const Tensor& ids, const Tensor& labels = {});
   // ids [B, T], T at least 1 -> the prompt and what follows, [B, T + at most max_new_tokens]. On a GPU a
   // token is one CUDA graph, which reads the weights where they are, on the stream of the call: on_token must

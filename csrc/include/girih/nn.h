@@ -81,11 +81,13 @@ struct WeightDecayGroups {
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
-// While one lives, its thread's matrix products on this kind of device are in `dtype`, and its operators read
-// their data in it: weights stay as they are, gates and states in fp32. Python's torch.autocast.
+// While one lives, its thread's matrix products on this kind of device are in `dtype`, and girih's operators
+// read their data in it: weights stay as they are, gates and states in fp32. Python's torch.autocast, by
+// default in bf16.
 class Autocast {
  public:
-  explicit Autocast(at::Device device, at::ScalarType dtype = at::kBFloat16, bool enabled = true);
+  [[nodiscard]] explicit Autocast(at::Device device, at::ScalarType dtype = at::kBFloat16,
+                                  bool enabled = true);
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;

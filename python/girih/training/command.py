@@ -20,6 +20,10 @@ class Refusal(Exception):
     """What was asked for cannot be done; the message is one line for a person."""
 
 
+class Full(Exception):
+    """A process has no more memory, which it says by itself; the message is one line for a person."""
+
+
 def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
@@ -112,6 +116,9 @@ def answer(program: str, work: Callable[[], int]) -> int:
         if speaks():
             say(str(refusal))
         return end(2)
+    except Full as full:
+        say(str(full))
+        return break_off(2)
     except Exception as error:
         if not disk_full(error):
             raise
