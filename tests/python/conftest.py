@@ -20,6 +20,7 @@ settings.load_profile("full" if os.environ.get("GIRIH_FULL") else "ci")
 
 # The tensors are tiny and pytest-xdist runs one worker a core.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # and of the programs that tests start: more would wait for one another
 
 if os.environ.get("GIRIH_SANITIZED"):  # a sanitizer also judges the attention of other libraries
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -22,10 +22,7 @@ PROMPTS = ["a", "girih", "The quick brown fox jumps over the lazy dog, twice."]
 
 
 def run(program, *arguments, given="", code=0):
-    one = os.environ | {"OMP_NUM_THREADS": "1"}  # beside other tests several would wait for one another
-    done = subprocess.run(
-        [BIN / program, *map(str, arguments)], capture_output=True, input=given.encode(), env=one
-    )
+    done = subprocess.run([BIN / program, *map(str, arguments)], capture_output=True, input=given.encode())
     assert done.returncode == code, done.stderr.decode()
     return done.stdout, done.stderr.decode()
 
