@@ -63,10 +63,11 @@ ModelImpl::ModelImpl(const Config& config)
 Output ModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   auto x = embed_tokens(ids), branch = Tensor();
+  const bool few = are_few(x);
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
-    if (are_few(x)) {
+    if (few) {
       std::tie(x, after.parts.emplace_back()) = run_part(block, x, call, i);
     } else {
       auto parts = block.parts(x, branch, call.attention_mask, call.part(i), call.use_cache, call.cu_seqlens);
@@ -154,9 +155,9 @@ Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
   TORCH_CHECK_VALUE(!labels.defined() || labels.sizes() == ids.sizes(), "labels has shape ", labels.sizes(),
                     "; expected that of ids, ", ids.sizes());
   constexpr int64_t kIgnored = -100, kLogits = int64_t{1} << 26;
-  const auto x = model->forward(tokens_of(ids, "ids")).first.slice(1, 0, -1).flatten(0, 1);
-  const auto next =
-      (labels.defined() ? tokens_of(labels, "labels") : tokens_of(ids, "ids")).slice(1, 1).flatten();
+  const auto tokens = tokens_of(ids, "ids");
+  const auto next = (labels.defined() ? tokens_of(labels, "labels") : tokens).slice(1, 1).flatten();
+  const auto x = model->forward(tokens).first.slice(1, 0, -1).flatten(0, 1);
   const auto sum = fused::linear_cross_entropy(x, head_weight(), next, kIgnored, kLogits);
   const auto counted = next.ne(kIgnored).sum();  // of none no number, with gradients of 0
   return (sum / counted.clamp_min(1)).masked_fill(counted == 0, NAN);

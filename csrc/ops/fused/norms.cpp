@@ -12,15 +12,6 @@ using NormBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Opt
 using SiluNormBackward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double,
                                                     bool);
 
-const auto& norm_op() {
-  static const auto op = find<Norm>("girih::residual_norm");
-  return op;
-}
-const auto& silu_norm_op() {
-  static const auto op = find<Tensor(const Tensor&, const Tensor&, double)>("girih::silu_norm");
-  return op;
-}
-
 // Of s and of the weight of an RMS norm.
 std::pair<Tensor, Tensor> gradients(const Tensor& dy, const Tensor& s, const Tensor& weight, double eps) {
   const auto wide = s.to(at::kFloat), of_y = dy.to(at::kFloat);
@@ -34,7 +25,8 @@ std::pair<Tensor, Tensor> gradients(const Tensor& dy, const Tensor& s, const Ten
 struct ResidualNorm : Function<ResidualNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& branch,
                                const OptionalTensor& weight, double eps, at::ScalarType rows) {
-    const auto [s, y] = run(norm_op(), x, branch, weight, eps, rows);
+    static const auto op = find<Norm>("girih::residual_norm");
+    const auto [s, y] = run(op, x, branch, weight, eps, rows);
     ctx->save_for_backward({s, weight.value_or(Tensor())});
     ctx->saved_data = {{"eps", eps}, {"rows", rows}, {"of_branch", given(branch)}};
     ctx->set_materialize_grads(false);
@@ -66,9 +58,10 @@ struct ResidualNorm : Function<ResidualNorm> {
 
 struct SiluNorm : Function<SiluNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, double eps) {
+    static const auto op = find<Tensor(const Tensor&, const Tensor&, double)>("girih::silu_norm");
     ctx->save_for_backward({x, weight});
     ctx->saved_data["eps"] = eps;
-    return run(silu_norm_op(), x, weight, eps);
+    return run(op, x, weight, eps);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

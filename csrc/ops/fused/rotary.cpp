@@ -8,11 +8,6 @@ namespace {
 using Turn = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, int64_t, const Tensor&, const Tensor&);
 using TurnBack = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
 
-const auto& forward_op() {
-  static const auto op = find<Turn>("girih::rotary");
-  return op;
-}
-
 // By PyTorch, the pairs of dx turned back.
 Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate) {
   const auto angle = position.unsqueeze(-1) * rate;
@@ -26,8 +21,9 @@ Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate)
 struct Rotary : Function<Rotary> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, int64_t query_heads,
                                const Tensor& position, const Tensor& rate) {
+    static const auto op = find<Turn>("girih::rotary");
     ctx->save_for_backward({position, rate});
-    const auto [q, k, v] = run(forward_op(), x, query_heads, position, rate);
+    const auto [q, k, v] = run(op, x, query_heads, position, rate);
     return {q, k, v};
   }
 

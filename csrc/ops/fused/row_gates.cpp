@@ -9,11 +9,6 @@ using Gates = Tensor(const Tensor&, std::string_view, const OptionalTensor&, con
 using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view,
                                             const OptionalTensor&, const OptionalTensor&, double, bool);
 
-const auto& forward_op() {
-  static const auto op = find<Gates>("girih::row_gates");
-  return op;
-}
-
 // Of r, bias and rate.
 variable_list derivatives(const Tensor& dy, const Tensor& r, const Tensor& bias, const Tensor& rate,
                           std::string_view gate, double scale) {
@@ -34,10 +29,11 @@ variable_list derivatives(const Tensor& dy, const Tensor& r, const Tensor& bias,
 struct RowGates : Function<RowGates> {
   static Tensor forward(AutogradContext* ctx, const Tensor& r, std::string_view gate,
                         const OptionalTensor& bias, const OptionalTensor& rate, double scale) {
+    static const auto op = find<Gates>("girih::row_gates");
     ctx->save_for_backward({r, bias.value_or(Tensor()), rate.value_or(Tensor())});
     ctx->saved_data["gate"] = std::string(gate);
     ctx->saved_data["scale"] = scale;
-    return run(forward_op(), r, gate, bias, rate, scale);
+    return run(op, r, gate, bias, rate, scale);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

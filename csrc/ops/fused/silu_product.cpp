@@ -7,15 +7,6 @@ namespace {
 
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool);
 
-const auto& forward_op() {
-  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<Backward>("girih::silu_product_backward");
-  return op;
-}
-
 bool has_kernel(const Tensor& gate, const Tensor& up) {
   TORCH_CHECK(
       up.sizes() == gate.sizes() && up.scalar_type() == gate.scalar_type() && up.device() == gate.device(),
@@ -29,13 +20,18 @@ bool has_kernel(const Tensor& gate, const Tensor& up) {
 Tensor by_aten(const Tensor& gate, const Tensor& up) { return at::silu(gate) * up; }
 
 Tensor product_of(const Tensor& gate, const Tensor& up) {
-  return has_kernel(gate, up) ? run(forward_op(), gate, up) : by_aten(gate, up);
+  if (!has_kernel(gate, up)) return by_aten(gate, up);
+  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
+  return run(op, gate, up);
 }
 
 // The product, where it is wanted, behind its derivatives by gate and up.
 std::tuple<Tensor, Tensor, Tensor> derivatives(const Tensor& dy, const Tensor& gate, const Tensor& up,
                                                bool of_product) {
-  if (!once_more() && has_kernel(gate, up)) return backward_op().call(dy, gate, up, of_product);
+  if (!once_more() && has_kernel(gate, up)) {
+    static const auto op = find<Backward>("girih::silu_product_backward");
+    return op.call(dy, gate, up, of_product);
+  }
   const auto product = of_product ? by_aten(gate, up) : Tensor();
   if (!once_more()) return {at::silu_backward(dy * up, gate), at::silu(gate) * dy, product};
   const auto s = gate.sigmoid();
