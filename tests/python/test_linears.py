@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, linears
+from torch._dynamo.backends.common import aot_autograd
 
+aten = torch.ops.aten
 SIZES = (72, 8, 3)  # one wide, two narrow
 
 
@@ -77,6 +80,36 @@ def test_under_autocast_gradients_err_no_more_than_each_by_itself(device, of_x, 
         assert ours.dtype == plain.dtype
         error, of_plain = ((g.double() - want).norm() / want.norm() for g in (ours, plain))
         assert error <= 1.2 * of_plain + 1e-3
+
+
+def test_a_compiler_makes_as_few_products_of_them(device):
+    x, weights = drawn(torch.float32, device)
+    x, layers, graphs = x.detach().bfloat16().requires_grad_(), layers_of(weights), []
+
+    def keep(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    def found(each):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            ys = each(x, layers)
+        return gradients(ys, [x, *(layer.weight for layer in layers)])
+
+    made = torch.compile(
+        linears.together, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True
+    )
+    wide = x.detach().double().requires_grad_(), [w.detach().double().requires_grad_() for w in weights]
+    exact = gradients([F.linear(wide[0], w) for w in wide[1]], [wide[0], *wide[1]])
+    plain = found(lambda x, layers: [layer(x) for layer in layers])
+    for ours, each, want in zip(found(made), plain, exact, strict=True):
+        assert ours.dtype == each.dtype
+        error, of_each = ((g.double() - want).norm() / want.norm() for g in (ours, each))
+        assert error <= 1.2 * of_each + 1e-3
+    mm, addmm = (
+        [sum(target in of_kind for target in graph) for graph in graphs]
+        for of_kind in ((aten.mm.default, aten.mm.dtype), (aten.addmm.default,))
+    )
+    assert mm == [2, 4] and addmm == [0, 0]  # the wide one and the narrow ones
 
 
 @pytest.mark.parametrize("in_forward", [False, True])
@@ -195,7 +228,7 @@ def test_layers_give_the_same(name, monkeypatch):
     monkeypatch.setattr(torch.ops.girih, "linears", lambda x, ws: taken.append(len(ws)) or apply(x, ws))
     for ours, plain in zip(found(), want, strict=True):
         torch.testing.assert_close(ours, plain)
-    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [5, 1], "trellis": [6, 1], "mlp": [2]}
+    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [5, 1], "trellis": [6, 1], "mlp": [2, 1]}
     assert taken == weights[name]
 
 

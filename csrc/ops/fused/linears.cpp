@@ -126,6 +126,8 @@ struct Linears : Function<Linears> {
     }
     const auto groups = grouped(weights);
     const bool of_x = ctx->needs_input_grad(0);
+    // A compiler puts sums into what reads them, and copies what is written in place.
+    const bool is_traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
     TORCH_CHECK(!of_x || !once_more() || !written,
                 "girih: linears: a weight has been modified by an inplace operation since the forward");
     Tensor dx;
@@ -138,6 +140,8 @@ struct Linears : Function<Linears> {
       if (of_x && once_more()) {
         const auto w = below(weights, group).to(dy.scalar_type());
         dx = dx.defined() ? at::addmm(dx, dy, w) : dy.mm(w);
+      } else if (of_x && dx.defined() && is_traced) {
+        dx = dx + dy.mm(kept[n]);
       } else if (of_x && dx.defined()) {
         // A backward under autocast has dx in its dtype; nothing casts what is done in place.
         dx.addmm_(dy.to(dx.scalar_type()), kept[n].to(dx.scalar_type()));

@@ -13,9 +13,8 @@ from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
 from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
 from girih.nn import MemoryAsGate, RMSNorm
-from girih.nn.fused import residual_norm
+from girih.nn.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.layer import at_least_fp32
-from girih.nn.linears import autocast_device, autocast_dtype
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih.nn import fused
-from girih.nn.linears import autocast_device
+from girih.nn.fused import autocast_device
 
 LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
 WIDEST, MOST_ROWS = 256, 4  # elements of a row and n; as LEAST, what kernels/linear_path/linear_path.h has

@@ -13,6 +13,26 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITH_CUDA = hasattr(torch.ops.girih, "residual_norm")  # the library was built
 
 
+def autocast_device(x: Tensor) -> str:
+    """Its name for torch.autocast, which knows of none for meta tensors."""
+    return "cpu" if x.is_meta else x.device.type
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has products of x in; None outside of it."""
+    kind = autocast_device(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    return all(type(x) in (Tensor, nn.Parameter) and not x.is_nested for x in tensors)
+
+
+def is_compiled(*tensors: Tensor) -> bool:
+    """Plain tensors under torch.compile, which takes operators without a kernel apart."""
+    return torch.compiler.is_compiling() and is_plain(*tensors)
+
+
 def is_eager(*tensors: Tensor) -> bool:
     """Plain tensors, outside of what compiles, traces or transforms PyTorch's operators: a compiler makes the
     same passes, and puts more into them."""
@@ -21,7 +41,7 @@ def is_eager(*tensors: Tensor) -> bool:
         and not torch.jit.is_tracing()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, nn.Parameter) and not x.is_nested for x in tensors)
+        and is_plain(*tensors)
     )
 
 
@@ -74,16 +94,18 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
     """`s = x + branch`, or x, and `norm(s)`.
 
     x, branch `[..., dim]`. By a kernel where it `is_norm`: under autocast its result is rounded to
-    autocast's dtype, as the product behind it would do.
+    autocast's dtype, as the product behind it would do; and so a compiler's.
     """
-    rows = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    rows = autocast_dtype(x) or x.dtype
     kernel = is_norm(norm, x, rows)
     if branch is not None and not (
         kernel and has_kernel(branch) and branch.dtype == rows and branch.shape == x.shape
     ):
         x, branch = x + branch, None
         kernel = is_norm(norm, x, rows)
-    return torch.ops.girih.residual_norm(x, branch, norm.weight, norm.eps, rows) if kernel else (x, norm(x))
+    if kernel:
+        return torch.ops.girih.residual_norm(x, branch, norm.weight, norm.eps, rows)
+    return x, norm(x).to(rows) if is_compiled(x) else norm(x)
 
 
 def silu_norm(norm: nn.Module, x: Tensor) -> Tensor:

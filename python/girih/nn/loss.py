@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from girih.nn.fused import PACK, has_kernel
-from girih.nn.linears import autocast_device
+from girih.nn.fused import PACK, autocast_device, has_kernel
 
 LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and without a kernel their gradient as much
 ROWS = 64  # a multiple, for products along them are slow at odd numbers

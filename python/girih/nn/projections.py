@@ -28,7 +28,7 @@ def projections(
     modules = [getattr(layer, name) for name in names]
     weights = [weight_of(module) for module in (modules if decay is None else [*modules, decay])]
     together = takes(x, weights)
-    made = torch.ops.girih.linears(x, weights) if together else [module(x) for module in modules]
+    made = list(torch.ops.girih.linears(x, weights)) if together else [module(x) for module in modules]
     for i, (name, module) in enumerate(zip(names, modules, strict=True)):
         check_features(layer, name, made[i])
         bias = module.bias if together else None  # a module has added its own

@@ -46,4 +46,4 @@ class SwiGLU(nn.Module):
             and has_kernel(down.weight)
         ):
             return torch.ops.girih.silu_product_linear(gate, up, down.weight)
-        return down(silu_product(gate, up))
+        return together(silu_product(gate, up), [down])[0]
