@@ -39,20 +39,23 @@ struct Part {
 // In reverse a transition is the transpose of the scan's, which the scan has kept.
 __host__ __device__ inline bool makes_transitions(const Walk& walk) { return walk.alone && !walk.reverse; }
 
+// The columns of a head's state, and of its transition, by the blocks that have them.
+__host__ __device__ inline int groups_of(int cols) { return (cols + kScanColumns - 1) / kScanColumns; }
+__host__ __device__ inline int groups_of(const DeltaShape& shape, const Walk& walk) {
+  return groups_of(shape.V) + (makes_transitions(walk) ? groups_of(shape.D) : 0);
+}
+
 // Whether a block has the same columns of the state and of the transition, one part each. The transition has
 // no values: with one of each in every block all take equally long (1 x 32768 tokens, 8 heads of 128: 219 us
 // instead of 227).
 __device__ inline bool pairs_transitions(const DeltaShape& shape, const Walk& walk, int of) {
-  return makes_transitions(walk) && of == 2 &&
-         divide_up(shape.V, kScanColumns) == divide_up(shape.D, kScanColumns);
+  return makes_transitions(walk) && of == 2 && groups_of(shape.V) == groups_of(shape.D);
 }
 
 // Of a block that has `of` of them, number `which`; where it has none of that number, none after it either.
 __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsigned block, Part& part,
                                int which = 0, int of = 1) {
-  const auto groups_of = [](int cols) { return (cols + kScanColumns - 1) / kScanColumns; };
-  const int values = groups_of(shape.V), groups = values + (makes_transitions(walk) ? groups_of(shape.D) : 0),
-            blocks = (groups + of - 1) / of;
+  const int values = groups_of(shape.V), groups = groups_of(shape, walk), blocks = (groups + of - 1) / of;
   const unsigned job = block / blocks, number = walk.heads.divide(job);
   const int group = static_cast<int>(block - job * blocks) * of + which;
   if (group >= groups) return false;
@@ -95,15 +98,13 @@ __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsign
 // Blocks of a walk, each of which has `of` parts.
 inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int of = 1) {
   const int64_t pieces = walk.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, walk.segment);
-  const int64_t groups =
-      divide_up(shape.V, kScanColumns) + (makes_transitions(walk) ? divide_up(shape.D, kScanColumns) : 0);
-  return pieces * shape.heads * divide_up(groups, of);
+  return pieces * shape.heads * divide_up(groups_of(shape, walk), of);
 }
 
 // Parts of the scan of segments alone that are not left out, where a sequence has two or more.
 inline int64_t parts_alone(const DeltaShape& shape, const Walk& walk) {
-  const int64_t values = divide_up(shape.V, kScanColumns), keys = divide_up(shape.D, kScanColumns);
-  return blocks_of(shape, walk) - shape.tokens.sequences * shape.heads * (values + 2 * keys);
+  const int left_out = groups_of(shape.V) + 2 * groups_of(shape.D);
+  return blocks_of(shape, walk) - shape.tokens.sequences * shape.heads * left_out;
 }
 
 // Tokens of the part's chunk c.

@@ -44,7 +44,7 @@ struct ReverseRegisters {
                        kOthers = 504 - kChain - kMakers;
 };
 
-template <typename T, int D, int Rows, bool Direct, bool ReadKeys>
+template <typename T, int D, int Rows, bool ReadKeys>
 __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_constant__ ReversePass pass) {
   using Registers = ReverseRegisters<D>;
   static_assert(Registers::kChain + Registers::kMakers + Registers::kOthers <= registers_of(kReverseThreads));
@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
   const int warp = warp_index(), maker = warp - kReverseChain, worker = maker - kReverseMakers;
   if (maker < 0) {
     take_registers<Registers::kChain>();
-    run_reverse_chain<Direct>(pass, part, space, warp);
+    run_reverse_chain(pass, part, space, warp);
   } else if (worker < 0) {
     leave_registers<Registers::kMakers>();
-    make_given<Direct>(pass, part, space, maker);
+    make_given(pass, part, space, maker);
   } else {
     leave_registers<Registers::kOthers>();
     if (worker >= kReverseStores) {
@@ -96,19 +96,10 @@ constexpr int reverse_least() {
   return ReverseSpace<T, D, kDeltaRows, ReadKeys>::bytes(1, 1);
 }
 
-template <bool Direct, bool ReadKeys, typename T, int D, int Rows>
-cudaError_t launch_reverse_of(const ReversePass& pass, int64_t blocks, int limit, cudaStream_t stream) {
-  constexpr auto kKernel = reverse<T, D, Rows, Direct, ReadKeys>;
-  if (const cudaError_t error = allow_shared<kKernel>(limit); error != cudaSuccess) return error;
-  const int bytes = ReverseSpace<T, D, Rows, ReadKeys>::bytes(pass.stages, pass.slots);
-  kKernel<<<static_cast<unsigned>(blocks), kReverseThreads, bytes, stream>>>(pass);
-  return cudaGetLastError();
-}
-
 template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
   using Space = ReverseSpace<T, D, Rows, ReadKeys>;
-  const DeltaShape& shape = pass.scan.shape;
+  constexpr auto kKernel = reverse<T, D, Rows, ReadKeys>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const auto stages_beside = [&](int slots) {
@@ -117,16 +108,13 @@ cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
   pass.slots = pass.walk.alone ? 0 : stages_beside(kReverseSlots) >= 2 ? kReverseSlots : 1;
   pass.stages = stages_beside(pass.slots);
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
-  const int64_t blocks = blocks_of(shape, pass.walk);
+  const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if constexpr (RoundedState<T, D>::kWhole) {
-    // All of a chunk's queries are there before any is used; those of two, so that nobody waits for them.
-    const bool fits = 2 * (shape.query_heads / shape.heads) <= pass.stages;
-    if (fits && !pass.scan.gated && !shape.unit)
-      return launch_reverse_of<true, ReadKeys, T, D, Rows>(pass, blocks, limit, stream);
-  }
-  return launch_reverse_of<false, ReadKeys, T, D, Rows>(pass, blocks, limit, stream);
+  if (const cudaError_t error = allow_shared<kKernel>(limit); error != cudaSuccess) return error;
+  kKernel<<<static_cast<unsigned>(blocks), kReverseThreads, Space::bytes(pass.stages, pass.slots), stream>>>(
+      pass);
+  return cudaGetLastError();
 }
 
 template <typename T, int D, bool ReadKeys>

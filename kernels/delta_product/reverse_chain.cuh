@@ -111,7 +111,7 @@ __device__ inline void wait_for_queries(ReverseBarriers& barriers, const Turn& t
   fence_tiles();
 }
 
-template <bool Direct, typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& part,
                                          const ReverseSpace<T, D, Rows, ReadKeys>& space, int warp) {
   constexpr bool kWhole = RoundedState<T, D>::kWhole;
@@ -129,16 +129,9 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
   const auto load_values = [&](int j) {
     load_block_transposed(values[j], space.made(made.place), 16 * warp, 16 * j);
   };
-  Sums<8> y;
   const auto wait_for_stage = [&] {
     wait(&barriers.full[turn.place], turn.parity);
     wait_for_queries(barriers, query_turn);
-    if constexpr (Direct) {
-      wait(&barriers.made[made.place], made.parity);
-#pragma unroll
-      for (int j = 0; j < kTilesDown; ++j) load_values(j);
-      widen<T>(y, values);
-    }
   };
   if (part.chunks > 0) wait_for_stage();
 #pragma unroll 1
@@ -148,8 +141,9 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     const Vectors vectors = prepared.vectors();
 
     // Y^T = dS^T K^T, and with gates dS decays meanwhile
-    rounded.template start_read<Direct>(y, s, stage.k());
-    const RowFactors write = Direct ? RowFactors() : RowFactors(vectors, kDeltaWrite);
+    Sums<8> y;
+    rounded.start_read(y, s, stage.k());
+    const RowFactors write(vectors, kDeltaWrite);
     if (stores) {
       wait(&barriers.state_stored[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
@@ -157,11 +151,11 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     }
     // S is there. Without a word of it the compiler waits for Y too.
     finish<1>(s);
-    if (!Direct && p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
+    if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
-    // dS^T += (r * dO)^T Q, the last query head's still under way when Y is there. Unless Direct, all of them
-    // come before what has been made of dU, to which each adds: there may be more than stages.
+    // dS^T += (r * dO)^T Q, the last query head's still under way when Y is there. All of them come before
+    // what has been made of dU, to which each adds: there may be more than stages.
     Operand<Rows / kTileRows> read_by;
     const auto add_queries = [&] { start_queries(s, read_by, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
@@ -177,16 +171,16 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       wait_for_queries(barriers, query_turn);
     }
     add_queries();
-    if (!Direct) wait(&barriers.made[made.place], made.parity);
+    wait(&barriers.made[made.place], made.parity);
 #pragma unroll
     for (int j = 0; j < kTilesDown; ++j) {
-      if (!Direct && kWhole) load_values(j);
+      if (kWhole) load_values(j);
     }
     wait_products<kWhole ? 1 : 0>(y);
     rounded.keep();
 
     // dU_j += w_j Y_j
-    if constexpr (!Direct) add_written<T, !kWhole>(y, write, values, load_values);
+    add_written<T, !kWhole>(y, write, values, load_values);
     arrive_once(&barriers.used[made.place]);
     made.next(kReverseMade);
     Operand<kTilesDown> du;

@@ -8,11 +8,7 @@ namespace girih::kernels::delta_product {
 
 // sum_t P_tj do_t of every chunk, what is known of dU without dS; warp w has the rows 16 w to 16 w + 15. What
 // it finds of tokens goes to memory too, for the gradients.
-//
-// Direct: every row's rho is 1 and its L 0, and so is its w 1. (Those of rows that are not there are not, but
-// their keys are zero.) Then Y is added at once to what has been made of dU, which is waited for before any
-// of the chunk's queries is used (n = 2, 4 x 4096 tokens, 16 heads of 128: 189 us instead of 195).
-template <bool Direct, typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void make_given(const ReversePass& pass, const Part& part,
                                   const ReverseSpace<T, D, Rows, ReadKeys>& space, int warp) {
   constexpr int kEights = Rows / 8;
@@ -56,11 +52,7 @@ __device__ inline void make_given(const ReversePass& pass, const Part& part,
       wait_products<0>(scores);
 
       // dU += P^T dO
-      if constexpr (Direct) {
-        scale_transposed(scores, worked_out_here(n), warp, p.shape.scale);
-      } else {
-        weigh_transposed(scores, vectors, worked_out_here(n), warp, query.tokens());
-      }
+      weigh_transposed(scores, vectors, worked_out_here(n), warp, query.tokens());
       Operand<kEights / 2> weights;
       round_to<T>(weights, scores);
       fence_products(du);

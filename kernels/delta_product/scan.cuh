@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
       return run_chain(pass, part, space, 0, warp);
     }
   }
-  if constexpr (Rows == 0) {
+  if constexpr (Rows == kAlone) {
     if (Registers::kShared) leave_registers<Registers::kOthers>();
     if (warp < Roles::kThreads / 32 - kLoaders) return;
   } else {
@@ -98,7 +98,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   ScanPass pass = given;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  if (Rows == 0) {
+  if (Rows == kAlone) {
     pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
     pass.slots = pass.readers = 0;
   } else {
@@ -124,7 +124,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if constexpr (D == 64 && Rows != 0 &&
+  if constexpr (D == 64 && Rows != kAlone &&
                 !ReadKeys) {  // (at D = 128 the chain makes the output where it can, in one block)
     bool can = false;
     if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
@@ -134,7 +134,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     }
     if (can) return launch_apart<T, D, Rows>(pass, blocks, limit, stream);
   }
-  if constexpr (D == 128 && Rows != 0 && !ReadKeys) {
+  if constexpr (D == 128 && Rows != kAlone && !ReadKeys) {
     bool launched = false;
     const cudaError_t error = try_output<T, D, Rows>(pass, blocks, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
@@ -147,7 +147,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
 
 template <typename T, int D, bool ReadKeys>
 cudaError_t launch_scan_by_rows(const ScanPass& pass, cudaStream_t stream) {
-  if (pass.walk.alone) return launch_scan_of<T, D, 0, ReadKeys>(pass, stream);
+  if (pass.walk.alone) return launch_scan_of<T, D, kAlone, ReadKeys>(pass, stream);
   return has_many(delta_chunk(pass.scan.shape.n))
              ? launch_scan_of<T, D, kDeltaRows, ReadKeys>(pass, stream)
              : launch_scan_of<T, D, kDeltaRows / 2, ReadKeys>(pass, stream);

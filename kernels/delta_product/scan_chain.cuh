@@ -65,7 +65,7 @@ __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, c
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_chain(const ScanPass& pass, const Part& part,
                                  const ScanSpace<T, D, Rows, ReadKeys>& space, int chain, int warp) {
-  constexpr bool kLeaves = Rows != 0;
+  constexpr bool kLeaves = Rows != kAlone;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
   const bool weighted = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1

@@ -7,16 +7,18 @@
 
 namespace girih::kernels::delta_product {
 
-// Rows: of a chunk's tiles of tokens; 0: a block makes the state alone, without any output.
+// In place of the rows of a chunk's tiles of tokens: a block makes the state alone, without any output.
+constexpr int kAlone = 0;
+
 template <int D, int Rows>
 struct ScanRoles {  // warps
   static constexpr int kChain = 4;
   // Alone, two chains share what is loaded: while one waits for its products the other has its turn.
-  static constexpr int kChains = Rows == 0 && D <= 128 ? 2 : 1;
+  static constexpr int kChains = Rows == kAlone && D <= 128 ? 2 : 1;
   // Of more than D = 128 there are registers for one reader alone.
-  static constexpr int kReader = Rows == 0 ? 0 : 4, kReaders = Rows == 0 ? 0 : D <= 128 ? 2 : 1;
-  static constexpr int kStores = Rows == 0 ? 0 : 1;
-  static constexpr int kFences = Rows == 0 ? 0 : 1;
+  static constexpr int kReader = Rows == kAlone ? 0 : 4, kReaders = Rows == kAlone ? 0 : D <= 128 ? 2 : 1;
+  static constexpr int kStores = Rows == kAlone ? 0 : 1;
+  static constexpr int kFences = Rows == kAlone ? 0 : 1;
   static constexpr int kIdle = kChains == 2 ? 2 : 0;  // registers change owners by whole warpgroups
   static constexpr int kThreads =
       32 * (kChains * kChain + kReaders * kReader + kStores + kFences + kIdle + kLoaders);

@@ -69,22 +69,17 @@ struct RoundedState {
       if (kWhole) round_to<T>(slab[i], s.slab[i]);
     }
   }
-  // sums = S^T keys^T, or with `Add` sums += S^T keys^T; under way afterwards where the state is whole.
-  // beside(i, slab i): done meanwhile.
-  template <bool Add = false, class Beside>
+  // sums = S^T keys^T, under way afterwards where the state is whole. beside(i, slab i): done meanwhile.
+  template <class Beside>
   __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
                              const Beside& beside) {
-    if constexpr (Add) {
-      fence_products(sums);
-    } else {
-      fence_products();
-    }
+    fence_products();
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
       Operand<4>& a = slab[kWhole ? i : 0];
       if (!kWhole) round_to<T>(a, s.slab[i]);
       if (!kWhole) fence_products();
-      if (i == 0) start_product_transposed<T, Add>(sums, a, keys, 0);
+      if (i == 0) start_product_transposed<T, false>(sums, a, keys, 0);
       if (i > 0) start_product_transposed<T, true>(sums, a, keys, 64 * i);
       if (!kWhole || i + 1 == kSlabs) commit_products();
       if (!kWhole) beside(i, a);
@@ -95,9 +90,8 @@ struct RoundedState {
       if (kWhole) beside(i, slab[kWhole ? i : 0]);
     }
   }
-  template <bool Add = false>
   __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys) {
-    start_read<Add>(sums, s, keys, [](int, const Operand<4>&) {});
+    start_read(sums, s, keys, [](int, const Operand<4>&) {});
   }
   // Behind the wait for start_read's products.
   __device__ void keep() const {

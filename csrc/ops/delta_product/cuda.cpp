@@ -5,6 +5,7 @@
 #include "aten.h"
 #include "exact.h"
 #include "problem.h"
+#include "tensor_cores.h"
 #include "tile/segments.h"
 #include "vector.h"
 
@@ -28,18 +29,6 @@ Path path_of(const Problem& problem, const Tensor& q, const Tensor& beta, const 
   return fits ? path : aten(kSmallCard);
 }
 
-Tensor prepare(const Arguments& a) {
-  const auto prepared =
-      at::empty({a.chunks(), a.shape.heads, kernels::kDeltaPreparedBytes}, a.q.options().dtype(at::kByte));
-  kernels::DeltaPrepare p;
-  p.shape = a.shape;
-  p.k = input<4>(a.k);
-  p.beta = input<3>(a.beta), p.g = input<3>(a.g);
-  p.prepared = prepared.mutable_data_ptr();
-  check_launch("delta_prepare", kernels::delta_prepare(p, c10::cuda::getCurrentCUDAStream()));
-  return prepared;
-}
-
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                      const OptionalTensor& g, const OptionalTensor& state_s,
                      const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
@@ -61,31 +50,9 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                    between_chunks, save);
   }
   const auto kept = problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
-  if (beta.dim() == 4) return VectorCall(q, k, v, beta, cu_seqlens, n, scale).forward(state_s, kept, save);
+  if (beta.dim() == 4) return VectorCall(q, k, v, beta, cu_seqlens, n, scale).forward(state_s, kept);
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
-  const auto prepared = prepare(a), initial = a.padded(state_s), last = a.last_state(),
-             states = save ? a.states() : at::empty({0}, q.options()),
-             transitions = a.transitions(kept.transitions),
-             o = a.rows(q.size(1), a.shape.query_heads, a.shape.V, q.scalar_type());
-  kernels::DeltaScan p;
-  p.shape = a.shape;
-  p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v);
-  p.gated = a.g.defined();
-  p.prepared = prepared.const_data_ptr();
-  p.initial = input<4>(initial);
-  p.final = output<4>(last);
-  p.o = output<4>(o);
-  p.states = save ? states.mutable_data_ptr() : nullptr;
-  p.transitions = transitions.numel() > 0 ? transitions.mutable_data_ptr<float>() : nullptr;
-  const auto workspace = at::empty({kernels::delta_scan_workspace(p)}, q.options().dtype(at::kByte));
-  p.workspace = workspace.mutable_data_ptr();
-  check_launch("delta_scan", kernels::delta_scan(p, c10::cuda::getCurrentCUDAStream()));
-  return {without_packs(o, a.V),
-          cut(last, a.D, a.V),
-          std::nullopt,
-          states,
-          save ? prepared : at::empty({0}, prepared.options()),
-          transitions};
+  return run_forward(a, a.v, {}, state_s, kept);
 }
 
 Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_s,
@@ -121,37 +88,16 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
     return VectorCall(q, k, v, beta, cu_seqlens, n, scale)
         .backward(q, k, grad_o, grad_s, state_s, states, prepared, transitions);
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
   const auto& shape = a.shape;
   const auto T = q.size(1), rows = T * n;
   const int64_t H = shape.heads, HO = shape.query_heads;
   const auto type = q.scalar_type();
-  const auto in_fp32 = q.options().dtype(at::kFloat);
-  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(T, HO, shape.V, type).zero_();
-
-  const auto factors = at::empty({a.chunks(), HO, kernels::kDeltaRows}, in_fp32);
   // Of one output a memory nobody else reads a block's G: dv comes in its place, or is there already.
   const bool alone = H == HO;
   const auto dv = a.rows(rows, H, shape.V, type), dz = alone ? dv : at::empty_like(dv);
-  const auto gradients = a.states(), first = a.last_state(), last = a.padded(grad_s);
-  kernels::DeltaReverse reverse;
-  reverse.shape = shape;
-  reverse.q = input<4>(a.q), reverse.k = input<4>(a.k), reverse.dout = input<4>(dout);
-  reverse.gated = a.g.defined();
-  reverse.prepared = prepared.const_data_ptr();
-  reverse.transitions = transitions.const_data_ptr<float>();
-  reverse.factors = factors.mutable_data_ptr<float>();
-  reverse.initial = input<4>(last);
-  reverse.final = output<4>(first);
-  reverse.dz = output<4>(dz);
-  reverse.in_place = alone;
-  reverse.gradients = gradients.mutable_data_ptr();
-  {
-    const auto workspace = at::empty({kernels::delta_reverse_workspace(reverse)}, in_fp32.dtype(at::kByte));
-    reverse.workspace = workspace.mutable_data_ptr();
-    check_launch("delta_reverse", kernels::delta_reverse(reverse, stream));
-  }
+  const auto reversed = run_reverse(a, {}, grad_o, grad_s, prepared, transitions, dz, alone);
+  const auto& reverse = reversed.p;
 
   // Several outputs of one memory: each gives its part in fp32.
   const auto dq = a.rows(T, HO, shape.D, type), dk = a.rows(rows, HO, shape.D, alone ? type : at::kFloat),
@@ -165,19 +111,19 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   p.prepared = reverse.prepared;
   p.factors = reverse.factors;
   p.states = states.const_data_ptr();
-  p.gradients = gradients.const_data_ptr();
+  p.gradients = reverse.gradients;
   const auto initial = a.padded(state_s);
   p.initial = input<4>(initial), p.end = reverse.initial;
   p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
   p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
-  check_launch("delta_gradients", kernels::delta_gradients(p, stream));
+  check_launch("delta_gradients", kernels::delta_gradients(p, c10::cuda::getCurrentCUDAStream()));
 
   return {gathered(dq, q.size(2), a.D, q),
           gathered(dk, k.size(2), a.D, k),
           without_packs(dv, a.V),
           dbeta.to(beta.scalar_type()),
           if_given(g, [&] { return gathered(dg.unsqueeze(-1), H, 1, *g).squeeze(-1); }),
-          if_given(state_s, [&] { return cut(first, a.D, a.V); }),
+          if_given(state_s, [&] { return cut(reversed.first, a.D, a.V); }),
           std::nullopt,
           std::nullopt};
 }

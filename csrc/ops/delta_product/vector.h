@@ -1,10 +1,8 @@
 // delta_product with a beta for every channel, on the tensor cores.
 #pragma once
 
-#include "arguments.h"
-#include "aten.h"
 #include "delta_product/vector.h"
-#include "problem.h"
+#include "tensor_cores.h"
 
 namespace girih::delta_product {
 
@@ -26,39 +24,8 @@ class VectorCall {
     check_launch("delta_vector_rows", kernels::delta_vector_rows(p, c10::cuda::getCurrentCUDAStream()));
   }
 
-  Results forward(const OptionalTensor& initial, const Problem::Saved& kept, bool save) const {
-    const auto prepared = at::empty({a_.chunks(), a_.shape.heads, kernels::kDeltaPreparedBytes},
-                                    a_.q.options().dtype(at::kByte));
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    kernels::DeltaPrepare prepare;
-    prepare.shape = a_.shape;
-    prepare.k = input<4>(a_.k), prepare.b = input<4>(b_);
-    prepare.prepared = prepared.mutable_data_ptr();
-    check_launch("delta_prepare", kernels::delta_prepare(prepare, stream));
-
-    const auto first = a_.padded(initial), last = a_.last_state(),
-               states = save ? a_.states() : at::empty({0}, a_.q.options()),
-               transitions = a_.transitions(kept.transitions),
-               o = a_.rows(a_.q.size(1), a_.shape.query_heads, a_.shape.V, a_.q.scalar_type());
-    kernels::DeltaScan p;
-    p.shape = a_.shape;
-    p.q = input<4>(a_.q), p.k = input<4>(a_.k), p.v = input<4>(w_), p.b = input<4>(b_);
-    p.gated = false;
-    p.prepared = prepared.const_data_ptr();
-    p.initial = input<4>(first);
-    p.final = output<4>(last);
-    p.o = output<4>(o);
-    p.states = save ? states.mutable_data_ptr() : nullptr;
-    p.transitions = transitions.numel() > 0 ? transitions.mutable_data_ptr<float>() : nullptr;
-    const auto workspace = at::empty({kernels::delta_scan_workspace(p)}, prepared.options());
-    p.workspace = workspace.mutable_data_ptr();
-    check_launch("delta_scan", kernels::delta_scan(p, stream));
-    return {without_packs(o, a_.V),
-            cut(last, a_.D, a_.V),
-            std::nullopt,
-            states,
-            save ? prepared : at::empty({0}, prepared.options()),
-            transitions};
+  Results forward(const OptionalTensor& initial, const Problem::Saved& kept) const {
+    return run_forward(a_, w_, b_, initial, kept);
   }
 
   // q, k: the inputs, of whose heads the gradients are.
@@ -68,39 +35,19 @@ class VectorCall {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     const auto& shape = a_.shape;
     const auto type = q.scalar_type();
-    const auto T = q.size(1);
-    const int64_t HO = shape.query_heads;
-    const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a_.rows(T, HO, shape.V, type).zero_();
-    const auto factors = at::empty({a_.chunks(), HO, kernels::kDeltaRows}, q.options().dtype(at::kFloat));
-    const auto dw = like_rows(type), gradients = a_.states(), first = a_.last_state(),
-               last = a_.padded(grad_s);
-    kernels::DeltaReverse reverse;
-    reverse.shape = shape;
-    reverse.q = input<4>(a_.q), reverse.k = input<4>(a_.k), reverse.b = input<4>(b_);
-    reverse.dout = input<4>(dout);
-    reverse.gated = false;
-    reverse.prepared = prepared.const_data_ptr();
-    reverse.transitions = transitions.const_data_ptr<float>();
-    reverse.factors = factors.mutable_data_ptr<float>();
-    reverse.initial = input<4>(last);
-    reverse.final = output<4>(first);
-    reverse.dz = output<4>(dw);
-    reverse.in_place = false;
-    reverse.gradients = gradients.mutable_data_ptr();
-    {
-      const auto workspace = at::empty({kernels::delta_reverse_workspace(reverse)}, prepared.options());
-      reverse.workspace = workspace.mutable_data_ptr();
-      check_launch("delta_reverse", kernels::delta_reverse(reverse, stream));
-    }
+    const auto dw = like_rows(type);
+    const auto reversed = run_reverse(a_, b_, grad_o, grad_s, prepared, transitions, dw, false);
+    const auto& reverse = reversed.p;
 
-    const auto dq = a_.rows(T, HO, shape.D, type), dk = like_rows(type), db = like_rows(type);
+    const auto dq = a_.rows(q.size(1), shape.query_heads, shape.D, type), dk = like_rows(type),
+               db = like_rows(type);
     kernels::DeltaVectorGradients p;
     p.shape = shape;
     p.q = reverse.q, p.k = reverse.k, p.b = reverse.b, p.w = input<4>(w_), p.dout = reverse.dout;
     p.dz = input<4>(dw);
     p.prepared = reverse.prepared;
     p.states = states.const_data_ptr();
-    p.gradients = gradients.const_data_ptr();
+    p.gradients = reverse.gradients;
     p.dq = output<4>(dq), p.dk = output<4>(dk), p.db = output<4>(db);
     check_launch("delta_vector_gradients", kernels::delta_vector_gradients(p, stream));
 
@@ -117,7 +64,7 @@ class VectorCall {
             without_packs(dv, a_.V),
             without_packs(dbeta, a_.D).to(beta_type_),
             std::nullopt,
-            if_given(state, [&] { return cut(first, a_.D, a_.V); }),
+            if_given(state, [&] { return cut(reversed.first, a_.D, a_.V); }),
             std::nullopt,
             std::nullopt};
   }
