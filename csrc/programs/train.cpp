@@ -9,8 +9,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <fcntl.h>
 #include <girih/girih.h>
-#include <torch/nn/utils/clip_grad.h>
-#include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
 #include <cctype>
@@ -212,7 +210,7 @@ class Run {
     std::vector<torch::optim::OptimizerParamGroup> own;
     own.emplace_back(groups.decayed, options(0.1));
     own.emplace_back(groups.undecayed, options(0.0));
-    optimizer_ = std::make_unique<torch::optim::AdamW>(std::move(own));
+    optimizer_ = std::make_unique<nn::AdamW>(std::move(own));
   }
 
   // Sequences that go through the model at once: as many as divide a batch and have at most `at_once` tokens,
@@ -256,12 +254,21 @@ class Run {
       loss.backward();
       mean += loss.detach();
     }
-    torch::nn::utils::clip_grad_norm_(model_->parameters(), 1.0);
+    clip_gradients();
     for (auto& group : optimizer_->param_groups())
       group.options().set_lr(size_.learning_rate * rate_at(step, size_.steps));
     optimizer_->step();
     optimizer_->zero_grad();
     return mean;
+  }
+
+  // To a length of 1, all of them together; the host does not wait for it, as LibTorch's does.
+  void clip_gradients() const {
+    std::vector<Tensor> gradients;
+    for (const auto& weight : model_->parameters())
+      if (weight.grad().defined()) gradients.push_back(weight.grad());
+    const auto length = at::stack(at::_foreach_norm(gradients)).norm();
+    at::_foreach_mul_(gradients, (1.0 / (length + 1e-6)).clamp_max(1.0));
   }
 
   void report(int64_t step, double nats, int64_t steps, Clock::time_point since) const {
@@ -369,7 +376,7 @@ class Run {
   fs::path folder_;
   json arguments_;
   nn::LanguageModel model_{nullptr};
-  std::unique_ptr<torch::optim::AdamW> optimizer_;
+  std::unique_ptr<nn::AdamW> optimizer_;
 };
 
 }  // namespace

@@ -15,7 +15,7 @@
 
 constexpr int64_t kBatch = 8, kContext = 128;
 
-torch::optim::AdamW optimizer_of(const torch::nn::Module& model) {
+girih::nn::AdamW optimizer_of(const torch::nn::Module& model) {
   const auto with_decay = [](double decay) {
     return std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-3).weight_decay(decay));
   };
@@ -23,7 +23,7 @@ torch::optim::AdamW optimizer_of(const torch::nn::Module& model) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(decayed, with_decay(0.1));
   groups.emplace_back(undecayed, with_decay(0.0));
-  return torch::optim::AdamW(std::move(groups));
+  return girih::nn::AdamW(std::move(groups));
 }
 
 int main(int argc, char** argv) {

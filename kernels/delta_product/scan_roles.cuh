@@ -81,15 +81,15 @@ __device__ inline void fence_stages(const ScanPass& pass, const Part& part,
 template <int D, int Rows>
 struct ScanRegisters {
   static constexpr bool kShared = Rows != kAlone || D <= 128;
-  static constexpr int kOthers = D == 256               ? 96
+  static constexpr int kOthers = D == 256                    ? 96
                                  : D == 64 || Rows == kAlone ? 88
-                                                        : 72,
+                                                             : 72,
                        kReaders = D == 256            ? 168
                                   : Rows < kDeltaRows ? 112
                                                       : 128,
-                       kChain = D == 256    ? 240
+                       kChain = D == 256         ? 240
                                 : Rows == kAlone ? 208
-                                            : 512 - kOthers - 2 * kReaders;
+                                                 : 512 - kOthers - 2 * kReaders;
 };
 
 }  // namespace girih::kernels::delta_product

@@ -1,5 +1,8 @@
 // Training by the kernels that layers have beside their mixers, against fp64.
 #include <torch/cuda.h>
+#include <torch/serialize.h>
+
+#include <sstream>
 
 #include "catch.h"
 #include "models.h"
@@ -30,7 +33,61 @@ std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, co
   return all;
 }
 
+// Weights that an optimizer of its own class moves, of two groups, one without a gradient.
+template <class Optimizer>
+struct Moved {
+  std::vector<Tensor> weights;
+  std::unique_ptr<Optimizer> optimizer;
+
+  Moved(at::Device device, bool amsgrad) {
+    at::manual_seed(5);
+    for (const auto& size : {std::vector<int64_t>{3, 5}, {7}, {2, 2}})
+      weights.push_back(at::randn(size).to(device).requires_grad_());
+    const auto group = [&](std::vector<Tensor> of, double decay) {
+      auto options = torch::optim::AdamWOptions(0.1).betas({0.9, 0.95}).weight_decay(decay).amsgrad(amsgrad);
+      return torch::optim::OptimizerParamGroup(std::move(of),
+                                               std::make_unique<torch::optim::AdamWOptions>(options));
+    };
+    optimizer = std::make_unique<Optimizer>(
+        std::vector{group({weights[0]}, 0.3), group({weights[1], weights[2]}, 0)});
+  }
+
+  double step() {
+    const auto loss = [&] {
+      optimizer->zero_grad();
+      auto sum = (weights[0].sin().sum() + weights[1].square().sum());
+      sum.backward();
+      return sum;
+    };
+    return optimizer->step(loss).template item<double>();
+  }
+};
+
 }  // namespace
+
+TEST_CASE("AdamW steps as LibTorch's does and goes on where the other stopped", "[training]") {
+  std::vector<at::Device> devices{at::kCPU};
+  if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA);
+  for (const auto& device : devices) {
+    for (const bool amsgrad : {false, true}) {
+      Moved<nn::AdamW> ours(device, amsgrad);
+      Moved<torch::optim::AdamW> plain(device, amsgrad);
+      const auto unused = ours.weights[2].clone();
+      const auto both = [&] {
+        for (int i = 0; i < 3; ++i) CHECK(std::abs(ours.step() - plain.step()) < 1e-4);
+        for (size_t i = 0; i < 3; ++i) CHECK(at::allclose(ours.weights[i], plain.weights[i], 1e-5, 1e-6));
+      };
+      both();
+      const auto first = ours.weights[0].clone();
+      std::stringstream of_ours, of_plain;
+      torch::save(*ours.optimizer, of_ours), torch::save(*plain.optimizer, of_plain);
+      torch::load(*ours.optimizer, of_plain), torch::load(*plain.optimizer, of_ours);
+      both();
+      CHECK(!at::allclose(ours.weights[0], first, 0, 1e-2));
+      CHECK(ours.weights[2].equal(unused));
+    }
+  }
+}
 
 TEST_CASE("Autocast holds while it lives", "[training]") {
   const auto x = at::ones({2, 3});

@@ -10,6 +10,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
+#include <torch/optim/adamw.h>
 
 #include <functional>
 #include <memory>
@@ -80,6 +81,14 @@ struct WeightDecayGroups {
   std::vector<Tensor> decayed, undecayed;
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
+
+// LibTorch's AdamW, whose step is a few kernels instead of a dozen for every parameter: Python's with
+// fused=True. What it saves either of them loads. Gradients are dense.
+class AdamW : public torch::optim::AdamW {
+ public:
+  using torch::optim::AdamW::AdamW;
+  Tensor step(LossClosure closure = nullptr) override;
+};
 
 // While one lives, its thread's matrix products on this kind of device are in `dtype`, and girih's operators
 // read their data in it: weights stay as they are, gates and states in fp32. Python's torch.autocast, by

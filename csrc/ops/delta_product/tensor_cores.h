@@ -1,5 +1,5 @@
-// What a call on the tensor cores has in common whether beta is one a step or one for every channel (vector.h):
-// prepare, scan, and reverse.
+// What a call on the tensor cores has in common whether beta is one a step or one for every channel
+// (vector.h): prepare, scan, and reverse.
 #pragma once
 
 #include "arguments.h"
@@ -64,14 +64,15 @@ struct Reversed {
 
 // dz: where G comes, or dv in its place.
 inline Reversed run_reverse(const Arguments& a, const Tensor& b, const OptionalTensor& grad_o,
-                        const OptionalTensor& grad_s, const Tensor& prepared, const Tensor& transitions,
-                        const Tensor& dz, bool in_place) {
+                            const OptionalTensor& grad_s, const Tensor& prepared, const Tensor& transitions,
+                            const Tensor& dz, bool in_place) {
   const auto& shape = a.shape;
   const auto type = a.q.scalar_type();
   Reversed r;
   r.dout = given(grad_o) ? in_packs(grad_o->to(type))
                          : a.rows(a.q.size(1), shape.query_heads, shape.V, type).zero_();
-  r.factors = at::empty({a.chunks(), shape.query_heads, kernels::kDeltaRows}, a.q.options().dtype(at::kFloat));
+  r.factors =
+      at::empty({a.chunks(), shape.query_heads, kernels::kDeltaRows}, a.q.options().dtype(at::kFloat));
   r.gradients = a.states(), r.first = a.last_state(), r.last = a.padded(grad_s);
   auto& p = r.p;
   p.shape = shape;
