@@ -235,3 +235,37 @@ def test_gradients_of_products(linear, device):
     call = torch.ops.girih.silu_product_linear if linear else torch.ops.girih.silu_product
     given = (gate, up, weight) if linear else (gate, up)
     assert torch.autograd.gradcheck(call, given) and torch.autograd.gradgradcheck(call, given)
+
+
+@pytest.mark.parametrize("of_x", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiler_rounds_norms_as_the_products_behind_them(of_x, autocast):
+    norm, x = RMSNorm(16).to(of_x), torch.randn(3, 16, dtype=of_x)
+    made = torch.compile(residual_norm, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        (given, y), (plain_given, plain) = made(norm, x, x), residual_norm(norm, x, x)
+    rounded = torch.bfloat16 if autocast and of_x == torch.float32 else of_x
+    assert y.dtype == rounded and plain.dtype == given.dtype == of_x
+    assert torch.equal(given, plain_given) and torch.equal(y, plain.to(rounded))
+
+
+def test_a_norm_of_another_dtype_stays_so_where_it_is_compiled():
+    class Wide(RMSNorm):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    made = torch.compile(residual_norm, backend="eager", fullgraph=True)
+    assert made(Wide(16), torch.randn(3, 16, dtype=torch.bfloat16))[1].dtype == torch.float32
+
+
+def test_a_tracer_sees_norms():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = RMSNorm(16)
+
+        def forward(self, x, branch):
+            return residual_norm(self.norm, x, branch)[1]
+
+    layer, x = Twice(), torch.randn(3, 16)
+    torch.testing.assert_close(torch.fx.symbolic_trace(layer)(x, x), layer(x, x))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, linears
 from torch._dynamo.backends.common import aot_autograd
 
@@ -293,3 +294,46 @@ def test_tracers_and_tensors_without_values_pass():
     torch.testing.assert_close(torch.fx.symbolic_trace(layer)(x), layer(x))
     with torch.device("meta"):
         assert SwiGLU(16, 24)(torch.empty(3, 16)).is_meta
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms_inside_of_what_is_compiled_take_each_by_itself(transform):
+    layer, x = SwiGLU(16, 24), torch.randn(3, 5, 16)
+    weights = dict(layer.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(layer, weights, (x,)).square().sum()
+
+    calls = {
+        "grad": lambda x: torch.func.grad(loss)(weights, x)["up_proj.weight"],
+        "vmap": lambda x: torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)["up_proj.weight"],
+        "jvp": lambda x: torch.func.jvp(layer, (x,), (x,))[1],
+    }
+    compiled = torch.compile(calls[transform], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), calls[transform](x))
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_lengths_of_a_model_share_a_graph(mixer, dynamic):
+    torch._dynamo.reset()
+    config = GirihConfig(mixer=mixer, hidden_size=32, num_hidden_layers=1, num_heads=2, vocab_size=50)
+    model, lengths = GirihForCausalLM(config), (40, 44, 41, 64)
+    made = torch.compile(model, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    # Of one length, and of all others; or of all of them.
+    limit = 1 if dynamic else 2
+    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        for length in lengths:
+            ids = torch.arange(length).reshape(1, length) % 50
+            loss = made(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            torch.testing.assert_close(loss, model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def test_an_exported_layer_has_any_length():
+    layer, tokens = SwiGLU(16, 24), torch.export.Dim("tokens", min=2, max=100)
+    x = torch.randn(2, 5, 16)
+    made = torch.export.export(layer, (x,), dynamic_shapes=({1: tokens},), strict=True).module()
+    for length in (5, 9):
+        y = torch.randn(2, length, 16)
+        torch.testing.assert_close(made(y), layer(y))

@@ -35,13 +35,12 @@ class ExactCall {
 
   Results forward(const OptionalTensor& initial, const Problem::Saved& kept) const {
     const auto rows = make_rows(true);
-    const bool save = kept.states.size() > 1;
     const auto states = new_kept(kept.states), u = new_kept(kept.prepared), last = new_state();
     const auto o = rows_for(q_, q_.size(1), cu_seqlens_, shape_.query_heads, shape_.V, at::kFloat);
     Tensor position;
     auto p = scan(rows, rows.w, initial.value_or(Tensor()), last);
     p.o = output<4>(o);
-    if (save) {
+    if (kept.any) {
       TORCH_INTERNAL_ASSERT(states.size(0) == kernels::piece_count(shape_.pieces));  // sizes of problem.h
       if (cu_seqlens_.defined()) u.zero_();  // rows that no sequence owns
       p.u = output<4>(u);

@@ -78,6 +78,7 @@ struct Problem {
   struct Saved {
     std::vector<c10::SymInt> states, prepared, transitions;
     at::ScalarType states_type, prepared_type;
+    bool any = false;
   };
   Saved saved(const Tensor& q, const Tensor& beta, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
               int64_t n, bool l2norm_qk, std::optional<int64_t> chunk, const Between& between_chunks,
@@ -87,6 +88,7 @@ struct Problem {
     Saved kept{{0}, {0}, {0}, q.scalar_type(), at::kByte};
     if (by == Path::Code::exact) kept.states_type = kept.prepared_type = at::kFloat;
     if (!save || by == Path::Code::aten) return kept;
+    kept.any = true;
     if (by == Path::Code::tensor_cores) {
       kept.states = kept_states(q, N, H, {V}, D, cu_seqlens, chunk_of_kernels);
       kept.prepared = {kept_chunks(q, N, cu_seqlens, chunk_of_kernels), H, kPreparedBytes};

@@ -17,7 +17,6 @@ inline Tensor workspace_of(const Arguments& a, int64_t bytes) {
 inline Results run_forward(const Arguments& a, const Tensor& v, const Tensor& b, const OptionalTensor& state,
                            const Problem::Saved& kept) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const bool save = kept.states.size() > 1;
   const auto prepared = workspace_of(a, a.chunks() * a.shape.heads * kernels::kDeltaPreparedBytes)
                             .view({a.chunks(), a.shape.heads, kernels::kDeltaPreparedBytes});
   kernels::DeltaPrepare prepare;
@@ -32,7 +31,7 @@ inline Results run_forward(const Arguments& a, const Tensor& v, const Tensor& b,
   check_launch("delta_prepare", kernels::delta_prepare(prepare, stream));
 
   const auto initial = a.padded(state), last = a.last_state(),
-             states = save ? a.states() : at::empty({0}, a.q.options()),
+             states = kept.any ? a.states() : at::empty({0}, a.q.options()),
              transitions = a.transitions(kept.transitions),
              o = a.rows(a.q.size(1), a.shape.query_heads, a.shape.V, a.q.scalar_type());
   kernels::DeltaScan p;
@@ -43,7 +42,7 @@ inline Results run_forward(const Arguments& a, const Tensor& v, const Tensor& b,
   p.initial = input<4>(initial);
   p.final = output<4>(last);
   p.o = output<4>(o);
-  p.states = save ? states.mutable_data_ptr() : nullptr;
+  p.states = kept.any ? states.mutable_data_ptr() : nullptr;
   p.transitions = transitions.numel() > 0 ? transitions.mutable_data_ptr<float>() : nullptr;
   const auto workspace = workspace_of(a, kernels::delta_scan_workspace(p));
   p.workspace = workspace.mutable_data_ptr();
@@ -52,7 +51,7 @@ inline Results run_forward(const Arguments& a, const Tensor& v, const Tensor& b,
           cut(last, a.D, a.V),
           std::nullopt,
           states,
-          save ? prepared : at::empty({0}, prepared.options()),
+          kept.any ? prepared : at::empty({0}, prepared.options()),
           transitions};
 }
 

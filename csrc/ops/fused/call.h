@@ -24,10 +24,19 @@ auto run(const c10::TypedOperatorHandle<Signature>& op, const Arguments&... argu
 // In backward: what follows may be differentiated once more. Then gradients are made of PyTorch's operators.
 inline bool once_more() { return at::GradMode::is_enabled(); }
 
+// Sizes may be a compiler's symbols: none of them is asked for its number.
+//
 // [..., width] -> [rows, width]
 inline Tensor in_rows(const Tensor& x) {
-  const auto before = x.sizes().slice(0, x.dim() - 1);
-  return x.reshape({c10::multiply_integers(before.begin(), before.end()), x.size(-1)});
+  c10::SymInt rows = 1;
+  for (const auto& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
+  return x.reshape_symint({rows, x.sym_size(-1)});
+}
+// x's sizes, the last one in another's place.
+inline c10::SymDimVector sizes_of_width(const Tensor& x, int64_t width) {
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = width;
+  return sizes;
 }
 
 // a b in this dtype; of 16 bits in fp32 without a rounding between.

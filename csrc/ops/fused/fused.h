@@ -38,7 +38,8 @@ std::tuple<Tensor, Tensor, Tensor> rotary(const Tensor& x, int64_t query_heads, 
 // x W^T of every weight [out, in], in x's dtype. dx is one sum that the products make, where autograd adds
 // one after the other; 16-bit copies of fp32 weights are made by one kernel and kept until backward, and
 // gradients of weights leave their products in fp32. Narrow products are columns of one, which nobody may
-// write in place. On any device.
+// write in place. On any device; a compiler takes it apart, and makes copies and the sum of dx in passes of
+// its own.
 Tensors linears(const Tensor& x, at::TensorList weights);
 
 // The sum of cross entropies of labels [N], of which those that are `ignored` do not count, and logits x W^T,

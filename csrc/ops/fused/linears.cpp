@@ -78,9 +78,9 @@ Tensor beside(const variable_list& dys, const Group& group, at::TensorList weigh
   if (given == group.end()) return {};
   Tensors parts;
   for (const size_t i : group) {
-    auto sizes = dys[*given].sizes().vec();
-    sizes.back() = weights[i].size(0);
-    parts.push_back(dys[i].defined() ? dys[i] : dys[*given].new_zeros(sizes));
+    parts.push_back(dys[i].defined()
+                        ? dys[i]
+                        : dys[*given].new_zeros_symint(sizes_of_width(dys[*given], weights[i].size(0))));
   }
   return at::cat(parts, -1);
 }
@@ -96,12 +96,10 @@ struct Linears : Function<Linears> {
     const auto groups = grouped(weights);
     auto kept = copies(weights, groups, x.scalar_type());
     const auto rows = in_rows(x);
-    auto sizes = x.sizes().vec();
     variable_list made(weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {  // autocast has nothing left to do
-      sizes.back() = kept[n].size(0);
-      for_parts(at::_unsafe_view(rows.mm(kept[n].t()), sizes), groups[n], weights, -1,
-                [&](size_t i, const Tensor& part) { made[i] = part; });
+      const auto y = at::_unsafe_view_symint(rows.mm(kept[n].t()), sizes_of_width(x, kept[n].size(0)));
+      for_parts(y, groups[n], weights, -1, [&](size_t i, const Tensor& part) { made[i] = part; });
     }
     const bool of_weights = std::ranges::any_of(weights, [](const Tensor& w) { return w.requires_grad(); });
     if (!x.requires_grad()) kept.assign(kept.size(), {});
@@ -111,7 +109,6 @@ struct Linears : Function<Linears> {
       ctx->saved_data[weight_at(i)] = weights[i];
       ctx->saved_data[version_at(i)] = version_of(weights[i]);
     }
-    ctx->saved_data["sizes"] = x.sizes().vec();
     ctx->set_materialize_grads(false);
     return made;
   }
@@ -130,12 +127,13 @@ struct Linears : Function<Linears> {
     const bool is_traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
     TORCH_CHECK(!of_x || !once_more() || !written,
                 "girih: linears: a weight has been modified by an inplace operation since the forward");
-    Tensor dx;
+    Tensor dx, like;  // like: of dx's sizes but the last
     variable_list results(1 + weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {
       const auto& group = groups[n];
       auto dy = beside(dys, group, weights);
       if (!dy.defined()) continue;
+      like = dy;
       dy = in_rows(dy);
       if (of_x && once_more()) {
         const auto w = below(weights, group).to(dy.scalar_type());
@@ -155,7 +153,7 @@ struct Linears : Function<Linears> {
                   if (wanted(i) && dys[i].defined()) results[1 + i] = part;
                 });
     }
-    if (dx.defined()) results[0] = dx.view(ctx->saved_data["sizes"].toIntVector());
+    if (dx.defined()) results[0] = dx.view_symint(sizes_of_width(like, weights[0].size(1)));
     return results;
   }
 };

@@ -28,9 +28,14 @@ def is_plain(*tensors: Tensor) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) and not x.is_nested for x in tensors)
 
 
+def is_transformed() -> bool:
+    """By torch.func, or forward mode."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def is_compiled(*tensors: Tensor) -> bool:
     """Plain tensors under torch.compile, which takes operators without a kernel apart."""
-    return torch.compiler.is_compiling() and is_plain(*tensors)
+    return torch.compiler.is_compiling() and not is_transformed() and is_plain(*tensors)
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -39,8 +44,7 @@ def is_eager(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        and not is_transformed()
         and is_plain(*tensors)
     )
 
@@ -94,9 +98,13 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
     """`s = x + branch`, or x, and `norm(s)`.
 
     x, branch `[..., dim]`. By a kernel where it `is_norm`: under autocast its result is rounded to
-    autocast's dtype, as the product behind it would do; and so a compiler's.
+    autocast's dtype, as the product behind it would do. So is a compiler's.
     """
-    rows = autocast_dtype(x) or x.dtype
+    if not isinstance(x, Tensor):  # a tracer's
+        x = x if branch is None else x + branch
+        return x, norm(x)
+    products = autocast_dtype(x)
+    rows = products or x.dtype
     kernel = is_norm(norm, x, rows)
     if branch is not None and not (
         kernel and has_kernel(branch) and branch.dtype == rows and branch.shape == x.shape
@@ -105,7 +113,8 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
         kernel = is_norm(norm, x, rows)
     if kernel:
         return torch.ops.girih.residual_norm(x, branch, norm.weight, norm.eps, rows)
-    return x, norm(x).to(rows) if is_compiled(x) else norm(x)
+    y = norm(x)
+    return x, y.to(products) if products and is_compiled(x, y) and y.dtype in TYPES else y
 
 
 def silu_norm(norm: nn.Module, x: Tensor) -> Tensor:
