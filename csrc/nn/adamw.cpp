@@ -8,10 +8,23 @@ namespace {
 
 using torch::optim::AdamWParamState;
 
-// What one call takes: parameters of a device and dtype.
+// What one launch takes: parameters of one device and dtype.
 struct Lists {
   std::vector<Tensor> weights, gradients, means, squares, largest, steps;
 };
+
+// The kernels go through memory as it lies: element i of one is element i of the other.
+bool lie_alike(const Tensor& x, const Tensor& y) {
+  return x.defined() && x.layout() == at::kStrided && x.scalar_type() == y.scalar_type() &&
+         x.device() == y.device() && x.sizes() == y.sizes() && x.strides() == y.strides();
+}
+bool fits(const Tensor& weight, const AdamWParamState* state, bool amsgrad) {
+  return (weight.is_cpu() || weight.is_cuda()) && weight.is_floating_point() &&
+         weight.is_non_overlapping_and_dense() && lie_alike(weight.grad(), weight) &&
+         (state == nullptr ||
+          (lie_alike(state->exp_avg(), weight) && lie_alike(state->exp_avg_sq(), weight) &&
+           (!amsgrad || lie_alike(state->max_exp_avg_sq(), weight))));
+}
 
 }  // namespace
 
@@ -22,31 +35,46 @@ Tensor AdamW::step(LossClosure closure) {
     const at::AutoGradMode with_grad(true);
     loss = closure();
   }
+  const auto kept = [&](const Tensor& weight) {
+    const auto found = state_.find(weight.unsafeGetTensorImpl());
+    return found == state_.end() ? nullptr : static_cast<AdamWParamState*>(found->second.get());
+  };
+  const auto options_of = [](const torch::optim::OptimizerParamGroup& group) -> auto& {
+    return static_cast<const torch::optim::AdamWOptions&>(group.options());
+  };
+  // All is looked at before anything is written.
   for (const auto& group : param_groups()) {
-    const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
+    for (const auto& weight : group.params()) {
+      if (weight.grad().defined() && !fits(weight, kept(weight), options_of(group).amsgrad())) {
+        torch::optim::AdamW::step();
+        return loss;
+      }
+    }
+  }
+  for (const auto& group : param_groups()) {
+    const auto& options = options_of(group);
     std::map<std::pair<std::string, at::ScalarType>, Lists> all;
     std::map<std::pair<std::string, int64_t>, Tensor> counts;  // of steps, on every device
+    std::vector<AdamWParamState*> states;
     for (const auto& weight : group.params()) {
-      const auto& gradient = weight.grad();
-      if (!gradient.defined()) continue;
-      TORCH_CHECK(!gradient.is_sparse(), "girih: AdamW: a gradient is sparse; expected dense ones");
-      auto& kept = state_[weight.unsafeGetTensorImpl()];
-      if (!kept) {
+      if (!weight.grad().defined()) continue;
+      auto* state = kept(weight);
+      if (state == nullptr) {
         auto made = std::make_unique<AdamWParamState>();
         made->step(0).exp_avg(at::zeros_like(weight)).exp_avg_sq(at::zeros_like(weight));
         if (options.amsgrad()) made->max_exp_avg_sq(at::zeros_like(weight));
-        kept = std::move(made);
+        state = made.get();
+        state_[weight.unsafeGetTensorImpl()] = std::move(made);
       }
-      auto& state = static_cast<AdamWParamState&>(*kept);
-      state.step(state.step() + 1);
+      states.push_back(state);
       const auto device = weight.device().str();
-      auto& count = counts[{device, state.step()}];
+      auto& count = counts[{device, state->step()}];
       if (!count.defined())
-        count = at::full({}, static_cast<double>(state.step()), weight.options().dtype(at::kFloat));
+        count = at::full({}, static_cast<double>(state->step() + 1), weight.options().dtype(at::kFloat));
       auto& lists = all[{device, weight.scalar_type()}];
-      lists.weights.push_back(weight), lists.gradients.push_back(gradient.to(weight.scalar_type()));
-      lists.means.push_back(state.exp_avg()), lists.squares.push_back(state.exp_avg_sq());
-      if (options.amsgrad()) lists.largest.push_back(state.max_exp_avg_sq());
+      lists.weights.push_back(weight), lists.gradients.push_back(weight.grad());
+      lists.means.push_back(state->exp_avg()), lists.squares.push_back(state->exp_avg_sq());
+      if (options.amsgrad()) lists.largest.push_back(state->max_exp_avg_sq());
       lists.steps.push_back(count);
     }
     const auto [of_mean, of_square] = options.betas();
@@ -54,7 +82,11 @@ Tensor AdamW::step(LossClosure closure) {
       at::_fused_adamw_(lists.weights, lists.gradients, lists.means, lists.squares, lists.largest,
                         lists.steps, options.lr(), of_mean, of_square, options.weight_decay(), options.eps(),
                         options.amsgrad(), /*maximize=*/false);
+      // It tells nobody that it has written; a backward that still wants the old weights must know.
+      for (const auto* written : {&lists.weights, &lists.means, &lists.squares, &lists.largest})
+        for (const auto& x : *written) x.unsafeGetTensorImpl()->bump_version();
     }
+    for (auto* state : states) state->step(state->step() + 1);
   }
   return loss;
 }

@@ -43,7 +43,8 @@ void describe(CLI::App& app, Options& of) {
   app.add_option("corpus", of.corpus, "a file or folder of text")->required();
   app.add_option("--mixer", of.mixer, "a mixer, or several with commas that take turns")
       ->capture_default_str();
-  app.add_option("--chunks", of.chunks, "of cat: chunk lengths with commas, one drawn a step (adaptive)")
+  app.add_option("--chunks", of.chunks,
+                 "of cat: chunk lengths with commas, one drawn for what is read at once (adaptive)")
       ->delimiter(',');
   app.add_option("--size", of.size, "tiny, small, 10m, 50m, 100m or 340m")->capture_default_str();
   app.add_option("--steps", of.steps, "instead of the size's own");
@@ -222,11 +223,11 @@ class Run {
     return part;
   }
 
-  // The chunk of an adaptive model's step, the same if the run is resumed.
-  void draw_chunk(int64_t step) {
+  // The chunk of an adaptive model for one part of all that are read, the same if the run is resumed.
+  void draw_chunk(int64_t part) {
     const auto& chunks = model_->config.chunks;
     if (!chunks) return;
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ + static_cast<uint64_t>(step));
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(seed_ + static_cast<uint64_t>(part));
     const auto drawn = at::randint(static_cast<int64_t>(chunks->size()), {}, generator).item<int64_t>();
     model_->set_chunk((*chunks)[static_cast<size_t>(drawn)]);
   }
@@ -242,9 +243,10 @@ class Run {
   }
 
   Tensor step_of(const Tensor& windows, int64_t step) {
-    draw_chunk(step);
     auto mean = at::zeros({}, device_);
+    auto part = step * (size_.batch / part_);
     for (const auto& some : windows.split(part_)) {
+      draw_chunk(part++);
       Tensor loss;
       {
         const nn::Autocast autocast(device_, at::kBFloat16, device_.is_cuda());
@@ -262,7 +264,7 @@ class Run {
     return mean;
   }
 
-  // To a length of 1, all of them together; the host does not wait for it, as LibTorch's does.
+  // To a length of 1 at most, all of them together. LibTorch's function would wait for the device.
   void clip_gradients() const {
     std::vector<Tensor> gradients;
     for (const auto& weight : model_->parameters())

@@ -33,35 +33,59 @@ std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, co
   return all;
 }
 
-// Weights that an optimizer of its own class moves, of two groups, one without a gradient.
+// Weights that an optimizer of its own class moves, of two groups: one of two dtypes, one with a gradient in
+// every other step only and one without any.
 template <class Optimizer>
 struct Moved {
+  bool amsgrad;
   std::vector<Tensor> weights;
   std::unique_ptr<Optimizer> optimizer;
+  int steps = 0;
 
-  Moved(at::Device device, bool amsgrad) {
+  Moved(at::Device device, bool amsgrad_) : amsgrad(amsgrad_) {
     at::manual_seed(5);
-    for (const auto& size : {std::vector<int64_t>{3, 5}, {7}, {2, 2}})
-      weights.push_back(at::randn(size).to(device).requires_grad_());
+    for (const auto& size : {std::vector<int64_t>{3, 5}, {4}, {7}, {2, 2}})
+      weights.push_back(at::randn(size).to(device));
+    weights[1] = weights[1].to(at::kDouble);
+    for (auto& weight : weights) weight.requires_grad_();
+    begin();
+  }
+
+  void begin() {
     const auto group = [&](std::vector<Tensor> of, double decay) {
       auto options = torch::optim::AdamWOptions(0.1).betas({0.9, 0.95}).weight_decay(decay).amsgrad(amsgrad);
       return torch::optim::OptimizerParamGroup(std::move(of),
                                                std::make_unique<torch::optim::AdamWOptions>(options));
     };
     optimizer = std::make_unique<Optimizer>(
-        std::vector{group({weights[0]}, 0.3), group({weights[1], weights[2]}, 0)});
+        std::vector{group({weights[0], weights[1]}, 0.3), group({weights[2], weights[3]}, 0)});
   }
 
   double step() {
     const auto loss = [&] {
       optimizer->zero_grad();
-      auto sum = (weights[0].sin().sum() + weights[1].square().sum());
+      auto sum = weights[0].sin().sum() + weights[1].cos().sum();
+      if (steps++ % 2 == 0) sum = sum + weights[2].square().sum();
       sum.backward();
       return sum;
     };
     return optimizer->step(loss).template item<double>();
   }
 };
+
+// Of each class a step of this weight, with this gradient.
+std::pair<Tensor, Tensor> stepped(const Tensor& weight, const Tensor& gradient) {
+  const auto by = [&](auto one) {
+    using Optimizer = typename decltype(one)::element_type;
+    const auto base = weight.storage().nbytes() / weight.element_size();
+    const auto own = at::zeros({static_cast<int64_t>(base)}).as_strided(weight.sizes(), weight.strides());
+    const auto x = own.copy_(weight).requires_grad_();
+    x.mutable_grad() = gradient;
+    Optimizer({x}, torch::optim::AdamWOptions(0.1)).step();
+    return x.detach().as_strided({static_cast<int64_t>(base)}, {1}, 0);
+  };
+  return {by(std::unique_ptr<nn::AdamW>()), by(std::unique_ptr<torch::optim::AdamW>())};
+}
 
 }  // namespace
 
@@ -72,21 +96,52 @@ TEST_CASE("AdamW steps as LibTorch's does and goes on where the other stopped", 
     for (const bool amsgrad : {false, true}) {
       Moved<nn::AdamW> ours(device, amsgrad);
       Moved<torch::optim::AdamW> plain(device, amsgrad);
-      const auto unused = ours.weights[2].clone();
+      const auto unused = ours.weights[3].clone(), first = ours.weights[0].clone();
       const auto both = [&] {
         for (int i = 0; i < 3; ++i) CHECK(std::abs(ours.step() - plain.step()) < 1e-4);
-        for (size_t i = 0; i < 3; ++i) CHECK(at::allclose(ours.weights[i], plain.weights[i], 1e-5, 1e-6));
+        for (size_t i = 0; i < 4; ++i) CHECK(at::allclose(ours.weights[i], plain.weights[i], 1e-5, 1e-6));
       };
       both();
-      const auto first = ours.weights[0].clone();
       std::stringstream of_ours, of_plain;
       torch::save(*ours.optimizer, of_ours), torch::save(*plain.optimizer, of_plain);
+      ours.begin(), plain.begin();
       torch::load(*ours.optimizer, of_plain), torch::load(*plain.optimizer, of_ours);
       both();
       CHECK(!at::allclose(ours.weights[0], first, 0, 1e-2));
-      CHECK(ours.weights[2].equal(unused));
+      CHECK(ours.weights[3].equal(unused));
     }
   }
+}
+
+TEST_CASE("AdamW of what does not lie densely, or as its gradient", "[training]") {
+  at::manual_seed(6);
+  const auto all = at::randn({4, 8}), gradient = at::randn({5, 4});
+  for (const auto& [weight, its] : std::vector<std::pair<Tensor, Tensor>>{
+           {all.slice(1, 0, 2), at::ones({4, 2})},
+           {at::randn({4, 5}), gradient.t()},
+           {gradient.t(), at::randn({4, 5})},
+           {at::randn({4, 5}), at::randn({4, 1}).expand({4, 5})},
+       }) {
+    const auto [ours, plain] = stepped(weight, its);
+    CHECK(at::allclose(ours, plain, 1e-5, 1e-6));
+  }
+}
+
+TEST_CASE("AdamW refuses a state of another size and tells that it has written", "[training]") {
+  const auto with = [](int64_t size) {
+    auto weight = at::ones({size}).requires_grad_();
+    weight.mutable_grad() = at::ones({size});
+    return weight;
+  };
+  auto few = with(4), many = with(4096);
+  nn::AdamW small({few}, torch::optim::AdamWOptions(0.1)), large({many}, torch::optim::AdamWOptions(0.1));
+  const auto x = at::ones({4}).requires_grad_();
+  const auto product = x * few;
+  small.step();
+  CHECK_THROWS_WITH(product.sum().backward(), Catch::Matchers::Contains("inplace operation"));
+  std::stringstream file;
+  torch::save(small, file), torch::load(large, file);
+  CHECK_THROWS(large.step());
 }
 
 TEST_CASE("Autocast holds while it lives", "[training]") {

@@ -255,7 +255,9 @@ def test_a_norm_of_another_dtype_stays_so_where_it_is_compiled():
             return super().forward(x.float())
 
     made = torch.compile(residual_norm, backend="eager", fullgraph=True)
-    assert made(Wide(16), torch.randn(3, 16, dtype=torch.bfloat16))[1].dtype == torch.float32
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert made(Wide(16), torch.randn(3, 16, dtype=torch.bfloat16))[1].dtype == torch.float32
 
 
 def test_a_tracer_sees_norms():

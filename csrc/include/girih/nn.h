@@ -82,8 +82,9 @@ struct WeightDecayGroups {
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
-// LibTorch's AdamW, whose step is a few kernels instead of a dozen for every parameter: Python's with
-// fused=True. What it saves either of them loads. Gradients are dense.
+// LibTorch's AdamW, whose step is a few kernels instead of a dozen for every parameter, as Python's with
+// fused=True. What one class saves the other loads. A step of tensors that are not dense, or do not lie as
+// their weight does, is LibTorch's own.
 class AdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;

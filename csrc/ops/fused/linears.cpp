@@ -160,7 +160,10 @@ struct Linears : Function<Linears> {
 
 }  // namespace
 
-Tensors linears(const Tensor& x, at::TensorList weights) { return Linears::apply(x, weights); }
+Tensors linears(const Tensor& x, at::TensorList weights) {
+  TORCH_CHECK(x.dim() > 0, "girih: linears: x has no dimensions; expected [..., in]");
+  return Linears::apply(x, weights);
+}
 
 TORCH_LIBRARY_FRAGMENT(girih, m) { m.def("linears(Tensor x, Tensor[] weights) -> Tensor[]", &linears); }
 

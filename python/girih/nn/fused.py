@@ -114,7 +114,8 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
     if kernel:
         return torch.ops.girih.residual_norm(x, branch, norm.weight, norm.eps, rows)
     y = norm(x)
-    return x, y.to(products) if products and is_compiled(x, y) and y.dtype in TYPES else y
+    rounds = is_compiled(x, y) and type(norm) is RMSNorm and without_hooks(norm) and y.dtype in TYPES
+    return x, y.to(products) if products and rounds else y
 
 
 def silu_norm(norm: nn.Module, x: Tensor) -> Tensor:
