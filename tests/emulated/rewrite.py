@@ -12,18 +12,24 @@ ALSO = {
     "gsa": ("exact",),
     "trellis": ("gsa", "exact"),
 }
+HALVES = ("__half", "__nv_bfloat16")
 # What is compiled as in a build, for tests that call an operator's functions: every pattern's files at once.
 EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
 UNITS = {
     "delta_product": (
         *(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
-        *("delta_product/vector_gradients*.cu", "delta_product/vector_rows.cu"),
+        *(f"delta_product/vector_{name}.cu" for name in ("gradients", "rows")),
+        *(f"instances/delta_product/vector_gradients_{type}.cu" for type in HALVES),
     ),
     "few_rows": ("few_rows/few_rows.cu",),
-    "gla": ("gla/*_bf16.cu", "gla/*_f16.cu", "gla/step.cu", "gla/[gh]*[!6].cu", "gsa/[js]*n.cu", *EXACT),
+    "gla": (
+        *(f"instances/{of}{type}.cu" for of in ("gla/*", "gsa/columns_") for type in HALVES),
+        *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *EXACT),
+    ),
     "lattice": tuple(f"lattice/{name}.cu" for name in ("exact_scan", "exact_gradients", "step")),
     "gsa": (
-        *("gsa/*_bf16.cu", "gsa/*_f16.cu", "gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
+        *(f"instances/gsa/*{type}.cu" for type in HALVES),
+        *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
     ),
     "linear_path": tuple(
@@ -284,12 +290,31 @@ def rewritten(file: str) -> str:
     return source.replace("#pragma once\n", f'#pragma once\n#include "{header}"\n', 1)
 
 
+def instances(folder: str) -> dict[str, str]:
+    """By name the sources that kernels/CMakeLists.txt makes of a folder's instances.txt."""
+    table = KERNELS / folder / "instances.txt"
+    form = (KERNELS / "instance.cu.in").read_text()
+    sources = {}
+    for row in table.read_text().splitlines()[1:] if table.exists() else ():
+        header, types, functions, arguments = (column.split() for column in row.split("|"))
+        calls = [f"{function}<{argument}>" for function in functions for argument in arguments]
+        lines = "".join(f"template decltype({call}) {call};\n" for call in calls)
+        for type in types:
+            source = form.replace("@instances@", lines).replace("@type@", type)
+            name = f"instances/{header[0].removesuffix('.cuh')}_{type}.cu"
+            sources[name] = source.replace("@header@", header[0])
+    return sources
+
+
 def write(folder: Path, operator: str) -> None:
     """An operator's kernels and what they include of tile and pipe."""
     folders = (operator, *ALSO.get(operator, ()))
-    sources = [p for of in folders for p in (KERNELS / of).rglob("*") if p.is_file()]
+    sources = [p for of in folders for p in (KERNELS / of).rglob("*") if p.suffix in (".h", ".cuh", ".cu")]
     files = [*BODIES, *TEXTS, *(p.relative_to(KERNELS).as_posix() for p in sources)]
     for file in sorted(set(files)):
         if file.startswith(("tile/", "pipe/", *(f"{of}/" for of in folders))):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(rewritten(file))
+    for name, source in (pair for of in folders for pair in instances(of).items()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(source)

@@ -100,13 +100,14 @@ def files_of_state(part: str) -> list[Path]:
     while True:
         # A header says what is launched; what is launched lies beside it. Of folders that launch nothing what
         # is included counts.
-        folders = {p.parent for p in found if kernels in p.parents and any(p.parent.glob("*.cu"))}
-        near = {p for f in folders for p in f.iterdir() if p.suffix in (".cu", ".cuh", ".h")}
+        folders = {p.parent for p in found if kernels in p.parents and any(p.parent.glob("*.cu*"))}
+        near = {p for f in folders for p in f.iterdir() if p.suffix in (".cu", ".cuh", ".h", ".txt")}
         more = closure(sorted(near - found), includes) - found
         if not more:
             break
         found |= more
-    return sorted({*found, kernels / "CMakeLists.txt", *closure(tests_of(part), imports)})
+    build = (kernels / "CMakeLists.txt", kernels / "instance.cu.in")
+    return sorted({*found, *build, *closure(tests_of(part), imports)})
 
 
 def state_hash(part: str) -> str:

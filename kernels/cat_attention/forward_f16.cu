@@ -1,9 +1,0 @@
-#include "cat_attention/forward.cuh"
-
-namespace girih::kernels {
-
-template cudaError_t launch_cat_forward<__half, 64>(const CatForward&, cudaStream_t);
-template cudaError_t launch_cat_forward<__half, 128>(const CatForward&, cudaStream_t);
-template cudaError_t launch_cat_forward<__half, 256>(const CatForward&, cudaStream_t);
-
-}  // namespace girih::kernels

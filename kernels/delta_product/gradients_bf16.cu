@@ -1,9 +1,0 @@
-#include "delta_product/gradients.cuh"
-
-namespace girih::kernels::delta_product {
-
-template cudaError_t launch_gradients<__nv_bfloat16, 64>(const DeltaGradients&, cudaStream_t);
-template cudaError_t launch_gradients<__nv_bfloat16, 128>(const DeltaGradients&, cudaStream_t);
-template cudaError_t launch_gradients<__nv_bfloat16, 256>(const DeltaGradients&, cudaStream_t);
-
-}  // namespace girih::kernels::delta_product

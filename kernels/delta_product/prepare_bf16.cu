@@ -1,7 +1,0 @@
-#include "delta_product/prepare.cuh"
-
-namespace girih::kernels::delta_product {
-
-template cudaError_t launch_prepare<__nv_bfloat16>(const DeltaPrepare&, cudaStream_t);
-
-}  // namespace girih::kernels::delta_product

@@ -1,8 +1,0 @@
-#include "gsa/columns.cuh"
-
-namespace girih::kernels {
-
-template cudaError_t launch_gated_columns<__half, 64, 2>(const GatedColumns&, cudaStream_t);
-template cudaError_t launch_gated_columns<__half, 128, 2>(const GatedColumns&, cudaStream_t);
-
-}  // namespace girih::kernels

@@ -1,7 +1,0 @@
-#include "lattice/read.cuh"
-
-namespace girih::kernels::lattice {
-
-template cudaError_t read_of<__nv_bfloat16>(const LatticeRead&, cudaStream_t);
-
-}  // namespace girih::kernels::lattice

@@ -1,7 +1,0 @@
-#include "lattice/reads_memory.cuh"
-
-namespace girih::kernels::lattice {
-
-template cudaError_t reads_of<__half>(const LatticeReads&, cudaStream_t);
-
-}  // namespace girih::kernels::lattice

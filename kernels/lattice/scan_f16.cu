@@ -1,7 +1,0 @@
-#include "lattice/scan_short.cuh"
-
-namespace girih::kernels::lattice {
-
-template cudaError_t forward_of<__half>(const LatticeScan&, const LatticeRead&, cudaStream_t);
-
-}  // namespace girih::kernels::lattice
