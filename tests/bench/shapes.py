@@ -57,13 +57,14 @@ def at(dims, case, *peers, dtype=DTYPE, **sizes):
     return Shape(case, known | sizes, peers, dtype)
 
 
-def slots(M):
-    return gsa(f"m{M}", "s", "g")
+def slots(M, dtype=""):
+    return gsa(f"m{M}{dtype}", "s", "g")
 
 
 GSA = [
     at("4 4096 16 64", slots(64), "chunk_gsa", M=64),
     at("4 4096 16 64", slots(128), "chunk_gsa", M=128),
+    at("4 4096 16 64", slots(64, "-fp16"), M=64, dtype=torch.float16),
     at("1 8192 96 128", slots(64), "chunk_gsa", M=64),
     at("2 16384 16 128", slots(64), "chunk_gsa", M=64),
     at("8 2048 32 256", slots(64), "chunk_gsa", M=64),

@@ -42,10 +42,10 @@ class Inputs:
 
 
 def gates(pattern, shape, generator):
-    """Log gates: as a layer makes them, or down to -20, steady or from token to token and slot to slot, or
-    above 0 for some tokens."""
-    if pattern == "mild":
-        return F.logsigmoid(torch.randn(shape, generator=generator)) / 8
+    """Log gates: as layers make them, or twice or 16 times those, or down to -20, steady or from token to
+    token and slot to slot, or above 0 for some tokens."""
+    if divisor := {"ordinary": 16, "mild": 8, "full": 1}.get(pattern):
+        return F.logsigmoid(torch.randn(shape, generator=generator)) / divisor
     if pattern == "open":
         return torch.zeros(shape)
     if pattern == "closed":

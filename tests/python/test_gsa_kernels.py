@@ -131,7 +131,7 @@ def test_every_number_of_slots(M, dtype, kind):
 
 @pytest.mark.parametrize("kind", ["s_g", "g", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("pattern", ["open", "closed", "mixed", "sudden", "uniform"])
+@pytest.mark.parametrize("pattern", ["open", "ordinary", "full", "closed", "mixed", "sudden", "uniform"])
 def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
