@@ -17,12 +17,37 @@
 namespace girih::kernels {
 
 // The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
-// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above: s~
-// has all digits of an s above 2^-6, and p, dz and q have room up to 2^8; the gates of a layer, log sigmoids
-// divided by 16, sum to 2^-5.
+// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above,
+// and what a layer's gates, log sigmoids divided by 16, sum to in a chunk is about 2^-5.
 template <typename T>
-__device__ constexpr float factored_limit() {
-  return std::is_same_v<T, __half> ? 8.f : 80.f;
+constexpr float factored_limit = std::is_same_v<T, __half> ? 8.f : 80.f;
+// Of fp16 the range is to serve both factors: s~ is 2^4 times, r 2^-4 times what is said above, and wherever
+// r meets e^{L_C}, or s~ something else than r, 2^4 or 2^-4 makes up for it. So s, p, dz and q have all
+// digits from 2^-10 on, and room up to 2^12.
+template <typename T>
+constexpr float factor_shift = std::is_same_v<T, __half> ? 4.f : 0.f;
+
+// log2 of s~ / s or of e^{L_C} beside r, of what it is without the shift.
+template <typename T>
+__device__ inline float shifted(float log2) {
+  if constexpr (factor_shift<T> == 0.f) {
+    return log2;
+  } else {
+    return log2 + factor_shift<T>;
+  }
+}
+// x times 2^shift, or `Back` 2^-shift.
+template <typename T, bool Back = false, int N>
+__device__ inline void shift(Sums<N>& x) {
+  if constexpr (factor_shift<T> != 0.f) {
+    static_assert(factor_shift<T> == 4.f);
+    constexpr float kBy = Back ? 1.f / 16.f : 16.f;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.at[n][i] *= kBy;
+    }
+  }
 }
 
 // The rows of one chunk and memory head in a [B, T, heads, width] array.
@@ -117,7 +142,7 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 #pragma unroll
       for (int i = 0; i < 4; ++i) after[t].at[b][i] = kLog2E * sums.at[0][i];
     }
-    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -factored_limit<T>();
+    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -factored_limit<T>;
   }
   if (!__syncthreads_and(small)) return false;
 #pragma unroll
@@ -128,14 +153,15 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = kRows * (kBlocks - 1 - b) + 8 * i;
-        const float left = after[t].at[b][2 * i], right = after[t].at[b][2 * i + 1];
+        const float left = shifted<T>(after[t].at[b][2 * i]), right = shifted<T>(after[t].at[b][2 * i + 1]);
         weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
         *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
       }
     }
     if (lane_row() == 0) {
-      *reinterpret_cast<float2*>(decay + col + lane_col()) = {exp2_fast(kLog2E * total[t].at[0][0]),
-                                                              exp2_fast(kLog2E * total[t].at[0][1])};
+      *reinterpret_cast<float2*>(decay + col + lane_col()) = {
+          exp2_fast(shifted<T>(kLog2E * total[t].at[0][0])),
+          exp2_fast(shifted<T>(kLog2E * total[t].at[0][1]))};
     }
   }
   return true;

@@ -78,6 +78,7 @@ struct GatedColumnBlock {
   template <bool Factored>
   __device__ void write(int i, const Scores& a, Sums<8>& u, Sums<8>& part, Operand<2> (&first_scores)[2],
                         Operand<2> (&w)[2]) const;
+  template <bool Factored>
   __device__ void put_dx(int i, const Operand<2> (&w)[2]) const;
 
   __device__ void load_w(float2 (&w)[8][2], const float* w_rows) const;
@@ -222,6 +223,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scor
 #pragma unroll
       for (int h = 0; h < 2; ++h) first_scores[h] = scores[h];
     } else {
+      shift<T, true>(u);  // X G meets s~ and 1 / r
       writes.keep_rounding(u);
       if (i > 0) writes.value_write(u, first_scores, tile.y(0));
       writes.value_write(u, scores, tile.y(i));
@@ -240,6 +242,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scor
 
 // dX = f G^T + W Read, from the last slab, which is still in the tiles.
 template <typename T, int M, int Memories>
+template <bool Factored>
 __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Operand<2> (&w)[2]) const {
   constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
   const int width = memory(i).width, of_group = 8 * kEights * group;
@@ -255,12 +258,14 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Ope
     Sums<kEights> dx;
     fill(dx, 0.f);
     add_scored<Side::later, T>(dx, w, tile.read, warp, of_group);
+    if (Factored) shift<T>(dx);  // as s~ in the place of s e^X
 #pragma unroll 2
     for (int m = 0; m < M; m += 16) {
       uint32_t weights[4];
       load_block(weights, tile.end, kRows * warp, m);
       add_product_transposed<T>(dx, weights, tile.gradient, of_group, m);
     }
+    if (Factored) shift<T, true>(dx);
     store_rows_of<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,
                               of_group);
   }
@@ -281,7 +286,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::take_memories(Sums<8>& 
     multiply(i, a, Factored ? u : part);
     Operand<2> w[2];
     write<Factored>(i, a, u, part, first_scores, w);
-    put_dx(i, w);
+    put_dx<Factored>(i, w);
     if (i + 1 < Memories) {
       __syncthreads();
       load_slab(i + 1, 0);

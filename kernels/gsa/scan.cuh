@@ -4,8 +4,8 @@
 //     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before it gets chunk c, the
 //               or (S + x^T s) Diag(e^{L_C}), s = y * e^{L - L_C} last chunk first
 //
-// No exponent is above zero but in y * e^{L - L_C}, which factored_limit() bounds, so nothing overflows; what
-// underflows is gone from the state anyway.
+// No exponent is above zero but in y * e^{L - L_C}, which factored_limit bounds (and factor_shift moves);
+// what underflows is gone from the state anyway.
 //
 // A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a
 // segment of one. U = x^T s~ (s~ the weighted s) does not need S, so the block's warpgroups take chunks in

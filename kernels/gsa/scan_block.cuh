@@ -1,8 +1,8 @@
 // A block of the scan, and what it does with a chunk.
 #pragma once
 
+#include "gsa/chunk_gates.cuh"
 #include "gsa/scan_stage.cuh"
-#include "tile/gates.h"
 #include "tile/places.h"
 
 namespace girih::kernels::gsa {
@@ -230,7 +230,9 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::carry(const Stage& s
   if constexpr (Reverse) {
 #pragma unroll
     for (int i = 0; i < Slabs; ++i) {
-      if (after_it) scale_columns(u[i], [&](int n) { return decay[n]; });
+      if (!after_it) continue;
+      scale_columns(u[i], [&](int n) { return decay[n]; });
+      shift<T>(u[i]);
     }
   }
   if (turn > 0) {

@@ -186,7 +186,7 @@ def test_every_length(kernels, T, kind):
     check(kernels, [T], kind, D=24, V=40)
 
 
-@pytest.mark.parametrize("pattern", ["ordinary", "mild", "full", "strong", "sudden"])
+@pytest.mark.parametrize("pattern", ["ordinary", "steady", "once", "mild", "full", "strong", "sudden"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("kind", ["channel", "head"])
 def test_every_gate(kernels, kind, dtype, pattern):

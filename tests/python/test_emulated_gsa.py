@@ -184,7 +184,7 @@ def test_every_length(kernels, T, kind):
     check(kernels, [T], kind, D=72, V=40, M=24)
 
 
-@pytest.mark.parametrize("pattern", ["ordinary", "mild", "full", "strong", "sudden"])
+@pytest.mark.parametrize("pattern", ["ordinary", "steady", "once", "mild", "full", "strong", "sudden"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("kind", ["s_g", "g"])
 def test_every_gate(kernels, kind, dtype, pattern):

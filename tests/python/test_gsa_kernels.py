@@ -27,6 +27,7 @@ from padding import Padded
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 # With gates and few slots: the exact kernels', the tensor cores'. ABC is always the former's.
+PATTERNS = ["open", "ordinary", "steady", "once", "full", "closed", "mixed", "sudden", "uniform"]
 BOTH = [torch.float32, torch.bfloat16]
 WIDTHS = [8, 20, 64, 72, 128, 256, 512]
 SLOTS = [1, 8, 20, 64, 65, 128, 200, 256]
@@ -131,7 +132,7 @@ def test_every_number_of_slots(M, dtype, kind):
 
 @pytest.mark.parametrize("kind", ["s_g", "g", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("pattern", ["open", "ordinary", "full", "closed", "mixed", "sudden", "uniform"])
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_gates_from_0_to_minus_20(pattern, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=130, pattern=pattern, dtype=dtype))
 
