@@ -295,7 +295,9 @@ def instances(folder: str) -> dict[str, str]:
     table = KERNELS / folder / "instances.txt"
     form = (KERNELS / "instance.cu.in").read_text()
     sources = {}
-    for row in table.read_text().splitlines()[1:] if table.exists() else ():
+    for row in table.read_text().splitlines() if table.exists() else ():
+        if not row or row.startswith("#"):
+            continue
         header, types, functions, arguments = (column.split() for column in row.split("|"))
         calls = [f"{function}<{argument}>" for function in functions for argument in arguments]
         lines = "".join(f"template decltype({call}) {call};\n" for call in calls)

@@ -98,8 +98,8 @@ def files_of_state(part: str) -> list[Path]:
     kernels = ROOT / "kernels"
     found = closure([ROOT / "csrc" / "ops" / part / "cuda.cpp"], includes)
     while True:
-        # A header says what is launched; what is launched lies beside it. Of folders that launch nothing what
-        # is included counts.
+        # A header says what is launched; what is launched lies beside it. Of folders without kernels what is
+        # included counts.
         folders = {p.parent for p in found if kernels in p.parents and any(p.parent.glob("*.cu*"))}
         near = {p for f in folders for p in f.iterdir() if p.suffix in (".cu", ".cuh", ".h", ".txt")}
         more = closure(sorted(near - found), includes) - found

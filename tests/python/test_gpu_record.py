@@ -25,7 +25,9 @@ def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
     files = {
         part: {p.relative_to(gpu.ROOT).as_posix() for p in gpu.files_of_state(part)} for part in gpu.parts()
     }
-    sources = {p.relative_to(gpu.ROOT).as_posix() for p in (gpu.ROOT / "kernels").rglob("*.cu*")}
+    found = [p for kind in ("*.cu*", "instances.txt") for p in (gpu.ROOT / "kernels").rglob(kind)]
+    sources = {p.relative_to(gpu.ROOT).as_posix() for p in found}
+    assert "kernels/gsa/instances.txt" in sources and "kernels/instance.cu.in" in sources
     assert sources <= set().union(*files.values())
     assert set(gpu.KERNEL_TESTS) <= set().union(*files.values())
     assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files["gsa"]
@@ -49,6 +51,8 @@ def states():
         ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis"}),
         ("kernels/short_conv/step.cu", {"short_conv"}),
         ("kernels/exact/abc.cu", {"gsa", "gla", "trellis"}),
+        ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis"}),
+        ("kernels/instance.cu.in", None),
         ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
         ("csrc/ops/packs.h", None),
         ("tests/python/padding.py", None),
