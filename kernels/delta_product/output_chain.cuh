@@ -19,13 +19,11 @@ __device__ inline void start_read(Sums<N>& sums, const RoundedState<T, D>& s,
   commit_products();
 }
 
-// z = v, the warp's columns.
-template <typename T>
-__device__ inline void take_values(Sums<8>& z, const Values<T>& v, int warp) {
-  ColumnBlocks values;
+// v, the warp's columns.
+template <typename T, int Cols>
+__device__ inline void take_values(ColumnBlocks& values, const BlockTile<T, Cols>& v, int warp) {
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) load_block_transposed(values[j], v, 16 * warp, 16 * j);
-  widen<T>(z, values);
 }
 
 // o_t *= r_t, or the scale where that is all of it.
@@ -39,9 +37,9 @@ __device__ inline void scale_output(Sums<N>& o, const float* far, float scale) {
 }
 
 // The chain, as in scan_chain.cuh. Weighted: not every rho is 1 and every L 0.
-template <bool Weighted, typename T, int D, int Rows>
+template <bool Weighted, typename T, int D, int Rows, int Chains>
 __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
-                                        const OutputSpace<T, D, Rows>& space, int warp) {
+                                        const OutputSpace<T, D, Rows, Chains>& space, int warp) {
   constexpr int kEights = Rows / 8;
   const DeltaScan& p = pass.scan;
   const int first_col = part.col + 16 * warp;
@@ -52,27 +50,31 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
   start_state(s, p.shape, pass.walk, part, first_col, p.initial);
   RoundedState<T, D> rounded;
   rounded.take(s);
-  Sums<8> z;                    // v
+  ColumnBlocks values;          // v
   Operand<kEights / 2> output;  // of the chunk before
 
-  Turn turn, place, slot;
-  // Where the queries were: no warp reads them any more, for a product is the whole warpgroup's, and this
-  // warp has waited for it.
-  const auto leave_output = [&](int at) {
+  Turn turn, place, slot, before;  // before: the place of the chunk before
+  // Where the queries were. Of one chain no warp reads them any more, for a product is the whole warpgroup's,
+  // and this warp has waited for it; the other of two may.
+  const auto leave_output = [&] {
+    if constexpr (Chains == 2) {
+      wait(&barriers.used[before.place], before.parity);
+    } else {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
-    barrier_wait(1 + OutputRoles::kMakers, 32 * OutputRoles::kChain);  // each warp has products of its own
+      barrier_wait(1 + OutputRoles<1>::kMakers, 32 * OutputRoles<1>::kChain);  // of a warp's own products
 #endif
-    leave_transposed(space.output(at), output, warp);
-    arrive_once(&barriers.output[at]);
+    }
+    leave_transposed(space.output(before.place), output, warp);
+    arrive_once(&barriers.output[before.place]);
   };
-  if (part.chunks > 0) {
-    wait(&barriers.made[0], 0);
-    take_values(z, space.stage(turn.place).v(), warp);
-  }
-  int before = 0;  // the place of the chunk before
+  const auto next_values = [&] {
+    wait(&barriers.made[place.place], place.parity);
+    take_values(values, space.values(turn.place), warp);
+  };
+  if (part.chunks > 0) next_values();
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c) {
-    const Stage<T, D> stage = space.stage(turn.place);
+    const auto stage = space.stage(turn.place);
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
 
@@ -82,16 +84,19 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     const bool mild = is_mild<T>(keeps, log_end);
     const RowFactors read = Weighted ? RowFactors(vectors, kDeltaRead) : RowFactors();
 
-    // Y^T = S^T K^T, or at once v^T - Y^T; and S^T Q^T
-    Sums<8> y;
-    fence_products(z);
+    // Y^T = S^T K^T, or at once v^T - Y^T; and S^T Q^T, of two chains later, as registers are few
+    Sums<8> y, z;
     if constexpr (Weighted) {
+      fence_products();
       start_read<false, 1>(y, rounded, stage.k());
     } else {
+      widen<T>(z, values);
+      fence_products(z);
       start_read<true, -1>(z, rounded, stage.k());
     }
     Sums<kEights> o;
-    start_read<false, 1>(o, rounded, space.query(place.place));
+    if constexpr (Chains == 1) start_read<false, 1>(o, rounded, space.query(place.place));
+    if (c > 0) leave_output();
     if (leaves) {
       wait(&barriers.read[slot.place], slot.parity ^ 1);
       rounded.leave(s, space.state(slot.place), warp);
@@ -101,10 +106,11 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     // Z_i = v_i - r_i Y_i (the makers have left r where beta r was), or where X has no beta in it beta_i
     // times that
     if constexpr (Weighted) {
-      wait_products<1>(y);
-      take_read(z, read, y);
+      widen<T>(z, values);
+      wait_products<2 - Chains>(y);
+      take_read(z, Chains == 2 ? RowFactors(vectors, kDeltaRead) : read, y);
     } else {
-      wait_products<1>(z);
+      wait_products<2 - Chains>(z);
     }
     if (__builtin_expect(keeps, false)) {
       scale_columns(z, [&](int i) { return vectors.pair(kDeltaBeta, 8 * i); });
@@ -115,47 +121,56 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     // U^T = Z^T Xb^T; S decays meanwhile
     Halves u;
     start_solution<T>(u, rounded_z, stage.inverse());
-    if (c > 0) leave_output(before);
+    if constexpr (Chains == 2) start_read<false, 1>(o, rounded, space.query(place.place));
     if (Weighted) scale(s, exp2_fast(log_end));
-    wait_products<0>(u[0], u[1]);
+    wait_products<Chains - 1>(u[0], u[1]);
     keep(rounded_z);
-    rounded.keep();
+    if constexpr (Chains == 1) rounded.keep();
     if (__builtin_expect(keeps, false)) {
       add_lost_solution<T>(u, rounded_z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
-    // S^T <- e^{L_C} S^T + (w * U)^T K
-    Operand<kTilesDown> solution, update;  // U, w U; of a mild chunk both are w U, as X makes it
-    round_to<T>(solution, u);
-    update = solution;
-    if (Weighted && __builtin_expect(!mild, false)) {
-      scale_chunk_rows(u, [&](int row) { return vectors.pair(kDeltaWrite, row); });
-      round_to<T>(update, u);
+    // S^T <- e^{L_C} S^T + (w * U)^T K; of a mild chunk U is that already, as X makes it
+    const bool weighs = Weighted && !mild;
+    Operand<kTilesDown> solution;
+    if (__builtin_expect(weighs, false)) {
+      Halves weighted = {u[0], u[1]};
+      scale_chunk_rows(weighted, [&](int row) { return vectors.pair(kDeltaWrite, row); });
+      round_to<T>(solution, weighted);
+    } else {
+      round_to<T>(solution, u);
     }
-    start_update<T>(s, update, stage.k());
+    start_update<T>(s, solution, stage.k());
 
     // The next values, meanwhile; and o^T += U^T P^T
     uint64_t* const emptied = &barriers.empty[turn.place];
-    before = place.place;
+    before = place;
     turn.next(pass.stages), place.next(pass.places);
-    if (c + 1 < part.chunks) {
-      wait(&barriers.made[place.place], place.parity);
-      take_values(z, space.stage(turn.place).v(), warp);
+    if (c + 1 < part.chunks) next_values();
+    if constexpr (Chains == 2) {
+      wait_products<1>(o);
+      rounded.keep();
+      arrive_once(&barriers.used[before.place]);
+    } else {
+      pin(o);
     }
-    pin(o);
-    scale_output<Weighted>(o, space.far(before), p.shape.scale);
+    if (__builtin_expect(weighs, false)) {
+      finish<0>(s);
+      keep(solution);
+      round_to<T>(solution, u);
+    }
+    scale_output<Weighted>(o, space.far(before.place), p.shape.scale);
     fence_products(o);
-    start_product<T>(o, solution, space.near(before));
+    start_product<T>(o, solution, space.near(before.place));
     commit_products();
     finish<1>(s);
-    keep(update);
     rounded.take(s);
     wait_products<0>(o);
     keep(solution);
     arrive_once(emptied);
     round_to<T>(output, o);
   }
-  if (part.chunks > 0) leave_output(before);
+  if (part.chunks > 0) leave_output();
   end_state(s, p.shape, pass.walk, part, first_col, p.final);
 }
 

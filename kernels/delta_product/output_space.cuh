@@ -5,38 +5,52 @@
 
 namespace girih::kernels::delta_product {
 
+// Chains: one, or two, of four warps with 64 columns of V each.
+template <int Chains>
 struct OutputRoles {  // warps
-  static constexpr int kChain = 4, kMaker = 4, kMakers = 2;
+  static constexpr int kChain = 4 * Chains, kMaker = 4, kMakers = Chains == 1 ? 2 : 1;
   static constexpr int kThreads = 32 * (kChain + kMakers * kMaker + 2 + kLoaders);
-  static constexpr int kChainRegisters = 240, kMakerRegisters = 96, kOtherRegisters = 80;
-  static_assert(kChainRegisters + kMakers * kMakerRegisters + kOtherRegisters <= registers_of(kThreads));
+  static constexpr int kChainRegisters = Chains == 1 ? 240 : 208, kMakerRegisters = Chains == 1 ? 96 : 64,
+                       kOtherRegisters = Chains == 1 ? 80 : 32;
+  static_assert(Chains * kChainRegisters + kMakers * kMakerRegisters + kOtherRegisters <=
+                registers_of(kThreads));
 };
 
 constexpr int kMaxPlaces = 4;
 
+// The lane's number. Beside two chains there are few registers: what follows from it is worked out every
+// time.
+template <int Chains>
+__device__ inline int lane_here() {
+  return Chains == 1 ? lane() : worked_out_here(lane());
+}
+
 struct OutputBarriers {
-  uint64_t full[kMaxStages], empty[kMaxStages];                        // stages
-  uint64_t queried[kMaxPlaces], made[kMaxPlaces], output[kMaxPlaces];  // places
-  uint64_t state[kMaxSlots], read[kMaxSlots];                          // S of a chunk
+  uint64_t full[kMaxStages], empty[kMaxStages];                                          // stages
+  uint64_t queried[kMaxPlaces], made[kMaxPlaces], used[kMaxPlaces], output[kMaxPlaces];  // places
+  uint64_t state[kMaxSlots], read[kMaxSlots];                                            // S of a chunk
 };
 
 // Rows: of a tile of tokens.
-template <typename T, int D, int Rows>
+template <typename T, int D, int Rows, int Chains>
 struct OutputSpace {
-  static constexpr int kChains = 1;
+  static constexpr int kChains = Chains;
+  static constexpr int kColumns = Chains * kScanColumns;
 
-  using State = BlockTile<T, D, kScanColumns>;
+  using State = BlockTile<T, D, kColumns>;
+  using Keys = Stage<T, D, false>;
+  using V = BlockTile<T, kColumns>;
   // A place: a chunk's queries, later its output, and P^T beside them.
   using Query = BlockTile<T, D, Rows>;
-  using Output = SharedTile<T, Rows, kScanColumns>;  // where the queries were, once they are used
-  using Near = BlockTile<T, 64>;                     // P^T
+  using Output = BlockTile<T, kColumns, Rows>;  // where the queries were, once they are used
+  using Near = BlockTile<T, 64>;                // P^T
+  static_assert(Output::kBytes <= Query::kBytes);
 
-  static constexpr bool kReadKeys = false;
-  static constexpr int kStageBytes = Stage<T, D>::kBytes, kSlotBytes = State::kBytes;
+  static constexpr int kStageBytes = Keys::kBytes + V::kBytes, kSlotBytes = State::kBytes;
   static constexpr int kPlaceBytes = Query::kBytes + Near::kBytes;
   // In a stage, beside the vectors.
-  static constexpr int kTokens = Stage<T, D>::kPrepared + kDeltaLost;
-  static_assert(kTokens + Rows * 8 <= kStageBytes);
+  static constexpr int kTokens = Keys::kPrepared + kDeltaLost;
+  static_assert(kTokens + Rows * 8 <= Keys::kBytes);
   static constexpr int kBarrierBytes = 256;
   static_assert(sizeof(OutputBarriers) <= kBarrierBytes);
 
@@ -48,16 +62,16 @@ struct OutputSpace {
            slots * kSlotBytes;
   }
 
-  __device__ Stage<T, D> stage(int i) const { return {data + i * kStageBytes}; }
-  __device__ Values<T> values(int i, int) const { return stage(i).v(); }
-  // Of stage i's tokens scale rho_t and L_t; of a mild chunk scale rho_t e^{L_t - L_C}.
-  __device__ float2* tokens(int i) const {
-    return reinterpret_cast<float2*>(data + i * kStageBytes + kTokens);
-  }
+  __device__ Keys stage(int i) const { return {data + i * kStageBytes}; }
+  __device__ V values(int i) const { return {reinterpret_cast<T*>(data + i * kStageBytes + Keys::kBytes)}; }
   __device__ Query query(int i) const { return {reinterpret_cast<T*>(place(i))}; }
   __device__ Output output(int i) const { return {reinterpret_cast<T*>(place(i))}; }
   __device__ Near near(int i) const { return {reinterpret_cast<T*>(place(i) + Query::kBytes)}; }
   __device__ State state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
+  // Of stage i's tokens scale rho_t and L_t; of a mild chunk scale rho_t e^{L_t - L_C}.
+  __device__ float2* tokens(int i) const {
+    return reinterpret_cast<float2*>(data + i * kStageBytes + kTokens);
+  }
   // Of place i's tokens scale rho_t e^{L_t}.
   __device__ float* far(int i) const {
     return reinterpret_cast<float*>(slot(slots) + kBarrierBytes) + i * kDeltaRows;

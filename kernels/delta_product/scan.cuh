@@ -136,7 +136,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   }
   if constexpr (D == 128 && Rows != kAlone && !ReadKeys) {
     bool launched = false;
-    const cudaError_t error = try_output<T, D, Rows>(pass, blocks, limit, stream, launched);
+    const cudaError_t error = try_output<T, D, Rows>(pass, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
   }
   const int bytes = Space::bytes(pass.stages, pass.slots, pass.readers);

@@ -11,26 +11,30 @@
 //     U = Xb (v - r Y)        Xb = X diag(beta), r_i = rho_i e^{L_i}
 //
 // Warps of their own fetch queries and store what the chain leaves of the output, store states, and load keys
-// and values. (n = 2, 4 x 4096 tokens, 16 heads, without gates: 135 us instead of 163 by readers beside the
-// chain, which have S and U through shared memory.)
+// and values. Where there are more blocks than run at once, a block has two chains, with 64 columns of V
+// each: what is loaded and made serves both, and one's products run while the other waits. (n = 2, 4 x 4096
+// tokens, 16 heads, without gates: 135 us instead of 163 by readers beside the chain, which have S and U
+// through shared memory.)
 #pragma once
 
 #include "delta_product/output_chain.cuh"
+#include "delta_product/output_loaders.cuh"
 #include "delta_product/output_makers.cuh"
 #include "delta_product/scan_roles.cuh"
 #include "tile/launch.h"
+#include "tile/segments.h"
 
 namespace girih::kernels::delta_product {
 
-template <typename T, int D, int Rows, bool Weighted>
-__global__ void __launch_bounds__(OutputRoles::kThreads, 1)
+template <typename T, int D, int Rows, bool Weighted, int Chains>
+__global__ void __launch_bounds__(OutputRoles<Chains>::kThreads, 1)
     scan_output(const __grid_constant__ ScanPass pass) {
 #if __CUDA_ARCH__ >= 900  // never launched elsewhere
-  using Roles = OutputRoles;
-  using Space = OutputSpace<T, D, Rows>;
+  using Roles = OutputRoles<Chains>;
+  using Space = OutputSpace<T, D, Rows, Chains>;
   extern __shared__ __align__(1024) unsigned char shared[];
   Part part;
-  if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part)) return;
+  if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part, 0, Chains)) return;
   const Space space{shared, pass.stages, pass.places, pass.slots};
   OutputBarriers& barriers = space.barriers();
   if (threadIdx.x == 0) {
@@ -41,6 +45,7 @@ __global__ void __launch_bounds__(OutputRoles::kThreads, 1)
     for (int i = 0; i < pass.places; ++i) {
       init_barrier(&barriers.queried[i], pass.scan.states == nullptr ? 64 : 32);
       init_barrier(&barriers.made[i], once(Roles::kMaker));
+      init_barrier(&barriers.used[i], once(Roles::kChain));
       init_barrier(&barriers.output[i], once(Roles::kChain));
     }
     for (int i = 0; i < pass.slots; ++i) {
@@ -61,47 +66,59 @@ __global__ void __launch_bounds__(OutputRoles::kThreads, 1)
   leave_registers<Roles::kOtherRegisters>();
   // Where no states are kept, both of these warps have tokens.
   if (other < 2 && pass.scan.states == nullptr) return run_tokens<2>(pass, part, space, other);
-  if (other == 0) return store_states<T>(pass, part, space);
+  if (other == 0) return run_states(pass, part, space);
   if (other == 1) return run_tokens<1>(pass, part, space, 0);
-  load_stages<T, D>(pass, part, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
+  run_loader(pass, part, space, other - 2);
 #endif
 }
 
-// Stages and places that there is room for; false: there is none.
+// Stages and places that there is room for, of places no fewer than of stages; false: there is none.
 template <class Space>
 inline bool fit_output(ScanPass& pass, int limit) {
-  pass.slots = pass.scan.states == nullptr ? 0 : 2;
-  pass.places = kMaxPlaces;
-  for (pass.stages = kMaxStages; pass.stages > 2; --pass.stages) {
-    if (Space::bytes(pass.stages, pass.places, pass.slots) <= limit) return true;
+  pass.chains = Space::kChains;
+  pass.slots = pass.scan.states == nullptr ? 0 : Space::kChains == 1 ? 2 : 1;
+  for (pass.stages = kMaxStages; pass.stages > 1; --pass.stages) {
+    for (pass.places = kMaxPlaces; pass.places >= std::max(pass.stages, 3); --pass.places) {
+      if (Space::bytes(pass.stages, pass.places, pass.slots) <= limit) return true;
+    }
   }
   return false;
 }
 
-template <bool Weighted, typename T, int D, int Rows>
-cudaError_t launch_output(const ScanPass& pass, int64_t blocks, int limit, cudaStream_t stream) {
-  constexpr auto kernel = scan_output<T, D, Rows, Weighted>;
+template <typename T, int D, int Rows, bool Weighted, int Chains>
+cudaError_t launch_output(const ScanPass& pass, int limit, cudaStream_t stream) {
+  constexpr auto kernel = scan_output<T, D, Rows, Weighted, Chains>;
   if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
-  const int bytes = OutputSpace<T, D, Rows>::bytes(pass.stages, pass.places, pass.slots);
-  kernel<<<static_cast<unsigned>(blocks), OutputRoles::kThreads, bytes, stream>>>(pass);
+  const int bytes = OutputSpace<T, D, Rows, Chains>::bytes(pass.stages, pass.places, pass.slots);
+  const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, Chains);
+  kernel<<<static_cast<unsigned>(blocks), OutputRoles<Chains>::kThreads, bytes, stream>>>(pass);
   return cudaGetLastError();
 }
 
 // Where the card and the shape are such that the chain makes the output, launches that; else leaves
 // `launched` as it is.
 template <typename T, int D, int Rows>
-cudaError_t try_output(ScanPass pass, int64_t blocks, int limit, cudaStream_t stream, bool& launched) {
+cudaError_t try_output(ScanPass pass, int limit, cudaStream_t stream, bool& launched) {
   const DeltaShape& shape = pass.scan.shape;
-  if (shape.heads != shape.query_heads || !fit_output<OutputSpace<T, D, Rows>>(pass, limit))
-    return cudaSuccess;
+  if (shape.heads != shape.query_heads) return cudaSuccess;
   bool can = false;
-  if (const cudaError_t error = has_warpgroups<scan_output<T, D, Rows, false>>(can); error != cudaSuccess) {
+  if (const cudaError_t error = has_warpgroups<scan_output<T, D, Rows, false, 1>>(can);
+      error != cudaSuccess || !can) {
     return error;
   }
-  if (!can) return cudaSuccess;
+  const bool weighted = pass.scan.gated || shape.unit;
+  // Two chains a block where blocks of one would not run all at once (1 x 8192 tokens, 96 heads: 364 us
+  // instead of 430, prepare included; 8 x 8192 tokens, 16 heads, gated: 484 instead of 497).
+  if (blocks_of(shape, pass.walk) > kCard && groups_of(shape.V) % 2 == 0 &&
+      fit_output<OutputSpace<T, D, Rows, 2>>(pass, limit)) {
+    launched = true;
+    return weighted ? launch_output<T, D, Rows, true, 2>(pass, limit, stream)
+                    : launch_output<T, D, Rows, false, 2>(pass, limit, stream);
+  }
+  if (!fit_output<OutputSpace<T, D, Rows, 1>>(pass, limit)) return cudaSuccess;
   launched = true;
-  return pass.scan.gated || shape.unit ? launch_output<true, T, D, Rows>(pass, blocks, limit, stream)
-                                       : launch_output<false, T, D, Rows>(pass, blocks, limit, stream);
+  return weighted ? launch_output<T, D, Rows, true, 1>(pass, limit, stream)
+                  : launch_output<T, D, Rows, false, 1>(pass, limit, stream);
 }
 
 }  // namespace girih::kernels::delta_product

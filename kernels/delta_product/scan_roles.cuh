@@ -5,7 +5,6 @@
 
 namespace girih::kernels::delta_product {
 
-// Space: this file's, or output_space.cuh's.
 template <typename T, int D, class Space>
 __device__ inline void load_stages(const ScanPass& pass, const Part& part, const Space& space,
                                    bool with_values, int thread) {

@@ -38,6 +38,30 @@ struct Stage {
   __device__ InverseRows inverse() const { return {data + kInverse}; }
   __device__ Prepared prepared() const { return {data + kPrepared}; }
 
+  // Brings what was prepared; a thread's share of `Warps` (1 or 2).
+  template <int Warps>
+  __device__ void start_prepared(const unsigned char* prepared, int thread) const {
+    constexpr int kThreads = 32 * Warps;
+    static_assert(Warps <= 2 && kDeltaInverseBytes % (512 * Warps) == 0, "");
+    const uint32_t inverse = shared_address(data + kInverse) + thread / 16 % 2 * InverseRows::kNext +
+                             thread % 16 * 16,
+                   to = shared_address(data + kPrepared + thread * 16);
+    const unsigned char* const from = prepared + thread * 16;
+    // A warp brings a block of X at a time: the first warp's, or the other's.
+    const auto place = [&](int first, int second) {
+      return inverse + (Warps == 1 || thread < 32 ? first : second);
+    };
+#pragma unroll
+    for (int i = 0; i < 2; i += Warps) copy_async(place(right_of(i), right_of(i + Warps - 1)), from, false);
+#pragma unroll
+    for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
+      if (i + thread * 16 >= kDeltaLost) continue;
+      const int block = i / 512;
+      const bool inverts = i < kDeltaInverseBytes;
+      copy_async(inverts ? place(start_of(block), start_of(block + Warps - 1)) : to + i, from + i, true);
+    }
+  }
+
   // Fills a stage, but for what stands beside the keys; a thread's share.
   class Loader {
     static constexpr int kThreads = 32 * kLoaders;
@@ -50,35 +74,17 @@ struct Stage {
 
     __device__ void start(const Stage& stage, int first, int rows, const unsigned char* prepared) const {
       k_.start(stage.k(), first, rows);
-      const uint32_t inverse = shared_address(stage.data + kInverse),
-                     to = shared_address(stage.data + kPrepared + thread_ * 16);
-      const unsigned char* const from = prepared + thread_ * 16;
-      // Two warps bring two blocks of X at a time.
-      copy_async(inverse + place(0, 1, 2, 3), from, false);
-#pragma unroll
-      for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
-        if (i + thread_ * 16 >= kDeltaLost) continue;
-        const int one = i / 512, other = one + 1;
-        const bool inverts = i < kDeltaInverseBytes;
-        copy_async(inverts ? inverse + place(row_of(one), one - block_of(row_of(one), 0), row_of(other),
-                                             other - block_of(row_of(other), 0))
-                           : to + i,
-                   from + i, true);
-      }
-    }
-
-   private:
-    static_assert(kLoaders == 2 && kDeltaInverseBytes % 1024 == 0, "");
-
-    __device__ static constexpr int row_of(int block) {
-      return block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
-    }
-    // Where the thread's pack of its warp's block goes.
-    __device__ int place(int i0, int j0, int i1, int j1) const {
-      return (thread_ < 32 ? InverseRows::block(i0, j0) : InverseRows::block(i1, j1)) +
-             thread_ / 16 % 2 * InverseRows::kNext + thread_ % 16 * 16;
+      stage.template start_prepared<kLoaders>(prepared, thread_);
     }
   };
+
+ private:
+  // Where a block of X goes, and the two blocks right of the diagonal.
+  __device__ static constexpr int start_of(int block) {
+    const int row = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
+    return InverseRows::block(row, block - block_of(row, 0));
+  }
+  __device__ static constexpr int right_of(int which) { return InverseRows::block(2 * which, 2 * which + 1); }
 };
 
 }  // namespace girih::kernels::delta_product

@@ -78,12 +78,20 @@ __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) 
 template <typename T, int D, int Rows, class Put>
 __device__ inline void for_each_token(const BlockTile<T, D, Rows>& q, const DeltaShape& shape,
                                       const Vectors& vectors, int warp, const Put& put) {
+  const auto log_of = [&](int token) {
+    return vectors.element(kDeltaLog, min(token * shape.n, kDeltaRows - 1));
+  };
+  if (!shape.unit) {
+    const int token = 32 * warp + lane();
+    if (token < Rows) put(token, shape.scale, log_of(token));
+    return;
+  }
 #pragma unroll
   for (int first = 0; first < Rows; first += 32) {
     const int eight = first + 8 * warp, token = eight + lane_row();
-    const float square = shape.unit ? square_of_rows<T>(q, eight) : 0.f;
+    const float square = square_of_rows<T>(q, eight);
     const float factor = shape.scale * (square > 0.f ? rsqrtf(square + 1e-6f) : 1.f);
-    if (lane_col() == 0) put(token, factor, vectors.element(kDeltaLog, min(token * shape.n, kDeltaRows - 1)));
+    if (lane_col() == 0) put(token, factor, log_of(token));
   }
 }
 

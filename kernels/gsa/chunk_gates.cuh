@@ -25,23 +25,23 @@ constexpr float factored_limit = std::is_same_v<T, __half> ? 8.f : 80.f;
 // r meets e^{L_C}, or s~ something else than r, 2^4 or 2^-4 makes up for it. So s, p, dz and q have all
 // digits from 2^-10 on, and room up to 2^12.
 template <typename T>
-constexpr float factor_shift = std::is_same_v<T, __half> ? 4.f : 0.f;
+constexpr int factor_shift = std::is_same_v<T, __half> ? 4 : 0;
 
 // log2 of s~ / s or of e^{L_C} beside r, of what it is without the shift.
 template <typename T>
 __device__ inline float shifted(float log2) {
-  if constexpr (factor_shift<T> == 0.f) {
+  if constexpr (factor_shift<T> == 0) {
     return log2;
   } else {
     return log2 + factor_shift<T>;
   }
 }
-// x times 2^shift, or `Back` 2^-shift.
+// x times 2^factor_shift, or `Back` 2^-factor_shift.
 template <typename T, bool Back = false, int N>
 __device__ inline void shift(Sums<N>& x) {
-  if constexpr (factor_shift<T> != 0.f) {
-    static_assert(factor_shift<T> == 4.f);
-    constexpr float kBy = Back ? 1.f / 16.f : 16.f;
+  if constexpr (factor_shift<T> != 0) {
+    constexpr float kPower = 1 << factor_shift<T>;
+    constexpr float kBy = Back ? 1.f / kPower : kPower;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll

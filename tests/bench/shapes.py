@@ -82,6 +82,7 @@ DELTA_PRODUCT = [
     at("4 4096 16 128", delta_product("n2", n=2), "chunk_gated_delta_product"),
     at("4 4096 16 128", delta_product("n2-gated", n=2, g=True), "chunk_gated_delta_product"),
     at("1 32768 8 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
+    at("8 8192 16 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
     at("1 8192 96 128", delta_product("n1"), "chunk_delta_rule"),
     at("2 16384 16 128", delta_product("n1"), "chunk_delta_rule"),
     at("4 2048 16 128", delta_product("n1"), "chunk_delta_rule"),

@@ -21,6 +21,9 @@ struct Index {
 #define blockDim \
   emulated::Index { static_cast<unsigned>(emulated::threads) }
 
+// Shared memory lies below 4 GB.
+inline void* __cvta_shared_to_generic(size_t address) { return reinterpret_cast<void*>(address); }
+
 inline void __syncthreads() { emulated::wait_at(0, emulated::threads); }
 inline bool __syncthreads_and(bool x) {
   emulated::Block& block = *emulated::current->block;

@@ -298,13 +298,16 @@ def instances(folder: str) -> dict[str, str]:
     for row in table.read_text().splitlines() if table.exists() else ():
         if not row or row.startswith("#"):
             continue
-        header, types, functions, arguments = (column.split() for column in row.split("|"))
+        fields = [column.split() for column in row.split("|")]
+        assert len(fields) == 4 and all(fields) and len(fields[0]) == 1, f"{table}: {row}"
+        (header,), types, functions, arguments = fields
         calls = [f"{function}<{argument}>" for function in functions for argument in arguments]
         lines = "".join(f"template decltype({call}) {call};\n" for call in calls)
         for type in types:
             source = form.replace("@instances@", lines).replace("@type@", type)
-            name = f"instances/{header[0].removesuffix('.cuh')}_{type}.cu"
-            sources[name] = source.replace("@header@", header[0])
+            name = f"instances/{header.removesuffix('.cuh')}_{type}.cu"
+            assert name not in sources, f"{table}: {name} is made already: {row}"
+            sources[name] = source.replace("@header@", header)
     return sources
 
 

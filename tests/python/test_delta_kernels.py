@@ -331,10 +331,33 @@ def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D, V, T", [(64, 64, 130), (128, 128, 330), (72, 120, 70)])
+@pytest.mark.parametrize("pattern", [None, "mild", "closed"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_many_heads(n, dtype):
-    """So many that none has two multiprocessors for itself."""
-    assert_as_right_as_the_formula(draw(H=40, T=130, n=n, dtype=dtype))
+def test_many_heads(n, pattern, D, V, T, dtype):
+    """So many that none has two multiprocessors for itself, and every 64 columns not one."""
+    assert_as_right_as_the_formula(draw(H=40, T=T, D=D, V=V, n=n, pattern=pattern, dtype=dtype))
+
+
+@pytest.mark.parametrize("key", ["half", "one"])
+@pytest.mark.parametrize("n, packed, unit", [(1, False, True), (2, True, False), (3, True, True)])
+def test_many_heads_of_128(n, packed, unit, key):
+    """Of hard keys, with and without states, and the same bits every time."""
+    sizes = {"B": 1, "sequences": 5} if packed else {"B": 2}
+    inputs = draw(H=70, T=200, D=128, V=128, n=n, key=key, l2norm_qk=unit, dtype=torch.bfloat16, **sizes)
+    cu_seqlens = torch.tensor([0, 1, 1, 66, 130, 200], device=DEVICE) if packed else None
+    assert_as_right_as_the_formula(inputs, cu_seqlens=cu_seqlens)
+    inputs = inputs.map(lambda x: x.to(DEVICE))
+    first = run(inputs, cu_seqlens=cu_seqlens)
+    for _ in range(20):
+        found = run(inputs, cu_seqlens=cu_seqlens)
+        assert all(torch.equal(found[name], first[name]) for name in first)
+    with torch.no_grad():
+        o, state = ops.delta_product(
+            **inputs.data, **inputs.options, state=start_of(inputs), cu_seqlens=cu_seqlens
+        )
+    assert torch.equal(o, first["o"])
+    assert torch.equal(state.s, first["s"])
 
 
 @of_every_kind

@@ -288,6 +288,20 @@ def test_more_chunks_than_stages(kernels, D, n, how):
     check(kernels, 400 // n, D=D, n=n, card=2, **how)
 
 
+# On a card so small that blocks with 64 columns of V would not run all at once.
+@pytest.mark.parametrize("D, V", [(128, 128), (72, 104)])
+@pytest.mark.parametrize("n, T", [(1, 330), (1, 65), (3, 100), (4, 33)])
+@pytest.mark.parametrize("how", [{}, EVERY, {"gates": 5.0}], ids=["plain", "gates_unit", "strong"])
+def test_two_chains_that_make_the_output(kernels, D, V, n, T, how):
+    check(kernels, T, D=D, V=V, n=n, card=1, **how)
+
+
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
+def test_two_chains_that_make_the_output_of_packed_sequences(kernels, how):
+    check(kernels, 40, 0, 1, 130, D=128, V=128, H=2, card=1, packed=True, **how)
+    check(kernels, 70, 0, 33, D=128, V=128, n=2, card=1, begins=[1, 5, 2], **how)
+
+
 @pytest.mark.parametrize("D, V, n", [(64, 64, 1), (64, 24, 2), (128, 64, 1), (128, 40, 2), (72, 128, 2)])
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
 def test_segments(kernels, D, V, n, how):

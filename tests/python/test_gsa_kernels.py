@@ -26,8 +26,8 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# With gates and few slots: the exact kernels', the tensor cores'. ABC is always the former's.
 PATTERNS = ["open", "ordinary", "steady", "once", "full", "closed", "mixed", "sudden", "uniform"]
+# With gates and few slots: the exact kernels', the tensor cores'. ABC is always the former's.
 BOTH = [torch.float32, torch.bfloat16]
 WIDTHS = [8, 20, 64, 72, 128, 256, 512]
 SLOTS = [1, 8, 20, 64, 65, 128, 200, 256]

@@ -1,0 +1,164 @@
+// The warps beside a chain that makes the output too (scan_output.cuh): they bring what it needs, and store
+// what it leaves.
+#pragma once
+
+#include "delta_product/output_space.cuh"
+#include "tile/row_store.h"
+
+namespace girih::kernels::delta_product {
+
+// Which of a tile's rows a warp moves, 16 bytes a lane at a time: `Rows` of them. What a lane has of eight
+// rows lies as of the eight before, so that addresses differ by constants.
+template <int Rows, class Tile>
+struct MovedRows {
+  using T = typename Tile::Element;
+  static constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kEach = 8 / kStep;
+  static constexpr int kMoves = Rows / kStep;
+  static_assert(Rows % 8 == 0 && kPacks >= 8 && kPacks <= 32);
+
+  int row, col;  // the lane's first
+  uint32_t at[kEach];
+
+  __device__ MovedRows(const Tile& tile, int first_row, int lane)
+      : row(first_row + lane / kPacks), col(lane % kPacks * 8) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) at[i] = tile.address(row + i * kStep, col);
+  }
+  __device__ uint32_t address(int move) const {
+    return at[move % kEach] + move / kEach * (8 * 64 * static_cast<int>(sizeof(T)));
+  }
+};
+
+// A warp's part of the tile <- the matrix, whose row 0 and column 0 are at `from`; what that lacks is zero.
+template <int Rows, class Tile>
+__device__ inline void bring_rows(const Tile& tile, const typename Tile::Element* from, int64_t stride,
+                                  int rows, int cols, int first_row, int lane) {
+  using Mine = MovedRows<Rows, Tile>;
+  const Mine mine(tile, first_row, lane);
+  const bool valid = mine.col < cols;
+  from += mine.row * stride + mine.col;
+  if (rows == Tile::kRows) {
+#pragma unroll
+    for (int i = 0; i < Mine::kMoves; ++i, from += Mine::kStep * stride) {
+      copy_async(mine.address(i), from, valid);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Mine::kMoves; ++i, from += Mine::kStep * stride) {
+      // A copy of no bytes does not touch its source.
+      copy_async(mine.address(i), from, valid && mine.row + i * Mine::kStep < rows);
+    }
+  }
+}
+
+// A warp's part of the tile -> the matrix, `Batch` packs of a lane at a time.
+template <int Rows, int Batch, class Tile>
+__device__ inline void take_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
+                                 int cols, int first_row, int lane) {
+  using Mine = MovedRows<Rows, Tile>;
+  constexpr int kBatch = Batch < Mine::kMoves ? Batch : Mine::kMoves;
+  static_assert(Mine::kMoves % kBatch == 0);
+  const Mine mine(tile, first_row, lane);
+  const int left = mine.col < cols ? rows - mine.row : 0;  // rows from the lane's first on
+  to += mine.row * stride + mine.col;
+#pragma unroll 2
+  for (int i = 0; i < Mine::kMoves; i += kBatch) {
+    uint32_t pack[kBatch][4];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const uint4 x = *static_cast<const uint4*>(__cvta_shared_to_generic(mine.address(i + j)));
+      pack[j][0] = x.x, pack[j][1] = x.y, pack[j][2] = x.z, pack[j][3] = x.w;
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j, to += Mine::kStep * stride) {
+      if ((i + j) * Mine::kStep < left) store_pack(to, pack[j]);
+    }
+  }
+}
+
+// Warp `which` of those that fill stages.
+template <typename T, int D, int Rows, int Chains>
+__device__ inline void run_loader(const ScanPass& pass, const Part& part,
+                                  const OutputSpace<T, D, Rows, Chains>& space, int which) {
+  constexpr int kRows = kDeltaRows / kLoaders;
+  const DeltaScan& p = pass.scan;
+  const int n = p.shape.n, tokens = delta_chunk(n), first_row = which * kRows;
+  const int64_t batch = part.piece.sequence.batch;
+  OutputBarriers& barriers = space.barriers();
+  const unsigned char* prepared = prepared_at(p.prepared, p.shape, part.chunk, part.head);
+  int64_t row = part.piece.start * n;
+  Turn turn;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    wait(&barriers.empty[turn.place], turn.parity ^ 1);
+    const auto stage = space.stage(turn.place);
+    const int rows = tokens_in(part, tokens, c) * n, lane = lane_here<Chains>();
+    bring_rows<kRows>(stage.k(), at<T>(p.k, batch, row, part.head / p.shape.key_share, 0), p.k.stride[1],
+                      rows, p.shape.D, first_row, lane);
+    bring_rows<kRows>(space.values(turn.place), at<T>(p.v, batch, row, part.head, part.col), p.v.stride[1],
+                      rows, p.shape.V - part.col, first_row, lane);
+    stage.template start_prepared<kLoaders>(prepared, 32 * which + lane);
+    arrive_after_copies(&barriers.full[turn.place]);
+    turn.next(pass.stages);
+    row += tokens * n;
+    prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes;
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+// Stores the states before chunks.
+template <typename T, int D, int Rows, int Chains>
+__device__ inline void run_states(const ScanPass& pass, const Part& part,
+                                  const OutputSpace<T, D, Rows, Chains>& space) {
+  constexpr int kColumns = OutputSpace<T, D, Rows, Chains>::kColumns, kBatch = Chains == 1 ? 8 : 4;
+  const DeltaScan& p = pass.scan;
+  OutputBarriers& barriers = space.barriers();
+  Turn slot;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    T* const to = state_at(static_cast<T*>(p.states), p.shape, part.chunk + c, part.head, part.col);
+    wait(&barriers.state[slot.place], slot.parity);
+    take_rows<kColumns, kBatch>(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D, 0,
+                                lane_here<Chains>());
+    arrive_once(&barriers.read[slot.place]);
+    slot.next(pass.slots);
+  }
+}
+
+// Stores outputs, and fetches queries to their places: warp `worker` of `Warps`.
+template <int Warps, typename T, int D, int Rows, int Chains>
+__device__ inline void run_tokens(const ScanPass& pass, const Part& part,
+                                  const OutputSpace<T, D, Rows, Chains>& space, int worker) {
+  // A warp has the same rows of both: it overwrites with queries what it alone has read.
+  constexpr int kRows = Rows / Warps, kBatch = Chains == 1 ? 8 : 4;
+  const DeltaScan& p = pass.scan;
+  const int tokens = delta_chunk(p.shape.n), first_row = worker * kRows;
+  const int64_t batch = part.piece.sequence.batch;
+  OutputBarriers& barriers = space.barriers();
+  const auto fetch = [&](int c, int place) {
+    if (c >= part.chunks) return;
+    const T* const from =
+        at<T>(p.q, batch, part.piece.start + c * tokens, part.head / p.shape.query_share, 0);
+    bring_rows<kRows>(space.query(place), from, p.q.stride[1], tokens_in(part, tokens, c), p.shape.D,
+                      first_row, lane_here<Chains>());
+    arrive_after_copies(&barriers.queried[place]);
+  };
+#pragma unroll 1
+  for (int c = 0; c < pass.places; ++c) fetch(c, c);
+  Turn place;
+#pragma unroll 1
+  for (int c = 0; c < part.chunks; ++c) {
+    T* const to = at<T>(p.o, batch, part.piece.start + c * tokens, part.head, part.col);
+    wait(&barriers.output[place.place], place.parity);
+    take_rows<kRows, kBatch>(space.output(place.place), to, p.o.stride[1], tokens_in(part, tokens, c),
+                             p.shape.V - part.col, first_row, lane_here<Chains>());
+    __syncwarp();
+    fetch(c + pass.places, place.place);
+    place.next(pass.places);
+  }
+  commit_copies();
+  wait_copies<0>();
+}
+
+}  // namespace girih::kernels::delta_product
