@@ -296,6 +296,12 @@ def test_two_chains_that_make_the_output(kernels, D, V, n, T, how):
     check(kernels, T, D=D, V=V, n=n, card=1, **how)
 
 
+@pytest.mark.parametrize("V", [192, 200])
+def test_two_chains_that_make_the_output_of_wide_values(kernels, V):
+    check(kernels, 70, D=128, V=V, card=1, **EVERY)
+    check(kernels, 35, D=128, V=V, n=2, card=1, **SHARED, **EVERY)
+
+
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
 def test_two_chains_that_make_the_output_of_packed_sequences(kernels, how):
     check(kernels, 40, 0, 1, 130, D=128, V=128, H=2, card=1, packed=True, **how)
