@@ -107,6 +107,8 @@ def main() -> int:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     operators = options.operators.split(",") if options.operators else emulated_operators()
+    if unknown := [name for name in operators if name not in emulated_operators()]:
+        parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(emulated_operators())}")
     draw.shuffle(operators)
     for operator in operators[: options.count]:
         if fails(operator, ROOT / "kernels", options.jobs) is not False:
@@ -115,8 +117,8 @@ def main() -> int:
     for i in range(options.count):
         operator, turn = operators[i % len(operators)], i % len(KINDS)
         # Not every operator's kernels have a wait, say: then a mistake of the next kind.
-        kinds = [kind for kind in [*KINDS][turn:] + [*KINDS][:turn] if candidates(operator, kind)]
-        places, kind = candidates(operator, kinds[0]), kinds[0]
+        of_kinds = ((kind, candidates(operator, kind)) for kind in [*KINDS][turn:] + [*KINDS][:turn])
+        kind, places = next((kind, places) for kind, places in of_kinds if places)
         was_seen = None
         while was_seen is None:
             was_seen = seen(operator, *draw.choice(places), kind, options.jobs)
