@@ -82,7 +82,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     const bool keeps = prepared.keeps();
     const float log_end = Weighted ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f;
     const bool mild = is_mild<T>(keeps, log_end);
-    const RowFactors read = Weighted ? RowFactors(vectors, kDeltaRead) : RowFactors();
+    const RowFactors read = Weighted && Chains == 1 ? RowFactors(vectors, kDeltaRead) : RowFactors();
 
     // Y^T = S^T K^T, or at once v^T - Y^T; and S^T Q^T, of two chains later, as registers are few
     Sums<8> y, z;

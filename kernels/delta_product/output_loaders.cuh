@@ -3,6 +3,7 @@
 #pragma once
 
 #include "delta_product/output_space.cuh"
+#include "delta_product/scan_roles.cuh"
 #include "tile/row_store.h"
 
 namespace girih::kernels::delta_product {
@@ -12,6 +13,7 @@ namespace girih::kernels::delta_product {
 template <int Rows, class Tile>
 struct MovedRows {
   using T = typename Tile::Element;
+  static_assert(std::is_same_v<Tile, BlockTile<T, Tile::kCols, Tile::kRows>>);
   static constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kEach = 8 / kStep;
   static constexpr int kMoves = Rows / kStep;
   static_assert(Rows % 8 == 0 && kPacks >= 8 && kPacks <= 32);
@@ -53,7 +55,7 @@ __device__ inline void bring_rows(const Tile& tile, const typename Tile::Element
 
 // A warp's part of the tile -> the matrix, `Batch` packs of a lane at a time.
 template <int Rows, int Batch, class Tile>
-__device__ inline void take_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
+__device__ inline void save_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
                                  int cols, int first_row, int lane) {
   using Mine = MovedRows<Rows, Tile>;
   constexpr int kBatch = Batch < Mine::kMoves ? Batch : Mine::kMoves;
@@ -97,7 +99,7 @@ __device__ inline void run_loader(const ScanPass& pass, const Part& part,
                       rows, p.shape.D, first_row, lane);
     bring_rows<kRows>(space.values(turn.place), at<T>(p.v, batch, row, part.head, part.col), p.v.stride[1],
                       rows, p.shape.V - part.col, first_row, lane);
-    stage.template start_prepared<kLoaders>(prepared, 32 * which + lane);
+    stage.start_prepared(prepared, 32 * which + lane);
     arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
     row += tokens * n;
@@ -111,19 +113,10 @@ __device__ inline void run_loader(const ScanPass& pass, const Part& part,
 template <typename T, int D, int Rows, int Chains>
 __device__ inline void run_states(const ScanPass& pass, const Part& part,
                                   const OutputSpace<T, D, Rows, Chains>& space) {
-  constexpr int kColumns = OutputSpace<T, D, Rows, Chains>::kColumns, kBatch = Chains == 1 ? 8 : 4;
-  const DeltaScan& p = pass.scan;
-  OutputBarriers& barriers = space.barriers();
-  Turn slot;
-#pragma unroll 1
-  for (int c = 0; c < part.chunks; ++c) {
-    T* const to = state_at(static_cast<T*>(p.states), p.shape, part.chunk + c, part.head, part.col);
-    wait(&barriers.state[slot.place], slot.parity);
-    take_rows<kColumns, kBatch>(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D, 0,
-                                lane_here<Chains>());
-    arrive_once(&barriers.read[slot.place]);
-    slot.next(pass.slots);
-  }
+  using State = typename OutputSpace<T, D, Rows, Chains>::State;
+  store_states<T>(pass, part, space, [](const State& state, T* to, int rows, int cols) {
+    save_rows<State::kRows, Chains == 1 ? 8 : 4>(state, to, cols, rows, cols, 0, lane_here<Chains>());
+  });
 }
 
 // Stores outputs, and fetches queries to their places: warp `worker` of `Warps`.
@@ -151,7 +144,7 @@ __device__ inline void run_tokens(const ScanPass& pass, const Part& part,
   for (int c = 0; c < part.chunks; ++c) {
     T* const to = at<T>(p.o, batch, part.piece.start + c * tokens, part.head, part.col);
     wait(&barriers.output[place.place], place.parity);
-    take_rows<kRows, kBatch>(space.output(place.place), to, p.o.stride[1], tokens_in(part, tokens, c),
+    save_rows<kRows, kBatch>(space.output(place.place), to, p.o.stride[1], tokens_in(part, tokens, c),
                              p.shape.V - part.col, first_row, lane_here<Chains>());
     __syncwarp();
     fetch(c + pass.places, place.place);

@@ -53,7 +53,7 @@ struct ReversePass {
   int stages = 0, slots = 0;
 };
 
-// Columns of V that a block has: the rows of a warpgroup's products.
+// Columns of V that a chain has: the rows of a warpgroup's products.
 constexpr int kScanColumns = 64;
 
 template <typename T>

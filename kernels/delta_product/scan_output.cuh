@@ -5,22 +5,21 @@
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //
 // and passes through no shared memory. A chunk takes as long as the chain's instructions (a product with its
-// left factor in registers holds its warps), so whatever needs nothing of S is done by makers, two warpgroups
+// left factor in registers holds its warps), so whatever needs nothing of S is done by makers, warpgroups
 // that take chunks in turn: P, and the weights of
 //
 //     U = Xb (v - r Y)        Xb = X diag(beta), r_i = rho_i e^{L_i}
 //
 // Warps of their own fetch queries and store what the chain leaves of the output, store states, and load keys
-// and values. Where there are more blocks than run at once, a block has two chains, with 64 columns of V
-// each: what is loaded and made serves both, and one's products run while the other waits. (n = 2, 4 x 4096
-// tokens, 16 heads, without gates: 135 us instead of 163 by readers beside the chain, which have S and U
-// through shared memory.)
+// and values. (One chain, n = 2, 4 x 4096 tokens, 16 heads, without gates: 135 us instead of 163 by readers
+// beside the chain, which have S and U through shared memory.) A block has two makers, or, on a full card,
+// two chains, with 64 columns of V each, and a maker: what is loaded and made serves both chains, and one's
+// products run while the other waits.
 #pragma once
 
 #include "delta_product/output_chain.cuh"
 #include "delta_product/output_loaders.cuh"
 #include "delta_product/output_makers.cuh"
-#include "delta_product/scan_roles.cuh"
 #include "tile/launch.h"
 #include "tile/segments.h"
 
@@ -72,10 +71,18 @@ __global__ void __launch_bounds__(OutputRoles<Chains>::kThreads, 1)
 #endif
 }
 
+// Whether a block has two chains: with them it takes about 1.75 times as long, so where the card is full half
+// as often (1 x 8192 tokens, 96 heads: 364 us instead of 430, prepare included; 8 x 8192 tokens, 16 heads,
+// gated: 484 instead of 497). Segments fill the card with blocks of one.
+inline bool has_two_chains(const ScanPass& pass) {
+  const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
+  return pass.walk.segment == 0 && groups_of(pass.scan.shape.V) % 2 == 0 &&
+         7 * divide_up(blocks / 2, kCard) <= 4 * divide_up(blocks, kCard);
+}
+
 // Stages and places that there is room for, of places no fewer than of stages; false: there is none.
 template <class Space>
 inline bool fit_output(ScanPass& pass, int limit) {
-  pass.chains = Space::kChains;
   pass.slots = pass.scan.states == nullptr ? 0 : Space::kChains == 1 ? 2 : 1;
   for (pass.stages = kMaxStages; pass.stages > 1; --pass.stages) {
     for (pass.places = kMaxPlaces; pass.places >= std::max(pass.stages, 3); --pass.places) {
@@ -107,10 +114,7 @@ cudaError_t try_output(ScanPass pass, int limit, cudaStream_t stream, bool& laun
     return error;
   }
   const bool weighted = pass.scan.gated || shape.unit;
-  // Two chains a block where blocks of one would not run all at once (1 x 8192 tokens, 96 heads: 364 us
-  // instead of 430, prepare included; 8 x 8192 tokens, 16 heads, gated: 484 instead of 497).
-  if (blocks_of(shape, pass.walk) > kCard && groups_of(shape.V) % 2 == 0 &&
-      fit_output<OutputSpace<T, D, Rows, 2>>(pass, limit)) {
+  if (has_two_chains(pass) && fit_output<OutputSpace<T, D, Rows, 2>>(pass, limit)) {
     launched = true;
     return weighted ? launch_output<T, D, Rows, true, 2>(pass, limit, stream)
                     : launch_output<T, D, Rows, false, 2>(pass, limit, stream);

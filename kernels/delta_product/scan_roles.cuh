@@ -43,8 +43,10 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   wait_copies<0>();
 }
 
-template <typename T, class Space>
-__device__ inline void store_states(const ScanPass& pass, const Part& part, const Space& space) {
+// Stores the states before chunks, by a warp: store(tile, to, rows, cols).
+template <typename T, class Space, class Store>
+__device__ inline void store_states(const ScanPass& pass, const Part& part, const Space& space,
+                                    const Store& store) {
   const DeltaScan& p = pass.scan;
   if (p.states == nullptr) return;
   auto& barriers = space.barriers();
@@ -53,10 +55,16 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part, cons
   for (int c = 0; c < part.chunks; ++c) {
     T* const to = state_at(static_cast<T*>(p.states), p.shape, part.chunk + c, part.head, part.col);
     wait(&barriers.state[slot.place], slot.parity);
-    store_rows<1>(space.state(slot.place), to, p.shape.D, p.shape.V - part.col, p.shape.D, 0);
+    store(space.state(slot.place), to, p.shape.V - part.col, p.shape.D);
     arrive_once(&barriers.read[slot.place]);
     slot.next(pass.slots);
   }
+}
+template <typename T, class Space>
+__device__ inline void store_states(const ScanPass& pass, const Part& part, const Space& space) {
+  store_states<T>(pass, part, space, [](const auto& tile, T* to, int rows, int cols) {
+    store_rows<1>(tile, to, cols, rows, cols, 0);
+  });
 }
 
 // What the loaders bring is the products' once a fence has passed: a tenth of the chain's time where its own

@@ -38,27 +38,23 @@ struct Stage {
   __device__ InverseRows inverse() const { return {data + kInverse}; }
   __device__ Prepared prepared() const { return {data + kPrepared}; }
 
-  // Brings what was prepared; a thread's share of `Warps` (1 or 2).
-  template <int Warps>
+  // Brings what was prepared; a loader's thread's share.
   __device__ void start_prepared(const unsigned char* prepared, int thread) const {
-    constexpr int kThreads = 32 * Warps;
-    static_assert(Warps <= 2 && kDeltaInverseBytes % (512 * Warps) == 0, "");
+    constexpr int kStep = 512 * kLoaders;  // bytes
+    static_assert(kLoaders == 2 && kDeltaInverseBytes % kStep == 0);
     const uint32_t inverse = shared_address(data + kInverse) + thread / 16 % 2 * InverseRows::kNext +
                              thread % 16 * 16,
                    to = shared_address(data + kPrepared + thread * 16);
     const unsigned char* const from = prepared + thread * 16;
     // A warp brings a block of X at a time: the first warp's, or the other's.
-    const auto place = [&](int first, int second) {
-      return inverse + (Warps == 1 || thread < 32 ? first : second);
-    };
+    const auto place = [&](int first, int second) { return inverse + (thread < 32 ? first : second); };
+    copy_async(place(right_of(0), right_of(1)), from, false);
 #pragma unroll
-    for (int i = 0; i < 2; i += Warps) copy_async(place(right_of(i), right_of(i + Warps - 1)), from, false);
-#pragma unroll
-    for (int i = 0; i < kDeltaLost; i += kThreads * 16) {
+    for (int i = 0; i < kDeltaLost; i += kStep) {
       if (i + thread * 16 >= kDeltaLost) continue;
       const int block = i / 512;
       const bool inverts = i < kDeltaInverseBytes;
-      copy_async(inverts ? place(start_of(block), start_of(block + Warps - 1)) : to + i, from + i, true);
+      copy_async(inverts ? place(start_of(block), start_of(block + 1)) : to + i, from + i, true);
     }
   }
 
@@ -74,7 +70,7 @@ struct Stage {
 
     __device__ void start(const Stage& stage, int first, int rows, const unsigned char* prepared) const {
       k_.start(stage.k(), first, rows);
-      stage.template start_prepared<kLoaders>(prepared, thread_);
+      stage.start_prepared(prepared, thread_);
     }
   };
 

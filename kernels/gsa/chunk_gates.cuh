@@ -18,14 +18,14 @@ namespace girih::kernels {
 
 // The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
 // below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above,
-// and what a layer's gates, log sigmoids divided by 16, sum to in a chunk is about 2^-5.
+// and what a layer's gates, log sigmoids divided by 8 or 16, sum to in a chunk is about 2^-9 or 2^-5.
 template <typename T>
-constexpr float factored_limit = std::is_same_v<T, __half> ? 8.f : 80.f;
-// Of fp16 the range is to serve both factors: s~ is 2^4 times, r 2^-4 times what is said above, and wherever
-// r meets e^{L_C}, or s~ something else than r, 2^4 or 2^-4 makes up for it. So s, p, dz and q have all
-// digits from 2^-10 on, and room up to 2^12.
+constexpr float factored_limit = std::is_same_v<T, __half> ? 12.f : 80.f;
+// Of fp16 the range is to serve both factors: s~ is 2^6 times, r 2^-6 times what is said above, and wherever
+// r meets e^{L_C}, or s~ something else than r, 2^6 or 2^-6 makes up for it. So s, p, dz and q have all
+// digits from 2^-8 on, and room up to 2^10.
 template <typename T>
-constexpr int factor_shift = std::is_same_v<T, __half> ? 4 : 0;
+constexpr int factor_shift = std::is_same_v<T, __half> ? 6 : 0;
 
 // log2 of s~ / s or of e^{L_C} beside r, of what it is without the shift.
 template <typename T>

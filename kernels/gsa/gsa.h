@@ -83,7 +83,7 @@ cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
 
 // What a chunk's query rows leave for the reverse scan and the columns, besides y, what they give to a
 // memory. y_scan is y as the scan takes it: where the gates of the chunk allow it (factored) y e^{-X_t}, in
-// fp16 2^-4 of it (factor_shift), X_t the sum of g after the row, which the columns take too: rounded once,
+// fp16 2^-6 of it (factor_shift), X_t the sum of g after the row, which the columns take too: rounded once,
 // so that what pairs of rows add to dg cancels; elsewhere y e^{sum of g through the row}, and the columns
 // take y itself.
 struct RowGradients {

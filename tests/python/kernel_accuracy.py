@@ -46,13 +46,13 @@ def gates(pattern, shape, generator):
     token and slot to slot, or above 0 for some tokens."""
     if divisor := {"ordinary": 16, "mild": 8, "full": 1}.get(pattern):
         return F.logsigmoid(torch.randn(shape, generator=generator)) / divisor
-    if pattern == "steady":  # those of 64 tokens sum to 2^-7.8: fp16's kernels take 2^-8 at the most as one
-        return torch.full(shape, -0.085)
-    # Every 64 tokens sum to 2^-7.3, nearly all of it one's: at another token in every slot.
+    if pattern == "steady":  # those of 64 tokens sum to 2^-11.7: fp16's kernels take 2^-12 at most as one
+        return torch.full(shape, -0.127)
+    # Every 64 tokens sum to 2^-11.5, nearly all of it one's: at another token in every slot.
     if pattern == "once":
         token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:]))
         at = torch.randint(64, shape[2:], generator=generator)
-        return torch.where(token % 64 == at, -5.0, -1e-3).repeat(shape[0], *[1] * len(shape[1:]))
+        return torch.where(token % 64 == at, -7.9, -1e-3).repeat(shape[0], *[1] * len(shape[1:]))
     if pattern == "open":
         return torch.zeros(shape)
     if pattern == "closed":

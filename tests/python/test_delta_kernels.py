@@ -331,11 +331,13 @@ def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("D, V, T", [(64, 64, 130), (128, 128, 330), (72, 120, 70)])
+@pytest.mark.parametrize(
+    "D, V, T", [(64, 64, 130), (128, 128, 330), (72, 120, 70), (128, 192, 70), (96, 248, 70)]
+)
 @pytest.mark.parametrize("pattern", [None, "mild", "closed"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_many_heads(n, pattern, D, V, T, dtype):
-    """So many that none has two multiprocessors for itself, and every 64 columns not one."""
+    """So many that none has two multiprocessors for itself, and of 128 every 64 columns not one."""
     assert_as_right_as_the_formula(draw(H=40, T=T, D=D, V=V, n=n, pattern=pattern, dtype=dtype))
 
 
