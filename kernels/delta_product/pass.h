@@ -40,7 +40,7 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int chains = 0;   // parts of a block
+  int chains = 0;   // of `scan`, parts of a block
   int stages = 0;   // of keys and values
   int slots = 0;    // of a chunk's state and updates
   int places = 0;   // of queries and scores

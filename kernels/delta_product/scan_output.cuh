@@ -12,9 +12,9 @@
 //
 // Warps of their own fetch queries and store what the chain leaves of the output, store states, and load keys
 // and values. (One chain, n = 2, 4 x 4096 tokens, 16 heads, without gates: 135 us instead of 163 by readers
-// beside the chain, which have S and U through shared memory.) A block has two makers, or, on a full card,
-// two chains, with 64 columns of V each, and a maker: what is loaded and made serves both chains, and one's
-// products run while the other waits.
+// beside the chain, which have S and U through shared memory.) A block has two makers, or, where the card is
+// full (has_two_chains), two chains, with 64 columns of V each, and a maker: what is loaded and made serves
+// both chains, and one's products run while the other waits.
 #pragma once
 
 #include "delta_product/output_chain.cuh"
@@ -71,13 +71,17 @@ __global__ void __launch_bounds__(OutputRoles<Chains>::kThreads, 1)
 #endif
 }
 
-// Whether a block has two chains: with them it takes about 1.75 times as long, so where the card is full half
-// as often (1 x 8192 tokens, 96 heads: 364 us instead of 430, prepare included; 8 x 8192 tokens, 16 heads,
-// gated: 484 instead of 497). Segments fill the card with blocks of one.
-inline bool has_two_chains(const ScanPass& pass) {
-  const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
-  return pass.walk.segment == 0 && groups_of(pass.scan.shape.V) % 2 == 0 &&
-         7 * divide_up(blocks / 2, kCard) <= 4 * divide_up(blocks, kCard);
+// Whether a block has two chains. With them it takes 1.75 times as long, or, weighted and of a step a token,
+// 1.94 times, so it has them where blocks take turns on the card and these become so much fewer (1 x 8192
+// tokens, 96 heads: 364 us instead of 430, prepare included; 8 x 8192 tokens, 16 heads, gated: 484 instead of
+// 497). Not where segments fill the card: of packed sequences some blocks are empty, and turns cannot be
+// told.
+inline bool has_two_chains(const ScanPass& pass, bool weighted) {
+  const DeltaShape& shape = pass.scan.shape;
+  const int64_t blocks = blocks_of(shape, pass.walk);
+  const int hundredths = weighted && shape.n == 1 ? 194 : 175;
+  return pass.walk.segment == 0 && groups_of(shape.V) % 2 == 0 &&
+         hundredths * divide_up(blocks / 2, kCard) <= 100 * divide_up(blocks, kCard);
 }
 
 // Stages and places that there is room for, of places no fewer than of stages; false: there is none.
@@ -114,7 +118,7 @@ cudaError_t try_output(ScanPass pass, int limit, cudaStream_t stream, bool& laun
     return error;
   }
   const bool weighted = pass.scan.gated || shape.unit;
-  if (has_two_chains(pass) && fit_output<OutputSpace<T, D, Rows, 2>>(pass, limit)) {
+  if (has_two_chains(pass, weighted) && fit_output<OutputSpace<T, D, Rows, 2>>(pass, limit)) {
     launched = true;
     return weighted ? launch_output<T, D, Rows, true, 2>(pass, limit, stream)
                     : launch_output<T, D, Rows, false, 2>(pass, limit, stream);

@@ -18,12 +18,12 @@ namespace girih::kernels {
 
 // The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
 // below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above,
-// and what a layer's gates, log sigmoids divided by 8 or 16, sum to in a chunk is about 2^-9 or 2^-5.
+// and what a layer's gates, log sigmoids divided by 8 or 16, sum to in a chunk is about 2^-9 or 2^-4.
 template <typename T>
-constexpr float factored_limit = std::is_same_v<T, __half> ? 12.f : 80.f;
+constexpr float factored_limit = std::is_same_v<T, __half> ? 13.f : 80.f;
 // Of fp16 the range is to serve both factors: s~ is 2^6 times, r 2^-6 times what is said above, and wherever
-// r meets e^{L_C}, or s~ something else than r, 2^6 or 2^-6 makes up for it. So s, p, dz and q have all
-// digits from 2^-8 on, and room up to 2^10.
+// r meets e^{L_C}, or s~ something else than r, 2^6 or 2^-6 makes up for it. So p, dz and q have all digits
+// from 2^-8 on, s from 2^-7, and both have room up to 2^10.
 template <typename T>
 constexpr int factor_shift = std::is_same_v<T, __half> ? 6 : 0;
 
@@ -140,7 +140,11 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
       add_gates(sums, triangle, gates);
       add_gates(total[t], square, gates);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) after[t].at[b][i] = kLog2E * sums.at[0][i];
+      for (int i = 0; i < 4; ++i) {
+        const float x = after[t].at[b][i] = kLog2E * sums.at[0][i];
+        // Of gates above 0 a part may sum to more than the whole, and fp16 has no range for it.
+        if (factor_shift<T> != 0) small = small && x > -factored_limit<T> && x <= 1.f;
+      }
     }
     small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -factored_limit<T>;
   }

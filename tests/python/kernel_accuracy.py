@@ -46,13 +46,16 @@ def gates(pattern, shape, generator):
     token and slot to slot, or above 0 for some tokens."""
     if divisor := {"ordinary": 16, "mild": 8, "full": 1}.get(pattern):
         return F.logsigmoid(torch.randn(shape, generator=generator)) / divisor
-    if pattern == "steady":  # those of 64 tokens sum to 2^-11.7: fp16's kernels take 2^-12 at most as one
-        return torch.full(shape, -0.127)
-    # Every 64 tokens sum to 2^-11.5, nearly all of it one's: at another token in every slot.
+    if pattern == "steady":  # those of 64 tokens sum to 2^-12.7: fp16's kernels take 2^-13 at most as one
+        return torch.full(shape, -0.138)
+    # Every 64 tokens sum to 2^-12.5, nearly all of it one's: at another token in every slot.
     if pattern == "once":
         token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:]))
         at = torch.randint(64, shape[2:], generator=generator)
-        return torch.where(token % 64 == at, -7.9, -1e-3).repeat(shape[0], *[1] * len(shape[1:]))
+        return torch.where(token % 64 == at, -8.6, -1e-3).repeat(shape[0], *[1] * len(shape[1:]))
+    if pattern == "growing":  # a chunk's sum to 2^-7, of which the second half to 2^10
+        token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:])).expand(shape)
+        return torch.where(token % 64 < 32, -0.38, 0.22)
     if pattern == "open":
         return torch.zeros(shape)
     if pattern == "closed":

@@ -296,7 +296,7 @@ def test_two_chains_that_make_the_output(kernels, D, V, n, T, how):
     check(kernels, T, D=D, V=V, n=n, card=1, **how)
 
 
-@pytest.mark.parametrize("V", [192, 200])
+@pytest.mark.parametrize("V", [192, 200])  # three groups of 64 columns, a chain each; four
 def test_two_chains_that_make_the_output_of_wide_values(kernels, V):
     check(kernels, 70, D=128, V=V, card=1, **EVERY)
     check(kernels, 35, D=128, V=V, n=2, card=1, **SHARED, **EVERY)

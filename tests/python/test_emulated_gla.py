@@ -195,8 +195,9 @@ def test_every_gate(kernels, kind, dtype, pattern):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("kind, D", [("channel", 64), ("channel", 128), ("head", 64)])
-def test_gates_above_0(kernels, kind, D, dtype):
-    check(kernels, [200], kind, dtype=dtype, D=D, pattern="rising")
+@pytest.mark.parametrize("pattern", ["rising", "growing"])
+def test_gates_above_0(kernels, kind, D, dtype, pattern):
+    check(kernels, [200], kind, dtype=dtype, D=D, pattern=pattern)
 
 
 @pytest.mark.parametrize("pattern", ["mild", "strong"])

@@ -192,10 +192,14 @@ def test_every_gate(kernels, kind, dtype, pattern):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("kind, M", [("s_g", 64), ("g", 128)])
-def test_gates_above_0(kernels, kind, M, dtype):
-    """Memories that grow for a few tokens; of a scale at which no slot has it all, whose digits dq lacks."""
-    check(kernels, [129], kind, dtype=dtype, M=M, pattern="rising", scale=0.05)
+@pytest.mark.parametrize(
+    "kind, M, pattern, scale",
+    [("s_g", 64, "rising", 0.05), ("g", 128, "rising", 0.05)]
+    + [("s_g", M, "growing", 1e-4) for M in (64, 128)],
+)
+def test_gates_above_0(kernels, kind, M, dtype, pattern, scale):
+    """Memories that grow for some tokens; of a scale at which no slot has it all, whose digits dq lacks."""
+    check(kernels, [129], kind, dtype=dtype, M=M, pattern=pattern, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

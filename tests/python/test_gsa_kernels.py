@@ -110,11 +110,12 @@ def test_every_length_of_every_kind(T, dtype, kind):
     assert_as_right_as_the_formula(draw(kind, T=T, dtype=dtype))
 
 
+@pytest.mark.parametrize("pattern", ["mild", "full"])
 @pytest.mark.parametrize("kind", ["s_g", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D, V", list(zip(WIDTHS, WIDTHS[2:] + WIDTHS[:2], strict=True)))
-def test_every_width(D, V, dtype, kind):
-    assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=V, dtype=dtype))
+def test_every_width(D, V, dtype, kind, pattern):
+    assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=V, dtype=dtype, pattern=pattern))
 
 
 @pytest.mark.parametrize("kind", ["plain", "head", "channel"])
@@ -123,11 +124,12 @@ def test_keys_at_the_ends_of_the_kernels(D, kind):
     assert_as_right_as_the_formula(draw(kind, B=1, D=D, V=200, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("pattern", ["mild", "full"])
 @pytest.mark.parametrize("kind", ["s_g", "abc"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M", SLOTS)
-def test_every_number_of_slots(M, dtype, kind):
-    assert_as_right_as_the_formula(draw(kind, B=1, M=M, V=128, dtype=dtype))
+def test_every_number_of_slots(M, dtype, kind, pattern):
+    assert_as_right_as_the_formula(draw(kind, B=1, M=M, V=128, dtype=dtype, pattern=pattern))
 
 
 @pytest.mark.parametrize("kind", ["s_g", "g", "head", "channel"])
@@ -140,9 +142,10 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
 @pytest.mark.parametrize("kind", ["s_g", "g", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [64, 128])
-def test_gates_above_0(slots, dtype, kind):
-    """Memories that grow for a few tokens; of a scale at which no slot has it all, whose digits dq lacks."""
-    inputs = draw(kind, T=130, D=slots, M=slots, pattern="rising", dtype=dtype, scale=0.05)
+@pytest.mark.parametrize("pattern, scale", [("rising", 0.05), ("growing", 1e-4)])
+def test_gates_above_0(pattern, scale, slots, dtype, kind):
+    """Memories that grow for some tokens; of a scale at which no slot has it all, whose digits dq lacks."""
+    inputs = draw(kind, T=130, D=slots, M=slots, pattern=pattern, dtype=dtype, scale=scale)
     assert_as_right_as_the_formula(inputs)
 
 
