@@ -140,10 +140,7 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
 
 cudaError_t exact_gate_gradient(const ExactGateGradient& p, cudaStream_t stream) {
   const int64_t blocks = piece_count(p.tokens, kChunk) * p.heads * divide_up(p.M, exact::kTile);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  exact::gate_gradient<<<static_cast<unsigned>(blocks), exact::kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<exact::gate_gradient>(p, blocks, exact::kThreads, 0, stream);
 }
 
 }  // namespace girih::kernels

@@ -106,13 +106,9 @@ template <bool Reverse>
 cudaError_t launch_updates(const Updates& problem, cudaStream_t stream) {
   const GatedScan& p = problem.scan;
   constexpr int kBytes = kFloats * static_cast<int>(sizeof(float));
-  if (const cudaError_t error = allow_shared<updates<Reverse>>(kBytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.tokens, kChunk) * p.heads *
                          (slabs_of(p.memory[0].width) + slabs_of(p.memory[1].width)) * divide_up(p.M, kTile);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  updates<Reverse><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(problem);
-  return cudaGetLastError();
+  return launch_kernel<updates<Reverse>>(problem, blocks, kThreads, kBytes, stream);
 }
 
 }  // namespace

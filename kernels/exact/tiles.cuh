@@ -224,12 +224,8 @@ inline int readers(const ExactShape& shape) { return shape.reverse ? shape.heads
 template <auto Kernel, class Problem>
 cudaError_t launch(const Problem& p, int64_t tiles, int floats, cudaStream_t stream) {
   const int bytes = floats * static_cast<int>(sizeof(float));
-  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * readers(p.shape) * tiles;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  Kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, kThreads, bytes, stream);
 }
 
 }  // namespace girih::kernels::exact

@@ -356,15 +356,9 @@ template <typename T, int D>
 cudaError_t launch_head_gradients(const HeadGradients& p, cudaStream_t stream) {
   constexpr int kBytes = HeadGradientTiles<T, D>::kBytes;
   static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks of a multiprocessor, each gives 1 KB away");
-  if (const cudaError_t error = allow_shared<head_gradients_kernel<T, D>>(kBytes); error != cudaSuccess) {
-    return error;
-  }
   const HeadShape& shape = p.shape;
   const int64_t blocks = piece_count(shape.tokens, kChunk) * shape.query_heads * divide_up(shape.D, D);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  head_gradients_kernel<T, D><<<static_cast<unsigned>(blocks), kHeadGradientThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<head_gradients_kernel<T, D>>(p, blocks, kHeadGradientThreads, kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -60,9 +60,6 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   const int64_t pieces = pass.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, pass.segment);
   const int walkers = pass.segment_decay != nullptr ? state_heads(pass.read) : shape.query_heads;
   const int64_t blocks = pieces * walkers * divide_up(shape.V, kSlab);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,
@@ -82,11 +79,7 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   while (pass.slots < kMaxSlots && take(kState)) ++pass.slots;
   // Readers that take turns need two places of everything.
   pass.readers = std::min({kReaders<D> / 4, pass.stages, pass.slots});
-  const int bytes = limit - room;
-  const cudaError_t error = allow_shared<head_read_kernel<T, D, Reverse>>(bytes);
-  if (error != cudaSuccess) return error;
-  head_read_kernel<T, D, Reverse><<<static_cast<unsigned>(blocks), kHeadReadThreads, bytes, stream>>>(pass);
-  return cudaGetLastError();
+  return launch_kernel<head_read_kernel<T, D, Reverse>>(pass, blocks, kHeadReadThreads, limit - room, stream);
 }
 
 }  // namespace girih::kernels

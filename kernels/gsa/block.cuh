@@ -106,12 +106,8 @@ struct Layout {
 // A block for every chunk and query head.
 template <auto Kernel, class Problem>
 cudaError_t launch_blocks(const Problem& p, int threads, int bytes, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, threads, bytes, stream);
 }
 
 }  // namespace girih::kernels

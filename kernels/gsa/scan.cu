@@ -59,9 +59,6 @@ template <typename T, int Slabs, int Slots, bool Reverse>
 cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
   const int64_t blocks =
       pieces(pass) * pass.scan.heads * slab_groups(pass, Slabs) * divide_up(pass.scan.M, Slots);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-
   // Three warpgroups of two stages each, which take 190 to 213 KB: two warpgroups are as fast forward and 7%
   // slower in reverse. Where shared memory is smaller, what fits.
   int limit = 0;
@@ -72,11 +69,8 @@ cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
   pass.stages = std::min(stages / pass.warpgroups, 2);
   if (pass.stages == 0) return cudaErrorInvalidConfiguration;
   const int bytes = kCarried + pass.warpgroups * pass.stages * kStage;
-  const cudaError_t error = allow_shared<scan<T, Slabs, Slots, Reverse>>(bytes);
-  if (error != cudaSuccess) return error;
-  scan<T, Slabs, Slots, Reverse>
-      <<<static_cast<unsigned>(blocks), pass.warpgroups * kWarpgroup, bytes, stream>>>(pass);
-  return cudaGetLastError();
+  return launch_kernel<scan<T, Slabs, Slots, Reverse>>(pass, blocks, pass.warpgroups * kWarpgroup, bytes,
+                                                       stream);
 }
 
 template <typename T, int Slabs, int Slots>

@@ -139,14 +139,12 @@ __device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool up
 template <auto Kernel, class Problem>
 cudaError_t launch_step(const Problem& p, int64_t floats, cudaStream_t stream) {
   const int64_t blocks = p.sequences * p.heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (blocks == 0) return cudaSuccess;  // whatever the sizes
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (floats > limit / static_cast<int64_t>(sizeof(float))) return cudaErrorInvalidValue;
-  if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
-  Kernel<<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
-  return cudaGetLastError();
+  const int bytes = static_cast<int>(floats * sizeof(float));
+  return launch_kernel<Kernel>(p, blocks, kStepThreads, bytes, stream, limit);
 }
 
 }  // namespace girih::kernels

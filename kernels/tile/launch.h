@@ -1,4 +1,4 @@
-// What a kernel asks of a device before it is launched.
+// Launches, and what a kernel asks of a device before.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -63,6 +63,19 @@ inline cudaError_t shared_limit(int& bytes) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
+// A launch of so many blocks, which may be none. most: the bytes of shared memory that the kernel asks for,
+// where launches differ.
+template <auto Kernel, class Problem>
+cudaError_t launch_kernel(const Problem& p, int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                          int most = 0) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  const cudaError_t error = allow_shared<Kernel>(most > 0 ? most : bytes);
+  if (error != cudaSuccess) return error;
+  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace girih::kernels
