@@ -41,26 +41,18 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   const GlaOutputTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;
-  const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  const int head = query_head / (shape.query_heads / shape.heads);
-  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
-  if (piece.length == 0) return;
+  const ChunkBlock block(shape, warp);
+  if (block.piece.length == 0) return;
 
-  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
-  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
-                     threadIdx.x);
+  block.load<kGroup>(tile.g, p.g, block.head, 0, shape.M);
+  block.load<kGroup>(tile.k, p.k, block.head, 0, shape.M);
   commit_copies();
   const auto load_values = [&](int v) {
-    const int cols = shape.V - v;
-    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                       threadIdx.x);
-    load_async<kGroup>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
-                       threadIdx.x);
+    block.load<kGroup>(tile.v, p.v, block.head, v, shape.V);
+    block.load_states<kGroup>(tile.s, p.states, v, shape.V - v);
     commit_copies();
   };
-  load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head), p.q.stride[1], piece.length, shape.M,
-                     threadIdx.x);
+  block.load<kGroup>(tile.q, p.q, block.query_head, 0, shape.M);
   load_values(0);
 
   wait_copies<1>();
@@ -68,7 +60,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   RowReads<T, M> reads;
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.q, warp)}};
   reads.template start<4>();
-  reads.template split<kGroup>(tile.raw, p.k, {}, piece, head, shape.M);
+  reads.template split<kGroup>(tile.raw, p.k, {}, block.piece, block.head, shape.M);
   wait_copies<0>();
   __syncthreads();
 
@@ -90,8 +82,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.s);
     add_scored<Side::earlier, T>(o, w, tile.v, warp);
-    store_rows<T>(o, 0, stage, warp, chunk_rows<T>(p.o, piece, query_head) + v, p.o.stride[1], piece.length,
-                  shape.V - v);
+    store_rows<T>(o, stage, warp, p.o, block.piece, block.query_head, v, shape.V);
   });
 }
 

@@ -33,24 +33,17 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   const GlaRowTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;
-  const int query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  const int group = shape.query_heads / shape.heads, head = query_head / group;
-  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
+  const ChunkBlock block(shape, warp);
+  const Piece& piece = block.piece;
   if (piece.length == 0) return;
 
-  load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
-  load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head), p.k.stride[1], piece.length, shape.M,
-                     threadIdx.x);
+  block.load<kGroup>(tile.g, p.g, block.head, 0, shape.M);
+  block.load<kGroup>(tile.k, p.k, block.head, 0, shape.M);
   commit_copies();
   const auto load_slab = [&](int v) {
-    const int cols = shape.V - v;
-    load_async<kGroup>(tile.dout, chunk_rows<T>(p.dout, piece, query_head) + v, p.dout.stride[1],
-                       piece.length, cols, threadIdx.x);
-    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                       threadIdx.x);
-    load_async<kGroup>(tile.s, state_rows<T>(p.states, shape, chunk, head, v), shape.M, cols, shape.M,
-                       threadIdx.x);
+    block.load<kGroup>(tile.dout, p.dout, block.query_head, v, shape.V);
+    block.load<kGroup>(tile.v, p.v, block.head, v, shape.V);
+    block.load_states<kGroup>(tile.s, p.states, v, shape.V - v);
     commit_copies();
   };
   load_slab(0);
@@ -61,8 +54,8 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   // The keys as they are take the place of the state.
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.s, {rows_of(tile.dout, warp)}};
   reads.template start<4>();
-  if (threadIdx.x == 0 && query_head % group == 0)
-    p.left.factored[chunk * shape.heads + head] = reads.factored;
+  if (threadIdx.x == 0 && block.leads())
+    p.left.factored[block.chunk * shape.heads + block.head] = reads.factored;
   wait_copies<0>();
   __syncthreads();
 
@@ -75,10 +68,10 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
             [&](int) { add_slab<Side::earlier, T>(a, dq, tile.dout, tile.v, tile.s, warp); });
   put_diagonal(tile.own, a, warp);
   __syncwarp();
-  reads.template split<kGroup>(tile.s, p.k, {}, piece, head, shape.M);
+  reads.template split<kGroup>(tile.s, p.k, {}, piece, block.head, shape.M);
   // On their way during the read; rows and columns that do not exist are not stored.
   uint32_t q_pairs[M / 8][2];
-  const T* q_rows = chunk_rows<T>(p.q, piece, query_head);
+  const T* q_rows = chunk_rows<T>(p.q, piece, block.query_head);
 #pragma unroll
   for (int n = 0; n < M / 8; ++n) {
 #pragma unroll
@@ -92,7 +85,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
 
   // w = q dq without own tokens, then the rest of dq; q as the scan takes it.
   const SharedTile<T, kChunk, M> keys{reads.factored ? tile.k.data : tile.s.data};
-  float* w_rows = chunk_rows<float>(p.left.w, piece, query_head);
+  float* w_rows = chunk_rows<float>(p.left.w, piece, block.query_head);
   Sums<M / 8> q;
 #pragma unroll
   for (int n = 0; n < M / 8; ++n) {
@@ -121,10 +114,8 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   __syncthreads();  // v and do have been read: rows on their way out go through them
 #pragma unroll
   for (int m = 0; m < M; m += kSlab) {
-    store_rows<T>(dq, m / 8, tile.v, warp, chunk_rows<T>(p.dq, piece, query_head) + m, p.dq.stride[1],
-                  piece.length, shape.M - m);
-    store_rows<T>(q, m / 8, tile.dout, warp, chunk_rows<T>(p.q_scan, piece, query_head) + m,
-                  p.q_scan.stride[1], piece.length, shape.M - m);
+    store_rows<T>(dq, tile.v, warp, p.dq, piece, block.query_head, m, shape.M, 0, m / 8);
+    store_rows<T>(q, tile.dout, warp, p.q_scan, piece, block.query_head, m, shape.M, 0, m / 8);
   }
 }
 

@@ -9,7 +9,7 @@ namespace girih::kernels {
 
 constexpr int kGroup = 128;  // threads of four warps: a block's, or one of its groups
 
-// Rows first..first+63 of a chunk's states.
+// Rows of a chunk's states from `first` on.
 template <typename T>
 __device__ inline const T* state_rows(const void* states, const GsaShape& shape, int64_t chunk, int head,
                                       int first) {
@@ -17,13 +17,46 @@ __device__ inline const T* state_rows(const void* states, const GsaShape& shape,
          ((chunk * shape.heads + head) * (shape.D + shape.V) + first) * static_cast<int64_t>(shape.M);
 }
 
-// All of the block: starts to load g.
-template <int Threads, int M>
-__device__ inline void load_gates(const SharedTile<float, kChunk, M>& g, const In<4>& from,
-                                  const Piece& piece, int head, int slots) {
-  load_async<Threads>(g, chunk_rows<float>(from, piece, head), from.stride[1], piece.length, slots,
-                      threadIdx.x);
-}
+// The block's chunk and query head.
+struct ChunkBlock {
+  const GsaShape& shape;
+  const int warp, group;                // of a group of four warps
+  const int query_head, queries, head;  // of `queries` that share the memory
+  const int64_t chunk;
+  Piece piece;
+
+  __device__ ChunkBlock(const GsaShape& shape, int warp, int group = 0)
+      : shape(shape),
+        warp(warp),
+        group(group),
+        query_head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads))),
+        queries(shape.query_heads / shape.heads),
+        head(query_head / queries),
+        chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
+        piece(piece_at(shape.tokens, chunk, kChunk)) {}
+
+  // The first of the query heads that share the memory.
+  __device__ bool leads() const { return query_head % queries == 0; }
+
+  // All of the block: starts to load columns from `col` on of a head's rows,
+  template <int Threads, class Tile>
+  __device__ void load(const Tile& tile, const In<4>& from, int of, int col, int width) const {
+    load_rows<Threads>(tile, from, piece, of, col, width);
+  }
+  // `rows` rows of the states from `first` on,
+  template <int Threads, class Tile>
+  __device__ void load_states(const Tile& tile, const void* states, int first, int rows) const {
+    load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first), shape.M,
+                        rows, shape.M, threadIdx.x);
+  }
+  // the gates, and the weights.
+  template <int Threads, class G, class S>
+  __device__ void load_slots(const G& to_g, const In<4>& g, const S& to_s, const In<4>& s) const {
+    load<Threads>(to_g, g, head, 0, shape.M);
+    load_weights<Threads>(to_s, s, g, piece, head, shape.M);
+    commit_copies();
+  }
+};
 
 // f(col) for a memory's columns col..col+63. The first are there; load(col) starts the copies of others, once
 // all of the block is done with those before.
@@ -53,17 +86,22 @@ __device__ inline void add_slab(Scores& a, Sums<N>& sums, const Tile& x, const O
 }
 
 // A warp's 16 rows, 8 Eights columns of them from 8 n0 on, through its own rows of a tile, there from
-// column `at` on, to global memory.
+// column `at` on, to columns first_col.. of `cols` in global memory.
 template <typename T, int Eights = 8, int N>
-__device__ inline void store_rows(const Sums<N>& sums, int n0, const SharedTile<T, kChunk, kSlab>& stage,
-                                  int warp, T* to, int64_t stride, int rows, int cols, int at = 0) {
+__device__ inline void store_rows(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
+                                  const Out<4>& array, const Piece& piece, int head, int first_col, int cols,
+                                  int at = 0, int n0 = 0) {
+  T* to = chunk_rows<T>(array, piece, head) + first_col;
+  const int64_t stride = array.stride[1];
+  const int rows = piece.length;
+  cols -= first_col;
   __syncwarp();
 #pragma unroll
   for (int n = 0; n < Eights; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint32_t*>(&lane_at(stage, kRows * warp + 8 * i, at + 8 * n)) =
-          pair_of<T>(sums.at[n0 + n][2 * i], sums.at[n0 + n][2 * i + 1]);
+      put_lane_pair<T>(stage, kRows * warp + 8 * i, at + 8 * n, sums.at[n0 + n][2 * i],
+                       sums.at[n0 + n][2 * i + 1]);
     }
   }
   __syncwarp();

@@ -55,6 +55,13 @@ template <typename T, template <int> class Array>
 __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int head) {
   return at<T>(array, piece.sequence.batch, piece.start, head);
 }
+// All of the block: starts to load these rows, their columns from `col` on of `width`.
+template <int Threads, class Tile>
+__device__ inline void load_rows(const Tile& tile, const In<4>& from, const Piece& piece, int head, int col,
+                                 int width) {
+  load_async<Threads>(tile, chunk_rows<typename Tile::Element>(from, piece, head) + col, from.stride[1],
+                      piece.length, width - col, threadIdx.x);
+}
 
 // 1 - e^g of two neighbours; of a row or column that does not exist, that of one that does.
 template <typename T>
@@ -70,8 +77,7 @@ template <int Threads, typename T, int M>
 __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<4>& from, const In<4>& g,
                                     const Piece& piece, int head, int slots) {
   if (from.data != nullptr) {
-    load_async<Threads>(s, chunk_rows<T>(from, piece, head), from.stride[1], piece.length, slots,
-                        threadIdx.x);
+    load_rows<Threads>(s, from, piece, head, 0, slots);
     return;
   }
   const float* gates = chunk_rows<float>(g, piece, head);

@@ -9,10 +9,9 @@ namespace girih::kernels {
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
                                      const Out<4>& to, const Piece& piece, int head, int col, int cols,
-                                     int at = 0, int n0 = 0) {
+                                     int at = 0) {
   if (to.dtype != DType::f32) {
-    store_rows<T, Eights>(sums, n0, stage, warp, chunk_rows<T>(to, piece, head) + col, to.stride[1],
-                          piece.length, cols - col, at);
+    store_rows<T, Eights>(sums, stage, warp, to, piece, head, col, cols, at);
     return;
   }
   float* rows = chunk_rows<float>(to, piece, head) + col;
@@ -22,8 +21,8 @@ __device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kC
     for (int i = 0; i < 2; ++i) {
       const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
       if (row < piece.length && c < cols - col) {
-        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n0 + n][2 * i],
-                                                                     sums.at[n0 + n][2 * i + 1]};
+        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i],
+                                                                     sums.at[n][2 * i + 1]};
       }
     }
   }

@@ -30,37 +30,22 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   extern __shared__ __align__(128) unsigned char shared[];
   const GsaOutputTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
-  const int warp = threadIdx.x >> 5,
-            query_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads));
-  const int head = query_head / (shape.query_heads / shape.heads);
-  const int64_t chunk = blockIdx.x / static_cast<unsigned>(shape.query_heads);
-  const Piece piece = piece_at(shape.tokens, chunk, kChunk);
-  if (piece.length == 0) return;
+  const int warp = threadIdx.x >> 5;
+  const ChunkBlock block(shape, warp);
+  if (block.piece.length == 0) return;
 
-  const auto load_gate = [&] {
-    load_gates<kGroup>(tile.g, p.g, piece, head, shape.M);
-    load_weights<kGroup>(tile.s, p.s, p.g, piece, head, shape.M);
-    commit_copies();
-  };
   const auto load_keys = [&](int d) {
-    const int cols = shape.D - d;
-    load_async<kGroup>(tile.q, chunk_rows<T>(p.q, piece, query_head) + d, p.q.stride[1], piece.length, cols,
-                       threadIdx.x);
-    load_async<kGroup>(tile.k, chunk_rows<T>(p.k, piece, head) + d, p.k.stride[1], piece.length, cols,
-                       threadIdx.x);
-    load_async<kGroup>(tile.hk, state_rows<T>(p.states, shape, chunk, head, d), shape.M, cols, shape.M,
-                       threadIdx.x);
+    block.load<kGroup>(tile.q, p.q, block.query_head, d, shape.D);
+    block.load<kGroup>(tile.k, p.k, block.head, d, shape.D);
+    block.load_states<kGroup>(tile.hk, p.states, d, shape.D - d);
     commit_copies();
   };
   const auto load_values = [&](int v) {
-    const int cols = shape.V - v;
-    load_async<kGroup>(tile.v, chunk_rows<T>(p.v, piece, head) + v, p.v.stride[1], piece.length, cols,
-                       threadIdx.x);
-    load_async<kGroup>(tile.hv, state_rows<T>(p.states, shape, chunk, head, shape.D + v), shape.M, cols,
-                       shape.M, threadIdx.x);
+    block.load<kGroup>(tile.v, p.v, block.head, v, shape.V);
+    block.load_states<kGroup>(tile.hv, p.states, shape.D + v, shape.V - v);
     commit_copies();
   };
-  load_gate();
+  block.load_slots<kGroup>(tile.g, p.g, tile.s, p.s);
   load_keys(0);
   load_values(0);
 
@@ -82,7 +67,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
             [&](int) { add_slab<Side::earlier, T>(a, logits, tile.q, tile.k, tile.hk, warp); });
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
-  reads.template split<kGroup>(tile.hk, p.s, p.g, piece, head, shape.M);
+  reads.template split<kGroup>(tile.hk, p.s, p.g, block.piece, block.head, shape.M);
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without its divisor
@@ -106,8 +91,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) o.at[n][i] *= i < 2 ? divisor.x : divisor.y;
     }
-    store_rows<T>(o, 0, tile.q, warp, chunk_rows<T>(p.o, piece, query_head) + v, p.o.stride[1], piece.length,
-                  shape.V - v);
+    store_rows<T>(o, tile.q, warp, p.o, block.piece, block.query_head, v, shape.V);
   });
 }
 

@@ -10,7 +10,7 @@ namespace girih::kernels {
 // A chunk and query head. Sums are the callers': an array here would keep all of the block out of registers
 // until every loop over it is unrolled.
 template <typename T, int M>
-struct GsaRowBlock {
+struct GsaRowBlock : ChunkBlock {
   using Tiles = GsaRowTiles<T, M>;
   using Stage = SharedTile<T, kChunk, kSlab>;
   static constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
@@ -19,29 +19,17 @@ struct GsaRowBlock {
 
   const GsaRows& p;
   const Tiles tile;
-  const GsaShape& shape;
-  const int warp, group;
-  const int first;                      // of the group's columns
-  const int query_head, queries, head;  // of `queries` that share the memory
-  const int64_t chunk;
-  Piece piece;
+  const int first;  // of the group's columns
   // The room of a warp's rows on their way out, and of its scratch, once q, do and v have been read.
   Stage stage;
   int slots;  // the group's
   RowReads<T, M, true, 64> reads;
 
   __device__ GsaRowBlock(const GsaRows& p, unsigned char* shared)
-      : p(p),
+      : ChunkBlock(p.shape, threadIdx.x / 32 % 4, kGroups == 1 ? 0 : threadIdx.x / kGroup),
+        p(p),
         tile(shared),
-        shape(p.shape),
-        warp(threadIdx.x / 32 % 4),
-        group(kGroups == 1 ? 0 : threadIdx.x / kGroup),
-        first(64 * group),
-        query_head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads))),
-        queries(shape.query_heads / shape.heads),
-        head(query_head / queries),
-        chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
-        piece(piece_at(shape.tokens, chunk, kChunk)) {}
+        first(64 * group) {}
 
   // Copies of g and s, then of each memory's first slab.
   __device__ void start_loads() const;
@@ -73,24 +61,14 @@ struct GsaRowBlock {
   __device__ void join_scores(Scores& W) const;
   __device__ void put_dq(const Operand<4>& f, const Operand<2> (&w)[2]);
 
-  // Columns col..col+63 of a row's data, of the states.
-  template <class Tile>
-  __device__ void load(const Tile& to, const In<4>& from, int of, int col, int width) const {
-    load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
-                         threadIdx.x);
-  }
-  template <class Tile>
-  __device__ void load_state(const Tile& to, int row, int col, int width) const {
-    load_async<kThreads>(to, state_rows<T>(p.states, shape, chunk, head, row + col), shape.M, width - col,
-                         shape.M, threadIdx.x);
-  }
+  // 64 columns of keys or values, and what the state has for them.
   __device__ void load_memory_k(int d) const {
-    load(tile.k, p.k, head, d, shape.D);
-    load_state(tile.hk, 0, d, shape.D);
+    load<kThreads>(tile.k, p.k, head, d, shape.D);
+    load_states<kThreads>(tile.hk, p.states, d, shape.D - d);
   }
   __device__ void load_memory_v(int v) const {
-    load(tile.v, p.v, head, v, shape.V);
-    load_state(tile.hv, shape.D, v, shape.V);
+    load<kThreads>(tile.v, p.v, head, v, shape.V);
+    load_states<kThreads>(tile.hv, p.states, shape.D + v, shape.V - v);
   }
 
   // Of the warp's sums, those that wait in the place of hk and k.
@@ -105,8 +83,7 @@ struct GsaRowBlock {
     return {of[0], of[8]};
   }
   __device__ void put(const Sums<8>& sums, const Out<4>& to) const {
-    store_rows<T>(sums, 0, stage, warp, chunk_rows<T>(to, piece, query_head) + first, to.stride[1],
-                  piece.length, slots);
+    store_rows<T>(sums, stage, warp, to, piece, query_head, first, first + slots);
   }
   // The warps of the same rows wait for each other.
   __device__ void meet() const {
@@ -119,13 +96,11 @@ struct GsaRowBlock {
 
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::start_loads() const {
-  load_gates<kThreads>(tile.g, p.g, piece, head, shape.M);
-  load_weights<kThreads>(tile.s, p.s, p.g, piece, head, shape.M);
-  commit_copies();
-  load(tile.q, p.q, query_head, 0, shape.D);
+  load_slots<kThreads>(tile.g, p.g, tile.s, p.s);
+  load<kThreads>(tile.q, p.q, query_head, 0, shape.D);
   load_memory_k(0);
   commit_copies();
-  if (!Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
+  if (!Tiles::kOneByOne) load<kThreads>(tile.dout, p.dout, query_head, 0, shape.V);
   load_memory_v(0);
   commit_copies();
 }
@@ -140,8 +115,7 @@ __device__ inline void GsaRowBlock<T, M>::start_reads() {
               tile.hv.from_column(first),
               {rows_of(stage, warp)}};
   reads.template start<4>();
-  if (threadIdx.x == 0 && query_head % queries == 0)
-    p.left.factored[chunk * shape.heads + head] = reads.factored;
+  if (threadIdx.x == 0 && leads()) p.left.factored[chunk * shape.heads + head] = reads.factored;
 }
 
 // a = X Y^T,   sums = X H
@@ -211,7 +185,7 @@ __device__ inline void GsaRowBlock<T, M>::bring_values(const Sums<8>& z) {
     wait_copies<1>();  // the weights may come later
   } else {
     __syncthreads();
-    if (Tiles::kOneByOne) load(tile.dout, p.dout, query_head, 0, shape.V);
+    if (Tiles::kOneByOne) load<kThreads>(tile.dout, p.dout, query_head, 0, shape.V);
     if constexpr (kGroups > 1) put_sums<Tiles::kAside>(aside(), z);
     if (!Factored) load_memory_v(0);
     commit_copies();
@@ -236,10 +210,10 @@ __device__ inline void GsaRowBlock<T, M>::read_values(Sums<8>& z, Sums<8>& dp) {
     multiply(dp, a, of_z ? tile.q : tile.dout, of_z ? tile.k : tile.v, of_z ? tile.hk : tile.hv,
              of_z ? shape.D : shape.V, [&](int col) {
                if (of_z) {
-                 load(tile.q, p.q, query_head, col, shape.D);
+                 load<kThreads>(tile.q, p.q, query_head, col, shape.D);
                  load_memory_k(col);
                } else {
-                 load(tile.dout, p.dout, query_head, col, shape.V);
+                 load<kThreads>(tile.dout, p.dout, query_head, col, shape.V);
                  load_memory_v(col);
                }
              });

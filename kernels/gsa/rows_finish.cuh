@@ -158,8 +158,7 @@ __device__ inline void GsaRowBlock<T, M>::put_dq(const Operand<4>& f, const Oper
       meet();
       add_sums(dq, rows_of(tile.hv, warp) + group * kEights * 128);
     }
-    store_rows<T, kEights>(dq, 0, stage, warp, chunk_rows<T>(p.dq, piece, query_head) + d + col,
-                           p.dq.stride[1], piece.length, shape.D - d - col);
+    store_rows<T, kEights>(dq, stage, warp, p.dq, piece, query_head, d + col, shape.D);
   }
 }
 
