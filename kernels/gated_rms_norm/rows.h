@@ -10,6 +10,7 @@
 
 #include "gated_rms_norm/gated_rms_norm.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
 
@@ -236,7 +237,7 @@ __device__ inline void with_activation(GateActivation activation, Body body) {
 // Two packs a thread: with one the loads in flight do not fill the memory, with more the gradient's sums do
 // not fit beside them.
 template <typename T, typename Launch>
-cudaError_t with_dim(int dim, Launch launch) {
+cudaError_t with_dim(int dim, const Launch& launch) {
   constexpr int kTwo = 32 / int(sizeof(T));  // packs
   if (dim <= 4 * kTwo) return launch(Rows<T, 4, kTwo>{});
   if (dim <= 8 * kTwo) return launch(Rows<T, 8, kTwo>{});
@@ -252,18 +253,9 @@ cudaError_t with_dim(int dim, Launch launch) {
 
 // Calls launch(Rows).
 template <typename Launch>
-cudaError_t with_rows(const GatedRmsNormShape& shape, Launch launch) {
-  switch (shape.dtype) {
-    case DType::f32:
-      return with_dim<float>(shape.dim, launch);
-    case DType::f16:
-      return with_dim<__half>(shape.dim, launch);
-    case DType::bf16:
-      return with_dim<__nv_bfloat16>(shape.dim, launch);
-    case DType::f64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+cudaError_t with_rows(const GatedRmsNormShape& shape, const Launch& launch) {
+  return by_element(shape.dtype,
+                    [&](auto element) { return with_dim<decltype(element)>(shape.dim, launch); });
 }
 
 }  // namespace girih::kernels::gated_rms_norm

@@ -1,34 +1,25 @@
 // How the work on one gate a head is cut into launches.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <type_traits>
 
 #include "gla/head.h"
 #include "gla/head_launch.h"
 #include "gsa/gsa.h"
 #include "gsa/join.h"
+#include "tile/instance.h"
 #include "tile/segments.h"
 
 namespace girih::kernels {
 namespace {
 
-template <int Value>
-using Keys = std::integral_constant<int, Value>;
-
 // launch(an element, keys of a tile): the smallest tile that holds `width`.
 template <class Launch>
 cudaError_t by_tile(const HeadShape& shape, int width, const Launch& launch) {
-  const auto with_keys = [&](auto element) {
-    if (width <= 64) return launch(element, Keys<64>());
-    if (width <= 128) return launch(element, Keys<128>());
-    return launch(element, Keys<256>());
-  };
   if (shape.D > kHeadMaxKeys) return cudaErrorInvalidValue;
-  if (shape.dtype == DType::bf16) return with_keys(__nv_bfloat16());
-  if (shape.dtype == DType::f16) return with_keys(__half());
-  return cudaErrorInvalidValue;
+  return by_short_element(shape.dtype, [&](auto element) {
+    if (width <= 64) return launch(element, Constant<64>());
+    if (width <= 128) return launch(element, Constant<128>());
+    return launch(element, Constant<256>());
+  });
 }
 
 int64_t segment_tokens(const HeadShape& shape) {

@@ -1,10 +1,10 @@
 // Away from the launches: whoever sees the kernels and launches them compiles them.
 #include <algorithm>
-#include <type_traits>
 
 #include "gsa/columns.cuh"
 #include "gsa/output.cuh"
 #include "gsa/rows.cuh"
+#include "tile/instance.h"
 
 namespace girih::kernels {
 
@@ -16,8 +16,7 @@ cudaError_t gsa_fits(int M, bool& fits) {
   };
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  fits = (M <= 64 ? bytes_of(std::integral_constant<int, 64>())
-                  : bytes_of(std::integral_constant<int, 128>())) <= limit;
+  fits = (M <= 64 ? bytes_of(Constant<64>()) : bytes_of(Constant<128>())) <= limit;
   return cudaSuccess;
 }
 

@@ -4,6 +4,7 @@
 #include "exact/exact.h"
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
+#include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/segments.h"
 
@@ -79,22 +80,13 @@ cudaError_t launch(const ScanPass& pass, cudaStream_t stream) {
                            : launch_one_way<T, Slabs, Slots, false>(pass, stream);
 }
 
-template <typename T>
-cudaError_t launch_part(const ScanPass& pass, cudaStream_t stream) {
-  const BlockPart part = block_part(pass);
-  if (part.slabs == 2) return launch<T, 2, 32>(pass, stream);
-  return part.columns == 32 ? launch<T, 1, 32>(pass, stream) : launch<T, 1, 64>(pass, stream);
-}
-
 cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
-  switch (pass.scan.dtype) {
-    case DType::bf16:
-      return launch_part<__nv_bfloat16>(pass, stream);
-    case DType::f16:
-      return launch_part<__half>(pass, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return by_short_element(pass.scan.dtype, [&](auto element) {
+    using T = decltype(element);
+    const BlockPart part = block_part(pass);
+    if (part.slabs == 2) return launch<T, 2, 32>(pass, stream);
+    return part.columns == 32 ? launch<T, 1, 32>(pass, stream) : launch<T, 1, 64>(pass, stream);
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "linear_path/linear_path.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -15,7 +16,6 @@ template <typename Element, int Lanes_>
 struct Rows {
   using T = Element;
   static constexpr int kLanes = Lanes_, kRows = kThreads / Lanes_;
-  static constexpr int kWidest = Lanes_ * kPack;
 
   __device__ static int column() { return static_cast<int>(threadIdx.x) % kLanes * kPack; }
   __device__ static int64_t first() {
@@ -67,25 +67,14 @@ struct RowIndex {
 // f(Rows) of this width and type; an error where there is none.
 template <typename F>
 cudaError_t with_rows(int D, DType dtype, const F& f) {
-  const auto by_width = [&](auto t) {
-    using T = decltype(t);
+  if (D < kPack || D % kPack != 0 || D > kLinearPathWidest) return cudaErrorInvalidValue;
+  return by_element(dtype, [&](auto element) {
+    using T = decltype(element);
     if (D <= 4 * kPack) return f(Rows<T, 4>{});
     if (D <= 8 * kPack) return f(Rows<T, 8>{});
     if (D <= 16 * kPack) return f(Rows<T, 16>{});
     return f(Rows<T, 32>{});
-  };
-  if (D < kPack || D % kPack != 0 || D > kLinearPathWidest) return cudaErrorInvalidValue;
-  switch (dtype) {
-    case DType::f32:
-      return by_width(0.f);
-    case DType::bf16:
-      return by_width(__nv_bfloat16{});
-    case DType::f16:
-      return by_width(__half{});
-    case DType::f64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace linear_path

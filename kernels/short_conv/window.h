@@ -7,6 +7,7 @@
 
 #include "short_conv/short_conv.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
 #include "tile/shared.h"
@@ -314,40 +315,21 @@ struct Instance {
 constexpr int kPack = 4;
 
 template <typename T, int N, typename Launch>
-cudaError_t with_width(int width, Launch launch) {
-  switch (width) {
-    case 1:
-      return launch(Instance<T, 1, N>{});
-    case 2:
-      return launch(Instance<T, 2, N>{});
-    case 3:
-      return launch(Instance<T, 3, N>{});
-    case 4:
-      return launch(Instance<T, 4, N>{});
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
-template <typename T, typename Launch>
-cudaError_t with_pack(int width, bool packs, Launch launch) {
-  return packs ? with_width<T, kPack>(width, launch) : with_width<T, 1>(width, launch);
+cudaError_t with_width(int width, const Launch& launch) {
+  if (width == 1) return launch(Instance<T, 1, N>{});
+  if (width == 2) return launch(Instance<T, 2, N>{});
+  if (width == 3) return launch(Instance<T, 3, N>{});
+  if (width == kShortConvMaxWidth) return launch(Instance<T, kShortConvMaxWidth, N>{});
+  return cudaErrorInvalidValue;
 }
 
 // Calls launch(Instance) with the type, the width and the channels a thread; packs: every tensor fits them.
 template <typename Launch>
-cudaError_t with_instance(const ShortConvShape& shape, bool packs, Launch launch) {
-  switch (shape.dtype) {
-    case DType::f32:
-      return with_pack<float>(shape.width, packs, launch);
-    case DType::f16:
-      return with_pack<__half>(shape.width, packs, launch);
-    case DType::bf16:
-      return with_pack<__nv_bfloat16>(shape.width, packs, launch);
-    case DType::f64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+cudaError_t with_instance(const ShortConvShape& shape, bool packs, const Launch& launch) {
+  return by_element(shape.dtype, [&](auto element) {
+    using T = decltype(element);
+    return packs ? with_width<T, kPack>(shape.width, launch) : with_width<T, 1>(shape.width, launch);
+  });
 }
 
 template <typename... Arrays>

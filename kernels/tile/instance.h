@@ -1,0 +1,30 @@
+// The instance that serves a call: a type of elements, or a number, as an argument of a generic lambda.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <type_traits>
+
+#include "tile/array.h"
+
+namespace girih::kernels {
+
+template <int Value>
+using Constant = std::integral_constant<int, Value>;
+
+// launch(an element of the type), where that has 16 bits.
+template <class Launch>
+cudaError_t by_short_element(DType dtype, const Launch& launch) {
+  if (dtype == DType::bf16) return launch(__nv_bfloat16());
+  if (dtype == DType::f16) return launch(__half());
+  return cudaErrorInvalidValue;
+}
+// Or is fp32.
+template <class Launch>
+cudaError_t by_element(DType dtype, const Launch& launch) {
+  return dtype == DType::f32 ? launch(float()) : by_short_element(dtype, launch);
+}
+
+}  // namespace girih::kernels
