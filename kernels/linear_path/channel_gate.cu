@@ -63,34 +63,26 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// launch(rows' type, their index) where there are rows.
-template <class Problem, class Launch>
-cudaError_t with_index(const Problem& p, const Launch& launch) {
-  const RowIndex index(p.batch, p.tokens, p.heads);
-  if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows || p.n < 1) return cudaErrorInvalidValue;
-  return with_rows(p.D, p.dtype, [&](auto tile) {
-    launch(tile, index);
-    return cudaGetLastError();
-  });
-}
-
 }  // namespace
 }  // namespace linear_path
 
 cudaError_t channel_gate(const ChannelGate& p, cudaStream_t stream) {
   using namespace linear_path;
-  return with_index(p, [&](auto tile, const RowIndex& index) {
-    using R = decltype(tile);
-    channel_gate_kernel<R><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
+  const RowIndex index(p.batch, p.tokens, p.heads);
+  if (index.rows > 0 && p.n < 1) return cudaErrorInvalidValue;
+  return with_rows(index, p.D, p.dtype, [&](auto rows) {
+    using R = decltype(rows);
+    channel_gate_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
   });
 }
 
 cudaError_t channel_gate_backward(const ChannelGateBackward& p, cudaStream_t stream) {
   using namespace linear_path;
-  return with_index(p, [&](auto tile, const RowIndex& index) {
-    using R = decltype(tile);
-    channel_gate_backward_kernel<R><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
+  const RowIndex index(p.batch, p.tokens, p.heads);
+  if (index.rows > 0 && p.n < 1) return cudaErrorInvalidValue;
+  return with_rows(index, p.D, p.dtype, [&](auto rows) {
+    using R = decltype(rows);
+    channel_gate_backward_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
   });
 }
 

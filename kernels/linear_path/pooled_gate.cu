@@ -55,24 +55,18 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t pooled_gate(const PooledGate& p, cudaStream_t stream) {
   using namespace linear_path;
   const RowIndex index(p.batch, p.tokens, p.heads);
-  if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows) return cudaErrorInvalidValue;
-  return with_rows(p.D, p.dtype, [&](auto tile) {
-    using R = decltype(tile);
+  return with_rows(index, p.D, p.dtype, [&](auto rows) {
+    using R = decltype(rows);
     pooled_gate_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-    return cudaGetLastError();
   });
 }
 
 cudaError_t pooled_gate_backward(const PooledGateBackward& p, cudaStream_t stream) {
   using namespace linear_path;
   const RowIndex index(p.batch, p.tokens, p.heads);
-  if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows) return cudaErrorInvalidValue;
-  return with_rows(p.D, p.dtype, [&](auto tile) {
-    using R = decltype(tile);
+  return with_rows(index, p.D, p.dtype, [&](auto rows) {
+    using R = decltype(rows);
     pooled_gate_backward_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-    return cudaGetLastError();
   });
 }
 

@@ -64,16 +64,23 @@ struct RowIndex {
   }
 };
 
-// f(Rows) of this width and type; an error where there is none.
-template <typename F>
-cudaError_t with_rows(int D, DType dtype, const F& f) {
-  if (D < kPack || D % kPack != 0 || D > kLinearPathWidest) return cudaErrorInvalidValue;
+// launch(Rows of this width and type) where there are rows; an error where there is no such instance.
+template <typename Launch>
+cudaError_t with_rows(const RowIndex& index, int D, DType dtype, const Launch& launch) {
+  if (index.rows == 0) return cudaSuccess;
+  if (index.rows > kMostRows || D < kPack || D % kPack != 0 || D > kLinearPathWidest) {
+    return cudaErrorInvalidValue;
+  }
+  const auto launched = [&](auto rows) {
+    launch(rows);
+    return cudaGetLastError();
+  };
   return by_element(dtype, [&](auto element) {
     using T = decltype(element);
-    if (D <= 4 * kPack) return f(Rows<T, 4>{});
-    if (D <= 8 * kPack) return f(Rows<T, 8>{});
-    if (D <= 16 * kPack) return f(Rows<T, 16>{});
-    return f(Rows<T, 32>{});
+    if (D <= 4 * kPack) return launched(Rows<T, 4>{});
+    if (D <= 8 * kPack) return launched(Rows<T, 8>{});
+    if (D <= 16 * kPack) return launched(Rows<T, 16>{});
+    return launched(Rows<T, 32>{});
   });
 }
 

@@ -8,7 +8,6 @@
 //
 // They begin n - 1 tokens early.
 #include "linear_path/row.cuh"
-#include "tile/matrix.h"
 #include "tile/silu.h"
 
 namespace girih::kernels {
@@ -71,12 +70,6 @@ struct Raw {
   }
   __device__ float operator[](int c) const { return to_float(elements.at[c]); }
 };
-
-// Of 16 bits by the fast exponential and reciprocal, two instructions of their own.
-template <typename T>
-__device__ inline float sigmoid_for(float x) {
-  return sizeof(T) == 4 ? sigmoid(x) : reciprocal(1.f + exp2_fast(-kLog2E * x));
-}
 
 template <class R, int N>
 __global__ void __launch_bounds__(kThreads)
@@ -205,24 +198,12 @@ template <typename Launch>
 cudaError_t with_shape(const VirtualRowsShape& shape, const Launch& launch) {
   const int64_t heads = shape.query_heads + 2 * shape.heads;
   const RowIndex index(shape.batch, divide_up(shape.tokens, kTokens), static_cast<int>(heads));
-  if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows) return cudaErrorInvalidValue;
-  return with_rows(shape.D, shape.dtype, [&](auto rows) {
-    const auto launched = [&](auto n) {
-      launch(rows, n, index);
-      return cudaGetLastError();
-    };
-    switch (shape.n) {
-      case 1:
-        return launched(std::integral_constant<int, 1>{});
-      case 2:
-        return launched(std::integral_constant<int, 2>{});
-      case 3:
-        return launched(std::integral_constant<int, 3>{});
-      case kMostVirtualRows:
-        return launched(std::integral_constant<int, kMostVirtualRows>{});
-    }
-    return cudaErrorInvalidValue;
+  if (index.rows > 0 && (shape.n < 1 || shape.n > kMostVirtualRows)) return cudaErrorInvalidValue;
+  return with_rows(index, shape.D, shape.dtype, [&](auto rows) {
+    if (shape.n == 1) return launch(rows, Constant<1>(), index);
+    if (shape.n == 2) return launch(rows, Constant<2>(), index);
+    if (shape.n == 3) return launch(rows, Constant<3>(), index);
+    launch(rows, Constant<kMostVirtualRows>(), index);
   });
 }
 
@@ -233,7 +214,7 @@ cudaError_t virtual_rows(const VirtualRows& p, cudaStream_t stream) {
   using namespace linear_path;
   return with_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
-    constexpr int kN = decltype(n)::value;
+    constexpr int kN = n();
     virtual_rows_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
   });
 }
@@ -242,7 +223,7 @@ cudaError_t virtual_rows_backward(const VirtualRowsBackward& p, cudaStream_t str
   using namespace linear_path;
   return with_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
-    constexpr int kN = decltype(n)::value;
+    constexpr int kN = n();
     virtual_rows_backward_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
   });
 }

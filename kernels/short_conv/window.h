@@ -11,6 +11,7 @@
 #include "tile/matrix.h"
 #include "tile/pack.h"
 #include "tile/shared.h"
+#include "tile/silu.h"
 
 namespace girih::kernels::short_conv {
 
@@ -19,14 +20,6 @@ namespace girih::kernels::short_conv {
 constexpr int kLanes = 32;
 constexpr int kRuns = 8;
 constexpr int kThreads = kLanes * kRuns;
-
-// 1 / (1 + e^-z)
-template <typename T>
-__device__ inline float sigmoid(float z) {
-  if constexpr (sizeof(T) == 4) return 1.f / (1.f + expf(-z));
-  // Right to 2^-21, and to be rounded to 16 bits.
-  return reciprocal(1.f + exp2_fast(-kLog2E * z));
-}
 
 // The filters of N channels as they lie in memory: asked for, and not waited for.
 template <int W, int N>
@@ -107,7 +100,7 @@ struct Filter {
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) z[k].at[i] *= sigmoid<T>(z[k].at[i]);
+      for (int i = 0; i < N; ++i) z[k].at[i] *= sigmoid_for<T>(z[k].at[i]);
     }
   }
 
@@ -119,7 +112,7 @@ struct Filter {
     for (int k = 0; k < Count; ++k) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float s = sigmoid<T>(z[k].at[i]);
+        const float s = sigmoid_for<T>(z[k].at[i]);
         dy[k].at[i] *= s * (1.f + z[k].at[i] * (1.f - s));
       }
     }
