@@ -3,6 +3,7 @@
 // slot of one chunk, or of one sequence.
 #include "exact/exact.h"
 #include "tile/grid.h"
+#include "tile/pack.h"
 
 namespace girih::kernels {
 namespace exact {
@@ -39,25 +40,19 @@ struct Slot {
   int head, m;
 };
 
-// The slot of a thread's job; `from` the job without it.
-__device__ inline Slot slot_of(int64_t job, int heads, int M, int64_t& from) {
-  from = job / M;
-  const Slot slot{static_cast<int>(from % heads), static_cast<int>(job % M)};
-  from /= heads;
-  return slot;
+template <template <int> class Array>
+__device__ inline auto row_of(const Array<4>& x, const Piece& piece, const Slot& slot) {
+  return at<float>(x, piece.sequence.batch, piece.start, slot.head) + slot.m * x.stride[3];
 }
 
-__device__ inline const float* row_of(const In<4>& x, const Piece& piece, const Slot& slot) {
-  return static_cast<const float*>(x.data) + piece.sequence.batch * x.stride[0] + piece.start * x.stride[1] +
-         slot.head * x.stride[2] + slot.m * x.stride[3];
-}
-__device__ inline float* row_of(const Out<4>& x, const Piece& piece, const Slot& slot) {
-  return static_cast<float*>(x.data) + piece.sequence.batch * x.stride[0] + piece.start * x.stride[1] +
-         slot.head * x.stride[2] + slot.m * x.stride[3];
-}
-template <class Array>
-__device__ inline int64_t offset(const Array& x, int64_t n, const Slot& slot) {
-  return n * x.stride[0] + slot.head * x.stride[1] + slot.m * x.stride[2];
+// f(job, number, slot) of the thread's jobs, the slots of `count` chunks or sequences.
+template <class Problem, class F>
+__device__ inline void each_slot(const Problem& p, int64_t count, const F& f) {
+  const int64_t jobs = count * p.heads * p.M, grid = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+    const int64_t row = job / p.M;
+    f(job, row / p.heads, Slot{static_cast<int>(row % p.heads), static_cast<int>(job % p.M)});
+  }
 }
 
 // f(token, logit) of a chunk's tokens in the order of time.
@@ -79,11 +74,7 @@ __device__ inline void each_logit(const AbcGates& p, const Piece& piece, const S
 
 template <bool Write>
 __global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ AbcGates p) {
-  const int64_t jobs = piece_count(p.tokens, kChunk) * p.heads * p.M;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
-    int64_t number;
-    const Slot slot = slot_of(job, p.heads, p.M, number);
+  each_slot(p, piece_count(p.tokens, kChunk), [&](int64_t job, int64_t number, const Slot& slot) {
     const Piece piece = piece_at(p.tokens, number, kChunk);
     Normaliser* const part = static_cast<Normaliser*>(p.workspace) + job;
     if constexpr (Write) {
@@ -110,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ 
       each_logit(p, piece, slot, [&](int, float logit) { all.add(logit, logit > kEmpty ? 1.f : 0.f); });
       *part = all;
     }
-  }
+  });
 }
 
 // Calls f(part) for the parts of a sequence's chunks, from the first to the last or Reverse.
@@ -137,15 +128,12 @@ __device__ inline void each_part(void* parts, const Tokens& tokens, const Sequen
 }
 
 __global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ AbcGates p) {
-  const int64_t jobs = p.tokens.sequences * p.heads * p.M;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
-    int64_t index;
-    const Slot slot = slot_of(job, p.heads, p.M, index);
+  each_slot(p, p.tokens.sequences, [&](int64_t, int64_t index, const Slot& slot) {
     const Sequence sequence = sequence_at(p.tokens, index);
     Normaliser state{0.f, 0.f};
     if (p.initial.data != nullptr) {
-      const float z = static_cast<const float*>(p.initial.data)[offset(p.initial, index, slot)];
+      const float z =
+          static_cast<const float*>(p.initial.data)[offset_of(p.initial, index, slot.head, slot.m)];
       state.add(z, z > kEmpty ? 1.f : 0.f);
     }
     each_part<false, Normaliser>(p.workspace, p.tokens, sequence, p.heads, p.M, slot, [&](Normaliser part) {
@@ -153,17 +141,13 @@ __global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ A
       state.add(part.top, part.sum);
       return before;
     });
-    static_cast<float*>(p.final.data)[offset(p.final, index, slot)] = state.z();
-  }
+    static_cast<float*>(p.final.data)[offset_of(p.final, index, slot.head, slot.m)] = state.z();
+  });
 }
 
 template <bool Write>
 __global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant__ AbcGradient p) {
-  const int64_t jobs = piece_count(p.tokens, kChunk) * p.heads * p.M;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
-    int64_t number;
-    const Slot slot = slot_of(job, p.heads, p.M, number);
+  each_slot(p, piece_count(p.tokens, kChunk), [&](int64_t job, int64_t number, const Slot& slot) {
     const Piece piece = piece_at(p.tokens, number, kChunk);
     Passage* const part = static_cast<Passage*>(p.workspace) + job;
     const float *const s = row_of(p.s, piece, slot), *const g = row_of(p.g, piece, slot),
@@ -191,16 +175,14 @@ __global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant
       }
     }
     if (!Write) *part = {keep, Z};
-  }
+  });
 }
 
 __global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant__ AbcGradient p) {
-  const int64_t jobs = p.tokens.sequences * p.heads * p.M;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
-    int64_t index;
-    const Slot slot = slot_of(job, p.heads, p.M, index);
-    const auto at = [&](const In<3>& x) { return static_cast<const float*>(x.data)[offset(x, index, slot)]; };
+  each_slot(p, p.tokens.sequences, [&](int64_t, int64_t index, const Slot& slot) {
+    const auto at = [&](const In<3>& x) {
+      return static_cast<const float*>(x.data)[offset_of(x, index, slot.head, slot.m)];
+    };
     float Z = p.final.data == nullptr ? 0.f : at(p.final);
     each_part<true, Passage>(p.workspace, p.tokens, sequence_at(p.tokens, index), p.heads, p.M, slot,
                              [&](Passage part) {
@@ -209,10 +191,10 @@ __global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant_
                                return later;
                              });
     if (p.initial.data != nullptr) {
-      static_cast<float*>(p.dinitial.data)[offset(p.dinitial, index, slot)] =
+      static_cast<float*>(p.dinitial.data)[offset_of(p.dinitial, index, slot.head, slot.m)] =
           at(p.initial) > kEmpty ? Z : 0.f;
     }
-  }
+  });
 }
 
 template <auto Kernel, class Problem>

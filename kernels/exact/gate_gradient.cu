@@ -8,8 +8,6 @@
 //
 // Both cancel, each in its own places: behind closed gates little is left of the sums, after the last read or
 // before the first write nothing. The side whose terms are smaller in sum is taken; so what is zero is zero.
-#include <type_traits>
-
 #include "exact/tiles.cuh"
 
 namespace girih::kernels {
@@ -44,8 +42,7 @@ struct Column {
 };
 
 __device__ inline Column column_of(const In<4>& x, int64_t n, int head, int m) {
-  return {static_cast<const float*>(x.data) + n * x.stride[0] + head * x.stride[1] + m * x.stride[3],
-          x.stride[2]};
+  return {static_cast<const float*>(x.data) + offset_of(x, n, head, 0, m), x.stride[2]};
 }
 
 __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant__ ExactGateGradient p) {
@@ -84,10 +81,7 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
 
   const int first = share * kShare, group = p.query_heads / p.heads;
   const auto element = [&](const auto& x, int row, int of) -> auto& {
-    using Array = std::decay_t<decltype(x)>;
-    using Pointer = std::conditional_t<std::is_same_v<Array, In<4>>, const float*, float*>;
-    return static_cast<Pointer>(x.data)[piece.sequence.batch * x.stride[0] +
-                                        (piece.start + row) * x.stride[1] + of * x.stride[2] + m];
+    return *at<float>(x, piece.sequence.batch, piece.start + row, of, m);
   };
   Sum c[kShare], mine;
 #pragma unroll

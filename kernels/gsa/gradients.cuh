@@ -78,8 +78,7 @@ struct EdgeSum {
                             int slots, int thread) {
     if (state.data == nullptr) return;
     const auto at = [&](const In<4>& x, int row, int col) {
-      return static_cast<const float*>(x.data)[piece.sequence.index * x.stride[0] + head * x.stride[1] +
-                                               row * x.stride[2] + col * x.stride[3]];
+      return static_cast<const float*>(x.data)[offset_of(x, piece.sequence.index, head, row, col)];
     };
     for (int row = thread / kPacks; row < rows; row += kRowsAtOnce) {
 #pragma unroll

@@ -1,6 +1,7 @@
 // A thread owns one element of the state and walks its sequence's segments.
 #include "gsa/join.h"
 #include "tile/grid.h"
+#include "tile/pack.h"
 
 namespace girih::kernels {
 namespace gsa {
@@ -25,12 +26,10 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
     const int memory = row < p.width[0] ? 0 : 1;
     const In<4> initial = memory == 0 ? p.initial[0] : p.initial[1];
     const Out<4> final = memory == 0 ? p.final[0] : p.final[1];
-    const auto offset = [&](const int64_t(&stride)[4]) {
-      return sequence.index * stride[0] + head * stride[1] + (row - memory * p.width[0]) * stride[2] +
-             m * stride[3];
+    const auto offset = [&](const auto& array) {
+      return offset_of(array, sequence.index, head, row - memory * p.width[0], m);
     };
-    float state =
-        initial.data == nullptr ? 0.f : static_cast<const float*>(initial.data)[offset(initial.stride)];
+    float state = initial.data == nullptr ? 0.f : static_cast<const float*>(initial.data)[offset(initial)];
     // An empty sequence has one segment, and that one hands on what it starts from.
     const int64_t count = segments > 0 || p.tokens.tokens == 0 ? segments : 1;
     const int64_t ends = final.data == nullptr ? count - 1 : segments;  // segments whose S_end is read
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
         if (n + j < ends) state = fmaf(expf(decay[j]), state, end[j]);
       }
     }
-    if (final.data != nullptr) static_cast<float*>(final.data)[offset(final.stride)] = state;
+    if (final.data != nullptr) static_cast<float*>(final.data)[offset(final)] = state;
   }
 }
 
