@@ -1,4 +1,3 @@
-#include "gla/gla.h"
 #include "gla/launch.h"
 #include "gsa/instance.h"
 #include "gsa/launch.h"

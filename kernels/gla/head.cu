@@ -1,8 +1,7 @@
 // How the work on one gate a head is cut into launches.
 #include <algorithm>
 
-#include "gla/head.h"
-#include "gla/head_launch.h"
+#include "gla/launch.h"
 #include "gsa/gsa.h"
 #include "gsa/join.h"
 #include "tile/instance.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gla/head_gates.cuh"
-#include "gla/head_launch.h"
+#include "gla/launch.h"
 #include "gsa/gradients.cuh"
 #include "gsa/walk.cuh"
 

@@ -1,6 +1,6 @@
 // The gradient of a gate one a head: what its own chunk's blocks have for it and what its partner's have for
 // all gates of the chunk, of every query head and tile of keys, added in one order.
-#include "gla/head_launch.h"
+#include "gla/launch.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
 

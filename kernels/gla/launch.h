@@ -1,7 +1,8 @@
-// The kernels by element type and tile of channels; each is compiled in a file of its own.
+// The kernels by element type and tile of channels or keys; each is compiled in a file of its own.
 #pragma once
 
 #include "gla/gla.h"
+#include "gla/head.h"
 
 namespace girih::kernels {
 
@@ -9,5 +10,36 @@ template <typename T, int M>
 cudaError_t launch_gla_output(const GlaOutput& problem, cudaStream_t stream);
 template <typename T, int M>
 cudaError_t launch_gla_rows(const GlaRows& problem, cudaStream_t stream);
+
+// One gate a head. One launch over a read: of whole sequences, or of segments.
+struct HeadPass {
+  HeadRead read;
+  // Tokens, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
+  // sequences'.
+  int64_t segment;
+  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
+  // sums of their gates go here, [segments, heads, keys]; nothing is read, and segments that nothing follows
+  // are left out.
+  float* segment_decay;
+  int stages, values, slots, readers;
+};
+
+// Heads that have a state of their own.
+__host__ __device__ inline int state_heads(const HeadRead& read) {
+  return read.reverse ? read.shape.query_heads : read.shape.heads;
+}
+
+// The other chunk of a chunk's pair; without tokens where the sequence ends before it.
+__device__ inline Piece partner_of(const Piece& piece) {
+  const int64_t index = piece.index ^ 1, start = piece.sequence.start + index * kChunk;
+  return {piece.sequence, index, start, static_cast<int>(clamp(piece.sequence.end - start, 0, kChunk))};
+}
+
+template <typename T, int D, bool Reverse>
+cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream);
+template <typename T, int D>
+cudaError_t launch_head_gradients(const HeadGradients& problem, cudaStream_t stream);
+// dg of its parts.
+cudaError_t sum_head_gates(const HeadGradients& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

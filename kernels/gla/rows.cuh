@@ -5,7 +5,6 @@
 // a value read of (do, v).
 #pragma once
 
-#include "gla/gla.h"
 #include "gla/launch.h"
 #include "gsa/block.cuh"
 
