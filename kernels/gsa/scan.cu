@@ -16,14 +16,6 @@ bool same(const In<4>& a, const In<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
 }
 
-ScanPass whole(const GatedScan& problem) {
-  ScanPass pass{};
-  pass.scan = problem;
-  pass.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
-                  same(problem.memory[0].s, problem.memory[1].s);
-  return pass;
-}
-
 // One block's part of the state. 2 slabs x 32 columns reads the same gates for twice the rows of 1 slab x 64,
 // but needs two slabs that go with the same s. A memory of one slab alone goes by 32 columns, for twice the
 // blocks.
@@ -45,9 +37,14 @@ int64_t blocks_a_sequence(const ScanPass& pass) {
          divide_up(pass.scan.M, part.columns);
 }
 
-int64_t segment_tokens(const ScanPass& pass) {
-  const Tokens& all = pass.scan.tokens;
-  return kernels::segment_tokens(all, all.sequences * blocks_a_sequence(pass), kChunk);
+ScanPass pass_of(const GatedScan& problem) {
+  ScanPass pass{};
+  pass.scan = problem;
+  pass.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
+                  same(problem.memory[0].s, problem.memory[1].s);
+  const Tokens& all = problem.tokens;
+  pass.segment = segment_tokens(all, all.sequences * blocks_a_sequence(pass), kChunk);
+  return pass;
 }
 
 int64_t pieces(const ScanPass& pass) {
@@ -58,8 +55,6 @@ int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
 
 template <typename T, int Slabs, int Slots, bool Reverse>
 cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
-  const int64_t blocks =
-      pieces(pass) * pass.scan.heads * slab_groups(pass, Slabs) * divide_up(pass.scan.M, Slots);
   // Three warpgroups of two stages each, which take 190 to 213 KB: two warpgroups are as fast forward and 7%
   // slower in reverse. Where shared memory is smaller, what fits.
   int limit = 0;
@@ -70,6 +65,7 @@ cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
   pass.stages = std::min(stages / pass.warpgroups, 2);
   if (pass.stages == 0) return cudaErrorInvalidConfiguration;
   const int bytes = kCarried + pass.warpgroups * pass.stages * kStage;
+  const int64_t blocks = pieces(pass) * blocks_a_sequence(pass);
   return launch_kernel<scan<T, Slabs, Slots, Reverse>>(pass, blocks, pass.warpgroups * kWarpgroup, bytes,
                                                        stream);
 }
@@ -94,8 +90,7 @@ cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
 
 int64_t gated_scan_workspace(const GatedScan& problem) {
   if (problem.dtype == DType::f32) return exact_scan_workspace(problem);
-  gsa::ScanPass pass = gsa::whole(problem);
-  pass.segment = gsa::segment_tokens(pass);
+  const gsa::ScanPass pass = gsa::pass_of(problem);
   if (pass.segment == 0) return 0;
   return gsa::pieces(pass) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
          static_cast<int64_t>(sizeof(float));
@@ -103,8 +98,7 @@ int64_t gated_scan_workspace(const GatedScan& problem) {
 
 cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   if (problem.dtype == DType::f32) return exact_scan(problem, stream);
-  gsa::ScanPass pass = gsa::whole(problem);
-  pass.segment = gsa::segment_tokens(pass);
+  gsa::ScanPass pass = gsa::pass_of(problem);
   if (pass.segment == 0) return gsa::run(pass, stream);
 
   const int64_t rows = gsa::rows(problem), M = problem.M;
