@@ -21,19 +21,6 @@ struct GlaOutputTiles {
   }
 };
 
-// Rows of a tile as a warp's sums, times `factor`.
-template <typename T, int N, class Tile>
-__device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int warp, float factor) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 x = lane_pair<T>(tile, kRows * warp + 8 * i, 8 * n);
-      sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
-    }
-  }
-}
-
 template <typename T, int M>
 __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     gla_output_kernel(const __grid_constant__ GlaOutput p) {
@@ -69,7 +56,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   Operand<2> w[2];
   {
     Sums<M / 8> q;
-    take_rows<T>(q, tile.q, warp, shape.scale);
+    take_rows<T>(q, tile.q, kRows * warp, shape.scale);
     __syncwarp();
     reads.key_read(q, w);
     round_to<T>(f, q);

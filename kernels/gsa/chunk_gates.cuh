@@ -105,6 +105,19 @@ __device__ inline void put_lane_pair(const Tile& tile, int row, int col, float l
   *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
 }
 
+// 16 rows of a tile from `first` on as sums, times `factor`.
+template <typename T, int N, class Tile>
+__device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int first, float factor = 1.f) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+      sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
+    }
+  }
+}
+
 // tile *= factors, 16 rows from `first` on.
 template <typename T, int N, class Tile>
 __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& factors) {

@@ -6,6 +6,31 @@
 
 namespace girih::kernels {
 
+// x = value in slots from `slots` on, which do not exist.
+template <int N>
+__device__ inline void mask_slots(Sums<N>& x, int slots, float value) {
+  if (slots >= 8 * N) return;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (8 * n + lane_col() + (i & 1) >= slots) x.at[n][i] = value;
+    }
+  }
+}
+
+// The largest of rows lane_row() and lane_row() + 8.
+template <int N>
+__device__ inline float2 row_tops(const Sums<N>& x) {
+  float2 top = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    top.x = fmaxf(top.x, fmaxf(x.at[n][0], x.at[n][1]));
+    top.y = fmaxf(top.y, fmaxf(x.at[n][2], x.at[n][3]));
+  }
+  return {max_over_row(top.x), max_over_row(top.y)};
+}
+
 // x becomes p times the row's divisor: softmax leaves its sums out of p, `divisor` is what to multiply by
 // (rows lane_row() and lane_row() + 8); 1 elsewhere. Slots from `slots` on do not exist.
 template <int N>
@@ -20,30 +45,15 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
       }
     }
     const float factor = fmaxf(kLog2E * fabsf(scale), 1e-30f);  // never 0: times -inf it is -inf
-    if (slots < 8 * N) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (8 * n + lane_col() + (i & 1) >= slots) x.at[n][i] = -INFINITY;
-        }
-      }
-    }
-    float above = -INFINITY, below = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      above = fmaxf(above, fmaxf(x.at[n][0], x.at[n][1]));
-      below = fmaxf(below, fmaxf(x.at[n][2], x.at[n][3]));
-    }
-    above = factor * max_over_row(above);
-    below = factor * max_over_row(below);
+    mask_slots(x, slots, -INFINITY);
+    const float2 largest = row_tops(x), top = {factor * largest.x, factor * largest.y};
     float2 sum = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& value = x.at[n][i];
-        value = exp2_fast(fmaf(value, factor, -(i < 2 ? above : below)));
+        value = exp2_fast(fmaf(value, factor, -(i < 2 ? top.x : top.y)));
         (i < 2 ? sum.x : sum.y) += value;
       }
     }
@@ -115,22 +125,9 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
     });
   };
   if (feature == Feature::softmax) {
-    if (slots < 8 * N) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (8 * n + lane_col() + (i & 1) >= slots) z.at[n][i] = -1e30f;  // p = 0, and 0 z = 0
-        }
-      }
-    }
-    float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f}, delta = {0.f, 0.f};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      top.x = fmaxf(top.x, fmaxf(z.at[n][0], z.at[n][1]));
-      top.y = fmaxf(top.y, fmaxf(z.at[n][2], z.at[n][3]));
-    }
-    top = {kLog2E * max_over_row(top.x), kLog2E * max_over_row(top.y)};
+    mask_slots(z, slots, -1e30f);  // p = 0, and 0 z = 0
+    const float2 largest = row_tops(z), top = {kLog2E * largest.x, kLog2E * largest.y};
+    float2 sum = {0.f, 0.f}, delta = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll

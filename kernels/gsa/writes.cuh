@@ -113,21 +113,14 @@ struct RowWrites {
   // Rarely run, and large: calls of their own, lest they take registers from the rest.
   __device__ __noinline__ static void end_by_blocks(const Shared at) {
     Sums<N> weights;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 w = at.weight(i, n);
-        weights.at[n][2 * i] = w.x, weights.at[n][2 * i + 1] = w.y;
-      }
-    }
+    take_rows<T>(weights, at.s, at.gates.row());
     decay_end_by_blocks(at, weights);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<uint32_t*>(&lane_at(at.end, at.gates.row() + 8 * i, 8 * n)) =
-            pair_of<T>(weights.at[n][2 * i], weights.at[n][2 * i + 1]);
+        put_lane_pair<T>(at.end, at.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i],
+                         weights.at[n][2 * i + 1]);
       }
     }
   }
