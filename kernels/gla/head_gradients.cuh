@@ -100,15 +100,9 @@ __device__ inline void HeadGradientBlock<T, D>::make_scores() {
     }
     fence_tiles();
     __syncthreads();
-    fence_products(near);
-    start_product_transposed(near, x, y);
-    commit_products();
-    wait_products<0>(near);
+    run_products([&] { start_product_transposed(near, x, y); }, near);
     if (crosses) {
-      fence_products(cross);
-      start_product_transposed(cross, x, tile.partner);
-      commit_products();
-      wait_products<0>(cross);
+      run_products([&] { start_product_transposed(cross, x, tile.partner); }, cross);
     }
   }
   if (crosses) cross_over(cross);
@@ -140,10 +134,7 @@ template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::read_pairs() {
   Sums<8> pairs;
   fill(pairs, 0.f);
-  fence_products(pairs);
-  start_product_transposed(pairs, own, z);
-  commit_products();
-  wait_products<0>(pairs);
+  run_products([&] { start_product_transposed(pairs, own, z); }, pairs);
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -197,19 +188,13 @@ __device__ inline void HeadGradientBlock<T, D>::add_columns(int col) {
     wait_copies<1>();  // for z', not for the next slab
     fence_tiles();
     group_barrier();
-    fence_products(gradient);
-    start_product<T>(gradient, far, partner_z, col);
-    commit_products();
-    wait_products<0>(gradient);
+    run_products([&] { start_product<T>(gradient, far, partner_z, col); }, gradient);
     keep(far);
     if (wants_gates) products = row_products<T>(gradient, own.block(col), warp);
   }
   read = {fmaf(r.x, products.x, read.x), fmaf(r.y, products.y, read.y)};
   scale_rows(gradient, r);
-  fence_products(gradient);
-  start_product<T>(gradient, scores, z, col);
-  commit_products();
-  wait_products<0>(gradient);
+  run_products([&] { start_product<T>(gradient, scores, z, col); }, gradient);
   keep(scores);
 }
 

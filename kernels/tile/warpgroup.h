@@ -225,6 +225,15 @@ __device__ inline void wait_products(Sums<N>&... sums) {
   (pin(sums), ...);
 }
 
+// All of that at once, where nothing is to be done meanwhile: start() starts the products.
+template <class Start, int... N>
+__device__ inline void run_products(const Start& start, Sums<N>&... sums) {
+  fence_products(sums...);
+  start();
+  commit_products();
+  wait_products<0>(sums...);
+}
+
 // A left factor stays in its registers until here, behind the wait for its products: they read it while they
 // are under way, and the compiler takes registers that it sees no use of for others before.
 template <int K>
