@@ -32,9 +32,7 @@ UNITS = {
         *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
         *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
     ),
-    "linear_path": tuple(
-        f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "pooled_gate", "channel_gate")
-    ),
+    "linear_path": tuple(f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "gates")),
     "model_rows": tuple(
         f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
     ),
