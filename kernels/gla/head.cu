@@ -53,24 +53,24 @@ int64_t head_read_workspace(const HeadRead& p) {
 cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
   HeadPass pass{};
   pass.read = problem;
-  pass.segment = segment_tokens(problem.shape);
-  if (pass.segment == 0) return run(pass, stream);
+  pass.cut.tokens = segment_tokens(problem.shape);
+  if (pass.cut.tokens == 0) return run(pass, stream);
 
   const HeadShape& shape = problem.shape;
   const int64_t heads = state_heads(problem), values = shape.values, keys = shape.keys;
   float* const states = static_cast<float*>(problem.workspace);
-  float* const decay = states + piece_count(shape.tokens, pass.segment) * heads * values * keys;
+  float* const decay = states + pass.cut.count(shape.tokens) * heads * values * keys;
 
   // Every segment from zero,
   HeadPass alone = pass;
-  alone.segment_decay = decay;
+  alone.cut.decay = decay;
   alone.read.initial = {};
   alone.read.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
   if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
 
   // what each starts from,
   const SegmentJoin join{
-      shape.tokens, pass.segment,      static_cast<int>(heads), shape.keys, problem.reverse, states,
+      shape.tokens, pass.cut.tokens,   static_cast<int>(heads), shape.keys, problem.reverse, states,
       decay,        {shape.values, 0}, {problem.initial, {}},   {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 

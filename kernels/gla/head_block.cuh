@@ -91,7 +91,7 @@ struct HeadBlock {
         shared(shared),
         ring(*reinterpret_cast<HeadRing*>(shared)),
         warp(warp_index()),
-        alone(pass.segment_decay != nullptr) {}
+        alone(pass.cut.decay != nullptr) {}
 
   // False: there is nothing to do.
   __device__ bool start();
@@ -131,7 +131,7 @@ __device__ inline bool HeadBlock<T, D, Reverse>::start() {
   query_head = static_cast<int>(job % walkers) * (shape.query_heads / walkers);
   number = job / walkers;
   head = query_head / group, state_head = Reverse ? query_head : head;
-  if (!walk.find(shape.tokens, pass.segment, number, alone)) return false;
+  if (!walk.find(shape.tokens, pass.cut.tokens, number, alone)) return false;
   // Query heads that share a state have the same one; the first publishes it.
   publishes = !alone && p.states != nullptr && (Reverse || query_head % group == 0);
   return true;

@@ -17,7 +17,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::keep_state() const {
     for_each_place<kN>([&](int n) -> float(&)[4] { return state.at[n]; }, col + first_value + lane_row(),
                        shape.values, first_key + lane_col(), shape.keys, first, by_value, by_key, f);
   };
-  const int64_t of_initial = pass.segment == 0 ? walk.sequence.index : number;
+  const int64_t of_initial = pass.cut.tokens == 0 ? walk.sequence.index : number;
   Sums<kN> state;
   fill(state, 0.f);
   if (p.initial.data != nullptr) {
@@ -78,7 +78,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::keep_state() const {
 
   if (alone && warp == kFirstKeeper) {
     for (int key = lane(); key < shape.keys; key += 32) {
-      pass.segment_decay[(number * walkers + state_head) * shape.keys + key] = total / kLog2E;
+      pass.cut.decay[(number * walkers + state_head) * shape.keys + key] = total / kLog2E;
     }
   }
   // Query heads that share a state give the same one; the first writes it.

@@ -57,9 +57,8 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
 template <typename T, int D, bool Reverse>
 cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   const HeadShape& shape = pass.read.shape;
-  const int64_t pieces = pass.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, pass.segment);
-  const int walkers = pass.segment_decay != nullptr ? state_heads(pass.read) : shape.query_heads;
-  const int64_t blocks = pieces * walkers * divide_up(shape.V, kSlab);
+  const int walkers = pass.cut.decay != nullptr ? state_heads(pass.read) : shape.query_heads;
+  const int64_t blocks = pass.cut.count(shape.tokens) * walkers * divide_up(shape.V, kSlab);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,

@@ -3,6 +3,7 @@
 
 #include "gla/gla.h"
 #include "gla/head.h"
+#include "gsa/walk.cuh"
 
 namespace girih::kernels {
 
@@ -11,16 +12,10 @@ cudaError_t launch_gla_output(const GlaOutput& problem, cudaStream_t stream);
 template <typename T, int M>
 cudaError_t launch_gla_rows(const GlaRows& problem, cudaStream_t stream);
 
-// One gate a head. One launch over a read: of whole sequences, or of segments.
+// One gate a head: one launch over a read.
 struct HeadPass {
   HeadRead read;
-  // Tokens, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
-  // sequences'.
-  int64_t segment;
-  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
-  // sums of their gates go here, [segments, heads, keys]; nothing is read, and segments that nothing follows
-  // are left out.
-  float* segment_decay;
+  Segments cut;
   int stages, values, slots, readers;
 };
 

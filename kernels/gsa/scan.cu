@@ -43,12 +43,8 @@ ScanPass pass_of(const GatedScan& problem) {
   pass.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
                   same(problem.memory[0].s, problem.memory[1].s);
   const Tokens& all = problem.tokens;
-  pass.segment = segment_tokens(all, all.sequences * blocks_a_sequence(pass), kChunk);
+  pass.cut.tokens = segment_tokens(all, all.sequences * blocks_a_sequence(pass), kChunk);
   return pass;
-}
-
-int64_t pieces(const ScanPass& pass) {
-  return pass.segment == 0 ? pass.scan.tokens.sequences : piece_count(pass.scan.tokens, pass.segment);
 }
 
 int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
@@ -65,7 +61,7 @@ cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
   pass.stages = std::min(stages / pass.warpgroups, 2);
   if (pass.stages == 0) return cudaErrorInvalidConfiguration;
   const int bytes = kCarried + pass.warpgroups * pass.stages * kStage;
-  const int64_t blocks = pieces(pass) * blocks_a_sequence(pass);
+  const int64_t blocks = pass.cut.count(pass.scan.tokens) * blocks_a_sequence(pass);
   return launch_kernel<scan<T, Slabs, Slots, Reverse>>(pass, blocks, pass.warpgroups * kWarpgroup, bytes,
                                                        stream);
 }
@@ -91,23 +87,23 @@ cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
 int64_t gated_scan_workspace(const GatedScan& problem) {
   if (problem.dtype == DType::f32) return exact_scan_workspace(problem);
   const gsa::ScanPass pass = gsa::pass_of(problem);
-  if (pass.segment == 0) return 0;
-  return gsa::pieces(pass) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
+  if (pass.cut.tokens == 0) return 0;
+  return pass.cut.count(problem.tokens) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
          static_cast<int64_t>(sizeof(float));
 }
 
 cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   if (problem.dtype == DType::f32) return exact_scan(problem, stream);
   gsa::ScanPass pass = gsa::pass_of(problem);
-  if (pass.segment == 0) return gsa::run(pass, stream);
+  if (pass.cut.tokens == 0) return gsa::run(pass, stream);
 
   const int64_t rows = gsa::rows(problem), M = problem.M;
   float* const states = static_cast<float*>(problem.workspace);
-  float* const decay = states + gsa::pieces(pass) * problem.heads * rows * M;
+  float* const decay = states + pass.cut.count(problem.tokens) * problem.heads * rows * M;
 
   // Every segment from zero,
   gsa::ScanPass alone = pass;
-  alone.segment_decay = decay;
+  alone.cut.decay = decay;
   for (int i = 0; i < 2; ++i) {
     const int64_t first_row = i * problem.memory[0].width;
     const int64_t stride[] = {problem.heads * rows * M, rows * M, M, 1};
@@ -123,7 +119,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
 
   // what each starts from,
   const SegmentJoin join{problem.tokens,
-                         pass.segment,
+                         pass.cut.tokens,
                          problem.heads,
                          problem.M,
                          problem.reverse,

@@ -85,7 +85,7 @@ struct ScanBlock {
         thread(threadIdx.x % kWarpgroup),
         warpgroup(threadIdx.x / kWarpgroup),
         warp(thread / 32),
-        alone(pass.segment_decay != nullptr) {}
+        alone(pass.cut.decay != nullptr) {}
 
   // False: there is nothing to do.
   __device__ bool find();
@@ -118,7 +118,7 @@ __device__ inline bool ScanBlock<T, Slabs, Slots, Reverse>::find() {
   cols = min(Slots, p.M - col);
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) slab[i] = slab_at(pass, Slabs, group, i);
-  return walk.find(p.tokens, pass.segment, number, alone);
+  return walk.find(p.tokens, pass.cut.tokens, number, alone);
 }
 
 // f(element, its place) for those of the thread's elements that exist in an array of states, array(memory)
@@ -151,7 +151,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::begin_state() const 
 #pragma unroll
   for (int i = 0; i < Slabs * kN; ++i) state()[i * kWarpgroup] = make_float4(0.f, 0.f, 0.f, 0.f);
   for_each_element([&](int memory) -> const In<4>& { return p.memory[memory].initial; },
-                   pass.segment == 0 ? walk.sequence.index : number,
+                   pass.cut.tokens == 0 ? walk.sequence.index : number,
                    [](float& element, const float& at) { element = at; });
 }
 
@@ -291,7 +291,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::end() const {
     if (group == 0 && static_cast<int>(threadIdx.x) < cols) {
       float sum = 0.f;
       for (int i = 0; i < pass.warpgroups; ++i) sum += carried.gates[i][threadIdx.x];
-      pass.segment_decay[(number * p.heads + head) * p.M + col + threadIdx.x] = sum;
+      pass.cut.decay[(number * p.heads + head) * p.M + col + threadIdx.x] = sum;
     }
   }
   // The warpgroup that had the last chunk has the last state.

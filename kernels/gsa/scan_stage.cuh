@@ -11,16 +11,10 @@ namespace girih::kernels::gsa {
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kMaxWarpgroups = 3;
 
-// One launch over a scan: of whole sequences, or of segments.
+// One launch over a scan.
 struct ScanPass {
   GatedScan scan;
-  // Tokens, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
-  // sequences'.
-  int64_t segment;
-  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
-  // sums of their gates go here, [segments, heads, M]; nothing is published, and segments that nothing
-  // follows are left out.
-  float* segment_decay;
+  Segments cut;
   bool shared_s;  // the memories have the same s, so a block may have rows of both
   int warpgroups, stages;
 };

@@ -1,9 +1,22 @@
-// Which tokens a block that goes from chunk to chunk has.
+// Which tokens a launch, and a block of it that goes from chunk to chunk, has.
 #pragma once
 
 #include "gsa/gsa.h"
 
 namespace girih::kernels {
+
+// A launch over whole sequences, or over segments of them.
+struct Segments {
+  // Of one, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
+  // sequences'.
+  int64_t tokens;
+  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
+  // sums of their gates go here, [segments, heads, slots or keys]; nothing else is written, and segments that
+  // nothing follows are left out.
+  float* decay;
+
+  int64_t count(const Tokens& all) const { return tokens == 0 ? all.sequences : piece_count(all, tokens); }
+};
 
 // A sequence's tokens, or a segment's of one. Reverse: from the last chunk to the first.
 template <bool Reverse>
