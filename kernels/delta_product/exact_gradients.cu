@@ -89,10 +89,7 @@ cudaError_t launch(const DeltaExactGradients& p, cudaStream_t stream) {
   constexpr int kBytes = gradient_floats(Gated) * static_cast<int>(sizeof(float));
   if (const cudaError_t error = allow_shared<gradients<Gated>>(kBytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.pieces) * p.shape.heads * divide_up(p.shape.D, kTile);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  gradients<Gated><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_grid<gradients<Gated>>(blocks, kThreads, kBytes, stream, p);
 }
 
 }  // namespace

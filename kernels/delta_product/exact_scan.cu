@@ -69,10 +69,7 @@ cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
   const int bytes = Space::bytes(stages);
   if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks = p.shape.pieces.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockCols);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  scan<Tile, Reverse><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, stages);
-  return cudaGetLastError();
+  return launch_grid<scan<Tile, Reverse>>(blocks, kThreads, bytes, stream, p, stages);
 }
 
 template <bool Reverse>

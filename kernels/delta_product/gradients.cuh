@@ -129,7 +129,6 @@ cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   const int tokens = delta_chunk(p.shape.n);
   const int64_t blocks = piece_count(p.shape.tokens, tokens) * p.shape.query_heads;
   if (blocks == 0 || p.shape.tokens.tokens == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   GradientBoxes boxes{};
   bool has = false;
   if (const cudaError_t error = has_boxes<kernel>(has); error != cudaSuccess) return error;
@@ -138,8 +137,7 @@ cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   }
   constexpr int kThreads = GradientSizes<D>::kThreads;
   const int bytes = Tiles::bytes(has_many(tokens));
-  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(p, GradientGrid(p.shape), boxes);
-  return cudaGetLastError();
+  return launch_grid<kernel>(blocks, kThreads, bytes, stream, p, GradientGrid(p.shape), boxes);
 }
 
 template <typename T, int D>

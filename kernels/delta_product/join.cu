@@ -138,10 +138,8 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
 template <int Wide>
 cudaError_t launch(const TransitionJoin& p, cudaStream_t stream) {
   const int64_t blocks = p.tokens.sequences * p.heads * divide_up(p.V, kJoinCols);
-  if (blocks == 0 || piece_count(p.tokens, p.segment) == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  join<Wide><<<static_cast<unsigned>(blocks), JoinShape<Wide>::kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  if (piece_count(p.tokens, p.segment) == 0) return cudaSuccess;
+  return launch_grid<join<Wide>>(blocks, JoinShape<Wide>::kThreads, 0, stream, p);
 }
 
 }  // namespace

@@ -108,13 +108,9 @@ cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
   pass.slots = pass.walk.alone ? 0 : stages_beside(kReverseSlots) >= 2 ? kReverseSlots : 1;
   pass.stages = stages_beside(pass.slots);
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
-  const int64_t blocks = blocks_of(pass.scan.shape, pass.walk);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<kKernel>(limit); error != cudaSuccess) return error;
-  kKernel<<<static_cast<unsigned>(blocks), kReverseThreads, Space::bytes(pass.stages, pass.slots), stream>>>(
-      pass);
-  return cudaGetLastError();
+  return launch_grid<kKernel>(blocks_of(pass.scan.shape, pass.walk), kReverseThreads,
+                              Space::bytes(pass.stages, pass.slots), stream, pass);
 }
 
 template <typename T, int D, bool ReadKeys>

@@ -123,7 +123,6 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   pass.chains = ScanRoles<D, Rows>::kChains == 2 && parts_alone(pass.scan.shape, pass.walk) > kCard ? 2 : 1;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
   if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if constexpr (D == 64 && Rows != kAlone &&
                 !ReadKeys) {  // (at D = 128 the chain makes the output where it can, in one block)
     bool can = false;
@@ -140,9 +139,7 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     if (launched || error != cudaSuccess) return error;
   }
   const int bytes = Space::bytes(pass.stages, pass.slots, pass.readers);
-  scan<T, D, Rows, ReadKeys>
-      <<<static_cast<unsigned>(blocks), ScanRoles<D, Rows>::kThreads, bytes, stream>>>(pass);
-  return cudaGetLastError();
+  return launch_grid<scan<T, D, Rows, ReadKeys>>(blocks, ScanRoles<D, Rows>::kThreads, bytes, stream, pass);
 }
 
 template <typename T, int D, bool ReadKeys>

@@ -102,8 +102,7 @@ cudaError_t launch_output(const ScanPass& pass, int limit, cudaStream_t stream) 
   if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
   const int bytes = OutputSpace<T, D, Rows, Chains>::bytes(pass.stages, pass.places, pass.slots);
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, Chains);
-  kernel<<<static_cast<unsigned>(blocks), OutputRoles<Chains>::kThreads, bytes, stream>>>(pass);
-  return cudaGetLastError();
+  return launch_grid<kernel>(blocks, OutputRoles<Chains>::kThreads, bytes, stream, pass);
 }
 
 // Where the card and the shape are such that the chain makes the output, launches that; else leaves

@@ -215,14 +215,11 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
 template <int Pack_, int Rows>
 cudaError_t launch(const DeltaStep& p, cudaStream_t stream) {
   const int64_t blocks = p.sequences * p.heads * divide_up(p.V, kStepCols);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   constexpr int kRows = StepState<Pack_, Rows>::kRows;
   const int floats =
       2 * kStepWarps * kStepCols + p.n * (2 * kRows + kStepCols) + p.query_heads / p.heads * kRows;
-  delta_step_kernel<Pack_, Rows>
-      <<<static_cast<unsigned>(blocks), kStepThreads, floats * sizeof(float), stream>>>(p);
-  return cudaGetLastError();
+  const int bytes = floats * static_cast<int>(sizeof(float));
+  return launch_grid<delta_step_kernel<Pack_, Rows>>(blocks, kStepThreads, bytes, stream, p);
 }
 
 // Registers for as many rows as D needs: the fewer, the more blocks are under way.

@@ -335,10 +335,8 @@ cudaError_t launch_vector_gradients(const DeltaVectorGradients& p, cudaStream_t 
   constexpr int kBytes = VectorTiles<T, D>::kBytes;
   if (const cudaError_t error = allow_shared<kernel>(kBytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
-  if (blocks == 0 || p.shape.tokens.tokens == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  kernel<<<static_cast<unsigned>(blocks), VectorSizes<D>::kThreads, kBytes, stream>>>(p, VectorGrid(p.shape));
-  return cudaGetLastError();
+  if (p.shape.tokens.tokens == 0) return cudaSuccess;
+  return launch_grid<kernel>(blocks, VectorSizes<D>::kThreads, kBytes, stream, p, VectorGrid(p.shape));
 }
 
 }  // namespace girih::kernels::delta_product

@@ -58,6 +58,16 @@ inline cudaError_t has_warpgroups(bool& has) {
   return is_compiled_for<Kernel, 90, 90>(has);
 }
 
+// Kernel(arguments...) on so many blocks; on none there is nothing to do.
+template <auto Kernel, class... Arguments>
+inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStream_t stream,
+                               const Arguments&... arguments) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
 // Bytes of shared memory that a block may have on the current device.
 inline cudaError_t shared_limit(int& bytes) {
   int device = 0;
