@@ -10,6 +10,7 @@
 #pragma once
 
 #include "delta_product/prepare_inverse.cuh"
+#include "pipe/card.h"
 #include "tile/gates.h"
 
 namespace girih::kernels::delta_product {
@@ -261,12 +262,8 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
   const int64_t jobs = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;
-  int device = 0, processors = 0, blocks = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      error != cudaSuccess) {
-    return error;
-  }
+  int processors = 0, blocks = 0;
+  if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
   if (const cudaError_t error =
           cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kPrepareWarps * 32, kBytes);
       error != cudaSuccess) {

@@ -9,6 +9,7 @@
 #include "delta_product/scan_half_readers.cuh"
 #include "delta_product/scan_readers.cuh"
 #include "delta_product/scan_roles.cuh"
+#include "pipe/clusters.h"
 
 namespace girih::kernels::delta_product {
 
@@ -106,20 +107,10 @@ cudaError_t launch_apart(ScanPass pass, int64_t blocks, int limit, cudaStream_t 
   using Space = ScanSpace<T, D, Rows>;
   // Copies may overtake each other: a slot is always the same reader's, which sees all of its phases.
   pass.slots = pass.readers = kApartReaders;
-  if (const cudaError_t error = allow_shared<scan_apart<T, D, Rows>>(limit); error != cudaSuccess)
-    return error;
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = static_cast<unsigned>(2 * blocks);
-  launch.blockDim = ScanRoles<D, Rows>::kThreads;
-  launch.dynamicSmemBytes = Space::bytes(pass.stages, pass.slots, pass.readers);
-  launch.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-  launch.attrs = &cluster;
-  launch.numAttrs = 1;
-  cudaLaunchKernelEx(&launch, scan_apart<T, D, Rows>, pass);
-  return cudaGetLastError();
+  constexpr auto kernel = scan_apart<T, D, Rows>;
+  if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
+  return launch_clusters<kernel>(pass, static_cast<unsigned>(2 * blocks), 2, ScanRoles<D, Rows>::kThreads,
+                                 Space::bytes(pass.stages, pass.slots, pass.readers), stream);
 }
 
 }  // namespace girih::kernels::delta_product

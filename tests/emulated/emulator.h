@@ -377,24 +377,8 @@ void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_si
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
 
-// As cudaLaunchConfig_t.
-struct Launch {
-  unsigned grid;
-  int block;
-  size_t dynamicSmemBytes;
-  cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  int numAttrs;
-};
-template <class F>
-void launch(const F& f, const Launch& how) {
-  const int size = how.numAttrs == 0 ? 1 : static_cast<int>(how.attrs->val.clusterDim.x);
-  launch(f, how.grid, how.block, static_cast<int>(how.dynamicSmemBytes), size);
-}
-
 // What a launch asks of the card.
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 2, cudaSuccess; }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
   return *blocks = 1, cudaSuccess;

@@ -271,17 +271,8 @@ def rewritten(file: str) -> str:
     if file.startswith("cat_attention/sm90/"):
         # Rings that are soon full: who waits for a place, or gives one back too early, is seen.
         source = re.sub(r"kStages = Tile == 64 \? \d : \d", "kStages = 2", source)
-    source = source.replace("cudaLaunchConfig_t", "emulated::Launch")
-    source = re.sub(r"launch\.(grid|block)Dim", r"launch.\1", source)
     source = re.sub(
-        r"cudaLaunchKernelEx\(&launch, (.*), (\w+)\);",
-        r"emulated::launch([=] { \1(\2); }, launch);",
-        source,
-    )
-    source = re.sub(
-        r"\bcuda(GetDevice|DeviceGetAttribute|OccupancyMaxActiveBlocksPerMultiprocessor)\(",
-        r"emulated::cuda\1(",
-        source,
+        r"\bcuda(GetDevice|OccupancyMaxActiveBlocksPerMultiprocessor)\(", r"emulated::cuda\1(", source
     )
     source = source.replace("cudaGetLastError()", "cudaSuccess")
     header = {"tile/boxes.h": "copy_engine.h", "tile/warpgroup.h": "products.h"}.get(file, "emulator.h")
