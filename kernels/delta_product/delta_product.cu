@@ -3,7 +3,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "delta_product/delta_product.h"
 #include "delta_product/join.h"
@@ -16,17 +15,11 @@ namespace girih::kernels {
 namespace delta_product {
 namespace {
 
-template <int Value>
-using Constant = std::integral_constant<int, Value>;
-
-// launch(an element, a tile of D): the smallest tile that holds D.
+// launch(an element, the columns of a tile of D)
 template <class Launch>
 cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
   const auto with_width = [&](auto element) {
-    if (shape.D <= 64) return launch(element, Constant<64>());
-    if (shape.D <= 128) return launch(element, Constant<128>());
-    if (shape.D <= kDeltaMaxWidth) return launch(element, Constant<256>());
-    return cudaErrorInvalidValue;
+    return by_width(shape.D, [&](auto width) { return launch(element, width); });
   };
   if (shape.dtype == DType::bf16) return with_width(__nv_bfloat16());
   if (shape.dtype == DType::f16) return with_width(__half());
@@ -130,6 +123,17 @@ cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream) {
 cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {
   return delta_product::by_instance(p.shape, [&](auto element, auto width) {
     return delta_product::launch_gradients<decltype(element), width()>(p, stream);
+  });
+}
+
+cudaError_t delta_vector_gradients(const DeltaVectorGradients& p, cudaStream_t stream) {
+  using namespace delta_product;
+  if (p.shape.D != p.shape.V || p.shape.unit) return cudaErrorInvalidValue;
+  return by_instance(p.shape, [&](auto element, auto width) {
+    if constexpr (width() <= kDeltaVectorMaxWidth) {
+      return launch_vector_gradients<decltype(element), width()>(p, stream);
+    }
+    return cudaErrorInvalidValue;
   });
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "delta_product/exact.h"
+#include "delta_product/pass.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
 
@@ -262,21 +263,17 @@ cudaError_t launch(const Problem& p, bool queries, cudaStream_t stream) {
 
 cudaError_t delta_exact_rows(const DeltaExactRows& p, cudaStream_t stream) {
   using namespace delta_product;
-  const int width = std::max(p.shape.D, p.shape.V);
-  const bool queries = p.unit_q.data != nullptr;
-  if (width <= 64) return launch<make_rows<8>, 8>(p, queries, stream);
-  if (width <= 128) return launch<make_rows<16>, 16>(p, queries, stream);
-  if (width <= kDeltaMaxWidth) return launch<make_rows<32>, 32>(p, queries, stream);
-  return cudaErrorInvalidValue;
+  return by_width(std::max(p.shape.D, p.shape.V), [&](auto width) {
+    constexpr int kLanes = width() / 8;
+    return launch<make_rows<kLanes>, kLanes>(p, p.unit_q.data != nullptr, stream);
+  });
 }
 cudaError_t delta_exact_row_gradients(const DeltaExactRowGradients& p, cudaStream_t stream) {
   using namespace delta_product;
-  const int width = std::max(p.shape.D, p.shape.V);
-  const bool queries = p.dq.data != nullptr;
-  if (width <= 64) return launch<row_gradients<8>, 8>(p, queries, stream);
-  if (width <= 128) return launch<row_gradients<16>, 16>(p, queries, stream);
-  if (width <= kDeltaMaxWidth) return launch<row_gradients<32>, 32>(p, queries, stream);
-  return cudaErrorInvalidValue;
+  return by_width(std::max(p.shape.D, p.shape.V), [&](auto width) {
+    constexpr int kLanes = width() / 8;
+    return launch<row_gradients<kLanes>, kLanes>(p, p.dq.data != nullptr, stream);
+  });
 }
 
 }  // namespace girih::kernels

@@ -8,6 +8,7 @@
 #include "delta_product/exact_chain.cuh"
 #include "delta_product/exact_loaders.cuh"
 #include "delta_product/exact_makers.cuh"
+#include "delta_product/pass.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
 
@@ -72,20 +73,14 @@ cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
   return launch_grid<scan<Tile, Reverse>>(blocks, kThreads, bytes, stream, p, stages);
 }
 
-template <bool Reverse>
-cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
-  if (p.shape.D <= 64) return launch<64, Reverse>(p, stream);
-  if (p.shape.D <= 128) return launch<128, Reverse>(p, stream);
-  if (p.shape.D <= kDeltaMaxWidth) return launch<256, Reverse>(p, stream);
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 }  // namespace delta_product::by_tile
 
 cudaError_t delta_exact_scan(const DeltaExactScan& p, cudaStream_t stream) {
-  return p.reverse ? delta_product::by_tile::launch<true>(p, stream)
-                   : delta_product::by_tile::launch<false>(p, stream);
+  using namespace delta_product;
+  return by_width(p.shape.D, [&](auto tile) {
+    return p.reverse ? by_tile::launch<tile(), true>(p, stream) : by_tile::launch<tile(), false>(p, stream);
+  });
 }
 
 }  // namespace girih::kernels

@@ -2,6 +2,7 @@
 // segment, from the L2 cache: its columns are split among the threads, and while one segment's are used, the
 // next one's are under way, and its end too, for what the walk waits for is memory.
 #include "delta_product/join.h"
+#include "delta_product/pass.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
 
@@ -146,9 +147,8 @@ cudaError_t launch(const TransitionJoin& p, cudaStream_t stream) {
 }  // namespace delta_product
 
 cudaError_t join_transitions(const TransitionJoin& p, cudaStream_t stream) {
-  if (p.D <= 64) return delta_product::launch<64>(p, stream);
-  if (p.D <= 128) return delta_product::launch<128>(p, stream);
-  return delta_product::launch<256>(p, stream);
+  using namespace delta_product;
+  return by_width(p.D, [&](auto wide) { return launch<wide()>(p, stream); });
 }
 
 }  // namespace girih::kernels

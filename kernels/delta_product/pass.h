@@ -2,12 +2,25 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "delta_product/delta_product.h"
 #include "delta_product/vector.h"
 #include "tile/grid.h"
 
 namespace girih::kernels::delta_product {
+
+template <int Value>
+using Constant = std::integral_constant<int, Value>;
+
+// launch(a tile's columns): the smallest tile that is as wide.
+template <class Launch>
+cudaError_t by_width(int width, const Launch& launch) {
+  if (width <= 64) return launch(Constant<64>());
+  if (width <= 128) return launch(Constant<128>());
+  if (width <= kDeltaMaxWidth) return launch(Constant<256>());
+  return cudaErrorInvalidValue;
+}
 
 // One launch over a scan: of whole sequences, or of segments.
 struct Walk {

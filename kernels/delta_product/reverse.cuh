@@ -90,12 +90,6 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
   }
 }
 
-// Bytes of shared memory without which a block does not run.
-template <typename T, int D, bool ReadKeys = false>
-constexpr int reverse_least() {
-  return ReverseSpace<T, D, kDeltaRows, ReadKeys>::bytes(1, 1);
-}
-
 template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
   using Space = ReverseSpace<T, D, Rows, ReadKeys>;

@@ -323,12 +323,6 @@ __global__ void __launch_bounds__(VectorSizes<D>::kThreads, VectorSizes<D>::kBlo
   block.put(block.dk, p.dk, true, block.here.head, 1.f);
 }
 
-// Bytes of shared memory without which a block does not run.
-template <typename T, int D>
-constexpr int vector_gradients_least() {
-  return VectorTiles<T, D>::kBytes;
-}
-
 template <typename T, int D>
 cudaError_t launch_vector_gradients(const DeltaVectorGradients& p, cudaStream_t stream) {
   constexpr auto kernel = vector_gradients<T, D>;

@@ -18,7 +18,7 @@ EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", 
 UNITS = {
     "delta_product": (
         *(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
-        *(f"delta_product/vector_{name}.cu" for name in ("gradients", "rows")),
+        "delta_product/vector_rows.cu",
         *(f"instances/delta_product/vector_gradients_{type}.cu" for type in HALVES),
     ),
     "few_rows": ("few_rows/few_rows.cu",),
