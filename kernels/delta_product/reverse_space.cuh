@@ -82,39 +82,38 @@ struct ReverseSpace {
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
                                     const ReverseSpace<T, D, Rows, ReadKeys>& space, int thread) {
-  constexpr int kThreads = 32 * kLoaders;
   using Query = typename ReverseSpace<T, D, Rows, ReadKeys>::Query;
+  using Keys = BlockTile<T, D>;
   const DeltaReverse& p = pass.scan;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  const int64_t batch = part.piece.sequence.batch, first_head = static_cast<int64_t>(part.head) * group;
-  const typename ReverseSpace<T, D, Rows, ReadKeys>::Keys::Loader loader(
-      at<T>(p.k, batch, part.piece.start * n, part.head / p.shape.key_share, 0), p.k.stride[1], p.shape.D,
-      thread);
-  const TileCopier<kThreads, typename Query::Q> q(
-      at<T>(p.q, batch, part.piece.start, first_head / p.shape.query_share, 0), p.q.stride[1], p.shape.D,
-      thread);
-  const TileCopier<kThreads, typename Query::O> dout(
-      at<T>(p.dout, batch, part.piece.start, first_head, part.col), p.dout.stride[1], p.shape.V - part.col,
-      thread);
-  const TileCopier<kThreads, BlockTile<T, D>> read_keys(at<T>(p.b, batch, part.piece.start * n, part.head, 0),
-                                                        p.b.stride[1], p.shape.D, thread);
+  const int64_t batch = part.piece.sequence.batch, token = part.piece.start, row = token * n,
+                first_head = static_cast<int64_t>(part.head) * group;
+  const StageCopier<Keys> keys(at<T>(p.k, batch, row, part.head / p.shape.key_share, 0), p.k.stride[1],
+                               p.shape.D, thread);
+  const StageCopier<typename Query::Q> q(at<T>(p.q, batch, token, first_head / p.shape.query_share, 0),
+                                         p.q.stride[1], p.shape.D, thread);
+  const StageCopier<typename Query::O> dout(at<T>(p.dout, batch, token, first_head, part.col),
+                                            p.dout.stride[1], p.shape.V - part.col, thread);
+  const StageCopier<Keys> read_keys(at<T>(p.b, batch, row, part.head, 0), p.b.stride[1], p.shape.D, thread);
   ReverseBarriers& barriers = space.barriers();
   Turn turn, query_turn;
 #pragma unroll 1
   for (int i = 0; i < part.chunks; ++i) {
     const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
-    loader.start(space.stage(turn.place), c * tokens * n, length * n,
-                 prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
+    const unsigned char* const prepared = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
+    const auto stage = space.stage(turn.place);
+    keys.start(stage.k(), c * tokens * n, length * n);
+    stage.start_prepared(prepared, thread);
     if (ReadKeys) read_keys.start(space.read_keys(turn.place), c * tokens * n, length * n);
     arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
-      const Query stage = space.query(query_turn.place);
-      q.start(stage.q(), c * tokens, length, member * p.q.stride[2]);
-      dout.start(stage.dout(), c * tokens, length, member * p.dout.stride[2]);
+      const Query query = space.query(query_turn.place);
+      q.start(query.q(), c * tokens, length, member * p.q.stride[2]);
+      dout.start(query.dout(), c * tokens, length, member * p.dout.stride[2]);
       arrive_after_copies(&barriers.query_full[query_turn.place]);
       query_turn.next(pass.stages);
     }

@@ -12,29 +12,29 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   const int n = p.shape.n, tokens = delta_chunk(n);
   auto& barriers = space.barriers();
   const int64_t batch = part.piece.sequence.batch, row = part.piece.start * n;
-  const typename Stage<T, D>::Loader loader(at<T>(p.k, batch, row, part.head / p.shape.key_share, 0),
-                                            p.k.stride[1], p.shape.D, thread);
-  const TileCopier<32 * kLoaders, Values<T>> values(at<T>(p.v, batch, row, part.head, part.col),
-                                                    p.v.stride[1], p.shape.V - part.col, thread);
+  using Keys = BlockTile<T, D>;
+  const StageCopier<Keys> keys(at<T>(p.k, batch, row, part.head / p.shape.key_share, 0), p.k.stride[1],
+                               p.shape.D, thread);
+  const StageCopier<Values<T>> values(at<T>(p.v, batch, row, part.head, part.col), p.v.stride[1],
+                                      p.shape.V - part.col, thread);
   // The next columns' too, where the block's second chain has them.
   const bool next_too = pass.chains == 2 && !pairs_transitions(p.shape, pass.walk, 2);
   const unsigned char* prepared = prepared_at(p.prepared, p.shape, part.chunk, part.head);
-  const TileCopier<32 * kLoaders, BlockTile<T, D>> read_keys(at<T>(p.b, batch, row, part.head, 0),
-                                                             p.b.stride[1], p.shape.D, thread);
+  const StageCopier<Keys> read_keys(at<T>(p.b, batch, row, part.head, 0), p.b.stride[1], p.shape.D, thread);
   Turn turn;
 #pragma unroll 1
   for (int c = 0; c < part.chunks; ++c, prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes) {
     wait(&barriers.empty[turn.place], turn.parity ^ 1);
     const Stage<T, D> stage = space.stage(turn.place);
-    const int rows = tokens_in(part, tokens, c) * n;
-    loader.start(stage, c * tokens * n, rows, prepared);
-    if constexpr (Space::kReadKeys) read_keys.start(space.read_keys(turn.place), c * tokens * n, rows);
-    if (with_values) values.start(stage.v(), c * tokens * n, part.transition ? 0 : rows);
+    const int first = c * tokens * n, rows = tokens_in(part, tokens, c) * n;
+    keys.start(stage.k(), first, rows);
+    stage.start_prepared(prepared, thread);
+    if constexpr (Space::kReadKeys) read_keys.start(space.read_keys(turn.place), first, rows);
+    if (with_values) values.start(stage.v(), first, part.transition ? 0 : rows);
     if (Space::kChains == 2 && next_too) {
-      const TileCopier<32 * kLoaders, Values<T>> next(
-          at<T>(p.v, batch, row, part.head, part.col + kScanColumns), p.v.stride[1],
-          p.shape.V - part.col - kScanColumns, thread);
-      next.start(space.values(turn.place, 1), c * tokens * n, part.transition ? 0 : rows);
+      const StageCopier<Values<T>> next(at<T>(p.v, batch, row, part.head, part.col + kScanColumns),
+                                        p.v.stride[1], p.shape.V - part.col - kScanColumns, thread);
+      next.start(space.values(turn.place, 1), first, part.transition ? 0 : rows);
     }
     arrive_after_copies(&barriers.full[turn.place]);
     turn.next(pass.stages);

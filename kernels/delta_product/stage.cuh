@@ -15,6 +15,10 @@ __host__ __device__ constexpr int registers_of(int threads) {
 
 constexpr int kLoaders = 2;  // warps
 
+// A loader's thread's share of a tile of one chunk after another.
+template <class Tile>
+using StageCopier = TileCopier<32 * kLoaders, Tile>;
+
 // A chunk's rows of a block's columns.
 template <typename T>
 using Values = SharedTile<T, kDeltaRows, kScanColumns>;
@@ -57,22 +61,6 @@ struct Stage {
       copy_async(inverts ? place(start_of(block), start_of(block + 1)) : to + i, from + i, true);
     }
   }
-
-  // Fills a stage, but for what stands beside the keys; a thread's share.
-  class Loader {
-    static constexpr int kThreads = 32 * kLoaders;
-    TileCopier<kThreads, K> k_;
-    int thread_;
-
-   public:
-    __device__ Loader(const T* k, int64_t stride, int cols, int thread)
-        : k_(k, stride, cols, thread), thread_(thread) {}
-
-    __device__ void start(const Stage& stage, int first, int rows, const unsigned char* prepared) const {
-      k_.start(stage.k(), first, rows);
-      stage.start_prepared(prepared, thread_);
-    }
-  };
 
  private:
   // Where a block of X goes, and the two blocks right of the diagonal.
