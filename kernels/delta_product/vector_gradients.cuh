@@ -86,203 +86,189 @@ struct VectorBlock {
   __device__ void half_barrier() const {
     half == 0 ? barrier_wait(1, Sizes::kHalf) : barrier_wait(2, Sizes::kHalf);
   }
-  __device__ void prefetch_rows(const T* from, int64_t stride, int rows) const;
-  __device__ bool start(const VectorGrid& grid) const;
-  __device__ void solve() const;
-  __device__ void read(const Readers& readers, Gradient& gradient) const;
-  __device__ void add_rows(const Readers& readers, Gradient& gradient);
-  __device__ void add_end();
-  __device__ void put(const Gradient& gradient, const Out<4>& to, bool steps, int of_head,
-                      float factor) const;
-};
 
-template <typename T, int D>
-__device__ inline void VectorBlock<T, D>::prefetch_rows(const T* from, int64_t stride, int rows) const {
-  constexpr int kLines = D / 64;
+  __device__ void prefetch_rows(const T* from, int64_t stride, int rows) const {
+    constexpr int kLines = D / 64;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < rows * kLines; i += kThreads) {
-    if (i % kLines * 64 < p.shape.D) prefetch(from + i / kLines * stride + i % kLines * 64);
-  }
-}
-
-// Whether there is a chunk; then all loads that have a place yet are under way, first what U is made of.
-template <typename T, int D>
-__device__ inline bool VectorBlock<T, D>::start(const VectorGrid& grid) const {
-  // What does not need the tokens, while they are looked up.
-  load_state(p.states);
-  const unsigned char* const prepared = prepared_at(p.prepared, number());
-#pragma unroll
-  for (int i = 0; i <= kDeltaFlag; i += kThreads * 16) {
-    const int at = i + static_cast<int>(threadIdx.x) * 16;
-    if (at < kDeltaInverseBytes || at == kDeltaFlag) {
-      copy_async(shared_address(tile.prepared.data + at), prepared + at, true);
+    for (int i = static_cast<int>(threadIdx.x); i < rows * kLines; i += kThreads) {
+      if (i % kLines * 64 < p.shape.D) prefetch(from + i / kLines * stride + i % kLines * 64);
     }
   }
-  if (threadIdx.x == 0) {
-    const uint32_t chunk = grid.heads.divide(blockIdx.x), head = blockIdx.x - chunk * grid.heads.by;
-    const Piece piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.each);
-    VectorHere& to = *tile.here;
-    to.batch = piece.sequence.batch, to.token = piece.start, to.step = piece.start * p.shape.n;
-    to.tokens = piece.length, to.steps = piece.length * p.shape.n;
-    to.head = static_cast<int>(head), to.key_head = static_cast<int>(grid.key_share.divide(head));
-    to.query_head = static_cast<int>(grid.query_share.divide(head * members));
-  }
-  __syncthreads();
-  if (here.tokens == 0) {
-    wait_copies<0>();
-    return false;
-  }
-  load(tile.right, p.b, true, here.head);
-  load(tile.u, p.w, true, here.head);
-  commit_copies();
-  load(tile.k, p.k, true, here.key_head);
-  load_left(0);
-  commit_copies();
-  prefetch_rows(at<T>(p.q, here.batch, here.token, here.query_head), p.q.stride[1], here.tokens);
-  prefetch_rows(at<T>(p.dz, here.batch, here.step, here.head), p.dz.stride[1], here.steps);
-  prefetch_rows(state_at(static_cast<const T*>(p.gradients), p.shape, number(), 0), p.shape.D, p.shape.V);
-  return true;
-}
 
-// U, in place of W; once all that it takes is there. The columns are the same for four warps, which meet.
-template <typename T, int D>
-__device__ inline void VectorBlock<T, D>::solve() const {
-  // Z = W - B S
-  Gradient sums;
-  fill(sums, 0.f);
+  // Whether there is a chunk; then all loads that have a place yet are under way, first what U is made of.
+  __device__ bool start(const VectorGrid& grid) const {
+    // What does not need the tokens, while they are looked up.
+    load_state(p.states);
+    const unsigned char* const prepared = prepared_at(p.prepared, number());
 #pragma unroll
-  for (int k = 0; k < kDeep; ++k) {
-    uint32_t b[4];
-    load_block(b, tile.right, row, 16 * k);
-    add_product_transposed<T>(sums, b, tile.state, col, 16 * k);
-  }
-#pragma unroll
-  for (int n = 0; n < Sizes::kCols / 8; n += 2) {
-    uint32_t w[4];
-    load_block(w, tile.u, row, col + 8 * n);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float2 value = unpaired<T>(w[m]);
-      const float(&read)[4] = sums.at[n + m / 2];
-      w[m] = pair_of<T>(value.x - read[m % 2 * 2], value.y - read[m % 2 * 2 + 1]);
+    for (int i = 0; i <= kDeltaFlag; i += kThreads * 16) {
+      const int at = i + static_cast<int>(threadIdx.x) * 16;
+      if (at < kDeltaInverseBytes || at == kDeltaFlag) {
+        copy_async(shared_address(tile.prepared.data + at), prepared + at, true);
+      }
     }
-    store_block(tile.u, row, col + 8 * n, w);
+    if (threadIdx.x == 0) {
+      const uint32_t chunk = grid.heads.divide(blockIdx.x), head = blockIdx.x - chunk * grid.heads.by;
+      const Piece piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.each);
+      VectorHere& to = *tile.here;
+      to.batch = piece.sequence.batch, to.token = piece.start, to.step = piece.start * p.shape.n;
+      to.tokens = piece.length, to.steps = piece.length * p.shape.n;
+      to.head = static_cast<int>(head), to.key_head = static_cast<int>(grid.key_share.divide(head));
+      to.query_head = static_cast<int>(grid.query_share.divide(head * members));
+    }
+    __syncthreads();
+    if (here.tokens == 0) {
+      wait_copies<0>();
+      return false;
+    }
+    load(tile.right, p.b, true, here.head);
+    load(tile.u, p.w, true, here.head);
+    commit_copies();
+    load(tile.k, p.k, true, here.key_head);
+    load_left(0);
+    commit_copies();
+    prefetch_rows(at<T>(p.q, here.batch, here.token, here.query_head), p.q.stride[1], here.tokens);
+    prefetch_rows(at<T>(p.dz, here.batch, here.step, here.head), p.dz.stride[1], here.steps);
+    prefetch_rows(state_at(static_cast<const T*>(p.gradients), p.shape, number(), 0), p.shape.D, p.shape.V);
+    return true;
   }
-  half_barrier();
-  // U = X Z
-  fill(sums, 0.f);
+
+  // U, in place of W; once all that it takes is there. The columns are the same for four warps, which meet.
+  __device__ void solve() const {
+    // Z = W - B S
+    Gradient sums;
+    fill(sums, 0.f);
 #pragma unroll
-  for (int j = 0; j < kTilesDown; ++j) {
-    if (j > band) continue;
-    uint32_t x[4];
-    tile.prepared.load(x, band, j);
-    add_product<T>(sums, x, tile.u, kTileRows * j, col);
-  }
-  if (__builtin_expect(tile.prepared.keeps(), false)) {
-    const unsigned char* const all = prepared_at(p.prepared, number());
+    for (int k = 0; k < kDeep; ++k) {
+      uint32_t b[4];
+      load_block(b, tile.right, row, 16 * k);
+      add_product_transposed<T>(sums, b, tile.state, col, 16 * k);
+    }
+#pragma unroll
+    for (int n = 0; n < Sizes::kCols / 8; n += 2) {
+      uint32_t w[4];
+      load_block(w, tile.u, row, col + 8 * n);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float2 value = unpaired<T>(w[m]);
+        const float(&read)[4] = sums.at[n + m / 2];
+        w[m] = pair_of<T>(value.x - read[m % 2 * 2], value.y - read[m % 2 * 2 + 1]);
+      }
+      store_block(tile.u, row, col + 8 * n, w);
+    }
+    half_barrier();
+    // U = X Z
+    fill(sums, 0.f);
+#pragma unroll
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (j > band) continue;
+      uint32_t x[4];
+      tile.prepared.load(x, band, j);
+      add_product<T>(sums, x, tile.u, kTileRows * j, col);
+    }
+    if (__builtin_expect(tile.prepared.keeps(), false)) {
+      const unsigned char* const all = prepared_at(p.prepared, number());
 #pragma unroll 1
-    for (int j = 0; j <= band; ++j) {
-      uint32_t lost[4];
-      load_lost(lost, all, band, j);
-      add_product<T>(sums, lost, tile.u, kTileRows * j, col);
+      for (int j = 0; j <= band; ++j) {
+        uint32_t lost[4];
+        load_lost(lost, all, band, j);
+        add_product<T>(sums, lost, tile.u, kTileRows * j, col);
+      }
     }
+    Operand<Sizes::kCols / 16> u;
+    round_to<T>(u, sums);
+    half_barrier();
+    store_blocks(tile.u, row, col, u);
   }
-  Operand<Sizes::kCols / 16> u;
-  round_to<T>(u, sums);
-  half_barrier();
-  store_blocks(tile.u, row, col, u);
-}
 
-// The warp's 16 x 32 of the weights, tril(left U^T), and gradient = left S^T: one after the other, the first
-// is out of the registers when the second comes.
-template <typename T, int D>
-__device__ inline void VectorBlock<T, D>::read(const Readers& readers, Gradient& gradient) const {
-  fill(gradient, 0.f);
-  if (row >= readers.count) return;
-  if (readers.reach(band, 2 * half)) {
-    Sums<4> products;
-    fill(products, 0.f);
+  // The warp's 16 x 32 of the weights, tril(left U^T), and gradient = left S^T: one after the other, the
+  // first is out of the registers when the second comes.
+  __device__ void read(const Readers& readers, Gradient& gradient) const {
+    fill(gradient, 0.f);
+    if (row >= readers.count) return;
+    if (readers.reach(band, 2 * half)) {
+      Sums<4> products;
+      fill(products, 0.f);
+#pragma unroll
+      for (int k = 0; k < kDeep; ++k) {
+        uint32_t left[4];
+        load_block(left, tile.left, row, 16 * k);
+        add_product_transposed<T>(products, left, tile.u, 32 * half, 16 * k);
+      }
+      // Of the lane's first row, how many rows from its first column on it has weights for.
+      const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
+        }
+      }
+      Operand<2> weights;
+      round_to<T>(weights, products);
+      store_blocks(tile.weights, row, 32 * half, weights);
+    }
 #pragma unroll
     for (int k = 0; k < kDeep; ++k) {
       uint32_t left[4];
       load_block(left, tile.left, row, 16 * k);
-      add_product_transposed<T>(products, left, tile.u, 32 * half, 16 * k);
+      add_product<T>(gradient, left, tile.state, 16 * k, col);
     }
-    // Of the lane's first row, how many rows from its first column on it has weights for.
-    const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
+  }
+
+  // gradient += weights K, dk += weights^T right
+  __device__ void add_rows(const Readers& readers, Gradient& gradient) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
-      }
+    for (int j = 0; j < kTilesDown; ++j) {
+      if (!readers.reach(band, j)) continue;
+      uint32_t weights[4];
+      load_block(weights, tile.weights, row, 16 * j);
+      add_product<T>(gradient, weights, tile.k, 16 * j, col);
     }
-    Operand<2> weights;
-    round_to<T>(weights, products);
-    store_blocks(tile.weights, row, 32 * half, weights);
-  }
 #pragma unroll
-  for (int k = 0; k < kDeep; ++k) {
-    uint32_t left[4];
-    load_block(left, tile.left, row, 16 * k);
-    add_product<T>(gradient, left, tile.state, 16 * k, col);
+    for (int t = 0; t < kTilesDown; ++t) {
+      if (!readers.reach(t, band)) continue;
+      uint32_t weights[4];
+      load_block_transposed(weights, tile.weights, row, 16 * t);
+      add_product<T>(dk, weights, tile.right, 16 * t, col);
+    }
   }
-}
 
-// gradient += weights K, dk += weights^T right
-template <typename T, int D>
-__device__ inline void VectorBlock<T, D>::add_rows(const Readers& readers, Gradient& gradient) {
+  // dk = -dk + U dS^T
+  __device__ void add_end() {
+    scale_rows(dk, {-1.f, -1.f});
 #pragma unroll
-  for (int j = 0; j < kTilesDown; ++j) {
-    if (!readers.reach(band, j)) continue;
-    uint32_t weights[4];
-    load_block(weights, tile.weights, row, 16 * j);
-    add_product<T>(gradient, weights, tile.k, 16 * j, col);
+    for (int k = 0; k < kDeep; ++k) {
+      uint32_t u[4];
+      load_block(u, tile.u, row, 16 * k);
+      add_product<T>(dk, u, tile.state, 16 * k, col);
+    }
   }
-#pragma unroll
-  for (int t = 0; t < kTilesDown; ++t) {
-    if (!readers.reach(t, band)) continue;
-    uint32_t weights[4];
-    load_block_transposed(weights, tile.weights, row, 16 * t);
-    add_product<T>(dk, weights, tile.right, 16 * t, col);
-  }
-}
 
-// dk = -dk + U dS^T
-template <typename T, int D>
-__device__ inline void VectorBlock<T, D>::add_end() {
-  scale_rows(dk, {-1.f, -1.f});
+  // The warp's rows of the chunk's steps, or of its tokens, times a factor: 64 bytes of eight at once.
+  __device__ void put(const Gradient& gradient, const Out<4>& to, bool steps, int of_head,
+                      float factor) const {
+    const int mine = row + lane_row(), of_lane = col + lane_col() * 4,
+              rows = steps ? here.steps : here.tokens;
+    T* const first = at<T>(to, here.batch, (steps ? here.step : here.token) + mine, of_head, of_lane);
 #pragma unroll
-  for (int k = 0; k < kDeep; ++k) {
-    uint32_t u[4];
-    load_block(u, tile.u, row, 16 * k);
-    add_product<T>(dk, u, tile.state, 16 * k, col);
-  }
-}
-
-// The warp's rows of the chunk's steps, or of its tokens, times a factor: 64 bytes of eight at once.
-template <typename T, int D>
-__device__ inline void VectorBlock<T, D>::put(const Gradient& gradient, const Out<4>& to, bool steps,
-                                              int of_head, float factor) const {
-  const int mine = row + lane_row(), of_lane = col + lane_col() * 4, rows = steps ? here.steps : here.tokens;
-  T* const first = at<T>(to, here.batch, (steps ? here.step : here.token) + mine, of_head, of_lane);
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+      for (int n = 0; n < Sizes::kCols / 8; n += 4) {
+        uint32_t pack[4];
 #pragma unroll
-    for (int n = 0; n < Sizes::kCols / 8; n += 4) {
-      uint32_t pack[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float(&x)[4] = gradient.at[n + m];
-        pack[m] = pair_of<T>(factor * x[2 * i], factor * x[2 * i + 1]);
-      }
-      turn_quad(pack);
-      if (mine + 8 * i < rows && of_lane + 8 * n < p.shape.D) {
-        store_pack(first + 8 * i * to.stride[1] + 8 * n, pack);
+        for (int m = 0; m < 4; ++m) {
+          const float(&x)[4] = gradient.at[n + m];
+          pack[m] = pair_of<T>(factor * x[2 * i], factor * x[2 * i + 1]);
+        }
+        turn_quad(pack);
+        if (mine + 8 * i < rows && of_lane + 8 * n < p.shape.D) {
+          store_pack(first + 8 * i * to.stride[1] + 8 * n, pack);
+        }
       }
     }
   }
-}
+};
 
 template <typename T, int D>
 __global__ void __launch_bounds__(VectorSizes<D>::kThreads, VectorSizes<D>::kBlocks)
