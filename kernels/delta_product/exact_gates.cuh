@@ -22,15 +22,15 @@ __device__ inline void PieceGradients<Gated>::clear_gates() const {
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::sum_gates() const {
   // Not differences of sums: long sums have no digits left for short ones.
-  const auto gate = [&](int token) { return gates.gate[token]; };
+  const float(&gate)[kTile] = gates.gate;
   const int j = thread % kTile, part = thread / kTile;
   if (part == 0) {
     float through = 0.f;
-    for (int t = 0; t <= j; ++t) through += gate(t);
+    for (int t = 0; t <= j; ++t) through += gate[t];
     gates.through[j] = expf(through);
   } else if (part == 1) {
     float after = 0.f;
-    for (int t = space.tokens - 1; t > j; --t) after += gate(t);
+    for (int t = space.tokens - 1; t > j; --t) after += gate[t];
     gates.after[j] = expf(after);
   }
   // E of rows: row i of sixteen, column j, zero where j's token is later.
@@ -40,7 +40,7 @@ __device__ inline void PieceGradients<Gated>::sum_gates() const {
   int token = space.token[j];
   for (int i = 0; i < kBlock; ++i) {
     const int last = space.token[part * kBlock + i];
-    while (token < last) sum += gate(++token);
+    while (token < last) sum += gate[++token];
     to[i * kBlock] = token > last ? 0.f : expf(sum);
   }
 }
@@ -55,9 +55,7 @@ __device__ inline void PieceGradients<Gated>::sum_far_writes(Sums<4>& dk) const 
     float far = 0.f;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const Pack<4> x = four(dk, i, m), y = four(tile(kKeys), from + 8 * i, kHalf * team + kBlock * m);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) far = fmaf(x.at[e], y.at[e], far);
+      far = add_dot(far, four(dk, i, m), four(tile(kKeys), from + 8 * i, kHalf * team + kBlock * m));
     }
     far = sum_over_row(far);
     if (lane_col() == 0) gates.writes[team][row + 8 * i] = far;
@@ -72,9 +70,7 @@ __device__ inline void PieceGradients<Gated>::sum_far(const Sums<8>& sums) const
     float far = 0.f;
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
-      const Pack<4> x = four(sums, i, m), y = four(tile(kReaderRows + team), from + 8 * i, kBlock * m);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) far = fmaf(x.at[e], y.at[e], far);
+      far = add_dot(far, four(sums, i, m), four(tile(kReaderRows + team), from + 8 * i, kBlock * m));
     }
     far = sum_over_row(far);
     if (lane_col() == 0) (steps() ? gates.steps : gates.queries[team])[from + lane_row() + 8 * i] += far;

@@ -144,15 +144,14 @@ struct PieceGradients {
   __device__ bool has_keys() const { return from < rows_of(true) && col + kHalf * team < D; }
 
   // Where the piece's rows of an array begin, of a head the columns from `at` on.
-  template <class Float, class Array>
-  __device__ Float* rows_at(const Array& x, bool of_steps, int head, int at) const {
-    return static_cast<Float*>(x.data) + space.batch * x.stride[0] +
-           space.start * (of_steps ? n : 1) * x.stride[1] + head * x.stride[2] + at;
+  template <class Array>
+  __device__ auto rows_at(const Array& x, bool of_steps, int head, int at) const {
+    return kernels::at<float>(x, space.batch, space.start * (of_steps ? n : 1), head, at);
   }
   // Of an array the piece's rows, columns at..at+63 of `width`, to a tile.
   __device__ void load_rows(int place, const In<4>& x, bool of_steps, int head, int at, int width) const {
-    load_async<kThreads>(tile(place), rows_at<const float>(x, of_steps, head, at), x.stride[1],
-                         rows_of(of_steps), width - at, thread);
+    load_async<kThreads>(tile(place), rows_at(x, of_steps, head, at), x.stride[1], rows_of(of_steps),
+                         width - at, thread);
   }
   // The columns v..v+63 of S or dS, [V, D], to a tile.
   __device__ void load_state(int place, const float* states, int v) const {
@@ -183,11 +182,7 @@ struct PieceGradients {
         for (int e = 0; e < 4; ++e) state.at[e] = between(shape.pieces.between, state.at[e]);
         store<4>(&tile(kStates).at(row, at), state);
       }
-      if (sums) {
-        const Pack<4> gradient = load<4>(&tile(kGradients).at(row, at));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) both = fmaf(state.at[e], gradient.at[e], both);
-      }
+      if (sums) both = add_dot(both, state, load<4>(&tile(kGradients).at(row, at)));
     }
   }
 
@@ -290,8 +285,8 @@ struct PieceGradients {
   }
 
   __device__ void store_reader(const Sums<8>& sums) const {
-    float* const data = steps() ? rows_at<float>(p.db, true, space.head, col)
-                                : rows_at<float>(p.dq, false, head_of(reader), col);
+    float* const data =
+        steps() ? rows_at(p.db, true, space.head, col) : rows_at(p.dq, false, head_of(reader), col);
     const int64_t stride = steps() ? p.db.stride[1] : p.dq.stride[1];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -323,7 +318,7 @@ struct PieceGradients {
   template <class F>
   __device__ void each_key(const F& f) const {
     const int at = col + kHalf * team + lane_four();
-    float* const data = rows_at<float>(p.dk, true, space.head, at);
+    float* const data = rows_at(p.dk, true, space.head, at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = from + lane_row() + 8 * i;

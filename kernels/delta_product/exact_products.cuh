@@ -67,6 +67,13 @@ __device__ inline void set_four(Sums<N>& sums, int i, int m, const Pack<4>& pack
   for (int e = 0; e < 4; ++e) sums.at[2 * m + e % 2][2 * i + e / 2] = pack.at[e];
 }
 
+// sum + x . y
+__device__ inline float add_dot(float sum, const Pack<4>& x, const Pack<4>& y) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sum = fmaf(x.at[e], y.at[e], sum);
+  return sum;
+}
+
 // Rows col..col+15 of the transpose of a tile, columns row..row+15, as a left factor.
 __device__ inline void load_transposed(SplitBlock& a, const PieceTile& tile, int row, int col) {
   const Lane lane;
