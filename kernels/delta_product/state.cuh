@@ -16,13 +16,7 @@ template <typename T>
 __device__ inline void round_to(Operand<kTilesDown>& a, const Halves& sums) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    Operand<2> part;
-    round_to<T>(part, sums[half]);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.at[2 * half + k][i] = part.at[k][i];
-    }
+    round_to<T>(reinterpret_cast<Operand<2>(&)[2]>(a)[half], sums[half]);
   }
 }
 
