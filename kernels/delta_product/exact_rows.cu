@@ -27,28 +27,23 @@ struct RowOf {
   int head;
 };
 
-// Warps have rows of steps, or of queries: `each` a warp.
-__host__ __device__ inline int64_t warps_for(int64_t rows, int each) { return (rows + each - 1) / each; }
-__host__ __device__ inline int64_t steps_of(const DeltaExactShape& shape) {
+// Rows of steps, or of queries.
+__host__ __device__ inline int64_t rows_of(const DeltaExactShape& shape, bool queries) {
   const Tokens& tokens = shape.pieces.tokens;
-  return tokens.batch * tokens.tokens * shape.n * shape.heads;
-}
-__host__ __device__ inline int64_t queries_of(const DeltaExactShape& shape) {
-  const Tokens& tokens = shape.pieces.tokens;
-  return tokens.batch * tokens.tokens * shape.query_heads;
+  return tokens.batch * tokens.tokens * (queries ? shape.query_heads : int64_t{shape.n} * shape.heads);
 }
 
-// The `number`-th of the `each` rows that a warp has. One that does not exist is given row 0, so that its
-// lanes take part in the shuffles.
+// The `number`-th of the `each` rows that a warp has, of steps or of queries. One that does not exist is
+// given row 0, so that its lanes take part in the shuffles.
 struct Job {
   bool query, exists;
   RowOf at;
 
   __device__ Job(const DeltaExactShape& shape, int64_t warp, int each, int number) {
-    const int64_t steps = steps_of(shape), of_steps = warps_for(steps, each);
+    const int64_t of_steps = divide_up(rows_of(shape, false), each);
     query = warp >= of_steps;
     int64_t job = (query ? warp - of_steps : warp) * each + number;
-    exists = job < (query ? queries_of(shape) : steps);
+    exists = job < rows_of(shape, query);
     if (!exists) job = 0;
     const int heads = query ? shape.query_heads : shape.heads;
     const int64_t rows = shape.pieces.tokens.tokens * (query ? 1 : shape.n), row = quotient(job, heads),
@@ -252,7 +247,7 @@ template <auto Kernel, int Lanes, class Problem>
 cudaError_t launch(const Problem& p, bool queries, cudaStream_t stream) {
   constexpr int kEach = 32 / Lanes;
   const int64_t warps =
-      warps_for(steps_of(p.shape), kEach) + (queries ? warps_for(queries_of(p.shape), kEach) : 0);
+      divide_up(rows_of(p.shape, false), kEach) + (queries ? divide_up(rows_of(p.shape, true), kEach) : 0);
   if (warps == 0) return cudaSuccess;
   Kernel<<<blocks_for(divide_up(warps, kThreads / 32)), kThreads, 0, stream>>>(p, warps);
   return cudaGetLastError();
