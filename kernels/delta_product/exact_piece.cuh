@@ -1,7 +1,6 @@
 // A block of the exact gradients: what it has of a piece, and its phases.
 #pragma once
 
-#include "delta_product/between.h"
 #include "delta_product/exact_products.cuh"
 #include "delta_product/pieces.h"
 

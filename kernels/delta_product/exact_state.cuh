@@ -2,7 +2,6 @@
 // D.
 #pragma once
 
-#include "delta_product/between.h"
 #include "delta_product/exact_tiles.cuh"
 #include "tile/tf32.h"
 

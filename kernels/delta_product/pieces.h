@@ -1,4 +1,4 @@
-// Where a piece of DeltaPieces lies.
+// Where a piece of DeltaPieces lies, and the functions between chunks.
 #pragma once
 
 #include "delta_product/exact.h"
@@ -89,6 +89,21 @@ __device__ inline DeltaPiece piece_at(const DeltaPieces& p, int64_t number) {
   const int64_t first = clamp(begin, 0, all), end = clamp(stop, first, all);
   return {sequence, sequence.start + first, ordinal < 0 ? 0 : static_cast<int>(end - first),
           p.between != Between::none && part == 0 && begin > 0};
+}
+
+// phi(x)
+__device__ inline float between(Between which, float x) {
+  if (which == Between::tanh) return tanhf(x);
+  return 0.5f * x * (1.f + erff(x * 0.70710678f));
+}
+
+// phi'(x)
+__device__ inline float between_slope(Between which, float x) {
+  if (which == Between::tanh) {
+    const float y = tanhf(x);
+    return 1.f - y * y;
+  }
+  return 0.5f * (1.f + erff(x * 0.70710678f)) + 0.39894228f * x * expf(-0.5f * x * x);
 }
 
 }  // namespace girih::kernels::delta_product
