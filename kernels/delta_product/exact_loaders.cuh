@@ -60,8 +60,8 @@ __device__ inline void load_tiles(const DeltaExactScan& p, const Walked& here, c
   const bool value_valid = slab + value_col < in_fours(shape.V);
   const float* const value = at<float>(p.value, here.sequence.batch, here.sequence.start * (Reverse ? 1 : n),
                                        Reverse ? query_head : here.head, slab + value_col);
-  const float* const gates = static_cast<const float*>(p.g.data) + here.sequence.batch * p.g.stride[0] +
-                             here.sequence.start * p.g.stride[1] + here.head * p.g.stride[2];
+  const float* const gates = static_cast<const float*>(p.g.data) +
+                             offset_of(p.g, here.sequence.batch, here.sequence.start, here.head);
   TileBarriers& barriers = space.barriers();
   Turn turn;
 #pragma unroll 1

@@ -100,8 +100,7 @@ struct PieceGradients {
       for (int i = thread; i < kTile; i += 32) {
         space.token[i] = i / n;
         if constexpr (Gated) {
-          const int64_t at =
-              piece.sequence.batch * p.g.stride[0] + (piece.start + i) * p.g.stride[1] + head * p.g.stride[2];
+          const int64_t at = offset_of(p.g, piece.sequence.batch, piece.start + i, head);
           gates.gate[i] = i < piece.length ? static_cast<const float*>(p.g.data)[at] : 0.f;
         }
       }

@@ -178,8 +178,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::put() const {
 #pragma unroll
     for (int i = 0; i <= Sizes::kParts; ++i) sum += tile.sums->beta[i][thread];
     if (divides<T>(p, prepared)) sum = divide_fast(sum, vectors.element(kDeltaBeta, thread));
-    static_cast<float*>(p.dbeta.data)[batch * p.dbeta.stride[0] + (first_row + thread) * p.dbeta.stride[1] +
-                                      here.head * p.dbeta.stride[2]] = sum;
+    static_cast<float*>(p.dbeta.data)[offset_of(p.dbeta, batch, first_row + thread, here.head)] = sum;
   }
   if (gated && warp == kThreads / 32 - 1) put_gate_gradients<D>(p, here, *tile.sums, *tile.later, vectors);
 }

@@ -41,8 +41,7 @@ class Edge {
               *reinterpret_cast<const uint32_t*>(here.state<T>(rounded, p.shape, v) + col * p.shape.D + d));
         }
         const float* const at = static_cast<const float*>(state.data) +
-                                here.piece.sequence.index * state.stride[0] + here.head * state.stride[1] +
-                                d * state.stride[2] + (v + col) * state.stride[3];
+                                offset_of(state, here.piece.sequence.index, here.head, d, v + col);
         return make_float2(at[0], at[state.stride[2]]);
       };
       const int cols = min(Sizes::kSlab, p.shape.V - v);
@@ -135,8 +134,8 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
     if (i == 0) sum += dl[0];
     if (token < here.piece.length) {
       static_cast<float*>(
-          p.dg.data)[here.piece.sequence.batch * p.dg.stride[0] +
-                     (here.piece.start + token) * p.dg.stride[1] + here.query_head * p.dg.stride[2]] = sum;
+          p.dg.data)[offset_of(p.dg, here.piece.sequence.batch, here.piece.start + token, here.query_head)] =
+          sum;
     }
   }
 }

@@ -5,6 +5,7 @@
 #include "delta_product/pass.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
+#include "tile/pack.h"
 
 namespace girih::kernels {
 namespace delta_product {
@@ -74,8 +75,8 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
     if (has[i] && count > 1) in[i] = *reinterpret_cast<const float2*>(here[i]);
     if (has[i] && count > 2) end[i] = *reinterpret_cast<const float2*>(here[i] + step);
     if (has[i] && p.initial.data != nullptr) {
-      const float* from = static_cast<const float*>(p.initial.data) + sequence.index * p.initial.stride[0] +
-                          head * p.initial.stride[1] + row * p.initial.stride[2] + col * p.initial.stride[3];
+      const float* from =
+          static_cast<const float*>(p.initial.data) + offset_of(p.initial, sequence.index, head, row, col);
       start = {from[0], from[p.initial.stride[2]]};
     }
     if (has[i]) *reinterpret_cast<float2*>(here[i]) = start;

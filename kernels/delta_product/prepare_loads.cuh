@@ -165,14 +165,12 @@ __device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace
         const int row = half * 32 + lane();
         const bool exists = row < chunk.rows;
         if (!ReadKeys) {
-          const int64_t beta =
-              batch * p.beta.stride[0] + (first_row + row) * p.beta.stride[1] + job.head * p.beta.stride[2];
+          const int64_t beta = offset_of(p.beta, batch, first_row + row, job.head);
           start_element(space.beta() + row, p.beta.data, p.beta.dtype, beta, exists);
           chunk.upper |= is_upper(p.beta.data, beta) << half;
         }
         if (p.g.data == nullptr) continue;
-        const int64_t gate =
-            batch * p.g.stride[0] + (piece.start + row / n) * p.g.stride[1] + job.head * p.g.stride[2];
+        const int64_t gate = offset_of(p.g, batch, piece.start + row / n, job.head);
         start_element(space.log() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
         chunk.upper |= is_upper(p.g.data, gate) << (half + 2);
       }

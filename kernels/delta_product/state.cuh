@@ -171,8 +171,7 @@ __device__ inline void start_state(State<D>& s, const DeltaShape& shape, const W
     }
   } else if (initial.data != nullptr && (part.opens || !walk.alone)) {
     const int64_t number = walk.alone ? part.piece.sequence.index : part.number;
-    const float* from =
-        static_cast<const float*>(initial.data) + number * initial.stride[0] + part.head * initial.stride[1];
+    const float* from = static_cast<const float*>(initial.data) + offset_of(initial, number, part.head);
     for_each_of_state(s, shape, part, first_col, from, initial.stride[2], initial.stride[3],
                       [](float& x, const float& at) { x = at; });
   }
@@ -183,7 +182,7 @@ __device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Wal
                                  int first_col, const Out<4>& final) {
   if (!part.last && !walk.alone) return;
   const int64_t number = walk.alone ? part.number : part.piece.sequence.index;
-  float* to = static_cast<float*>(final.data) + number * final.stride[0] + part.head * final.stride[1];
+  float* to = static_cast<float*>(final.data) + offset_of(final, number, part.head);
   if (part.transition) to += shape.V * final.stride[3];
   for_each_of_state(s, shape, part, first_col, to, final.stride[2], final.stride[3],
                     [](float x, float& at) { at = x; });
