@@ -84,9 +84,7 @@ struct GradientBlock {
 
   __device__ Sums<8>& of_queries() { return kBoth ? both : of_steps; }
   __device__ static float power(float x) { return kGates ? exp2_fast(x) : 1.f; }
-  __device__ float2 of_rows(int vector) const {
-    return {vectors.element(vector, place.mine), vectors.element(vector, place.mine + 8)};
-  }
+  __device__ float2 of_rows(int vector) const { return vectors.rows(vector, place.mine); }
   __device__ float2 logs() const { return kGates ? of_rows(kDeltaLog) : make_float2(0.f, 0.f); }
   __device__ float end_log() const { return kGates ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f; }
   // L_C less L. The power is held at 2^-60, so that a quotient by it stays in range; what that lets through

@@ -59,9 +59,7 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
   const int mine = place.mine;
   const auto first_of = [&](int row) { return static_cast<int>(steps.divide(row) * steps.by); };
   const int own = first_of(mine), own_below = first_of(mine + 8);  // the first row of the same token
-  const auto of_rows = [&](int vector) -> float2 {
-    return {vectors.element(vector, mine), vectors.element(vector, mine + 8)};
-  };
+  const auto of_rows = [&](int vector) { return vectors.rows(vector, mine); };
   if (gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= place.band; });
   const float2 unit = kDirect ? make_float2(1.f, 1.f) : of_rows(kDeltaUnit),
                beta = !tile.here->first                        ? make_float2(0.f, 0.f)

@@ -21,6 +21,8 @@ struct Vectors {
   const float* data;
 
   __device__ float element(int vector, int at) const { return data[vector * kDeltaRows + at]; }
+  // That at `at` and the one 8 further.
+  __device__ float2 rows(int vector, int at) const { return {element(vector, at), element(vector, at + 8)}; }
   // The lane's two of eight elements from `at` on.
   __device__ float2 pair(int vector, int at) const {
     return *reinterpret_cast<const float2*>(data + vector * kDeltaRows + at + lane_col());

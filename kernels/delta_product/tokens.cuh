@@ -19,8 +19,7 @@ template <int N>
 __device__ inline void weigh_transposed(Sums<N>& scores, const Vectors& vectors, int n, int warp,
                                         const float2* tokens) {
   const int row = kTileRows * warp + lane_row();
-  const float2 before = {vectors.element(kDeltaLog, row), vectors.element(kDeltaLog, row + 8)},
-               unit = {vectors.element(kDeltaUnit, row), vectors.element(kDeltaUnit, row + 8)};
+  const float2 before = vectors.rows(kDeltaLog, row), unit = vectors.rows(kDeltaUnit, row);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float4 two = *reinterpret_cast<const float4*>(tokens + 8 * i + lane_col());
