@@ -78,10 +78,8 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
   using Sizes = GradientSizes<D>;
   const int n = p.shape.n, bands = here.bands();
   float edge = 0.f;
-  if (here.first) {
-    if (lane() < Sizes::kThreads / 32) {
-      edge = sums.edge[lane()] * exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
-    }
+  if (here.first && lane() < Sizes::kThreads / 32) {
+    edge = sums.edge[lane()] * exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
   }
   // Of a row: -read G . S^T k - w k . dS U, and its part of N M and P dP. sum w k . dS U is <state after, dS>
   // less that of the state before.

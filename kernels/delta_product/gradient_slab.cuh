@@ -117,10 +117,9 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::solve() const {
 #pragma unroll
   for (int first = 0; first < kTilesDown; first += 2) {
     Operand<2> x;
+    fill(x);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[j][i] = 0;
       if (first + j <= place.band) prepared.load(x.at[j], place.band, first + j);
     }
     fence_products(u);
