@@ -85,9 +85,8 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
 
 // rho_i from the diagonal of K K^T. Of a key that is zero, rho only scales the gradient: 1 instead of 1000
 // overflows nowhere.
-template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void find_lengths(const PrepareSpace<T, Slabs, ReadKeys>& space,
-                                    const Block (&a)[kDeltaBlocks], int rows) {
+template <class Space>
+__device__ inline void find_lengths(const Space& space, const Block (&a)[kDeltaBlocks], int rows) {
 #pragma unroll
   for (int i = 0; i < kDeltaRows / 8; ++i) {
     const float(&block)[4] = a[block_of(i / 2, i / 2)].at[i % 2];
@@ -101,9 +100,8 @@ __device__ inline void find_lengths(const PrepareSpace<T, Slabs, ReadKeys>& spac
 }
 
 // beta, read, write, L and rho of every row. Whether none of the lane's rows forbids to divide by its beta.
-template <typename T, int Slabs, bool ReadKeys>
-__device__ inline bool put_factors(float* vectors, const PrepareSpace<T, Slabs, ReadKeys>& space, int rows,
-                                   bool divides) {
+template <class Space>
+__device__ inline bool put_factors(float* vectors, const Space& space, int rows, bool divides) {
   constexpr float kLeastStep = 0x1p-40f;
   const float log_end = space.log()[kDeltaRows - 1];
 #pragma unroll
@@ -123,9 +121,8 @@ __device__ inline bool put_factors(float* vectors, const PrepareSpace<T, Slabs, 
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Of blocks below the diagonal the power
 // is a row's, a column's and the block's: L_i less L at the rows' start, that less L at the columns' end, and
 // that less L_j, none of them more than 0.
-template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void weigh(Block (&a)[kDeltaBlocks], const PrepareSpace<T, Slabs, ReadKeys>& space,
-                             bool gated, bool unit) {
+template <class Space>
+__device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool gated, bool unit) {
   const float *const beta = space.beta(), *const log = space.log(), *const rho = space.unit();
 #pragma unroll
   for (int i = 0; i < kTilesDown; ++i) {

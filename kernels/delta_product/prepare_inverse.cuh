@@ -40,8 +40,8 @@ struct InverseOut {
 // The 8 x 8 blocks of X on the diagonal, in place of those of N: x_i = [i is the column] + sum_{j<i} n_ij
 // x_j. A lane has a column of block l / 8 and of the fourth after it, and leaves it as a row: columns 0, 2,
 // 4, 6, 1, 3, 5, 7, so that a read of pairs meets no conflicts.
-template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void invert_small(const PrepareSpace<T, Slabs, ReadKeys>& space) {
+template <class Space>
+__device__ inline void invert_small(const Space& space) {
   const int column = lane() % kSmall;
   float own[2][kSmall];
 #pragma unroll
@@ -73,11 +73,10 @@ __device__ inline void invert_small(const PrepareSpace<T, Slabs, ReadKeys>& spac
 
 // The 16 x 16 blocks i and i + 1 of X's diagonal, from their 8 x 8 blocks: ( X_0, 0; X_1 N_10 X_0, X_1 ). As
 // a left factor, and turned.
-template <typename T, int Slabs, bool ReadKeys>
+template <class Space, typename T>
 __device__ inline void join_small(Split (&x)[kTilesDown], Split (&x_turned)[kTilesDown],
-                                  const Block (&n)[kDeltaBlocks],
-                                  const PrepareSpace<T, Slabs, ReadKeys>& space, const InverseOut<T>& out,
-                                  int i) {
+                                  const Block (&n)[kDeltaBlocks], const Space& space,
+                                  const InverseOut<T>& out, int i) {
   Block found[2];
   Parts upper[2], left[2], lower[2];
 #pragma unroll
@@ -111,9 +110,8 @@ __device__ inline void join_small(Split (&x)[kTilesDown], Split (&x_turned)[kTil
 }
 
 // X of N, whose blocks on and below the diagonal a warp has in registers.
-template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void invert(const Block (&n)[kDeltaBlocks], const PrepareSpace<T, Slabs, ReadKeys>& space,
-                              const InverseOut<T>& out) {
+template <class Space, typename T>
+__device__ inline void invert(const Block (&n)[kDeltaBlocks], const Space& space, const InverseOut<T>& out) {
   // 8 rows
 #pragma unroll
   for (int i = 0; i < kDeltaRows / kSmall; ++i) {
