@@ -245,28 +245,11 @@ struct VectorBlock {
     }
   }
 
-  // The warp's rows of the chunk's steps, or of its tokens, times a factor: 64 bytes of eight at once.
-  __device__ void put(const Gradient& gradient, const Out<4>& to, bool steps, int of_head,
-                      float factor) const {
-    const int mine = row + lane_row(), of_lane = col + lane_col() * 4,
-              rows = steps ? here.steps : here.tokens;
-    T* const first = at<T>(to, here.batch, (steps ? here.step : here.token) + mine, of_head, of_lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int n = 0; n < Sizes::kCols / 8; n += 4) {
-        uint32_t pack[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const float(&x)[4] = gradient.at[n + m];
-          pack[m] = pair_of<T>(factor * x[2 * i], factor * x[2 * i + 1]);
-        }
-        turn_quad(pack);
-        if (mine + 8 * i < rows && of_lane + 8 * n < p.shape.D) {
-          store_pack(first + 8 * i * to.stride[1] + 8 * n, pack);
-        }
-      }
-    }
+  // The warp's rows of the chunk's steps, or of its tokens, times a factor.
+  __device__ void put(Gradient gradient, const Out<4>& to, bool steps, int of_head, float factor) const {
+    scale_rows(gradient, {factor, factor});
+    T* const first = at<T>(to, here.batch, steps ? here.step : here.token, of_head, col);
+    store_rows<T>(gradient, first, to.stride[1], row, steps ? here.steps : here.tokens, p.shape.D - col);
   }
 };
 

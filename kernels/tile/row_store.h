@@ -52,6 +52,27 @@ __device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
                : "memory");
 }
 
+// A warp's 16 rows from `row` on, rounded, to global memory: a lane stores eight of 32 columns.
+template <typename T, int N>
+__device__ inline void store_rows(const Sums<N>& sums, T* to, int64_t stride, int row, int rows, int cols) {
+  static_assert(N % 4 == 0, "");
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = row + lane_row() + 8 * i;
+    T* const of_row = to + r * stride;
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      uint32_t pack[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) pack[m] = pair_of<T>(sums.at[n + m][2 * i], sums.at[n + m][2 * i + 1]);
+      turn_quad(pack);
+      const int col = 8 * n + 4 * lane_col();
+      if (r >= rows || col >= cols) continue;
+      store_pack(of_row + col, pack);
+    }
+  }
+}
+
 // A tile's first rows, `cols` elements of each (a multiple of 8): whole rows, 16 bytes a lane, by warp
 // `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a
 // time.)
