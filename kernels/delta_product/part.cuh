@@ -25,7 +25,6 @@ __device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, 
   return {sequence, index, start, static_cast<int>(clamp(sequence.end - start, 0, tokens))};
 }
 
-// Which tokens of which state a block has.
 struct Part {
   Piece piece;
   int64_t number;  // of the state, initial and final

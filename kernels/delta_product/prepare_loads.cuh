@@ -13,10 +13,10 @@ constexpr int kSlab = 64;  // columns of k at a time
 constexpr int kSmall = 8;  // rows of the blocks of forward substitution
 
 // What a warp has in shared memory: of its rows beta, L and rho, the small blocks, and a slab of keys. (Of
-// keys that read, where others write, a slab beside.) Two
-// would leave room for three blocks of a multiprocessor instead of four: of keys of more than 64 channels the
-// other slabs wait in the L2 cache. Keys of up to 64 are one slab, and go by the code of two Slabs in turn,
-// of which they never have the second: it needs fewer registers.
+// keys that read, where others write, a slab beside.) Two would leave room for three blocks of a
+// multiprocessor instead of four: of keys of more than 64 channels the other slabs wait in the L2 cache. Keys
+// of up to 64 are one slab, and go by the code of two Slabs in turn, of which they never have the second: it
+// needs fewer registers.
 template <typename T, int Slabs, bool ReadKeys = false>
 struct PrepareSpace {
   using Keys = SharedTile<T, kDeltaRows, kSlab>;
