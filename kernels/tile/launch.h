@@ -58,6 +58,13 @@ inline cudaError_t has_warpgroups(bool& has) {
   return is_compiled_for<Kernel, 90, 90>(has);
 }
 
+// Bytes of shared memory that a block may have on the current device.
+inline cudaError_t shared_limit(int& bytes) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
 // Kernel(arguments...) on so many blocks; on none there is nothing to do.
 template <auto Kernel, class... Arguments>
 inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStream_t stream,
@@ -68,24 +75,16 @@ inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStrea
   return cudaGetLastError();
 }
 
-// Bytes of shared memory that a block may have on the current device.
-inline cudaError_t shared_limit(int& bytes) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-}
-
-// A launch of so many blocks, which may be none. most: the bytes of shared memory that the kernel asks for,
-// where launches differ.
+// The same with so many bytes of shared memory, however many they are. most: what the kernel asks for where
+// launches differ.
 template <auto Kernel, class Problem>
 cudaError_t launch_kernel(const Problem& p, int64_t blocks, int threads, int bytes, cudaStream_t stream,
                           int most = 0) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const cudaError_t error = allow_shared<Kernel>(most > 0 ? most : bytes);
-  if (error != cudaSuccess) return error;
-  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  if (blocks != 0) {
+    const cudaError_t error = allow_shared<Kernel>(most > 0 ? most : bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_grid<Kernel>(blocks, threads, bytes, stream, p);
 }
 
 }  // namespace girih::kernels
