@@ -1,36 +1,30 @@
 // Which instance a call takes.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <type_traits>
 
 #include "cat_attention/header_list.h"
 #include "cat_attention/launch.h"
 #include "cat_attention/sm90/launch.h"
+#include "tile/instance.h"
 
 namespace girih::kernels {
 namespace {
 
 // f(columns of a tile): the fewest that hold them.
 template <class F>
-auto with_tile(int widest, const F& f) {
-  if (widest <= 64) return f(std::integral_constant<int, 64>());
-  if (widest <= 128) return f(std::integral_constant<int, 128>());
-  return f(std::integral_constant<int, 256>());
+auto by_width(int widest, const F& f) {
+  if (widest <= 64) return f(Constant<64>());
+  if (widest <= 128) return f(Constant<128>());
+  return f(Constant<256>());
 }
 
 template <class Launch>
 cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
   const int widest = std::max(shape.D, shape.V);
   if (widest > kCatWidest) return cudaErrorInvalidValue;
-  return with_tile(widest, [&](auto tile) {
-    if (shape.dtype == DType::bf16) return launch(__nv_bfloat16(), tile);
-    if (shape.dtype == DType::f16) return launch(__half(), tile);
-    if constexpr (decltype(tile)::value <= kCatWidestFloat) {
-      if (shape.dtype == DType::f32) return launch(float(), tile);
-    }
-    return cudaErrorInvalidValue;
+  return by_width(widest, [&](auto tile) {
+    const auto with_tile = [&](auto element) { return launch(element, tile); };
+    if constexpr (tile() <= kCatWidestFloat) return by_element(shape.dtype, with_tile);
+    return by_short_element(shape.dtype, with_tile);
   });
 }
 
@@ -99,7 +93,7 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
 
 // Whichever kernel sums them.
 int64_t cat_partials(const CatShape& shape) {
-  return with_tile(std::max(shape.D, shape.V), [&](auto tile) -> int64_t {
+  return by_width(std::max(shape.D, shape.V), [&](auto tile) -> int64_t {
     constexpr int kTile = decltype(tile)::value;
     if (shape.dtype == DType::f32) return CatHeaderList(shape, kTile, header_tiles<float, kTile>()).numbers();
     const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<__half, kTile>()).numbers();
@@ -112,7 +106,7 @@ int64_t cat_partials(const CatShape& shape) {
 cudaError_t cat_fits(int D, int V, DType dtype, bool& fits) {
   int limit = 0;
   const cudaError_t error = shared_limit(limit);
-  fits = limit >= with_tile(std::max(D, V), [&](auto tile) {
+  fits = limit >= by_width(std::max(D, V), [&](auto tile) {
            constexpr int kTile = decltype(tile)::value;
            return dtype == DType::f32 ? largest<float, kTile>() : largest<__half, kTile>();
          });

@@ -1,7 +1,4 @@
 // The instance that serves a shape, and how a scan is cut into segments where there are too few heads.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "delta_product/delta_product.h"
@@ -18,12 +15,9 @@ namespace {
 // launch(an element, the columns of a tile of D)
 template <class Launch>
 cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
-  const auto with_width = [&](auto element) {
+  return by_short_element(shape.dtype, [&](auto element) {
     return by_width(shape.D, [&](auto width) { return launch(element, width); });
-  };
-  if (shape.dtype == DType::bf16) return with_width(__nv_bfloat16());
-  if (shape.dtype == DType::f16) return with_width(__half());
-  return cudaErrorInvalidValue;
+  });
 }
 
 cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
@@ -100,9 +94,9 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
 }  // namespace delta_product
 
 cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
-  if (p.shape.dtype == DType::bf16) return delta_product::launch_prepare<__nv_bfloat16>(p, stream);
-  if (p.shape.dtype == DType::f16) return delta_product::launch_prepare<__half>(p, stream);
-  return cudaErrorInvalidValue;
+  return by_short_element(p.shape.dtype, [&](auto element) {
+    return delta_product::launch_prepare<decltype(element)>(p, stream);
+  });
 }
 
 int64_t delta_kept_segments(const DeltaShape& shape) { return delta_product::segments(shape, true); }

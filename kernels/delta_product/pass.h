@@ -2,16 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "delta_product/delta_product.h"
 #include "delta_product/vector.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 
 namespace girih::kernels::delta_product {
-
-template <int Value>
-using Constant = std::integral_constant<int, Value>;
 
 // launch(a tile's columns): the smallest tile that is as wide.
 template <class Launch>

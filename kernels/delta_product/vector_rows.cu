@@ -1,6 +1,7 @@
 // A thread has a pack of eight channels of one row of one head.
 #include "delta_product/vector.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -112,14 +113,10 @@ __global__ void __launch_bounds__(kThreads)
 // launch(an element of rows, one of beta)
 template <class Launch>
 cudaError_t by_types(const DeltaShape& shape, DType beta, const Launch& launch) {
-  const auto with_rows = [&](auto row) {
-    if (beta == DType::bf16) return launch(row, __nv_bfloat16());
-    if (beta == DType::f16) return launch(row, __half());
-    return beta == DType::f32 ? launch(row, 0.f) : cudaErrorInvalidValue;
-  };
   if (shape.D % kPack != 0 || shape.V != shape.D) return cudaErrorInvalidValue;
-  if (shape.dtype == DType::bf16) return with_rows(__nv_bfloat16());
-  return shape.dtype == DType::f16 ? with_rows(__half()) : cudaErrorInvalidValue;
+  return by_short_element(shape.dtype, [&](auto row) {
+    return by_element(beta, [&](auto of_beta) { return launch(row, of_beta); });
+  });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // features, whose elements may stand in any order along the width as long as both sides have the same: so a
 // lane reads 16 bytes of a row at once, and what it read are operands as they are.
 #include "few_rows/few_rows.h"
+#include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
@@ -193,8 +194,8 @@ cudaError_t few_rows(FewRows p, cudaStream_t stream) {
     tiles += (p.matrices[i].features + few_rows_product::kFeatures - 1) / few_rows_product::kFeatures;
   }
   if (tiles == 0) return cudaSuccess;
-  return p.dtype == DType::bf16 ? few_rows_product::launch<__nv_bfloat16>(p, tiles, stream)
-                                : few_rows_product::launch<__half>(p, tiles, stream);
+  return by_short_element(
+      p.dtype, [&](auto element) { return few_rows_product::launch<decltype(element)>(p, tiles, stream); });
 }
 
 }  // namespace girih::kernels

@@ -1,19 +1,14 @@
 // The kernels by their tiles; each is compiled in a file of its own.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <type_traits>
 
 #include "lattice/lattice.h"
+#include "tile/instance.h"
 #include "tile/launch.h"
 
 namespace girih::kernels::lattice {
-
-template <int Value>
-using Constant = std::integral_constant<int, Value>;
 
 // launch(tokens of a tile, width D, width M): the smallest tile that has room.
 template <class Launch>

@@ -5,6 +5,7 @@
 // which the row is still in the L2 cache.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -82,14 +83,11 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const __grid_co
 cudaError_t cross_entropy(const CrossEntropy& p, cudaStream_t stream) {
   using namespace model_rows;
   if (p.rows == 0) return cudaSuccess;
-  if (p.rows > 0x7fffffff || p.dtype == DType::f64) return cudaErrorInvalidValue;
-  const auto launch = [&](auto zero) {
-    cross_entropy_kernel<decltype(zero)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
+  if (p.rows > 0x7fffffff) return cudaErrorInvalidValue;
+  return by_element(p.dtype, [&](auto element) {
+    cross_entropy_kernel<decltype(element)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
     return cudaGetLastError();
-  };
-  return p.dtype == DType::f32    ? launch(0.f)
-         : p.dtype == DType::bf16 ? launch(__nv_bfloat16{})
-                                  : launch(__half{});
+  });
 }
 
 }  // namespace girih::kernels

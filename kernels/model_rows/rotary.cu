@@ -4,6 +4,7 @@
 // A block has a token: some threads make the angles, each of all then has a pack of pairs at a time.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -90,21 +91,10 @@ cudaError_t with_type(const RotaryShape& shape, const Launch& launch) {
     return cudaErrorInvalidValue;
   }
   const auto threads = static_cast<unsigned>(std::min<int64_t>(divide_up(packs, 32) * 32, kThreads));
-  const auto launched = [&](auto element) {
+  return by_element(shape.dtype, [&](auto element) {
     launch(element, static_cast<unsigned>(blocks), threads);
     return cudaGetLastError();
-  };
-  switch (shape.dtype) {
-    case DType::f32:
-      return launched(0.f);
-    case DType::bf16:
-      return launched(__nv_bfloat16{});
-    case DType::f16:
-      return launched(__half{});
-    case DType::f64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // A thread has a pack of every tensor.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 #include "tile/silu.h"
 
@@ -45,14 +46,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// f(0 of the type); an error where it has no kernel.
-template <typename F>
-cudaError_t with_type(DType dtype, const F& f) {
-  if (dtype == DType::f64) return cudaErrorInvalidValue;
-  dtype == DType::f32 ? f(0.f) : dtype == DType::bf16 ? f(__nv_bfloat16{}) : f(__half{});
-  return cudaGetLastError();
-}
-
 }  // namespace
 }  // namespace model_rows
 
@@ -60,16 +53,19 @@ cudaError_t silu_product(const SiluProduct& p, cudaStream_t stream) {
   using namespace model_rows;
   if (p.elements == 0) return cudaSuccess;
   const unsigned blocks = blocks_for(divide_up(p.elements / kPack, kThreads));
-  return with_type(
-      p.dtype, [&](auto zero) { silu_product_kernel<decltype(zero)><<<blocks, kThreads, 0, stream>>>(p); });
+  return by_element(p.dtype, [&](auto element) {
+    silu_product_kernel<decltype(element)><<<blocks, kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
 }
 
 cudaError_t silu_product_backward(const SiluProductBackward& p, cudaStream_t stream) {
   using namespace model_rows;
   if (p.elements == 0) return cudaSuccess;
   const unsigned blocks = blocks_for(divide_up(p.elements / kPack, kThreads));
-  return with_type(p.dtype, [&](auto zero) {
-    silu_product_backward_kernel<decltype(zero)><<<blocks, kThreads, 0, stream>>>(p);
+  return by_element(p.dtype, [&](auto element) {
+    silu_product_backward_kernel<decltype(element)><<<blocks, kThreads, 0, stream>>>(p);
+    return cudaGetLastError();
   });
 }
 

@@ -4,6 +4,7 @@
 // a row. It adds up db and dA of its columns; a block's sums are added by another kernel.
 #include "row_gates/row_gates.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 #include "tile/partials.h"
 
@@ -118,15 +119,12 @@ __global__ void __launch_bounds__(kThreads)
 // f(Tile); an error where there is none.
 template <typename F>
 cudaError_t with_tile(const RowGates& p, const F& f) {
-  if (p.dtype == DType::f64 || p.gate == RowGate::none) return cudaErrorInvalidValue;
-  const auto of_type = [&](auto zero) {
-    using T = decltype(zero);
+  if (p.gate == RowGate::none) return cudaErrorInvalidValue;
+  return by_element(p.dtype, [&](auto element) {
+    using T = decltype(element);
     p.in_packs ? f(Tile<T, kRowGatesPack>{}) : f(Tile<T, 1>{});
-  };
-  p.dtype == DType::f32    ? of_type(0.f)
-  : p.dtype == DType::bf16 ? of_type(__nv_bfloat16{})
-                           : of_type(__half{});
-  return cudaGetLastError();
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace

@@ -1,10 +1,7 @@
 // Which instance a call takes.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <type_traits>
 
+#include "tile/instance.h"
 #include "tile/launch.h"
 #include "trellis/launch.h"
 
@@ -15,14 +12,11 @@ namespace {
 template <class Launch>
 cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
   const int widest = std::max({shape.M, shape.D, shape.V});
-  const auto with_tile = [&](auto element) {
-    if (widest <= 64) return launch(element, std::integral_constant<int, 64>());
-    if (widest <= kTrellisWidest) return launch(element, std::integral_constant<int, 128>());
+  return by_short_element(shape.dtype, [&](auto element) {
+    if (widest <= 64) return launch(element, Constant<64>());
+    if (widest <= kTrellisWidest) return launch(element, Constant<128>());
     return cudaErrorInvalidValue;
-  };
-  if (shape.dtype == DType::bf16) return with_tile(__nv_bfloat16());
-  if (shape.dtype == DType::f16) return with_tile(__half());
-  return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace
