@@ -30,12 +30,7 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
   const bool gated = p.shape.activation != GateActivation::none;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
   const Weight<R> weight(place, p.weight, dim);
-  typename R::Part dweight;
-#pragma unroll
-  for (int k = 0; k < R::kPacks; ++k) {
-#pragma unroll
-    for (int f = 0; f < R::kFours; ++f) dweight[k][f] = zeros<4>();
-  }
+  typename R::Part dweight = {};
   RowSums<R, 2> over_row;
 
   // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.

@@ -8,7 +8,6 @@ namespace girih::kernels {
 
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::publish() const {
-  if (!publishes) return;
   constexpr int kPublished = 32 * kPublishers * 8 / D;  // rows at once
   const int thread = static_cast<int>(threadIdx.x) % 128, row = thread / (D / 8), key = thread % (D / 8) * 8;
   // Chunks are counted from the sequence's start: a segment may begin inside of a pair.

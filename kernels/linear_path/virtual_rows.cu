@@ -86,9 +86,7 @@ __global__ void __launch_bounds__(kThreads)
         walk.in_dense(static_cast<T*>(walk.of_these(p.of_q, p.of_k, p.of_v)), is_q ? 1 : N) + column;
     const int64_t row = walk.row(), step = is_q ? row : N * row;
     const auto read = [&](int i) { return Raw<T>(x + i * rows.token, walk.has(i) && !(is_q && i < 0)); };
-    [[maybe_unused]] Pack<kPack> before[N];  // r_0, ..., r_{N-2}
-#pragma unroll
-    for (int m = 0; m < N; ++m) before[m] = zeros<kPack>();
+    [[maybe_unused]] Pack<kPack> before[N] = {};  // r_0, ..., r_{N-2}
     auto next = read(1 - N);
 #pragma unroll 1
     for (int i = 1 - N; i < kTokens; ++i) {

@@ -181,9 +181,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   job.template prefetch_first<T>(p.x);
   if (p.dy.data != nullptr) job.template prefetch_first<T>(p.dy);
   const Filter<T, W, N> filter(p.weight, p.bias, job.first_channel, p.shape.channels, p.shape.silu);
-  Parts<W, N> parts;
-#pragma unroll
-  for (int j = 0; j <= W; ++j) parts[j] = zeros<N>();
+  Parts<W, N> parts = {};
   job.for_each_sequence(p.shape.tokens, [&](const Sequence& sequence, int64_t first, int64_t last) {
     if (sequence.inside) {
       run_backward<T, W, N>(p, filter, sequence, first, static_cast<int>(last - first), job.channel, parts);
