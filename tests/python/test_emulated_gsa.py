@@ -234,6 +234,13 @@ def test_grouped_queries(kernels, kind, M, dtype, pattern):
     check(kernels, [66], kind, dtype=dtype, D=24, V=40, M=M, H=2, group=2, pattern=pattern)
 
 
+@pytest.mark.parametrize("pattern", ["mild", "strong"])
+@pytest.mark.parametrize("kind, M", [("s_g", 72), ("g", 128)])
+def test_many_slots_on_a_smaller_card(kernels, kind, M, pattern):
+    """The gradients of key rows take one memory after the other."""
+    check(kernels, [66], kind, D=72, V=136, M=M, H=2, group=2, pattern=pattern, shared=SHARED_80)
+
+
 @pytest.mark.parametrize("how", ["packed", "rows"])
 @pytest.mark.parametrize("kind, dtype", [("s_g", BF16), ("g", FP16), ("s_g", FP32), ("abc", BF16)])
 def test_sequences_of_their_own_lengths(kernels, kind, dtype, how):
