@@ -40,16 +40,14 @@ struct ChunkBlock {
 
   // All of the block: starts to load columns from `col` on of a head's rows,
   template <int Threads, class Tile>
-  __device__ void load(const Tile& tile, const In<4>& from, int of, int col, int width,
-                       int thread = threadIdx.x) const {
-    load_rows<Threads>(tile, from, piece, of, col, width, thread);
+  __device__ void load(const Tile& tile, const In<4>& from, int of, int col, int width) const {
+    load_rows<Threads>(tile, from, piece, of, col, width);
   }
   // `rows` rows of the states from `first` on,
   template <int Threads, class Tile>
-  __device__ void load_states(const Tile& tile, const void* states, int first, int rows,
-                              int thread = threadIdx.x) const {
+  __device__ void load_states(const Tile& tile, const void* states, int first, int rows) const {
     load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first), shape.M,
-                        rows, shape.M, thread);
+                        rows, shape.M, threadIdx.x);
   }
   // the gates, and the weights.
   template <int Threads, class G, class S>
@@ -61,22 +59,17 @@ struct ChunkBlock {
 };
 
 // f(col) for a memory's columns col..col+63. The first are there; load(col) starts the copies of others, once
-// all of the threads that sync() waits for are done with those before.
-template <class Load, class F, class Sync>
-__device__ inline void each_slab(int width, const Load& load, const F& f, const Sync& sync) {
+// all of the block is done with those before.
+template <class Load, class F>
+__device__ inline void each_slab(int width, const Load& load, const F& f) {
   for (int col = 0;; col += kSlab) {
     f(col);
     if (col + kSlab >= width) break;
-    sync();
+    __syncthreads();
     load(col + kSlab);
     wait_copies<0>();
-    sync();
+    __syncthreads();
   }
-}
-// The block's.
-template <class Load, class F>
-__device__ inline void each_slab(int width, const Load& load, const F& f) {
-  each_slab(width, load, f, [] { __syncthreads(); });
 }
 
 // Of 64 columns, the warp's rows of X:   a += X Y^T,   sums += X H, H's columns from `first` on.

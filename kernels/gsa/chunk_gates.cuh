@@ -55,13 +55,12 @@ template <typename T, template <int> class Array>
 __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int head) {
   return at<T>(array, piece.sequence.batch, piece.start, head);
 }
-// All of the block, or thread `thread` of `Threads`: starts to load these rows, their columns from `col` on
-// of `width`.
+// All of the block: starts to load these rows, their columns from `col` on of `width`.
 template <int Threads, class Tile>
 __device__ inline void load_rows(const Tile& tile, const In<4>& from, const Piece& piece, int head, int col,
-                                 int width, int thread = threadIdx.x) {
+                                 int width) {
   load_async<Threads>(tile, chunk_rows<typename Tile::Element>(from, piece, head) + col, from.stride[1],
-                      piece.length, width - col, thread);
+                      piece.length, width - col, threadIdx.x);
 }
 
 // 1 - e^g of two neighbours; of a row or column that does not exist, that of one that does.

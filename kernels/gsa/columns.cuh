@@ -18,15 +18,13 @@
 #pragma once
 
 #include "gsa/columns_block.cuh"
-#include "tile/instance.h"
 
 namespace girih::kernels {
 
-// AtOnce: both memories, by a team of warps each.
-template <typename T, int M, int Memories, int AtOnce>
-__global__ void __launch_bounds__(kGroup*(M / 64) * AtOnce, M == 64 ? 3 : 1)
+template <typename T, int M, int Memories>
+__global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
     gated_columns_kernel(const __grid_constant__ GatedColumns p) {
-  using Block = GatedColumnBlock<T, M, Memories, AtOnce>;
+  using Block = GatedColumnBlock<T, M, Memories>;
   extern __shared__ __align__(128) unsigned char shared[];
   Block block(p, shared);
   if (block.piece.length == 0) return;
@@ -46,39 +44,31 @@ __global__ void __launch_bounds__(kGroup*(M / 64) * AtOnce, M == 64 ? 3 : 1)
   wait_copies<0>();
   __syncthreads();
 
-  // ds, the warp's columns; where factors serve without e^X. What the chunk's own rows give comes last.
-  Sums<Block::kEights> ds;
+  // ds, the group's 64 columns; where factors serve without e^X. What the chunk's own rows give comes last.
+  Sums<8> u;
+  fill(u, 0.f);
   const float* w_rows = chunk_rows<float>(p.w, block.piece, block.query_head);
   if (factored) {
-    block.template take_memories<true>(ds, w_rows);
+    block.template take_memories<true>(u, w_rows);
   } else {
-    block.template take_memories<false>(ds, w_rows);
+    block.template take_memories<false>(u, w_rows);
   }
 
-  float2 w[Block::kEights][2];
+  float2 w[8][2];
   block.load_w(w, w_rows);
   if (Block::kGroups > 1) __syncthreads();  // rows on their way out go through read too
   if (factored) {
-    block.template finish<true>(ds, w);
+    block.template finish<true>(u, w);
   } else {
-    block.template finish<false>(ds, w);
+    block.template finish<false>(u, w);
   }
-  block.put(ds);
+  block.put(u);
 }
 
 template <typename T, int M, int Memories>
 cudaError_t launch_gated_columns(const GatedColumns& p, cudaStream_t stream) {
-  const auto launch = [&](auto at_once) {
-    return launch_blocks<gated_columns_kernel<T, M, Memories, at_once()>>(
-        p, kGroup * (M / 64) * at_once(), GatedColumnTiles<T, M, Memories, at_once()>::kBytes, stream);
-  };
-  if constexpr (M > 64 && Memories == 2) {
-    // A block has a multiprocessor for itself: where the card has the room, twice as many warps.
-    int limit = 0;
-    if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-    if (GatedColumnTiles<T, M, 2, 2>::kBytes <= limit) return launch(Constant<2>());
-  }
-  return launch(Constant<1>());
+  return launch_blocks<gated_columns_kernel<T, M, Memories>>(
+      p, kGroup * (M / 64), GatedColumnTiles<T, M, Memories>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

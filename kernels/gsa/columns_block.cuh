@@ -6,64 +6,47 @@
 
 namespace girih::kernels {
 
-// A team for each of the memories that are taken at once, with a group of four warps for every 64 of M.
-template <typename T, int M, int Memories, int AtOnce>
+// A group of four warps for every 64 of M.
+template <typename T, int M, int Memories>
 struct GatedColumnTiles {
-  static_assert(AtOnce == 1 || AtOnce == Memories);
-  static constexpr int kGroups = M / 64, kWarps = 4 * kGroups * AtOnce;
+  static constexpr int kGroups = M / 64;
 
   using Slots = SharedTile<T, kChunk, M>;
-  using Slab = SharedTile<T, kChunk, kSlab>;
-  using Floats = SharedTile<float, kChunk, M>;
-  static constexpr int kSlabBytes = Slots::kBytes + 2 * Slab::kBytes;
 
-  Floats g;
-  Slots s, end, first_y;
-  Slots gradient;  // this and the next two: of a slab, the team's own
-  Slab x, read;
-  Floats beyond;    // over those of the first team, once they are done with
-  Floats crossing;  // what a team has of the other's columns
+  SharedTile<float, kChunk, M> g;
+  Slots s, end, first_y, gradient;
+  SharedTile<T, kChunk, kSlab> x, read;
   float *totals, *decay, *edge, *own;
 
-  static constexpr int kBytes = Floats::kBytes + (2 + Memories) * Slots::kBytes + AtOnce * kSlabBytes +
-                                (AtOnce - 1) * Floats::kBytes + (4 + 1 + kWarps) * M * 4 +
-                                Memories * kChunk * 4;
-  static_assert(Floats::kBytes <= kSlabBytes);
+  static constexpr int kBytes =
+      SharedTile<float, kChunk, M>::kBytes + (3 + Memories) * SharedTile<T, kChunk, M>::kBytes +
+      2 * SharedTile<T, kChunk, kSlab>::kBytes + (4 + 1 + 4 * kGroups) * M * 4 + Memories * kChunk * 4;
 
-  __device__ GatedColumnTiles(unsigned char* shared, int team) {
+  __device__ explicit GatedColumnTiles(unsigned char* shared) {
     Layout layout(shared);
     layout(g)(s)(end)(first_y);
     layout.next += (Memories - 1) * Slots::kBytes;
-    beyond.data = reinterpret_cast<float*>(layout.next);
-    Layout own_slab(layout.next + team * kSlabBytes);
-    own_slab(gradient)(x)(read);
-    layout.next += AtOnce * kSlabBytes;
-    if (AtOnce > 1) layout(crossing);
-    layout(totals, 4 * M)(decay, M)(edge, kWarps * M)(own, Memories * kChunk);
+    layout(gradient)(x)(read)(totals, 4 * M)(decay, M)(edge, 4 * kGroups * M)(own, Memories * kChunk);
   }
   __device__ Slots y(int i) const { return {first_y.data + i * kChunk * M}; }
 };
 
 // A chunk and query head. Memories are counted from the first that there is. Sums are the callers': an array
 // here would keep all of the block out of registers until every loop over it is unrolled.
-template <typename T, int M, int Memories, int AtOnce>
+template <typename T, int M, int Memories>
 struct GatedColumnBlock : ChunkBlock {
-  using Tiles = GatedColumnTiles<T, M, Memories, AtOnce>;
-  static constexpr int kGroups = Tiles::kGroups, kTeam = kGroup * kGroups, kThreads = kTeam * AtOnce;
-  static constexpr int kEights = 8 / AtOnce;  // of ds, of the group's columns the team's
+  using Tiles = GatedColumnTiles<T, M, Memories>;
+  using Beyond = SharedTile<float, kChunk, M>;
+  static constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
   using Edge = EdgeSum<kThreads, M>;
   using EdgeRows = typename Edge::Rows[Memories][2];  // a memory's halves of the first slab
 
   const GatedColumns& p;
-  const int team;
   const Tiles tile;
   RowWrites<T, M> writes;
 
   __device__ GatedColumnBlock(const GatedColumns& p, unsigned char* shared)
-      : ChunkBlock(p.shape, threadIdx.x / 32 % 4, threadIdx.x / kGroup % kGroups),
-        p(p),
-        team(AtOnce == 1 ? 0 : threadIdx.x / kTeam),
-        tile(shared, team) {}
+      : ChunkBlock(p.shape, threadIdx.x / 32 % 4, threadIdx.x / kGroup), p(p), tile(shared) {}
 
   // Copies of g and s, then of the first slab of the first memory.
   __device__ void start_loads() const;
@@ -73,47 +56,32 @@ struct GatedColumnBlock : ChunkBlock {
   __device__ void put_edge(const EdgeRows& rows) const;
   __device__ void load_unscaled() const;
 
-  // What memories give to ds and dx.
+  // What memories give to u and dx.
   template <bool Factored>
-  __device__ void take_memories(Sums<kEights>& ds, const float* w_rows) const;
+  __device__ void take_memories(Sums<8>& u, const float* w_rows) const;
   __device__ void prefetch_w(const float* w_rows) const;
   __device__ void multiply(int i, Scores& a, Sums<8>& sums) const;
   template <bool Factored>
   __device__ void write(int i, const Scores& a, Sums<8>& u, Sums<8>& part, Operand<2> (&first_scores)[2],
                         Operand<2> (&w)[2]) const;
-  __device__ void cross(const Sums<8>& sums, Sums<kEights>& mine) const;
-  template <bool Factored>
-  __device__ void take_teams(Sums<kEights>& ds, const float* w_rows) const;
   template <bool Factored>
   __device__ void put_dx(int i, const Operand<2> (&w)[2]) const;
 
-  __device__ void load_w(float2 (&w)[kEights][2], const float* w_rows) const;
+  __device__ void load_w(float2 (&w)[8][2], const float* w_rows) const;
   template <bool Factored>
-  __device__ void finish(Sums<kEights>& ds, const float2 (&w)[kEights][2]) const;
-  __device__ void put(const Sums<kEights>& ds) const;
+  __device__ void finish(Sums<8>& u, const float2 (&w)[8][2]) const;
+  __device__ void put(const Sums<8>& u) const;
 
   __device__ const ColumnMemory& memory(int i) const { return p.memory[i + 2 - Memories]; }
   // Of the memory's rows among those of states.
   __device__ int first_row(int i) const { return i + 2 - Memories == 0 ? 0 : shape.D; }
   __device__ bool has_edge() const { return leads() && piece.index > 0; }
 
-  // Of ds, the team's first of the group's columns.
-  __device__ int first_column() const { return writes.first_column() + 8 * kEights * team; }
-  __device__ void sync_team() const {
-    if constexpr (AtOnce == 1) {
-      __syncthreads();
-    } else {
-      barrier_wait(1 + team, kTeam);
-    }
-  }
-
-  // By the team.
   __device__ void load_slab(int i, int col, bool with_x = true) const {
     const ColumnMemory& m = memory(i);
-    const int thread = threadIdx.x % kTeam;
-    if (with_x) load<kTeam>(tile.x, m.x, head, col, m.width, thread);
-    load<kTeam>(tile.read, m.read, query_head, col, m.width, thread);
-    load_states<kTeam>(tile.gradient, p.gradients, first_row(i) + col, leads() ? m.width - col : 0, thread);
+    if (with_x) load<kThreads>(tile.x, m.x, head, col, m.width);
+    load<kThreads>(tile.read, m.read, query_head, col, m.width);
+    load_states<kThreads>(tile.gradient, p.gradients, first_row(i) + col, leads() ? m.width - col : 0);
     commit_copies();
   }
   __device__ typename Edge::Rows load_edge(int i, int half, int slab) const {
@@ -129,37 +97,32 @@ struct GatedColumnBlock : ChunkBlock {
   template <class F>
   __device__ void each_pair(const F& f) const {
 #pragma unroll
-    for (int n = 0; n < kEights; ++n) {
+    for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        f(n, i, kRows * warp + lane_row() + 8 * i, first_column() + 8 * n + lane_col());
+        f(n, i, kRows * warp + lane_row() + 8 * i, writes.first_column() + 8 * n + lane_col());
       }
     }
   }
 };
 
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::start_loads() const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::start_loads() const {
   load_slots<kThreads>(tile.g, p.g, tile.s, p.s);
 #pragma unroll
   for (int i = 0; i < Memories; ++i) load<kThreads>(tile.y(i), memory(i).y_scan, query_head, 0, shape.M);
-  load_slab(team, 0);
+  load_slab(0, 0);
 }
 
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::start_writes() {
-  writes.at = {{tile.g, tile.decay, tile.totals, warp},
-               tile.s,
-               tile.end,
-               {rows_of(tile.x, warp) + group * kRows * kRows},
-               group,
-               team == 0,
-               p.y_scale};
-  writes.template start<Tiles::kWarps>();
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::start_writes() {
+  writes.at = {{tile.g, tile.decay, tile.totals, warp},         tile.s, tile.end,
+               {rows_of(tile.x, warp) + group * kRows * kRows}, group,  p.y_scale};
+  writes.template start<4 * kGroups>();
 }
 
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::load_edges(EdgeRows& rows, bool late) const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::load_edges(EdgeRows& rows, bool late) const {
 #pragma unroll
   for (int i = 0; i < Memories; ++i) {
 #pragma unroll
@@ -170,8 +133,8 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::load_edges(Edge
 }
 
 // edge = sum over the memories' rows of H * (gradient of H), H the state before the chunk, of the warp.
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::put_edge(const EdgeRows& rows) const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::put_edge(const EdgeRows& rows) const {
   Edge edge;
 #pragma unroll
   for (int i = 0; i < Memories; ++i) {
@@ -192,8 +155,8 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::put_edge(const 
 }
 
 // y in place of y_scan, where factors do not serve.
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::load_unscaled() const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::load_unscaled() const {
   wait_copies<0>();
   __syncthreads();
 #pragma unroll
@@ -201,8 +164,8 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::load_unscaled()
   commit_copies();
 }
 
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::prefetch_w(const float* w_rows) const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::prefetch_w(const float* w_rows) const {
   for (int j = threadIdx.x; j < piece.length * (M / 32); j += kThreads) {
     const int col = j % (M / 32) * 32;
     if (col < shape.M) prefetch(w_rows + j / (M / 32) * p.w.stride[1] + col);
@@ -210,16 +173,14 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::prefetch_w(cons
 }
 
 // a = X Read^T,   sums += X G
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::multiply(int i, Scores& a,
-                                                                          Sums<8>& sums) const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::multiply(int i, Scores& a, Sums<8>& sums) const {
   zero(a);
   each_slab(
       memory(i).width, [&](int col) { load_slab(i, col); },
       [&](int) {
         add_slab<Side::later, T>(a, sums, tile.x, tile.read, tile.gradient, warp, writes.first_column());
-      },
-      [&] { sync_team(); });
+      });
   if (group == 0) put_diagonal(tile.own + i * kChunk, a, warp);
   __syncwarp();
 }
@@ -228,12 +189,11 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::multiply(int i,
 //
 // Where factors serve u has X G, and what all memories give comes with the last; the first's scores wait in
 // `first_scores`. Elsewhere `part` has the memory's X G.
-template <typename T, int M, int Memories, int AtOnce>
+template <typename T, int M, int Memories>
 template <bool Factored>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::write(int i, const Scores& a, Sums<8>& u,
-                                                                       Sums<8>& part,
-                                                                       Operand<2> (&first_scores)[2],
-                                                                       Operand<2> (&w)[2]) const {
+__device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scores& a, Sums<8>& u,
+                                                               Sums<8>& part, Operand<2> (&first_scores)[2],
+                                                               Operand<2> (&w)[2]) const {
   if constexpr (Factored) {
     Operand<2> scores[2];
     round_scores<Side::later, false, T>(scores, a, warp);
@@ -242,7 +202,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::write(int i, co
       for (int h = 0; h < 2; ++h) first_scores[h] = scores[h];
     } else {
       shift<T, true>(u);  // X G meets s~ and 1 / r
-      writes.keep_rounding(u, writes.first_column());
+      writes.keep_rounding(u);
       if (i > 0) writes.value_write(u, first_scores, tile.y(0));
       writes.value_write(u, scores, tile.y(i));
     }
@@ -259,21 +219,21 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::write(int i, co
 }
 
 // dX = f G^T + W Read, from the last slab, which is still in the tiles.
-template <typename T, int M, int Memories, int AtOnce>
+template <typename T, int M, int Memories>
 template <bool Factored>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::put_dx(int i,
-                                                                        const Operand<2> (&w)[2]) const {
-  constexpr int kOfSlab = 8 / kGroups;  // eights of the slab's columns, the group's
-  const int width = memory(i).width, of_group = 8 * kOfSlab * group;
+__device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Operand<2> (&w)[2]) const {
+  constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
+  const int width = memory(i).width, of_group = 8 * kEights * group;
   const int last = (width - 1) / kSlab * kSlab;
   for (int col = last; col >= 0; col -= kSlab) {
-    if (kGroups > 1 || col < last) sync_team();  // rows on their way out go through x: both groups read it
+    if (kGroups > 1 || col < last)
+      __syncthreads();  // rows on their way out go through x: both groups read it
     if (col < last) {
       load_slab(i, col, false);
       wait_copies<0>();
-      sync_team();
+      __syncthreads();
     }
-    Sums<kOfSlab> dx;
+    Sums<kEights> dx;
     fill(dx, 0.f);
     add_scored<Side::later, T>(dx, w, tile.read, warp, of_group);
     if (Factored) shift<T>(dx);  // as s~ in the place of s e^X
@@ -284,110 +244,40 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::put_dx(int i,
       add_product_transposed<T>(dx, weights, tile.gradient, of_group, m);
     }
     if (Factored) shift<T, true>(dx);
-    store_rows_of<T, kOfSlab>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,
+    store_rows_of<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,
                               of_group);
   }
 }
 
-// Of both teams' sums the team's columns, to `mine`.
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::cross(const Sums<8>& sums,
-                                                                       Sums<kEights>& mine) const {
-  static_assert(AtOnce == 2);
-  const int row = kRows * warp, its = writes.first_column() + 8 * kEights * (1 - team);
-#pragma unroll
-  for (int n = 0; n < kEights; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const auto &low = sums.at[n], &high = sums.at[kEights + n];
-      *reinterpret_cast<float2*>(&lane_at(tile.crossing, row + 8 * i, its + 8 * n)) =
-          team == 0 ? float2{high[2 * i], high[2 * i + 1]} : float2{low[2 * i], low[2 * i + 1]};
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < kEights; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) mine.at[n][i] = team == 0 ? sums.at[n][i] : sums.at[kEights + n][i];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 other =
-          *reinterpret_cast<const float2*>(&lane_at(tile.crossing, row + 8 * i, first_column() + 8 * n));
-      mine.at[n][2 * i] += other.x, mine.at[n][2 * i + 1] += other.y;
-    }
-  }
-}
-
-// A memory a team.
-template <typename T, int M, int Memories, int AtOnce>
+// u = sum over the memories of X G + [a_jt e^{L_t - L_j} y_t, t > j], where factors serve without e^X
+template <typename T, int M, int Memories>
 template <bool Factored>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::take_teams(Sums<kEights>& ds,
-                                                                            const float* w_rows) const {
-  prefetch_w(w_rows);
-  Scores a;
-  Sums<8> u;
-  fill(u, 0.f);
-  multiply(team, a, u);
-  Operand<2> w[2];
-  if constexpr (Factored) {
-    cross(u, ds);
-    shift<T, true>(ds);
-    writes.keep_rounding(ds, first_column());
-    Operand<2> scores[2];
-    round_scores<Side::later, false, T>(scores, a, warp);
-    fill(u, 0.f);
-    writes.value_write(u, scores, tile.y(team));
-    writes.key_write(w, tile.y(team));
-  } else {
-    fill(ds, 0.f);
-    __syncthreads();  // the scratch is rows of x
-    writes.write_by_blocks(u, w, a, tile.y(team));
-  }
-  put_dx<Factored>(team, w);
-  __syncthreads();  // crossing has been read
-  Sums<kEights> last;
-  cross(u, last);
-#pragma unroll
-  for (int n = 0; n < kEights; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ds.at[n][i] += last.at[n][i];
-  }
-}
-
-// ds = sum over the memories of X G + [a_jt e^{L_t - L_j} y_t, t > j], where factors serve without e^X
-template <typename T, int M, int Memories, int AtOnce>
-template <bool Factored>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::take_memories(Sums<kEights>& ds,
-                                                                               const float* w_rows) const {
-  if constexpr (AtOnce > 1) {
-    take_teams<Factored>(ds, w_rows);
-  } else {
-    fill(ds, 0.f);
-    Operand<2> first_scores[2];
+__device__ inline void GatedColumnBlock<T, M, Memories>::take_memories(Sums<8>& u,
+                                                                       const float* w_rows) const {
+  Operand<2> first_scores[2];
 #pragma unroll 1
-    for (int i = 0; i < Memories; ++i) {
-      if (i + 1 == Memories) prefetch_w(w_rows);  // not earlier: the L2 cache would not keep it
-      Scores a;
-      Sums<8> part;
-      fill(part, 0.f);
-      multiply(i, a, Factored ? ds : part);
-      Operand<2> w[2];
-      write<Factored>(i, a, ds, part, first_scores, w);
-      put_dx<Factored>(i, w);
-      if (i + 1 < Memories) {
-        __syncthreads();
-        load_slab(i + 1, 0);
-        wait_copies<0>();
-        __syncthreads();
-      }
+  for (int i = 0; i < Memories; ++i) {
+    if (i + 1 == Memories) prefetch_w(w_rows);  // not earlier: the L2 cache would not keep it
+    Scores a;
+    Sums<8> part;
+    fill(part, 0.f);
+    multiply(i, a, Factored ? u : part);
+    Operand<2> w[2];
+    write<Factored>(i, a, u, part, first_scores, w);
+    put_dx<Factored>(i, w);
+    if (i + 1 < Memories) {
+      __syncthreads();
+      load_slab(i + 1, 0);
+      wait_copies<0>();
+      __syncthreads();
     }
   }
 }
 
 // The thread's pairs of w. Rows and columns that do not exist are left out later.
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::load_w(float2 (&w)[kEights][2],
-                                                                        const float* w_rows) const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::load_w(float2 (&w)[8][2],
+                                                                const float* w_rows) const {
   each_pair([&](int n, int i, int row, int col) {
     w[n][i] = *reinterpret_cast<const float2*>(w_rows + min(row, piece.length - 1) * p.w.stride[1] +
                                                min(col, shape.M - 2));
@@ -397,12 +287,11 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::load_w(float2 (
 // c = w - s u in place of g, then
 //
 //     u_j = ds_j = (u_j + sum over the memories of a_jj y_j) e^X,    e^X only where factors serve
-template <typename T, int M, int Memories, int AtOnce>
+template <typename T, int M, int Memories>
 template <bool Factored>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::finish(Sums<kEights>& u,
-                                                                        const float2 (&w)[kEights][2]) const {
+__device__ inline void GatedColumnBlock<T, M, Memories>::finish(Sums<8>& u, const float2 (&w)[8][2]) const {
   each_pair([&](int n, int i, int row, int col) {
-    const int tile_row = kRows * warp + 8 * i, tile_col = first_column() + 8 * n;
+    const int tile_row = kRows * warp + 8 * i, tile_col = writes.first_column() + 8 * n;
     auto& c = *reinterpret_cast<float2*>(&lane_at(tile.g, tile_row, tile_col));
     const bool exists = row < piece.length && col < shape.M;
     float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]};
@@ -434,30 +323,33 @@ __device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::finish(Sums<kEi
 }
 
 // ds and dg_t = edge - sum_{j<t} c_j. Where s = 1 - e^g there is no ds, and dg_t gets -e^{g_t} ds_t.
-template <typename T, int M, int Memories, int AtOnce>
-__device__ inline void GatedColumnBlock<T, M, Memories, AtOnce>::put(const Sums<kEights>& u) const {
+template <typename T, int M, int Memories>
+__device__ inline void GatedColumnBlock<T, M, Memories>::put(const Sums<8>& u) const {
+  const Beyond beyond{reinterpret_cast<float*>(tile.gradient.data)};
+  static_assert(Beyond::kBytes <=
+                SharedTile<T, kChunk, M>::kBytes + 2 * SharedTile<T, kChunk, kSlab>::kBytes);
   if (p.s.data == nullptr) {
     __syncthreads();
     const float* g = chunk_rows<float>(p.g, piece, head);
     each_pair([&](int n, int i, int row, int col) {
       if (row >= piece.length || col >= shape.M) return;
       const float2 gate = *reinterpret_cast<const float2*>(g + row * p.g.stride[1] + col);
-      tile.beyond.at(row, col) = -exp2_fast(kLog2E * gate.x) * u.at[n][2 * i];
-      tile.beyond.at(row, col + 1) = -exp2_fast(kLog2E * gate.y) * u.at[n][2 * i + 1];
+      beyond.at(row, col) = -exp2_fast(kLog2E * gate.x) * u.at[n][2 * i];
+      beyond.at(row, col + 1) = -exp2_fast(kLog2E * gate.y) * u.at[n][2 * i + 1];
     });
   }
   if (p.s.data != nullptr) {
-    store_rows_of<T, kEights>(u, group == 0 ? tile.x : tile.read, warp, p.ds, piece, query_head,
-                              first_column(), shape.M);
+    store_rows_of<T>(u, group == 0 ? tile.x : tile.read, warp, p.ds, piece, query_head, writes.first_column(),
+                     shape.M);
   }
   __syncthreads();
   const auto put_dg = [&](const auto& rest) {
-    put_gate_gradients<kThreads, Tiles::kWarps>(tile.g, tile.edge, p.dg, piece, query_head, shape.M, rest);
+    put_gate_gradients<kThreads, 4 * kGroups>(tile.g, tile.edge, p.dg, piece, query_head, shape.M, rest);
   };
   if (p.s.data != nullptr) {
     put_dg([](int, int) { return 0.f; });
   } else {
-    put_dg([&](int row, int m) { return tile.beyond.at(row, m); });
+    put_dg([&](int row, int m) { return beyond.at(row, m); });
   }
 }
 

@@ -12,7 +12,7 @@ cudaError_t gsa_fits(int M, bool& fits) {
   const auto bytes_of = [](auto slots) {
     using T = __half;  // as large as bf16
     return std::max({GsaOutputTiles<T, slots()>::kBytes, GsaRowTiles<T, slots()>::kBytes,
-                     GatedColumnTiles<T, slots(), 2, 1>::kBytes});
+                     GatedColumnTiles<T, slots(), 2>::kBytes});
   };
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;

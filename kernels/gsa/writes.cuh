@@ -28,7 +28,6 @@ struct RowWrites {
     Tile end;  // s e^{L_C - L_j}, where factors serve s e^X
     Scratch scratch;
     int group;
-    bool first;     // of several groups of the same columns
     float y_scale;  // y counts so often, where factors do not serve
 
     __device__ float2 weight(int i, int n) const { return lane_pair<T>(s, gates.row() + 8 * i, 8 * n); }
@@ -50,10 +49,9 @@ struct RowWrites {
       put_lane_pair<T>(s, row, col, exact.x - back.x, exact.y - back.y);
     });
     if (!factored) {
-      const bool splits = at.group == 0 && at.first;
-      if (splits) at.gates.split();
+      if (at.group == 0) at.gates.split();
       __syncthreads();
-      if (splits) end_by_blocks(at);
+      if (at.group == 0) end_by_blocks(at);
     }
     __syncthreads();
   }
@@ -70,14 +68,13 @@ struct RowWrites {
     }
     round_scores<Side::later, true, T>(w, W, at.gates.warp);
   }
-  // what is lost of x G, u so far, when s e^X is rounded, in place of s, in u's columns: dg is to have it,
-  template <int Eights>
-  __device__ void keep_rounding(const Sums<Eights>& u, int first) const {
+  // what is lost of x G, u so far, when s e^X is rounded, in place of s: dg is to have it,
+  __device__ void keep_rounding(const Own& u) const {
 #pragma unroll
-    for (int n = 0; n < Eights; ++n) {
+    for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = at.gates.row() + 8 * i, col = first + 8 * n;
+        const int row = at.gates.row() + 8 * i, col = first_column() + 8 * n;
         const float2 s = lane_pair<T>(at.s, row, col);
         put_lane_pair<T>(at.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
       }
