@@ -12,6 +12,8 @@ namespace girih::kernels {
 cudaError_t delta_fits(int D, bool vector, bool& fits) {
   using namespace delta_product;
   using T = __half;  // as large as bf16
+  fits = false;
+  if (D > kDeltaMaxWidth) return cudaSuccess;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   return by_width(D, [&](auto width) {

@@ -28,7 +28,7 @@ struct GradientBlock {
   const Prepared prepared;
   const Vectors vectors;
   const int warp;
-  Place place;
+  WarpPlace place;
   const bool gated, unit_rows, many_tokens;
   const bool late;  // queries come once U is through, or dS, whose room they get
   bool has_edge, has_tokens, has_values;

@@ -96,7 +96,7 @@ struct GradientBarriers {
 
 // A warp's place in its block: 16 rows from `row` on, the lane's first is `mine`, and columns of D from `col`
 // on.
-struct Place {
+struct WarpPlace {
   int group, band, row, mine, col;
 };
 

@@ -48,7 +48,7 @@ __device__ inline void add_kept(float2& of_rows, float* cols, const float (&kept
 // rho of columns, where the warp has that by itself.
 // Without factors `step_cols` has what `step_rows` would.
 template <Factors factors, typename T, int D, bool OneSlab>
-__device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
+__device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
                                    const Divider& steps, Sums<8>& products, Operand<kTilesDown>& left) {
   using Tiles = GradientTiles<T, D, OneSlab>;
@@ -122,7 +122,7 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const Place& place,
 // Nobody reads what 16 tokens have of 16 rows after them.
 // Where that is the scale alone, it may serve for both.
 template <Factors factors, typename T, int D, bool OneSlab>
-__device__ inline void weigh_queries(const DeltaGradients& p, const Place& place,
+__device__ inline void weigh_queries(const DeltaGradients& p, const WarpPlace& place,
                                      const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
                                      Sums<8>& products) {
   using Tiles = GradientTiles<T, D, OneSlab>;

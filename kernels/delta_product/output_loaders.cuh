@@ -2,6 +2,8 @@
 // what it leaves.
 #pragma once
 
+#include <type_traits>
+
 #include "delta_product/output_space.cuh"
 #include "delta_product/scan_roles.cuh"
 #include "tile/row_store.h"

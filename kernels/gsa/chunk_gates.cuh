@@ -22,8 +22,8 @@ namespace girih::kernels {
 template <typename T>
 constexpr float factored_limit = std::is_same_v<T, __half> ? 13.f : 80.f;
 // Of fp16 the range is to serve both factors: s~ is 2^6 times, r 2^-6 times what is said above, and wherever
-// r meets e^{L_C}, or s~ something else than r, 2^6 or 2^-6 makes up for it. So p, dz and q have all digits
-// from 2^-8 on, s from 2^-7, and both have room up to 2^10.
+// r meets e^{L_C}, or s~ something else than r, 2^6 or 2^-6 makes up for it. So s, p, dz and q have all
+// digits from 2^-7 on, and room up to 2^9.
 template <typename T>
 constexpr int factor_shift = std::is_same_v<T, __half> ? 6 : 0;
 

@@ -34,7 +34,7 @@ struct GatedColumnTiles {
 // A chunk and query head. Memories are counted from the first that there is. Sums are the callers': an array
 // here would keep all of the block out of registers until every loop over it is unrolled.
 template <typename T, int M, int Memories>
-struct GatedColumnBlock : ChunkBlock {
+struct GatedColumnBlock {
   using Tiles = GatedColumnTiles<T, M, Memories>;
   using Beyond = SharedTile<float, kChunk, M>;
   static constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
@@ -43,10 +43,24 @@ struct GatedColumnBlock : ChunkBlock {
 
   const GatedColumns& p;
   const Tiles tile;
+  const GsaShape& shape;
+  const int warp, group, query_head, head;
+  const bool first;  // of the query heads that share the memory
+  const int64_t chunk;
+  const Piece piece;
   RowWrites<T, M> writes;
 
   __device__ GatedColumnBlock(const GatedColumns& p, unsigned char* shared)
-      : ChunkBlock(p.shape, threadIdx.x / 32 % 4, threadIdx.x / kGroup), p(p), tile(shared) {}
+      : p(p),
+        tile(shared),
+        shape(p.shape),
+        warp(threadIdx.x / 32 % 4),
+        group(threadIdx.x / kGroup),
+        query_head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads))),
+        head(query_head / (shape.query_heads / shape.heads)),
+        first(query_head % (shape.query_heads / shape.heads) == 0),
+        chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
+        piece(piece_at(shape.tokens, chunk, kChunk)) {}
 
   // Copies of g and s, then of the first slab of the first memory.
   __device__ void start_loads() const;
@@ -75,13 +89,19 @@ struct GatedColumnBlock : ChunkBlock {
   __device__ const ColumnMemory& memory(int i) const { return p.memory[i + 2 - Memories]; }
   // Of the memory's rows among those of states.
   __device__ int first_row(int i) const { return i + 2 - Memories == 0 ? 0 : shape.D; }
-  __device__ bool has_edge() const { return leads() && piece.index > 0; }
+  __device__ bool has_edge() const { return first && piece.index > 0; }
 
+  template <class Tile>
+  __device__ void load(const Tile& to, const In<4>& from, int of, int col, int width) const {
+    load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
+                         threadIdx.x);
+  }
   __device__ void load_slab(int i, int col, bool with_x = true) const {
     const ColumnMemory& m = memory(i);
-    if (with_x) load<kThreads>(tile.x, m.x, head, col, m.width);
-    load<kThreads>(tile.read, m.read, query_head, col, m.width);
-    load_states<kThreads>(tile.gradient, p.gradients, first_row(i) + col, leads() ? m.width - col : 0);
+    if (with_x) load(tile.x, m.x, head, col, m.width);
+    load(tile.read, m.read, query_head, col, m.width);
+    load_async<kThreads>(tile.gradient, state_rows<T>(p.gradients, shape, chunk, head, first_row(i) + col),
+                         shape.M, first ? m.width - col : 0, shape.M, threadIdx.x);
     commit_copies();
   }
   __device__ typename Edge::Rows load_edge(int i, int half, int slab) const {
@@ -108,9 +128,11 @@ struct GatedColumnBlock : ChunkBlock {
 
 template <typename T, int M, int Memories>
 __device__ inline void GatedColumnBlock<T, M, Memories>::start_loads() const {
-  load_slots<kThreads>(tile.g, p.g, tile.s, p.s);
+  load_rows<kThreads>(tile.g, p.g, piece, head, 0, shape.M);
+  load_weights<kThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+  commit_copies();
 #pragma unroll
-  for (int i = 0; i < Memories; ++i) load<kThreads>(tile.y(i), memory(i).y_scan, query_head, 0, shape.M);
+  for (int i = 0; i < Memories; ++i) load(tile.y(i), memory(i).y_scan, query_head, 0, shape.M);
   load_slab(0, 0);
 }
 
@@ -147,7 +169,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_edge(const EdgeRows
         edge.template add<T>(one);
         edge.template add<T>(two);
       }
-    } else if (leads()) {
+    } else if (first) {
       edge.add_start(m.initial, m.start, piece, head, m.width, shape.M, threadIdx.x);
     }
   }
@@ -160,7 +182,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::load_unscaled() const {
   wait_copies<0>();
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < Memories; ++i) load<kThreads>(tile.y(i), memory(i).y, query_head, 0, shape.M);
+  for (int i = 0; i < Memories; ++i) load(tile.y(i), memory(i).y, query_head, 0, shape.M);
   commit_copies();
 }
 

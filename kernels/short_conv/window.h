@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "short_conv/short_conv.h"
 #include "tile/grid.h"
