@@ -106,9 +106,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes of a test run")
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    operators = options.operators.split(",") if options.operators else emulated_operators()
-    if unknown := [name for name in operators if name not in emulated_operators()]:
-        parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(emulated_operators())}")
+    known = emulated_operators()
+    operators = options.operators.split(",") if options.operators else known
+    if unknown := [name for name in operators if name not in known]:
+        parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(known)}")
     draw.shuffle(operators)
     for operator in operators[: options.count]:
         if fails(operator, ROOT / "kernels", options.jobs) is not False:
