@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
       // As others will see it: rounded with its factor.
       const float2 r = reads.factor(i, n);
       of_q.x *= r.x, of_q.y *= r.y;
-      const float2 seen = unpaired<T>(pair_of<T>(of_q.x, of_q.y));
+      // As the columns will see it: rounded with its factor, or as it is where they multiply pair by pair.
+      const float2 seen = reads.factored ? unpaired<T>(pair_of<T>(of_q.x, of_q.y)) : of_q;
       const float2 w = {__fdividef(seen.x * left, r.x), __fdividef(seen.y * right, r.y)};
       if (exists) *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
       q.at[n][2 * i] = of_q.x, q.at[n][2 * i + 1] = of_q.y;
