@@ -9,19 +9,15 @@
 namespace girih::kernels {
 namespace {
 
-// f(columns of a tile): the fewest that hold them.
-template <class F>
-auto by_width(int widest, const F& f) {
-  if (widest <= 64) return f(Constant<64>());
-  if (widest <= 128) return f(Constant<128>());
-  return f(Constant<256>());
+// launch(columns of a tile).
+template <class Launch>
+cudaError_t by_tile(int D, int V, const Launch& launch) {
+  return by_width<64, 128, kCatWidest>(std::max(D, V), launch);
 }
 
 template <class Launch>
 cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
-  const int widest = std::max(shape.D, shape.V);
-  if (widest > kCatWidest) return cudaErrorInvalidValue;
-  return by_width(widest, [&](auto tile) {
+  return by_tile(shape.D, shape.V, [&](auto tile) {
     const auto with_tile = [&](auto element) { return launch(element, tile); };
     if constexpr (tile() <= kCatWidestFloat) return by_element(shape.dtype, with_tile);
     return by_short_element(shape.dtype, with_tile);
@@ -93,24 +89,30 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
 
 // Whichever kernel sums them.
 int64_t cat_partials(const CatShape& shape) {
-  return by_width(std::max(shape.D, shape.V), [&](auto tile) -> int64_t {
+  int64_t numbers = 0;
+  by_tile(shape.D, shape.V, [&](auto tile) {
     constexpr int kTile = decltype(tile)::value;
-    if (shape.dtype == DType::f32) return CatHeaderList(shape, kTile, header_tiles<float, kTile>()).numbers();
-    const int64_t numbers = CatHeaderList(shape, kTile, header_tiles<__half, kTile>()).numbers();
-    if (kTile > kCatGroupWidest) return numbers;
-    const CatHeaderList of_groups(shape, kTile, group_header_tiles<kTile>());
-    return std::max(numbers, of_groups.numbers() + cat_shares<kTile>(shape));
+    const bool is_float = shape.dtype == DType::f32;
+    const CatHeaderTiles tiles = is_float ? header_tiles<float, kTile>() : header_tiles<__half, kTile>();
+    numbers = CatHeaderList(shape, kTile, tiles).numbers();
+    if (!is_float && kTile <= kCatGroupWidest) {
+      const CatHeaderList of_groups(shape, kTile, group_header_tiles<kTile>());
+      numbers = std::max(numbers, of_groups.numbers() + cat_shares<kTile>(shape));
+    }
+    return cudaSuccess;
   });
+  return numbers;
 }
 
 cudaError_t cat_fits(int D, int V, DType dtype, bool& fits) {
+  fits = false;
   int limit = 0;
-  const cudaError_t error = shared_limit(limit);
-  fits = limit >= by_width(std::max(D, V), [&](auto tile) {
-           constexpr int kTile = decltype(tile)::value;
-           return dtype == DType::f32 ? largest<float, kTile>() : largest<__half, kTile>();
-         });
-  return error;
+  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  return by_tile(D, V, [&](auto tile) {
+    constexpr int kTile = decltype(tile)::value;
+    fits = limit >= (dtype == DType::f32 ? largest<float, kTile>() : largest<__half, kTile>());
+    return cudaSuccess;
+  });
 }
 
 }  // namespace girih::kernels

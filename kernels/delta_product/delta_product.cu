@@ -16,7 +16,7 @@ namespace {
 template <class Launch>
 cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
   return by_short_element(shape.dtype, [&](auto element) {
-    return by_width(shape.D, [&](auto width) { return launch(element, width); });
+    return by_width<64, 128, kDeltaMaxWidth>(shape.D, [&](auto width) { return launch(element, width); });
   });
 }
 

@@ -258,14 +258,14 @@ cudaError_t launch(const Problem& p, bool queries, cudaStream_t stream) {
 
 cudaError_t delta_exact_rows(const DeltaExactRows& p, cudaStream_t stream) {
   using namespace delta_product;
-  return by_width(std::max(p.shape.D, p.shape.V), [&](auto width) {
+  return by_width<64, 128, kDeltaMaxWidth>(std::max(p.shape.D, p.shape.V), [&](auto width) {
     constexpr int kLanes = width() / 8;
     return launch<make_rows<kLanes>, kLanes>(p, p.unit_q.data != nullptr, stream);
   });
 }
 cudaError_t delta_exact_row_gradients(const DeltaExactRowGradients& p, cudaStream_t stream) {
   using namespace delta_product;
-  return by_width(std::max(p.shape.D, p.shape.V), [&](auto width) {
+  return by_width<64, 128, kDeltaMaxWidth>(std::max(p.shape.D, p.shape.V), [&](auto width) {
     constexpr int kLanes = width() / 8;
     return launch<row_gradients<kLanes>, kLanes>(p, p.dq.data != nullptr, stream);
   });

@@ -78,7 +78,7 @@ cudaError_t launch(const DeltaExactScan& p, cudaStream_t stream) {
 
 cudaError_t delta_exact_scan(const DeltaExactScan& p, cudaStream_t stream) {
   using namespace delta_product;
-  return by_width(p.shape.D, [&](auto tile) {
+  return by_width<64, 128, kDeltaMaxWidth>(p.shape.D, [&](auto tile) {
     return p.reverse ? by_tile::launch<tile(), true>(p, stream) : by_tile::launch<tile(), false>(p, stream);
   });
 }

@@ -16,7 +16,7 @@ cudaError_t delta_fits(int D, bool vector, bool& fits) {
   if (D > kDeltaMaxWidth) return cudaSuccess;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  return by_width(D, [&](auto width) {
+  return by_width<64, 128, kDeltaMaxWidth>(D, [&](auto width) {
     constexpr int kWidth = width();
     int bytes = std::max({scan_least<T, kWidth>(), ReverseSpace<T, kWidth, kDeltaRows>::bytes(1, 1),
                           gradients_least<T, kWidth>(), PrepareSpace<T, 1>::kBlockBytes});

@@ -149,7 +149,7 @@ cudaError_t launch(const TransitionJoin& p, cudaStream_t stream) {
 
 cudaError_t join_transitions(const TransitionJoin& p, cudaStream_t stream) {
   using namespace delta_product;
-  return by_width(p.D, [&](auto wide) { return launch<wide()>(p, stream); });
+  return by_width<64, 128, kDeltaMaxWidth>(p.D, [&](auto wide) { return launch<wide()>(p, stream); });
 }
 
 }  // namespace girih::kernels

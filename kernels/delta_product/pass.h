@@ -10,15 +10,6 @@
 
 namespace girih::kernels::delta_product {
 
-// launch(a tile's columns): the smallest tile that is as wide.
-template <class Launch>
-cudaError_t by_width(int width, const Launch& launch) {
-  if (width <= 64) return launch(Constant<64>());
-  if (width <= 128) return launch(Constant<128>());
-  if (width <= kDeltaMaxWidth) return launch(Constant<256>());
-  return cudaErrorInvalidValue;
-}
-
 // One launch over a scan: of whole sequences, or of segments.
 struct Walk {
   // Tokens, a multiple of the chunk's; 0: whole sequences. The initial states are then the segments', not the

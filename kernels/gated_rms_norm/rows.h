@@ -239,16 +239,9 @@ __device__ inline void with_activation(GateActivation activation, Body body) {
 template <typename T, typename Launch>
 cudaError_t with_dim(int dim, const Launch& launch) {
   constexpr int kTwo = 32 / int(sizeof(T));  // packs
-  if (dim <= 4 * kTwo) return launch(Rows<T, 4, kTwo>{});
-  if (dim <= 8 * kTwo) return launch(Rows<T, 8, kTwo>{});
-  if (dim <= 16 * kTwo) return launch(Rows<T, 16, kTwo>{});
-  if (dim <= 32 * kTwo) return launch(Rows<T, 32, kTwo>{});
-  if (dim <= 64 * kTwo) return launch(Rows<T, 64, kTwo>{});
-  if (dim <= 128 * kTwo) return launch(Rows<T, 128, kTwo>{});
-  if (dim <= 256 * kTwo) return launch(Rows<T, 256, kTwo>{});
-  if (dim <= 512 * kTwo) return launch(Rows<T, 512, kTwo>{});
-  if (dim <= kGatedRmsNormMaxDim) return launch(Rows<T, 512, 16>{});
-  return cudaErrorInvalidValue;
+  if (dim > 512 * kTwo && dim <= kGatedRmsNormMaxDim) return launch(Rows<T, 512, 16>{});
+  return by_width<4, 8, 16, 32, 64, 128, 256, 512>(
+      divide_up(dim, kTwo), [&](auto threads) { return launch(Rows<T, threads(), kTwo>{}); });
 }
 
 // Calls launch(Rows).

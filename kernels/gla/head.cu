@@ -15,9 +15,7 @@ template <class Launch>
 cudaError_t by_tile(const HeadShape& shape, int width, const Launch& launch) {
   if (shape.D > kHeadMaxKeys) return cudaErrorInvalidValue;
   return by_short_element(shape.dtype, [&](auto element) {
-    if (width <= 64) return launch(element, Constant<64>());
-    if (width <= 128) return launch(element, Constant<128>());
-    return launch(element, Constant<256>());
+    return by_width<64, 128, kHeadMaxKeys>(width, [&](auto keys) { return launch(element, keys); });
   });
 }
 

@@ -10,9 +10,7 @@ namespace girih::kernels {
 template <class Launch>
 inline cudaError_t by_instance(const GsaShape& shape, const Launch& launch) {
   return by_short_element(shape.dtype, [&](auto element) {
-    if (shape.M <= 64) return launch(element, Constant<64>());
-    if (shape.M <= kGsaMaxSlots) return launch(element, Constant<128>());
-    return cudaErrorInvalidValue;
+    return by_width<64, kGsaMaxSlots>(shape.M, [&](auto slots) { return launch(element, slots); });
   });
 }
 

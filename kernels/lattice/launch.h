@@ -13,18 +13,11 @@ namespace girih::kernels::lattice {
 // launch(tokens of a tile, width D, width M): the smallest tile that has room.
 template <class Launch>
 inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
-  const auto with_memory = [&](auto tokens, auto D) {
-    return shape.M <= 64 ? launch(tokens, D, Constant<64>()) : launch(tokens, D, Constant<128>());
-  };
-  const auto with_widths = [&](auto tokens) {
-    return shape.D <= 64 ? with_memory(tokens, Constant<64>()) : with_memory(tokens, Constant<128>());
-  };
-  if (shape.D > kLatticeWidest || shape.M > kLatticeWidest || shape.grid.size > kMostChunk) {
-    return cudaErrorInvalidValue;
-  }
-  if (shape.grid.size <= 16) return with_widths(Constant<16>());
-  if (shape.grid.size <= 32) return with_widths(Constant<32>());
-  return with_widths(Constant<64>());
+  return by_width<16, 32, kMostChunk>(shape.grid.size, [&](auto tokens) {
+    return by_width<64, kLatticeWidest>(shape.D, [&](auto D) {
+      return by_width<64, kLatticeWidest>(shape.M, [&](auto M) { return launch(tokens, D, M); });
+    });
+  });
 }
 
 // launch(objective).

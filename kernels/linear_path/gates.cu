@@ -107,45 +107,38 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Gate, class KernelOf>
+cudaError_t launch(const Gate& p, cudaStream_t stream, const KernelOf& kernel_of) {
+  const RowIndex index(p.batch, p.tokens, p.heads);
+  return with_rows(index, p.D, p.dtype, [&](auto rows) {
+    const auto kernel = kernel_of(rows);
+    kernel<<<index.blocks<decltype(rows)>(), kThreads, 0, stream>>>(p, index);
+  });
+}
+
 }  // namespace
 }  // namespace linear_path
 
 cudaError_t pooled_gate(const PooledGate& p, cudaStream_t stream) {
   using namespace linear_path;
-  const RowIndex index(p.batch, p.tokens, p.heads);
-  return with_rows(index, p.D, p.dtype, [&](auto rows) {
-    using R = decltype(rows);
-    pooled_gate_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-  });
+  return launch(p, stream, [](auto rows) { return pooled_gate_kernel<decltype(rows)>; });
 }
 
 cudaError_t pooled_gate_backward(const PooledGateBackward& p, cudaStream_t stream) {
   using namespace linear_path;
-  const RowIndex index(p.batch, p.tokens, p.heads);
-  return with_rows(index, p.D, p.dtype, [&](auto rows) {
-    using R = decltype(rows);
-    pooled_gate_backward_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-  });
+  return launch(p, stream, [](auto rows) { return pooled_gate_backward_kernel<decltype(rows)>; });
 }
 
 cudaError_t channel_gate(const ChannelGate& p, cudaStream_t stream) {
   using namespace linear_path;
-  const RowIndex index(p.batch, p.tokens, p.heads);
-  if (index.rows > 0 && p.n < 1) return cudaErrorInvalidValue;
-  return with_rows(index, p.D, p.dtype, [&](auto rows) {
-    using R = decltype(rows);
-    channel_gate_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-  });
+  if (p.n < 1) return cudaErrorInvalidValue;
+  return launch(p, stream, [](auto rows) { return channel_gate_kernel<decltype(rows)>; });
 }
 
 cudaError_t channel_gate_backward(const ChannelGateBackward& p, cudaStream_t stream) {
   using namespace linear_path;
-  const RowIndex index(p.batch, p.tokens, p.heads);
-  if (index.rows > 0 && p.n < 1) return cudaErrorInvalidValue;
-  return with_rows(index, p.D, p.dtype, [&](auto rows) {
-    using R = decltype(rows);
-    channel_gate_backward_kernel<R><<<index.blocks<R>(), kThreads, 0, stream>>>(p, index);
-  });
+  if (p.n < 1) return cudaErrorInvalidValue;
+  return launch(p, stream, [](auto rows) { return channel_gate_backward_kernel<decltype(rows)>; });
 }
 
 }  // namespace girih::kernels

@@ -68,19 +68,12 @@ struct RowIndex {
 template <typename Launch>
 cudaError_t with_rows(const RowIndex& index, int D, DType dtype, const Launch& launch) {
   if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows || D < kPack || D % kPack != 0 || D > kLinearPathWidest) {
-    return cudaErrorInvalidValue;
-  }
-  const auto launched = [&](auto rows) {
-    launch(rows);
-    return cudaGetLastError();
-  };
+  if (index.rows > kMostRows || D < kPack || D % kPack != 0) return cudaErrorInvalidValue;
   return by_element(dtype, [&](auto element) {
-    using T = decltype(element);
-    if (D <= 4 * kPack) return launched(Rows<T, 4>{});
-    if (D <= 8 * kPack) return launched(Rows<T, 8>{});
-    if (D <= 16 * kPack) return launched(Rows<T, 16>{});
-    return launched(Rows<T, 32>{});
+    return by_width<4, 8, 16, kLinearPathWidest / kPack>(D / kPack, [&](auto lanes) {
+      launch(Rows<decltype(element), lanes()>{});
+      return cudaGetLastError();
+    });
   });
 }
 

@@ -10,6 +10,7 @@
 // adds up dweight of its columns over the rows that it has seen; these sums are added by another kernel.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 #include "tile/partials.h"
 #include "tile/silu.h"
@@ -204,38 +205,29 @@ __global__ void __launch_bounds__(R::kThreads)
   store_row<R, float>(p.partials, dweight, blockIdx.x, dim, threadIdx.x < R::kLanes);
 }
 
-// f(Tile) of these types; false where there is none.
-template <typename F>
-cudaError_t with_tile(const ResidualNormShape& shape, const F& f) {
-  const auto by_width = [&](auto s, auto t, auto of_silu) {
+// launch(Tile) of these types.
+template <typename Launch>
+cudaError_t with_tile(const ResidualNormShape& shape, const Launch& launch) {
+  const auto by_dim = [&](auto s, auto t, auto of_silu) {
     using S = decltype(s);
     using T = decltype(t);
     constexpr bool kOfSilu = decltype(of_silu)::value;
-    if (shape.dim <= 8 * kPack) return f(Tile<S, T, kOfSilu, 128, 1, 8>{});
-    if (shape.dim <= 16 * kPack) return f(Tile<S, T, kOfSilu, 128, 1, 16>{});
-    if (shape.dim <= 32 * kPack) return f(Tile<S, T, kOfSilu, 128, 1, 32>{});
-    if (shape.dim <= 128 * kPack) return f(Tile<S, T, kOfSilu, 128, 1>{});
-    if (shape.dim <= 256 * kPack) return f(Tile<S, T, kOfSilu, 256, 1>{});
-    if (shape.dim <= 512 * kPack) return f(Tile<S, T, kOfSilu, 256, 2>{});
-    if (shape.dim <= kResidualNormWidest) return f(Tile<S, T, kOfSilu, 256, 4>{});
+    if (shape.dim <= 8 * kPack) return launch(Tile<S, T, kOfSilu, 128, 1, 8>{});
+    if (shape.dim <= 16 * kPack) return launch(Tile<S, T, kOfSilu, 128, 1, 16>{});
+    if (shape.dim <= 32 * kPack) return launch(Tile<S, T, kOfSilu, 128, 1, 32>{});
+    if (shape.dim <= 128 * kPack) return launch(Tile<S, T, kOfSilu, 128, 1>{});
+    if (shape.dim <= 256 * kPack) return launch(Tile<S, T, kOfSilu, 256, 1>{});
+    if (shape.dim <= 512 * kPack) return launch(Tile<S, T, kOfSilu, 256, 2>{});
+    if (shape.dim <= kResidualNormWidest) return launch(Tile<S, T, kOfSilu, 256, 4>{});
     return cudaErrorInvalidValue;
   };
-  const auto of_one_type = [&](auto t) {
-    return shape.of_silu ? by_width(t, t, std::true_type{}) : by_width(t, t, std::false_type{});
-  };
-  const bool wide = shape.of_sum == DType::f32;
-  if ((!wide || shape.of_silu) && shape.of_sum != shape.of_rows) return cudaErrorInvalidValue;
-  switch (shape.of_rows) {
-    case DType::f32:
-      return of_one_type(0.f);
-    case DType::bf16:
-      return wide ? by_width(0.f, __nv_bfloat16{}, std::false_type{}) : of_one_type(__nv_bfloat16{});
-    case DType::f16:
-      return wide ? by_width(0.f, __half{}, std::false_type{}) : of_one_type(__half{});
-    case DType::f64:
-      break;
+  if (shape.of_sum != shape.of_rows) {
+    if (shape.of_sum != DType::f32 || shape.of_silu) return cudaErrorInvalidValue;
+    return by_short_element(shape.of_rows, [&](auto t) { return by_dim(0.f, t, std::false_type()); });
   }
-  return cudaErrorInvalidValue;
+  return by_element(shape.of_rows, [&](auto t) {
+    return shape.of_silu ? by_dim(t, t, std::true_type()) : by_dim(t, t, std::false_type());
+  });
 }
 
 // By the sizes alone: backward's blocks have a partial each.

@@ -308,11 +308,8 @@ constexpr int kPack = 4;
 
 template <typename T, int N, typename Launch>
 cudaError_t with_width(int width, const Launch& launch) {
-  if (width == 1) return launch(Instance<T, 1, N>{});
-  if (width == 2) return launch(Instance<T, 2, N>{});
-  if (width == 3) return launch(Instance<T, 3, N>{});
-  if (width == kShortConvMaxWidth) return launch(Instance<T, kShortConvMaxWidth, N>{});
-  return cudaErrorInvalidValue;
+  return by_width<1, 2, 3, kShortConvMaxWidth>(
+      width, [&](auto exactly) { return launch(Instance<T, exactly(), N>{}); });
 }
 
 // Calls launch(Instance) with the type, the width and the channels a thread; packs: every tensor fits them.

@@ -27,4 +27,12 @@ cudaError_t by_element(DType dtype, const Launch& launch) {
   return dtype == DType::f32 ? launch(float()) : by_short_element(dtype, launch);
 }
 
+// launch(a Constant): the first of Widths, which rise, that holds `width`.
+template <int Width, int... Wider, class Launch>
+cudaError_t by_width(int width, const Launch& launch) {
+  if (width <= Width) return launch(Constant<Width>());
+  if constexpr (sizeof...(Wider) > 0) return by_width<Wider...>(width, launch);
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace girih::kernels

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
@@ -330,10 +331,8 @@ __device__ inline int64_t number_place(const Tokens& all, int heads, int memory,
 template <class Launch>
 inline cudaError_t by_exact_size(const TrellisExactShape& shape, const Launch& launch) {
   const int memory = shape.D > shape.V ? shape.D : shape.V, widest = memory > shape.M ? memory : shape.M;
-  if (widest <= 64) return launch(ExactSizes<64>());
-  if (widest <= 128) return launch(ExactSizes<128>());
-  if (widest <= kTrellisExactWidest) return launch(ExactSizes<256>());
-  return cudaErrorInvalidValue;
+  return by_width<64, 128, kTrellisExactWidest>(widest,
+                                                [&](auto width) { return launch(ExactSizes<width()>()); });
 }
 
 constexpr int kParts = 6;  // floats that a warp has of sums over the block

@@ -13,9 +13,7 @@ template <class Launch>
 cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
   const int widest = std::max({shape.M, shape.D, shape.V});
   return by_short_element(shape.dtype, [&](auto element) {
-    if (widest <= 64) return launch(element, Constant<64>());
-    if (widest <= kTrellisWidest) return launch(element, Constant<128>());
-    return cudaErrorInvalidValue;
+    return by_width<64, kTrellisWidest>(widest, [&](auto tile) { return launch(element, tile); });
   });
 }
 
