@@ -87,9 +87,8 @@ __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__
 template <bool Gated>
 cudaError_t launch(const DeltaExactGradients& p, cudaStream_t stream) {
   constexpr int kBytes = gradient_floats(Gated) * static_cast<int>(sizeof(float));
-  if (const cudaError_t error = allow_shared<gradients<Gated>>(kBytes); error != cudaSuccess) return error;
   const int64_t blocks = piece_count(p.shape.pieces) * p.shape.heads * divide_up(p.shape.D, kTile);
-  return launch_grid<gradients<Gated>>(blocks, kThreads, kBytes, stream, p);
+  return launch_kernel<gradients<Gated>>(p, blocks, kThreads, kBytes, stream);
 }
 
 }  // namespace

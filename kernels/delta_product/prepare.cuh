@@ -267,9 +267,8 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
     return error;
   }
   const int64_t most = static_cast<int64_t>(processors) * std::max(blocks, 1);
-  const auto grid = static_cast<unsigned>(std::min(divide_up(jobs, kPrepareWarps), most));
-  kKernel<<<grid, kPrepareWarps * 32, kBytes, stream>>>(p, chunks_of_each(p.shape));
-  return cudaGetLastError();
+  const int64_t grid = std::min(divide_up(jobs, kPrepareWarps), most);
+  return launch_grid<kKernel>(grid, kPrepareWarps * 32, kBytes, stream, p, chunks_of_each(p.shape));
 }
 
 template <typename T>

@@ -98,11 +98,10 @@ inline bool fit_output(ScanPass& pass, int limit) {
 
 template <typename T, int D, int Rows, bool Weighted, int Chains>
 cudaError_t launch_output(const ScanPass& pass, int limit, cudaStream_t stream) {
-  constexpr auto kernel = scan_output<T, D, Rows, Weighted, Chains>;
-  if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
   const int bytes = OutputSpace<T, D, Rows, Chains>::bytes(pass.stages, pass.places, pass.slots);
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, Chains);
-  return launch_grid<kernel>(blocks, OutputRoles<Chains>::kThreads, bytes, stream, pass);
+  return launch_kernel<scan_output<T, D, Rows, Weighted, Chains>>(pass, blocks, OutputRoles<Chains>::kThreads,
+                                                                  bytes, stream, limit);
 }
 
 // Where the card and the shape are such that the chain makes the output, launches that; else leaves

@@ -2,6 +2,7 @@
 #include "delta_product/vector.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -70,10 +71,6 @@ __device__ inline Pack<kPack> multiplied(const Pack<kPack>& x, const Pack<kPack>
   return sum;
 }
 
-int64_t packs_of(const DeltaShape& shape) {
-  return shape.tokens.batch * shape.tokens.tokens * shape.n * shape.heads * (shape.D / kPack);
-}
-
 // f(pack) of every pack.
 template <class F>
 __device__ inline void for_each_pack(int64_t packs, const F& f) {
@@ -110,12 +107,15 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// launch(an element of rows, one of beta)
-template <class Launch>
-cudaError_t by_types(const DeltaShape& shape, DType beta, const Launch& launch) {
+// launch(an element of rows, one of beta, how many packs there are)
+template <class Problem, class Launch>
+cudaError_t by_types(const Problem& p, const Launch& launch) {
+  const DeltaShape& shape = p.shape;
+  const int64_t packs = shape.tokens.batch * shape.tokens.tokens * shape.n * shape.heads * (shape.D / kPack);
+  if (packs == 0) return cudaSuccess;
   if (shape.D % kPack != 0 || shape.V != shape.D) return cudaErrorInvalidValue;
   return by_short_element(shape.dtype, [&](auto row) {
-    return by_element(beta, [&](auto of_beta) { return launch(row, of_beta); });
+    return by_element(p.beta.dtype, [&](auto beta) { return launch(row, beta, packs); });
   });
 }
 
@@ -124,23 +124,17 @@ cudaError_t by_types(const DeltaShape& shape, DType beta, const Launch& launch) 
 
 cudaError_t delta_vector_rows(const DeltaVectorRows& p, cudaStream_t stream) {
   using namespace delta_product::vector;
-  const int64_t packs = packs_of(p.shape);
-  if (packs == 0) return cudaSuccess;
-  return by_types(p.shape, p.beta.dtype, [&](auto row, auto beta) {
+  return by_types(p, [&](auto row, auto beta, int64_t packs) {
     constexpr auto kKernel = make_rows<decltype(row), decltype(beta)>;
-    kKernel<<<blocks_for(divide_up(packs, kThreads)), kThreads, 0, stream>>>(p, packs);
-    return cudaGetLastError();
+    return launch_grid<kKernel>(blocks_for(divide_up(packs, kThreads)), kThreads, 0, stream, p, packs);
   });
 }
 
 cudaError_t delta_vector_row_gradients(const DeltaVectorRowGradients& p, cudaStream_t stream) {
   using namespace delta_product::vector;
-  const int64_t packs = packs_of(p.shape);
-  if (packs == 0) return cudaSuccess;
-  return by_types(p.shape, p.beta.dtype, [&](auto row, auto beta) {
+  return by_types(p, [&](auto row, auto beta, int64_t packs) {
     constexpr auto kKernel = row_gradients<decltype(row), decltype(beta)>;
-    kKernel<<<blocks_for(divide_up(packs, kThreads)), kThreads, 0, stream>>>(p, packs);
-    return cudaGetLastError();
+    return launch_grid<kKernel>(blocks_for(divide_up(packs, kThreads)), kThreads, 0, stream, p, packs);
   });
 }
 

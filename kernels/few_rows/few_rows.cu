@@ -159,8 +159,7 @@ cudaError_t launch(const FewRows& p, int tiles, cudaStream_t stream) {
   if (bytes > 40 * 1024) {
     if (const cudaError_t error = allow_shared<kernel>(most); error != cudaSuccess) return error;
   }
-  kernel<<<tiles, kThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_grid<kernel>(tiles, kThreads, bytes, stream, p);
 }
 
 template <typename T, RowInput Input>

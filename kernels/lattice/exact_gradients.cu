@@ -372,8 +372,7 @@ cudaError_t lattice_exact_gradients(const LatticeExactGradients& p, cudaStream_t
     const int bytes = GradientRoom<Sizes>(shape, tile).floats() * 4;
     if (const cudaError_t error = allow_shared<exact_gradients<Sizes>>(limit); error != cudaSuccess)
       return error;
-    exact_gradients<Sizes><<<static_cast<unsigned>(blocks), Sizes::kAll, bytes, stream>>>(p, tile);
-    return cudaGetLastError();
+    return launch_grid<exact_gradients<Sizes>>(blocks, Sizes::kAll, bytes, stream, p, tile);
   });
 }
 

@@ -151,7 +151,6 @@ cudaError_t lattice_exact_scan(const LatticeExactScan& p, cudaStream_t stream) {
   const LatticeExactShape& shape = p.of.shape;
   const int64_t blocks = shape.tokens.sequences * shape.heads;
   if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   return lattice::by_exact_size(shape, [&](auto sizes) {
@@ -161,8 +160,7 @@ cudaError_t lattice_exact_scan(const LatticeExactScan& p, cudaStream_t stream) {
     if (tile == 0) return cudaErrorInvalidValue;
     const int bytes = ScanRoom<Sizes>(shape, tile).floats() * 4;
     if (const cudaError_t error = allow_shared<exact_scan<Sizes>>(limit); error != cudaSuccess) return error;
-    exact_scan<Sizes><<<static_cast<unsigned>(blocks), Sizes::kAll, bytes, stream>>>(p, tile);
-    return cudaGetLastError();
+    return launch_grid<exact_scan<Sizes>>(blocks, Sizes::kAll, bytes, stream, p, tile);
   });
 }
 

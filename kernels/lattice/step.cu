@@ -344,11 +344,9 @@ cudaError_t launch_step(const LatticeStep& p, cudaStream_t stream) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const int64_t floats = 4 * int64_t{p.M} + 2 * p.D + StepShare<Pack_, Held>::floats_of_parts(p.M);
   if (floats > limit / static_cast<int64_t>(sizeof(float))) return cudaErrorInvalidValue;
-  if (const cudaError_t error = allow_shared<step_kernel<Pack_, Held>>(limit); error != cudaSuccess)
-    return error;
-  step_kernel<Pack_, Held>
-      <<<static_cast<unsigned>(p.sequences * p.heads), kStepThreads, floats * sizeof(float), stream>>>(p);
-  return cudaGetLastError();
+  const int bytes = static_cast<int>(floats * sizeof(float));
+  return launch_kernel<step_kernel<Pack_, Held>>(p, p.sequences * p.heads, kStepThreads, bytes, stream,
+                                                 limit);
 }
 
 // Packs of four columns a thread has of a memory, or 0 where a row has more than its group has lanes.

@@ -203,11 +203,7 @@ template <auto Kernel, class Problem>
 cudaError_t launch_scan(const Problem& p, int threads, int bytes, const LatticeShape& shape,
                         cudaStream_t stream, int shares = 1) {
   const int64_t blocks = shape.grid.tokens.sequences * shape.heads * shares;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
-  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, threads, bytes, stream);
 }
 
 }  // namespace girih::kernels::lattice

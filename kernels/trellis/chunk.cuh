@@ -159,12 +159,8 @@ cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const int bytes = chunk_bytes<T, Tile>(block, tokens);
   if (bytes > limit) return cudaErrorInvalidValue;
-  if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
   const int64_t blocks = (chunk_count(p.shape.grid) + block.chunks - 1) / block.chunks * p.shape.heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  Kernel<<<static_cast<unsigned>(blocks), block.threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, block.threads, bytes, stream, limit);
 }
 
 }  // namespace girih::kernels

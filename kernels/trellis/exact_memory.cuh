@@ -362,14 +362,12 @@ inline int columns_arrays(const TrellisExactShape& shape) {
 template <auto Kernel, class Sizes, class Problem>
 cudaError_t launch_exact(const Problem& p, int64_t blocks, int arrays, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const int run = run_of<Sizes>(limit, arrays);
   if (run == 0) return cudaErrorInvalidValue;
   if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
-  Kernel<<<static_cast<unsigned>(blocks), Sizes::kThreads, run_bytes<Sizes>(run, arrays), stream>>>(p, run);
-  return cudaGetLastError();
+  return launch_grid<Kernel>(blocks, Sizes::kThreads, run_bytes<Sizes>(run, arrays), stream, p, run);
 }
 
 }  // namespace girih::kernels::trellis

@@ -47,8 +47,7 @@ cudaError_t trellis_exact_rows(const TrellisExactRows& p, cudaStream_t stream) {
   shape.M = p.M;
   return by_exact_size(shape, [&](auto sizes) {
     const unsigned blocks = blocks_for(divide_up(p.rows, kRowWarps));
-    trellis_exact_rows_kernel<decltype(sizes)><<<blocks, 32 * kRowWarps, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<trellis_exact_rows_kernel<decltype(sizes)>>(blocks, 32 * kRowWarps, 0, stream, p);
   });
 }
 

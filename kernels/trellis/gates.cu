@@ -4,6 +4,7 @@
 // columns' numbers to shared memory, a warp goes through the tokens of all 32, and all threads store: what
 // waits for memory does not wait token by token.
 #include "tile/gates.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 #include "trellis/trellis.h"
 
@@ -114,11 +115,8 @@ __global__ void __launch_bounds__(kColumns* kWarps)
 template <auto Kernel, class Problem>
 cudaError_t launch(const Problem& p, int numbers, cudaStream_t stream) {
   const int64_t blocks = (chunk_count(p.shape.grid) * p.shape.heads + kColumns - 1) / kColumns;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   const int threads = kColumns * kWarps, bytes = numbers * p.shape.grid.size * kColumns * 4;
-  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_grid<Kernel>(blocks, threads, bytes, stream, p);
 }
 
 }  // namespace

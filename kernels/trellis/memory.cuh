@@ -166,11 +166,7 @@ __device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col)
 
 template <auto Kernel, class Space, class Problem>
 cudaError_t launch_parts(const Problem& p, int64_t blocks, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<Kernel>(Space::kBytes); error != cudaSuccess) return error;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  Kernel<<<static_cast<unsigned>(blocks), Space::kThreads, Space::kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, Space::kThreads, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -298,15 +298,6 @@ __global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_
   }
 }
 
-template <int N>
-cudaError_t launch_step(const TrellisStep& p, int64_t blocks, int64_t bytes, int limit, cudaStream_t stream) {
-  if (const cudaError_t error = allow_shared<trellis_step_kernel<N>>(limit); error != cudaSuccess)
-    return error;
-  trellis_step_kernel<N>
-      <<<static_cast<unsigned>(blocks), kThreads, static_cast<unsigned>(bytes), stream>>>(p);
-  return cudaGetLastError();
-}
-
 // Once all heads of a sequence have read where it is.
 __global__ void advance_kernel(int64_t* position, int64_t sequences, int chunk) {
   const int64_t n = blockIdx.x * int64_t{kThreads} + threadIdx.x;
@@ -321,16 +312,15 @@ cudaError_t trellis_step(const TrellisStep& p, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (bytes > limit) return cudaErrorInvalidValue;
   bool packs = p.D % 4 == 0 && p.V % 4 == 0;
   for (int i = 0; i < 2; ++i) packs = packs && fits_packs(p.memory[i], 4, 4) && fits_packs(p.first[i], 4, 4);
-  const cudaError_t error = packs ? launch_step<4>(p, blocks, bytes, limit, stream)
-                                  : launch_step<1>(p, blocks, bytes, limit, stream);
+  const auto launch = packs ? launch_kernel<trellis_step_kernel<4>, TrellisStep>
+                            : launch_kernel<trellis_step_kernel<1>, TrellisStep>;
+  const cudaError_t error = launch(p, blocks, kThreads, static_cast<int>(bytes), stream, limit);
   if (error != cudaSuccess) return error;
-  advance_kernel<<<static_cast<unsigned>(divide_up(p.sequences, kThreads)), kThreads, 0, stream>>>(
-      p.position, p.sequences, p.chunk);
-  return cudaGetLastError();
+  return launch_grid<advance_kernel>(divide_up(p.sequences, kThreads), kThreads, 0, stream, p.position,
+                                     p.sequences, p.chunk);
 }
 
 }  // namespace girih::kernels
