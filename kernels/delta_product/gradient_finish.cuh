@@ -3,7 +3,6 @@
 #pragma once
 
 #include "delta_product/gradient_block.cuh"
-#include "tile/row_store.h"
 
 namespace girih::kernels::delta_product {
 

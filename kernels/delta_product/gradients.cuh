@@ -32,7 +32,6 @@
 #pragma once
 
 #include "delta_product/gradient_finish.cuh"
-#include "delta_product/gradient_slab.cuh"
 #include "tile/launch.h"
 
 namespace girih::kernels::delta_product {
