@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
 template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
   using Space = ReverseSpace<T, D, Rows, ReadKeys>;
-  constexpr auto kKernel = reverse<T, D, Rows, ReadKeys>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const auto stages_beside = [&](int slots) {
@@ -102,9 +101,9 @@ cudaError_t launch_reverse_of(ReversePass pass, cudaStream_t stream) {
   pass.slots = pass.walk.alone ? 0 : stages_beside(kReverseSlots) >= 2 ? kReverseSlots : 1;
   pass.stages = stages_beside(pass.slots);
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
-  if (const cudaError_t error = allow_shared<kKernel>(limit); error != cudaSuccess) return error;
-  return launch_grid<kKernel>(blocks_of(pass.scan.shape, pass.walk), kReverseThreads,
-                              Space::bytes(pass.stages, pass.slots), stream, pass);
+  const int bytes = Space::bytes(pass.stages, pass.slots);
+  return launch_kernel<reverse<T, D, Rows, ReadKeys>>(pass, blocks_of(pass.scan.shape, pass.walk),
+                                                      kReverseThreads, bytes, stream, limit);
 }
 
 template <typename T, int D, bool ReadKeys>
