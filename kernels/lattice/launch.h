@@ -57,16 +57,10 @@ inline bool is_plain(const LatticeShape& shape) {
 template <auto Kernel, class Problem>
 cudaError_t launch_chunks(const Problem& p, int threads, int bytes, int more, cudaStream_t stream) {
   const int64_t blocks = chunk_count(p.shape.grid) * p.shape.heads;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  if (const cudaError_t error = allow_shared<Kernel>(std::min(bytes + more, limit)); error != cudaSuccess) {
-    return error;
-  }
-  Kernel<<<static_cast<unsigned>(blocks), threads, p.shape.grid.position == nullptr ? bytes : bytes + more,
-           stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, threads, p.shape.grid.position == nullptr ? bytes : bytes + more,
+                               stream, std::min(bytes + more, limit));
 }
 
 }  // namespace girih::kernels::lattice
