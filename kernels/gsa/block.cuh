@@ -122,25 +122,6 @@ __device__ inline float* rows_of(const Tile& tile, int warp) {
   return reinterpret_cast<float*>(tile.data + kRows * warp * Tile::kCols);
 }
 
-// Gives out shared memory piece by piece.
-struct Layout {
-  unsigned char* next;
-
-  __device__ explicit Layout(unsigned char* start) : next(start) {}
-
-  template <class Tile>
-  __device__ Layout& operator()(Tile& tile) {
-    tile.data = reinterpret_cast<typename Tile::Element*>(next);
-    next += Tile::kBytes;
-    return *this;
-  }
-  __device__ Layout& operator()(float*& array, int floats) {
-    array = reinterpret_cast<float*>(next);
-    next += floats * sizeof(float);
-    return *this;
-  }
-};
-
 // A block for every chunk and query head.
 template <auto Kernel, class Problem>
 cudaError_t launch_blocks(const Problem& p, int threads, int bytes, cudaStream_t stream) {

@@ -40,26 +40,6 @@ struct Sizes {
   using Scores = SharedTile<T, R, (R < 32 ? 32 : R)>;
 };
 
-// Gives out shared memory piece by piece.
-struct Layout {
-  unsigned char* next;
-
-  __device__ explicit Layout(unsigned char* start) : next(start) {}
-
-  template <class Tile>
-  __device__ Layout& operator()(Tile& tile) {
-    tile.data = reinterpret_cast<typename Tile::Element*>(next);
-    next += Tile::kBytes;
-    return *this;
-  }
-  template <class Number>
-  __device__ Layout& operator()(Number*& array, int count) {
-    array = reinterpret_cast<Number*>(next);
-    next += count * sizeof(Number);
-    return *this;
-  }
-};
-
 // Own, of one block of tokens: each warp makes tril(G, -1) E for itself, in registers, and waits for no
 // other.
 template <class Sizes_, bool Own = false>

@@ -71,6 +71,26 @@ struct PlacedTile : Tile {
   }
 };
 
+// Gives out shared memory piece by piece.
+struct Layout {
+  unsigned char* next;
+
+  __device__ explicit Layout(unsigned char* start) : next(start) {}
+
+  template <class Tile>
+  __device__ Layout& operator()(Tile& tile) {
+    tile.data = reinterpret_cast<typename Tile::Element*>(next);
+    next += Tile::kBytes;
+    return *this;
+  }
+  template <class Number>
+  __device__ Layout& operator()(Number*& array, int count) {
+    array = reinterpret_cast<Number*>(next);
+    next += count * sizeof(Number);
+    return *this;
+  }
+};
+
 // 16 bytes from global to shared memory, or 16 zero bytes.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
