@@ -70,15 +70,11 @@ __device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, 
       }
     }
     if (block != warp) continue;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane_row() + 8 * (i >> 1), col = 8 * n + lane_col() + (i & 1);
-        // What does not count may have overflown.
-        if (later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;
-      }
-    }
+    each_sum<2>([&](int n, int i) {
+      const int row = lane_row() + 8 * (i >> 1), col = 8 * n + lane_col() + (i & 1);
+      // What does not count may have overflown.
+      if (later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;
+    });
   }
 }
 

@@ -40,14 +40,10 @@ namespace girih::kernels {
 // Back from rounded ones.
 template <typename T>
 __device__ inline void widen(Sums<8>& sums, const Operand<4>& a) {
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 pair = unpaired<T>(a.at[n / 2][n % 2 * 2 + i]);
-      sums.at[n][2 * i] = pair.x, sums.at[n][2 * i + 1] = pair.y;
-    }
-  }
+  each_pair<8>([&](int n, int i) {
+    const float2 pair = unpaired<T>(a.at[n / 2][n % 2 * 2 + i]);
+    sums.at[n][2 * i] = pair.x, sums.at[n][2 * i + 1] = pair.y;
+  });
 }
 
 // x_i . y_i of the lane's two rows, those of y in `rows`.
@@ -135,15 +131,11 @@ __device__ inline void HeadGradientBlock<T, D>::read_pairs() {
   Sums<8> pairs;
   fill(pairs, 0.f);
   run_products([&] { start_product_transposed(pairs, own, z); }, pairs);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // A row's own token passes no gate.
-      const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
-      (i < 2 ? read.x : read.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
-    }
-  }
+  each_sum<8>([&](int n, int i) {
+    // A row's own token passes no gate.
+    const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
+    (i < 2 ? read.x : read.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
+  });
   read = {sum_over_row(read.x), sum_over_row(read.y)};
   // What columns have is taken from rows: those add to it behind the next barriers.
   if (of_keys) {

@@ -29,8 +29,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::read() const {
     wait(&ring.full[of_values.place], of_values.parity);
     Operand<kHolds ? D / 16 : 1> q;
     if constexpr (kHolds) {
-#pragma unroll
-      for (int k = 0; k < D / 16; ++k) load_block(q.at[k], stage.q, kRows * row_block, 16 * k);
+      load_blocks(q, stage.q, kRows * row_block);
     }
     fence_tiles();
     fence_products(scores);

@@ -71,15 +71,11 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   // On their way during the read; rows and columns that do not exist are not stored.
   uint32_t q_pairs[M / 8][2];
   const T* q_rows = chunk_rows<T>(p.q, piece, block.query_head);
-#pragma unroll
-  for (int n = 0; n < M / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = min(kRows * warp + lane_row() + 8 * i, piece.length - 1);
-      q_pairs[n][i] = *reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] +
-                                                         min(8 * n + lane_col(), shape.M - 2));
-    }
-  }
+  each_pair<M / 8>([&](int n, int i) {
+    const int row = min(kRows * warp + lane_row() + 8 * i, piece.length - 1);
+    q_pairs[n][i] = *reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] +
+                                                       min(8 * n + lane_col(), shape.M - 2));
+  });
   reads.value_read(dq, a);
 
   // w = q dq without own tokens, then the rest of dq; q as the scan takes it.

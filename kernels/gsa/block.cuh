@@ -96,14 +96,10 @@ __device__ inline void store_rows(const Sums<N>& sums, const SharedTile<T, kChun
   const int rows = piece.length;
   cols -= first_col;
   __syncwarp();
-#pragma unroll
-  for (int n = 0; n < Eights; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      put_lane_pair<T>(stage, kRows * warp + 8 * i, at + 8 * n, sums.at[n0 + n][2 * i],
-                       sums.at[n0 + n][2 * i + 1]);
-    }
-  }
+  each_pair<Eights>([&](int n, int i) {
+    put_lane_pair<T>(stage, kRows * warp + 8 * i, at + 8 * n, sums.at[n0 + n][2 * i],
+                     sums.at[n0 + n][2 * i + 1]);
+  });
   __syncwarp();
   const int row = kRows * warp + lane() / Eights, col = lane() % Eights * 8;
   const int left = col < cols ? rows - row : 0;

@@ -42,11 +42,7 @@ __device__ inline void shift(Sums<N>& x) {
   if constexpr (factor_shift<T> != 0) {
     constexpr float kPower = 1 << factor_shift<T>;
     constexpr float kBy = Back ? 1.f / kPower : kPower;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[n][i] *= kBy;
-    }
+    each_sum<N>([&](int n, int i) { x.at[n][i] *= kBy; });
   }
 }
 
@@ -108,28 +104,19 @@ __device__ inline void put_lane_pair(const Tile& tile, int row, int col, float l
 // 16 rows of a tile from `first` on as sums, times `factor`.
 template <typename T, int N, class Tile>
 __device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int first, float factor = 1.f) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
-      sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
-    }
-  }
+  each_pair<N>([&](int n, int i) {
+    const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+    sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
+  });
 }
 
 // tile *= factors, 16 rows from `first` on.
 template <typename T, int N, class Tile>
 __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& factors) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
-      put_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i],
-                       x.y * factors.at[n][2 * i + 1]);
-    }
-  }
+  each_pair<N>([&](int n, int i) {
+    const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+    put_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i], x.y * factors.at[n][2 * i + 1]);
+  });
 }
 
 // Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
@@ -171,16 +158,12 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
     const int col = first + 8 * t;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = kRows * (kBlocks - 1 - b) + 8 * i;
-        const float left = shifted<T>(after[t].at[b][2 * i]), right = shifted<T>(after[t].at[b][2 * i + 1]);
-        weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
-        *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
-      }
-    }
+    each_pair<kBlocks>([&](int b, int i) {
+      const int row = kRows * (kBlocks - 1 - b) + 8 * i;
+      const float left = shifted<T>(after[t].at[b][2 * i]), right = shifted<T>(after[t].at[b][2 * i + 1]);
+      weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
+      *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
+    });
     if (lane_row() == 0) {
       *reinterpret_cast<float2*>(decay + col + lane_col()) = {
           exp2_fast(shifted<T>(kLog2E * total[t].at[0][0])),
@@ -210,14 +193,10 @@ struct Gates {
   }
   // sums *= e^{-X}
   __device__ void multiply(Sums<N>& sums) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 r = factor(i, n);
-        sums.at[n][2 * i] *= r.x, sums.at[n][2 * i + 1] *= r.y;
-      }
-    }
+    each_pair<N>([&](int n, int i) {
+      const float2 r = factor(i, n);
+      sums.at[n][2 * i] *= r.x, sums.at[n][2 * i + 1] *= r.y;
+    });
   }
 
   // The rest is for chunks where factors do not serve.
@@ -255,23 +234,15 @@ struct Gates {
     return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
   }
   __device__ void through(Sums<N>& to) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 sum = through(lane_row() + 8 * i, n);
-        to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
-      }
-    }
+    each_pair<N>([&](int n, int i) {
+      const float2 sum = through(lane_row() + 8 * i, n);
+      to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
+    });
   }
   // e^{sum through each row}, and e^{sum after it}, within the 16.
   __device__ void decay_through(Sums<N>& to) const {
     through(to);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast(to.at[n][i]);
-    }
+    each_sum<N>([&](int n, int i) { to.at[n][i] = exp2_fast(to.at[n][i]); });
   }
   __device__ void decay_after(Sums<N>& to) const {
     through(to);

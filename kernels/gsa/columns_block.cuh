@@ -116,13 +116,9 @@ struct GatedColumnBlock {
   // f(n, i, row, column) of the thread's pairs of sums.
   template <class F>
   __device__ void each_pair(const F& f) const {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        f(n, i, kRows * warp + lane_row() + 8 * i, writes.first_column() + 8 * n + lane_col());
-      }
-    }
+    kernels::each_pair<8>([&](int n, int i) {
+      f(n, i, kRows * warp + lane_row() + 8 * i, writes.first_column() + 8 * n + lane_col());
+    });
   }
 };
 
@@ -232,11 +228,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scor
   } else {
     __syncthreads();  // the scratch is rows of x
     writes.write_by_blocks(part, w, a, tile.y(i));
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) u.at[n][j] += part.at[n][j];
-    }
+    each_sum<8>([&](int n, int j) { u.at[n][j] += part.at[n][j]; });
   }
 }
 
@@ -259,12 +251,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Ope
     fill(dx, 0.f);
     add_scored<Side::later, T>(dx, w, tile.read, warp, of_group);
     if (Factored) shift<T>(dx);  // as s~ in the place of s e^X
-#pragma unroll 2
-    for (int m = 0; m < M; m += 16) {
-      uint32_t weights[4];
-      load_block(weights, tile.end, kRows * warp, m);
-      add_product_transposed<T>(dx, weights, tile.gradient, of_group, m);
-    }
+    add_product_of_tile_rows<2>(dx, tile.end, kRows * warp, tile.gradient, of_group);
     if (Factored) shift<T, true>(dx);
     store_rows_of<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,
                               of_group);

@@ -10,13 +10,9 @@ namespace girih::kernels {
 template <int N>
 __device__ inline void mask_slots(Sums<N>& x, int slots, float value) {
   if (slots >= 8 * N) return;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (8 * n + lane_col() + (i & 1) >= slots) x.at[n][i] = value;
-    }
-  }
+  each_sum<N>([&](int n, int i) {
+    if (8 * n + lane_col() + (i & 1) >= slots) x.at[n][i] = value;
+  });
 }
 
 // The largest of rows lane_row() and lane_row() + 8.
@@ -38,43 +34,31 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
   divisor = {1.f, 1.f};
   if (feature == Feature::softmax) {
     if (scale < 0.f) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x.at[n][i] = -x.at[n][i];
-      }
+      each_sum<N>([&](int n, int i) { x.at[n][i] = -x.at[n][i]; });
     }
     const float factor = fmaxf(kLog2E * fabsf(scale), 1e-30f);  // never 0: times -inf it is -inf
     mask_slots(x, slots, -INFINITY);
     const float2 largest = row_tops(x), top = {factor * largest.x, factor * largest.y};
     float2 sum = {0.f, 0.f};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& value = x.at[n][i];
-        value = exp2_fast(fmaf(value, factor, -(i < 2 ? top.x : top.y)));
-        (i < 2 ? sum.x : sum.y) += value;
-      }
-    }
+    each_sum<N>([&](int n, int i) {
+      float& value = x.at[n][i];
+      value = exp2_fast(fmaf(value, factor, -(i < 2 ? top.x : top.y)));
+      (i < 2 ? sum.x : sum.y) += value;
+    });
     divisor = {1.f / sum_over_row(sum.x), 1.f / sum_over_row(sum.y)};
     return;
   }
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& value = x.at[n][i];
-      value *= scale;
-      if (feature == Feature::silu) {
-        value = __fdividef(value, 1.f + exp2_fast(-kLog2E * value));
-      } else if (feature == Feature::relu) {
-        value = fmaxf(value, 0.f);
-      } else if (feature == Feature::relu2) {
-        value = fmaxf(value, 0.f) * fmaxf(value, 0.f);
-      }
+  each_sum<N>([&](int n, int i) {
+    float& value = x.at[n][i];
+    value *= scale;
+    if (feature == Feature::silu) {
+      value = __fdividef(value, 1.f + exp2_fast(-kLog2E * value));
+    } else if (feature == Feature::relu) {
+      value = fmaxf(value, 0.f);
+    } else if (feature == Feature::relu2) {
+      value = fmaxf(value, 0.f) * fmaxf(value, 0.f);
     }
-  }
+  });
 }
 
 // Of a row's softmax p, without its divisor: the largest logit, in powers of two, p's sum, and that of p dp.
@@ -128,15 +112,11 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
     mask_slots(z, slots, -1e30f);  // p = 0, and 0 z = 0
     const float2 largest = row_tops(z), top = {kLog2E * largest.x, kLog2E * largest.y};
     float2 sum = {0.f, 0.f}, delta = {0.f, 0.f};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? top.x : top.y)));
-        (i < 2 ? sum.x : sum.y) += p;
-        (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
-      }
-    }
+    each_sum<N>([&](int n, int i) {
+      const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? top.x : top.y)));
+      (i < 2 ? sum.x : sum.y) += p;
+      (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
+    });
     SoftmaxSums row = {
         top, {sum_over_row(sum.x), sum_over_row(sum.y)}, {sum_over_row(delta.x), sum_over_row(delta.y)}};
     join(row);

@@ -15,17 +15,12 @@ __device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kC
     return;
   }
   float* rows = chunk_rows<float>(to, piece, head) + col;
-#pragma unroll
-  for (int n = 0; n < Eights; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
-      if (row < piece.length && c < cols - col) {
-        *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i],
-                                                                     sums.at[n][2 * i + 1]};
-      }
+  each_pair<Eights>([&](int n, int i) {
+    const int row = kRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
+    if (row < piece.length && c < cols - col) {
+      *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i], sums.at[n][2 * i + 1]};
     }
-  }
+  });
 }
 
 // The sum of states * their gradients over the rows, for each of M columns: a thread has 8 neighbouring

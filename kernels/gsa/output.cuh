@@ -86,11 +86,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.hv);
     add_scored<Side::earlier, T>(o, w, tile.v, warp);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o.at[n][i] *= i < 2 ? divisor.x : divisor.y;
-    }
+    each_sum<8>([&](int n, int i) { o.at[n][i] *= i < 2 ? divisor.x : divisor.y; });
     store_rows<T>(o, tile.q, warp, p.o, block.piece, block.query_head, v, shape.V);
   });
 }

@@ -148,11 +148,7 @@ struct RowReads {
     at.scratch.put(block);
     Sums<N> through;
     gates.through(through);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y.at[n][i] *= exp2_fast(through.at[n][i]);
-    }
+    each_sum<N>([&](int n, int i) { y.at[n][i] *= exp2_fast(through.at[n][i]); });
 #pragma unroll 1
     for (int j = 0; j < kRows; ++j) {
       float2 score = at.scratch.column(j);
@@ -198,11 +194,7 @@ struct RowReads {
     at.scratch.get(block);
     set_block(W, block, gates.warp);
     // The earlier blocks, from the nearest: f takes on one block's decay after the other.
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p.at[n][i] *= exp2_fast(through.at[n][i]);
-    }
+    each_sum<N>([&](int n, int i) { p.at[n][i] *= exp2_fast(through.at[n][i]); });
 #pragma unroll 1
     for (int b = gates.warp - 1; b >= 0; --b) {
       Operand<N / 2> x;

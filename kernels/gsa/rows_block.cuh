@@ -145,15 +145,11 @@ __device__ inline void GsaRowBlock<T, M>::load_own_weights() const {
                    piece.length - kRows * warp, shape.M, lane());
     return;
   }
-#pragma unroll
-  for (int n = 0; n < M / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = kRows * warp + lane_row() + 8 * i;
-      *reinterpret_cast<uint32_t*>(&lane_at(to, 8 * i, 8 * n)) =
-          complement_pair<T>(p.g, piece, head, shape.M, row, 8 * n + lane_col());
-    }
-  }
+  each_pair<M / 8>([&](int n, int i) {
+    const int row = kRows * warp + lane_row() + 8 * i;
+    *reinterpret_cast<uint32_t*>(&lane_at(to, 8 * i, 8 * n)) =
+        complement_pair<T>(p.g, piece, head, shape.M, row, 8 * n + lane_col());
+  });
 }
 
 // What a value read, or the Jacobian after the second, needs of the weights, where hv has served or not yet

@@ -60,11 +60,7 @@ template <int N>
 __device__ inline void add_sums(Sums<N>& sums, const float* from) {
   Sums<N> other;
   take_sums<N>(other, from);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] += other.at[n][i];
-  }
+  each_sum<N>([&](int n, int i) { sums.at[n][i] += other.at[n][i]; });
 }
 
 }  // namespace girih::kernels

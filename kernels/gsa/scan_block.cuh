@@ -265,13 +265,9 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::publish(const Stage&
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
     const auto tile = stage.states(i);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        *reinterpret_cast<uint32_t*>(&lane_at(tile, kRows * warp + 8 * j, 8 * n)) = before[i][n][j];
-      }
-    }
+    each_pair<kN>([&](int n, int j) {
+      *reinterpret_cast<uint32_t*>(&lane_at(tile, kRows * warp + 8 * j, 8 * n)) = before[i][n][j];
+    });
     __syncwarp();
     T* row = states[i] + chunk;
 #pragma unroll

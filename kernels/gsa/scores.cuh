@@ -83,11 +83,7 @@ __device__ inline void for_each_of_block(A& a, int block, const F& f) {
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     if (b != block) continue;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(a.half[b >> 1].at[2 * (b & 1) + n][i], n, i);
-    }
+    each_sum<2>([&](int n, int i) { f(a.half[b >> 1].at[2 * (b & 1) + n][i], n, i); });
   }
 }
 __device__ inline void block_of(Sums<2>& to, const Scores& a, int block) {
@@ -101,14 +97,10 @@ __device__ inline void set_block(Scores& a, const Sums<2>& from, int block) {
 __device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
   Sums<2> own;
   block_of(own, a, warp);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane_row() + 8 * (i >> 1);
-      if (8 * n + lane_col() + (i & 1) == row) to[kRows * warp + row] = own.at[n][i];
-    }
-  }
+  each_sum<2>([&](int n, int i) {
+    const int row = lane_row() + 8 * (i >> 1);
+    if (8 * n + lane_col() + (i & 1) == row) to[kRows * warp + row] = own.at[n][i];
+  });
 }
 
 // The 16 x 16 scratch of a warp.
@@ -116,24 +108,16 @@ struct Scratch {
   float* at;
 
   __device__ void put(const Sums<2>& block) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
-      }
-    }
+    each_sum<2>([&](int n, int i) {
+      at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
+    });
     __syncwarp();
   }
   __device__ void get(Sums<2>& block) const {
     __syncwarp();
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        block.at[n][i] = at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)];
-      }
-    }
+    each_sum<2>([&](int n, int i) {
+      block.at[n][i] = at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)];
+    });
     __syncwarp();
   }
   // Column j: of rows lane_row() and lane_row() + 8.

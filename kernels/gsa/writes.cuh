@@ -70,15 +70,11 @@ struct RowWrites {
   }
   // what is lost of x G, u so far, when s e^X is rounded, in place of s: dg is to have it,
   __device__ void keep_rounding(const Own& u) const {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = at.gates.row() + 8 * i, col = first_column() + 8 * n;
-        const float2 s = lane_pair<T>(at.s, row, col);
-        put_lane_pair<T>(at.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
-      }
-    }
+    each_pair<8>([&](int n, int i) {
+      const int row = at.gates.row() + 8 * i, col = first_column() + 8 * n;
+      const float2 s = lane_pair<T>(at.s, row, col);
+      put_lane_pair<T>(at.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
+    });
   }
   // and u, without e^X, gets the chunk's own part of value_write.
   __device__ void value_write(Own& u, const Operand<2> (&scores)[2], const Tile& y) const {
@@ -90,22 +86,14 @@ struct RowWrites {
   __device__ void write_by_blocks(Own& u, Operand<2> (&w)[2], const Scores& a, const Tile& y) const {
     Sums<N> all;
     fill(all, 0.f);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) all.at[n][i] = n / 8 == at.group ? u.at[n % 8][i] : 0.f;
-    }
+    each_sum<N>([&](int n, int i) { all.at[n][i] = n / 8 == at.group ? u.at[n % 8][i] : 0.f; });
     Scores W;
     const Scores scores = a;
     decay_end_by_blocks(at, all);
     write_pairs(at, y, all, W, scores);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (n / 8 == at.group) u.at[n % 8][i] = all.at[n][i];
-      }
-    }
+    each_sum<N>([&](int n, int i) {
+      if (n / 8 == at.group) u.at[n % 8][i] = all.at[n][i];
+    });
     round_scores<Side::later, true, T>(w, W, at.gates.warp);
   }
 
@@ -115,14 +103,9 @@ struct RowWrites {
     Sums<N> weights;
     take_rows<T>(weights, at.s, at.gates.row());
     decay_end_by_blocks(at, weights);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        put_lane_pair<T>(at.end, at.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i],
-                         weights.at[n][2 * i + 1]);
-      }
-    }
+    each_pair<N>([&](int n, int i) {
+      put_lane_pair<T>(at.end, at.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i], weights.at[n][2 * i + 1]);
+    });
   }
 
   // x *= e^{L_C - L_j}
@@ -182,14 +165,10 @@ struct RowWrites {
     // The later blocks: W from the nearest, u from the last.
     Sums<N> after, x;
     gates.decay_after(after);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 w = at.weight(i >> 1, n);
-        x.at[n][i] = (i & 1 ? w.y : w.x) * after.at[n][i];
-      }
-    }
+    each_sum<N>([&](int n, int i) {
+      const float2 w = at.weight(i >> 1, n);
+      x.at[n][i] = (i & 1 ? w.y : w.x) * after.at[n][i];
+    });
 #pragma unroll 1
     for (int b = warp + 1; b < 4; ++b) {
       Operand<N / 2> weights;
@@ -208,11 +187,7 @@ struct RowWrites {
       scale_columns(x, [&](int n) { return gates.block_decay(b, n); });
       add_product<T>(x, scores, y, kRows * b);
     }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) u.at[n][i] += x.at[n][i] * after.at[n][i];
-    }
+    each_sum<N>([&](int n, int i) { u.at[n][i] += x.at[n][i] * after.at[n][i]; });
   }
 };
 

@@ -66,13 +66,9 @@ struct Columns {
   // dW; it becomes its part of dk. sums: W.dW of the lane's two vectors.
   __device__ void make_dw(Sums<2>& dW, float (&sums)[2], int first) const {
     fill(dW, 0.f);
-    uint32_t x[4];
-#pragma unroll 2
-    for (int d = 0; d < S::D; d += 16) {
-      load_block(x, dX, within.vectors(), d);
-      add_product_transposed<T>(dW, x, within.h, first, d);
-    }
+    add_product_of_tile_rows<2>(dW, dX, within.vectors(), within.h, first);
     const bool encode = is(LatticeObjective::encode);
+    uint32_t x[4];
     Sums<2> c, a;
     load_block_transposed(x, within.k, within.vectors(), first);
     unpack<T>(c, x);
@@ -101,11 +97,7 @@ struct Columns {
     bound<T>(dW);
     pack<T>(x, dW);
     store_block_transposed(da, within.vectors(), first, x);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dW.at[n][i] = -dW.at[n][i];
-    }
+    each_sum<2>([&](int n, int i) { dW.at[n][i] = -dW.at[n][i]; });
   }
 
   // What cancels at the chunk's end, of the warp's vectors of which most is steps.
@@ -130,12 +122,7 @@ struct Columns {
     const int row = within.share_row(), col = within.share_col();
     Sums<N> sums;
     fill(sums, 0.f);
-    uint32_t a[4];
-#pragma unroll 2
-    for (int m = 0; m < S::M; m += 16) {
-      load_block(a, within.w, row, m);
-      add_product<T>(sums, a, dX, m, col);
-    }
+    add_product_of_tiles<2>(sums, within.w, row, dX, col);
     const int t = row + lane_row();
     scale_rows(sums, {to_end(t) / within.kLift, to_end(t + 8) / within.kLift});
     if (is(LatticeObjective::decode)) {
@@ -145,11 +132,7 @@ struct Columns {
       store_blocks(y, row, col, rounded);
       scale_rows(sums, {-1.f, -1.f});
     } else if (is(LatticeObjective::encode)) {
-#pragma unroll 2
-      for (int m = 0; m < S::M; m += 16) {
-        load_block(a, da, row, m);
-        add_product<T>(sums, a, within.memory, m, col);
-      }
+      add_product_of_tiles<2>(sums, da, row, within.memory, col);
     }
     T* const to = row_of<T>(p.dv, part.batch(), part.chunk.start + row, part.head) + col;
     const int rows = part.chunk.length - row, cols = p.shape.D - col;
@@ -161,11 +144,7 @@ struct Columns {
   __device__ void put_dk(Sums<2>& dk, int first) const {
     uint32_t x[4];
     if (is(LatticeObjective::decode)) {
-#pragma unroll 2
-      for (int d = 0; d < S::D; d += 16) {
-        load_block(x, within.memory, within.vectors(), d);
-        add_product_transposed<T>(dk, x, y, first, d);
-      }
+      add_product_of_tile_rows<2>(dk, within.memory, within.vectors(), y, first);
     }
     T* const to = row_of<T>(p.dk, part.batch(), part.chunk.start + first, part.head) + within.vectors();
     const int rows = part.chunk.length - first, cols = p.shape.M - within.vectors();
@@ -173,11 +152,7 @@ struct Columns {
     transpose_block(x);
     Sums<2> before;
     unpack<T>(before, x);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dk.at[n][i] += before.at[n][i];
-    }
+    each_sum<2>([&](int n, int i) { dk.at[n][i] += before.at[n][i]; });
     pack<T>(x, dk);
     transpose_block(x);
     put_block(to, p.dk.stride[1], rows, cols, x);

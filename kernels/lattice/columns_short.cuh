@@ -55,21 +55,12 @@ class ShortColumns {
     return static_cast<const float*>(out.data)[offset_of(out, part.batch(), token, part.head)];
   }
 
-  template <class Tile>
-  __device__ static void load_rows(Factor& to, const Tile& from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(to.at[i], from, 0, 16 * i);
-  }
   // x += by * the tile's columns.
   template <class Tile>
   __device__ static void add(Columns& x, const Tile& tile, int col, float by) {
     Columns y;
     load_columns(y, tile, col);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[n][i] = fmaf(by, y.at[n][i], x.at[n][i]);
-    }
+    each_sum<2>([&](int n, int i) { x.at[n][i] = fmaf(by, y.at[n][i], x.at[n][i]); });
   }
   template <class Tile>
   __device__ static void load_columns(Columns& x, const Tile& tile, int col) {
@@ -103,7 +94,7 @@ class ShortColumns {
     const bool decode = is(LatticeObjective::decode);
     const auto to = decode ? v : k;
     Factor left;
-    load_rows(left, decode ? k : v);
+    load_blocks(left, decode ? k : v);
     for_columns([&](int col) {
       Columns x;
       fill(x, 0.f);
@@ -136,11 +127,7 @@ class ShortColumns {
       mma<T>((i % 2 ? half : x).at[0], left.at[i], right[i][0], right[i][1]);
       mma<T>((i % 2 ? half : x).at[1], left.at[i], right[i][2], right[i][3]);
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[n][i] += half.at[n][i];
-    }
+    each_sum<2>([&](int n, int i) { x.at[n][i] += half.at[n][i]; });
   }
 
   // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end. decode makes Y first and
@@ -166,8 +153,8 @@ class ShortColumns {
     const float2 by = of_rows(of_k ? numbers.to_end : numbers.weights), step = of_rows(numbers.step);
     const bool gated = p.dg.data != nullptr;
     Factor left, other;
-    load_rows(left, of_k ? ring.tokens(stage, Ring::v) : c);
-    if (crosses) load_rows(other, rounded);
+    load_blocks(left, of_k ? ring.tokens(stage, Ring::v) : c);
+    if (crosses) load_blocks(other, rounded);
     for_columns([&](int col) {
       Columns x;
       fill(x, 0.f);

@@ -79,21 +79,13 @@ __global__ void __launch_bounds__(S::kThreads, read_blocks<S>())
       const int row = within.share_row(), col = within.share_col();
       Sums<S::kWide / 8> o;
       fill(o, 0.f);
-      uint32_t a[4];
       if (within.resumed) {
-#pragma unroll 1
-        for (int m = 0; m < S::M; m += 16) {
-          load_block(a, q, row, m);
-          add_product<T>(o, a, within.step, m, col);
-        }
+        add_product_of_tiles<1>(o, q, row, within.step, col);
         const int t = row + lane_row();
         scale_rows(o, {within.kLift * within.tokens->open[t], within.kLift * within.tokens->open[t + 8]});
       }
-#pragma unroll 4
-      for (int m = 0; m < S::M; m += 16) {
-        load_block(a, along, row, m);
-        add_product<T>(o, a, within.memory, m, col);
-      }
+      add_product_of_tiles<4>(o, along, row, within.memory, col);
+      uint32_t a[4];
       if constexpr (kOwn) {
         own_scores(a, within, q, within.w);
         add_product<T>(o, a, within.h, 0, col);

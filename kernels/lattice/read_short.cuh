@@ -135,11 +135,7 @@ class ShortReader {
       load_block(a, x, first, 16 * i);
       add_product_transposed<T>(i % 2 ? half : sums, a, y, 0, 16 * i);
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums.at[n][i] += half.at[n][i];
-    }
+    each_sum<2>([&](int n, int i) { sums.at[n][i] += half.at[n][i]; });
   }
 
   struct Inner {
@@ -193,11 +189,7 @@ class ShortReader {
     load_block_transposed(c, k, first, 0);
     unpack<T>(w, c);
     if constexpr (kEncode) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w.at[n][i] = a.at[n][i] - w.at[n][i];
-      }
+      each_sum<2>([&](int n, int i) { w.at[n][i] = a.at[n][i] - w.at[n][i]; });
       pack<T>(c, w);
       unpack<T>(w, c);
     }

@@ -19,10 +19,10 @@ struct ShortReadsMemory {
     Operand<4> dH;
     make_dh(dH, sums, inner);
     put_dv(dH);
-    Rows douts, hs, dvs;
-    get_rows(douts, at.dout);
-    get_rows(hs, at.h);
-    get_rows(dvs, at.q);
+    Operand<4> douts, hs, dvs;
+    load_right(douts, at.dout);
+    load_right(hs, at.h);
+    load_right(dvs, at.q);
 #pragma unroll 1
     for (int first = 0; first < S::M; first += 16) end_vectors(dH, douts, hs, dvs, first);
     put(p.dk, at.k, p.shape.M);
@@ -80,39 +80,23 @@ struct ShortReadsMemory {
     __syncwarp();
   }
 
-  // A tile as a right factor.
-  using Rows = uint32_t[4][4];
-  __device__ static void get_rows(Rows& to, const typename S::Keys& from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      load_matrices_transposed(to[i], from.address(0, 16 * i, lane() & 15, (lane() >> 4) * 8));
-    }
-  }
-  __device__ static void add(Sums<8>& sums, const Block& a, const Rows& b) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      mma<T>(sums.at[2 * i], a, b[i][0], b[i][1]);
-      mma<T>(sums.at[2 * i + 1], a, b[i][2], b[i][3]);
-    }
-  }
-
   // dk and dS of 16 vectors.
-  __device__ void end_vectors(const Operand<4>& dH, const Rows& douts, const Rows& hs, const Rows& dvs,
-                              int first) const {
+  __device__ void end_vectors(const Operand<4>& dH, const Operand<4>& douts, const Operand<4>& hs,
+                              const Operand<4>& dvs, int first) const {
     Sums<8> dS;
     fill(dS, 0.f);
     Block x;
     Reads::get(x, at.along, first);
-    add(dS, x, douts);
+    add_product<T>(dS, x, douts);
     Reads::get(x, at.da, first);
-    add(dS, x, hs);
+    add_product<T>(dS, x, hs);
     Block to;
     Reads::get(to, at.dW, first);  // rounded once more before it is added to
     if (at.is(LatticeObjective::decode)) {
       load_block_transposed(x, at.k, first, 0);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] ^= sign();
-      add(dS, x, dvs);
+      add_product<T>(dS, x, dvs);
       Sums<2> sums;
       unpack<T>(sums, to);
 #pragma unroll

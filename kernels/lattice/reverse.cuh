@@ -95,11 +95,7 @@ __device__ inline void add_objective(Sums<S::D / 8>& dS, const ReverseRing<S>& r
     for (int t = 0; t < S::R; t += 16) {
       Sums<2> read;
       fill(read, 0.f);
-#pragma unroll 2
-      for (int d = 0; d < S::D; d += 16) {
-        load_block(a, dX, first, d);
-        add_product_transposed<T>(read, a, v, t, d);
-      }
+      add_product_of_tile_rows<2>(read, dX, first, v, t);
       scale_columns(
           read, [&](int n) { return *reinterpret_cast<const float2*>(weights + t + 8 * n + lane_col()); });
       bound<T>(read);
@@ -113,11 +109,7 @@ __device__ inline void add_objective(Sums<S::D / 8>& dS, const ReverseRing<S>& r
     if (col < S::D) {
       Sums<S::kWide / 8> y;
       fill(y, 0.f);
-#pragma unroll 1
-      for (int m = 0; m < S::M; m += 16) {
-        load_block(a, k, row, m);
-        add_product<T>(y, a, dX, m, col);
-      }
+      add_product_of_tiles<1>(y, k, row, dX, col);
       scale_rows(y, {weights[row + lane_row()], weights[row + lane_row() + 8]});
       Operand<S::kWide / 16> rounded;
       bound<T>(y);

@@ -94,8 +94,7 @@ class ShortChain {
   // What a chunk's gradient meets first.
   __device__ void fetch(int stage) {
     const int first = opaque(this->first);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(s.at[i], ring.memory(stage), first, 16 * i);
+    load_blocks(s, ring.memory(stage), first);
   }
 
   // The lane's part of its rows' products.
@@ -140,8 +139,7 @@ class ShortChain {
       const float2 x = mixed(dx, i);
       dX.at[i / 4][i % 4] = pair_of<T>(bounded<T>(x.x), bounded<T>(x.y));
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_block(reads.at[i], ring.gradient(stage), first, 16 * i);
+    load_blocks(reads, ring.gradient(stage), first);
     __syncwarp();
     store_blocks(ring.gradient(stage), first, 0, dX);
 
@@ -150,8 +148,7 @@ class ShortChain {
     uint32_t own_k[4];
     if (decode) {
       Factor k;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) load_block(k.at[i], keys, 0, 16 * i);
+      load_blocks(k, keys);
       barrier_wait(1, S::kThreads);  // dX is there
       Sums<2> y[2];
       begin_y(y, k, stage);
@@ -226,11 +223,7 @@ class ShortChain {
   }
   __device__ void end_y(Sums<2> (&y)[2], const typename Ring::Numbers& numbers) const {
     const float weights[2] = {numbers.weights[lane_row()], numbers.weights[lane_row() + 8]};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y[0].at[n][i] = weights[i / 2] * (y[0].at[n][i] + y[1].at[n][i]);
-    }
+    each_sum<2>([&](int n, int i) { y[0].at[n][i] = weights[i / 2] * (y[0].at[n][i] + y[1].at[n][i]); });
     bound<T>(y[0]);
     uint32_t x[4];
     pack<T>(x, y[0]);

@@ -136,11 +136,7 @@ __device__ inline float bounded(float x) {
 template <typename T, int N>
 __device__ inline void bound(Sums<N>& sums) {
   if constexpr (std::is_same_v<T, __half>) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums.at[n][i] = bounded<T>(sums.at[n][i]);
-    }
+    each_sum<N>([&](int n, int i) { sums.at[n][i] = bounded<T>(sums.at[n][i]); });
   }
 }
 
@@ -164,13 +160,9 @@ __device__ inline void pack(uint32_t (&to)[4], const Sums<2>& sums) {
 // sums = f(element, row, col) of all 16 x 8N elements from (row, col) on.
 template <int N, class F>
 __device__ inline void apply(Sums<N>& sums, int row, int col, const F& f) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums.at[n][i] = f(sums.at[n][i], row + lane_row() + (i >> 1) * 8, col + 8 * n + lane_col() + (i & 1));
-    }
-  }
+  each_sum<N>([&](int n, int i) {
+    sums.at[n][i] = f(sums.at[n][i], row + lane_row() + (i >> 1) * 8, col + 8 * n + lane_col() + (i & 1));
+  });
 }
 
 // x y^T of 16 rows each, from row t and row j on, in two sums that are there sooner than one.
@@ -188,11 +180,7 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
     load_block(a, x, t, col + 16);
     add_product_transposed<T>(half, a, y, j, col + 16);
   }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] += half.at[n][i];
-  }
+  each_sum<2>([&](int n, int i) { sums.at[n][i] += half.at[n][i]; });
 }
 
 // sums += a b^T, both left factors.

@@ -95,11 +95,7 @@ class ShortScanChain {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Sums<2> s;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.at[n][e] = rho[e / 2] * X.at[2 * i + n][e];
-      }
+      each_sum<2>([&](int n, int e) { s.at[n][e] = rho[e / 2] * X.at[2 * i + n][e]; });
       pack<T>(rounded.at[i], s);
       store_block(to, 0, 16 * i, rounded.at[i]);
       __syncwarp();  // else the compiler would leave all stores to the end
@@ -194,11 +190,7 @@ class ShortScanChain {
         const float root = inverse_root(length[j]);  // of any: it does not wait for the comparison
         end[j] = rho[j] = length[j] > 0.f ? root : 0.f;
       }
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) X.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]);
-      }
+      each_sum<8>([&](int n, int e) { X.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]); });
       if (any) measure(end, U, alpha);
     }
     if (more) publish(there);
@@ -235,11 +227,7 @@ class ShortScanChain {
   __device__ static void lane_dots(float (&to)[2][2], const Sums<8>& x, const Sums<8>& y) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = 0.f;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = fmaf(x.at[n][i], y.at[n][i], to[i / 2][i % 2]);
-    }
+    each_sum<8>([&](int n, int i) { to[i / 2][i % 2] = fmaf(x.at[n][i], y.at[n][i], to[i / 2][i % 2]); });
   }
   __device__ static void add_lanes(float (&to)[2], const float (&parts)[2][2]) {
 #pragma unroll
@@ -263,11 +251,7 @@ class ShortScanChain {
       mma<T>((i % 2 ? half : sum).at[0], rows.at[i], s[i][0], s[i][1]);
       mma<T>((i % 2 ? half : sum).at[1], rows.at[i], s[i][2], s[i][3]);
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum.at[n][e] += half.at[n][e];
-    }
+    each_sum<2>([&](int n, int e) { sum.at[n][e] += half.at[n][e]; });
     uint32_t a[4];
     pack<T>(a, sum);
     store_block(places.own_tokens(here, Ring::v), 0, first, a);
@@ -281,21 +265,13 @@ class ShortScanChain {
     fill(half, 0.f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) add_product_of_rows<T>(i % 2 ? half : a, rounded.at[i], rows.at[i]);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.at[n][i] += half.at[n][i];
-    }
+    each_sum<2>([&](int n, int i) { a.at[n][i] += half.at[n][i]; });
   }
   // W = w (a - k)
   __device__ void make_w(Sums<2>& a) {
     Sums<2> key;
     unpack<T>(key, keys);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.at[n][i] -= key.at[n][i];
-    }
+    each_sum<2>([&](int n, int i) { a.at[n][i] -= key.at[n][i]; });
     scale_columns(a, [&](int n) { return weights[n]; });
     pack<T>(w, a);
   }
@@ -309,13 +285,9 @@ class ShortScanChain {
       end[j] = square[j] > 0.f ? rsqrtf(square[j]) : 0.f, rho[j] = square[j] > 0.f ? end[j] : 1.f;
       back[j] = -1.f / alpha[j];
     }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (!(square[e / 2] > 0.f)) X.at[n][e] = U.at[n][e] * back[e / 2];
-      }
-    }
+    each_sum<8>([&](int n, int e) {
+      if (!(square[e / 2] > 0.f)) X.at[n][e] = U.at[n][e] * back[e / 2];
+    });
   }
 
   // X and rho by the x_i themselves. A chunk that is not complete leaves them as they are, and x as Delta.
@@ -327,11 +299,7 @@ class ShortScanChain {
       for_elements(U, p.start.step, of.sequence.index, head, p.shape, first,
                    [&](float& u, const float& step, int) { u = fmaf(open, step, u); });
     }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) U.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]);
-    }
+    each_sum<8>([&](int n, int e) { U.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]); });
     if (!complete) {
       end[0] = end[1] = 1.f;
       if (p.end.step.data != nullptr) store_vectors(p.end.step, U, of.sequence.index, head, p.shape, first);
@@ -347,11 +315,7 @@ class ShortScanChain {
       end[j] = square[j] > 0.f ? rsqrtf(square[j]) : 0.f;
       rho[j] = square[j] > 0.f ? end[j] : rho[j];
     }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) X.at[n][e] = square[e / 2] > 0.f ? U.at[n][e] : X.at[n][e];
-    }
+    each_sum<8>([&](int n, int e) { X.at[n][e] = square[e / 2] > 0.f ? U.at[n][e] : X.at[n][e]; });
   }
 
   // Where the sequence ends: in a chunk (move_with_care() has stored how far), after one, or where it began.

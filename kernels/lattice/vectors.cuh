@@ -141,11 +141,7 @@ template <int N>
 __device__ inline float2 row_dots(const Sums<N>& x, const Sums<N>& y) {
   // Four sums, that no product waits for all before it.
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = fmaf(x.at[n][i], y.at[n][i], sum[i]);
-  }
+  each_sum<N>([&](int n, int i) { sum[i] = fmaf(x.at[n][i], y.at[n][i], sum[i]); });
   return {sum_over_row(sum[0] + sum[1]), sum_over_row(sum[2] + sum[3])};
 }
 

@@ -108,17 +108,11 @@ struct Within {
   __device__ void begin_h(Share& share) const {
     if (!has_share()) return;
     const int row = share_row(), col = share_col();
-#pragma unroll
-    for (int i = 0; i < S::M / 16; ++i) load_block(share.k.at[i], k, row, 16 * i);
-#pragma unroll
-    for (int n = 0; n < S::kWide / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 v =
-            unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(h, row + 8 * i, col + 8 * n)));
-        share.h.at[n][2 * i] = -v.x, share.h.at[n][2 * i + 1] = -v.y;
-      }
-    }
+    load_blocks(share.k, k, row);
+    each_pair<S::kWide / 8>([&](int n, int i) {
+      const float2 v = unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(h, row + 8 * i, col + 8 * n)));
+      share.h.at[n][2 * i] = -v.x, share.h.at[n][2 * i + 1] = -v.y;
+    });
   }
   __device__ void end_h(Share& share) const {
     if (!has_share()) return;

@@ -41,6 +41,25 @@ struct Operand {
   uint32_t at[K][4];
 };
 
+// f(n, i) for the lane's elements at[n][i] of a Sums<N>.
+template <int N, class F>
+__device__ inline void each_sum(const F& f) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(n, i);
+  }
+}
+// The same of half as many, i of two: either of its rows, or of its columns.
+template <int N, class F>
+__device__ inline void each_pair(const F& f) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) f(n, i);
+  }
+}
+
 template <int N>
 __device__ inline void fill(Sums<N>& sums, float value) {
 #pragma unroll
@@ -165,6 +184,12 @@ __device__ inline void store_block(const Tile& tile, int row, int col, const uin
     *reinterpret_cast<uint32_t*>(&lane_at(tile, row + i % 2 * 8, col + i / 2 * 8)) = a[i];
   }
 #endif
+}
+// All blocks of a left factor.
+template <class Tile, int K>
+__device__ inline void load_blocks(Operand<K>& a, const Tile& tile, int row = 0, int col = 0) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) load_block(a.at[k], tile, row, col + 16 * k);
 }
 template <class Tile, int K>
 __device__ inline void store_blocks(const Tile& tile, int row, int col, const Operand<K>& a) {
@@ -297,6 +322,42 @@ __device__ inline void add_product_transposed(Sums<N>& sums, const Operand<K>& a
                                               int row = 0, int col = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) add_product_transposed<T>(sums, a.at[k], tile, row, col + 16 * k);
+}
+
+// sums += x[row..row+15, all] y[all, col..col+8N-1], tiles both, `Unroll` turns of the loop at a time.
+template <int Unroll, int N, class X, class Y>
+__device__ inline void add_product_of_tiles(Sums<N>& sums, const X& x, int row, const Y& y, int col) {
+#pragma unroll Unroll
+  for (int k = 0; k < X::kCols; k += 16) {
+    uint32_t a[4];
+    load_block(a, x, row, k);
+    add_product<typename X::Element>(sums, a, y, k, col);
+  }
+}
+// sums += x[row..row+15, all] y[col..col+8N-1, all]^T
+template <int Unroll, int N, class X, class Y>
+__device__ inline void add_product_of_tile_rows(Sums<N>& sums, const X& x, int row, const Y& y, int col) {
+#pragma unroll Unroll
+  for (int k = 0; k < X::kCols; k += 16) {
+    uint32_t a[4];
+    load_block(a, x, row, k);
+    add_product_transposed<typename X::Element>(sums, a, y, col, k);
+  }
+}
+
+// 16 rows of a tile as a right factor that is fetched ahead, and sums += a b with it.
+template <class Tile, int K>
+__device__ inline void load_right(Operand<K>& b, const Tile& tile) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    load_matrices_transposed(b.at[k], tile.address(0, 16 * k, lane() & 15, (lane() >> 4) * 8));
+  }
+}
+template <typename T, int N, int K>
+__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Operand<K>& b) {
+  static_assert(N == 2 * K);
+#pragma unroll
+  for (int n = 0; n < N; ++n) mma<T>(sums.at[n], a, b.at[n / 2][2 * (n % 2)], b.at[n / 2][2 * (n % 2) + 1]);
 }
 
 // The sum over the four lanes that share rows.

@@ -96,18 +96,14 @@ struct TrellisChunk {
   // ---- reads -------------------------------------------------------------------------------------------
 
   // The warp's tile of a tensor as a left factor.
-  __device__ void left(Operand<K>& a, int which) const { load_left(a, own(which)); }
+  __device__ void left(Operand<K>& a, int which) const { load_blocks(a, own(which)); }
   // The same as fp32.
   __device__ void wide(Sums<N>& x, int which) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       Sums<2> part;
       load_wide<T>(part, own(which), 0, 16 * k);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x.at[2 * k + j][i] = part.at[j][i];
-      }
+      each_sum<2>([&](int j, int i) { x.at[2 * k + j][i] = part.at[j][i]; });
     }
   }
 

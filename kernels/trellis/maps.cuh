@@ -71,17 +71,13 @@ __device__ inline float sigmoid<float>(float z) {
 // y in the place of z, and its slope and, if asked for, curve in z.
 template <typename T, int N>
 __device__ inline void activate_silu(Sums<N>& y, Sums<N>& slope, Sums<N>* curve) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float z = y.at[n][i], s = sigmoid<T>(z), rest = 1.f - s;
-      y.at[n][i] = z * s;
-      slope.at[n][i] = fmaf(y.at[n][i], rest, s);
-      // s (1 - s) (2 + z (1 - 2 s))
-      if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
-    }
-  }
+  each_sum<N>([&](int n, int i) {
+    const float z = y.at[n][i], s = sigmoid<T>(z), rest = 1.f - s;
+    y.at[n][i] = z * s;
+    slope.at[n][i] = fmaf(y.at[n][i], rest, s);
+    // s (1 - s) (2 + z (1 - 2 s))
+    if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
+  });
 }
 // The same, of a map without silu z, 1 and 0.
 template <typename T, class Map, int N>
@@ -122,11 +118,7 @@ __device__ inline auto& moment(M& of, int which) {
 template <int N>
 __device__ inline float largest_of(const Sums<N>& y, int half, const Columns& columns) {
   float most = -1e30f;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most;
-  }
+  each_pair<N>([&](int n, int i) { most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most; });
   return max_over_row(most);
 }
 
@@ -149,19 +141,15 @@ __device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sum
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if constexpr (Map::softmax) most[half] = largest_of(y, half, columns);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float of_a = a.at[n][2 * half + i];
-        float x = y.at[n][2 * half + i];
-        if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most[half])) : 0.f;
-        const bool begins = n == 0 && i == 0;
-        sums[0][half] = begins ? x : sums[0][half] + x;
-        sums[1][half] = begins ? x * x : fmaf(x, x, sums[1][half]);
-        sums[2][half] = begins ? of_a * x : fmaf(of_a, x, sums[2][half]);
-      }
-    }
+    each_pair<N>([&](int n, int i) {
+      const float of_a = a.at[n][2 * half + i];
+      float x = y.at[n][2 * half + i];
+      if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most[half])) : 0.f;
+      const bool begins = n == 0 && i == 0;
+      sums[0][half] = begins ? x : sums[0][half] + x;
+      sums[1][half] = begins ? x * x : fmaf(x, x, sums[1][half]);
+      sums[2][half] = begins ? of_a * x : fmaf(of_a, x, sums[2][half]);
+    });
   }
 #pragma unroll
   for (int i = 0; i < 3; ++i) add_over_rows(sums[i][0], sums[i][1]);
@@ -216,15 +204,11 @@ template <class Map, int N>
 __device__ inline Fit fit_of(const Map& map, const Sums<N>& y, int half, const Columns& columns) {
   float most = 0.f, sum = 0.f, square = 0.f;
   if constexpr (Map::softmax) most = largest_of(y, half, columns);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float x = y.at[n][2 * half + i];
-      if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most)) : 0.f;
-      sum += x, square = fmaf(x, x, square);
-    }
-  }
+  each_pair<N>([&](int n, int i) {
+    float x = y.at[n][2 * half + i];
+    if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most)) : 0.f;
+    sum += x, square = fmaf(x, x, square);
+  });
   sum = sum_over_row(sum), square = sum_over_row(square);
   const Moments whole[1] = {{Map::softmax ? most : sum, Map::softmax ? sum : square, 0.f, 0.f}};
   return fit(map, whole, 0.f);

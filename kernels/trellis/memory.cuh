@@ -57,17 +57,13 @@ template <bool Transposed, int N, template <int> class Array, class F>
 __device__ inline void each_element(const Array<4>& state, const TrellisPart& part, const TrellisShape& shape,
                                     int row, int col, const F& f) {
   const int64_t base = offset_of(state, part.sequence, part.head);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = row + lane_row() + (i >> 1) * 8, c = col + 8 * n + lane_col() + (i & 1);
-      const int m = Transposed ? c : r, x = Transposed ? r : c;
-      if (m < shape.slots && x < shape.width(part.memory)) {
-        f(n, i, base + m * state.stride[2] + x * state.stride[3]);
-      }
+  each_sum<N>([&](int n, int i) {
+    const int r = row + lane_row() + (i >> 1) * 8, c = col + 8 * n + lane_col() + (i & 1);
+    const int m = Transposed ? c : r, x = Transposed ? r : c;
+    if (m < shape.slots && x < shape.width(part.memory)) {
+      f(n, i, base + m * state.stride[2] + x * state.stride[3]);
     }
-  }
+  });
 }
 
 template <bool Transposed = false, int N>
@@ -126,26 +122,7 @@ __device__ inline void product_with(Sums<2>& z, const Left& x, const Operand<K>&
       mma<T>(odd.at[j], left[1], A.at[k + 1][2 * j], A.at[k + 1][2 * j + 1]);
     }
   }
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) z.at[j][i] += odd.at[j][i];
-  }
-}
-
-// 16 rows of a tile as a right factor that is fetched ahead, and sums += a b with it.
-template <class Tile, int K>
-__device__ inline void load_right(Operand<K>& b, const Tile& tile) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    load_matrices_transposed(b.at[k], tile.address(0, 16 * k, lane() & 15, (lane() >> 4) * 8));
-  }
-}
-template <typename T, int N, int K>
-__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Operand<K>& b) {
-  static_assert(N == 2 * K);
-#pragma unroll
-  for (int n = 0; n < N; ++n) mma<T>(sums.at[n], a, b.at[n / 2][2 * (n % 2)], b.at[n / 2][2 * (n % 2) + 1]);
+  each_sum<2>([&](int j, int i) { z.at[j][i] += odd.at[j][i]; });
 }
 
 // A left factor as fp32, and the warp's 16 x 16 of a tile.

@@ -56,13 +56,6 @@ __device__ inline void weigh_later(Sums<2>& s, const Through& L, const TokenGate
   }
 }
 
-// The warp's tile of a tensor as a left factor.
-template <class Tile, int K>
-__device__ inline void load_left(Operand<K>& a, const Tile& tile) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) load_block(a.at[k], tile, 0, 16 * k);
-}
-
 // sums += weigh(a x^T) y
 template <typename T, int N, int K, class Tile, class Weigh>
 __device__ inline void add_scored(Sums<N>& sums, const Operand<K>& a, const Tile& x, const Tile& y,

@@ -146,7 +146,7 @@ struct TrellisReverseReader {
 
     // E_ti (u_i.l_t)
     Operand<K> u, z;
-    load_left(u, space.token(s, Space::kU));
+    load_blocks(u, space.token(s, Space::kU));
     Operand<1> scores[Space::kReaders];
 #pragma unroll
     for (int j = 0; j < Space::kReaders; ++j) {
@@ -163,7 +163,7 @@ struct TrellisReverseReader {
     // c, dgamma, and dx = -gamma c + dZ A' in the place of what the chain has taken
     const Token dx = space.token(s, Space::kDirect);
     const auto first = memories.first();
-    load_left(z, space.token(s, Space::kZ));
+    load_blocks(z, space.token(s, Space::kZ));
     const float2 to_end{exp2_fast(after.x), exp2_fast(after.y)};
     float2 of_end{0.f, 0.f}, dgamma{0.f, 0.f};
     for_columns([&](int col) {
@@ -202,7 +202,7 @@ struct TrellisReverseReader {
       const auto A = memories.second();
       const Token w = space.token(s, Space::kW);
       float2 dot{0.f, 0.f};
-      load_left(u, space.token(s, Space::kL));
+      load_blocks(u, space.token(s, Space::kL));
       for_columns([&](int col) {
         Sums<2> read, own;
         fill(read, 0.f);

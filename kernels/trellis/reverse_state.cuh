@@ -106,11 +106,7 @@ __device__ inline void product_with(Sums<S>& z, const Tile& x, const Right<K, S>
       mma<T>(odd.at[n], left[1], right.at[k + 1][n][0], right.at[k + 1][n][1]);
     }
   }
-#pragma unroll
-  for (int n = 0; n < S; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) z.at[n][i] += odd.at[n][i];
-  }
+  each_sum<S>([&](int n, int i) { z.at[n][i] += odd.at[n][i]; });
 }
 
 // Columns `col` to col + 15 of A += y^T x, of 16 tokens' x, a tile, and y, the warp's slots, as a right

@@ -93,7 +93,7 @@ class TrellisScanChain {
     const auto& numbers = space.numbers(s);
     at.marks = numbers.marks, at.rows = numbers.rows[row];
     if constexpr (kAhead) {
-      load_left(at.x, token(s, Space::kX));
+      load_blocks(at.x, token(s, Space::kX));
       load_block(at.a, token(s, Space::kA), 0, slot);
     }
   }

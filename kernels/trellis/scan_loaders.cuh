@@ -77,7 +77,7 @@ struct TrellisScanLoader {
     const int before = (turn.place == 0 ? Space::kStages : turn.place) - 1;
     Operand<Tile / 16> x;
     Sums<2> scores;
-    load_left(x, space.token(turn.place, Space::kX));
+    load_blocks(x, space.token(turn.place, Space::kX));
     fill(scores, 0.f);
     wait(space.full() + before, turn.place == 0 ? turn.parity ^ 1 : turn.parity);
     add_product_transposed<T>(scores, x, space.token(before, Space::kWeighed));

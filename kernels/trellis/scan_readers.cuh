@@ -51,7 +51,7 @@ struct TrellisScanReader {
     const int s = at.own.place;
     const Token tile = space.token(s, Space::kR);
     Operand<K> w;
-    load_left(w, tile);
+    load_blocks(w, tile);
     Sums<N> y;
     fill(y, 0.f);
     add_product_transposed<T>(y, w, memory);
@@ -72,7 +72,7 @@ struct TrellisScanReader {
     const int s = at.own.place;
     wait(space.sent() + s, at.own.parity);
     Operand<K> r;
-    load_left(r, space.token(s, Space::kR));
+    load_blocks(r, space.token(s, Space::kR));
     arrive_far(space.empty() + s, 0);
     Sums<N> o;
     fill(o, 0.f);

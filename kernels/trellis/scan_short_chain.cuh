@@ -70,7 +70,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     if (resumed) load_state(given, p.first[part.memory], part, p.shape, slot);
     round_to_right<T>(first, given);
     wait(space.full(), 0);
-    load_left(at.x, token(0, Space::kX));
+    load_blocks(at.x, token(0, Space::kX));
     Sums<2> z;
     multiply(z);
     take_targets();
@@ -105,7 +105,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     Turn next = turn;
     next.next(Space::kStages);
     if (has_next) wait(space.full() + next.place, next.parity);
-    load_left(at.x, token(next.place, Space::kX));
+    load_blocks(at.x, token(next.place, Space::kX));
   }
 
   // The first of so many chunks, from its sums to those of the next. (Behind the last one what is begun is of
