@@ -74,13 +74,9 @@ struct CatForwardPass {
       if (!all) {
         const CatRows rows(tile.seen, from + 16 * m);
         const int first = tile.first_of(block) + key + lane_col();
-#pragma unroll
-        for (int n = 0; n < kHeaders / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s[m].at[n][e] = -INFINITY;
-          }
-        }
+        each_sum<kHeaders / 8>([&](int n, int e) {
+          if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s[m].at[n][e] = -INFINITY;
+        });
       }
       scale_sums(o[m], softmax[m].add(s[m], scale));
     }
@@ -119,11 +115,8 @@ struct CatForwardPass {
         static_cast<float*>(
             p.lse.data)[offset_of(p.lse, tile.plan.batch, tile.plan.row + row, tile.plan.head)] = lse;
       }
-#pragma unroll
-      for (int n = 0; n < Tile / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[m].at[n][e] = by[e >> 1] == 0.f ? 0.f : o[m].at[n][e] * by[e >> 1];
-      }
+      each_sum<Tile / 8>(
+          [&](int n, int e) { o[m].at[n][e] = by[e >> 1] == 0.f ? 0.f : o[m].at[n][e] * by[e >> 1]; });
       // The queries of these rows are the warp's alone, and have been read.
       put_sums(tile.queries(0), from + 16 * m, o[m]);
     }

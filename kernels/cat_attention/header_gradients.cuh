@@ -70,15 +70,11 @@ struct CatHeaderPass {
   __device__ void store() const {
     float* to = p.partials + run.place + (16 * warp_index() + lane_row()) * Keys::kColumns + lane_col();
     constexpr int kEight = 8 * Keys::kColumns, kValues = kCatBlock * Keys::kColumns;
-#pragma unroll
-    for (int n = 0; n < Keys::kColumns / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float* at = to + i * kEight + 8 * n;
-        *reinterpret_cast<float2*>(at) = {tile.dk.at[n][2 * i], tile.dk.at[n][2 * i + 1]};
-        *reinterpret_cast<float2*>(at + kValues) = {tile.dv.at[n][2 * i], tile.dv.at[n][2 * i + 1]};
-      }
-    }
+    each_pair<Keys::kColumns / 8>([&](int n, int i) {
+      float* at = to + i * kEight + 8 * n;
+      *reinterpret_cast<float2*>(at) = {tile.dk.at[n][2 * i], tile.dk.at[n][2 * i + 1]};
+      *reinterpret_cast<float2*>(at + kValues) = {tile.dv.at[n][2 * i], tile.dv.at[n][2 * i + 1]};
+    });
   }
 };
 

@@ -84,20 +84,16 @@ struct CatKeyTile {
       a.load(values(), row, col);
       add_scores(da, a, gradients(n), first, col);
     }
+    each_pair<N>([&](int m, int j) {
+      const int at = 8 * m + lane_col() + j;
+      const CatQuery query = described(n)[first + at];
 #pragma unroll
-    for (int m = 0; m < N; ++m) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int at = 8 * m + lane_col() + j;
-        const CatQuery query = described(n)[first + at];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float &weight = p.at[m][2 * i + j], &gradient = da.at[m][2 * i + j];
-          weight = seen(i, at, query) ? cat_weight<T>(weight, scale, query.lse) : 0.f;
-          gradient = weight * (gradient - query.delta);
-        }
+      for (int i = 0; i < 2; ++i) {
+        float &weight = p.at[m][2 * i + j], &gradient = da.at[m][2 * i + j];
+        weight = seen(i, at, query) ? cat_weight<T>(weight, scale, query.lse) : 0.f;
+        gradient = weight * (gradient - query.delta);
       }
-    }
+    });
     add_weighted<T>(dv, p, gradients(n), first, column);
     add_weighted<T>(dk, da, queries(n), first, column);
   }

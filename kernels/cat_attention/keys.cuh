@@ -175,14 +175,10 @@ __device__ inline void for_own(const CatShape& shape, int from, int chunk, int l
 // sixteen keys of chunks' rows, from `key` on.
 template <class F>
 __device__ inline void for_pairs(const CatRows& rows, const CatShape& shape, int row, int key, const F& f) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = e >> 1, t = row + lane_row() + 8 * i, j = key + 8 * n + lane_col() + (e & 1);
-      f(n, e, rows.chunk[i] * shape.size <= j && j <= t);
-    }
-  }
+  each_sum<2>([&](int n, int e) {
+    const int i = e >> 1, t = row + lane_row() + 8 * i, j = key + 8 * n + lane_col() + (e & 1);
+    f(n, e, rows.chunk[i] * shape.size <= j && j <= t);
+  });
 }
 
 }  // namespace girih::kernels

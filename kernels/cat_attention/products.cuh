@@ -82,11 +82,7 @@ __device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)
 #pragma unroll
     for (int k = 0; k < M / 2; ++k) {
       uint32_t a[A][4];
-#pragma unroll
-      for (int m = 0; m < A; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = rounded[m].at[k][i];
-      }
+      each_sum<A>([&](int m, int i) { a[m][i] = rounded[m].at[k][i]; });
       add_products<T>(sums, a, tile, row + 16 * k, col);
     }
   }
@@ -128,14 +124,10 @@ template <int N, class Tile>
 __device__ inline void put_sums(const Tile& tile, int row, const Sums<N>& sums) {
   using T = typename Tile::Element;
   if constexpr (std::is_same_v<T, float>) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<float2*>(&lane_at(tile, row + 8 * i, 8 * n)) = {sums.at[n][2 * i],
-                                                                          sums.at[n][2 * i + 1]};
-      }
-    }
+    each_pair<N>([&](int n, int i) {
+      *reinterpret_cast<float2*>(&lane_at(tile, row + 8 * i, 8 * n)) = {sums.at[n][2 * i],
+                                                                        sums.at[n][2 * i + 1]};
+    });
   } else {
     Operand<N / 2> rounded;
     round_to<T>(rounded, sums);

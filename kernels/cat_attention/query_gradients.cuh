@@ -58,14 +58,10 @@ struct CatQueryPass {
   // N sums of S and dP: S becomes dA = P * (dP - delta), P = e^{scale S - lse}.
   template <int N, class Seen>
   __device__ void gradients(Sums<N>& s, const Sums<N>& dp, const Seen& seen) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float weight = cat_weight<T>(s.at[n][e], scale, lse[e >> 1]);
-        s.at[n][e] = seen(n, e) ? weight * (dp.at[n][e] - delta[e >> 1]) : 0.f;
-      }
-    }
+    each_sum<N>([&](int n, int e) {
+      const float weight = cat_weight<T>(s.at[n][e], scale, lse[e >> 1]);
+      s.at[n][e] = seen(n, e) ? weight * (dp.at[n][e] - delta[e >> 1]) : 0.f;
+    });
   }
 
   // Rows of the warp's own chunks, sixteen by sixteen.

@@ -61,11 +61,7 @@ __device__ inline void exact_scores(Scores64& scores, const RowsOfTile<Tile>& b,
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scores[n][i] = sums[i / 2][n][i % 2];
-  }
+  each_sum<2>([&](int n, int i) { scores[n][i] = sums[i / 2][n][i % 2]; });
 }
 
 // e^ of the gates up to every row and after it. Their sums are differences of fp64 ones: of fp32 ones short
@@ -90,17 +86,13 @@ __device__ inline void put_decays(Weights& weights, MakerSpace& own, const float
 // a row that reads and one written before it, with `itself` that row too, times their decay and `scale`.
 template <bool Reverse, class T>
 __device__ inline void weigh(T (&scores)[2][4], const double* gates, bool itself, float scale) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane_row() + 8 * (i / 2), col = 8 * n + lane_col() + i % 2;
-      const int read = Reverse ? col : row, written = Reverse ? row : col;
-      float by = scale;
-      if (gates != nullptr) by *= expf(static_cast<float>(gates[read] - gates[written]));
-      scores[n][i] = read > written || (itself && read == written) ? by * scores[n][i] : T{};
-    }
-  }
+  each_sum<2>([&](int n, int i) {
+    const int row = lane_row() + 8 * (i / 2), col = 8 * n + lane_col() + i % 2;
+    const int read = Reverse ? col : row, written = Reverse ? row : col;
+    float by = scale;
+    if (gates != nullptr) by *= expf(static_cast<float>(gates[read] - gates[written]));
+    scores[n][i] = read > written || (itself && read == written) ? by * scores[n][i] : T{};
+  });
 }
 
 // Of a row that ends a token which one it is of its piece's; else -1.
@@ -133,14 +125,10 @@ __device__ constexpr int place_of(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i 
 // the last place of fp32 is more than all roundings of a tile beside it.
 template <bool Reverse>
 __device__ inline void put_inverse(Weights& weights, MakerSpace& own, const Scores64& a) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane_row() + 8 * (i / 2), col = 8 * n + lane_col() + i % 2;
-      own.a[Reverse ? col : row][Reverse ? row : col] = a[n][i];
-    }
-  }
+  each_sum<2>([&](int n, int i) {
+    const int row = lane_row() + 8 * (i / 2), col = 8 * n + lane_col() + i % 2;
+    own.a[Reverse ? col : row][Reverse ? row : col] = a[n][i];
+  });
   __syncwarp();
   double x[kRows];
   const int column = lane() % kRows;

@@ -37,16 +37,12 @@ struct ChainState {
   __device__ void each_place(T* data, const int64_t (&stride)[4], const F& f) {
     const int row = first_col + 2 * lane_col();
     data += here.sequence.index * stride[0] + here.head * stride[1] + row * stride[2] + col * stride[3];
-#pragma unroll
-    for (int n = 0; n < 2 * kBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int down = n / 2 * 16 + e % 2 * 2 + n % 2, right = e / 2 * 8;
-        if (row + down < shape.D && col + right < shape.V) {
-          f(s.at[n][e], data[down * stride[2] + right * stride[3]]);
-        }
+    each_sum<2 * kBlocks>([&](int n, int e) {
+      const int down = n / 2 * 16 + e % 2 * 2 + n % 2, right = e / 2 * 8;
+      if (row + down < shape.D && col + right < shape.V) {
+        f(s.at[n][e], data[down * stride[2] + right * stride[3]]);
       }
-    }
+    });
   }
   __device__ void load() {
     fill(s, 0.f);
@@ -89,11 +85,7 @@ struct ChainState {
   }
   template <class F>
   __device__ void each(const F& f) {
-#pragma unroll
-    for (int n = 0; n < 2 * kBlocks; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) f(s.at[n][e]);
-    }
+    each_sum<2 * kBlocks>([&](int n, int e) { f(s.at[n][e]); });
   }
   // S <- phi(S)
   __device__ void apply_between() {
@@ -130,22 +122,14 @@ struct ChainState {
 #pragma unroll
     for (int m = 0; m < kBlocks; m += 2) {
       float right[4][4];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 two = *reinterpret_cast<const float2*>(
-              &x.at(i / 2 * 8, first_col + 16 * (m + n), lane_col() + i % 2, 2 * lane_row()));
-          right[2 * n][i] = two.x, right[2 * n + 1][i] = two.y;
-        }
-      }
+      each_sum<2>([&](int n, int i) {
+        const float2 two = *reinterpret_cast<const float2*>(
+            &x.at(i / 2 * 8, first_col + 16 * (m + n), lane_col() + i % 2, 2 * lane_row()));
+        right[2 * n][i] = two.x, right[2 * n + 1][i] = two.y;
+      });
       SplitSums<4> sums;
       sums.template add<true>(block, right);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s.at[2 * m + n][e] += sums.at(n, e);
-      }
+      each_sum<4>([&](int n, int e) { s.at[2 * m + n][e] += sums.at(n, e); });
     }
   }
 
@@ -167,21 +151,13 @@ struct ChainState {
 };
 
 __device__ inline void take_values(TileRows& y, const float* values, int own) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      y.at[n][e] = values[(8 * n + lane_col() + e % 2) * kValuePitch + own + e / 2 * 8];
-    }
-  }
+  each_sum<2>([&](int n, int e) {
+    y.at[n][e] = values[(8 * n + lane_col() + e % 2) * kValuePitch + own + e / 2 * 8];
+  });
 }
 // y -= x
 __device__ inline void subtract(TileRows& y, const TileRows& x) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) y.at[n][e] -= x.at[n][e];
-  }
+  each_sum<2>([&](int n, int e) { y.at[n][e] -= x.at[n][e]; });
 }
 // y's rows times factors
 __device__ inline void scale_tile(TileRows& y, const float (&factors)[kRows], float by = 1.f) {
@@ -213,11 +189,7 @@ __device__ inline TileRows solution(const TileRows& y, const Weights& weights) {
     }
   }
   TileRows solved;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) solved.at[n][i] = sums[n][i] + low[n][i];
-  }
+  each_sum<2>([&](int n, int i) { solved.at[n][i] = sums[n][i] + low[n][i]; });
   return solved;
 }
 // y by P
@@ -232,26 +204,18 @@ __device__ inline SplitSums<2> weighed(const TileRows& y, const float (&weights)
   return sums;
 }
 __device__ inline void add(TileRows& y, const SplitSums<2>& sums) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) y.at[n][e] += sums.at(n, e);
-  }
+  each_sum<2>([&](int n, int e) { y.at[n][e] += sums.at(n, e); });
 }
 // The lane's rows to memory, row i past its first to to(i), where its column `col` lies, if has(i).
 template <class To, class Has>
 __device__ inline void store_tile(const TileRows& y, int col, int cols, const To& to, const Has& has) {
   const bool inside = col < cols, both = col + 8 < cols;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float* const row = to(8 * n + j);
-      const bool exists = has(8 * n + j);
-      if (exists && inside) row[0] = y.at[n][j];
-      if (exists && both) row[8] = y.at[n][2 + j];
-    }
-  }
+  each_pair<2>([&](int n, int j) {
+    float* const row = to(8 * n + j);
+    const bool exists = has(8 * n + j);
+    if (exists && inside) row[0] = y.at[n][j];
+    if (exists && both) row[8] = y.at[n][2 + j];
+  });
 }
 // Of steps: `piece` is the first of the tile's piece, where the tile has `rows` from `first` on.
 __device__ inline void store_steps(const TileRows& y, float* piece, int stride, int first, int rows, int col,

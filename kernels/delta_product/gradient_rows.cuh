@@ -7,11 +7,7 @@ namespace girih::kernels::delta_product {
 
 template <int K>
 __device__ inline void fill(Operand<K>& x) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x.at[k][i] = 0;
-  }
+  each_sum<K>([&](int k, int i) { x.at[k][i] = 0; });
 }
 
 // A warp's 16 rows to a tile, rounded.
@@ -66,11 +62,7 @@ __device__ inline float2 sum_over_rows(float2 x) { return {sum_over_row(x.x), su
 // sums += x, row lane_row() times by.x, the one 8 further times by.y.
 template <int N>
 __device__ inline void add_scaled(Sums<N>& sums, const Sums<N>& x, float2 by) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] = fmaf(x.at[n][i], i < 2 ? by.x : by.y, sums.at[n][i]);
-  }
+  each_sum<N>([&](int n, int i) { sums.at[n][i] = fmaf(x.at[n][i], i < 2 ? by.x : by.y, sums.at[n][i]); });
 }
 
 // f(n, i, two elements): of 8N columns of a tile's rows, those that stand at at[n][2 i] and the next of Sums.

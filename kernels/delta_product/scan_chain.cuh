@@ -11,13 +11,9 @@ namespace girih::kernels::delta_product {
 
 // z_i -= read_i y_i, of a chunk's rows as columns.
 __device__ inline void take_read(Sums<8>& z, const RowFactors& read, const Sums<8>& y) {
-#pragma unroll
-  for (int i = 0; i < kDeltaRows / 8; ++i) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
-    }
-  }
+  each_sum<kDeltaRows / 8>([&](int i, int k) {
+    z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
+  });
 }
 
 // U^T += Z^T X^T by the blocks that `load` gives, warp by warp.

@@ -16,15 +16,11 @@ namespace girih::kernels::delta_product {
 template <typename T, int K>
 __device__ inline float2 inverse_lengths(const Operand<K>& q) {
   float2 square = {0.f, 0.f};
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = unpaired<T>(q.at[k][i]);
-      float& sum = i % 2 == 0 ? square.x : square.y;
-      sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
-    }
-  }
+  each_sum<K>([&](int k, int i) {
+    const float2 x = unpaired<T>(q.at[k][i]);
+    float& sum = i % 2 == 0 ? square.x : square.y;
+    sum = fmaf(x.x, x.x, fmaf(x.y, x.y, sum));
+  });
   return {rsqrtf(sum_over_row(square.x) + 1e-6f), rsqrtf(sum_over_row(square.y) + 1e-6f)};
 }
 

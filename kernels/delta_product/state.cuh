@@ -127,14 +127,10 @@ using ColumnBlocks = uint32_t[kTilesDown][4];
 
 template <typename T>
 __device__ inline void widen(Sums<8>& sums, const ColumnBlocks& blocks) {
-#pragma unroll
-  for (int j = 0; j < kTilesDown; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpaired<T>(blocks[j][i]);
-      sums.at[2 * j + i / 2][i % 2 * 2] = pair.x, sums.at[2 * j + i / 2][i % 2 * 2 + 1] = pair.y;
-    }
-  }
+  each_sum<kTilesDown>([&](int j, int i) {
+    const float2 pair = unpaired<T>(blocks[j][i]);
+    sums.at[2 * j + i / 2][i % 2 * 2] = pair.x, sums.at[2 * j + i / 2][i % 2 * 2 + 1] = pair.y;
+  });
 }
 
 // The transpose of what a warp has rounded, to its 16 columns of a slot.
@@ -161,14 +157,10 @@ __device__ inline void start_state(State<D>& s, const DeltaShape& shape, const W
   for (int i = 0; i < State<D>::kSlabs; ++i) fill(s.slab[i], 0.f);
   if (part.transition) {
     const int col = first_col + lane_row();
-#pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int d = 8 * i + lane_col() + j % 2;
-        s.slab[i / 8].at[i % 8][j] = d == col + j / 2 * 8 && d < shape.D ? 1.f : 0.f;
-      }
-    }
+    each_sum<D / 8>([&](int i, int j) {
+      const int d = 8 * i + lane_col() + j % 2;
+      s.slab[i / 8].at[i % 8][j] = d == col + j / 2 * 8 && d < shape.D ? 1.f : 0.f;
+    });
   } else if (initial.data != nullptr && (part.opens || !walk.alone)) {
     const int64_t number = walk.alone ? part.piece.sequence.index : part.number;
     const float* from = static_cast<const float*>(initial.data) + offset_of(initial, number, part.head);

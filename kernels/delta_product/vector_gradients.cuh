@@ -197,13 +197,9 @@ struct VectorBlock {
       }
       // Of the lane's first row, how many rows from its first column on it has weights for.
       const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
-        }
-      }
+      each_sum<4>([&](int n, int i) {
+        if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
+      });
       Operand<2> weights;
       round_to<T>(weights, products);
       store_blocks(tile.weights, row, 32 * half, weights);

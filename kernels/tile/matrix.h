@@ -41,7 +41,7 @@ struct Operand {
   uint32_t at[K][4];
 };
 
-// f(n, i) for the lane's elements at[n][i] of a Sums<N>.
+// f(n, i) for the lane's elements at[n][i] of a Sums<N> or an Operand<N>.
 template <int N, class F>
 __device__ inline void each_sum(const F& f) {
 #pragma unroll

@@ -35,14 +35,10 @@ struct Parts {
 // The lane's numbers of N times eight columns of a right factor, in parts.
 template <int N>
 __device__ inline void split(uint32_t (&high)[N][4], uint32_t (&low)[N][4], const float (&right)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const Parts parts(right[n][j]);
-      high[n][j] = parts.high, low[n][j] = parts.low;
-    }
-  }
+  each_sum<N>([&](int n, int j) {
+    const Parts parts(right[n][j]);
+    high[n][j] = parts.high, low[n][j] = parts.low;
+  });
 }
 
 // 16 x 16 of a left factor.
@@ -79,11 +75,7 @@ struct SplitBlock {
   }
   // sign: a sign bit, or nothing.
   __device__ void flip(uint32_t sign) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) high[i][j] ^= sign, low[i][j] ^= sign;
-    }
+    each_sum<2>([&](int i, int j) { high[i][j] ^= sign, low[i][j] ^= sign; });
   }
 
   // sums[n] += this times right[n], four numbers of each lane in the order of set(): of column lane_row() of
@@ -101,11 +93,7 @@ struct SplitBlock {
       }
     };
     add(low, of_high), add(high, of_low), add(high, of_high);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[n][j] += d[n][j];
-    }
+    each_sum<N>([&](int n, int j) { sums[n][j] += d[n][j]; });
   }
   __device__ void multiply(float (&sums)[4], const float (&right)[4]) const {
     multiply(reinterpret_cast<float(&)[1][4]>(sums), reinterpret_cast<const float(&)[1][4]>(right));
@@ -119,11 +107,7 @@ struct SplitSums {
   float high[N][4], low[N][4];
 
   __device__ void clear() {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) high[n][j] = low[n][j] = 0.f;
-    }
+    each_sum<N>([&](int n, int j) { high[n][j] = low[n][j] = 0.f; });
   }
   // From the `From`-th on, += left times right[n], four numbers of each lane in the order of
   // SplitBlock::set(). First: = that.
@@ -134,11 +118,7 @@ struct SplitSums {
     float d[M][4] = {};
     split(of_high, of_low, right);
     if constexpr (First) {
-#pragma unroll
-      for (int n = 0; n < M; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) low[From + n][j] = 0.f;
-      }
+      each_sum<M>([&](int n, int j) { low[From + n][j] = 0.f; });
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -150,20 +130,12 @@ struct SplitSums {
         mma_tf32(low[From + n], left.high[i], l[0], l[1]);
       }
     }
-#pragma unroll
-    for (int n = 0; n < M; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) high[From + n][j] = First ? d[n][j] : high[From + n][j] + d[n][j];
-    }
+    each_sum<M>([&](int n, int j) { high[From + n][j] = First ? d[n][j] : high[From + n][j] + d[n][j]; });
   }
   __device__ float at(int n, int j) const { return high[n][j] + low[n][j]; }
   template <int M>
   __device__ void put(float (&sums)[M][4], int from = 0) const {
-#pragma unroll
-    for (int n = 0; n < M; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[n][j] = at(from + n, j);
-    }
+    each_sum<M>([&](int n, int j) { sums[n][j] = at(from + n, j); });
   }
 };
 

@@ -189,11 +189,7 @@ __device__ inline void fence_tiles() {
 template <int N>
 __device__ inline void pin(Sums<N>& sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sums.at[n][i])::"memory");
-  }
+  each_sum<N>([&](int n, int i) { asm volatile("" : "+f"(sums.at[n][i])::"memory"); });
 #endif
 }
 
@@ -239,11 +235,7 @@ __device__ inline void run_products(const Start& start, Sums<N>&... sums) {
 template <int K>
 __device__ inline void keep(const Operand<K>& a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" ::"r"(a.at[k][i]) : "memory");
-  }
+  each_sum<K>([&](int k, int i) { asm volatile("" ::"r"(a.at[k][i]) : "memory"); });
 #endif
 }
 

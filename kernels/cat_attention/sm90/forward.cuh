@@ -139,13 +139,9 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
   __device__ float2 weigh(Scores& s, int met) {
     if (met < plan.parts()) {
       const int first = plan.first_of(met) + lane_col();
-#pragma unroll
-      for (int n = 0; n < kCatGroupKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = -INFINITY;
-        }
-      }
+      each_sum<kCatGroupKeys / 8>([&](int n, int e) {
+        if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = -INFINITY;
+      });
     }
     return softmax.add(s, scale);
   }

@@ -123,38 +123,30 @@ struct CatGroupHeaderPass {
   // of the first `queries` that do.
   template <bool All>
   __device__ void weights(Scores& s, const CatQuery* described, int header, int queries) const {
+    each_pair<kCatGroupQueries / 8>([&](int n, int j) {
+      const int at = 8 * n + lane_col() + j;
+      const CatQuery query = described[at];
 #pragma unroll
-    for (int n = 0; n < kCatGroupQueries / 8; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int at = 8 * n + lane_col() + j;
-        const CatQuery query = described[at];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int h = header + lane_row() + 8 * i;
-          const bool seen = All || (at < queries && query.first <= h && h < query.chunk);
-          float& x = s.at[n][2 * i + j];
-          x = seen ? exp2_fast(fmaf(scale, x, -query.lse)) : 0.f;
-        }
+      for (int i = 0; i < 2; ++i) {
+        const int h = header + lane_row() + 8 * i;
+        const bool seen = All || (at < queries && query.first <= h && h < query.chunk);
+        float& x = s.at[n][2 * i + j];
+        x = seen ? exp2_fast(fmaf(scale, x, -query.lse)) : 0.f;
       }
-    }
+    });
   }
   // P^T becomes P^T * (dP^T - delta), and is 0 where it was: there may be no delta.
   template <bool All>
   __device__ void gradients(Scores& s, const Scores& dp, const CatQuery* described) const {
+    each_pair<kCatGroupQueries / 8>([&](int n, int j) {
+      const float delta = described[8 * n + lane_col() + j].delta;
 #pragma unroll
-    for (int n = 0; n < kCatGroupQueries / 8; ++n) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float delta = described[8 * n + lane_col() + j].delta;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = s.at[n][2 * i + j];
-          const float by = dp.at[n][2 * i + j] - delta;
-          x = All || x != 0.f ? x * by : 0.f;
-        }
+      for (int i = 0; i < 2; ++i) {
+        float& x = s.at[n][2 * i + j];
+        const float by = dp.at[n][2 * i + j] - delta;
+        x = All || x != 0.f ? x * by : 0.f;
       }
-    }
+    });
   }
 
   __device__ void meet(const CatHeaderRun& run, int row) {
@@ -204,15 +196,11 @@ struct CatGroupHeaderPass {
     constexpr int kEight = 8 * Tile, kValues = 2 * 64 * Tile;
     float* const to =
         p.call.partials + run.place + (64 * group + 16 * group_warp() + lane_row()) * Tile + lane_col();
-#pragma unroll
-    for (int n = 0; n < Tile / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float* const at = to + i * kEight + 8 * n;
-        *reinterpret_cast<float2*>(at) = {dk.at[n][2 * i], dk.at[n][2 * i + 1]};
-        *reinterpret_cast<float2*>(at + kValues) = {dv.at[n][2 * i], dv.at[n][2 * i + 1]};
-      }
-    }
+    each_pair<Tile / 8>([&](int n, int i) {
+      float* const at = to + i * kEight + 8 * n;
+      *reinterpret_cast<float2*>(at) = {dk.at[n][2 * i], dk.at[n][2 * i + 1]};
+      *reinterpret_cast<float2*>(at + kValues) = {dv.at[n][2 * i], dv.at[n][2 * i + 1]};
+    });
   }
 
   __device__ void run() {

@@ -84,20 +84,12 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
   // S becomes P * (dP - delta).
   template <int N>
   __device__ void gradients(Sums<N>& s, const Sums<N>& dp) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s.at[n][e] *= dp.at[n][e] - delta[e >> 1];
-    }
+    each_sum<N>([&](int n, int e) { s.at[n][e] *= dp.at[n][e] - delta[e >> 1]; });
   }
   // S becomes P.
   template <int N>
   __device__ void weights(Sums<N>& s) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s.at[n][e] = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1]));
-    }
+    each_sum<N>([&](int n, int e) { s.at[n][e] = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1])); });
   }
 
   // What the warp's rows get of themselves: of keys dK = dA^T Q, of values dV = P^T dO, to where the keys or
@@ -206,13 +198,9 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     weights(s);
     if (met < plan.parts()) {
       const int first = plan.first_of(met) + lane_col();
-#pragma unroll
-      for (int n = 0; n < kCatGroupKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = 0.f;
-        }
-      }
+      each_sum<kCatGroupKeys / 8>([&](int n, int e) {
+        if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = 0.f;
+      });
     }
     wait_products<0>(dp);
     gradients(s, dp);
