@@ -101,8 +101,7 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part,
     if (chunk < part.chunks && member == 0) wait(&barriers.ready[turn.place], turn.parity);
     wait_copies<0>();
     __syncwarp();
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) load_block(q.at[k], rows_of_q, 0, 16 * k);
+    load_blocks(q, rows_of_q);
     __syncwarp();
     member + 1 < group ? fetch(chunk, member + 1) : fetch(chunk + pass.readers, 0);
     fence_products();

@@ -138,12 +138,7 @@ struct VectorBlock {
     // Z = W - B S
     Gradient sums;
     fill(sums, 0.f);
-#pragma unroll
-    for (int k = 0; k < kDeep; ++k) {
-      uint32_t b[4];
-      load_block(b, tile.right, row, 16 * k);
-      add_product_transposed<T>(sums, b, tile.state, col, 16 * k);
-    }
+    add_product_of_tile_rows<kDeep>(sums, tile.right, row, tile.state, col);
 #pragma unroll
     for (int n = 0; n < Sizes::kCols / 8; n += 2) {
       uint32_t w[4];
@@ -189,12 +184,7 @@ struct VectorBlock {
     if (readers.reach(band, 2 * half)) {
       Sums<4> products;
       fill(products, 0.f);
-#pragma unroll
-      for (int k = 0; k < kDeep; ++k) {
-        uint32_t left[4];
-        load_block(left, tile.left, row, 16 * k);
-        add_product_transposed<T>(products, left, tile.u, 32 * half, 16 * k);
-      }
+      add_product_of_tile_rows<kDeep>(products, tile.left, row, tile.u, 32 * half);
       // Of the lane's first row, how many rows from its first column on it has weights for.
       const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
       each_sum<4>([&](int n, int i) {
@@ -204,12 +194,7 @@ struct VectorBlock {
       round_to<T>(weights, products);
       store_blocks(tile.weights, row, 32 * half, weights);
     }
-#pragma unroll
-    for (int k = 0; k < kDeep; ++k) {
-      uint32_t left[4];
-      load_block(left, tile.left, row, 16 * k);
-      add_product<T>(gradient, left, tile.state, 16 * k, col);
-    }
+    add_product_of_tiles<kDeep>(gradient, tile.left, row, tile.state, col);
   }
 
   // gradient += weights K, dk += weights^T right
@@ -233,12 +218,7 @@ struct VectorBlock {
   // dk = -dk + U dS^T
   __device__ void add_end() {
     scale_rows(dk, {-1.f, -1.f});
-#pragma unroll
-    for (int k = 0; k < kDeep; ++k) {
-      uint32_t u[4];
-      load_block(u, tile.u, row, 16 * k);
-      add_product<T>(dk, u, tile.state, 16 * k, col);
-    }
+    add_product_of_tiles<kDeep>(dk, tile.u, row, tile.state, col);
   }
 
   // The warp's rows of the chunk's steps, or of its tokens, times a factor.

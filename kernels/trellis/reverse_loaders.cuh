@@ -75,12 +75,7 @@ struct TrellisReverseLoader {
       if (j > 0) wait(space.full() + other, at.stage.parity ^ (other > stage ? 1 : 0));
       Sums<2> s;
       fill(s, 0.f);
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        uint32_t a[4];
-        load_block(a, x, 0, 16 * k);
-        add_product_transposed<T>(s, a, space.token(other, Space::kW), 0, 16 * k);
-      }
+      add_product_of_tile_rows<K>(s, x, 0, space.token(other, Space::kW), 0);
       weigh_later(s, L, space.numbers(other).gates, j == 0, j == at.after ? at.rows_of_last : kTile);
       scale_rows(s, {-gamma.x, -gamma.y});
       round_to<T>(scores[j], s);

@@ -72,12 +72,7 @@ struct TrellisReverseReader {
     for (int m = at.tile * 16; m < p.shape.M; m += 16 * at.tiles) {
       Sums<2> block;
       fill(block, 0.f);
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        uint32_t g[4];
-        load_block(g, G, m, 16 * k);
-        add_product_transposed<T>(block, g, A, m, 16 * k);
-      }
+      add_product_of_tile_rows<K>(block, G, m, A, m);
       // Rows lane_row() and 8 further, of columns 8 n + lane_col() and the next.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -102,12 +97,7 @@ struct TrellisReverseReader {
     const Token x = space.token(at.own.place, Space::kX), w = space.token(at.stage(j), Space::kW);
     Sums<2> pair;
     fill(pair, 0.f);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      uint32_t a[4];
-      load_block(a, x, 0, 16 * k);
-      add_product_transposed<T>(pair, a, w, 0, 16 * k);
-    }
+    add_product_of_tile_rows<K>(pair, x, 0, w, 0);
     float taken[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {

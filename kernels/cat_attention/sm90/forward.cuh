@@ -98,8 +98,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     plan = of.read();
     rows = of.rows(p.call.shape, plan, from);
     tile.next(Space::kTiles);
-#pragma unroll
-    for (int k = 0; k < Tile / 16; ++k) load_block(q.at[k], space.own(place), from, 16 * k);
+    load_blocks(q, space.own(place), from);
     if (scale.sign != 0) {
 #pragma unroll
       for (int k = 0; k < Tile / 16; ++k) scale.apply_sign(q.at[k]);

@@ -60,8 +60,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     }
     done(at_o), done(at_dout);
     const int at_q = next();
-#pragma unroll
-    for (int k = 0; k < Tile / 16; ++k) load_block(q.at[k], space.own(at_q), from, 16 * k);
+    load_blocks(q, space.own(at_q), from);
     done(at_q);
     delta[0] = sum_over_row(sum[0]), delta[1] = sum_over_row(sum[1]);
     fill(dq, 0.f);
