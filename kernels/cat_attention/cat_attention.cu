@@ -9,7 +9,7 @@
 namespace girih::kernels {
 namespace {
 
-// launch(columns of a tile).
+// launch(columns of a tile): the fewest that hold them.
 template <class Launch>
 cudaError_t by_tile(int D, int V, const Launch& launch) {
   return by_width<64, 128, kCatWidest>(std::max(D, V), launch);

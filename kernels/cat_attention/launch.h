@@ -23,14 +23,10 @@ inline int64_t query_blocks(const CatShape& shape, int rows) {
 
 template <auto Kernel, class Problem>
 cudaError_t launch_cat(const Problem& p, int64_t blocks, int threads, int bytes, cudaStream_t stream) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (bytes > limit) return cudaErrorInvalidValue;
-  if (const cudaError_t error = allow_shared<Kernel>(limit); error != cudaSuccess) return error;
-  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, blocks, threads, bytes, stream, limit);
 }
 
 }  // namespace girih::kernels

@@ -82,7 +82,11 @@ __device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)
 #pragma unroll
     for (int k = 0; k < M / 2; ++k) {
       uint32_t a[A][4];
-      each_sum<A>([&](int m, int i) { a[m][i] = rounded[m].at[k][i]; });
+#pragma unroll
+      for (int m = 0; m < A; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = rounded[m].at[k][i];
+      }
       add_products<T>(sums, a, tile, row + 16 * k, col);
     }
   }

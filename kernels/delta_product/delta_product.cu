@@ -5,6 +5,7 @@
 #include "delta_product/join.h"
 #include "delta_product/pass.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/segments.h"
 

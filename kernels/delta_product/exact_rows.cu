@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "delta_product/exact.h"
-#include "delta_product/pass.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {

@@ -8,8 +8,8 @@
 #include "delta_product/exact_chain.cuh"
 #include "delta_product/exact_loaders.cuh"
 #include "delta_product/exact_makers.cuh"
-#include "delta_product/pass.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/launch.h"
 
 namespace girih::kernels {

@@ -6,6 +6,7 @@
 #include "delta_product/reverse.cuh"
 #include "delta_product/scan.cuh"
 #include "delta_product/vector_gradients.cuh"
+#include "tile/instance.h"
 
 namespace girih::kernels {
 

@@ -288,6 +288,7 @@ struct GradientBlock {
     if (place.group == Sizes::kQueries) add(of_queries(), 1);
   }
 
+  // Of columns of V from `v` on.
   __device__ void take_slab(int v) {
     const bool last = OneSlab || v + Sizes::kSlab >= p.shape.V;
     const int number = v / Sizes::kSlab;

@@ -2,8 +2,8 @@
 // segment, from the L2 cache: its columns are split among the threads, and while one segment's are used, the
 // next one's are under way, and its end too, for what the walk waits for is memory.
 #include "delta_product/join.h"
-#include "delta_product/pass.h"
 #include "tile/grid.h"
+#include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
 

@@ -6,7 +6,6 @@
 #include "delta_product/delta_product.h"
 #include "delta_product/vector.h"
 #include "tile/grid.h"
-#include "tile/instance.h"
 
 namespace girih::kernels::delta_product {
 

@@ -92,10 +92,9 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
       of_q.x *= shape.scale, of_q.y *= shape.scale;
       float& left = dq.at[n][2 * i];
       float& right = dq.at[n][2 * i + 1];
-      // As others will see it: rounded with its factor.
       const float2 r = reads.factor(i, n);
       of_q.x *= r.x, of_q.y *= r.y;
-      // As the columns will see it: rounded with its factor, or as it is where they multiply pair by pair.
+      // As the columns will see it: rounded with its factor, or as it is where factors do not serve.
       const float2 seen = reads.factored ? unpaired<T>(pair_of<T>(of_q.x, of_q.y)) : of_q;
       const float2 w = {__fdividef(seen.x * left, r.x), __fdividef(seen.y * right, r.y)};
       if (exists) *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;

@@ -19,7 +19,7 @@ struct ShortReadsMemory {
     Operand<4> dH;
     make_dh(dH, sums, inner);
     put_dv(dH);
-    Operand<4> douts, hs, dvs;
+    Operand<4> douts, hs, dvs;  // right factors
     load_right(douts, at.dout);
     load_right(hs, at.h);
     load_right(dvs, at.q);

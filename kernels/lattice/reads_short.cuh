@@ -164,15 +164,6 @@ struct ShortReads {
     transpose_block(back);
   }
 
-  // f(n, i) for all elements at[n][i] of columns.
-  template <class F>
-  __device__ static void for_elements(const F& f) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(n, i);
-    }
-  }
   __device__ static float of(const float2 (&numbers)[2], int n, int i) {
     return i & 1 ? numbers[n].y : numbers[n].x;
   }
@@ -210,7 +201,7 @@ struct ShortReads {
     load_block_transposed(c, k, first, 0);
     unpack<T>(key, c);
     if (encode) {
-      for_elements([&](int n, int i) { key.at[n][i] = a.at[n][i] - key.at[n][i]; });
+      each_sum<2>([&](int n, int i) { key.at[n][i] = a.at[n][i] - key.at[n][i]; });
       pack<T>(c, key);
       unpack<T>(key, c);
 #pragma unroll
@@ -227,7 +218,7 @@ struct ShortReads {
     // sigma, n, y; half: -y^2 / 2, 0 where n is at its floor
     Columns sigma, x, r, lengths, y, half;
     make_lengths(sigma, r, lengths, W, a, N, inner.forward, inner.squares);
-    for_elements([&](int n, int i) {
+    each_sum<2>([&](int n, int i) {
       const float m = of(inner.kept, n, i), floor = least_share<T>() * r.at[n][i];
       const float inverse = inverse_root(fmaf(m, m, fmaxf(lengths.at[n][i], floor)));
       y.at[n][i] = inverse;
@@ -240,7 +231,7 @@ struct ShortReads {
     load_block_transposed(queries, q, first, 0);
     unpack<T>(query, queries);
     multiply(query, y);
-    for_elements([&](int n, int i) { sigma.at[n][i] = of(inner.kept, n, i) - sigma.at[n][i]; });
+    each_sum<2>([&](int n, int i) { sigma.at[n][i] = of(inner.kept, n, i) - sigma.at[n][i]; });
     x = query;
     multiply(x, sigma);
     pack<T>(rounded, x);
@@ -256,7 +247,7 @@ struct ShortReads {
     fill(x, 0.f);
     add_product_of_rows<T>(x, c, inner.scores);
     Columns nu, zeta;
-    for_elements([&](int n, int i) {
+    each_sum<2>([&](int n, int i) {
       zeta.at[n][i] = -dB.at[n][i] * query.at[n][i];
       const float d = fmaf(dB.at[n][i], sigma.at[n][i], x.at[n][i]), kappa = d * query.at[n][i];
       nu.at[n][i] = half.at[n][i] * kappa;
@@ -266,7 +257,7 @@ struct ShortReads {
     pack<T>(rounded, x);
     store_block_transposed(q, first, 0, rounded);
     if (p.at_floor.data != nullptr) {
-      for_elements([&](int n, int i) {
+      each_sum<2>([&](int n, int i) {
         const float my = of(inner.kept, n, i) * y.at[n][i];
         const float share = half.at[n][i] < 0.f ? 0.f : query.at[n][i] * fmaxf(fmaf(-my, my, 1.f), 0.f);
         (i & 1 ? all.floors[n].y : all.floors[n].x) += share;
@@ -278,7 +269,7 @@ struct ShortReads {
     fill(z, 0.f);
     fill(omega, 0.f);
     add_sums(z, nu, inner.backward.square);
-    for_elements([&](int n, int i) {
+    each_sum<2>([&](int n, int i) {
       z.at[n][i] *= 2.f;
       eta.at[n][i] = z.at[n][i] * W.at[n][i];
       zeta.at[n][i] = fmaf(-eta.at[n][i], a.at[n][i], zeta.at[n][i]);
@@ -290,7 +281,7 @@ struct ShortReads {
     add_sums(omega, zeta, inner.backward.decay);
 
     // dW and da; sigma is m - sigma here
-    for_elements([&](int n, int i) {
+    each_sum<2>([&](int n, int i) {
       const float w = W.at[n][i], of_a = a.at[n][i], o = omega.at[n][i];
       const float sums = of(inner.kept, n, i) - sigma.at[n][i], Wa = w * of_a;
       float d = fmaf(of_a, o, kLift * of_w.at[n][i]);

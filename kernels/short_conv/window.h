@@ -308,6 +308,7 @@ constexpr int kPack = 4;
 
 template <typename T, int N, typename Launch>
 cudaError_t with_width(int width, const Launch& launch) {
+  if (width < 1) return cudaErrorInvalidValue;
   return by_width<1, 2, 3, kShortConvMaxWidth>(
       width, [&](auto exactly) { return launch(Instance<T, exactly(), N>{}); });
 }

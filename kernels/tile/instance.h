@@ -27,7 +27,7 @@ cudaError_t by_element(DType dtype, const Launch& launch) {
   return dtype == DType::f32 ? launch(float()) : by_short_element(dtype, launch);
 }
 
-// launch(a Constant): the first of Widths, which rise, that holds `width`.
+// launch(a Constant): the first of Width, Wider.., which rise, that holds `width`; an error where none does.
 template <int Width, int... Wider, class Launch>
 cudaError_t by_width(int width, const Launch& launch) {
   if (width <= Width) return launch(Constant<Width>());

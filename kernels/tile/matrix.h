@@ -4,7 +4,7 @@
 // Sums<N> is a 16 x 8N matrix of fp32, Operand<K> the left factor of a product, 16 x 16K of 16-bit elements.
 // Both keep the hardware's layout: lane l has rows l / 4 and l / 4 + 8, and of every 8 columns the two that
 // start at 2 (l % 4). So the sums of one product become the left factor of the next by rounding alone. Right
-// factors are tiles in shared memory.
+// factors are tiles in shared memory, or 16 rows of one that were fetched ahead, an Operand too (load_right).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,7 +41,7 @@ struct Operand {
   uint32_t at[K][4];
 };
 
-// f(n, i) for the lane's elements at[n][i] of a Sums<N> or an Operand<N>.
+// f(n, i) for the lane's elements [n][i] of a Sums<N>, an Operand<N> or what else lies as they do.
 template <int N, class F>
 __device__ inline void each_sum(const F& f) {
 #pragma unroll
@@ -62,11 +62,7 @@ __device__ inline void each_pair(const F& f) {
 
 template <int N>
 __device__ inline void fill(Sums<N>& sums, float value) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] = value;
-  }
+  each_sum<N>([&](int n, int i) { sums.at[n][i] = value; });
 }
 
 // Two neighbouring elements as one register; the first in the low half.
@@ -234,11 +230,7 @@ __device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
 // sums *= factors, element by element.
 template <int N>
 __device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.at[n][i] *= factors.at[n][i];
-  }
+  each_sum<N>([&](int n, int i) { sums.at[n][i] *= factors.at[n][i]; });
 }
 
 // Row lane_row() times by.x, the one 8 further times by.y.

@@ -252,9 +252,7 @@ cudaError_t launch_cat_group_header_gradients(const CatHeaderGradients& call, cu
                                   rows(p.q, call.q, shape.D), rows(p.dout, call.dout, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  if (const cudaError_t error = allow_shared<kKernel>(Space::kBytes); error != cudaSuccess) return error;
-  kKernel<<<static_cast<unsigned>(p.list.runs), kCatGroupThreads, Space::kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<kKernel>(p, p.list.runs, kCatGroupThreads, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -4,6 +4,7 @@
 
 #include "cat_attention/sm90/plan.cuh"
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/row_store.h"
 #include "tile/warpgroup.h"
 
@@ -58,10 +59,7 @@ template <auto Kernel, class Problem>
 cudaError_t launch_groups(const Problem& p, int64_t items, int bytes, cudaStream_t stream) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
-  if (const cudaError_t error = allow_shared<Kernel>(bytes); error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned>(items < processors ? items : processors);
-  Kernel<<<blocks, kCatGroupThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel<Kernel>(p, items < processors ? items : processors, kCatGroupThreads, bytes, stream);
 }
 
 // Row i of the lane's two, times `by`, to `to`: packs of 16 bytes. Times 0 whatever is 0.
