@@ -279,7 +279,7 @@ cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
     return p.b.data == nullptr ? launch_prepare_of<T, slabs(), false>(p, stream)
                                : launch_prepare_of<T, slabs(), true>(p, stream);
   };
-  return p.shape.D <= kSlab ? launch(two) : launch(one);
+  return p.shape.D <= kSlab ? launch(two) : launch(one);  // `two` is for one slab: see PrepareSpace
 }
 
 }  // namespace girih::kernels::delta_product

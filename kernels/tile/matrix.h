@@ -41,7 +41,7 @@ struct Operand {
   uint32_t at[K][4];
 };
 
-// f(n, i) for the lane's elements [n][i] of a Sums<N>, an Operand<N> or what else lies as they do.
+// f(n, i) for a lane's [n][i] of a Sums<N>, its rows 8 (i / 2), columns 8 n + i % 2, or of an Operand<N>.
 template <int N, class F>
 __device__ inline void each_sum(const F& f) {
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ inline void each_sum(const F& f) {
     for (int i = 0; i < 4; ++i) f(n, i);
   }
 }
-// The same of half as many, i of two: either of its rows, or of its columns.
+// Of a Sums<N> in pairs, i their row: [n][2 i] and [n][2 i + 1]; or i their column: [n][i] and [n][2 + i].
 template <int N, class F>
 __device__ inline void each_pair(const F& f) {
 #pragma unroll
