@@ -1,6 +1,7 @@
 // A block has a few columns of one head's state and walks its sequence's segments. M is read once a block and
 // segment, from the L2 cache: its columns are split among the threads, and while one segment's are used, the
 // next one's are under way, and its end too, for what the walk waits for is memory.
+#include "delta_product/delta_product.h"
 #include "delta_product/join.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
