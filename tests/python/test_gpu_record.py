@@ -110,11 +110,21 @@ def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monke
     assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.ASKED
 
 
+RACES = "40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: {} hazards displayed\n"
+
+
+def race(kernel):
+    read, written = f"Read access at {kernel}+0xa0", f"Write access at {kernel}+0xb0 [8 hazards]"
+    return f"== Error: Race reported between {read}\n==     and {written}\n== \n"
+
+
 @pytest.mark.parametrize(
     "printed, green, counts",
     [
         ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 0 hazards displayed\n", True, (40, 0)),
         ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 2 hazards displayed\n", False, (40, 2)),
+        (race("fmha(Params)") + RACES.format(1), True, (40, 0)),  # PyTorch's own
+        (race("fmha(Params)") + race("void girih::kernels::f<int>()") + RACES.format(2), False, (40, 1)),
         ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # the tool has not run
         ("40 calls of gsa on cuda: 3 are wrong\n== RACECHECK SUMMARY: 0 hazards\n", False, (37, 3)),
         ("", False, (0, 0)),
