@@ -282,7 +282,7 @@ def sanitized(tool: str, *options: str) -> tuple[str, ...]:
 
 def judged(result: dict) -> dict:
     """With the tool's own errors: a line of every process, whichever of them had some. Races within
-    PyTorch's kernels, which racecheck has to watch too, are not ours."""
+    PyTorch's kernels, which racecheck has to watch too, are not ours; those beyond its print limit count."""
     found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", result["printed"])
     races = re.findall(r"Error: Race reported between \w+ access at (.*)", result["printed"])
     errors = sum(int(a or b) for a, b in found) - sum("girih::" not in kernel for kernel in races)
