@@ -128,6 +128,7 @@ def race(kernel):
         ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # the tool has not run
         ("40 calls of gsa on cuda: 3 are wrong\n== RACECHECK SUMMARY: 0 hazards\n", False, (37, 3)),
         ("", False, (0, 0)),
+        (race("fmha(Params)"), False, (0, 0)),  # ended before its summary
     ],
 )
 def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
