@@ -228,7 +228,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scor
   } else {
     __syncthreads();  // the scratch is rows of x
     writes.write_by_blocks(part, w, a, tile.y(i));
-    each_sum<8>([&](int n, int j) { u.at[n][j] += part.at[n][j]; });
+    add(u, part);
   }
 }
 

@@ -60,7 +60,7 @@ template <int N>
 __device__ inline void add_sums(Sums<N>& sums, const float* from) {
   Sums<N> other;
   take_sums<N>(other, from);
-  each_sum<N>([&](int n, int i) { sums.at[n][i] += other.at[n][i]; });
+  add(sums, other);
 }
 
 }  // namespace girih::kernels

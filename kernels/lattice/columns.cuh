@@ -152,7 +152,7 @@ struct Columns {
     transpose_block(x);
     Sums<2> before;
     unpack<T>(before, x);
-    each_sum<2>([&](int n, int i) { dk.at[n][i] += before.at[n][i]; });
+    add(dk, before);
     pack<T>(x, dk);
     transpose_block(x);
     put_block(to, p.dk.stride[1], rows, cols, x);

@@ -57,7 +57,7 @@ class ShortColumns {
 
   // x += by * the tile's columns.
   template <class Tile>
-  __device__ static void add(Columns& x, const Tile& tile, int col, float by) {
+  __device__ static void add_columns(Columns& x, const Tile& tile, int col, float by) {
     Columns y;
     load_columns(y, tile, col);
     each_sum<2>([&](int n, int i) { x.at[n][i] = fmaf(by, y.at[n][i], x.at[n][i]); });
@@ -99,7 +99,7 @@ class ShortColumns {
       Columns x;
       fill(x, 0.f);
       add_product_of(x, left, ring.memory(stage), col, !decode);
-      add(x, to, col, -1.f);
+      add_columns(x, to, col, -1.f);
       store_columns(to, col, x);
     });
   }
@@ -127,7 +127,7 @@ class ShortColumns {
       mma<T>((i % 2 ? half : x).at[0], left.at[i], right[i][0], right[i][1]);
       mma<T>((i % 2 ? half : x).at[1], left.at[i], right[i][2], right[i][3]);
     }
-    each_sum<2>([&](int n, int i) { x.at[n][i] += half.at[n][i]; });
+    add(x, half);
   }
 
   // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end. decode makes Y first and
@@ -181,7 +181,7 @@ class ShortColumns {
         store_columns(rounded, col, x);
         scale_rows(x, {-1.f, -1.f});
       }
-      add(x, to, col, 1.f);
+      add_columns(x, to, col, 1.f);
       store_columns(to, col, x);
     });
   }

@@ -135,7 +135,7 @@ class ShortReader {
       load_block(a, x, first, 16 * i);
       add_product_transposed<T>(i % 2 ? half : sums, a, y, 0, 16 * i);
     }
-    each_sum<2>([&](int n, int i) { sums.at[n][i] += half.at[n][i]; });
+    add(sums, half);
   }
 
   struct Inner {

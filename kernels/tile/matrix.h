@@ -227,6 +227,12 @@ __device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
   }
 }
 
+// sums += others, element by element.
+template <int N>
+__device__ inline void add(Sums<N>& sums, const Sums<N>& others) {
+  each_sum<N>([&](int n, int i) { sums.at[n][i] += others.at[n][i]; });
+}
+
 // sums *= factors, element by element.
 template <int N>
 __device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {

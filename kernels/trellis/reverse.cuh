@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<160>();
-    run_reverse<T, Tile, Phi>(p, part, space, warp);
+    run_reverse<T, Tile, Phi, Short>(p, part, space, warp);
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
     TrellisReverseReader<T, Tile, Short>{p, part, space}.run(warp - Space::kChain);

@@ -70,7 +70,8 @@ __device__ inline void begin_reverse(Held<K, S>& G, const TrellisReverse& p, con
   store_state(p.dfirst[memory], apart, part, shape, slot);
 }
 
-template <typename T, int Tile, class Map>
+// Short: no chunk has more than a tile, whose readers wait until that is written, and not for G by itself.
+template <typename T, int Tile, class Map, bool Short>
 __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& part,
                                    const TrellisReverseSpace<T, Tile>& space, int warp) {
   using Space = TrellisReverseSpace<T, Tile>;
@@ -116,7 +117,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
       // Beside the product: what waits for nothing.
       wait(space.taken() + place.place, place.parity ^ 1);
       store_right(space.gradient(place.place), slot, after);
-      arrive_once(space.left() + place.place);
+      if (!Short) arrive_once(space.left() + place.place);
       place.next(Space::kPlaces);
       const float decay = space.numbers(s).decay;
       if (decay != 1.f) scale(G, decay);

@@ -18,7 +18,7 @@ inline std::map<uint64_t*, int> expected;
 inline void expect(uint64_t* barrier, int bytes, int arrivals) {
   Phases& of = phases(barrier);
   expected[barrier] += bytes, of.left -= arrivals;
-  if (of.left == 0 && expected[barrier] == 0) of.left = of.all, ++of.phase;
+  if (of.left == 0 && expected[barrier] == 0) end_phase(of);
 }
 inline void arrive_expecting(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
 inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {

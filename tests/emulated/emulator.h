@@ -206,15 +206,25 @@ inline void finish_groups(size_t left) {
   }
 }
 
-// A barrier in shared memory: arrivals left and in all, and phases gone by.
+// A barrier in shared memory: arrivals left and in all, for which parities somebody has waited, and phases gone
+// by. As compute-sanitizer's synccheck does, it asks that somebody waits for a phase before the next one ends.
 struct Phases {
-  uint16_t left, all;
+  uint16_t left, all : 14, awaited : 2;
   uint32_t phase;
 };
 inline Phases& phases(uint64_t* barrier) { return *reinterpret_cast<Phases*>(barrier); }
+inline void end_phase(Phases& of) {
+  const int before = of.phase % 2 == 0 ? 2 : 1;
+  if (of.phase > 0 && (of.awaited & before) == 0) fail("nobody waits for a barrier");
+  of.awaited &= ~before, of.left = of.all, ++of.phase;
+}
 inline void arrive(uint64_t* barrier) {
   Phases& of = phases(barrier);
-  if (--of.left == 0) of.left = of.all, ++of.phase;
+  if (--of.left == 0) end_phase(of);
+}
+inline void wait_for(uint64_t* barrier, uint32_t parity) {
+  phases(barrier).awaited |= 1 << parity;
+  yield_while(phases(barrier).phase, 1, parity);
 }
 
 // What others bring to shared memory while a block runs, in any order (copy_engine.h).

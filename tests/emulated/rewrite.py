@@ -72,12 +72,12 @@ BODIES = {
         "void wait_copies": "emulated::finish_groups(Pending);",
         "void prefetch(": "",
         "void barrier_wait(": "emulated::wait_at(id, threads);",
-        "void init_barrier(": "emulated::phases(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0};",
+        "void init_barrier(": "emulated::phases(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0, 0};",
         "void arrive(": "emulated::arrive(barrier); emulated::yield();",
         "void arrive_once(": "__syncwarp(); if (emulated::lane() == 0) emulated::arrive(barrier);",
         "void arrive_after_copies(": """
             emulated::close_group(); emulated::finish_groups(0); emulated::arrive(barrier);""",
-        "void wait(": "emulated::yield_while(emulated::phases(barrier).phase, 1, parity);",
+        "void wait(": "emulated::wait_for(barrier, parity);",
     },
     "tile/cluster.h": {
         "int cluster_rank(": "return static_cast<int>(emulated::current->block->number % 2);",
