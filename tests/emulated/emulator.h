@@ -206,8 +206,9 @@ inline void finish_groups(size_t left) {
   }
 }
 
-// A barrier in shared memory: arrivals left and in all, for which parities somebody has waited, and phases gone
-// by. As compute-sanitizer's synccheck does, it asks that somebody waits for a phase before the next one ends.
+// A barrier in shared memory: arrivals left and in all, for which parities somebody has waited, and phases
+// gone by. As compute-sanitizer's synccheck does, it asks that somebody waits for a phase before the next
+// ends.
 struct Phases {
   uint16_t left, all : 14, awaited : 2;
   uint32_t phase;
