@@ -180,7 +180,7 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
     load_block(a, x, t, col + 16);
     add_product_transposed<T>(half, a, y, j, col + 16);
   }
-  each_sum<2>([&](int n, int i) { sums.at[n][i] += half.at[n][i]; });
+  add(sums, half);
 }
 
 // sums += a b^T, both left factors.

@@ -251,7 +251,7 @@ class ShortScanChain {
       mma<T>((i % 2 ? half : sum).at[0], rows.at[i], s[i][0], s[i][1]);
       mma<T>((i % 2 ? half : sum).at[1], rows.at[i], s[i][2], s[i][3]);
     }
-    each_sum<2>([&](int n, int e) { sum.at[n][e] += half.at[n][e]; });
+    add(sum, half);
     uint32_t a[4];
     pack<T>(a, sum);
     store_block(places.own_tokens(here, Ring::v), 0, first, a);
@@ -265,7 +265,7 @@ class ShortScanChain {
     fill(half, 0.f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) add_product_of_rows<T>(i % 2 ? half : a, rounded.at[i], rows.at[i]);
-    each_sum<2>([&](int n, int i) { a.at[n][i] += half.at[n][i]; });
+    add(a, half);
   }
   // W = w (a - k)
   __device__ void make_w(Sums<2>& a) {

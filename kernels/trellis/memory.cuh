@@ -122,7 +122,7 @@ __device__ inline void product_with(Sums<2>& z, const Left& x, const Operand<K>&
       mma<T>(odd.at[j], left[1], A.at[k + 1][2 * j], A.at[k + 1][2 * j + 1]);
     }
   }
-  each_sum<2>([&](int j, int i) { z.at[j][i] += odd.at[j][i]; });
+  add(z, odd);
 }
 
 // A left factor as fp32, and the warp's 16 x 16 of a tile.

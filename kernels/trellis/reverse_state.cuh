@@ -106,7 +106,7 @@ __device__ inline void product_with(Sums<S>& z, const Tile& x, const Right<K, S>
       mma<T>(odd.at[n], left[1], right.at[k + 1][n][0], right.at[k + 1][n][1]);
     }
   }
-  each_sum<S>([&](int n, int i) { z.at[n][i] += odd.at[n][i]; });
+  add(z, odd);
 }
 
 // Columns `col` to col + 15 of A += y^T x, of 16 tokens' x, a tile, and y, the warp's slots, as a right
