@@ -1,72 +1,136 @@
 """Drives CMake; CMakeLists.txt is the description of the build.
 
-GIRIH_CUDA (AUTO, ON or OFF) and CMAKE_CUDA_ARCHITECTURES in the environment are CMake's options of those
-names. In place (`make build`) CMake leaves its results in python/girih; for a wheel the package is what
-`cmake --install` puts there, and serves C++ as well: headers, CMake's package, programs.
+    build/kernels      libgirih_kernels.so, once for every version of torch; where there are kernels
+    build/torch2.15    libgirih.so for one version of torch, programs, C++ tests
+
+In place (`make build`) the libraries are left in python/girih/lib. For a wheel the package is what
+`cmake --install` puts there, and serves C++ as well: headers, CMake's package, programs. One wheel serves
+every Python and each torch that it was built for.
+
+Environment:
+    GIRIH_CUDA                 AUTO, ON or OFF, CMake's option of that name
+    CMAKE_CUDA_ARCHITECTURES   CMake's
+    GIRIH_WARNINGS             error: a compiler's warning fails the build
+    GIRIH_TORCHES              for a wheel: folders of packages, each with a torch; default: this Python's
 """
 
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
+from importlib.metadata import distribution
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-# What is shipped beside what CMake installs; the _C of another Python stays behind.
-RESULTS = ["_build.py", "_C" + sysconfig.get_config_var("EXT_SUFFIX")]
+TOOLS = Path(sys.executable).parent  # cmake and ninja are wheels, their programs stand beside Python
+PATH = os.pathsep.join([str(TOOLS), os.environ["PATH"]])
 
 
-def cuda() -> str:
+def use_cuda() -> bool:
     """GIRIH_CUDA with AUTO resolved now: a GPU that has come or gone since the last build counts."""
     choice = os.environ.get("GIRIH_CUDA") or "AUTO"
     if choice != "AUTO":
-        return choice
-    seen = (
-        shutil.which("nvidia-smi")
-        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
-    )
-    return "ON" if seen else "OFF"
+        return choice == "ON"
+    nvidia_smi = shutil.which("nvidia-smi")
+    return nvidia_smi is not None and subprocess.run([nvidia_smi, "-L"], capture_output=True).returncode == 0
+
+
+def torch_folder() -> Path:
+    """The folder of packages with the running Python's torch."""
+    return Path(distribution("torch").locate_file("")).resolve()
+
+
+def torch_minor(packages: Path) -> str:
+    """The minor version of the torch in a folder of packages: 2.15."""
+    (version,) = [
+        line.split("=")[1].strip().strip("\"'")
+        for line in (packages / "torch" / "version.py").read_text().splitlines()
+        if line.startswith("__version__")
+    ]
+    return ".".join(version.split(".")[:2])
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, env={**os.environ, "PATH": PATH})
+
+
+def build(source: Path, tree: Path, *options: str) -> None:
+    """Configure and build a tree of CMake.
+
+    Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another Python
+    or option starts from an empty cache: the old one holds paths of the old.
+    """
+    configure = ["cmake", "-S", str(source), "-B", str(tree), "-G", "Ninja", *options]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=PATH)}"]
+    if os.environ.get("GIRIH_WARNINGS") == "error":
+        configure += ["-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
+    configured = tree / "configured.txt"
+    tree.mkdir(parents=True, exist_ok=True)
+    if not configured.exists() or configured.read_text() != "\n".join(configure):
+        run(*configure, "--fresh")
+        configured.write_text("\n".join(configure))
+    run("cmake", "--build", str(tree))
+
+
+def build_kernels(tree: Path, output: Path) -> Path:
+    """libgirih_kernels.so in the folder `output`."""
+    options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
+    options += [f"-Dtoolkit_hints={torch_folder() / 'nvidia' / 'cu13' / 'bin'}"]
+    if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
+        options += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
+    build(ROOT / "kernels", tree, *options)
+    return output / "libgirih_kernels.so"
 
 
 class CMakeBuild(build_ext):
     def run(self):
-        build = ROOT / "build" if self.inplace else ROOT / "build" / "wheel"
-        tools = Path(sys.executable).parent  # cmake and ninja are wheels, their programs stand beside Python
-        path = os.pathsep.join([str(tools), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path}
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
-        configure += [
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=path)}",
-        ]
-        configure += [f"-DGIRIH_CUDA={cuda()}", f"-DGIRIH_TESTS={'ON' if self.inplace else 'OFF'}"]
-        if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
-            configure += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
-        package = build / "girih"
-        if not self.inplace:  # girih/lib and girih/bin, beside torch/lib
-            configure += ["-DCMAKE_INSTALL_LIBDIR=lib", "-DGIRIH_TORCH_LIBRARIES=$ORIGIN/../../torch/lib"]
-            configure += [f"-DGIRIH_PACKAGE={package}"]
-        # Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another
-        # Python or option starts from an empty cache: the old one holds paths of the old.
-        configured = build / "configured.txt"
-        build.mkdir(parents=True, exist_ok=True)
-        if not configured.exists() or configured.read_text() != "\n".join(configure):
-            subprocess.run([*configure, "--fresh"], check=True, env=environment)
-            configured.write_text("\n".join(configure))
-        subprocess.run(["cmake", "--build", str(build)], check=True, env=environment)
-        if not self.inplace:
-            target = Path(self.build_lib).absolute() / "girih"
-            install = ["cmake", "--install", str(build), "--prefix", str(target)]
-            subprocess.run(install, check=True, env=environment, stdout=subprocess.DEVNULL)
-            for name in RESULTS:
-                shutil.copy2(package / name, target / name)
+        if self.inplace:
+            self.build_in_place()
+        else:
+            self.build_package(Path(self.build_lib).absolute() / "girih")
+
+    def build_in_place(self) -> None:
+        options = self.cuda_options(ROOT / "build", ROOT / "python" / "girih" / "lib")
+        tree = ROOT / "build" / f"torch{torch_minor(torch_folder())}"
+        build(ROOT, tree, f"-DPython_EXECUTABLE={sys.executable}", *options)
+
+    def build_package(self, package: Path) -> None:
+        """girih/lib and girih/bin, beside torch/lib."""
+        trees = ROOT / "build" / "wheel"
+        shared = ["-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"]
+        shared += ["-DGIRIH_TORCH_LIBRARIES=$ORIGIN/../../../torch/lib"]
+        shared += self.cuda_options(trees, trees / "lib")
+        given = [Path(folder) for folder in os.environ.get("GIRIH_TORCHES", "").split(os.pathsep) if folder]
+        for packages in given or [torch_folder()]:
+            minor = torch_minor(packages)
+            prefixes = f"{packages / 'torch' / 'share' / 'cmake'};{torch_folder() / 'nvidia' / 'cu13'}"
+            tree = trees / f"torch{minor}"
+            own = [f"-DCMAKE_PREFIX_PATH={prefixes}", f"-DCMAKE_INSTALL_BINDIR=bin/torch{minor}"]
+            build(ROOT, tree, *shared, *own)
+            run("cmake", "--install", str(tree), "--prefix", str(package), "--strip")
+
+    @staticmethod
+    def cuda_options(trees: Path, output: Path) -> list[str]:
+        if not use_cuda():
+            return ["-DGIRIH_CUDA=OFF"]
+        return ["-DGIRIH_CUDA=ON", f"-DGIRIH_KERNELS={build_kernels(trees / 'kernels', output)}"]
 
     def get_outputs(self):
         return []
 
 
-setup(ext_modules=[Extension("girih._C", [])], cmdclass={"build_ext": CMakeBuild})
+class AnyPythonWheel(bdist_wheel):
+    """No library of the package is linked with Python."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("girih.libgirih", [])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
+)

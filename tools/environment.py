@@ -1,8 +1,14 @@
-"""Makes .venv and everything that the build needs; does nothing when nothing has changed.
+"""Makes an environment with everything that the build needs; does nothing when nothing has changed.
 
-Runs on the system's own Python with the standard library alone. Versions stand in pyproject.toml.
+    python3 tools/environment.py                     .venv, with the newest torch that girih supports
+    python3 tools/environment.py --torch 2.13        .venv-torch2.13
+    python3 tools/environment.py --headers 2.11,...  build/torches/2.11, ...: torch alone, to build a wheel;
+                                                     prints these folders
+
+Runs on the system's own Python with the standard library alone. Versions are those of pyproject.toml.
 """
 
+import argparse
 import hashlib
 import os
 import re
@@ -18,7 +24,7 @@ import tomllib
 
 ROOT = Path(__file__).parent.parent.resolve()
 VENV = ROOT / ".venv"
-READY = VENV / "ready"  # holds a digest of what was installed
+TORCHES = ROOT / "build" / "torches"
 CUDA = "13."  # what torch was built with
 
 
@@ -77,19 +83,19 @@ def nvcc_in_path() -> bool:
     return found is not None and found[1].startswith(CUDA)
 
 
-def make_venv() -> None:
-    """Make .venv. One that was cut off, or whose Python has gone, has no pip that runs and is made anew."""
-    python = VENV / "bin" / "python"
+def make_venv(venv: Path) -> None:
+    """Make an environment. One that was cut off, or whose Python has gone, is replaced: its pip fails."""
+    python = venv / "bin" / "python"
     if python.exists():
         pip = subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True)
         if pip.returncode == 0:
             return
-    run(sys.executable, "-m", "venv", "--clear", str(VENV))
+    run(sys.executable, "-m", "venv", "--clear", str(venv))
 
 
-def link_libraries() -> None:
+def link_libraries(venv: Path) -> None:
     """The linker looks for libX.so; the wheels hold libX.so.13."""
-    for cu13 in VENV.glob("lib/python*/site-packages/nvidia/cu13"):
+    for cu13 in venv.glob("lib/python*/site-packages/nvidia/cu13"):
         for library in (cu13 / "lib").glob("*.so.*"):
             link = library.with_name(library.name.split(".so.")[0] + ".so")
             if not link.exists():
@@ -98,32 +104,93 @@ def link_libraries() -> None:
             (cu13 / "lib64").symlink_to("lib")
 
 
-def main() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    groups = project["dependency-groups"]
-    packages = project["build-system"]["requires"] + groups["environment"]
+def pip_install(python: Path, *arguments: str) -> None:
+    run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+
+
+def supported(project: dict) -> dict[str, str]:
+    """The release of torch that stands for each minor version: {"2.11": "2.11.0", ...}, the oldest first."""
+    return {release.rpartition(".")[0]: release for release in project["tool"]["girih"]["torch"]}
+
+
+def release_of(project: dict, minor: str) -> str:
+    releases = supported(project)
+    if minor not in releases:
+        sys.exit(f"girih supports torch {', '.join(releases)}, not {minor}")
+    return releases[minor]
+
+
+def environment(project: dict, minor: str) -> Path:
+    newest = list(supported(project))[-1]
+    return VENV if minor == newest else VENV.with_name(f".venv-torch{minor}")
+
+
+def has_torch(packages: Path, release: str) -> bool:
+    version = packages / "torch" / "version.py"
+    return version.exists() and f"'{release}" in version.read_text()
+
+
+def by_name(packages: list[str]) -> dict[str, str]:
+    return {package.partition("==")[0]: package for package in packages}
+
+
+def packages_of(project: dict, minor: str) -> list[str]:
+    """What the environment of a torch holds: the oldest torch goes with the oldest of other packages."""
+    packages = by_name(project["dependency-groups"]["environment"])
+    if minor == next(iter(supported(project))):
+        packages |= by_name(project["tool"]["girih"]["oldest"])
+    return [f"torch=={release_of(project, minor)}", *packages.values()]
+
+
+def make_environment(project: dict, minor: str) -> None:
+    venv = environment(project, minor)
+    packages = packages_of(project, minor)
     toolkit = not nvcc_in_path()
     if toolkit:
-        packages += groups["toolkit"]
+        packages += project["dependency-groups"]["toolkit"]
+    ready = venv / "ready"  # holds a digest of what was installed
     asked = [sys.version, *packages, Path(__file__).read_text()]
     digest = hashlib.sha256("\n".join(asked).encode()).hexdigest()
-    if READY.exists() and READY.read_text() == digest:
+    if ready.exists() and ready.read_text() == digest:
         return
     system()
-    print(f"setting up {VENV} (a few minutes the first time)", flush=True)
-    make_venv()
-    run(
-        str(VENV / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        *packages,
-    )
+    print(f"setting up {venv} (a few minutes the first time)", flush=True)
+    make_venv(venv)
+    pip_install(venv / "bin" / "python", *packages)
     if toolkit:
-        link_libraries()
-    READY.write_text(digest)
+        link_libraries(venv)
+    ready.write_text(digest)
+
+
+def download_headers(project: dict, minor: str) -> Path:
+    """A folder of packages with torch, though not with all that it needs to run: enough to build with it."""
+    release = release_of(project, minor)
+    for python in environment(project, minor).glob("lib/python*/site-packages"):
+        if has_torch(python, release):
+            return python
+    folder = TORCHES / minor
+    if not has_torch(folder, release):
+        shutil.rmtree(folder, ignore_errors=True)
+        download = TORCHES / f"{minor}.part"
+        shutil.rmtree(download, ignore_errors=True)
+        print(f"downloading torch {release} into {folder}", file=sys.stderr, flush=True)
+        options = ("--no-deps", "--no-compile", "--target", str(download))
+        pip_install(Path(sys.executable), *options, f"torch=={release}")
+        download.rename(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--torch", help="a minor version of torch; the newest by default")
+    parser.add_argument("--headers", help="minor versions of torch with commas, or all")
+    options = parser.parse_args()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    if options.headers:
+        wanted = list(supported(project)) if options.headers == "all" else options.headers.split(",")
+        print(os.pathsep.join(str(download_headers(project, minor)) for minor in wanted))
+        return
+    make_environment(project, options.torch or list(supported(project))[-1])
 
 
 if __name__ == "__main__":

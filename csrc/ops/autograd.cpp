@@ -1,8 +1,6 @@
 // X under autograd, the same for every operator: X calls X_forward and leaves X_backward in the graph. Both
 // are registered operators, so a traced graph holds them as they are.
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
-
+#include "../torch_internals.h"
 #include "check.h"
 #include "dispatch.h"
 
@@ -53,29 +51,14 @@ struct Backward {
   }
 };
 
-// torch::autograd::Function gives its nodes the name of their C++ type; this one has its operator's, as
-// profilers and error messages show it.
-class Node : public torch::autograd::CppNode<Backward> {
- public:
-  explicit Node(const Operator& op) : op_(op) {}
-  std::string name() const override { return "girih::" + op_.name + "_backward"; }
-
- private:
-  const Operator& op_;
-};
-
 // Absent inputs and outputs have no edge; `inputs` are the arguments that are tensors, with those.
 Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValue> arguments) {
   variable_list defined;
   for (const auto& input : inputs) {
     if (input.defined()) defined.push_back(input);
   }
-  const std::shared_ptr<Node> node(new Node(op), torch::autograd::deleteNode);
-  node->set_ctx_grad_fn(node);
-  node->set_next_edges(torch::autograd::collect_next_edges(defined));
-  node->clear_input_metadata();
-  node->is_variable_input_.assign(defined.size(), true);
-  for (const auto& input : defined) node->input_info_.emplace_back(input);
+  const auto node = torch_internals::make_node<Backward>("girih::" + op.name + "_backward");
+  torch_internals::connect_inputs(node, defined);
 
   Stack stack(arguments.begin(), arguments.end());
   variable_list outputs, kept = inputs;
@@ -102,18 +85,11 @@ Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValu
   node->ctx_.save_for_backward(std::move(kept));
   node->ctx_.set_materialize_grads(false);
 
-  const auto wrapped = torch::autograd::_wrap_outputs(
-      defined, node->ctx_.get_non_differentiable(), node->ctx_.get_and_bump_dirty(),
-      torch::autograd::to_optional(outputs), node, /*jvp_user_function=*/{},
-      /*to_save_if_setup_context=*/{}, [](const at::Tensor& x) { return x.view_as(x); },
-      /*pure_view=*/false);
-  for (const auto& output : wrapped) node->output_info_.emplace_back(*output);
-  node->save_variables_to_ctx();
-
+  const auto attached = torch_internals::attach_outputs(node, defined, outputs);
   stack.resize(op.outputs());
-  auto output = wrapped.begin();
+  auto output = attached.begin();
   for (size_t i = 0; i < op.outputs(); ++i) {
-    if (differentiable >> i & 1) stack[i] = **output++;
+    if (differentiable >> i & 1) stack[i] = *output++;
   }
   return stack;
 }
@@ -159,9 +135,7 @@ void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack
     save |= inputs.back().requires_grad();
   }
   if (save && at::GradMode::is_enabled()) {
-    // torch.func's transforms cannot see through a node that is written in C++.
-    if (const auto& functorch = at::functorch::functorchTLSAccessor())
-      functorch->checkSupportsCppAutogradFunction();
+    torch_internals::check_no_transform_of_nodes();
     auto results = record(op, inputs, arguments);
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), results.begin(), results.end());

@@ -1,9 +1,8 @@
 // What follows from X_forward alone, for every operator and device that has nothing better of its own:
 // X_backward by autograd of the ATen forward, its Meta, and X_step as the forward of one token.
-#include <c10/core/AutogradState.h>
-#include <dlfcn.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "../torch_internals.h"
 #include "check.h"
 #include "dispatch.h"
 
@@ -21,48 +20,6 @@ void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
   forms_of(op).forward.callBoxedForDispatchKey(key, *stack);
 }
 
-// Autograd runs on the calling thread, where the guards of the caller hold: called from outside of a backward
-// pass it would hand CUDA work to a thread of its own.
-class OnThisThread {
- public:
-  OnThisThread() { set(false); }
-  ~OnThisThread() { set(before_); }
-  OnThisThread(const OnThisThread&) = delete;
-  OnThisThread& operator=(const OnThisThread&) = delete;
-
- private:
-  static void set(bool threads) { c10::AutogradState::get_tls_state().set_multithreading_enabled(threads); }
-
-  const bool before_ = c10::AutogradState::get_tls_state().get_multithreading_enabled();
-};
-
-// Python's lock let go, where this thread holds it: the engine refuses to run under it. The library knows no
-// Python; one that is in the process exports what is needed.
-class WithoutPythonsLock {
- public:
-  WithoutPythonsLock() {
-    if (python().save != nullptr && python().held() != 0) thread_ = python().save();
-  }
-  ~WithoutPythonsLock() {
-    if (thread_ != nullptr) python().restore(thread_);
-  }
-  WithoutPythonsLock(const WithoutPythonsLock&) = delete;
-  WithoutPythonsLock& operator=(const WithoutPythonsLock&) = delete;
-
- private:
-  struct Python {
-    int (*held)() = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
-    void* (*save)() = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
-    void (*restore)(void*) = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
-  };
-  static const Python& python() {
-    static const Python found;
-    return found;
-  }
-
-  void* thread_ = nullptr;
-};
-
 bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_floating_point(); }
 
 // A tensor that autograd can record: one made in inference mode becomes a copy that is not.
@@ -78,13 +35,10 @@ void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stac
 
   const c10::InferenceMode recorded(false);
   at::AutoGradMode on(true);
-  const auto tls = c10::impl::tls_local_dispatch_key_set();
-  c10::impl::ForceDispatchKeyGuard above(
-      tls.included_,
-      (tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView) | c10::autocast_dispatch_keyset);
+  const auto above = torch_internals::autograd_without_autocast();
   at::NoTF32Guard exact;
-  const OnThisThread guarded;
-  const WithoutPythonsLock unlocked;
+  const torch_internals::SingleThreadedEngine single_threaded;
+  const torch_internals::GilRelease without_gil;
 
   Stack forward;
   variable_list leaves;

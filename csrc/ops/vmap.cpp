@@ -1,9 +1,6 @@
 // torch.vmap, the same for every operator: the mapped dimension becomes part of the batch, since sequences of
 // a batch know nothing of each other.
-#include <ATen/functorch/BatchedTensorImpl.h>
-#include <ATen/functorch/DynamicLayer.h>
-#include <ATen/functorch/PlumbingHelper.h>
-
+#include "../torch_internals.h"
 #include "check.h"
 #include "dispatch.h"
 
@@ -21,10 +18,7 @@ bool has_batch(const Operator& op, const TensorArgument& tensor) {
 }
 
 void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
-  namespace functorch = at::functorch;
-  const auto layer = functorch::maybeCurrentDynamicLayer();
-  TORCH_INTERNAL_ASSERT(layer.has_value());
-  const auto level = layer->layerId();
+  const auto level = torch_internals::vmap_level();
   const c10::impl::ExcludeDispatchKeyGuard unmapped(c10::DispatchKey::FuncTorchBatched);
 
   auto arguments = pop_arguments(handle, stack);
@@ -33,7 +27,7 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   for (size_t i = 0; i < op.inputs(); ++i) {
     const auto tensor = tensor_of(arguments[i]);
     if (!tensor.defined()) continue;
-    auto [inside, dimension] = functorch::unwrapTensorAtLevel(tensor, level);
+    auto [inside, dimension] = torch_internals::remove_mapped_dimension(tensor, level);
     if (dimension) count = inside.sym_size(*dimension);
     arguments[i] = inside;
     mapped[i] = dimension;
@@ -71,7 +65,7 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
       const auto rows = result.sym_size(0) / count;
       result = result.unflatten_symint(0, {count, rows});
     }
-    (*stack)[i] = functorch::makeBatched(result, 0, level);
+    (*stack)[i] = torch_internals::add_mapped_dimension(result, level);
   }
 }
 

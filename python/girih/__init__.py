@@ -9,28 +9,24 @@ models known to transformers' ``AutoConfig``, ``AutoModel`` and ``AutoModelForCa
 DTensor, once those are imported.
 """
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
+from girih import _library
 
 try:
-    from girih import _build
-except ImportError:
-    raise ImportError(
-        "girih is not built: run `make build`, or `pip install --no-build-isolation .`"
-    ) from None
+    _library.load()
+except (ImportError, OSError):
+    # The report tells what is wrong with an installation that cannot be imported.
+    if "girih.environment" not in sys.orig_argv:
+        raise
+else:
+    __path__.append(str(_library.loaded))  # of a checkout: _C, for its tests
+    from girih import _auto, ops
 
-_running = torch.__version__.split("+")[0]
-if _running != _build.torch:
-    raise ImportError(
-        f"girih was built for torch {_build.torch} but torch {_running} is running: rebuild girih"
-    )
-
-torch.ops.load_library(Path(__file__).parent / "lib" / "libgirih.so")
-
-from girih import _auto, ops
+    _auto.register()
 
 __version__ = "0.1.0"
 #: Where CMake's ``find_package(girih)`` finds an installed package; torch's ``torch.utils.cmake_prefix_path``
@@ -61,6 +57,3 @@ def __getattr__(name: str) -> Any:
     if name in _IN:
         return getattr(import_module(f"girih.{_IN[name]}"), name)
     raise AttributeError(f"module 'girih' has no attribute {name!r}")
-
-
-_auto.register()

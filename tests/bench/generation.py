@@ -32,13 +32,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from device import emptied, require_gpu
+from girih import _library
 from results import FOLDER, keep_part, origin
 
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
 TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, BATCHES = 24, 1024, 16, 128, (1, 64, 128)
 NEW, NEW_OF_FLA = 128, 32  # tokens; a median of few will do where each takes long
-PROGRAM = Path(__file__).parents[2] / "build" / "bin" / "girih-generate"
+PROGRAM = Path(__file__).parents[2] / "build" / _library.loaded.name / "bin" / "girih-generate"
 IN_CPP = ("GSA", "Gated DeltaNet")
 BESIDE = 2**20  # bytes a sequence takes while a token is decoded, beside its cache: logits above all
 

@@ -21,7 +21,7 @@ too.
 test_gpu_record.py holds the record against the tree wherever the tests run. What it asks of a state are
 `kernels`, `large` and `memcheck`; the other stages are noted there when they are green.
 
-BUILD=no takes what stands in python/girih/lib, and for racecheck in build/racecheck/python/girih/lib.
+BUILD=no takes the libraries of python/girih/lib, and for racecheck those of build/racecheck/python/girih/lib.
 """
 
 import argparse
@@ -35,12 +35,15 @@ import sys
 import sysconfig
 import time
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu" / "record.json"
 RACECHECK = ROOT / "build" / "racecheck"
+OF_TORCH = f"torch{'.'.join(version('torch').split('.')[:2])}"  # the folder of what one torch needs
 
+LIBRARIES = ROOT / "python" / "girih" / "lib"
 KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/python/test_*_kernels.py"))
 # In a graph's capture nothing may be allocated for good, and long runs take too long under a sanitizer.
 SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
@@ -106,7 +109,7 @@ def files_of_state(part: str) -> list[Path]:
         if not more:
             break
         found |= more
-    build = (kernels / "CMakeLists.txt", kernels / "instance.cu.in")
+    build = (kernels / "CMakeLists.txt", kernels / "instance.cu.in", kernels / "exports.map")
     return sorted({*found, *build, *closure(tests_of(part), imports)})
 
 
@@ -189,7 +192,7 @@ class Runner:
         return judged(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
 
     def cpp(self) -> dict:
-        program = ROOT / "build" / "tests" / "cpp" / "girih_tests"
+        program = ROOT / "build" / OF_TORCH / "tests" / "cpp" / "girih_tests"
         if not program.exists():
             return {"green": False, "passed": 0, "failed": 1, "why": f"no {program.relative_to(ROOT)}"}
         code, printed = self.run([str(program)])
@@ -207,7 +210,7 @@ class Runner:
         """Without the test that the record is green, which this makes; and of the C++ models, where they were
         carried here without the extension for this Python, nothing."""
         left_out = [*KERNEL_TESTS, "tests/python/test_gpu_record.py"]
-        if not list((ROOT / "python" / "girih").glob("_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
+        if not list(LIBRARIES.glob(f"{OF_TORCH}/_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
             tests = sorted((ROOT / "tests" / "python").glob("test_*.py"))
             left_out += [str(p.relative_to(ROOT)) for p in tests if re.search(r"\b_C\b|fuzz", p.read_text())]
             print(f"girih._C is not built for this Python, left out: {' '.join(left_out)}")
@@ -292,25 +295,25 @@ def judged(result: dict) -> dict:
 
 
 def build_for_racecheck(package: Path) -> None:
-    """The library with kernels that racecheck can follow, in a package of its own, for this card alone."""
+    """Kernels that racecheck can follow, in a package of their own, for this card alone."""
     import torch
 
     shutil.copytree(
-        ROOT / "python" / "girih", package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lib", "*.so")
+        ROOT / "python" / "girih",
+        package,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("libgirih_kernels.so"),
     )
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}{'a' * (major >= 9)}-real"
-    options = ["-DGIRIH_CUDA=ON", "-DGIRIH_RACECHECK=ON", "-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF"]
-    options += [f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
-    options += [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-G", "Ninja"]
+    options = ["-DGIRIH_RACECHECK=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}", "-G", "Ninja"]
+    options += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in (
-        ["cmake", "-S", str(ROOT), "-B", str(RACECHECK), *options],
+        ["cmake", "-S", str(ROOT / "kernels"), "-B", str(RACECHECK), *options],
         ["cmake", "--build", str(RACECHECK)],
     ):
         subprocess.run(command, check=True, env={**os.environ, "PATH": tools})
-    (package / "lib").mkdir(exist_ok=True)
-    shutil.copy(RACECHECK / "libgirih.so", package / "lib")
 
 
 def main() -> int:

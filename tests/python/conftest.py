@@ -1,10 +1,15 @@
 import os
 import random
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from girih import _library
 from hypothesis import HealthCheck, settings
+
+#: CMake's tree of the running torch: programs, C++ tests.
+TREE = Path(__file__).parents[2] / "build" / _library.loaded.name
 
 # The same examples on every run: a red run is red again when someone looks. `make test FULL=1` takes 100.
 settings.register_profile(

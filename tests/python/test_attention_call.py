@@ -63,10 +63,10 @@ def test_it_trains():
 
 def test_a_layer_without_a_place_in_the_cache_says_so():
     model = with_mixer("gsa", numbered=False)
-    with pytest.raises(ValueError, match="past_key_values: .* set its layer_idx"):
+    with pytest.raises(ValueError, match="cache: .* set its layer_idx"):
         model(IDS)
     model.model.layers[0].self_attn.layer_idx = 5
-    with pytest.raises(ValueError, match="past_key_values has 2 layers; the layer's layer_idx is 5"):
+    with pytest.raises(ValueError, match="cache has 2 layers; the layer's layer_idx is 5"):
         model(IDS, past_key_values=DynamicCache(config=model.config))
 
 

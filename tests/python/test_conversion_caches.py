@@ -219,21 +219,26 @@ def test_compiled_decoding_writes_the_same():
 
 def test_a_window_needs_a_cache_that_moves():
     model = converted("llama", "window")
-    with pytest.raises(ValueError, match="max_self_attn_length: past_key_values has a StaticLayer"):
+    with pytest.raises(ValueError, match="max_self_attn_length: cache has a StaticLayer"):
         model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=32))
 
 
 @pytest.mark.parametrize("way", ["injected", "gsa"])
 def test_pages_of_keys_are_refused(way):
-    with pytest.raises(ValueError, match="cache: a state has no pages"):
-        converted("llama", way)(IDS, cache=object())
+    with pytest.raises(ValueError, match="a state has no pages"):
+        # As continuous batching calls a layer.
+        model = converted("llama", way)
+        layer = model.model.layers[0].self_attn
+        x = torch.zeros(1, 4, model.config.hidden_size)
+        turned = model.model.rotary_emb(x, torch.arange(4)[None])
+        layer(x, position_embeddings=turned, attention_mask=None, cache=object())
 
 
 def test_keys_that_the_mixer_has_not_read_are_no_past():
     base = base_model("llama")
     cache = base(IDS).past_key_values
     girih.inject(base)
-    with pytest.raises(ValueError, match="past_key_values holds keys of layer 0"):
+    with pytest.raises(ValueError, match="cache holds keys of layer 0"):
         base(IDS, past_key_values=cache)
 
 

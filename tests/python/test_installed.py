@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TREE
 from girih.models import GirihConfig, GirihForCausalLM
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build"
-CACHE = BUILD / "CMakeCache.txt"
+CACHE = TREE / "CMakeCache.txt"
 
 EXAMPLES = ROOT / "examples"
 BLOCKS = [
@@ -45,10 +45,10 @@ def run(*command):
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    if not (BUILD / "cmake_install.cmake").exists():
+    if not (TREE / "cmake_install.cmake").exists():
         pytest.skip("girih was not built here")
     prefix = tmp_path_factory.mktemp("prefix")
-    run("cmake", "--install", BUILD, "--prefix", prefix)
+    run("cmake", "--install", TREE, "--prefix", prefix)
     return prefix
 
 
@@ -92,7 +92,7 @@ def test_a_program_of_another_project_finds_girih(prefix, model, tmp_path, monke
     assert written.startswith("giri\u1e2b") and len(set(written)) > 10
     programs = [prefix / "bin" / name for name in ("girih-generate", "girih-train")]
     assert run(programs[0], model, "giri\u1e2b", "--max-new-tokens", 100) == written
-    (library,) = prefix.glob("lib*/libgirih.so")
+    (library,) = prefix.glob(f"lib*/{TREE.name}/libgirih.so")
     for file in (library, made / "complete", *programs):
         assert "libpython" not in run("readelf", "-d", file)
     for file in (made / "complete", *programs):

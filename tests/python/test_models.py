@@ -9,8 +9,10 @@ import pkgutil
 import girih.models
 import pytest
 import torch
+import transformers
 from girih.models import MIXERS, GirihCache, GirihConfig, GirihForCausalLM, GirihModel
 from girih.nn import CompressAttend
+from packaging import version
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
@@ -402,7 +404,7 @@ def test_a_configuration_that_does_not_fit_is_refused(options, message):
         (lambda model, ids: model(ids, attention_mask=torch.ones(1, 3)), "attention_mask covers 3 tokens"),
         (lambda model, ids: model(ids, attention_mask=torch.ones(2, 5)), "attention_mask has shape"),
         (lambda model, ids: model(ids, cu_seqlens=torch.tensor([[0, 5]])), "cu_seqlens has shape"),
-        (lambda model, ids: model(ids, past_key_values=object()), "past_key_values is a object"),
+        (lambda model, ids: model(ids, past_key_values=object()), "cache is a object"),
         (
             lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2),
             "cache_implementation",
@@ -429,3 +431,22 @@ def test_cat_refuses_what_it_cannot_place():
         model(inputs_embeds=torch.zeros(1, 3, 32))
     with pytest.raises(ValueError, match="CatModel"):
         GirihModel(small(mixer="cat"))
+
+
+@torch.no_grad()
+def test_a_cache_has_two_names(model):
+    """Calls take both, outputs have the one of this transformers."""
+    name = "cache" if version.parse(transformers.__version__) >= version.parse("5.24") else "past_key_values"
+    ids = tokens(2, 9)
+    whole = model(ids)
+    assert type(whole[name]) is GirihCache
+    for given in ("cache", "past_key_values"):
+        start = model.new_cache()
+        first = model(ids[:, :5], **{given: start})
+        assert first[name] is start and start.get_seq_length() == 5
+        close(model(ids[:, 5:], **{given: start.checkpoint()}).logits, whole.logits[:, 5:])
+        text = model.generate(ids, **{given: start.checkpoint()}, max_new_tokens=4, do_sample=False)
+        assert text.equal(model.generate(ids, max_new_tokens=4, do_sample=False))
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match="cache, past_key_values: two names"):
+            call(ids, cache=model.new_cache(), past_key_values=model.new_cache())

@@ -1,37 +1,51 @@
+import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tomllib
+import zipfile
 from pathlib import Path
 
 import girih
 import pytest
-from girih import _build
+from girih import _library
+from girih.nn.fused import WITH_CUDA
 
 ROOT = Path(__file__).parents[2]
+OF_GITHUB = {str(p.relative_to(ROOT)) for p in (ROOT / ".github").rglob("*") if p.is_file()}
 
 
-def test_a_package_ships_the_extension_of_its_own_python_alone(tmp_path):
-    own = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
-    files = ["__init__.py", "_build.py", "lib/libgirih.so", "py.typed", own]
-    files.append("_C.cpython-399-x86_64-linux-gnu.so")
-    for name in files:
+def test_a_package_ships_what_is_installed_and_no_extension_of_one_python(tmp_path):
+    """As a wheel that every Python can install: nothing that was built in place is in it."""
+    files = ["__init__.py", "py.typed"]
+    in_place = ["lib/torch2.15/libgirih.so", "lib/torch2.15/_C.cpython-399-x86_64-linux-gnu.so"]
+    for name in files + in_place:
         file = tmp_path / "python" / "girih" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "python/girih_programs.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(empty NONE)\n"
-        "file(GLOB built python/girih/_*)\nfile(COPY ${built} DESTINATION ${GIRIH_PACKAGE})\n"
-        "install(FILES python/girih/lib/libgirih.so DESTINATION ${CMAKE_INSTALL_LIBDIR})\n"
+        "install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_LIBDIR}/torch2.15 RENAME libgirih.so)\n"
+        "install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_BINDIR} RENAME girih-generate)\n"
     )
-    command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", "built"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    built = tmp_path / "built"
-    assert sorted(str(p.relative_to(built / "girih")) for p in built.rglob("*") if p.is_file()) == sorted(
-        files[:-1]
+    minor = _library.loaded.name
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "dist"]
+    subprocess.run(
+        command, cwd=tmp_path, check=True, capture_output=True, env=os.environ | {"GIRIH_CUDA": "OFF"}
     )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert (
+            "Root-Is-Purelib: false"
+            in archive.read(next(name for name in archive.namelist() if name.endswith("/WHEEL"))).decode()
+        )
+    installed = ["lib/torch2.15/libgirih.so", f"bin/{minor}/girih-generate"]
+    assert shipped == {f"girih/{name}" for name in files + installed} | {"girih_programs.py"}
 
 
 def test_a_source_distribution_is_the_repository_and_nothing_built(tmp_path):
@@ -44,8 +58,8 @@ def test_a_source_distribution_is_the_repository_and_nothing_built(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (sources,) = tmp_path.glob("*.egg-info/SOURCES.txt")
     shipped = set(sources.read_text().splitlines())
-    assert tracked - shipped <= {".ci/run", ".gitignore", "MANIFEST.in"}
-    assert not [name for name in shipped if "_build.py" in name or "/lib/" in name or name.endswith(".so")]
+    assert tracked - shipped <= {".ci/run", ".gitignore", "MANIFEST.in", *OF_GITHUB}
+    assert not [name for name in shipped if "/lib/" in name or name.endswith(".so")]
 
 
 def test_the_licence_is_the_one_that_the_package_names(tmp_path):
@@ -58,10 +72,61 @@ def test_the_licence_is_the_one_that_the_package_names(tmp_path):
     assert licence.read_text().splitlines()[2] == "Copyright (c) 2026, The girih authors"
 
 
-@pytest.mark.skipif(_build.cuda, reason="built with kernels")
-def test_a_library_without_kernels_asks_for_no_cuda():
-    library = Path(girih.__file__).parent / "lib" / "libgirih.so"
+def needed(library):
+    """The libraries that a library asks for."""
     said = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
-    needed = [line for line in said.splitlines() if "NEEDED" in line]
-    assert any("libtorch_cpu" in line for line in needed)
-    assert not any("cuda" in line for line in needed)
+    return [line for line in said.splitlines() if "NEEDED" in line]
+
+
+@pytest.mark.skipif(WITH_CUDA, reason="built with kernels")
+def test_a_library_without_kernels_asks_for_no_cuda():
+    names = needed(_library.loaded / "libgirih.so")
+    assert any("libtorch_cpu" in line for line in names)
+    assert not any("cuda" in line for line in names)
+
+
+@pytest.mark.skipif(not WITH_CUDA, reason="built without kernels")
+def test_the_kernels_ask_for_neither_torch_nor_the_cuda_runtime():
+    """One libgirih_kernels.so serves every torch, whatever runtime it brings."""
+    names = needed(_library.LIBRARIES / "libgirih_kernels.so")
+    assert not [line for line in names if "torch" in line or "c10" in line or "cuda" in line]
+
+
+def test_every_library_takes_the_shared_c_plus_plus_library():
+    """A second copy within a library has locales of its own: PyTorch's streams would crash there."""
+    for library in [_library.loaded / "libgirih.so", *_library.LIBRARIES.glob("*.so")]:
+        assert any("libstdc++.so.6" in line for line in needed(library)), library
+
+
+def test_no_library_is_linked_with_python():
+    for library in [_library.loaded / "libgirih.so", *_library.LIBRARIES.glob("*.so")]:
+        assert not [line for line in needed(library) if "python" in line]
+
+
+def test_versions_are_the_same_wherever_they_are_written():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    minors = [release.rpartition(".")[0] for release in project["tool"]["girih"]["torch"]]
+    assert (minors[0], minors[-1]) == (_library.OLDEST, _library.NEWEST)
+    major, newest = map(int, _library.NEWEST.split("."))
+    requirement = f"torch>={_library.OLDEST},<{major}.{newest + 1}"
+    assert requirement in project["project"]["dependencies"]
+    assert requirement in project["build-system"]["requires"]
+    assert project["project"]["version"] == girih.__version__
+    of_cmake = re.findall(r"project\(girih\w* VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
+    of_cmake += re.findall(
+        r"project\(girih\w* VERSION ([\d.]+)", (ROOT / "kernels/CMakeLists.txt").read_text()
+    )
+    assert of_cmake == [girih.__version__] * 2
+
+
+def test_the_files_for_github_have_its_form():
+    check = Path(sys.executable).parent / "check-jsonschema"
+    if not check.exists() or not (ROOT / ".github").exists():
+        pytest.skip("no check-jsonschema, or no checkout")
+    for schema, files in {
+        "vendor.github-workflows": (ROOT / ".github" / "workflows").glob("*.yml"),
+        "vendor.github-issue-forms": (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"),
+    }.items():
+        command = [check, "--builtin-schema", schema, *files]
+        assert len(command) > 3
+        subprocess.run(command, check=True, capture_output=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_cuda
+from conftest import TREE, needs_cuda
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.recipe import SIZES, model_of_size
 from transformers import AutoModelForCausalLM
 
-BIN = Path(__file__).parents[2] / "build" / "bin"
+BIN = TREE / "bin"
 pytestmark = pytest.mark.skipif(not BIN.exists(), reason="the programs were not built here")
 PROMPTS = ["a", "girih", "The quick brown fox jumps over the lazy dog, twice."]
 

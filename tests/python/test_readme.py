@@ -17,7 +17,8 @@ from cases import ONE_EACH, path_of
 from girih import compare, ops, train
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     (page.name, example)
     for page in PAGES

@@ -22,7 +22,6 @@ from girih.nn.attention_call import (
     attend,
     cache_of,
     refuse_packed,
-    refuse_pages,
     state_layer,
     tokens_of,
 )
@@ -104,7 +103,6 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.named(args, kwargs)
-        refuse_pages(call)
         said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
         for name in ("girih_tokens", "cu_seqlens"):  # not the original's
             call.pop(name, None)

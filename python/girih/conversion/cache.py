@@ -20,7 +20,7 @@ class AttentionStateLayer(StateLayer):
         if window is not None:
             if type(there) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise ValueError(
-                    f"max_self_attn_length: past_key_values has a {type(there).__name__} where a layer of a "
+                    f"max_self_attn_length: cache has a {type(there).__name__} where a layer of a "
                     "DynamicCache is expected"
                 )
             self.softmax = DynamicSlidingWindowLayer(min(window, getattr(there, "sliding_window", window)))

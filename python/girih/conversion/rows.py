@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from girih._torch_internals import has_transform
 from girih.nn import fused
 from girih.nn.fused import autocast_device
 
@@ -52,7 +53,7 @@ def unit(x: Tensor) -> Tensor:
     By plain operators for a compiler, which loses the gradients of a function that writes what it returns and
     fuses them as well, and for a transform of functions.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or has_transform():
         y = F.silu(x)
         return (y / length_of(y)).to(x.dtype)
     return Unit.apply(x)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.nn.attention_call import Tokens, own_mask, where_masked
+from girih.nn.attention_call import CACHES, Tokens, cache_of, own_mask, where_masked
 from girih.nn.packing import bounds
 
 
@@ -41,7 +41,7 @@ class TokensForLayers:
         x = x[None] if x.dim() == 1 else x
         valid = where_masked(own_mask(mask, x.shape[1]))
         position_ids = given.get("position_ids")
-        if position_ids is not None and (not flat(position_ids) or given.get("past_key_values") is not None):
+        if position_ids is not None and (not flat(position_ids) or cache_of(given) is not None):
             position_ids = None
         said = any(given.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
         cu_seqlens = bounds(
@@ -75,7 +75,7 @@ def flat(x: Any) -> bool:
 def refuse_blocks(given: dict[str, Any]) -> None:
     """Refuses a mask of pairs in which a token does not see the one before it, if nothing else says why."""
     mask = given.get("attention_mask")
-    said = ("position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "past_key_values", "girih_tokens")
+    said = ("position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx", *CACHES, "girih_tokens")
     if (
         not isinstance(mask, Tensor)
         or mask.dim() != 4

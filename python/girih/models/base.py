@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from girih._torch_internals import is_called_plainly, is_compiled_in_place
 from girih.models.cache import GirihCache
+from girih.models.cache_argument import CACHE, given_cache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder
 from girih.nn import Block
 from girih.nn.attention_call import own_mask
 from girih.nn.fields import text_of
-from girih.nn.fused import without_hooks
 from girih.nn.packing import bounds
 from girih.nn.step import by_weights_alone
 
@@ -68,9 +69,11 @@ class GirihPreTrainedModel(PreTrainedModel):
             raise ValueError("assistant_early_exit: a girih model's layers cannot be left early")
         if not generation_config.use_cache:
             return
-        if model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = self.new_cache()
-        cache = model_kwargs["past_key_values"]
+        named = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
+        cache = given_cache(*named)
+        if cache is None:
+            cache = self.new_cache()
+        model_kwargs[CACHE] = cache
         if generation_config.is_assistant:  # whose tokens are taken back where they were wrong
             cache.activate_past_recording()
         elif isinstance(cache, GirihCache):  # who is assisted records anew
@@ -96,12 +99,12 @@ class GirihPreTrainedModel(PreTrainedModel):
 class Backbone(GirihPreTrainedModel):
     """Tokens to hidden states, `[B, T]` to `[B, T, hidden_size]`.
 
-    attention_mask `[B, T]`, or over past tokens too, is 0 at tokens that do nothing. past_key_values is a
-    `GirihCache`. Packed sequences stand in one row, `[1, T]`, and one sees nothing of another: their bounds
-    are cu_seqlens `[N + 1]`, or what transformers' collators call cu_seq_lens_q; or they start where seq_idx
-    `[1, T]` changes or position_ids `[1, T]` restart, which is read on the host. position_ids that rise by
-    one say nothing else, and others are refused. Packed sequences and training keep no cache unless asked.
-    chunk is an adaptive CAT's alone: the chunk of this call, one of `config.chunks`.
+    attention_mask `[B, T]`, or over past tokens too, is 0 at tokens that do nothing. cache is a `GirihCache`,
+    which past_key_values names too. Packed sequences stand in one row, `[1, T]`, and one sees nothing of
+    another: their bounds are cu_seqlens `[N + 1]`, or what transformers' collators call cu_seq_lens_q; or
+    they start where seq_idx `[1, T]` changes or position_ids `[1, T]` restart, which is read on the host.
+    position_ids that rise by one say nothing else, and others are refused. Packed sequences and training keep
+    no cache unless asked. chunk is an adaptive CAT's alone: the chunk of this call, one of `config.chunks`.
 
     Not read, as what is read says it: cache_position, cu_seq_lens_k, max_length_q, max_length_k.
     """
@@ -111,7 +114,7 @@ class Backbone(GirihPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: GirihCache | None = None,
+        cache: GirihCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
@@ -125,8 +128,10 @@ class Backbone(GirihPreTrainedModel):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         chunk: int | None = None,
+        past_key_values: GirihCache | None = None,
     ) -> BaseModelOutputWithPast | tuple:
         config = self.config
+        cache = given_cache(cache, past_key_values)
         if output_attentions or (output_attentions is None and config.output_attentions):
             raise ValueError("output_attentions: the mixers compute no attention weights to return")
         cu_seqlens = self.packed(
@@ -138,26 +143,26 @@ class Backbone(GirihPreTrainedModel):
             seq_idx=seq_idx,
             position_ids=position_ids,
         )
-        if past_key_values is not None and not isinstance(past_key_values, GirihCache):
-            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; expected a GirihCache")
-        if cu_seqlens is not None and past_key_values is not None and past_key_values.layers[0].record_past:
+        if cache is not None and not isinstance(cache, GirihCache):
+            raise ValueError(f"cache is a {type(cache).__name__}; expected a GirihCache")
+        if cu_seqlens is not None and cache is not None and cache.layers[0].record_past:
             raise ValueError(
                 "cu_seqlens: packed sequences cannot be taken back, as the cache's past is recorded"
             )
         if use_cache is None:
             use_cache = config.use_cache and not self.training and cu_seqlens is None
-        if past_key_values is None and use_cache:
-            past_key_values = self.new_cache()
+        if cache is None and use_cache:
+            cache = self.new_cache()
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
-        call, every = (input_ids, inputs_embeds, attention_mask, past_key_values, cu_seqlens, chunk), None
-        if past_key_values is not None and not output_hidden_states:
-            every = past_key_values.steps.hidden_states(self, *call)
+        call, every = (input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, chunk), None
+        if cache is not None and not output_hidden_states:
+            every = cache.steps.hidden_states(self, *call)
         if every is None:
             every = self.hidden_states(*call)
         output = BaseModelOutputWithPast(
             last_hidden_state=every[-1],
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             hidden_states=tuple(every) if output_hidden_states else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
@@ -189,7 +194,7 @@ class Backbone(GirihPreTrainedModel):
         every, states, branch = [], [], None
         checkpoints = self.gradient_checkpointing and self.training
         in_parts = not checkpoints and all(
-            type(block) is Block and without_hooks(block) and block._compiled_call_impl is None
+            type(block) is Block and is_called_plainly(block) and not is_compiled_in_place(vars(block))
             for block in blocks
         )
         for i, block in enumerate(blocks):

@@ -67,6 +67,11 @@ class StateLayer(CacheLayerMixin):
     def is_sliding(self) -> bool:
         return self.static is not None and self.static.is_sliding
 
+    @property
+    def is_croppable(self) -> bool:
+        """By this transformers knows, since 5.24, that tokens can be taken back."""
+        return self.record_past
+
     def reset(self) -> None:
         self.state: Any = None
         self.tokens = 0
@@ -211,10 +216,11 @@ class GirihCache(Cache):
 
         >>> from girih.models import GirihConfig, GirihForCausalLM
         >>> model = GirihForCausalLM(GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2)).eval()
+        >>> cache = model.new_cache()
         >>> with torch.no_grad():
-        ...     cache = model(torch.randint(256, (1, 50)), use_cache=True).past_key_values
+        ...     _ = model(torch.randint(256, (1, 50)), cache=cache)
         ...     then = cache.checkpoint()
-        ...     _ = model(torch.randint(256, (1, 7)), past_key_values=cache)
+        ...     _ = model(torch.randint(256, (1, 7)), cache=cache)
         >>> cache.get_seq_length(), then.get_seq_length(), cache.restore(then).get_seq_length()
         (57, 50, 50)
         """

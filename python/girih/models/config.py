@@ -41,7 +41,7 @@ class GirihConfig(PretrainedConfig):
     """
 
     model_type = "girih"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["cache", "past_key_values"]
     attribute_map: ClassVar = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 
     vocab_size: int = 256

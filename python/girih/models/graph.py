@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from girih import _torch_internals as internals
 from girih.nn import map_state
 from girih.nn.state import by_itself, stepped
 from girih.nn.step import by_weights_alone
@@ -53,8 +54,7 @@ class Shared:
                     graph.capture_end()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the pool is closed, unless capture_end failed
-                    torch._C._cuda_endAllocateToPool(device, self.pool)
-                    torch._C._cuda_releasePool(device, self.pool)
+                    internals.release_graph_pool(device, self.pool)
                 raise
         return graph
 
@@ -98,17 +98,17 @@ class Taken:
     def __init__(self, model: nn.Module, gone: Callable[[Any], None]):
         self.model, modules = weakref.ref(model, gone), [*model.modules()]
         self.own = [vars(module) for module in modules]
-        self.named = [d for v in self.own for d in (v["_modules"], v["_parameters"], v["_buffers"]) if d]
+        self.named = [table for module in modules for table in internals.module_tables(module) if table]
         self.parts = [*values(self.named)]
         self.weights = [part for part in self.parts if isinstance(part, Tensor)]
         self.places = self.stand()
-        self.hooks = [d for v in self.own for d in (v["_forward_hooks"], v["_forward_pre_hooks"])]
+        self.hooks = [table for module in modules for table in internals.hook_tables(module)]
         # Other modules may do more than their operators, as adapters that are switched on and off.
         self.known = all(type(m).__module__.startswith(("girih.", "torch.nn.modules.")) for m in modules)
 
     def can_be(self, device: torch.device) -> bool:
         plain = all(type(w) in (Tensor, nn.Parameter) and w.device == device for w in self.weights)
-        compiled = any("_compiled_call_impl" in v for v in self.own)
+        compiled = any(map(internals.is_compiled_in_place, self.own))
         return self.known and plain and not compiled
 
     def stand(self) -> list:
@@ -120,7 +120,7 @@ class Taken:
         return (
             model is self.model()
             and not any(self.hooks)
-            and not nn.modules.module._has_any_global_hook()
+            and not internals.has_global_hook()
             and not any(map(operator.contains, self.own, itertools.repeat("forward")))
             and sum(map(len, self.named)) == len(self.parts)
             and all(map(operator.is_, values(self.named), self.parts))

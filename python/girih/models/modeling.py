@@ -9,6 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
+from girih.models.cache_argument import CACHE, given_cache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
@@ -128,7 +129,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: GirihCache | None = None,
+        cache: GirihCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -145,6 +146,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         chunk: int | None = None,
+        past_key_values: GirihCache | None = None,
     ) -> CausalLMOutputWithPast | tuple:
         cu_seqlens = self.packed(
             input_ids,
@@ -158,7 +160,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids,
             attention_mask,
-            past_key_values=past_key_values,
+            cache=given_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -193,7 +195,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
+            **{CACHE: getattr(output, CACHE)},
             hidden_states=output.hidden_states,
         )
         return (

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
+from girih._torch_internals import register_dataclass
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
 from girih.nn.linears import together
@@ -41,7 +41,7 @@ class Slots:
     see: Tensor
 
 
-register_dataclass(Slots, serialized_type_name="girih.nn.attention.Slots")  # programs may return it
+register_dataclass(Slots, "girih.nn.attention.Slots")  # programs may return it
 _slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
 
 

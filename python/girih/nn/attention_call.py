@@ -1,7 +1,7 @@
 """The call that attention modules of transformers get, as the call of a layer.
 
 transformers calls attention as `attention(hidden_states, position_embeddings=, attention_mask=,
-position_ids=, past_key_values=, use_cache=, ...)` and takes `(y, attention weights)`. A layer reads from it
+position_ids=, cache=, use_cache=, ...)` and takes `(y, attention weights)`. A layer reads from it
 which tokens are masked, where packed sequences start and what the cache holds of its own.
 """
 
@@ -15,8 +15,8 @@ from girih.nn.layer import Layer
 from girih.nn.packing import bounds
 from girih.nn.step import PLAIN, Product, RowInput
 
-# What attention modules call the cache: most, and GPT-NeoX and GPT-BigCode.
-CACHES = ("past_key_values", "layer_past")
+# What attention modules call the cache: those of transformers 5.24, most before it, GPT-NeoX and GPT-BigCode.
+CACHES = ("cache", "past_key_values", "layer_past")
 # By any of these a call is one of transformers' and not one of a layer's own.
 OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
 
@@ -116,20 +116,20 @@ def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> 
 
     if layer_idx is None:
         raise ValueError(
-            "past_key_values: the layer does not know its place in a cache; set its layer_idx, let "
+            "cache: the layer does not know its place in a cache; set its layer_idx, let "
             "girih.replace_attention put it into the model, or call the model with use_cache=False"
         )
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer_idx and getattr(cache, "layer_class_to_replicate", None) is not None:
         layers.append(cache.layer_class_to_replicate())
     if len(layers) <= layer_idx:
-        raise ValueError(f"past_key_values has {len(layers)} layers; the layer's layer_idx is {layer_idx}")
+        raise ValueError(f"cache has {len(layers)} layers; the layer's layer_idx is {layer_idx}")
     there = layers[layer_idx]
     if not isinstance(there, StateLayer):
         seen = there.get_seq_length() if hasattr(there, "get_seq_length") else 0
         if not isinstance(seen, int) or seen > 0:
             raise ValueError(
-                f"past_key_values holds keys of layer {layer_idx}, of tokens that its mixer has not read; "
+                f"cache holds keys of layer {layer_idx}, of tokens that its mixer has not read; "
                 "start from an empty cache"
             )
         layers[layer_idx] = there = (kind or StateLayer)(there)
@@ -144,7 +144,6 @@ def attend(
     **call: Any,
 ) -> tuple[Tensor, None]:
     """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
-    refuse_pages(call)
     said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
     cache = cache_of(call)
     if cache is None:
@@ -157,19 +156,18 @@ def attend(
 
 
 def cache_of(call: dict[str, Any]) -> Any:
-    return next((call[name] for name in CACHES if call.get(name) is not None), None)
-
-
-def refuse_pages(call: dict[str, Any]) -> None:
-    if call.get("cache") is not None:
-        raise ValueError("cache: a state has no pages; continuous batching is for attention")
+    """The cache of a call, by whatever name; pages of keys are refused."""
+    cache = next((call[name] for name in CACHES if call.get(name) is not None), None)
+    if cache is not None and not hasattr(getattr(cache, "self_attention_cache", cache), "layers"):
+        raise ValueError(
+            f"cache is a {type(cache).__name__}; a state has no pages: continuous batching is for attention"
+        )
+    return cache
 
 
 def refuse_packed(tokens: Tokens) -> None:
     if tokens.cu_seqlens is not None:
-        raise ValueError(
-            "past_key_values: no cache is kept of packed sequences; call the model with use_cache=False"
-        )
+        raise ValueError("no cache is kept of packed sequences; call the model with use_cache=False")
 
 
 OF_TOKENS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from girih import _torch_internals as internals
 from girih.nn.norm import RMSNorm
 
 PACK, WIDEST = 8, 8192  # of the kernels: elements of a pack, and of the widest row
@@ -30,7 +30,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """By torch.func, or forward mode."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return internals.has_transform() or internals.has_forward_mode()
 
 
 def is_compiled(*tensors: Tensor) -> bool:
@@ -58,20 +58,9 @@ def has_kernel(*tensors: Tensor, dense: bool = True) -> bool:
     )
 
 
-def without_hooks(module: nn.Module) -> bool:
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-        or nn.modules.module._has_any_global_hook()
-    )
-
-
 def is_product(linear: nn.Module) -> bool:
     """By a weight, and nothing else: neither an adapter's nor a hook's."""
-    return type(linear) is nn.Linear and linear.bias is None and without_hooks(linear)
+    return type(linear) is nn.Linear and linear.bias is None and internals.is_called_plainly(linear)
 
 
 def has_norm(x: Tensor, *weights: Tensor) -> bool:
@@ -88,7 +77,7 @@ def is_norm(module: nn.Module, x: Tensor, rows: torch.dtype) -> bool:
     """An RMSNorm as it was made, without a hook, and x is rows or the fp32 sums of them."""
     return (
         type(module) is RMSNorm
-        and without_hooks(module)
+        and internals.is_called_plainly(module)
         and has_norm(x, module.weight)
         and (x.dtype == rows or (x.dtype == torch.float32 and rows in TYPES))
     )
@@ -114,7 +103,9 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
     if kernel:
         return torch.ops.girih.residual_norm(x, branch, norm.weight, norm.eps, rows)
     y = norm(x)
-    rounds = is_compiled(x, y) and type(norm) is RMSNorm and without_hooks(norm) and y.dtype in TYPES
+    rounds = (
+        is_compiled(x, y) and type(norm) is RMSNorm and internals.is_called_plainly(norm) and y.dtype in TYPES
+    )
     return x, y.to(products) if products and rounds else y
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from girih._torch_internals import is_watched
 from girih.nn.fused import PACK, autocast_device, has_kernel
 
 LOGITS = 2**26  # that are there at once; in fp32 256 MiB, and without a kernel their gradient as much
@@ -28,7 +29,7 @@ def with_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """sums + a b, in fp32 at least; on a GPU, and in fp16, whose range it may leave, without a rounding
     of the product."""
     # A mode that watches operators may not know this one's arguments, as that of FLOPs does not.
-    if has_kernel(a, b, dense=False) and a.dtype != sums.dtype and not torch._C._len_torch_dispatch_stack():
+    if has_kernel(a, b, dense=False) and a.dtype != sums.dtype and not is_watched():
         return torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     return sums + (
         a.to(sums.dtype) @ b.to(sums.dtype) if a.dtype == torch.float16 else (a @ b).to(sums.dtype)

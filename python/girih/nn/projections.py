@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from girih._torch_internals import is_called_plainly
 from girih.nn.decay import DecayGate
-from girih.nn.fused import is_product, without_hooks
+from girih.nn.fused import is_product
 from girih.nn.gates import gated
 from girih.nn.layer import GateLinear, check_features
 from girih.nn.linears import takes
@@ -45,8 +46,8 @@ def projections(
 
 def weight_of(module: nn.Module) -> Tensor | None:
     """That of its product, where the module is as it was made."""
-    if type(module) is GateLinear and without_hooks(module):
+    if type(module) is GateLinear and is_called_plainly(module):
         return module.weight
-    if type(module) is DecayGate and without_hooks(module):
+    if type(module) is DecayGate and is_called_plainly(module):
         module = module.proj
     return module.weight if is_product(module) else None

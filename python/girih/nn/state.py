@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from girih import _torch_internals as internals
 from girih import ops
 
 
@@ -52,8 +53,8 @@ def by_itself(x: Tensor) -> bool:
         or torch.is_grad_enabled()
         or type(x) is not Tensor
         or torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or internals.is_watched()
+        or internals.has_transform()
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from girih._torch_internals import is_operator
+
 
 @functools.cache
 def describe() -> dict[str, dict[str, Any]]:
@@ -61,7 +63,7 @@ class _Catch(TorchFunctionMode):
     """Ends a function of girih.ops where it calls its registered operator."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if isinstance(function, torch._ops.OpOverloadPacket):
+        if is_operator(function):
             raise _Flat(args, kwargs or {})
         return function(*args, **kwargs or {})
 

@@ -1,0 +1,181 @@
+// What girih takes of PyTorch beyond its public C++ API. Nothing else in csrc includes a header of these, so
+// a new version of PyTorch is met here: one `#if` for each change. tests/cpp/torch_internals.cpp has a test
+// of each.
+//
+// girih builds with PyTorch 2.11 to 2.15 (cmake/torch_versions.cmake).
+#pragma once
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <ATen/functorch/DynamicLayer.h>
+#include <ATen/functorch/PlumbingHelper.h>
+#include <c10/core/AutogradState.h>
+#include <dlfcn.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/version.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#define GIRIH_TORCH_AT_LEAST(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
+
+namespace girih::torch_internals {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// ---- a node of the graph with a name of its own -------------------------------------------------
+
+// torch::autograd::Function<T> names its nodes after the C++ type T. A NamedNode has its operator's name, as
+// profilers and error messages show it; otherwise it is what Function<T>::apply makes.
+
+template <class T>
+class NamedNode : public torch::autograd::CppNode<T> {
+ public:
+  explicit NamedNode(std::string name) : name_(std::move(name)) {}
+  std::string name() const override { return name_; }
+
+ private:
+  std::string name_;
+};
+
+// PyTorch 2.15 holds nodes by an intrusive pointer.
+#if GIRIH_TORCH_AT_LEAST(15)
+template <class T>
+using NodePointer = c10::intrusive_ptr<T>;
+template <class T>
+NodePointer<NamedNode<T>> make_node(std::string name) {
+  return c10::make_intrusive<NamedNode<T>>(std::move(name));
+}
+#else
+template <class T>
+using NodePointer = std::shared_ptr<T>;
+template <class T>
+NodePointer<NamedNode<T>> make_node(std::string name) {
+  return {new NamedNode<T>(std::move(name)), torch::autograd::deleteNode};
+}
+#endif
+
+// Connects a new node to the graph: its gradients flow to `inputs`, which are defined.
+template <class T>
+void connect_inputs(const NodePointer<NamedNode<T>>& node, const variable_list& inputs) {
+  node->set_ctx_grad_fn(node);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  node->clear_input_metadata();
+  node->is_variable_input_.assign(inputs.size(), true);
+  for (const auto& input : inputs) node->input_info_.emplace_back(input);
+}
+
+// The outputs of a forward pass with `node` as their history. What the context keeps is saved: nothing may be
+// added to it afterwards.
+template <class T>
+variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variable_list& inputs,
+                             const variable_list& outputs) {
+  const std::vector<std::optional<at::Tensor>> raw(outputs.begin(), outputs.end());
+  const auto view_as_self = [](const at::Tensor& x) { return x.view_as(x); };
+#if GIRIH_TORCH_AT_LEAST(15)
+  c10::intrusive_ptr<torch::autograd::Node> attached;
+  const auto wrapped = torch::autograd::_wrap_outputs(
+      inputs, node->ctx_.get_non_differentiable(), node->ctx_.get_and_bump_dirty(), raw, node,
+      /*jvp_user_function=*/{}, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false, attached);
+#else
+  const auto wrapped = torch::autograd::_wrap_outputs(
+      inputs, node->ctx_.get_non_differentiable(), node->ctx_.get_and_bump_dirty(), raw, node,
+      /*jvp_user_function=*/{}, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false);
+#endif
+  variable_list attached_outputs;
+  for (const auto& output : wrapped) {
+    node->output_info_.emplace_back(*output);
+    attached_outputs.push_back(*output);
+  }
+  node->save_variables_to_ctx();
+#if GIRIH_TORCH_AT_LEAST(15)
+  if (attached) torch::autograd::fire_node_creation_hooks(attached);
+#endif
+  return attached_outputs;
+}
+
+// ---- the autograd engine ------------------------------------------------------------------------
+
+// While it lives, the engine runs backward passes on the calling thread, where the guards of the caller hold.
+// Otherwise the engine hands CUDA work to a thread of its own.
+class SingleThreadedEngine {
+ public:
+  SingleThreadedEngine() { set(false); }
+  ~SingleThreadedEngine() { set(before_); }
+  SingleThreadedEngine(const SingleThreadedEngine&) = delete;
+  SingleThreadedEngine& operator=(const SingleThreadedEngine&) = delete;
+
+ private:
+  static c10::AutogradState& state() { return c10::AutogradState::get_tls_state(); }
+  static void set(bool threads) { state().set_multithreading_enabled(threads); }
+
+  const bool before_ = state().get_multithreading_enabled();
+};
+
+// While it lives, this thread does not hold Python's lock, under which the engine refuses to run. libgirih.so
+// is not linked with Python: the functions are those of the process, where there are some.
+class GilRelease {
+ public:
+  GilRelease() {
+    if (python().save != nullptr && python().is_held() != 0) thread_ = python().save();
+  }
+  ~GilRelease() {
+    if (thread_ != nullptr) python().restore(thread_);
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  struct Python {
+    int (*is_held)() = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    void* (*save)() = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    void (*restore)(void*) = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+  };
+  static const Python& python() {
+    static const Python functions;
+    return functions;
+  }
+
+  void* thread_ = nullptr;
+};
+
+// The keys of this thread with autograd on, as within torch.enable_grad, and autocast off.
+inline c10::impl::ForceDispatchKeyGuard autograd_without_autocast() {
+  const auto tls = c10::impl::tls_local_dispatch_key_set();
+  return {tls.included_, (tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView) |
+                             c10::autocast_dispatch_keyset};
+}
+
+// ---- torch.func ---------------------------------------------------------------------------------
+
+// Raises an error where a transform of torch.func is active that cannot see through a node written in C++.
+inline void check_no_transform_of_nodes() {
+  if (const auto& functorch = at::functorch::functorchTLSAccessor())
+    functorch->checkSupportsCppAutogradFunction();
+}
+
+// The level of the innermost torch.vmap.
+inline int64_t vmap_level() {
+  const auto layer = at::functorch::maybeCurrentDynamicLayer();
+  TORCH_INTERNAL_ASSERT(layer.has_value());
+  return layer->layerId();
+}
+
+// A tensor without its mapped dimension of this level, and which dimension that is; none where it is not
+// mapped.
+inline std::pair<at::Tensor, std::optional<int64_t>> remove_mapped_dimension(const at::Tensor& tensor,
+                                                                             int64_t level) {
+  auto [inside, dimension] = at::functorch::unwrapTensorAtLevel(tensor, level);
+  return {std::move(inside), dimension};
+}
+
+// A tensor whose first dimension is the mapped one of this level.
+inline at::Tensor add_mapped_dimension(const at::Tensor& tensor, int64_t level) {
+  return at::functorch::makeBatched(tensor, 0, level);
+}
+
+}  // namespace girih::torch_internals

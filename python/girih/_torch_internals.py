@@ -1,0 +1,85 @@
+"""What girih takes of PyTorch's Python beyond its public API.
+
+No other module of the package uses a private name of PyTorch, so a new version of PyTorch is met here.
+tests/python/test_torch_internals.py has a test of each function.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils import _pytree
+
+
+def is_operator(function: Any) -> bool:
+    """Whether it is one of torch.ops, all overloads of it together."""
+    return isinstance(function, torch._ops.OpOverloadPacket)
+
+
+def is_watched() -> bool:
+    """Whether a TorchDispatchMode sees every operator, as one that counts FLOPs does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def has_transform() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def has_forward_mode() -> bool:
+    """Whether forward-mode AD is active."""
+    return forward_ad._current_level >= 0
+
+
+def has_global_hook() -> bool:
+    """Whether a hook is registered for all modules of the process."""
+    return nn.modules.module._has_any_global_hook()
+
+
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether a call of the module runs its class's forward alone: no hook, no replaced forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        or has_global_hook()
+    )
+
+
+def is_compiled_in_place(own: dict[str, Any]) -> bool:
+    """Whether `module.compile()` was called; own: `vars(module)`."""
+    return own.get("_compiled_call_impl") is not None
+
+
+def module_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The dicts of the module's submodules, parameters and buffers; later changes appear in them."""
+    own = vars(module)
+    return own["_modules"], own["_parameters"], own["_buffers"]
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The dicts that hold the module's forward hooks and forward pre-hooks; later changes appear in them."""
+    own = vars(module)
+    return own["_forward_hooks"], own["_forward_pre_hooks"]
+
+
+def release_graph_pool(device: int, pool: Any) -> None:
+    """Give up a memory pool of CUDA graphs after a capture that failed between begin and end.
+
+    device: index of the CUDA device. pool: what `torch.cuda.graph_pool_handle()` returned. Raises
+    RuntimeError where the capture's end has released it.
+    """
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
+
+
+def register_dataclass(cls: type, name: str) -> None:
+    """Let torch.export and torch.compile take a dataclass apart into its fields.
+
+    name: what exported programs call it. `torch.export.register_dataclass` does the same, but its import
+    takes half a second.
+    """
+    _pytree.register_dataclass(cls, serialized_type_name=name)
