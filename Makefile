@@ -8,8 +8,9 @@
 # make test-gpu [STAGES=...] [PARTS=...] [RECORD=file]  every test on a GPU, compute-sanitizer's too, and their record
 # make smoke TORCH=2.13                                 builds for this torch and runs a little of everything
 # make wheel [CUDA=ON] [TORCHES=2.14,2.15] [ARCHITECTURES=...]  one wheel for every Python and these torches, in dist/
-# make check-wheel [TORCHES=2.14]                      that wheel in clean environments
-# make check-compilers                                  g++, clang and nvcc 12.8 compile the sources without a warning
+# make check-wheel [TORCHES=2.14] [INTERPRETER=python3.13]  that wheel in clean environments
+# make check-compilers                                  each installed g++ and clang compiles C++ without a warning; CUDA
+#                                                       12.8's headers and ptxas accept the kernels
 # make format / make check-format
 #
 # CHUNKS=4,8,16,32   of MIXER=cat: trains one model for all of these chunk lengths
@@ -25,6 +26,11 @@
 given = $(if $(filter command,$(firstword $(origin $(1)))),$($(1)))
 ifeq ($(call given,CUDA),)
 CUDA := AUTO
+endif
+ifneq ($(call given,PYTHON),)
+ifneq ($(call given,TORCH),)
+$(error TORCH=$(TORCH) with PYTHON=$(PYTHON): give one of them, PYTHON has a torch of its own)
+endif
 endif
 newest := $(shell sed -n 's/^NEWEST = "\(.*\)"/\1/p' python/girih/_library.py)
 ifeq ($(call given,PYTHON),)
@@ -81,20 +87,20 @@ test-gpu: gpu $(if $(filter no,$(call given,BUILD)),,build)
 smoke: build
 	@$(run) tests/smoke.py
 
-# What torch brings is not in it; the tag says which systems' libraries it needs.
-of_torch := libtorch* libc10*
+# The wheel leaves out torch's libraries and CUDA's, which torch brings; auditwheel sets the platform tag.
+torch_libraries := libtorch* libc10* libcudart*
 architectures = $(or $(call given,ARCHITECTURES),80;90a-real;100-real;120-real)
 wheel: environment
-	@rm -rf build/wheels
-	@GIRIH_CUDA=$(CUDA) GIRIH_WARNINGS=$(call given,WARNINGS) CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
-	  GIRIH_TORCHES="$$(python3 tools/environment.py --headers $(or $(call given,TORCHES),all))" \
-	  $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels .
-	@PATH=$(dir $(PYTHON)):$$PATH $(PYTHON) -m auditwheel repair --plat auto $(foreach l,$(of_torch),--exclude '$l') \
+	@rm -rf build/wheels dist/girih-*.whl
+	@torches="$$(python3 tools/environment.py --headers $(or $(call given,TORCHES),all))" || exit 1; \
+	  GIRIH_CUDA=$(CUDA) GIRIH_WARNINGS=$(call given,WARNINGS) CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
+	  GIRIH_TORCHES="$$torches" $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels .
+	@PATH=$(dir $(PYTHON)):$$PATH $(PYTHON) -m auditwheel repair --plat auto $(foreach l,$(torch_libraries),--exclude '$l') \
 	  --wheel-dir dist build/wheels/*.whl
 	@ls -l dist/*.whl
 
 check-wheel: environment
-	@$(PYTHON) tests/wheel.py $(call option,TORCHES,torches)
+	@$(PYTHON) tests/wheel.py $(call option,TORCHES,torches) $(call option,INTERPRETER,python)
 
 check-compilers: environment
 	@$(PYTHON) tests/compilers.py

@@ -26,15 +26,23 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-TOOLS = Path(sys.executable).parent  # cmake and ninja are wheels, their programs stand beside Python
+TOOLS = Path(sys.executable).parent  # the folder of Python has the cmake and ninja of PyPI
 PATH = os.pathsep.join([str(TOOLS), os.environ["PATH"]])
+
+
+def choice(variable: str, *values: str) -> str:
+    """A variable of the environment, by default the first of its values."""
+    value = os.environ.get(variable) or values[0]
+    if value not in values:
+        sys.exit(f"{variable} is {value!r}; expected {' or '.join(filter(None, values))}")
+    return value
 
 
 def use_cuda() -> bool:
     """GIRIH_CUDA with AUTO resolved now: a GPU that has come or gone since the last build counts."""
-    choice = os.environ.get("GIRIH_CUDA") or "AUTO"
-    if choice != "AUTO":
-        return choice == "ON"
+    cuda = choice("GIRIH_CUDA", "AUTO", "ON", "OFF")
+    if cuda != "AUTO":
+        return cuda == "ON"
     nvidia_smi = shutil.which("nvidia-smi")
     return nvidia_smi is not None and subprocess.run([nvidia_smi, "-L"], capture_output=True).returncode == 0
 
@@ -61,25 +69,35 @@ def run(*command: str) -> None:
 def build(source: Path, tree: Path, *options: str) -> None:
     """Configure and build a tree of CMake.
 
-    Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Another Python
-    or option starts from an empty cache: the old one holds paths of the old.
+    Configuring takes seconds; ninja does it again by itself when CMakeLists.txt has changed. Other options,
+    another Python or another compiler start from an empty cache.
     """
     configure = ["cmake", "-S", str(source), "-B", str(tree), "-G", "Ninja", *options]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=PATH)}"]
-    if os.environ.get("GIRIH_WARNINGS") == "error":
+    if choice("GIRIH_WARNINGS", "", "error"):
         configure += ["-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
+    compilers = [f"{name}={os.environ.get(name, '')}" for name in ("CC", "CXX", "CUDACXX", "CUDAHOSTCXX")]
+    # The environment's ninja stands last: one environment goes on with the tree of another while it is there.
+    ninja = shutil.which("ninja", path=PATH)
     configured = tree / "configured.txt"
     tree.mkdir(parents=True, exist_ok=True)
-    if not configured.exists() or configured.read_text() != "\n".join(configure):
-        run(*configure, "--fresh")
-        configured.write_text("\n".join(configure))
+    *before, ninja_before = configured.read_text().splitlines() if configured.exists() else [""]
+    if before != [*configure, *compilers] or not Path(ninja_before).exists():
+        run(*configure, f"-DCMAKE_MAKE_PROGRAM={ninja}", "--fresh")
+        configured.write_text("\n".join([*configure, *compilers, ninja]))
     run("cmake", "--build", str(tree))
+
+
+def find_nvcc() -> str | None:
+    """The compiler of the kernels: of the PATH or of this Python's packages, else where CUDA is installed."""
+    folders = [PATH, str(torch_folder() / "nvidia" / "cu13" / "bin"), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def build_kernels(tree: Path, output: Path) -> Path:
     """libgirih_kernels.so in the folder `output`."""
     options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
-    options += [f"-Dtoolkit_hints={torch_folder() / 'nvidia' / 'cu13' / 'bin'}"]
+    if nvcc := find_nvcc():
+        options += [f"-DGIRIH_NVCC={nvcc}"]
     if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
         options += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
     build(ROOT / "kernels", tree, *options)
@@ -100,12 +118,17 @@ class CMakeBuild(build_ext):
 
     def build_package(self, package: Path) -> None:
         """girih/lib and girih/bin, beside torch/lib."""
+        for folder in ("lib", "bin", "include"):  # of a build before
+            shutil.rmtree(package / folder, ignore_errors=True)
         trees = ROOT / "build" / "wheel"
         shared = ["-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"]
         shared += ["-DGIRIH_TORCH_LIBRARIES=$ORIGIN/../../../torch/lib"]
+        shared += ["-DGIRIH_CUDA_LIBRARIES=$ORIGIN/../../../nvidia/cu13/lib"]
         shared += self.cuda_options(trees, trees / "lib")
-        given = [Path(folder) for folder in os.environ.get("GIRIH_TORCHES", "").split(os.pathsep) if folder]
-        for packages in given or [torch_folder()]:
+        folders = os.environ.get("GIRIH_TORCHES", str(torch_folder()))
+        if not folders:
+            sys.exit("GIRIH_TORCHES is empty; expected folders of packages, each with a torch")
+        for packages in map(Path, folders.split(os.pathsep)):
             minor = torch_minor(packages)
             prefixes = f"{packages / 'torch' / 'share' / 'cmake'};{torch_folder() / 'nvidia' / 'cu13'}"
             tree = trees / f"torch{minor}"

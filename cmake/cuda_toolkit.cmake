@@ -1,4 +1,4 @@
-# Finds nvcc and makes its toolkit the one of this build. HINTS: `toolkit_hints`, folders that hold bin/nvcc.
+# Finds nvcc, GIRIH_NVCC, and uses its toolkit. `toolkit_hints`: folders that hold nvcc.
 find_program(GIRIH_NVCC nvcc HINTS ${toolkit_hints} ENV CUDA_PATH PATH_SUFFIXES bin PATHS /usr/local/cuda/bin)
 if(GIRIH_NVCC)
   get_filename_component(toolkit ${GIRIH_NVCC} REALPATH)

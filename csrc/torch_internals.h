@@ -1,6 +1,5 @@
-// What girih takes of PyTorch beyond its public C++ API. Nothing else in csrc includes a header of these, so
-// a new version of PyTorch is met here: one `#if` for each change. tests/cpp/torch_internals.cpp has a test
-// of each.
+// Calls of PyTorch outside its public C++ API that change between versions: one `#if` for each difference.
+// Tests: tests/cpp/torch_internals.cpp, tests/python/test_transforms.py.
 //
 // girih builds with PyTorch 2.11 to 2.15 (cmake/torch_versions.cmake).
 #pragma once
@@ -24,7 +23,6 @@
 
 namespace girih::torch_internals {
 
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // ---- a node of the graph with a name of its own -------------------------------------------------
@@ -55,7 +53,9 @@ template <class T>
 using NodePointer = std::shared_ptr<T>;
 template <class T>
 NodePointer<NamedNode<T>> make_node(std::string name) {
-  return {new NamedNode<T>(std::move(name)), torch::autograd::deleteNode};
+  // By a call: with the function's address in its data, libgirih.so could not load lazily.
+  const auto remove = [](torch::autograd::Node* node) { torch::autograd::deleteNode(node); };
+  return {new NamedNode<T>(std::move(name)), remove};
 }
 #endif
 
@@ -69,8 +69,8 @@ void connect_inputs(const NodePointer<NamedNode<T>>& node, const variable_list& 
   for (const auto& input : inputs) node->input_info_.emplace_back(input);
 }
 
-// The outputs of a forward pass with `node` as their history. What the context keeps is saved: nothing may be
-// added to it afterwards.
+// Sets `node` as the history of `outputs`. Saves what the context keeps: add nothing to the context
+// afterwards.
 template <class T>
 variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variable_list& inputs,
                              const variable_list& outputs) {

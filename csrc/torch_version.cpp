@@ -1,5 +1,5 @@
-// Ends a process that has loaded another PyTorch than this library was built for, in one line: C++ functions
-// and classes of PyTorch change from one minor version to the next, and what follows would be a crash.
+// Ends a process that has loaded another PyTorch than this library was built for, in one line. PyTorch's C++
+// classes change between minor versions, and a mismatch crashes.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/version.h>
 

@@ -16,7 +16,7 @@ def run(name: str) -> NoReturn:
     """Run the program that was built for the torch that is installed."""
     (package,) = map(Path, find_spec("girih").submodule_search_locations)
     try:
-        folder = runpy.run_path(str(package / "_library.py"))["folder"](version("torch")).name
+        folder = runpy.run_path(str(package / "_library.py"))["find_folder"](version("torch")).name
     except ImportError as error:
         sys.exit(f"{name}: {error}")
     program = package / "bin" / folder / name

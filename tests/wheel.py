@@ -18,15 +18,21 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / "build" / "wheels" / "environments"
 
 
+def environment_of(release: str, python: str) -> Path:
+    return ENVIRONMENTS / f"torch{release}-{Path(python).name}"
+
+
 def check(release: str, wheel: Path, python: str) -> bool:
     """Whether all of the smoke tests pass beside this torch."""
-    folder = ENVIRONMENTS / f"torch{release}-{Path(python).name}"
+    folder = environment_of(release, python)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     own = folder / "bin" / "python"
     packages = [str(wheel), f"torch=={release}", "cmake", "ninja", "numpy"]
     install = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     subprocess.run([*install, *packages], check=True)
+    copies = [str(file) for file in own.parent.parent.glob("lib/python*/site-packages/girih.libs/*")]
+    assert not copies, f"the wheel has libraries that are not girih's: {copies}"
     empty = folder / "empty"
     empty.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -42,18 +48,21 @@ def main() -> int:
     options = parser.parse_args()
     wheels = sorted((ROOT / "dist").glob("girih-*.whl"))
     if len(wheels) != 1:
-        print(f"dist/ has {len(wheels)} wheels, not one: run make wheel", file=sys.stderr)
+        print(f"dist/ has {len(wheels)} wheels; expected one: run make wheel", file=sys.stderr)
         return 2
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     releases = {release.rpartition(".")[0]: release for release in project["tool"]["girih"]["torch"]}
     chosen = options.torches.split(",") if options.torches else list(releases)
+    if unknown := [minor for minor in chosen if minor not in releases]:
+        print(f"torch {unknown[0]}: girih supports {', '.join(releases)}", file=sys.stderr)
+        return 2
     failed = []
     for minor in chosen:
         if not check(releases[minor], wheels[0], options.python):
             failed.append(minor)
         if not options.keep:
-            shutil.rmtree(ENVIRONMENTS)
-    print(f"{wheels[0].name}: {f'FAILED beside torch {failed}' if failed else 'well'}")
+            shutil.rmtree(environment_of(releases[minor], options.python))
+    print(f"{wheels[0].name}: {f'FAILED beside torch {failed}' if failed else 'passed'}")
     return bool(failed)
 
 

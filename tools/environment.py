@@ -108,20 +108,20 @@ def pip_install(python: Path, *arguments: str) -> None:
     run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
 
-def supported(project: dict) -> dict[str, str]:
+def list_releases(project: dict) -> dict[str, str]:
     """The release of torch that stands for each minor version: {"2.11": "2.11.0", ...}, the oldest first."""
     return {release.rpartition(".")[0]: release for release in project["tool"]["girih"]["torch"]}
 
 
-def release_of(project: dict, minor: str) -> str:
-    releases = supported(project)
+def find_release(project: dict, minor: str) -> str:
+    releases = list_releases(project)
     if minor not in releases:
         sys.exit(f"girih supports torch {', '.join(releases)}, not {minor}")
     return releases[minor]
 
 
 def environment(project: dict, minor: str) -> Path:
-    newest = list(supported(project))[-1]
+    newest = list(list_releases(project))[-1]
     return VENV if minor == newest else VENV.with_name(f".venv-torch{minor}")
 
 
@@ -130,27 +130,27 @@ def has_torch(packages: Path, release: str) -> bool:
     return version.exists() and f"'{release}" in version.read_text()
 
 
-def by_name(packages: list[str]) -> dict[str, str]:
+def index_by_name(packages: list[str]) -> dict[str, str]:
     return {package.partition("==")[0]: package for package in packages}
 
 
-def packages_of(project: dict, minor: str) -> list[str]:
+def list_packages(project: dict, minor: str) -> list[str]:
     """What the environment of a torch holds: the oldest torch goes with the oldest of other packages."""
-    packages = by_name(project["dependency-groups"]["environment"])
-    if minor == next(iter(supported(project))):
-        packages |= by_name(project["tool"]["girih"]["oldest"])
-    return [f"torch=={release_of(project, minor)}", *packages.values()]
+    packages = index_by_name(project["dependency-groups"]["environment"])
+    if minor == next(iter(list_releases(project))):
+        packages |= index_by_name(project["tool"]["girih"]["oldest"])
+    return [f"torch=={find_release(project, minor)}", *packages.values()]
 
 
 def make_environment(project: dict, minor: str) -> None:
     venv = environment(project, minor)
-    packages = packages_of(project, minor)
+    packages = list_packages(project, minor)
     toolkit = not nvcc_in_path()
     if toolkit:
         packages += project["dependency-groups"]["toolkit"]
     ready = venv / "ready"  # holds a digest of what was installed
-    asked = [sys.version, *packages, Path(__file__).read_text()]
-    digest = hashlib.sha256("\n".join(asked).encode()).hexdigest()
+    inputs = [sys.version, *packages, Path(__file__).read_text()]
+    digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
     if ready.exists() and ready.read_text() == digest:
         return
     system()
@@ -164,7 +164,7 @@ def make_environment(project: dict, minor: str) -> None:
 
 def download_headers(project: dict, minor: str) -> Path:
     """A folder of packages with torch, though not with all that it needs to run: enough to build with it."""
-    release = release_of(project, minor)
+    release = find_release(project, minor)
     for python in environment(project, minor).glob("lib/python*/site-packages"):
         if has_torch(python, release):
             return python
@@ -175,7 +175,10 @@ def download_headers(project: dict, minor: str) -> Path:
         shutil.rmtree(download, ignore_errors=True)
         print(f"downloading torch {release} into {folder}", file=sys.stderr, flush=True)
         options = ("--no-deps", "--no-compile", "--target", str(download))
-        pip_install(Path(sys.executable), *options, f"torch=={release}")
+        python = environment(project, list(list_releases(project))[-1]) / "bin" / "python"
+        if not python.exists():
+            python = Path(sys.executable)  # which may have no pip
+        pip_install(python, *options, f"torch=={release}")
         download.rename(folder)
     return folder
 
@@ -187,10 +190,10 @@ def main() -> None:
     options = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if options.headers:
-        wanted = list(supported(project)) if options.headers == "all" else options.headers.split(",")
-        print(os.pathsep.join(str(download_headers(project, minor)) for minor in wanted))
+        minors = list(list_releases(project)) if options.headers == "all" else options.headers.split(",")
+        print(os.pathsep.join(str(download_headers(project, minor)) for minor in minors))
         return
-    make_environment(project, options.torch or list(supported(project))[-1])
+    make_environment(project, options.torch or list(list_releases(project))[-1])
 
 
 if __name__ == "__main__":

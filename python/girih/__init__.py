@@ -18,15 +18,14 @@ from girih import _library
 
 try:
     _library.load()
-except (ImportError, OSError):
-    # The report tells what is wrong with an installation that cannot be imported.
-    if "girih.environment" not in sys.orig_argv:
-        raise
-else:
     __path__.append(str(_library.loaded))  # of a checkout: _C, for its tests
     from girih import _auto, ops
 
     _auto.register()
+except Exception:
+    # `python -m girih.environment` reports what is wrong with an installation that cannot be imported.
+    if not any(argument in ("girih.environment", "-mgirih.environment") for argument in sys.orig_argv):
+        raise
 
 __version__ = "0.1.0"
 #: Where CMake's ``find_package(girih)`` finds an installed package; torch's ``torch.utils.cmake_prefix_path``

@@ -7,6 +7,7 @@ A checkout also has `_C` beside libgirih.so: the C++ language model for tests in
 nothing of girih, so that the installed programs can read it without importing torch.
 """
 
+import re
 from pathlib import Path
 
 # The versions of PyTorch that girih supports. CMake reads these two lines.
@@ -16,41 +17,42 @@ NEWEST = "2.15"
 LIBRARIES = Path(__file__).parent / "lib"
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """The major and minor version as numbers.
 
-    >>> numbers("2.15.0+cpu")
+    >>> parse_version("2.15.0+cpu")
     (2, 15)
     """
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def built() -> list[str]:
+def list_built() -> list[str]:
     """The minor versions of PyTorch that libraries are there for, the oldest first."""
     found = (file.parent.name.removeprefix("torch") for file in LIBRARIES.glob("torch*/libgirih.so"))
-    return sorted(found, key=numbers)
+    return sorted(found, key=parse_version)
 
 
-def folder(torch_version: str) -> Path:
+def find_folder(torch_version: str) -> Path:
     """The folder of the libraries for this version of PyTorch.
 
     Raises ImportError in one line where the version is outside of the supported range or has no library.
     """
     supported = f"torch {OLDEST} to {NEWEST}"
-    if not numbers(OLDEST) <= numbers(torch_version) <= numbers(NEWEST):
+    if not parse_version(OLDEST) <= parse_version(torch_version) <= parse_version(NEWEST):
         raise ImportError(
             f"girih supports {supported}, but torch {torch_version} is installed: install a torch of these, "
             f"`pip install torch~={NEWEST}.0`"
         )
-    minor = ".".join(map(str, numbers(torch_version)))
+    minor = ".".join(map(str, parse_version(torch_version)))
     found = LIBRARIES / f"torch{minor}"
     if (found / "libgirih.so").exists():
         return found
-    if not (others := built()):
+    if not (others := list_built()):
         raise ImportError("girih is not built: run `make build`, or `pip install --no-build-isolation .`")
     raise ImportError(
         f"girih was built for torch {', '.join(others)}, but torch {torch_version} is installed: install one "
-        f"of these, or build girih for torch {minor} with `pip install --no-build-isolation .`"
+        f"of these, or build girih for torch {minor}: `make build TORCH={minor}` in a checkout, else "
+        "`pip install --no-build-isolation .`"
     )
 
 
@@ -59,18 +61,24 @@ loaded: Path | None = None
 
 
 def load() -> None:
-    """Load libgirih.so, which registers `torch.ops.girih`. Raises ImportError where none fits (`folder`)."""
+    """Load libgirih.so, which registers `torch.ops.girih`.
+
+    Raises ImportError in one line where no library fits (`find_folder`), or where that one cannot be loaded.
+    """
     global loaded
     import torch
 
-    fitting = folder(torch.__version__)
+    fitting = find_folder(torch.__version__)
     try:
         torch.ops.load_library(fitting / "libgirih.so")
     except OSError as error:
-        if torch.version.cuda or "cuda" not in str(error):
-            raise
+        reason = str(error.__cause__ or error)
+        missing = re.match(r"(lib\S*cuda\S*): cannot open shared object file", reason)
+        if missing is None:
+            raise ImportError(f"{fitting / 'libgirih.so'} cannot be loaded: {reason}") from error
+        cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         raise ImportError(
-            f"girih was built with kernels, for a torch with CUDA, but torch {torch.__version__} has none: "
-            "install PyPI's torch, or build girih with GIRIH_CUDA=OFF"
+            f"girih's kernels need {missing[1]}, but torch {torch.__version__} has {cuda}: install PyPI's "
+            "torch, or build girih with GIRIH_CUDA=OFF"
         ) from error
     loaded = fitting

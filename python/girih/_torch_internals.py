@@ -1,6 +1,6 @@
-"""What girih takes of PyTorch's Python beyond its public API.
+"""Private names of PyTorch's Python that girih uses: a new version of PyTorch changes this module.
 
-No other module of the package uses a private name of PyTorch, so a new version of PyTorch is met here.
+One more is elsewhere: `girih.nn.Layer` overrides `Module._apply`.
 tests/python/test_torch_internals.py has a test of each function.
 """
 

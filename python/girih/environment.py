@@ -32,13 +32,14 @@ WIDTH = 64
 Row = tuple[str, str]
 
 
-def one_line(error: Exception) -> str:
-    """The type and the first line of an error."""
+def one_line(error: BaseException) -> str:
+    """The type and the first line of an error and of what caused it."""
     message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
+    line = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
+    return f"{line}, from {one_line(error.__cause__)}" if error.__cause__ else line
 
 
-def counted(lines: Iterable[str]) -> str:
+def count_lines(lines: Iterable[str]) -> str:
     """Equal lines with their number: "2 x NVIDIA H200"."""
     return "; ".join(f"{count} x {line}" for line, count in Counter(lines).items())
 
@@ -89,7 +90,7 @@ def torch_cards() -> str:
             for index in range(cuda.device_count())
             for capability in [cuda.get_device_capability(index)]
         ]
-        return counted(cards) or "none"
+        return count_lines(cards) or "none"
     except Exception as error:
         return f"none, {one_line(error)}"
 
@@ -101,16 +102,23 @@ def driver_cards() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30)
-        return counted(answer.stdout.splitlines()) or "no card"
+        return count_lines(answer.stdout.splitlines()) or "no card"
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi fails, {one_line(error)}"
 
 
-def libraries() -> list[Row]:
+def list_libraries() -> list[Row]:
     """libgirih.so of each torch that one was built for, and the kernels."""
     found = sorted(LIBRARIES.glob("torch*/libgirih.so")) or ["none"]
-    kernels = str(KERNELS) if KERNELS.exists() else "none: on a card too, operators are PyTorch's (aten)"
+    kernels = str(KERNELS) if KERNELS.exists() else "none: on a GPU too, operators run as PyTorch's (aten)"
     return [*(("library", str(file)) for file in found), ("kernels", kernels)]
+
+
+def has_kernels() -> bool:
+    """Whether the libgirih.so that is loaded calls kernels."""
+    import torch
+
+    return hasattr(torch.ops.girih, "residual_norm")
 
 
 # ---- a small call of each operator -------------------------------------------------------------------------
@@ -157,18 +165,18 @@ def small_call(name: str, device: str, dtype: Any) -> dict[str, Any]:
         )
         for tensor in description["tensors"]
     }
-    of_state = [tensor["name"] for tensor in description["tensors"] if tensor["state"]]
-    call = {argument: tensor for argument, tensor in tensors.items() if argument not in of_state}
+    state_names = [tensor["name"] for tensor in description["tensors"] if tensor["state"]]
+    call = {argument: tensor for argument, tensor in tensors.items() if argument not in state_names}
     required = {option["name"] for option in description["options"] if "default" not in option}
     call |= {option: size_of(option) for option in required}
     state = inspect.signature(getattr(ops, name)).parameters.get("state")
     if state is not None and state.default is inspect.Parameter.empty:
         (kind,) = (kind for kind in typing.get_args(state.annotation) if hasattr(kind, "_fields"))
-        call["state"] = kind(*(tensors[argument] for argument in of_state))
+        call["state"] = kind(*(tensors[argument] for argument in state_names))
     return call
 
 
-def paths(device: str, dtype: Any) -> list[Row]:
+def list_paths(device: str, dtype: Any) -> list[Row]:
     """The path that a small call of each operator takes; nothing is computed."""
     from girih import ops
 
@@ -206,7 +214,7 @@ def report() -> str:
         ("system", system_version()),
         ("cards", torch_cards()),
         ("driver", driver_cards()),
-        *libraries(),
+        *list_libraries(),
     ]
     parts: list[tuple[str, list[Row]]] = []
     try:
@@ -214,9 +222,9 @@ def report() -> str:
         import torch
 
         call = ", ".join(f"{letter} = {size_of(letter)}" for letter in "BTHD")
-        parts.append((f"path of a call with {call}, CPU, float32", paths("cpu", torch.float32)))
-        if torch.cuda.is_available() and hasattr(torch.ops.girih, "residual_norm"):  # with kernels
-            parts.append((f"path of a call with {call}, CUDA, bfloat16", paths("cuda", torch.bfloat16)))
+        parts.append((f"path of a call with {call}, CPU, float32", list_paths("cpu", torch.float32)))
+        if torch.cuda.is_available() and has_kernels():
+            parts.append((f"path of a call with {call}, CUDA, bfloat16", list_paths("cuda", torch.bfloat16)))
     except Exception as error:
         machine.append(("error", one_line(error)))
     sections = ["\n".join(f"{name:<16}{value}" for name, value in machine)]

@@ -55,7 +55,7 @@ TEST_CASE("what a node saved is an error once it was written in place") {
   CHECK_THROWS_AS(y.sum().backward(), c10::Error);
 }
 
-TEST_CASE("a node gives what it saved free after one backward pass") {
+TEST_CASE("a node releases its saved tensors after one backward pass") {
   const auto x = at::randn({3}).requires_grad_(true);
   auto a = at::randn({3});
   const auto y = scale(x, a);

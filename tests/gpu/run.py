@@ -41,7 +41,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu" / "record.json"
 RACECHECK = ROOT / "build" / "racecheck"
-OF_TORCH = f"torch{'.'.join(version('torch').split('.')[:2])}"  # the folder of what one torch needs
+TORCH_FOLDER = f"torch{'.'.join(version('torch').split('.')[:2])}"  # the folder of what one torch needs
 
 LIBRARIES = ROOT / "python" / "girih" / "lib"
 KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/python/test_*_kernels.py"))
@@ -192,7 +192,7 @@ class Runner:
         return judged(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
 
     def cpp(self) -> dict:
-        program = ROOT / "build" / OF_TORCH / "tests" / "cpp" / "girih_tests"
+        program = ROOT / "build" / TORCH_FOLDER / "tests" / "cpp" / "girih_tests"
         if not program.exists():
             return {"green": False, "passed": 0, "failed": 1, "why": f"no {program.relative_to(ROOT)}"}
         code, printed = self.run([str(program)])
@@ -210,7 +210,7 @@ class Runner:
         """Without the test that the record is green, which this makes; and of the C++ models, where they were
         carried here without the extension for this Python, nothing."""
         left_out = [*KERNEL_TESTS, "tests/python/test_gpu_record.py"]
-        if not list(LIBRARIES.glob(f"{OF_TORCH}/_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
+        if not list(LIBRARIES.glob(f"{TORCH_FOLDER}/_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
             tests = sorted((ROOT / "tests" / "python").glob("test_*.py"))
             left_out += [str(p.relative_to(ROOT)) for p in tests if re.search(r"\b_C\b|fuzz", p.read_text())]
             print(f"girih._C is not built for this Python, left out: {' '.join(left_out)}")

@@ -48,7 +48,7 @@ PROJECT = {"tool": {"girih": {"torch": ["2.14.0", "2.15.1"]}}}
 def test_each_torch_has_an_environment_and_the_newest_is_the_default(environment):
     assert environment.environment(PROJECT, "2.15") == environment.VENV
     assert environment.environment(PROJECT, "2.14").name == ".venv-torch2.14"
-    assert environment.release_of(PROJECT, "2.15") == "2.15.1"
+    assert environment.find_release(PROJECT, "2.15") == "2.15.1"
 
 
 def test_the_oldest_torch_goes_with_the_oldest_packages(environment):
@@ -56,14 +56,14 @@ def test_the_oldest_torch_goes_with_the_oldest_packages(environment):
         "tool": {"girih": PROJECT["tool"]["girih"] | {"oldest": ["transformers==5.17.0"]}},
         "dependency-groups": {"environment": ["numpy==2.4.6", "transformers==5.24.0"]},
     }
-    oldest, newest = (environment.packages_of(project, minor) for minor in ("2.14", "2.15"))
+    oldest, newest = (environment.list_packages(project, minor) for minor in ("2.14", "2.15"))
     assert oldest == ["torch==2.14.0", "numpy==2.4.6", "transformers==5.17.0"]
     assert newest == ["torch==2.15.1", "numpy==2.4.6", "transformers==5.24.0"]
 
 
 def test_a_torch_outside_of_the_range_is_refused(environment):
     with pytest.raises(SystemExit, match=r"girih supports torch 2.14, 2.15, not 2.16"):
-        environment.release_of(PROJECT, "2.16")
+        environment.find_release(PROJECT, "2.16")
 
 
 def test_a_torch_to_build_with_is_downloaded_once(environment, monkeypatch):

@@ -21,10 +21,29 @@ def test_the_report_has_the_torch_that_runs_and_a_path_for_each_operator():
     on_cpu, *on_cuda = text.split("path of a call")[1:]
     for name in ops.describe():
         assert re.search(rf"^  {name} +aten: \w", on_cpu, re.MULTILINE), name
-    if torch.cuda.is_available() and environment.KERNELS.exists():
+    if torch.cuda.is_available() and environment.has_kernels():
         (on_card,) = on_cuda
         for name in ops.describe():
             assert re.search(rf"^  {name} +(?!unknown)[\w ]+: \w", on_card, re.MULTILINE), name
+
+
+def test_a_package_that_cannot_be_imported_has_a_report(tmp_path):
+    """As with a libgirih.so that is older than the Python code."""
+    (tmp_path / "girih").mkdir()
+    for file in PACKAGE.iterdir():
+        if file.name != "ops":
+            (tmp_path / "girih" / file.name).symlink_to(file)
+    (tmp_path / "girih" / "ops.py").write_text("raise AttributeError('no such operator')\n")
+    for command in (["-m", "girih.environment"], ["-mgirih.environment"]):
+        run = subprocess.run(
+            [sys.executable, *command],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        assert re.search(r"^error +AttributeError: no such operator$", run.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -27,30 +27,34 @@ def folders(tmp_path, monkeypatch, *minors):
     monkeypatch.setattr(_library, "LIBRARIES", tmp_path)
 
 
-def in_one_line(text):
+def single_line(text):
     lines = [line for line in text.splitlines() if line.strip()]
     assert len(lines) == 1, text
     return lines[0]
 
 
 def test_the_running_torch_is_within_the_range():
-    assert _library.numbers(OLDEST) <= _library.numbers(torch.__version__) <= _library.numbers(NEWEST)
+    assert (
+        _library.parse_version(OLDEST)
+        <= _library.parse_version(torch.__version__)
+        <= _library.parse_version(NEWEST)
+    )
     assert _library.loaded == PACKAGE / "lib" / f"torch{RUNNING}"
 
 
 @pytest.mark.parametrize("version", OUTSIDE)
-def test_a_torch_outside_of_the_range_is_refused_in_one_line(version, tmp_path, monkeypatch):
+def test_a_torch_outside_of_the_range_is_refused_single_line(version, tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch, OLDEST, NEWEST)
     with pytest.raises(ImportError) as refused:
-        _library.folder(version)
-    said = in_one_line(str(refused.value))
-    assert f"torch {OLDEST} to {NEWEST}" in said and f"torch {version} is installed" in said
+        _library.find_folder(version)
+    message = single_line(str(refused.value))
+    assert f"torch {OLDEST} to {NEWEST}" in message and f"torch {version} is installed" in message
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.13.0a0+gitabc"])
 def test_the_library_is_that_of_the_minor_version(version, tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch, "2.12", "2.13", "2.14")
-    assert _library.folder(version) == tmp_path / "torch2.13"
+    assert _library.find_folder(version) == tmp_path / "torch2.13"
 
 
 def test_a_version_that_was_not_built_is_named_beside_those_that_were(tmp_path, monkeypatch):
@@ -58,13 +62,36 @@ def test_a_version_that_was_not_built_is_named_beside_those_that_were(tmp_path, 
     with pytest.raises(
         ImportError, match=r"built for torch 2.11, 2.14, but torch 2.13.0 is installed.*torch 2.13"
     ):
-        _library.folder("2.13.0")
+        _library.find_folder("2.13.0")
 
 
 def test_without_any_library_the_build_is_named(tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch)
     with pytest.raises(ImportError, match="girih is not built: run `make build`"):
-        _library.folder("2.13.0")
+        _library.find_folder("2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("libcudart.so.13: cannot open shared object file", r"kernels need libcudart\.so\.13, but torch"),
+        ("libc10_cuda.so: cannot open shared object file", r"kernels need libc10_cuda\.so, but torch"),
+        (
+            "/cuda/libgirih.so: undefined symbol: f",
+            r"libgirih\.so cannot be loaded: /cuda/libgirih\.so: undefined",
+        ),
+    ],
+)
+def test_a_library_that_cannot_be_loaded_says_why(reason, message, monkeypatch):
+    """PyTorch's error has the path of the library alone; the linker's reason is its cause."""
+
+    def load_library(path):
+        raise OSError(f"Could not load this library: {path}") from OSError(reason)
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    with pytest.raises(ImportError, match=message) as refused:
+        _library.load()
+    single_line(str(refused.value))
 
 
 @pytest.fixture(params=[BEFORE, AFTER])
@@ -85,20 +112,20 @@ def python(path, *arguments):
     )
 
 
-def test_import_refuses_another_torch_in_one_line(other_torch):
+def test_import_refuses_another_torch_single_line(other_torch):
     version, path = other_torch
     done = python(path, "-c", "import girih")
     assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("ImportError: girih supports torch") and version in said
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: girih supports torch") and version in message
 
 
-def test_the_programs_of_pip_refuse_another_torch_in_one_line(other_torch):
+def test_the_programs_of_pip_refuse_another_torch_single_line(other_torch):
     version, path = other_torch
     done = python(path, "-c", "import girih_programs; girih_programs.generate()")
     assert done.returncode == 1
-    said = in_one_line(done.stderr)
-    assert said.startswith("girih-generate: girih supports torch") and version in said
+    message = single_line(done.stderr)
+    assert message.startswith("girih-generate: girih supports torch") and version in message
 
 
 def cmake(*arguments):
@@ -123,8 +150,8 @@ def other_libtorch(request, tmp_path):
 def test_a_build_refuses_another_torch(other_libtorch, tmp_path):
     version, folder = other_libtorch
     options = ["-DGIRIH_CUDA=OFF", "-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF", f"-DTorch_DIR={folder}"]
-    code, said = cmake("-S", ROOT, "-B", tmp_path / "build", *options)
-    assert code != 0 and f"girih supports torch {OLDEST} to {NEWEST}, but" in said and version in said
+    code, message = cmake("-S", ROOT, "-B", tmp_path / "build", *options)
+    assert code != 0 and f"girih supports torch {OLDEST} to {NEWEST}, but" in message and version in message
 
 
 def test_find_package_refuses_another_torch(other_libtorch, tmp_path):
@@ -136,12 +163,16 @@ def test_find_package_refuses_another_torch(other_libtorch, tmp_path):
         "cmake_minimum_required(VERSION 3.25)\nproject(other LANGUAGES CXX)\nfind_package(girih REQUIRED)\n"
     )
     prefix = f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}"
-    code, said = cmake("-S", tmp_path, "-B", tmp_path / "build", prefix, f"-DTorch_DIR={folder}")
-    assert code != 0 and f"girih was built for torch {RUNNING}, but" in said and f"is torch {version}" in said
+    code, message = cmake("-S", tmp_path, "-B", tmp_path / "build", prefix, f"-DTorch_DIR={folder}")
+    assert (
+        code != 0
+        and f"girih was built for torch {RUNNING}, but" in message
+        and f"is torch {version}" in message
+    )
 
 
 @pytest.mark.parametrize("minor", [10, 16])
-def test_a_program_that_loads_another_torch_ends_in_one_line(minor, tmp_path):
+def test_a_program_that_loads_another_torch_ends_single_line(minor, tmp_path):
     """A library loaded before libtorch has the function that returns the version of torch."""
     program = TREE / "bin" / "girih-generate"
     if not program.exists() or not shutil.which("cc"):
@@ -155,6 +186,6 @@ def test_a_program_that_loads_another_torch_ends_in_one_line(minor, tmp_path):
         [program, "--help"], env=os.environ | {"LD_PRELOAD": str(library)}, capture_output=True, text=True
     )
     assert done.returncode == 1
-    said = in_one_line(done.stderr)
-    assert f"built for torch {RUNNING}, but torch 2.{minor} is loaded" in said
-    assert f"girih supports torch {OLDEST} to {NEWEST}" in said
+    message = single_line(done.stderr)
+    assert f"built for torch {RUNNING}, but torch 2.{minor} is loaded" in message
+    assert f"girih supports torch {OLDEST} to {NEWEST}" in message

@@ -404,7 +404,7 @@ def test_a_configuration_that_does_not_fit_is_refused(options, message):
         (lambda model, ids: model(ids, attention_mask=torch.ones(1, 3)), "attention_mask covers 3 tokens"),
         (lambda model, ids: model(ids, attention_mask=torch.ones(2, 5)), "attention_mask has shape"),
         (lambda model, ids: model(ids, cu_seqlens=torch.tensor([[0, 5]])), "cu_seqlens has shape"),
-        (lambda model, ids: model(ids, past_key_values=object()), "cache is a object"),
+        (lambda model, ids: model(ids, past_key_values=object()), "cache has type object"),
         (
             lambda model, ids: model.generate(ids, cache_implementation="static", max_new_tokens=2),
             "cache_implementation",

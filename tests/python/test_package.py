@@ -72,10 +72,18 @@ def test_the_licence_is_the_one_that_the_package_names(tmp_path):
     assert licence.read_text().splitlines()[2] == "Copyright (c) 2026, The girih authors"
 
 
+@pytest.mark.parametrize("variable", ["GIRIH_CUDA", "GIRIH_WARNINGS"])
+def test_a_wrong_word_for_the_build_is_refused(variable, tmp_path):
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    environment = os.environ | {"GIRIH_CUDA": "OFF", variable: "yes"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"{variable} is 'yes'; expected")
+
+
 def needed(library):
     """The libraries that a library asks for."""
-    said = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
-    return [line for line in said.splitlines() if "NEEDED" in line]
+    output = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
+    return [line for line in output.splitlines() if "NEEDED" in line]
 
 
 @pytest.mark.skipif(WITH_CUDA, reason="built with kernels")
@@ -112,11 +120,16 @@ def test_versions_are_the_same_wherever_they_are_written():
     assert requirement in project["project"]["dependencies"]
     assert requirement in project["build-system"]["requires"]
     assert project["project"]["version"] == girih.__version__
-    of_cmake = re.findall(r"project\(girih\w* VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
-    of_cmake += re.findall(
+    cmake_versions = re.findall(r"project\(girih\w* VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
+    cmake_versions += re.findall(
         r"project\(girih\w* VERSION ([\d.]+)", (ROOT / "kernels/CMakeLists.txt").read_text()
     )
-    assert of_cmake == [girih.__version__] * 2
+    assert cmake_versions == [girih.__version__] * 2
+    pages = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/cpp.md"]
+    pages += ["examples/train/CMakeLists.txt", "examples/complete/CMakeLists.txt"]
+    for page in pages:
+        trees = set(re.findall(r"build/torch([\d.]+\d)", (ROOT / page).read_text()))
+        assert trees == {_library.NEWEST}, page
 
 
 def test_the_files_for_github_have_its_form():

@@ -77,7 +77,13 @@ def test_transforms_are_seen_by_a_compiler():
     def f(x):
         return x + 1 if internals.has_transform() or internals.has_forward_mode() else x - 1
 
+    def mapped(x):
+        return torch.vmap(f)(x)
+
     assert torch.compile(f, backend="eager", fullgraph=True)(torch.zeros(1)) == -1
+    assert (
+        torch.compile(mapped, backend="eager", fullgraph=True)(torch.zeros(1)) == mapped(torch.zeros(1)) == 1
+    )
 
 
 def test_global_hooks_are_seen():

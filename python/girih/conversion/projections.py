@@ -148,8 +148,8 @@ def find(attention: nn.Module) -> Projections | str:
     q, k, v = widths
     # CodeGen's go by blocks of a parallel model, whose number was an argument before transformers 5.24; those
     # of GPT-BigCode by head, if each has keys of its own.
-    of_blocks = inspect.signature(getattr(attention, "_split_heads", find)).parameters
-    if "mp_num" in of_blocks or hasattr(attention, "mp_num"):
+    parameters = inspect.signature(getattr(attention, "_split_heads", find)).parameters
+    if "mp_num" in parameters or hasattr(attention, "mp_num"):
         return f"the channels of its {qkv[0]} go by blocks of q, v and k"
     by_head = qkv[0] in BY_HEAD or (len(qkv) == 1 and getattr(attention, "multi_query", True) is False)
     if by_head and k != q:

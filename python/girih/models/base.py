@@ -69,8 +69,8 @@ class GirihPreTrainedModel(PreTrainedModel):
             raise ValueError("assistant_early_exit: a girih model's layers cannot be left early")
         if not generation_config.use_cache:
             return
-        named = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-        cache = given_cache(*named)
+        caches = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
+        cache = given_cache(*caches)
         if cache is None:
             cache = self.new_cache()
         model_kwargs[CACHE] = cache
@@ -144,7 +144,7 @@ class Backbone(GirihPreTrainedModel):
             position_ids=position_ids,
         )
         if cache is not None and not isinstance(cache, GirihCache):
-            raise ValueError(f"cache is a {type(cache).__name__}; expected a GirihCache")
+            raise ValueError(f"cache has type {type(cache).__name__}; expected GirihCache")
         if cu_seqlens is not None and cache is not None and cache.layers[0].record_past:
             raise ValueError(
                 "cu_seqlens: packed sequences cannot be taken back, as the cache's past is recorded"

@@ -69,7 +69,7 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """By this transformers knows, since 5.24, that tokens can be taken back."""
+        """Whether tokens can be taken back. transformers 5.24 and newer reads it."""
         return self.record_past
 
     def reset(self) -> None:

@@ -1,6 +1,6 @@
 """The name of the cache in calls and outputs of models: `cache`; before transformers 5.24 `past_key_values`.
 
-girih's models take either name; their outputs have that of the transformers that is installed.
+girih's models accept both names. Outputs use the name of the installed transformers.
 """
 
 from dataclasses import fields

@@ -15,7 +15,7 @@ from girih.nn.layer import Layer
 from girih.nn.packing import bounds
 from girih.nn.step import PLAIN, Product, RowInput
 
-# What attention modules call the cache: those of transformers 5.24, most before it, GPT-NeoX and GPT-BigCode.
+# Names of the cache in attention modules: transformers 5.24; older versions; GPT-NeoX and GPT-BigCode.
 CACHES = ("cache", "past_key_values", "layer_past")
 # By any of these a call is one of transformers' and not one of a layer's own.
 OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
@@ -160,7 +160,8 @@ def cache_of(call: dict[str, Any]) -> Any:
     cache = next((call[name] for name in CACHES if call.get(name) is not None), None)
     if cache is not None and not hasattr(getattr(cache, "self_attention_cache", cache), "layers"):
         raise ValueError(
-            f"cache is a {type(cache).__name__}; a state has no pages: continuous batching is for attention"
+            f"cache has type {type(cache).__name__}; a state has no pages: continuous batching is for "
+            "attention"
         )
     return cache
 
