@@ -40,8 +40,8 @@ class NamedNode : public torch::autograd::CppNode<T> {
   std::string name_;
 };
 
-// PyTorch 2.15 holds nodes by an intrusive pointer.
-#if GIRIH_TORCH_AT_LEAST(15)
+// PyTorch 2.13 and newer hold nodes by an intrusive pointer.
+#if GIRIH_TORCH_AT_LEAST(13)
 template <class T>
 using NodePointer = c10::intrusive_ptr<T>;
 template <class T>
@@ -53,9 +53,7 @@ template <class T>
 using NodePointer = std::shared_ptr<T>;
 template <class T>
 NodePointer<NamedNode<T>> make_node(std::string name) {
-  // By a call: with the function's address in its data, libgirih.so could not load lazily.
-  const auto remove = [](torch::autograd::Node* node) { torch::autograd::deleteNode(node); };
-  return {new NamedNode<T>(std::move(name)), remove};
+  return {new NamedNode<T>(std::move(name)), torch::autograd::deleteNode};
 }
 #endif
 
@@ -76,7 +74,7 @@ variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variab
                              const variable_list& outputs) {
   const std::vector<std::optional<at::Tensor>> raw(outputs.begin(), outputs.end());
   const auto view_as_self = [](const at::Tensor& x) { return x.view_as(x); };
-#if GIRIH_TORCH_AT_LEAST(15)
+#if GIRIH_TORCH_AT_LEAST(14)
   c10::intrusive_ptr<torch::autograd::Node> attached;
   const auto wrapped = torch::autograd::_wrap_outputs(
       inputs, node->ctx_.get_non_differentiable(), node->ctx_.get_and_bump_dirty(), raw, node,
@@ -92,7 +90,7 @@ variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variab
     attached_outputs.push_back(*output);
   }
   node->save_variables_to_ctx();
-#if GIRIH_TORCH_AT_LEAST(15)
+#if GIRIH_TORCH_AT_LEAST(14)
   if (attached) torch::autograd::fire_node_creation_hooks(attached);
 #endif
   return attached_outputs;

@@ -1,5 +1,6 @@
 // Ends a process that has loaded another PyTorch than this library was built for, in one line. PyTorch's C++
-// classes change between minor versions, and a mismatch crashes.
+// classes change between minor versions, and a mismatch crashes. Where a function's address in libgirih.so's
+// data is missing, the dynamic linker ends the process before this, with the function's name.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/version.h>
 
