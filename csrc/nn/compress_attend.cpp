@@ -172,6 +172,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
             {}};
   }
   const bool past = !call.state.empty();
+  if (past) check_batch(x, call.state.tensors[0]);
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
     return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }

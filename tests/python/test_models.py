@@ -9,11 +9,19 @@ import pkgutil
 import girih.models
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from girih.models import MIXERS, GirihCache, GirihConfig, GirihForCausalLM, GirihModel
+from girih.models import (
+    MIXERS,
+    GirihCache,
+    GirihConfig,
+    GirihForCausalLM,
+    GirihForSequenceClassification,
+    GirihModel,
+)
 from girih.nn import CompressAttend
 from packaging import version
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
     "hybrid": {"mixer": ["gsa", "attention", "cat", "trellis"], "num_hidden_layers": 4},
@@ -450,3 +458,43 @@ def test_a_cache_has_two_names(model):
     for call in (model, model.model):
         with pytest.raises(ValueError, match="cache, past_key_values: two names"):
             call(ids, cache=model.new_cache(), past_key_values=model.new_cache())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_cache_of_another_batch_is_refused_and_stays(model, rows, new):
+    ids = tokens(3, 14)
+    cache = model.new_cache()
+    model(ids[:, :9], cache=cache)
+    with pytest.raises(ValueError, match="state"):
+        model(tokens(rows, new, seed=2), cache=cache)
+    close(model(ids[:, 9:], cache=cache).logits, model(ids).logits[:, 9:])
+
+
+def test_sequences_are_classified(model, tmp_path):
+    """By the last token of each, as transformers' own models do it."""
+    model.save_pretrained(tmp_path)
+    options = {"num_labels": 3, "pad_token_id": 0}
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, **options).eval()
+    assert type(classifier) is GirihForSequenceClassification
+    ids = tokens(2, 9)
+    ids[1, 6:] = 0
+    mask = (ids != 0).long()
+    output = classifier(ids, attention_mask=mask, labels=torch.tensor([2, 0]))
+    x = model.model(ids, attention_mask=mask).last_hidden_state
+    want = classifier.score(x[torch.arange(2), torch.tensor([8, 5])])
+    close(output.logits, want)
+    close(output.loss, F.cross_entropy(want, torch.tensor([2, 0])))
+    output.loss.backward()
+    assert all(p.grad is not None for p in classifier.parameters())
+    classifier.save_pretrained(tmp_path / "classifier")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier").eval()
+    close(again(ids, attention_mask=mask).logits, want, 1e-6)
+
+
+def test_tensors_can_come_without_a_folder(model):
+    again = GirihForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()).eval()
+    ids = tokens(2, 9)
+    close(again(ids).logits, model(ids).logits, 0.0)

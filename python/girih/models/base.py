@@ -15,7 +15,7 @@ from girih._torch_internals import is_called_plainly, is_compiled_in_place
 from girih.models.cache import GirihCache
 from girih.models.cache_argument import CACHE, given_cache
 from girih.models.config import OWN_FIELDS, GirihConfig
-from girih.models.folder import check_folder
+from girih.models.folder import check_folder, is_adapter
 from girih.nn import Block
 from girih.nn.attention_call import own_mask
 from girih.nn.fields import text_of
@@ -41,12 +41,16 @@ class GirihPreTrainedModel(PreTrainedModel):
             torch.ops.girih.check_memory(text_of(config.own_fields()), made.element_size())
 
     @classmethod
-    def from_pretrained(cls, folder: str | PathLike, *args: Any, config: Any = None, **kwargs: Any):
-        """transformers' own, after a look at a local folder that names what is wrong with it."""
-        here = Path(folder, kwargs.get("subfolder", ""))
+    def from_pretrained(cls, folder: str | PathLike | None, *args: Any, config: Any = None, **kwargs: Any):
+        """transformers' own, after a look at a local folder that names what is wrong with it.
+
+        folder: None takes the tensors of state_dict. A folder of adapters leads to that of their model.
+        """
         otherwise = {"state_dict", "variant", "gguf_file", "ignore_mismatched_sizes", *OWN_FIELDS}
-        if here.is_dir() and not kwargs.keys() & otherwise:
-            check_folder(here, cls, config)
+        if folder is not None and not kwargs.keys() & otherwise:
+            here = Path(folder, kwargs.get("subfolder", ""))
+            if here.is_dir() and not is_adapter(here):
+                check_folder(here, cls, config)
         return super().from_pretrained(folder, *args, config=config, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
