@@ -70,6 +70,8 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
 Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& rows, State& kept,
                                   const Tensor& cu_chunks) {
   const auto qkv = project(x, rows, cu_chunks);
+  // One call may be under autocast and another one not.
+  for (auto& part : kept.tensors) part = part.to(qkv[1].scalar_type());
   Tensor o;
   if (rows.slot.defined()) {
     o = step(qkv, rows, kept);

@@ -498,3 +498,48 @@ def test_tensors_can_come_without_a_folder(model):
     again = GirihForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()).eval()
     ids = tokens(2, 9)
     close(again(ids).logits, model(ids).logits, 0.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
+@pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then, new):
+    ids, cache = tokens(3, 19), model.new_cache()
+    logits = []
+    for i, part in enumerate(ids.split([9, *[new] * (10 // new)], 1)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=then if i else first):
+            logits.append(model(part, cache=cache).logits.float())
+    want = model(ids).logits
+    assert (torch.cat(logits, 1) - want).norm() < 0.1 * want.norm()
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_cache_of_inference_mode_is_continued(model, then, new):
+    ids, cache = tokens(3, 14), model.new_cache()
+    want = model(ids).logits[:, 9:]
+    with torch.inference_mode():
+        model(ids[:, :9], cache=cache)
+    with then():
+        logits = torch.cat([model(part, cache=cache).logits for part in ids[:, 9:].split(new, 1)], 1)
+    close(logits, want)
+    if logits.requires_grad:
+        logits.square().sum().backward()
+
+
+@pytest.mark.parametrize("size", [40, 20])
+def test_a_vocabulary_is_resized(model, size, tmp_path):
+    ids = tokens(2, 9) % 16
+    want = model(ids).logits
+    model.resize_token_embeddings(size)
+    assert model.config.vocab_size == size
+    found = model(ids).logits
+    close(found[..., :20], want[..., :20])
+    new = torch.full((2, 9), size - 1)
+    logits = model(new).logits
+    assert logits.shape == (2, 9, size) and logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    close(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(new).logits, logits, 0.0)
+    padded = model.resize_token_embeddings(size + 1, pad_to_multiple_of=8)
+    assert padded.num_embeddings % 8 == 0 and model(new + 1).logits.shape[-1] == padded.num_embeddings

@@ -61,6 +61,28 @@ class GirihPreTrainedModel(PreTrainedModel):
         elif hasattr(module, "reset_parameters") and not _loaded(module):
             module.reset_parameters()
 
+    def compressors(self) -> list[nn.Module]:
+        """CAT's, which embeds the tokens apart from `get_input_embeddings()`."""
+        return [module for name, module in self.named_modules() if name.split(".")[-1] == "compressor"]
+
+    def enable_input_require_grads(self) -> None:
+        """transformers' own, of every embedding of tokens: adapters train behind reentrant checkpoints too."""
+        super().enable_input_require_grads()
+        for compressor in self.compressors():
+            hook = compressor.embed_tokens.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
+            self._require_grads_hooks.append(hook)
+
+    def _resize_token_embeddings(self, new_num_tokens: int, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """transformers' own, of every embedding of tokens."""
+        resized = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        tokens = resized.weight.shape[0]  # more than asked where they are padded
+        mean = args[1] if len(args) > 1 else kwargs.get("mean_resizing", True)
+        for compressor in self.compressors():
+            before = compressor.embed_tokens
+            compressor.embed_tokens = self._get_resized_embeddings(before, tokens, mean_resizing=mean)
+            compressor.embed_tokens.requires_grad_(before.weight.requires_grad)
+        return resized
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> None:
