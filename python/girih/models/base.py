@@ -66,7 +66,7 @@ class GirihPreTrainedModel(PreTrainedModel):
         return [module for name, module in self.named_modules() if name.split(".")[-1] == "compressor"]
 
     def enable_input_require_grads(self) -> None:
-        """transformers' own, of every embedding of tokens: adapters train behind reentrant checkpoints too."""
+        """transformers' own, of all embeddings: adapters train behind reentrant checkpoints too."""
         super().enable_input_require_grads()
         for compressor in self.compressors():
             hook = compressor.embed_tokens.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
