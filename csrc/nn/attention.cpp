@@ -126,6 +126,7 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
                     "state: attention's has 4 tensors, of ", there,
                     " slots, and says in `tokens` how many are taken; got ", before.tensors.size(),
                     " tensors and ", before.tokens, " tokens");
+  if (there > 0) check_batch(x, before.tensors[0]);
   const auto past = before.tokens, T = x.size(1);
   if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
       before.tensors[0].scalar_type() == qkv.scalar_type())

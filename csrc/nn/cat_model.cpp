@@ -78,6 +78,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
                     "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
   const bool past = !call.state.empty();
+  if (past) check_batch(ids, call.state.tensors[0]);
   const auto& before = call.state.tensors;
   const auto C = past ? before[0].size(1) : chunk_, T = ids.size(1);
   std::vector<State> kept(layers->size());

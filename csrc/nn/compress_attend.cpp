@@ -70,6 +70,8 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
 Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& rows, State& kept,
                                   const Tensor& cu_chunks) {
   const auto qkv = project(x, rows, cu_chunks);
+  // One call may be under autocast and another one not.
+  for (auto& part : kept.tensors) part = part.to(qkv[1].scalar_type());
   Tensor o;
   if (rows.slot.defined()) {
     o = step(qkv, rows, kept);
@@ -172,6 +174,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
             {}};
   }
   const bool past = !call.state.empty();
+  if (past) check_batch(x, call.state.tensors[0]);
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
     return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }

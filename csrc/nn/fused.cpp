@@ -23,13 +23,6 @@ bool takes(const Tensor& x, bool dense = true) {
 #endif
 }
 
-// What autocast has products of x in, or `other`.
-at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other) {
-  const auto device = x.device().type();
-  if (device == at::kMeta) return other;  // which autocast does not know
-  return at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : other;
-}
-
 bool takes_norm(const Tensor& x, const Tensor& weight, at::ScalarType rows) {
   const auto width = x.size(-1);
   return takes(x) && takes(weight) && weight.dim() == 1 && weight.size(0) == width && width % kPack == 0 &&
@@ -79,6 +72,12 @@ Tensor gated(const Tensor& r, const Product& product) {
 }
 
 }  // namespace
+
+at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other) {
+  const auto device = x.device().type();
+  if (device == at::kMeta || x.scalar_type() == at::kDouble) return other;  // which autocast leaves alone
+  return at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : other;
+}
 
 std::pair<Tensor, Tensor> residual_norm(const Tensor& x, const Tensor& branch, const Tensor& weight,
                                         double eps) {

@@ -9,6 +9,9 @@
 
 namespace girih::nn {
 
+// What autocast has products of x in, or `other`.
+at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other);
+
 // s = x + branch, or x, and its norm over the last dimension. Under autocast the kernel's result is rounded
 // to autocast's dtype, as the product behind it would do.
 std::pair<Tensor, Tensor> residual_norm(const Tensor& x, const Tensor& branch, const Tensor& weight,

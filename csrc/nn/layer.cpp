@@ -128,6 +128,11 @@ void check_mask(const Tensor& x, const Tensor& attention_mask) {
                     "attention_mask has shape ", attention_mask.sizes(), "; expected [B, T] = ", tokens);
 }
 
+void check_batch(const Tensor& x, const Tensor& part) {
+  TORCH_CHECK_VALUE(part.size(0) == x.size(0), "state: it holds ", part.size(0),
+                    " sequences, but the call has ", x.size(0));
+}
+
 void check_packing(const Tensor& x, const Tensor& cu_seqlens) {
   TORCH_CHECK_VALUE(!cu_seqlens.defined() || (cu_seqlens.dim() == 1 && x.size(0) == 1),
                     "cu_seqlens has shape ", cu_seqlens.sizes(), " and x has ", x.size(0),

@@ -51,6 +51,8 @@ inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, 
 
 // Refuses a mask that is not x's [B, T], and cu_seqlens that do not pack sequences into the one row of x.
 void check_mask(const Tensor& x, const Tensor& attention_mask);
+// `part` of a state has as many sequences as x, in its first dimension.
+void check_batch(const Tensor& x, const Tensor& part);
 void check_packing(const Tensor& x, const Tensor& cu_seqlens);
 
 // The order [B, T] that moves each row's valid tokens to its front, each token's place in it, and how many

@@ -1,4 +1,5 @@
 #include "fields.h"
+#include "fused.h"
 #include "layer.h"
 
 namespace girih::nn {
@@ -25,10 +26,13 @@ void ShortConvImpl::reset_parameters() {
 
 Output ShortConvImpl::mix(const Tensor& x, const Call& call) {
   if (!weight.defined()) return {options.activation ? at::silu(x) : x, {}};
+  // One call may be under autocast and another one not.
+  const auto dtype = autocast_dtype(x, x.scalar_type());
+  const auto before = call.state.map([&](const Tensor& inputs) { return inputs.to(dtype); });
   const ops::ShortConvOptions conv{.activation = options.activation,
-                                   .state = call.state.as<ops::ShortConvState>(),
+                                   .state = before.as<ops::ShortConvState>(),
                                    .cu_seqlens = call.cu_seqlens};
-  if (call.steps(x)) return {ops::short_conv_step(x, weight, bias, conv), call.state};
+  if (call.steps(x)) return {ops::short_conv_step(x, weight, bias, conv), before};
   auto [y, state] = ops::short_conv(x, weight, bias, conv);
   return {y, State::of(state)};
 }

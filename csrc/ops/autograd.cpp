@@ -170,6 +170,22 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   handle.callBoxed(stack);
 }
 
+// What a step writes has a new version afterwards, as with PyTorch's own operators in place: a backward pass
+// that has saved it is an error then, not a wrong gradient. Tensors of inference mode have no version.
+void step_in_place(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+  variable_list written;
+  const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
+  for (size_t i = op.data; i < op.tensors.size(); ++i) {
+    const auto state = tensor_of(arguments[i]);
+    if (state.defined() && !state.is_inference()) written.push_back(state);
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    handle.callBoxed(stack);
+  }
+  for (const auto& state : written) torch::autograd::increment_version(state);
+}
+
 // Views that are to be negated on reading: data are, a state cannot be written so.
 void step_of_negated(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = stack->end() - ptrdiff_t(handle.schema().arguments().size());
@@ -205,8 +221,7 @@ TORCH_LIBRARY_IMPL(girih, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(girih, ADInplaceOrView, m) {
   for (const auto& op : operators()) {
-    if (op.states() == 0) continue;
-    m.impl((op.name + "_step").c_str(), torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+    if (op.states() > 0) register_boxed<&step_in_place>(m, op.name + "_step", op);
   }
 }
 

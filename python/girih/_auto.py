@@ -19,6 +19,7 @@ TABLES = {
     f"{AUTO}.modeling_auto": {
         "MODEL_MAPPING_NAMES": "GirihModel",
         "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "GirihForCausalLM",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "GirihForSequenceClassification",
     },
 }
 

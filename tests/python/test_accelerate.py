@@ -218,6 +218,23 @@ def test_a_prompt_in_pieces_and_token_by_token(model):
         assert off(pieces(), want) < 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
+@pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
+def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then):
+    def pieces():
+        cache, parts = cache_of(model), tokens(length=100).split([60, 35, 1, 1, 3], 1)
+        logits = []
+        for i, part in enumerate(parts):
+            with torch.autocast("cpu", torch.bfloat16, enabled=then if i else first):
+                logits.append(model(part, use_cache=True, **cache).logits.float())
+        return torch.cat(logits, 1)
+
+    want = model(tokens(length=100)).logits
+    with accelerate(model):
+        assert off(pieces(), want) < 0.1
+
+
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_the_same_text(model, how):
     ids = tokens(length=70)

@@ -9,11 +9,19 @@ import pkgutil
 import girih.models
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from girih.models import MIXERS, GirihCache, GirihConfig, GirihForCausalLM, GirihModel
+from girih.models import (
+    MIXERS,
+    GirihCache,
+    GirihConfig,
+    GirihForCausalLM,
+    GirihForSequenceClassification,
+    GirihModel,
+)
 from girih.nn import CompressAttend
 from packaging import version
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
     "hybrid": {"mixer": ["gsa", "attention", "cat", "trellis"], "num_hidden_layers": 4},
@@ -450,3 +458,88 @@ def test_a_cache_has_two_names(model):
     for call in (model, model.model):
         with pytest.raises(ValueError, match="cache, past_key_values: two names"):
             call(ids, cache=model.new_cache(), past_key_values=model.new_cache())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_cache_of_another_batch_is_refused_and_stays(model, rows, new):
+    ids = tokens(3, 14)
+    cache = model.new_cache()
+    model(ids[:, :9], cache=cache)
+    with pytest.raises(ValueError, match="state"):
+        model(tokens(rows, new, seed=2), cache=cache)
+    close(model(ids[:, 9:], cache=cache).logits, model(ids).logits[:, 9:])
+
+
+def test_sequences_are_classified(model, tmp_path):
+    """By the last token of each, as transformers' own models do it."""
+    model.save_pretrained(tmp_path)
+    options = {"num_labels": 3, "pad_token_id": 0}
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, **options).eval()
+    assert type(classifier) is GirihForSequenceClassification
+    ids = tokens(2, 9)
+    ids[1, 6:] = 0
+    mask = (ids != 0).long()
+    output = classifier(ids, attention_mask=mask, labels=torch.tensor([2, 0]))
+    x = model.model(ids, attention_mask=mask).last_hidden_state
+    want = classifier.score(x[torch.arange(2), torch.tensor([8, 5])])
+    close(output.logits, want)
+    close(output.loss, F.cross_entropy(want, torch.tensor([2, 0])))
+    output.loss.backward()
+    assert all(p.grad is not None for p in classifier.parameters())
+    classifier.save_pretrained(tmp_path / "classifier")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier").eval()
+    close(again(ids, attention_mask=mask).logits, want, 1e-6)
+
+
+def test_tensors_can_come_without_a_folder(model):
+    again = GirihForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()).eval()
+    ids = tokens(2, 9)
+    close(again(ids).logits, model(ids).logits, 0.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
+@pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then, new):
+    ids, cache = tokens(3, 19), model.new_cache()
+    logits = []
+    for i, part in enumerate(ids.split([9, *[new] * (10 // new)], 1)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=then if i else first):
+            logits.append(model(part, cache=cache).logits.float())
+    want = model(ids).logits
+    assert (torch.cat(logits, 1) - want).norm() < 0.1 * want.norm()
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_cache_of_inference_mode_is_continued(model, then, new):
+    ids, cache = tokens(3, 14), model.new_cache()
+    want = model(ids).logits[:, 9:]
+    with torch.inference_mode():
+        model(ids[:, :9], cache=cache)
+    with then():
+        logits = torch.cat([model(part, cache=cache).logits for part in ids[:, 9:].split(new, 1)], 1)
+    close(logits, want)
+    if logits.requires_grad:
+        logits.square().sum().backward()
+
+
+@pytest.mark.parametrize("size", [40, 20])
+def test_a_vocabulary_is_resized(model, size, tmp_path):
+    ids = tokens(2, 9) % 16
+    want = model(ids).logits
+    model.resize_token_embeddings(size)
+    assert model.config.vocab_size == size
+    found = model(ids).logits
+    close(found[..., :20], want[..., :20])
+    new = torch.full((2, 9), size - 1)
+    logits = model(new).logits
+    assert logits.shape == (2, 9, size) and logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    close(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(new).logits, logits, 0.0)
+    padded = model.resize_token_embeddings(size + 1, pad_to_multiple_of=8)
+    assert padded.num_embeddings % 8 == 0 and model(new + 1).logits.shape[-1] == padded.num_embeddings

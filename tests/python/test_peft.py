@@ -65,3 +65,37 @@ def test_lora_trains_is_saved_loaded_and_merged(model, targets, tmp_path):
     again = GirihForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         assert again(IDS).logits.equal(merged(IDS).logits)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_adapters_train_behind_checkpoints(model, reentrant):
+    """As `prepare_model_for_kbit_training` leaves a model; the gradients are those without checkpoints."""
+    lora = peft.get_peft_model(
+        model.train(), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    trainable = {name: p for name, p in lora.named_parameters() if p.requires_grad}
+    lora(input_ids=IDS, labels=IDS).loss.backward()
+    want = {name: p.grad.clone() for name, p in trainable.items()}
+    lora.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    lora(input_ids=IDS, labels=IDS).loss.backward()
+    for name, p in trainable.items():
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad, want[name], atol=1e-5, rtol=1e-4)
+
+
+def test_hooks_of_embeddings_are_removed(model):
+    model.enable_input_require_grads()
+    model.disable_input_require_grads()
+    assert not [name for name, module in model.named_modules() if module._forward_hooks]
+
+
+def test_a_folder_of_adapters_is_loaded_with_its_model(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    base = GirihForCausalLM.from_pretrained(tmp_path / "model").eval()
+    options = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    lora = peft.get_peft_model(base, options)
+    lora.save_pretrained(tmp_path / "lora")
+    again = GirihForCausalLM.from_pretrained(tmp_path / "lora").eval()
+    torch.testing.assert_close(again(IDS).logits, lora.eval()(IDS).logits, atol=1e-6, rtol=0)

@@ -27,6 +27,35 @@ def test_steps_are_the_forward(case, resumed, device):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_every_part_that_is_written_has_a_new_version(case, device):
+    inputs = concrete(case.draw(2, resumed=True, dtype=torch.float32, device=device))
+    for t in range(2):
+        before = {name: x._version for name, x in inputs.given.items()}
+        step(inputs.part(t, t + 1))
+        assert {name: x._version for name, x in inputs.given.items()} == {n: v + 1 for n, v in before.items()}
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_a_step_over_what_a_backward_pass_needs_is_an_error_there(case, device):
+    """As with PyTorch's own operators in place; the gradients would be wrong."""
+    inputs = concrete(case.draw(4, resumed=True, dtype=torch.float32, device=device))
+    data = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in inputs.data.items()}
+    loss = operator(replace(inputs, data=data))["o"].square().sum()
+    with torch.no_grad():
+        step(inputs.part(0, 1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+def test_a_state_of_inference_mode_is_stepped(case, device):
+    with torch.inference_mode():
+        inputs = concrete(case.draw(1, resumed=True, dtype=torch.float32, device=device))
+        want = operator(inputs)["o"]
+        assert_within({"o": step(inputs)}, {"o": want}, 1e-4)
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_a_step_at_bf16_keeps_an_fp32_state(case, device):
     inputs = concrete(
         case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32, device=device)

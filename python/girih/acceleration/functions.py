@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih import ops
+from girih.nn.fused import autocast_dtype
 
 Function = Callable[..., Any]
 OF_FILTERS = (None, *ops.words("short_conv", "activation"))
@@ -209,19 +210,19 @@ def causal_conv1d_update(original: Function) -> Function:
         activation: str | None = None,
     ) -> Tensor:
         W, K, T = weight.shape[-1], conv_state.shape[-1], hidden_states.shape[-1]
-        if (
-            named(activation) not in OF_FILTERS
-            or not 1 < W <= min(MOST_TAPS, K + 1)
-            or conv_state.dtype != hidden_states.dtype
-        ):
+        if named(activation) not in OF_FILTERS or not 1 < W <= min(MOST_TAPS, K + 1):
             return original(hidden_states, conv_state, weight, bias, activation)
         x, options = hidden_states.mT, {"activation": named(activation)}
         past = conv_state[..., K - W + 1 :].mT  # what the filter reads
-        if T == 1 and K <= W and not torch.is_grad_enabled():
+        # Under autocast what the filter computes in is not what the cache was begun in.
+        dtype = autocast_dtype(hidden_states) or hidden_states.dtype
+        if T == 1 and K <= W and not torch.is_grad_enabled() and conv_state.dtype == dtype:
             if K == W:  # the oldest input, which it does not
                 conv_state[..., 0].copy_(conv_state[..., 1])
             return ops.short_conv_step(x, weight, bias, state=ops.ShortConvState(past), **options).mT
-        y, _ = ops.short_conv(x, weight, bias, state=ops.ShortConvState(past.contiguous()), **options)
+        y, _ = ops.short_conv(
+            x, weight, bias, state=ops.ShortConvState(past.to(dtype).contiguous()), **options
+        )
         conv_state.copy_(torch.cat((conv_state, hidden_states), -1)[..., -K:])
         return y.mT
 

@@ -15,7 +15,7 @@ from girih._torch_internals import is_called_plainly, is_compiled_in_place
 from girih.models.cache import GirihCache
 from girih.models.cache_argument import CACHE, given_cache
 from girih.models.config import OWN_FIELDS, GirihConfig
-from girih.models.folder import check_folder
+from girih.models.folder import check_folder, is_adapter
 from girih.nn import Block
 from girih.nn.attention_call import own_mask
 from girih.nn.fields import text_of
@@ -41,12 +41,16 @@ class GirihPreTrainedModel(PreTrainedModel):
             torch.ops.girih.check_memory(text_of(config.own_fields()), made.element_size())
 
     @classmethod
-    def from_pretrained(cls, folder: str | PathLike, *args: Any, config: Any = None, **kwargs: Any):
-        """transformers' own, after a look at a local folder that names what is wrong with it."""
-        here = Path(folder, kwargs.get("subfolder", ""))
+    def from_pretrained(cls, folder: str | PathLike | None, *args: Any, config: Any = None, **kwargs: Any):
+        """transformers' own, after a look at a local folder that names what is wrong with it.
+
+        folder: None takes the tensors of state_dict. A folder of adapters leads to that of their model.
+        """
         otherwise = {"state_dict", "variant", "gguf_file", "ignore_mismatched_sizes", *OWN_FIELDS}
-        if here.is_dir() and not kwargs.keys() & otherwise:
-            check_folder(here, cls, config)
+        if folder is not None and not kwargs.keys() & otherwise:
+            here = Path(folder, kwargs.get("subfolder", ""))
+            if here.is_dir() and not is_adapter(here):
+                check_folder(here, cls, config)
         return super().from_pretrained(folder, *args, config=config, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -56,6 +60,28 @@ class GirihPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif hasattr(module, "reset_parameters") and not _loaded(module):
             module.reset_parameters()
+
+    def compressors(self) -> list[nn.Module]:
+        """CAT's, which embeds the tokens apart from `get_input_embeddings()`."""
+        return [module for name, module in self.named_modules() if name.split(".")[-1] == "compressor"]
+
+    def enable_input_require_grads(self) -> None:
+        """transformers' own, of all embeddings: adapters train behind reentrant checkpoints too."""
+        super().enable_input_require_grads()
+        for compressor in self.compressors():
+            hook = compressor.embed_tokens.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
+            self._require_grads_hooks.append(hook)
+
+    def _resize_token_embeddings(self, new_num_tokens: int, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """transformers' own, of every embedding of tokens."""
+        resized = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        tokens = resized.weight.shape[0]  # more than asked where they are padded
+        mean = args[1] if len(args) > 1 else kwargs.get("mean_resizing", True)
+        for compressor in self.compressors():
+            before = compressor.embed_tokens
+            compressor.embed_tokens = self._get_resized_embeddings(before, tokens, mean_resizing=mean)
+            compressor.embed_tokens.requires_grad_(before.weight.requires_grad)
+        return resized
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, *args: Any, **kwargs: Any

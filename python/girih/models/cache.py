@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from girih.models.graph import StepGraphs, move
 from girih.nn import map_state
 from girih.nn.masking import joined_masks
+from girih.nn.state import first_tensor
 
 
 class Given(NamedTuple):
@@ -87,6 +88,10 @@ class StateLayer(CacheLayerMixin):
 
     def run(self, call: Callable[..., tuple[Any, Any]], x: Tensor, valid: Tensor | None) -> Any:
         """y of call(x, valid, state) -> (y, the state after it), a tensor `[B, T, ...]` or a list of such."""
+        if not (torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
+            any_part = first_tensor(self.state)
+            if any_part is not None and any_part.is_inference():  # which is read-only outside of its mode
+                self.state = map_state(torch.clone, self.state)
         now = Given(x, valid)
         if self.again is not None:
             now = self.again.followed_by(now)

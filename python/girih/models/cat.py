@@ -13,7 +13,7 @@ from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_s
 from girih.nn.attention_call import own_mask
 from girih.nn.chunk_attention import KeyValues, single_row, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
-from girih.nn.masking import check_mask
+from girih.nn.masking import check_batch, check_mask
 
 
 class Compressor(nn.Module):
@@ -198,6 +198,8 @@ class CatModel(Backbone):
     ) -> tuple[list[Tensor], CatState | None]:
         """Tokens `[N, T]` after those of `state`."""
         T = ids.shape[1]
+        if state is not None:
+            check_batch(ids, state.ids)
         # Masked tokens count here: how many of a call are valid is not known without a wait.
         longest = T + (0 if state is None else most(state.reached.known))
         if longest > self.config.max_position_embeddings:

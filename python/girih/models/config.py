@@ -42,6 +42,7 @@ class GirihConfig(PretrainedConfig):
 
     model_type = "girih"
     keys_to_ignore_at_inference: ClassVar = ["cache", "past_key_values"]
+    auto_map: ClassVar = {}  # trl and transformers look into it
     attribute_map: ClassVar = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 
     vocab_size: int = 256

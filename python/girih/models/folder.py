@@ -64,13 +64,21 @@ def shapes_in(file: Path) -> dict[str, list[int]]:
         raise ValueError(f"{file}: {error!s:.300}") from error
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether it holds adapters of peft and no model."""
+    return (folder / "adapter_config.json").exists() and not (folder / CONFIG).exists()
+
+
 def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
     """Refuses a folder whose configuration (but where one is given) or tensors cannot be read, or that holds
-    a tensor of another shape than the model's. A missing or an unknown one is transformers' to report."""
+    a tensor of another shape than the model's, but where these are quantized. A missing or an unknown one is
+    transformers' to report."""
     kind, prefix = model_class.config_class, f"{model_class.base_model_prefix}."
     if not isinstance(config, kind):
         config = kind(**read_config(folder))
     files = {file: shapes_in(file) for file in tensor_files(folder)}
+    if getattr(config, "quantization_config", None) is not None:
+        return
     with torch.device("meta"):
         wanted = {name: list(x.shape) for name, x in model_class(config).state_dict().items()}
     for file, shapes in files.items():

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from girih.models.base import Backbone, GirihPreTrainedModel
@@ -201,6 +202,18 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         return (
             output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
         )
+
+
+class GirihForSequenceClassification(GenericForSequenceClassification, GirihPreTrainedModel):
+    """`GirihModel` (or `CatModel`) and scores `[B, num_labels]` of each sequence by its last token.
+
+    transformers' own head, as reward models have it: with `labels` `[B]` the output has a loss, and in a
+    batch `config.pad_token_id` says which token is a sequence's last.
+
+    >>> config = GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2, pad_token_id=0, num_labels=3)
+    >>> GirihForSequenceClassification(config)(torch.randint(1, 256, (2, 12))).logits.shape
+    torch.Size([2, 3])
+    """
 
 
 def without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:

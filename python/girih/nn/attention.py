@@ -13,7 +13,7 @@ from girih._torch_internals import register_dataclass
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
 from girih.nn.linears import together
-from girih.nn.masking import check_mask, joined_masks
+from girih.nn.masking import check_batch, check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 from girih.nn.projections import projections
@@ -192,6 +192,8 @@ class Attention(SequenceLayer):
         x = projected[0]
         qkv = x.unflatten(-1, (-1, self.head_dim))
         past, T = 0 if state is None else state.tokens, x.shape[1]
+        if past:
+            check_batch(x, state.k)
         in_place = use_cache and not torch.is_grad_enabled()
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)

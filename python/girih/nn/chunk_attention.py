@@ -125,6 +125,8 @@ class ChunkAttention(SequenceLayer):
             )
         cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
         q, k, v = self.project(x, rows, cu_chunks)
+        if rows.past is not None and rows.past.k.dtype != k.dtype:  # one call was under autocast, one was not
+            rows = rows._replace(past=KeyValues(*(part.to(k.dtype) for part in rows.past)))
         if rows.slot is not None:
             o, kept = self.step(q, k, v, rows), rows.past
         elif rows.past is None:

@@ -19,8 +19,10 @@ def autocast_device(x: Tensor) -> str:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has products of x in; None outside of it."""
+    """What autocast has products of x in; None outside of it, and of fp64, which it leaves alone."""
     kind = autocast_device(x)
+    if x.dtype == torch.float64:
+        return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
+from girih.nn.fused import autocast_dtype
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
 
@@ -52,6 +53,9 @@ class ShortConv(RecurrentLayer):
     ) -> tuple[Tensor, ops.ShortConvState | None]:
         if self.weight is None:
             return (F.silu(x) if self.activation else x), None
+        dtype = autocast_dtype(x) or x.dtype
+        if state is not None and state.x.dtype != dtype:  # one call was under autocast, the other was not
+            state = ops.ShortConvState(state.x.to(dtype))
         y, state = advance(
             "short_conv",
             x,

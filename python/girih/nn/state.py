@@ -46,6 +46,14 @@ def map_state(f: Callable[[Tensor], Tensor], state: Any) -> Any:
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
+def first_tensor(state: Any) -> Tensor | None:
+    """The first tensor in a state; None: there is none."""
+    if isinstance(state, Tensor):
+        return state
+    parts = state if isinstance(state, tuple) else ()
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+
+
 def by_itself(x: Tensor) -> bool:
     """Whether what is done with x is done now and no more: it is neither traced nor watched nor recorded."""
     return not (
