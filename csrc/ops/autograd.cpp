@@ -183,7 +183,7 @@ void step_in_place(const Operator& op, const c10::OperatorHandle& handle, Stack*
     const at::AutoDispatchBelowADInplaceOrView below;
     handle.callBoxed(stack);
   }
-  for (const auto& state : written) torch::autograd::increment_version(state);
+  for (const auto& state : written) state.unsafeGetTensorImpl()->bump_version();
 }
 
 // Views that are to be negated on reading: data are, a state cannot be written so.
