@@ -1,17 +1,23 @@
 """Makes girih known to others, without importing them or its own parts before they are used: its models to
-transformers' auto classes, its operators to DTensor.
+transformers' auto classes, converted models to every class that loads one, its operators to DTensor.
 
 transformers keeps tables of names, of a model type and its classes, and imports `transformers.models.<type>`
 when a class is asked for. So the names are added once the tables are there, and that module is girih.models.
+A class of transformers that is asked for a folder which `girih.inject` or `girih.replace_attention` wrote
+loads it converted (`girih.from_pretrained`): without the conversion it would be another model.
 DTensor is told how operands may be cut (`girih.ops._sharding`) once it is there.
 """
 
+import functools
+import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 AUTO, ALIAS = "transformers.models.auto", "transformers.models.girih"
 TABLES = {
@@ -34,9 +40,46 @@ def shard(_: ModuleType) -> None:
     import_module("girih.ops._sharding")
 
 
+CONVERSION = "girih"  # in the configuration of a converted model: what was converted
+
+
+def is_converted(folder: Any, config: Any, subfolder: str) -> bool:
+    """Whether a configuration, that of a local folder where none is given, names a conversion."""
+    if hasattr(config, "to_dict"):
+        return bool(getattr(config, CONVERSION, None))
+    if folder is None or config is not None:
+        return False
+    try:
+        values = json.loads(Path(folder, subfolder, "config.json").read_text(encoding="utf-8"))
+        return isinstance(values, dict) and bool(values.get(CONVERSION))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False  # of the hub, or for transformers to report
+
+
+def load_converted(module: ModuleType) -> None:
+    """Lets `from_pretrained` of every class load a converted model as it was saved."""
+    original = module.PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(cls, "converts_itself"):  # as the class that `girih.from_pretrained` makes
+            if is_converted(folder, kwargs.get("config"), kwargs.get("subfolder", "")):
+                load = import_module("girih.conversion").from_pretrained
+                return load(folder, *args, model_class=cls, **kwargs)
+            loaded = original(cls, folder, *args, **kwargs)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            if is_converted(None, model.config, ""):
+                raise ValueError(f"{folder}: is a converted model: load it by girih.from_pretrained")
+            return loaded
+        return original(cls, folder, *args, **kwargs)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
 # What is done when a module has run.
 AFTER: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add) | {
-    "torch.distributed.tensor": shard
+    "torch.distributed.tensor": shard,
+    "transformers.modeling_utils": load_converted,
 }
 
 

@@ -123,6 +123,51 @@ TEST_CASE("Rows of a state are chosen and repeated in every mixer", "[nn]") {
   }
 }
 
+TEST_CASE("A state of another batch is refused in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    auto model = in_double(config);
+    const auto state = model->forward(ids(3, 9), {}, {}, /*use_cache=*/true).second;
+    for (const int64_t rows : {1, 2, 4}) {
+      for (const int64_t tokens : {1, 5}) {
+        INFO(name_of(config) << ", " << rows << " rows of " << tokens << " tokens");
+        CHECK_THROWS_WITH(model->forward(ids(rows, tokens), {}, state, true), ContainsSubstring("state"));
+      }
+    }
+  }
+}
+
+TEST_CASE("A state may be begun under autocast and continued outside, or the reverse, in every mixer",
+          "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    at::manual_seed(0);
+    nn::LanguageModel model(config);
+    const auto tokens = ids(3, 19);
+    const auto want = model->forward(tokens).first.slice(1, 9);
+    for (const bool first : {true, false}) {
+      for (const bool then : {true, false}) {
+        for (const int64_t step : {1, 5}) {
+          INFO(name_of(config) << (first ? ", in autocast" : ", outside")
+                               << (then ? ", in autocast" : ", outside") << ", " << step << " tokens a call");
+          nn::State state;
+          const auto call = [&](int64_t from, int64_t to, bool lowered) {
+            const nn::Autocast autocast(at::kCPU, at::kBFloat16, lowered);
+            auto [logits, after] = model->forward(tokens.slice(1, from, to), {}, state, true);
+            state = after;
+            return logits.to(at::kFloat);
+          };
+          call(0, 9, first);
+          std::vector<Tensor> found;
+          for (int64_t at = 9; at < 19; at += step) found.push_back(call(at, at + step, then));
+          const auto off = (at::cat(found, 1) - want).norm() / want.norm();
+          CHECK(off.item<double>() < 0.1);
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]") {
   nn::LanguageModel model(nn::Config{.hidden_size = kHidden,
                                      .num_hidden_layers = 1,

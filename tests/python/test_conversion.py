@@ -4,6 +4,8 @@ import copy
 import doctest
 import json
 import pickle
+import subprocess
+import sys
 
 import girih
 import girih.conversion.convert
@@ -16,9 +18,11 @@ from girih.conversion import Conversion
 from girih.conversion.config import replacing
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -75,26 +79,53 @@ def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base
     assert written[0].equal(written[1])
 
 
-def test_the_original_model_loads_from_what_was_saved_and_says_what_is_missing(base, way, tmp_path, caplog):
-    """Keys of the base model are what they were; of girih's own it says so in their names."""
+def test_every_class_loads_a_converted_model_converted(base, way, tmp_path):
+    """Of a plain one the reference of DPO or GRPO would be another model than the policy."""
     model = copy.deepcopy(base)
     convert(model, way)
     assert {name for name in model.state_dict() if ".girih." not in name} == set(base.state_dict())
     model.save_pretrained(tmp_path)
-    import logging
-
-    from transformers.utils import logging as of_transformers
-
-    root = logging.getLogger("transformers")
-    of_transformers.enable_propagation()
-    try:
-        with caplog.at_level("WARNING", root.name):
-            plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    finally:
-        of_transformers.disable_propagation()
-    assert ".girih." in caplog.text and "UNEXPECTED" in caplog.text
+    config = AutoConfig.from_pretrained(tmp_path)
     with torch.no_grad():
-        assert plain(IDS).logits.equal(base(IDS).logits)
+        want = model(IDS, output_hidden_states=True)
+        for loaded in (
+            AutoModelForCausalLM.from_pretrained(tmp_path),
+            AutoModelForCausalLM.from_pretrained(str(tmp_path), config=config),
+            type(base).from_pretrained(tmp_path),
+        ):
+            assert type(loaded) is type(base) and loaded(IDS).logits.equal(want.logits)
+        body = AutoModel.from_pretrained(tmp_path)
+        assert body(IDS).last_hidden_state.equal(want.hidden_states[-1])
+
+
+WITHOUT_GIRIH = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert "girih" not in sys.modules
+torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("way", ["injected", "gsa"])
+def test_without_girih_the_base_model_is_loaded_and_says_what_is_missing(way, tmp_path):
+    """Keys of the base model are what they were; of girih's own it says so in their names."""
+    base = base_model("llama")
+    converted(way=way).save_pretrained(tmp_path)
+    torch.save(IDS, tmp_path / "ids")
+    files = (tmp_path, tmp_path / "ids", tmp_path / "logits")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GIRIH, *map(str, files)], check=True, capture_output=True, text=True
+    )
+    assert ".girih." in done.stderr + done.stdout and "UNEXPECTED" in done.stderr + done.stdout
+    close(torch.load(tmp_path / "logits"), base(IDS).logits)
+
+
+def test_a_converted_model_that_nobody_saw_is_refused(tmp_path):
+    """As by a class whose configuration is a name."""
+    converted().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a converted model: load it by girih\.from_pretrained"):
+        LlamaForCausalLM.from_pretrained(tmp_path, config=str(tmp_path))
 
 
 def test_undo_gives_the_model_back(base):
@@ -519,9 +550,9 @@ def test_what_loading_has_found_is_told(tmp_path):
 
 @pytest.mark.parametrize("way", ["injected", "gsa"])
 def test_weights_that_are_missing_are_told(way, tmp_path):
-    """As when the class's own from_pretrained has loaded the model, which keeps its configuration."""
-    converted(way=way).save_pretrained(tmp_path / "girih")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "girih")
+    """As when a process without girih has loaded the model, which keeps its configuration."""
+    plain = base_model("llama")
+    plain.config.girih = converted(way=way).config.girih
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(
         ValueError, match=r"weights of the conversion .* missing, model\.layers\.0\.self_attn\.girih"

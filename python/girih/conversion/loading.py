@@ -41,7 +41,8 @@ def from_pretrained(
     folder: a folder, or a name on the hub. model_class: by default the class that was saved; the model is one
     of it. Other arguments are those of its `from_pretrained`: dtype, device_map, attn_implementation, ...
 
-    The class's own `from_pretrained` loads the model without its conversion, whose weights it reports as
+    Where girih is imported, `from_pretrained` of every class of transformers, and of the Auto classes, comes
+    here. In a process without girih they load the model without its conversion, whose weights they report as
     unexpected: `model.layers.0.self_attn.girih...`.
 
     Arguments by the names of the configuration's fields change it: use_cache, num_labels, ...
@@ -67,7 +68,7 @@ def from_pretrained(
             Conversion(self, each)
 
     # Converted as soon as it is made, on the meta device, so that its weights are loaded with all others.
-    names = {"__init__": __init__, "__module__": model_class.__module__}
+    names = {"__init__": __init__, "__module__": model_class.__module__, "converts_itself": True}
     converted = type(model_class.__name__, (model_class,), names)
     tell = kwargs.pop("output_loading_info", False)
     model, info = converted.from_pretrained(folder, *args, config=config, output_loading_info=True, **kwargs)
@@ -94,8 +95,8 @@ def refuse_missing(folder: str | PathLike, info: dict[str, Any]) -> None:
         shown = ", ".join(lacking[:4]) + f" and {len(lacking) - 4} more" * (len(lacking) > 4)
         raise ValueError(
             f"{folder}: weights of the conversion that its configuration names are missing, {shown}: it was "
-            "saved after it had been loaded without girih.from_pretrained. Load it by its class's own, "
-            f"delete its config.{FIELD} and convert it again"
+            f"saved after it had been loaded without girih. Delete {FIELD!r} from its config.json, load it "
+            "and convert it again"
         )
 
 
