@@ -40,18 +40,18 @@ def shard(_: ModuleType) -> None:
     import_module("girih.ops._sharding")
 
 
-CONVERSION = "girih"  # in the configuration of a converted model: what was converted
+FIELD = "girih"  # in the configuration of a converted model: what was converted
 
 
 def is_converted(folder: Any, config: Any, subfolder: str) -> bool:
     """Whether a configuration, that of a local folder where none is given, names a conversion."""
     if hasattr(config, "to_dict"):
-        return bool(getattr(config, CONVERSION, None))
+        return bool(getattr(config, FIELD, None))
     if folder is None or config is not None:
         return False
     try:
         values = json.loads(Path(folder, subfolder, "config.json").read_text(encoding="utf-8"))
-        return isinstance(values, dict) and bool(values.get(CONVERSION))
+        return isinstance(values, dict) and bool(values.get(FIELD))
     except (OSError, ValueError, TypeError, RecursionError):
         return False  # of the hub, or for transformers to report
 
@@ -62,16 +62,15 @@ def load_converted(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def from_pretrained(cls: type, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(cls, "converts_itself"):  # as the class that `girih.from_pretrained` makes
-            if is_converted(folder, kwargs.get("config"), kwargs.get("subfolder", "")):
-                load = import_module("girih.conversion").from_pretrained
-                return load(folder, *args, model_class=cls, **kwargs)
-            loaded = original(cls, folder, *args, **kwargs)
-            model = loaded[0] if isinstance(loaded, tuple) else loaded
-            if is_converted(None, model.config, ""):
-                raise ValueError(f"{folder}: is a converted model: load it by girih.from_pretrained")
-            return loaded
-        return original(cls, folder, *args, **kwargs)
+        converts_itself = hasattr(cls, "converts_itself")  # the class that `girih.from_pretrained` makes
+        if not converts_itself and is_converted(folder, kwargs.get("config"), kwargs.get("subfolder", "")):
+            load = import_module("girih.conversion").from_pretrained
+            return load(folder, *args, model_class=cls, **kwargs)
+        loaded = original(cls, folder, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if not converts_itself and is_converted(None, model.config, ""):
+            raise ValueError(f"{folder}: is a converted model: load it by girih.from_pretrained")
+        return loaded
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from girih._auto import FIELD
 from girih.conversion.attention import ConvertedAttention, convert, refuse_replaced_forward, restore
 from girih.conversion.config import Injection, Replacement, to_json
 from girih.conversion.liza import Liza
@@ -15,8 +16,6 @@ from girih.conversion.mixer import mixer_of
 from girih.conversion.projections import Projections, find
 from girih.conversion.tokens import TokensForLayers
 from girih.models.base import GirihPreTrainedModel
-
-FIELD = "girih"  # of a model's configuration
 
 
 class Conversion:
