@@ -93,9 +93,9 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
-def build_kernels(tree: Path, output: Path) -> Path:
+def build_kernels(tree: Path, output: Path, *options: str) -> Path:
     """libgirih_kernels.so in the folder `output`."""
-    options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}"]
+    options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}", *options]
     if nvcc := find_nvcc():
         options += [f"-DGIRIH_NVCC={nvcc}"]
     if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
@@ -124,7 +124,8 @@ class CMakeBuild(build_ext):
         shared = ["-DGIRIH_PYTHON=OFF", "-DGIRIH_TESTS=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"]
         shared += ["-DGIRIH_TORCH_LIBRARIES=$ORIGIN/../../../torch/lib"]
         shared += ["-DGIRIH_CUDA_LIBRARIES=$ORIGIN/../../../nvidia/cu13/lib"]
-        shared += self.cuda_options(trees, trees / "lib")
+        # A quarter of the bytes for a quarter more time: the driver unpacks a kernel when it is first called.
+        shared += self.cuda_options(trees, trees / "lib", "-DCMAKE_CUDA_FLAGS=--compress-mode=size")
         folders = os.environ.get("GIRIH_TORCHES", str(torch_folder()))
         if not folders:
             sys.exit("GIRIH_TORCHES is empty; expected folders of packages, each with a torch")
@@ -137,10 +138,11 @@ class CMakeBuild(build_ext):
             run("cmake", "--install", str(tree), "--prefix", str(package), "--strip")
 
     @staticmethod
-    def cuda_options(trees: Path, output: Path) -> list[str]:
+    def cuda_options(trees: Path, output: Path, *of_kernels: str) -> list[str]:
         if not use_cuda():
             return ["-DGIRIH_CUDA=OFF"]
-        return ["-DGIRIH_CUDA=ON", f"-DGIRIH_KERNELS={build_kernels(trees / 'kernels', output)}"]
+        kernels = build_kernels(trees / "kernels", output, *of_kernels)
+        return ["-DGIRIH_CUDA=ON", f"-DGIRIH_KERNELS={kernels}"]
 
     def get_outputs(self):
         return []

@@ -79,6 +79,22 @@ def test_a_step_in_a_graph(case):
         assert_within(captured, eager, 1e-6)
 
 
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+@torch.no_grad()
+def test_a_launch_that_was_refused_is_reported_once(case):
+    """Whatever is launched into a capture that has failed is refused."""
+    inputs = case.draw(64, resumed=case.has_state, calm=True, dtype=torch.float32, device="cuda")
+    want = operator(inputs)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError), torch.cuda.graph(graph, stream=stream):
+        with pytest.raises(RuntimeError):  # none waits for a stream that is captured
+            stream.synchronize()
+        with pytest.raises(RuntimeError):
+            operator(inputs)
+    assert_within(operator(inputs), want, 1e-6)
+
+
 @pytest.fixture
 def tf32_by_choice():
     before = torch.backends.cuda.matmul.allow_tf32

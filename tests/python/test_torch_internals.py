@@ -146,10 +146,24 @@ def test_a_registered_dataclass_is_taken_apart():
 @needs_cuda
 def test_the_pool_of_a_capture_that_failed_is_released():
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        torch.zeros(2**20, device="cuda")
-        graph.capture_end()
+
+    def capture(spoil):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            x = torch.ones(2**20, device="cuda")
+            if spoil:
+                with pytest.raises(RuntimeError):  # none waits for a stream that is captured
+                    stream.synchronize()
+            graph.capture_end()
+        return graph, x
+
+    with pytest.raises(RuntimeError):
+        capture(spoil=True)
+    internals.release_graph_pool(stream.device_index, pool)
+    graph, x = capture(spoil=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.sum() == 2**20
     with pytest.raises(RuntimeError):  # capture_end has released it
         internals.release_graph_pool(stream.device_index, pool)
