@@ -182,7 +182,7 @@ Output AttentionImpl::step(const Tensor& qkv, State state) const {
   return {o.flatten(1).unsqueeze(1), state};
 }
 
-bool AttentionImpl::stepped(State& state, std::vector<bool>&) const {
+bool AttentionImpl::stepped(State& state, std::vector<int64_t>&) const {
   if (!has_room(state)) return false;
   ++state.tokens;
   return true;

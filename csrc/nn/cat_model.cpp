@@ -30,7 +30,7 @@ CompressorImpl::CompressorImpl(const Config& config) : lengths_(chunk_lengths(co
 
 Tensor CompressorImpl::forward(const Tensor& chunks, const Tensor& index) {
   const auto B = chunks.size(0), K = chunks.size(1), C = chunks.size(2);
-  const auto at = (index * (C / lengths_[0])).clamp_max(position->weight.size(0) - 1);
+  const auto at = (index * (C / lengths_[0])).clamp(0, position->weight.size(0) - 1);
   const auto place = position(at).expand({B, K, -1});
   auto x = at::cat({place.unsqueeze(2), embed_tokens(chunks)}, 2).flatten(0, 1);
   for (size_t i = 0; i < layers->size(); ++i) x = layers->at<BlockImpl>(i).forward(x).first;
@@ -130,25 +130,28 @@ Output CatModelImpl::step(const Tensor& ids, const State& state) {
   const auto room = (before.most() + 1) / C + 1;
   for (auto& part : kept) part = part.map([&](const Tensor& t) { return with_room(t, C, room); });
   chunk.index_put_({at::arange(ids.size(0), n.options()), n.remainder(C)}, ids.select(1, 0));
-  auto x = embed_tokens(ids);
-  if (const auto these = before.ended(C); these.defined()) {
-    const auto place = at::floor_divide(n.index_select(0, these), C).unsqueeze(-1);
-    const auto next = compressor(chunk.index_select(0, these).unsqueeze(1), place);
-    kept_header.index_copy_(0, these, next.select(1, 0).to(kept_header.scalar_type()));
-    x = x.index_copy(0, these, next.to(x.scalar_type()));
-  }
   n.add_(1);
-  const auto y = decode(x, single_row(C, n, kept[0].tensors[0].size(1)), kept);
-  return {y, {{chunk, kept_header, n, before.known + 1}, kept}};
+  const Reached after{n, before.known + 1};
+  auto x = embed_tokens(ids);
+  if (const auto ended = after.ended(C)) {
+    const auto& these = ended->these;
+    const auto place = (at::floor_divide(n.index_select(0, these), C) - 1).unsqueeze(-1);
+    const auto next = compressor(chunk.index_select(0, these).unsqueeze(1), place);
+    kept_header.index_put_({these}, ended->chosen(next.select(1, 0), kept_header.index({these})));
+    x = x.index_put({these}, ended->chosen(next, x.index({these})));
+  }
+  const auto rows =
+      dynamic_cast<const ChunkAttentionImpl&>(*layers->at<BlockImpl>(0).mixer).row(C, n, kept[0].tensors[0]);
+  const auto y = decode(x, rows, kept);
+  return {y, {{chunk, kept_header, n, after.known}, kept}};
 }
 
-bool CatModelImpl::stepped(State& state, std::vector<bool>& kind) const {
+bool CatModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   const auto C = state.tensors[0].size(1);
   const Reached after{state.tensors[2], state.tensors[3] + 1};
-  if (!after.level() || after.most() > max_position_embeddings_ ||
-      state.parts[0].tensors[0].size(1) < C + after.most() / C)
+  if (after.most() > max_position_embeddings_ || state.parts[0].tensors[0].size(1) < C + after.most() / C)
     return false;
-  kind.push_back(after.most() % C == 0);
+  kind.push_back(after.ending(C));
   state.tensors[3] = after.known;
   return true;
 }
@@ -178,8 +181,9 @@ Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>&
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
     auto& attention = dynamic_cast<ChunkAttentionImpl&>(*block.mixer);
-    x = block.around(
-        x, [&](const Tensor& normed) { return attention.attend(normed, rows, kept[i], cu_chunks); });
+    x = block.around(x, [&](const Tensor& y, const RowInput& given, const Tensor& residual) {
+      return attention.attend(y, rows, kept[i], cu_chunks, given, residual);
+    });
   }
   return norm(x);
 }

@@ -5,9 +5,6 @@
 
 namespace girih::nn {
 
-// One row of each sequence, at `place` [N], that reads a cache of `slots` and writes its own into it.
-ChunkRows single_row(int64_t chunk, const Tensor& place, int64_t slots);
-
 // kept [N, slots, ...], or a copy of it with slots for at least so many headers.
 Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers);
 

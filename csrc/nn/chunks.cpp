@@ -1,5 +1,8 @@
 #include "chunks.h"
 
+#include <algorithm>
+#include <bit>
+
 namespace girih::nn {
 
 ChunkTable::ChunkTable(const Tensor& x, int64_t chunk, const Tensor& cu_seqlens, int64_t room)
@@ -31,12 +34,23 @@ Tensor ChunkTable::gather(const Tensor& y, int64_t shift) const {
   return rows.index_select(0, (row + shift).clamp_max(rows.size(0) - 1)).unsqueeze(0);
 }
 
-Tensor Reached::ended(int64_t chunk) const {
-  const auto these = at::nonzero((known + 1).remainder(chunk) == 0).flatten();
-  if (these.numel() == 0) return {};
-  // All of them without a copy from the host, which a CUDA graph cannot hold.
-  return these.numel() == known.numel() ? at::arange(known.numel(), tokens.options())
-                                        : these.to(tokens.device());
+Tensor Ended::chosen(const Tensor& fresh, const Tensor& old) const {
+  const auto rows = fresh.to(old.scalar_type());
+  return reached.defined() ? at::where(along(reached.unsqueeze(-1), old), rows, old) : rows;
+}
+
+int64_t Reached::ending(int64_t chunk) const {
+  const auto N = known.numel(), count = (known.remainder(chunk) == 0).sum().item<int64_t>();
+  if (count == 0 || count == N) return count;
+  return std::min(N, int64_t(std::bit_ceil(uint64_t(count))));
+}
+
+std::optional<Ended> Reached::ended(int64_t chunk) const {
+  const auto count = ending(chunk);
+  if (count == 0) return {};
+  if (count == known.numel()) return Ended{at::arange(count, tokens.options()), {}};
+  const auto [row, these] = tokens.remainder(chunk).topk(count, 0, /*largest=*/false);
+  return Ended{these, row == 0};
 }
 
 Continuation::Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const Reached& past,

@@ -21,16 +21,27 @@ struct ChunkTable {
   Tensor gather(const Tensor& y, int64_t shift = 0) const;
 };
 
+// The sequences that a step compresses a chunk of.
+struct Ended {
+  Tensor these;    // int64, on the device
+  Tensor reached;  // [these]: which of them have come to its end; undefined: all
+
+  // fresh [these, ...] where a chunk has ended, else old; in old's dtype.
+  Tensor chosen(const Tensor& fresh, const Tensor& old) const;
+};
+
 // How many tokens each of N sequences has, int64 [N]: on the device for what is computed, and known to the
 // host, which decides what runs.
 struct Reached {
   Tensor tokens, known;
 
   int64_t most() const { return known.numel() > 0 ? known.max().item<int64_t>() : 0; }
-  // Whether all sequences are as long.
-  bool level() const { return known.numel() > 0 && (known == known[0]).all().item<bool>(); }
-  // The sequences, on the device, whose chunk one more token ends; undefined where there are none.
-  Tensor ended(int64_t chunk) const;
+  // How many chunks a step compresses that has led here: those of all sequences or of none where all are as
+  // long, else of the least of 1, 2, 4, ... and N that is enough. A CUDA graph computes a fixed number, and
+  // each takes time to make: some chunks that have not ended are computed in vain.
+  int64_t ending(int64_t chunk) const;
+  // `ending` sequences, found on the device; none: no chunk has ended.
+  std::optional<Ended> ended(int64_t chunk) const;
 };
 
 // T more tokens of N sequences on chunks: the chunk that each had begun, from its start, and those after.

@@ -34,16 +34,6 @@ State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State&
 
 }  // namespace
 
-ChunkRows single_row(int64_t chunk, const Tensor& place, int64_t slots) {
-  const auto k = at::floor_divide(place, chunk), j = place.remainder(chunk);
-  const auto at = at::arange(slots, place.options()), header = at - (chunk - 1);
-  const auto see = at::where(header < 0, at < j.unsqueeze(-1), header <= k.unsqueeze(-1));
-  return {.chunk = chunk,
-          .first = place,
-          .slot = at::where(j == 0, k + (chunk - 1), j - 1),
-          .see = see.unsqueeze(1).unsqueeze(1)};
-}
-
 Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers) {
   const auto more = chunk - 1 + headers - kept.size(1);
   if (more <= 0) return kept;
@@ -67,54 +57,86 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
   return {attend(x, {.chunk = options.chunk}, none, cu_chunks), {}};
 }
 
-Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& rows, State& kept,
-                                  const Tensor& cu_chunks) {
-  const auto qkv = project(x, rows, cu_chunks);
+Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& given_rows, State& kept,
+                                  const Tensor& cu_chunks, const RowInput& given, const Tensor& residual) {
+  const auto qkv = nn::products(x, {product_of(qkv_proj)}, given)[0].unflatten(-1, {-1, head_dim_});
+  auto rows = given_rows;
   // One call may be under autocast and another one not.
-  for (auto& part : kept.tensors) part = part.to(qkv[1].scalar_type());
+  if (!kept.empty() && kept.tensors[0].scalar_type() != qkv.scalar_type()) {
+    for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
+    if (rows.slot.defined()) rows = row(rows.chunk, rows.first, kept.tensors[0]);
+  }
   Tensor o;
   if (rows.slot.defined()) {
     o = step(qkv, rows, kept);
   } else {
     const bool starts = kept.empty();
-    if (rows.first.defined()) kept = keep(qkv[1], qkv[2], rows, kept);
-    o = starts ? ops::cat_attention(qkv[0], qkv[1], qkv[2], {.chunk = rows.chunk, .cu_chunks = cu_chunks})
-               : extend(qkv, rows, kept);
+    const auto p = turned(qkv, rows, cu_chunks);
+    if (rows.first.defined()) kept = keep(p[1], p[2], rows, kept);
+    o = starts ? ops::cat_attention(p[0], p[1], p[2], {.chunk = rows.chunk, .cu_chunks = cu_chunks})
+               : extend(p, rows, kept);
   }
-  return o_proj(o.flatten(-2));
+  return nn::products(o.flatten(-2), {product_of(o_proj)}, {}, residual)[0];
 }
 
-std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows& rows,
-                                                const Tensor& cu_chunks) {
-  auto row = at::arange(x.size(1), x.options().dtype(at::kLong));
+std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows& rows) {
+  return turned(qkv_proj(x).unflatten(-1, {-1, head_dim_}), rows, {});
+}
+
+// q, k and v of qkv [N, rows, sum of heads, D], q and k turned to their places.
+std::vector<Tensor> ChunkAttentionImpl::turned(const Tensor& qkv, const ChunkRows& rows,
+                                               const Tensor& cu_chunks) const {
+  auto row = at::arange(qkv.size(1), qkv.options().dtype(at::kLong));
   if (rows.first.defined()) row = row + rows.first.unsqueeze(-1);
-  auto position = row.remainder(rows.chunk);
-  if (options.running_positions) {
-    auto k = at::floor_divide(row, rows.chunk);
-    if (cu_chunks.defined()) {
-      const auto sequence = at::searchsorted(cu_chunks.slice(0, 1, -1), k, false, /*right=*/true);
-      k = k - cu_chunks.index_select(0, sequence);
-    }
-    position = position + k;
+  Tensor first;
+  if (cu_chunks.defined()) {
+    const auto k = at::floor_divide(row, rows.chunk);
+    first = cu_chunks.index_select(0, at::searchsorted(cu_chunks.slice(0, 1, -1), k, false, /*right=*/true));
   }
-  const auto [q, k, v] =
-      turned(qkv_proj(x).unflatten(-1, {-1, head_dim_}), heads_, position, options.rope_theta);
+  const auto [q, k, v] = nn::turned(qkv, heads_, position(row, rows.chunk, first), options.rope_theta);
   return {q, k, v};
 }
 
+// The rotary position of a row; first: the chunk that its sequence begins with.
+Tensor ChunkAttentionImpl::position(const Tensor& row, int64_t chunk, const Tensor& first) const {
+  const auto position = row.remainder(chunk);
+  if (!options.running_positions) return position;
+  const auto k = at::floor_divide(row, chunk);
+  return position + (first.defined() ? k - first : k);
+}
+
+ChunkRows ChunkAttentionImpl::row(int64_t chunk, const Tensor& place, const Tensor& k) const {
+  const auto own = at::floor_divide(place, chunk), j = place.remainder(chunk);
+  const auto at = at::arange(k.size(1), place.options()), header = at - (chunk - 1);
+  const auto seen = at::where(header < 0, at < j.unsqueeze(-1), header <= own.unsqueeze(-1));
+  const auto see = at::zeros(seen.sizes(), k.options())
+                       .masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity());
+  const auto turn = position(place, chunk).unsqueeze(-1).unsqueeze(-1);
+  const auto [cos, sin] = angles(turn, head_dim_, options.rope_theta, k.scalar_type());
+  return {.chunk = chunk,
+          .first = place,
+          .slot = at::where(j == 0, own + (chunk - 1), j - 1),
+          .see = see.unsqueeze(1).unsqueeze(1),
+          .turn = at::stack({at::cat({cos, cos}, -1), at::cat({-sin, sin}, -1)})};
+}
+
 // One row over K + chunk slots: its own key and value are written first, as it sees itself.
-Tensor ChunkAttentionImpl::step(const std::vector<Tensor>& qkv, const ChunkRows& rows,
-                                const State& kept) const {
-  const auto sequence = at::arange(qkv[0].size(0), rows.slot.options());
+Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const {
+  const auto heads = heads_[0], kv_heads = heads_[1];
+  const auto p = qkv.split_with_sizes({heads + kv_heads, kv_heads}, 2);
+  const auto qk = at::addcmul(p[0] * rows.turn[0], p[0].roll(head_dim_ / 2, -1), rows.turn[1])
+                      .split_with_sizes({heads, kv_heads}, 2);
+  const auto sequence = at::arange(qkv.size(0), rows.slot.options());
   for (size_t i = 0; i < 2; ++i) {
     auto slots = kept.tensors[i];
-    slots.index_put_({sequence, rows.slot}, qkv[i + 1].select(1, 0));
+    slots.index_put_({sequence, rows.slot}, (i == 0 ? qk[1] : p[1]).select(1, 0));
   }
-  return at::scaled_dot_product_attention(qkv[0].transpose(1, 2), kept.tensors[0].transpose(1, 2),
-                                          kept.tensors[1].transpose(1, 2), rows.see, /*dropout_p=*/0.0,
-                                          /*is_causal=*/false, /*scale=*/std::nullopt,
-                                          /*enable_gqa=*/heads_[0] != heads_[1])
-      .transpose(1, 2);
+  // The queries of one key head as rows: no key is repeated for them.
+  return at::scaled_dot_product_attention(qk[0].select(1, 0).unflatten(1, {kv_heads, -1}),
+                                          kept.tensors[0].transpose(1, 2), kept.tensors[1].transpose(1, 2),
+                                          rows.see)
+      .flatten(1, 2)
+      .unsqueeze(1);
 }
 
 // Rows of chunks that begin after others: softmax over the own chunk's rows up to oneself and the headers of
@@ -228,25 +250,30 @@ Output CompressAttendImpl::step(const Tensor& x, const State& state) {
   State kept{{with_room(state.tensors[2], C + 1, room), with_room(state.tensors[3], C + 1, room)}};
   const auto sequence = at::arange(x.size(0), n.options());
   inputs.index_put_({sequence, n.remainder(C)}, x.select(1, 0).to(inputs.scalar_type()));
-  if (const auto these = before.ended(C); these.defined()) {
-    // The next chunk's header: this token does not see it.
-    const auto next = compress(inputs.index_select(0, these).flatten(1));
-    const auto k = at::floor_divide(n.index_select(0, these), C) + 1;
-    header.index_copy_(0, these, next.to(header.scalar_type()));
-    const auto qkv = attention->project(next.unsqueeze(1), {.chunk = C + 1, .first = k * (C + 1)});
-    for (size_t i = 0; i < 2; ++i) kept.tensors[i].index_put_({these, k + C}, qkv[i + 1].select(1, 0));
-  }
   const auto place = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
-  const auto y = attention->attend(x, single_row(C + 1, place, kept.tensors[0].size(1)), kept);
   n.add_(1);
-  return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n, before.known + 1}}};
+  const Reached after{n, before.known + 1};
+  if (const auto ended = after.ended(C)) {
+    // The next chunk's header: this token does not see it.
+    const auto& these = ended->these;
+    const auto next = compress(inputs.index_select(0, these).flatten(1));
+    const auto k = at::floor_divide(n.index_select(0, these), C);
+    header.index_put_({these}, ended->chosen(next, header.index({these})));
+    const auto qkv = attention->project(next.unsqueeze(1), {.chunk = C + 1, .first = k * (C + 1)});
+    for (size_t i = 0; i < 2; ++i) {
+      auto& slots = kept.tensors[i];
+      slots.index_put_({these, k + C}, ended->chosen(qkv[i + 1].select(1, 0), slots.index({these, k + C})));
+    }
+  }
+  const auto y = attention->attend(x, attention->row(C + 1, place, kept.tensors[0]), kept);
+  return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n, after.known}}};
 }
 
-bool CompressAttendImpl::stepped(State& state, std::vector<bool>& kind) const {
+bool CompressAttendImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   const auto C = options.chunk;
   const Reached after{state.tensors[4], state.tensors[5] + 1};
-  if (!after.level() || state.tensors[2].size(1) <= C + after.most() / C) return false;
-  kind.push_back(after.most() % C == 0);
+  if (state.tensors[2].size(1) <= C + after.most() / C) return false;
+  kind.push_back(after.ending(C));
   state.tensors[5] = after.known;
   return true;
 }

@@ -29,7 +29,7 @@ std::unique_ptr<Recorder> recorder_for(const Tensor&) { return nullptr; }
 
 Tensor Decoder::operator()(const Tensor& ids, const Tensor& attention_mask) {
   auto after = state_;
-  std::vector<bool> kind;
+  std::vector<int64_t> kind;
   if (!recorder_ || state_.empty() || attention_mask.defined() || ids.size(1) != 1 ||
       !model_.model->stepped(after, kind)) {
     steps_.clear();

@@ -45,7 +45,7 @@ class Decoder {
   std::unique_ptr<Recorder> recorder_;
   State state_;
   Tensor ids_;  // where steps read them
-  std::map<std::vector<bool>, Step> steps_;
+  std::map<std::vector<int64_t>, Step> steps_;
 };
 
 }  // namespace girih::nn

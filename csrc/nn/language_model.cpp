@@ -38,14 +38,17 @@ BlockImpl::Parts BlockImpl::parts(const Tensor& x, const Tensor& branch, const T
   return {h, mlp->forward(u), std::move(after)};
 }
 
-bool BlockImpl::stepped(State& state, std::vector<bool>& kind) const { return mixer->stepped(state, kind); }
+bool BlockImpl::stepped(State& state, std::vector<int64_t>& kind) const {
+  return mixer->stepped(state, kind);
+}
 
-Tensor BlockImpl::around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix) {
-  const auto y = mix(mixer_norm(x));
+Tensor BlockImpl::around(const Tensor& x,
+                         const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix) {
   if (are_few(x)) {
-    const auto h = x + y;
+    const auto h = mix(x, mixer_norm->input(), x);
     return mlp->onto(h, h, mlp_norm->input());
   }
+  const auto y = mix(mixer_norm(x), {}, {});
   const auto [h, u] = residual_norm(x, y, mlp_norm->weight, mlp_norm->eps);
   return h + mlp->forward(u);
 }
@@ -79,7 +82,7 @@ Output ModelImpl::run(const Tensor& ids, const Call& call) {
   return {residual_norm(x, branch, norm->weight, norm->eps).second, after};
 }
 
-bool ModelImpl::stepped(State& state, std::vector<bool>& kind) const {
+bool ModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   for (size_t i = 0; i < layers->size(); ++i) {
     if (!layers->at<LayerImpl>(i).stepped(state.parts[i], kind)) return false;
   }

@@ -115,7 +115,7 @@ Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& gi
   return {x + y, state};
 }
 
-bool LayerImpl::stepped(State&, std::vector<bool>&) const { return false; }
+bool LayerImpl::stepped(State&, std::vector<int64_t>&) const { return false; }
 
 bool LayerImpl::Call::steps(const Tensor& x) const {
   return use_cache && !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 &&

@@ -37,7 +37,7 @@ void MixAttentionImpl::set_weight(double m) {
   weight.fill_(m);
 }
 
-bool MixAttentionImpl::stepped(State& state, std::vector<bool>& kind) const {
+bool MixAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   return base->stepped(state.parts[0], kind) && mixer->stepped(state.parts[1], kind);
 }
 

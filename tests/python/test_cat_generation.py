@@ -204,8 +204,8 @@ def test_a_token_is_one_row_and_a_finished_chunk_one_compression():
 
 
 @torch.no_grad()
-def test_padded_sequences_compress_their_own_finished_chunks_alone():
-    """Their chunks end at different tokens: each is compressed when it ends, and no other with it."""
+def test_padded_sequences_compress_their_chunks_when_they_end():
+    """At different tokens: with them at most as many others, for a power of two."""
     model, lengths = made(mixer="cat"), [7, 5, 2, 7]
     mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths])
     counts, cache = counted(model), model.new_cache()

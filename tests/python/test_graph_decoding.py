@@ -175,12 +175,18 @@ def same_text(graphs, model, ids, **options):
     return replayed
 
 
-def expected_replays(model, uneven=False):
-    """Of NEW tokens the first comes of the prompt, and the second of a step that runs by itself."""
-    mixers = model.config.mixers
-    if model.config.is_whole_cat:
-        return 0 if uneven else NEW - 3  # of each kind the first runs by itself
-    return 0 if "cat" in mixers else NEW - 2
+def expected_replays(model, lengths=(7,), new=NEW):
+    """Of the new tokens the first comes of the prompt; of each kind of step the first runs by itself. CAT's
+    kinds are the numbers of chunks that end, rounded up to powers of two where the lengths differ."""
+    kinds = set()
+    if "cat" not in model.config.mixers:
+        kinds.add(0)
+    else:
+        level, N = len({*lengths}) == 1, len(lengths)
+        for t in range(1, new):
+            count = sum((n + t) % model.config.chunk == 0 for n in lengths)
+            kinds.add(min(N, 2 ** (count - 1).bit_length()) if count and not level else count)
+    return new - 1 - len(kinds)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -194,11 +200,10 @@ def test_a_text_is_the_same_with_graphs(graphs, model, batch):
     assert written(model, ids).equal(text)
 
 
-@pytest.mark.filterwarnings("ignore:a token cannot be")  # CAT as a layer reads lengths that the host has
 def test_padded_prompts_are_continued_the_same(graphs, model):
     ids, lengths = tokens(model, 3, 7), (7, 3, 1)
     mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths]).long().to(model.device)
-    assert same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, uneven=True)
+    assert same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, lengths)
 
 
 def test_beams_change_places(graphs, model):
@@ -247,14 +252,28 @@ def test_keys_that_need_room_get_it(graphs, name, way, device, monkeypatch):
     assert graphs.recorded == 4
 
 
+@pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_cat_needs_room_too(graphs, device, padded):
+def test_cat_needs_room_too(graphs, name, device, padded):
     """16 headers of it."""
-    model = model_of("cat", device, chunk=2)
+    model = model_of(name, device, chunk=2)
     mask = torch.ones(2, 7, dtype=torch.long, device=device)
     mask[0, :3] = not padded
     replayed = same_text(graphs, model, tokens(model, 2, 7), attention_mask=mask, max_new_tokens=60)
-    assert replayed == 0 if padded else replayed > 45
+    assert 45 < replayed < 60 - 1 - 2 * 2
+
+
+@pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
+def test_sequences_of_cat_at_every_place_of_their_chunks(graphs, name, device):
+    """One graph for each number of chunks that end, whoever's they are; beams change places too."""
+    model, lengths = model_of(name, device), range(1, 10)
+    mask = torch.stack([torch.arange(9) >= 9 - n for n in lengths]).long().to(device)
+    ids = tokens(model, len(lengths), 9)
+    assert same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, lengths)
+    assert same_text(graphs, model, ids, attention_mask=mask, num_beams=2) > 0
+    text = written(model, ids, attention_mask=mask)
+    for n, padded, row in zip(lengths, ids, text, strict=True):
+        assert row[9:].equal(written(model, padded[None, 9 - n :])[0, n:])
 
 
 def test_texts_one_after_the_other_and_in_turn(graphs, model):
@@ -667,7 +686,7 @@ def test_a_graph_in_16_bits_is_as_right_as_the_layers(name, batch):
         cache.steps.refused = not graphs
         for t in range(4, 24):
             found.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
-        assert bool(cache.steps.graphs) == graphs or name == "layers_of_cat"
+        assert bool(cache.steps.graphs) == graphs
         return (torch.cat(found, 1).double() - expected).norm()
 
     assert error(True) <= 1.5 * error(False)

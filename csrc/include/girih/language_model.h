@@ -83,7 +83,7 @@ AnyLayer make_mixer(const std::string& name, const Config& config);
 class ModelImpl : public LayerImpl {
  public:
   explicit ModelImpl(const Config& config);
-  bool stepped(State& state, std::vector<bool>& kind) const override;
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
 
   torch::nn::Embedding embed_tokens{nullptr};
   torch::nn::ModuleList layers{nullptr};  // of Block
@@ -121,7 +121,7 @@ class CatModelImpl : public LayerImpl {
   void reset_parameters();
   // The chunk of the calls that begin sequences from now on, one of the configuration's `chunks`.
   void set_chunk(int64_t chunk);
-  bool stepped(State& state, std::vector<bool>& kind) const override;
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
 
   torch::nn::Embedding embed_tokens{nullptr};
   Tensor header;

@@ -142,7 +142,7 @@ class LayerImpl : public Module {
   // without mask or gradient, in tensors that stay where `state` has them and say all of how far it has come:
   // done again there, it reads the next token. If so `state` becomes what the host knows of it after the
   // token, and `kind` gets what runs where that is not always the same; if not, neither means anything.
-  virtual bool stepped(State& state, std::vector<bool>& kind) const;
+  virtual bool stepped(State& state, std::vector<int64_t>& kind) const;
 
  protected:
   struct Call {
@@ -180,7 +180,7 @@ using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its p
 // masked tokens means nothing.
 class RecurrentLayerImpl : public LayerImpl {
  public:
-  bool stepped(State& /*state*/, std::vector<bool>& /*kind*/) const override { return true; }
+  bool stepped(State& /*state*/, std::vector<int64_t>& /*kind*/) const override { return true; }
 
  protected:
   Output run(const Tensor& x, const Call& call) final;
@@ -475,7 +475,7 @@ struct AttentionOptions {
 class AttentionImpl : public LayerImpl {
  public:
   AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
-  bool stepped(State& state, std::vector<bool>& kind) const override;
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
 
   AttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -509,8 +509,10 @@ struct ChunkRows {
   Tensor first = {};    // [N]: the place of each one's first row; the start of a chunk if there are several
   Tensor end = {};      // [N]: the place after the last row that stays
   int64_t headers = 0;  // how many headers the sequences have at most after the call
-  Tensor slot = {};     // of a single row: where its key goes, [N]
-  Tensor see = {};      // and which slots it reads, [N, 1, 1, slots]
+  // Of a single row, as all layers need it.
+  Tensor slot = {};  // [N]: where its key goes
+  Tensor see = {};   // [N, 1, 1, slots]: what is added to its scores, -inf at slots that it does not read
+  Tensor turn = {};  // [2, N, 1, 1, D]: x turn[0] + x.roll(D / 2) turn[1] is `rotary` at its position
 };
 
 // Attention of rows in chunks, row 0 of each its header (ops::cat_attention). As a layer it has no mask and
@@ -521,10 +523,14 @@ class ChunkAttentionImpl : public LayerImpl {
 
   // x [N, rows, hidden_size] -> y. kept: turned keys and values {k, v} [N, slots, heads, head_dim], chunk - 1
   // slots for the rows that follow the current chunk's header, then one slot for each header; empty at the
-  // start. A single row writes them in place.
-  Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {});
+  // start. A single row writes them in place. given, residual: as of by_products.
+  Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {},
+                const RowInput& given = {}, const Tensor& residual = {});
   // Queries, keys and values of x [N, rows, hidden_size], queries and keys turned to their places.
-  std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows, const Tensor& cu_chunks = {});
+  std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows);
+  // One row of each sequence, at `place` [N], that reads keys k [N, slots, heads, head_dim] and writes its
+  // own there.
+  ChunkRows row(int64_t chunk, const Tensor& place, const Tensor& k) const;
 
   ChunkAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -533,7 +539,9 @@ class ChunkAttentionImpl : public LayerImpl {
   Output run(const Tensor& x, const Call& call) override;
 
  private:
-  Tensor step(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& kept) const;
+  std::vector<Tensor> turned(const Tensor& qkv, const ChunkRows& rows, const Tensor& cu_chunks) const;
+  Tensor position(const Tensor& row, int64_t chunk, const Tensor& first = {}) const;
+  Tensor step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const;
   Tensor extend(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& kept) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
@@ -549,7 +557,7 @@ class CompressAttendImpl : public LayerImpl {
  public:
   CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
   void reset_parameters();
-  bool stepped(State& state, std::vector<bool>& kind) const override;
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
 
   ChunkAttentionOptions options;
   Tensor header;
@@ -581,7 +589,7 @@ class MixAttentionImpl : public LayerImpl {
   void reset_parameters();
   // Moves m, without waiting for the device.
   void set_weight(double weight);
-  bool stepped(State& state, std::vector<bool>& kind) const override;
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
 
   MixAttentionOptions options;
   AnyLayer base, mixer;
@@ -596,9 +604,11 @@ TORCH_MODULE(MixAttention);
 class BlockImpl : public LayerImpl {
  public:
   BlockImpl(AnyLayer mixer, int64_t hidden_size, int64_t intermediate_size, double norm_eps = 1e-6);
-  bool stepped(State& state, std::vector<bool>& kind) const override;
-  // The block around what `mix` makes of the normed x.
-  Tensor around(const Tensor& x, const std::function<Tensor(const Tensor&)>& mix);
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  // The block around mix(x, given, residual): what a mixer makes of what `given` makes of x, and the residual
+  // on top, which may be undefined.
+  Tensor around(const Tensor& x,
+                const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix);
   // `forward` of x + branch, or of x, whose last sum is left to the norm that comes next and adds: the two
   // parts of the result, and the state.
   struct Parts {

@@ -11,8 +11,8 @@ from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
 from girih.nn.attention_call import own_mask
-from girih.nn.chunk_attention import KeyValues, single_row, with_room
-from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
+from girih.nn.chunk_attention import KeyValues, with_room
+from girih.nn.chunks import Continuation, Reached, chunk_table, most
 from girih.nn.masking import check_batch, check_mask
 
 
@@ -48,8 +48,8 @@ class Compressor(nn.Module):
 
     def forward(self, chunks: Tensor, index: Tensor, run_block) -> Tensor:
         B, K, C = chunks.shape
-        place = index * (C // self.chunks[0])
-        place = self.position(place.clamp(max=self.position.num_embeddings - 1)).expand(B, K, -1)
+        place = (index * (C // self.chunks[0])).clamp(0, self.position.num_embeddings - 1)
+        place = self.position(place).expand(B, K, -1)
         x = torch.cat((place[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
         for block in self.layers:
             x, _ = run_block(block, x)
@@ -75,12 +75,12 @@ class CatState(NamedTuple):
         C = self.ids.shape[1]
         return self._replace(kv=map_state(lambda part: with_room(part, C, tokens // C + 1), self.kv))
 
-    def stepped(self) -> tuple[bool, "CatState"] | None:
-        """A token that ends a chunk is another step. Sequences of several lengths are looked at each time."""
-        C, known = self.ids.shape[1], self.reached.known + 1
-        if isinstance(known, Tensor) or self.kv[0].k.shape[1] < C + known // C:
+    def stepped(self) -> tuple[int, "CatState"] | None:
+        """Each number of chunks that a step compresses is another step."""
+        C, reached = self.ids.shape[1], self.reached._replace(known=self.reached.known + 1)
+        if self.kv[0].k.shape[1] < C + most(reached.known) // C:
             return None
-        return known % C == 0, self._replace(reached=self.reached._replace(known=known))
+        return reached.ending(C), self._replace(reached=reached)
 
 
 class CatModel(Backbone):
@@ -241,19 +241,22 @@ class CatModel(Backbone):
         sequence = torch.arange(ids.shape[0], device=ids.device)
         state.ids[sequence, n % C] = ids[:, 0]
         n.add_(1)
+        reached = Reached(n, known)
         x = self.embed_tokens(ids)
-        if (ended := full(known, C, ids.device)) is not None:
-            place = (n[ended] // C - 1)[:, None]
-            header = self.compressor(state.ids[ended][:, None], place, self.run_block)[:, 0]
-            state.header[ended] = header.to(state.header.dtype)
-            x = x.index_put((sequence[ended],), header[:, None].to(x.dtype))
-        every, kv, row = [x], [], single_row(C, n, state.kv[0].k.shape[1])
+        if (ended := reached.ended(C)) is not None:
+            these = ended.these
+            place = (n[these] // C - 1)[:, None]
+            header = self.compressor(state.ids[these][:, None], place, self.run_block)
+            state.header[these] = ended.chosen(header[:, 0], state.header[these])
+            x = x.index_put((sequence[these],), ended.chosen(header, x[these]))
+        every, kv = [x], []
+        rows = self.layers[0].mixer.row(C, n, state.kv[0])
         for block, past in zip(self.layers, state.kv, strict=True):
-            x, kept = self.run_block(block, every[-1], None, row._replace(past=past), True, None)
+            x, kept = self.run_block(block, every[-1], None, rows._replace(past=past), True, None)
             every.append(x)
             kv.append(kept)
         every[-1] = self.norm(every[-1])
-        return every, CatState(state.ids, state.header, tuple(kv), Reached(n, known))
+        return every, CatState(state.ids, state.header, tuple(kv), reached)
 
     def first_header(self, chunk: int) -> Tensor:
         return self.header if self.header.dim() == 1 else self.header[self.chunks.index(chunk)]

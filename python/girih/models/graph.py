@@ -292,8 +292,9 @@ def weakly(method: Callable[[], None]) -> Callable[[Any], None]:
 
 
 def tensors_of(state: Any) -> list[Tensor]:
+    """Those that the device has."""
     found: list[Tensor] = []
-    map_state(lambda part: found.append(part), state)
+    map_state(lambda part: found.append(part), state, device_only=True)
     return found
 
 
@@ -317,5 +318,5 @@ def move(layer: "StateLayer", places: list[Tensor]) -> bool:
         if part is not place:
             place.copy_(part)
     each = iter(places)
-    layer.state = map_state(lambda _: next(each), layer.state)
+    layer.state = map_state(lambda _: next(each), layer.state, device_only=True)
     return True

@@ -1,5 +1,6 @@
 """The attention of CAT over rows in chunks, and what it keeps while a text is written."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
 from girih.nn.linears import together
 from girih.nn.projections import projections
-from girih.nn.rotary import turned
+from girih.nn.rotary import angles, turned
+from girih.nn.step import Product
 
 ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
 
@@ -32,7 +34,9 @@ class ChunkRows(NamedTuple):
     end: `[N]`, the place after the last row that stays.
     headers: how many headers the sequences have at most after the call.
     past: keys and values of all rows before `first`; None at the start.
-    slot, see: of a single row: where its key goes, `[N]`, and which slots it reads, `[N, 1, 1, slots]`.
+    slot, see, turn: of a single row, as all layers need it. slot `[N]`: where its key goes. see `[N, 1, 1,
+        slots]`: what is added to its scores, -inf at slots that it does not read. turn: two `[N, 1, 1, D]`; x
+        turn[0] + x.roll(D / 2) turn[1] is `rotary` at its position.
 
     Without `first` each sequence begins here and nothing is kept.
     """
@@ -44,20 +48,7 @@ class ChunkRows(NamedTuple):
     past: KeyValues | None = None
     slot: Tensor | None = None
     see: Tensor | None = None
-
-
-def single_row(chunk: int, place: Tensor, slots: int) -> ChunkRows:
-    """One row of each sequence, at `place [N]`, that reads a cache of `slots` and writes its own into it."""
-    k, j = place // chunk, place % chunk
-    at = torch.arange(slots, device=place.device)
-    header = at - (chunk - 1)
-    see = torch.where(header < 0, at < j[:, None], header <= k[:, None])
-    return ChunkRows(
-        chunk,
-        place,
-        slot=torch.where(j == 0, chunk - 1 + k, j - 1),
-        see=see[:, None, None],
-    )
+    turn: tuple[Tensor, Tensor] | None = None
 
 
 def with_room(kept: Tensor, chunk: int, headers: int) -> Tensor:
@@ -123,47 +114,78 @@ class ChunkAttention(SequenceLayer):
                 "use_cache: expected True exactly with a state that says where the rows stand (`first`), and "
                 "then without cu_seqlens"
             )
-        cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
-        q, k, v = self.project(x, rows, cu_chunks)
-        if rows.past is not None and rows.past.k.dtype != k.dtype:  # one call was under autocast, one was not
-            rows = rows._replace(past=KeyValues(*(part.to(k.dtype) for part in rows.past)))
-        if rows.slot is not None:
-            o, kept = self.step(q, k, v, rows), rows.past
-        elif rows.past is None:
-            o = ops.cat_attention(q, k, v, chunk=rows.chunk, cu_chunks=cu_chunks)
-            kept = self.keep(k, v, rows) if cached else None
-        else:
-            kept = self.keep(k, v, rows)
-            o = self.extend(q, k, v, rows, kept)
-        return together(o.flatten(-2), [self.o_proj])[0], kept
+        o, kept = self.core(projections(self, ["qkv_proj"], x), rows, use_cache, cu_seqlens)
+        return together(o, [self.o_proj])[0], kept
 
-    def project(
-        self, x: Tensor, rows: ChunkRows, cu_chunks: Tensor | None = None
+    def products(self) -> tuple[Product, ...]:
+        return (Product(self.qkv_proj.weight),)
+
+    def core(
+        self, projected: Sequence[Tensor], rows: ChunkRows, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, KeyValues | None]:
+        qkv = projected[0].unflatten(-1, (-1, self.head_dim))
+        past = rows.past
+        if past is not None and past.k.dtype != qkv.dtype:  # one call was under autocast, one was not
+            past = KeyValues(*(part.to(qkv.dtype) for part in past))
+            rows = rows._replace(past=past) if rows.slot is None else self.row(rows.chunk, rows.first, past)
+        if rows.slot is not None:
+            return self.step(qkv, rows).flatten(-2), past
+        cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
+        q, k, v = self.turned(qkv, rows, cu_chunks)
+        kept = self.keep(k, v, rows) if use_cache else None
+        if past is None:
+            o = ops.cat_attention(q, k, v, chunk=rows.chunk, cu_chunks=cu_chunks)
+        else:
+            o = self.extend(q, k, v, rows, kept)
+        return o.flatten(-2), kept
+
+    def turned(
+        self, qkv: Tensor, rows: ChunkRows, cu_chunks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x, queries and keys turned to their places."""
-        row = torch.arange(x.shape[1], device=x.device)
+        """q, k and v of qkv `[B, rows, sum of heads, D]`, q and k turned to their places."""
+        row = torch.arange(qkv.shape[1], device=qkv.device)
         if rows.first is not None:
             row = row + rows.first[:, None]
-        position = row % rows.chunk
-        if self.running_positions:
-            k = row // rows.chunk
-            if cu_chunks is not None:
-                k = k - cu_chunks[torch.searchsorted(cu_chunks[1:-1], k, right=True)]
-            position = position + k
-        qkv = projections(self, ["qkv_proj"], x)[0].unflatten(-1, (-1, self.head_dim))
-        return turned(qkv, self.heads, position, self.rope_theta)
+        first = None
+        if cu_chunks is not None:
+            first = cu_chunks[torch.searchsorted(cu_chunks[1:-1], row // rows.chunk, right=True)]
+        return turned(qkv, self.heads, self.position(row, rows.chunk, first), self.rope_theta)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows) -> Tensor:
+    def position(self, row: Tensor, chunk: int, first: Tensor | None = None) -> Tensor:
+        """The rotary position of a row; first: the chunk that its sequence begins with."""
+        position = row % chunk
+        if not self.running_positions:
+            return position
+        return position + row // chunk - (0 if first is None else first)
+
+    def row(self, chunk: int, place: Tensor, past: KeyValues) -> ChunkRows:
+        """One row of each sequence, at `place [N]`, that reads `past` and writes its own keys into it."""
+        k, j = place // chunk, place % chunk
+        at = torch.arange(past.k.shape[1], device=place.device)
+        header = at - (chunk - 1)
+        seen = torch.where(header < 0, at < j[:, None], header <= k[:, None])[:, None, None]
+        see = torch.zeros(seen.shape, dtype=past.k.dtype, device=place.device).masked_fill(~seen, -torch.inf)
+        slot = torch.where(j == 0, chunk - 1 + k, j - 1)
+        position = self.position(place, chunk)[:, None, None]
+        cos, sin = angles(position, self.head_dim, self.rope_theta, past.k.dtype)
+        turn = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return ChunkRows(chunk, place, past=past, slot=slot, see=see, turn=turn)
+
+    def step(self, qkv: Tensor, rows: ChunkRows) -> Tensor:
         """One row over K + chunk slots: its own key and value are written first, as it sees itself."""
-        sequence = torch.arange(q.shape[0], device=q.device)
+        (heads, kv_heads, _), (cos, sin) = self.heads, rows.turn
+        qk, v = qkv.split((heads + kv_heads, kv_heads), 2)
+        q, k = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).split((heads, kv_heads), 2)
+        sequence = torch.arange(len(q), device=q.device)
         for kept, new in zip(rows.past, (k, v), strict=True):
             kept[sequence, rows.slot] = new[:, 0]
+        # The queries of one key head as rows: no key is repeated for them.
         o = F.scaled_dot_product_attention(
-            *(p.transpose(1, 2) for p in (q, *rows.past)),
+            q[:, 0].unflatten(1, (kv_heads, -1)),
+            *(part.transpose(1, 2) for part in rows.past),
             attn_mask=rows.see,
-            enable_gqa=self.heads[0] != self.heads[1],
         )
-        return o.transpose(1, 2)
+        return o.flatten(1, 2)[:, None]
 
     def keep(self, k: Tensor, v: Tensor, rows: ChunkRows) -> KeyValues:
         """The cache after whole chunks of rows: their headers, and the rows of the chunk that goes on."""

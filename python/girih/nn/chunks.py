@@ -55,6 +55,21 @@ def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor, room: int = 0) -> Chu
     return ChunkTable(row, index == 0, index, cu_chunks)
 
 
+class Ended(NamedTuple):
+    """The sequences that a step compresses a chunk of: `these`, among N. reached: `[these]`, which of them
+    have come to its end; None: all."""
+
+    these: slice | Tensor
+    reached: Tensor | None
+
+    def chosen(self, new: Tensor, old: Tensor) -> Tensor:
+        """new `[these, ...]` where a chunk has ended, else old; in old's dtype."""
+        new = new.to(old.dtype)
+        if self.reached is None:
+            return new
+        return torch.where(self.reached.view(-1, *[1] * (new.dim() - 1)), new, old)
+
+
 class Reached(NamedTuple):
     """How many tokens each of N sequences has: for the device, and for the host, which decides what runs.
 
@@ -65,20 +80,38 @@ class Reached(NamedTuple):
     tokens: Tensor
     known: int | Tensor
 
+    on_host = ("known",)
+
+    def ending(self, chunk: int) -> int:
+        """How many chunks a step compresses that has led here: those of all sequences or of none where all
+        are as long, else of the least of 1, 2, 4, ... and N that is enough. A CUDA graph computes a fixed
+        number, and each takes time to make: some chunks that have not ended are computed in vain.
+        """
+        N = len(self.tokens)
+        if not isinstance(self.known, Tensor):
+            return 0 if self.known % chunk else N
+        count, least = int((self.known.numpy() % chunk == 0).sum()), 1
+        while least < count:
+            least *= 2
+        return min(least, N) if count else 0
+
+    def ended(self, chunk: int) -> Ended | None:
+        """`ending` sequences, found on the device; None: no chunk has ended."""
+        count = self.ending(chunk)
+        if count == 0:
+            return None
+        if not isinstance(self.known, Tensor):
+            return Ended(slice(None), None)
+        row = self.tokens % chunk
+        these = row.topk(count, largest=False).indices
+        return Ended(these, row[these] == 0)
+
 
 def most(known: int | Tensor) -> int:
     """The largest number of tokens that any sequence has."""
     if not isinstance(known, Tensor):
         return known
-    return int(known.max()) if len(known) else 0
-
-
-def full(known: int | Tensor, chunk: int, device: torch.device) -> slice | Tensor | None:
-    """The sequences whose last token ends a chunk: all, these indices, or None of them."""
-    if not isinstance(known, Tensor):
-        return None if known % chunk else slice(None)
-    these = (known % chunk == 0).nonzero().flatten()
-    return these.to(device) if len(these) else None
+    return int(known.numpy().max()) if len(known) else 0
 
 
 class Continuation:

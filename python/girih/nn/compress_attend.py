@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.attention_call import SequenceLayer
-from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, single_row, with_room
-from girih.nn.chunks import Continuation, Reached, chunk_table, full, most
+from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
+from girih.nn.chunks import Continuation, Reached, chunk_table, most
 from girih.nn.fields import heads_of
 from girih.nn.masking import check_batch, check_mask
 from girih.nn.mixers import register_layer
@@ -25,6 +25,13 @@ class CompressAttendState(NamedTuple):
     header: Tensor
     kv: KeyValues
     reached: Reached
+
+    def stepped(self) -> tuple[int, "CompressAttendState"] | None:
+        """Each number of chunks that a step compresses is another step."""
+        C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
+        if self.kv.k.shape[1] <= C + most(reached.known) // C:
+            return None
+        return reached.ending(C), self._replace(reached=reached)
 
 
 class CompressAttend(SequenceLayer):
@@ -158,16 +165,22 @@ class CompressAttend(SequenceLayer):
         kv = KeyValues(*(with_room(part, C + 1, most(known) // C + 1) for part in state.kv))
         sequence = torch.arange(x.shape[0], device=x.device)
         state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
-        if (ended := full(known, C, x.device)) is not None:
+        place = n // C * (C + 1) + n % C + 1
+        n.add_(1)
+        reached = Reached(n, known)
+        if (ended := reached.ended(C)) is not None:
             # The next chunk's header: this token does not see it.
-            header, k = projections(self, ["compress"], state.x[ended].flatten(1))[0], n[ended] // C + 1
-            state.header[ended] = header.to(state.header.dtype)
-            _, *new = self.attention.project(header[:, None], ChunkRows(C + 1, k * (C + 1)))
+            these = ended.these
+            header, k = projections(self, ["compress"], state.x[these].flatten(1))[0], n[these] // C
+            state.header[these] = ended.chosen(header, state.header[these])
+            qkv = projections(self.attention, ["qkv_proj"], header[:, None])[0]
+            at = ChunkRows(C + 1, k * (C + 1))
+            _, *new = self.attention.turned(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
             for kept, part in zip(kv, new, strict=True):
-                kept[sequence[ended], C + k] = part[:, 0]
-        row = single_row(C + 1, n // C * (C + 1) + n % C + 1, kv.k.shape[1])
-        y, kv = self.attention(x, None, row._replace(past=kv), True)
-        return y, CompressAttendState(state.x, state.header, kv, Reached(n.add_(1), known))
+                slot = sequence[these], C + k
+                kept[slot] = ended.chosen(part[:, 0], kept[slot])
+        y, kv = self.attention(x, None, self.attention.row(C + 1, place, kv), True)
+        return y, CompressAttendState(state.x, state.header, kv, reached)
 
 
 register_layer(

@@ -36,13 +36,21 @@ def advance(
     return getattr(ops, name)(*data, state=state, cu_seqlens=cu_seqlens, **options)
 
 
-def map_state(f: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """`state` with f applied to every tensor in it; None and numbers stay, named tuples keep their type."""
+def map_state(f: Callable[[Tensor], Tensor], state: Any, device_only: bool = False) -> Any:
+    """`state` with f applied to every tensor in it; None and numbers stay, named tuples keep their type.
+
+    device_only: not to what a named tuple says that the host has for itself, by its `on_host`.
+    """
     if isinstance(state, Tensor):
         return f(state)
     if not isinstance(state, tuple):
         return state
-    parts = [map_state(f, part) for part in state]
+    left = getattr(state, "on_host", ()) if device_only else ()
+    names = getattr(state, "_fields", range(len(state)))
+    parts = [
+        part if name in left else map_state(f, part, device_only)
+        for name, part in zip(names, state, strict=True)
+    ]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
