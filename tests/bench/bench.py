@@ -135,7 +135,8 @@ def main(argv=None):
     if ops == ["generation"]:
         import generation
 
-        return generation.main(["--folder", str(options.folder)])
+        own = [] if options.shape is None else ["--part", "tokens", "--models", options.shape]
+        return generation.main(["--folder", str(options.folder), *own])
     if ops == ["converted"]:
         import converted_llama
 

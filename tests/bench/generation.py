@@ -13,7 +13,8 @@ of its own, with the compressor in it.
 Then a token of `generate()` itself, greedy, after a prompt of 128: models of 24 layers, 1024 wide, 32000
 tokens, bf16, at batch 1, 64 and 128, beside a Llama of the same sizes as transformers compiles it, with its
 static cache, fla's models at batch 1, and the same models in C++ by girih-generate, which tells the mean of
-all tokens after the first.
+all tokens after the first. Padded prompts have from half to all of the 128 tokens, so that CAT's sequences
+end their chunks at different tokens.
 
     ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it
     start_s             of girih-generate: from the start of its process to the first token
@@ -38,6 +39,8 @@ from results import FOLDER, keep_part, origin
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
 TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, BATCHES = 24, 1024, 16, 128, (1, 64, 128)
+TOKEN_CHUNK = 16
+CAT = f"CAT C={TOKEN_CHUNK}"
 NEW, NEW_OF_FLA = 128, 32  # tokens; a median of few will do where each takes long
 PROGRAM = Path(__file__).parents[2] / "build" / _library.loaded.name / "bin" / "girih-generate"
 IN_CPP = ("GSA", "Gated DeltaNet")
@@ -208,6 +211,9 @@ def decoders():
         eos_token_id=None,
     )
     made = {name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()}
+    cat = GirihConfig(**sizes, **heads, mixer="cat", chunk=TOKEN_CHUNK)
+    made[CAT] = (lambda: GirihForCausalLM(cat), {})
+    made[f"{CAT}, padded prompts"] = (lambda: GirihForCausalLM(cat), {"padded": True})
     static = {"cache_implementation": "static"}
     made["Llama, compiled"] = (lambda: LlamaForCausalLM(llama), static)
     few = {"max_new_tokens": NEW_OF_FLA}
@@ -256,6 +262,12 @@ def time_in_cpp(folder, batch, device):
     return {"ms_a_token": each, "mean_ms": each, "start_s": round(seconds - whole + first, 2)}
 
 
+def padding(batch):
+    """The mask of prompts that are padded on the left, with lengths from half to all of PROMPT."""
+    lengths = torch.linspace(PROMPT / 2, PROMPT, batch, device="cuda").long()
+    return (torch.arange(PROMPT, device="cuda") >= PROMPT - lengths[:, None]).long()
+
+
 def time_of_a_token(make, options, batch):
     """After a text that compiles what is compiled."""
     from transformers import StoppingCriteria, StoppingCriteriaList
@@ -270,10 +282,13 @@ def time_of_a_token(make, options, batch):
     model = made_on("cuda", make)
     ids = torch.randint(32000, (batch, PROMPT), device="cuda")
     go_on = torch.zeros(batch, dtype=torch.bool, device="cuda")
+    options = {"max_new_tokens": NEW} | options
+    if options.pop("padded", False):
+        options["attention_mask"] = padding(batch)
     for _ in range(2):
         times = []
         criteria = StoppingCriteriaList([Clock()])
-        model.generate(ids, **{"max_new_tokens": NEW} | options, do_sample=False, stopping_criteria=criteria)
+        model.generate(ids, **options, do_sample=False, stopping_criteria=criteria)
     tokens = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
     return {
         "parameters": model.num_parameters(),
@@ -314,16 +329,19 @@ def table(result):
     return text + origin(result["texts"])
 
 
-def of_tokens():
-    """{batch: {model: its row}}, again with each further row."""
+def of_tokens(chosen=None):
+    """{batch: {model: its row}}, again with each further row; chosen: the models whose names begin so."""
     found = {str(batch): {} for batch in BATCHES}
     for name, (make, how) in decoders().items():
-        for batch in BATCHES[:1] if name.startswith("fla") else BATCHES:
+        if chosen is not None and not name.startswith(chosen):
+            continue
+        batches = BATCHES[:1] if name.startswith("fla") else BATCHES[1:] if "padded" in how else BATCHES
+        for batch in batches:
             row = found[str(batch)][name] = time_of_a_token(make, how, batch)
             print(f"batch {batch}, {name}: {row['ms_a_token']} ms a token", flush=True)
             yield found
             emptied()
-    for name in IN_CPP if PROGRAM.exists() else ():
+    for name in IN_CPP if PROGRAM.exists() and chosen is None else ():
         for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
             found[str(batch)][f"{name} in C++"] = row
             print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
@@ -348,10 +366,15 @@ def main(argv=None):
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
     parser.add_argument("--part", choices=["texts", "tokens"], help="one of the two alone")
+    parser.add_argument("--models", help="of a token: those whose names begin so, with semicolons")
     options = parser.parse_args(argv)
     require_gpu()
     file = options.folder / "generation.json"
-    for part, run, text in (("tokens", of_tokens, table_of_tokens), ("texts", of_texts, table)):
+    chosen = tuple(options.models.split(";")) if options.models else None
+    for part, run, text in (
+        ("tokens", lambda: of_tokens(chosen), table_of_tokens),
+        ("texts", of_texts, table),
+    ):
         if options.part in (None, part):
             print("\n" + text(keep_part(file, part, run(), f"torch {torch.__version__}")))
     return 0
