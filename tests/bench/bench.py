@@ -5,8 +5,9 @@ shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is t
 shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
 `OP=model` measures training and decoding of whole models (train_speed.py; SHAPE: names of models, CONTEXT:
 tokens of a row), `OP=accelerate` layers of transformers' models before and after `girih.accelerate`
-(accelerated.py), `OP=generation` CAT's generation beside a Transformer's (generation.py), `OP=converted` a
-Llama before and after its conversion (converted_llama.py).
+(accelerated.py), `OP=generation` CAT's generation beside a Transformer's, and tokens of `generate()`
+(generation.py; SHAPE: tokens, cat or texts), `OP=converted` a Llama before and after its conversion
+(converted_llama.py).
 """
 
 import argparse
@@ -135,7 +136,7 @@ def main(argv=None):
     if ops == ["generation"]:
         import generation
 
-        own = [] if options.shape is None else ["--part", "tokens", "--models", options.shape]
+        own = [] if options.shape is None else ["--part", options.shape]
         return generation.main(["--folder", str(options.folder), *own])
     if ops == ["converted"]:
         import converted_llama

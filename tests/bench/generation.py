@@ -13,10 +13,13 @@ of its own, with the compressor in it.
 Then a token of `generate()` itself, greedy, after a prompt of 128: models of 24 layers, 1024 wide, 32000
 tokens, bf16, at batch 1, 64 and 128, beside a Llama of the same sizes as transformers compiles it, with its
 static cache, fla's models at batch 1, and the same models in C++ by girih-generate, which tells the mean of
-all tokens after the first. Padded prompts have from half to all of the 128 tokens, so that CAT's sequences
+all tokens after the first.
+
+The same of CAT, beside attention. Padded prompts have from half to all of the 128 tokens, so that sequences
 end their chunks at different tokens.
 
-    ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it
+    ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it;
+                        late_ms: the mean of the second half, CAT's compressions among them
     start_s             of girih-generate: from the start of its process to the first token
 """
 
@@ -39,8 +42,8 @@ from results import FOLDER, keep_part, origin
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
 TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, BATCHES = 24, 1024, 16, 128, (1, 64, 128)
-TOKEN_CHUNK = 16
-CAT = f"CAT C={TOKEN_CHUNK}"
+TOKEN_SIZES = {"vocab_size": 32000, "num_hidden_layers": TOKEN_LAYERS, "hidden_size": TOKEN_WIDTH}
+TOKEN_CHUNK = 16  # CAT's
 NEW, NEW_OF_FLA = 128, 32  # tokens; a median of few will do where each takes long
 PROGRAM = Path(__file__).parents[2] / "build" / _library.loaded.name / "bin" / "girih-generate"
 IN_CPP = ("GSA", "Gated DeltaNet")
@@ -192,7 +195,7 @@ def decoders():
     from girih.models import GirihConfig, GirihForCausalLM
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 32000, "num_hidden_layers": TOKEN_LAYERS, "hidden_size": TOKEN_WIDTH}
+    sizes = TOKEN_SIZES
     mixers = {
         "GSA": "gsa",
         "Gated DeltaNet": "gated_deltanet",
@@ -200,8 +203,9 @@ def decoders():
         "Gated DeltaNet, every 4th attention": (["gated_deltanet"] * 3 + ["attention"]) * (TOKEN_LAYERS // 4),
         "attention": "attention",
     }
-    heads = {"num_heads": TOKEN_HEADS}
-    configs = {name: GirihConfig(**sizes, **heads, mixer=mixer) for name, mixer in mixers.items()}
+    configs = {
+        name: GirihConfig(**sizes, num_heads=TOKEN_HEADS, mixer=mixer) for name, mixer in mixers.items()
+    }
     llama = LlamaConfig(
         **sizes,
         num_attention_heads=TOKEN_HEADS,
@@ -211,13 +215,22 @@ def decoders():
         eos_token_id=None,
     )
     made = {name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()}
-    cat = GirihConfig(**sizes, **heads, mixer="cat", chunk=TOKEN_CHUNK)
-    made[CAT] = (lambda: GirihForCausalLM(cat), {})
-    made[f"{CAT}, padded prompts"] = (lambda: GirihForCausalLM(cat), {"padded": True})
     static = {"cache_implementation": "static"}
     made["Llama, compiled"] = (lambda: LlamaForCausalLM(llama), static)
     few = {"max_new_tokens": NEW_OF_FLA}
     return made | {name: (make, few) for name, make in fla_models(sizes).items()}
+
+
+def decoders_of_cat():
+    from girih.models import GirihConfig, GirihForCausalLM
+
+    config = GirihConfig(**TOKEN_SIZES, num_heads=TOKEN_HEADS, mixer="cat", chunk=TOKEN_CHUNK)
+    name = f"CAT C={TOKEN_CHUNK}"
+    return {
+        "attention": decoders()["attention"],
+        name: (lambda: GirihForCausalLM(config), {}),
+        f"{name}, padded prompts": (lambda: GirihForCausalLM(config), {"padded": True}),
+    }
 
 
 def fla_models(sizes):
@@ -259,7 +272,12 @@ def time_in_cpp(folder, batch, device):
         raise RuntimeError(done.stderr)
     said = re.search(r"tokens in ([\d.]+) s.*first after ([\d.]+) s.*, ([\d.]+) ms a token", done.stderr)
     whole, first, each = map(float, said.groups())
-    return {"ms_a_token": each, "mean_ms": each, "start_s": round(seconds - whole + first, 2)}
+    return {
+        "ms_a_token": each,
+        "mean_ms": each,
+        "late_ms": each,
+        "start_s": round(seconds - whole + first, 2),
+    }
 
 
 def padding(batch):
@@ -294,6 +312,7 @@ def time_of_a_token(make, options, batch):
         "parameters": model.num_parameters(),
         "ms_a_token": round(statistics.median(tokens), 3),
         "mean_ms": round(statistics.mean(tokens), 3),
+        "late_ms": round(statistics.mean(tokens[len(tokens) // 2 :]), 3),
     }
 
 
@@ -310,6 +329,20 @@ def table_of_tokens(result):
                 f"| {row['mean_ms']} | {row.get('start_s', '')} |\n"
             )
     return text + origin(result["tokens"])
+
+
+def table_of_cat(result):
+    """Markdown; ratios to attention in the same run and batch, of the second half."""
+    text = "| batch | model | parameters | ms a token, median | mean of the second half |  | mean |\n"
+    text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
+    for batch, rows in result["cat"]["rows"].items():
+        for name, row in rows.items():
+            ratio = row["late_ms"] / rows["attention"]["late_ms"]
+            text += (
+                f"| {batch} | {name} | {row['parameters']:,} | {row['ms_a_token']} | {row['late_ms']} "
+                f"| {ratio:.2f}x | {row['mean_ms']} |\n"
+            )
+    return text + origin(result["cat"])
 
 
 def table(result):
@@ -329,19 +362,17 @@ def table(result):
     return text + origin(result["texts"])
 
 
-def of_tokens(chosen=None):
-    """{batch: {model: its row}}, again with each further row; chosen: the models whose names begin so."""
+def of_tokens(of_cat=False):
+    """{batch: {model: its row}}, again with each further row."""
     found = {str(batch): {} for batch in BATCHES}
-    for name, (make, how) in decoders().items():
-        if chosen is not None and not name.startswith(chosen):
-            continue
+    for name, (make, how) in (decoders_of_cat() if of_cat else decoders()).items():
         batches = BATCHES[:1] if name.startswith("fla") else BATCHES[1:] if "padded" in how else BATCHES
         for batch in batches:
             row = found[str(batch)][name] = time_of_a_token(make, how, batch)
             print(f"batch {batch}, {name}: {row['ms_a_token']} ms a token", flush=True)
             yield found
             emptied()
-    for name in IN_CPP if PROGRAM.exists() and chosen is None else ():
+    for name in IN_CPP if PROGRAM.exists() and not of_cat else ():
         for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
             found[str(batch)][f"{name} in C++"] = row
             print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
@@ -365,14 +396,13 @@ def main(argv=None):
         prog="generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results are")
-    parser.add_argument("--part", choices=["texts", "tokens"], help="one of the two alone")
-    parser.add_argument("--models", help="of a token: those whose names begin so, with semicolons")
+    parser.add_argument("--part", choices=["tokens", "cat", "texts"], help="one of the three alone")
     options = parser.parse_args(argv)
     require_gpu()
     file = options.folder / "generation.json"
-    chosen = tuple(options.models.split(";")) if options.models else None
     for part, run, text in (
-        ("tokens", lambda: of_tokens(chosen), table_of_tokens),
+        ("tokens", of_tokens, table_of_tokens),
+        ("cat", lambda: of_tokens(of_cat=True), table_of_cat),
         ("texts", of_texts, table),
     ):
         if options.part in (None, part):

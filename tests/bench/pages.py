@@ -270,6 +270,13 @@ def tokens():
     return generation.table_of_tokens(measured("generation"))
 
 
+def tokens_of_cat():
+    """The same of CAT, beside attention."""
+    import generation
+
+    return generation.table_of_cat(measured("generation"))
+
+
 def texts():
     """CAT writing text beside Transformers."""
     import generation
@@ -298,6 +305,7 @@ TABLES = {
     "conversion": conversions,
     "converted": converted_models,
     "tokens": tokens,
+    "tokens of cat": tokens_of_cat,
     "texts": texts,
     "comparison": lambda: compared("compare"),
     "comparison at 50M": lambda: compared("compare-50m"),

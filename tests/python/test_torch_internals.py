@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import needs_cuda
 from girih import _torch_internals as internals
+from girih.models import graph
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,25 +146,34 @@ def test_a_registered_dataclass_is_taken_apart():
 
 @needs_cuda
 def test_the_pool_of_a_capture_that_failed_is_released():
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    """By `graph.record`, which has to care for the device's generator besides."""
+    stream = torch.cuda.current_stream()
 
-    def capture(spoil):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            x = torch.ones(2**20, device="cuda")
-            if spoil:
-                with pytest.raises(RuntimeError):  # none waits for a stream that is captured
-                    stream.synchronize()
-            graph.capture_end()
-        return graph, x
+    def waits():
+        torch.ones(2**27, device="cuda")
+        torch.cuda.current_stream().synchronize()  # none waits for a stream that is captured
 
+    graph.record(lambda: None, stream)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     with pytest.raises(RuntimeError):
-        capture(spoil=True)
-    internals.release_graph_pool(stream.device_index, pool)
-    graph, x = capture(spoil=False)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert x.sum() == 2**20
+        graph.record(waits, stream)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+    made = []
+    replay = graph.record(lambda: made.append(torch.ones(5, device="cuda")), stream)
+    replay()
+    assert made[0].sum() == 5
+    assert torch.rand(3, device="cuda").isfinite().all()
+
+
+@needs_cuda
+def test_the_pool_of_a_capture_is_released_once():
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        captured.capture_begin(pool=pool, capture_error_mode="thread_local")
+        torch.zeros(2**20, device="cuda")
+        captured.capture_end()
     with pytest.raises(RuntimeError):  # capture_end has released it
         internals.release_graph_pool(stream.device_index, pool)

@@ -20,7 +20,7 @@ from girih.nn import Block
 from girih.nn.attention_call import own_mask
 from girih.nn.fields import text_of
 from girih.nn.packing import bounds
-from girih.nn.step import by_weights_alone
+from girih.nn.step import ROWS, by_weights_alone
 
 
 class GirihPreTrainedModel(PreTrainedModel):
@@ -215,11 +215,13 @@ class Backbone(GirihPreTrainedModel):
         """What goes into each block and what comes out of the last one; the state that each keeps.
 
         arguments(i): of block i behind x. Where the blocks are as they were made, x goes from one to the next
-        in two parts, x and the branch of the last block's feed-forward layer, which the next norm adds to it.
+        in two parts, x and the branch of the last block's feed-forward layer, which the next norm adds to it;
+        few rows of a step that is recorded go through the blocks' own steps.
         """
         every, states, branch = [], [], None
         checkpoints = self.gradient_checkpointing and self.training
-        in_parts = not checkpoints and all(
+        few = self.steps_by_weights() and x.numel() <= ROWS * x.shape[-1]
+        in_parts = not (checkpoints or few) and all(
             type(block) is Block and is_called_plainly(block) and not is_compiled_in_place(vars(block))
             for block in blocks
         )
@@ -236,9 +238,10 @@ class Backbone(GirihPreTrainedModel):
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(block.__call__, *arguments)
-        if not torch.compiler.is_compiling() and by_weights_alone.get():
-            return block.step(*arguments)
-        return block(*arguments)
+        return block.step(*arguments) if self.steps_by_weights() else block(*arguments)
+
+    def steps_by_weights(self) -> bool:
+        return not torch.compiler.is_compiling() and by_weights_alone.get()
 
 
 def _loaded(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """CAT, the compress and attend transformer, as a whole model."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,14 +47,12 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(width, config.norm_eps)
         self.proj = nn.Linear(sum(self.chunks) * width, config.hidden_size, bias=False)
 
-    def forward(self, chunks: Tensor, index: Tensor, run_block) -> Tensor:
+    def forward(self, chunks: Tensor, index: Tensor, run_blocks: Callable) -> Tensor:
         B, K, C = chunks.shape
         place = (index * (C // self.chunks[0])).clamp(0, self.position.num_embeddings - 1)
         place = self.position(place).expand(B, K, -1)
         x = torch.cat((place[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
-        for block in self.layers:
-            x, _ = run_block(block, x)
-        x = self.norm(x)[:, 1:].flatten(1)
+        x = self.norm(run_blocks(self.layers, x, lambda _: ())[0][-1])[:, 1:].flatten(1)
         if len(self.chunks) == 1:
             return self.proj(x).unflatten(0, (B, K))
         before = sum(self.chunks[: self.chunks.index(C)]) * self.norm.weight.shape[0]
@@ -246,7 +245,7 @@ class CatModel(Backbone):
         if (ended := reached.ended(C)) is not None:
             these = ended.these
             place = (n[these] // C - 1)[:, None]
-            header = self.compressor(state.ids[these][:, None], place, self.run_block)
+            header = self.compressor(state.ids[these][:, None], place, self.run_blocks)
             state.header[these] = ended.chosen(header[:, 0], state.header[these])
             x = x.index_put((sequence[these],), ended.chosen(header, x[these]))
         every, kv = [x], []
@@ -266,7 +265,7 @@ class CatModel(Backbone):
 
         The last chunk is nobody's past, so it is not compressed. `first` is the header where `where` is true.
         """
-        past = self.compressor(chunks[:, :-1], index[..., :-1], self.run_block)
+        past = self.compressor(chunks[:, :-1], index[..., :-1], self.run_blocks)
         return torch.where(where, first.to(past.dtype), F.pad(past, (0, 0, 1, 0)))
 
     def decode(

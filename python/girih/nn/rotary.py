@@ -1,4 +1,4 @@
-"""Rotary positions: q and k with their pairs of channels turned; in training on a GPU in one pass."""
+"""Rotary positions: q and k with their pairs of channels turned; on a GPU in one pass."""
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ def turned(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of qkv `[B, T, sum of heads, D]`, q and k by `rotary`."""
     if (
-        torch.is_grad_enabled()
-        and has_kernel(qkv, dense=False)
+        has_kernel(qkv, dense=False)
         and qkv.shape[-1] % (2 * PACK) == 0
         and qkv.shape[-1] <= WIDEST
         and qkv.shape[0] * qkv.shape[1] < 2**31
