@@ -19,6 +19,7 @@
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
 # TORCH=2.11         use this version of torch, in an environment of its own (.venv-torch2.11)
 # PYTHON=path        use this Python and its packages as they are instead of .venv
+# KERNELS=path       of build and wheel: take this libgirih_kernels.so and compile no kernel
 # WARNINGS=error     a compiler's warning fails the build
 # ARCHITECTURES      of a wheel's kernels, as CMake names them
 #
@@ -50,7 +51,7 @@ option = $(if $(call given,$(1)),--$(2) '$($(1))')
 .PHONY: environment build gpu train compare conversion bench docs check test test-gpu smoke wheel check-wheel check-compilers format check-format
 
 build: environment
-	@GIRIH_CUDA=$(CUDA) GIRIH_WARNINGS=$(call given,WARNINGS) $(PYTHON) setup.py --quiet build_ext --inplace
+	@GIRIH_CUDA=$(CUDA) GIRIH_KERNELS='$(call given,KERNELS)' GIRIH_WARNINGS=$(call given,WARNINGS) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
 	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,AT_ONCE,at-once) $(call option,FOLDER,folder)
@@ -93,7 +94,8 @@ architectures = $(or $(call given,ARCHITECTURES),80;90a-real;100-real;120-real)
 wheel: environment
 	@rm -rf build/wheels dist/girih-*.whl
 	@torches="$$(python3 tools/environment.py --headers $(or $(call given,TORCHES),all))" || exit 1; \
-	  GIRIH_CUDA=$(CUDA) GIRIH_WARNINGS=$(call given,WARNINGS) CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
+	  GIRIH_CUDA=$(CUDA) GIRIH_KERNELS='$(call given,KERNELS)' GIRIH_WARNINGS=$(call given,WARNINGS) \
+	  CMAKE_CUDA_ARCHITECTURES='$(architectures)' \
 	  GIRIH_TORCHES="$$torches" $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheels .
 	@PATH=$(dir $(PYTHON)):$$PATH $(PYTHON) -m auditwheel repair --plat auto $(foreach l,$(torch_libraries),--exclude '$l') \
 	  --wheel-dir dist build/wheels/*.whl

@@ -11,9 +11,11 @@ Environment:
     GIRIH_CUDA                 AUTO, ON or OFF, CMake's option of that name
     CMAKE_CUDA_ARCHITECTURES   CMake's
     GIRIH_WARNINGS             error: a compiler's warning fails the build
+    GIRIH_KERNELS              a libgirih_kernels.so that was built before; default: it is built
     GIRIH_TORCHES              for a wheel: folders of packages, each with a torch; default: this Python's
 """
 
+import filecmp
 import os
 import shutil
 import subprocess
@@ -95,6 +97,14 @@ def find_nvcc() -> str | None:
 
 def build_kernels(tree: Path, output: Path, *options: str) -> Path:
     """libgirih_kernels.so in the folder `output`."""
+    if given := os.environ.get("GIRIH_KERNELS"):
+        if not Path(given).is_file():
+            sys.exit(f"GIRIH_KERNELS is {given!r}; expected a libgirih_kernels.so")
+        output.mkdir(parents=True, exist_ok=True)
+        kernels = output / "libgirih_kernels.so"
+        if not (kernels.exists() and filecmp.cmp(given, kernels, shallow=False)):
+            shutil.copy(given, kernels)
+        return kernels
     options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}", *options]
     if nvcc := find_nvcc():
         options += [f"-DGIRIH_NVCC={nvcc}"]
