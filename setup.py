@@ -101,9 +101,10 @@ def build_kernels(tree: Path, output: Path, *options: str) -> Path:
         if not Path(given).is_file():
             sys.exit(f"GIRIH_KERNELS is {given!r}; expected a libgirih_kernels.so")
         output.mkdir(parents=True, exist_ok=True)
-        kernels = output / "libgirih_kernels.so"
+        kernels, part = output / "libgirih_kernels.so", output / "libgirih_kernels.so.part"
         if not (kernels.exists() and filecmp.cmp(given, kernels, shallow=False)):
-            shutil.copy(given, kernels)
+            shutil.copy(given, part)
+            part.replace(kernels)  # who has loaded the one before keeps it
         return kernels
     options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}", *options]
     if nvcc := find_nvcc():
@@ -150,6 +151,8 @@ class CMakeBuild(build_ext):
     @staticmethod
     def cuda_options(trees: Path, output: Path, *of_kernels: str) -> list[str]:
         if not use_cuda():
+            if os.environ.get("GIRIH_KERNELS"):
+                sys.exit("GIRIH_KERNELS: this is a build without kernels; set GIRIH_CUDA=ON to have them")
             return ["-DGIRIH_CUDA=OFF"]
         kernels = build_kernels(trees / "kernels", output, *of_kernels)
         return ["-DGIRIH_CUDA=ON", f"-DGIRIH_KERNELS={kernels}"]
