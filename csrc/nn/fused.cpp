@@ -107,7 +107,7 @@ Tensor unit_rows(const Tensor& x) {
 std::array<Tensor, 3> turned(const Tensor& qkv, at::IntArrayRef heads, const Tensor& position, double theta) {
   constexpr int64_t kWidestHead = 256;
   const auto D = qkv.size(-1);
-  if (takes(qkv, /*dense=*/false) && D % (2 * kPack) == 0 && D <= kWidestHead &&
+  if (at::GradMode::is_enabled() && takes(qkv, /*dense=*/false) && D % (2 * kPack) == 0 && D <= kWidestHead &&
       qkv.size(0) * qkv.size(1) < int64_t{1} << 31) {
     auto [q, k, v] =
         girih::fused::rotary(qkv, heads[0], position, rates(D, theta, qkv.options().dtype(at::kFloat)));

@@ -8,7 +8,6 @@
 
 #include "check.h"
 #include "packs.h"
-#include "runtime/last_error.h"
 #include "tile/array.h"
 #include "tile/sequence.h"
 
@@ -107,7 +106,8 @@ OptionalTensor if_given(const OptionalTensor& input, const Gradient& gradient) {
 }
 
 inline void check_launch(std::string_view kernel, cudaError_t error) {
-  if (error != cudaSuccess) kernels::clear_last_error();
+  if (error != cudaSuccess)
+    (void)cudaGetLastError();  // it is reported here, and not again by the next launch
   TORCH_CHECK(error == cudaSuccess, "girih: ", kernel, " could not be launched: ", cudaGetErrorString(error));
 }
 

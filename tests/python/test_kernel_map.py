@@ -42,7 +42,7 @@ of_every_section = pytest.mark.parametrize(
 
 def test_every_operator_with_kernels_has_a_section():
     named = [folder for folders, _ in sections() for folder in folders]
-    assert sorted([*named, "pipe", "runtime", "tile", "time"]) == FOLDERS
+    assert sorted([*named, "pipe", "tile", "time"]) == FOLDERS
 
 
 @of_every_section

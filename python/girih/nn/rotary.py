@@ -1,9 +1,11 @@
-"""Rotary positions: q and k with their pairs of channels turned; on a GPU in one pass."""
+"""Rotary positions: q and k with their pairs of channels turned; on a GPU, in training and in steps that are
+recorded, in one pass."""
 
 import torch
 from torch import Tensor
 
 from girih.nn.fused import PACK, has_kernel
+from girih.nn.step import by_weights_alone
 
 WIDEST = 256  # head_dim of the kernel
 
@@ -37,6 +39,7 @@ def turned(
     """q, k and v of qkv `[B, T, sum of heads, D]`, q and k by `rotary`."""
     if (
         has_kernel(qkv, dense=False)
+        and (torch.is_grad_enabled() or by_weights_alone.get())
         and qkv.shape[-1] % (2 * PACK) == 0
         and qkv.shape[-1] <= WIDEST
         and qkv.shape[0] * qkv.shape[1] < 2**31
