@@ -2,10 +2,18 @@
 
 import copy
 
+import girih
 import pytest
 import torch
 from girih.acceleration import accelerate
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from girih.acceleration import packed as packed_rows
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:girih.accelerate")
 
@@ -259,55 +267,151 @@ def test_two_turns_of_a_chat(model):
         assert chat().equal(want)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("how", ["cu_seq_lens_q", "seq_idx"])
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_linear", "lfm2"}))
-def test_packed_sequences_keep_apart(family, how):
-    """Without girih transformers refuses them (5.17: mixes them). Of Granite the linear layers: its SDPA
-    mixes sequences too."""
-    linear = {"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}
-    model = model_of(family, **linear).base_model
-    lengths = [70, 1, 33]
+LENGTHS = [70, 1, 33]
+COLLATORS = {
+    "position_ids": {},
+    "position_ids from 2": {"position_ids_start": 2},
+    "cu_seq_lens_q": {"return_flash_attn_kwargs": True},
+    "cu_seq_lens_q alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "seq_idx": {"return_seq_idx": True},
+    "seq_idx alone": {"return_seq_idx": True, "return_position_ids": False},
+}
+# Kimi's scan stays transformers', which refuses packed sequences without a package.
+PACKS = sorted(FAMILIES.keys() - {"kimi_linear"})
+
+
+def packed(lengths=LENGTHS, **options):
+    """Sequences `[1, length]`, and one row of them as transformers' collator makes it."""
     parts = [tokens(batch=1, length=n, seed=n) for n in lengths]
-    bounds = torch.tensor([0, 70, 71, 104], dtype=torch.int32)
-    index = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None].int()
-    packed = {"seq_idx": index, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    packed |= {"max_length_q": 70, "max_length_k": 70}
-    if how == "seq_idx":
-        packed = {"seq_idx": index}
-    if family != "mamba2":
-        packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
-    want = torch.cat([model(part, use_cache=False).last_hidden_state for part in parts], 1)
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": part[0]} for part in parts])
+    batch.pop("labels")
+    return parts, batch
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", COLLATORS)
+@pytest.mark.parametrize("family", PACKS)
+def test_packed_sequences_keep_apart(family, how):
+    """Without girih transformers mixes them, or refuses them."""
+    model = model_of(family)
+    parts, batch = packed(**COLLATORS[how])
+    want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
     try:
-        alone = model(torch.cat(parts, 1), use_cache=False, **packed).last_hidden_state
+        alone = model(**batch, use_cache=False).logits
         assert off(alone, want) > 1e-3
     except ValueError as error:
         assert "packed sequences" in str(error)
     with accelerate(model):
-        found = model(torch.cat(parts, 1), use_cache=False, **packed).last_hidden_state
-    assert off(found, want) < 1e-5
+        found = model(**batch)
+    assert off(found.logits, want) < 1e-5
+    assert found.get("cache") is None and found.get("past_key_values") is None
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_linear", "lfm2"}))
-def test_packed_sequences_train_apart(family):
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx alone"])
+@pytest.mark.parametrize("family", PACKS)
+def test_packed_sequences_train_apart(family, how):
     """The gradients of sequences in one row are the sum of each one's."""
-    linear = {"layer_types": ["mamba", "mamba"]} if family == "granitemoehybrid" else {}
-    model = model_of(family, **linear).base_model.train()
-    parts = [tokens(batch=1, length=n, seed=n) for n in (40, 1, 23)]
-    packed = {"seq_idx": torch.cat([torch.full((p.shape[1],), i) for i, p in enumerate(parts)])[None].int()}
-    if family != "mamba2":
-        packed["position_ids"] = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
+    model = model_of(family).train()
+    parts, batch = packed([40, 1, 23], **COLLATORS[how])
 
     def gradients(*calls):
         model.zero_grad()
-        sum(
-            model(ids, use_cache=False, **more).last_hidden_state.square().sum() for ids, more in calls
-        ).backward()
+        sum(model(**call, use_cache=False).logits.square().sum() for call in calls).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     with accelerate(model):
-        want = gradients(*((part, {}) for part in parts))
-        assert off(gradients((torch.cat(parts, 1), packed)), want) < 1e-4
+        want = gradients(*({"input_ids": part} for part in parts))
+        assert off(gradients(batch), want) < 1e-4
+
+
+@torch.no_grad()
+def test_a_scan_that_stays_refuses_packed_sequences():
+    model, (_, batch) = model_of("kimi_linear"), packed()
+    with accelerate(model), pytest.raises(ValueError, match="chunk_kda.* packed sequences"):
+        model(**batch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_bounds_are_found_once_and_where_they_can_matter(family, monkeypatch):
+    """Reading positions waits for the device: once a model call, never with a cache or a mask."""
+    model, (parts, batch), read = model_of(family), packed(), []
+    find = packed_rows.find_bounds
+    monkeypatch.setattr(packed_rows, "find_bounds", lambda *args: read.append(args[0]) or find(*args))
+    ids, positions = batch["input_ids"], torch.arange(104)[None]
+    with accelerate(model):
+        model(**batch)
+        assert read == ["position_ids"]
+        model(ids, seq_idx=torch.zeros(1, 104, dtype=torch.int32))
+        assert read == ["position_ids", "seq_idx"]
+        read.clear()
+        model.generate(parts[0], max_new_tokens=3, do_sample=False)
+        model(ids, attention_mask=torch.ones_like(ids), position_ids=batch["position_ids"])
+        model(parts[1], position_ids=torch.tensor([[7]]))
+        model(ids, position_ids=positions, **cache_of(model))
+        assert read == []
+        assert model(ids, position_ids=positions).logits.equal(model(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_packed_sequences_in_two_rows_or_with_a_cache_are_refused(family):
+    model, (_, batch) = model_of(family), packed()
+    rows = {name: x.expand(2, -1) for name, x in batch.items()}
+    with accelerate(model):
+        with pytest.raises(ValueError, match="position_ids starts new sequences within a row"):
+            model(**rows)
+        with pytest.raises(ValueError, match="use_cache is True, but no cache is kept of packed sequences"):
+            model(**batch, use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["injected", "replaced"])
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "olmo_hybrid", "lfm2"])
+def test_packed_sequences_of_a_model_that_is_converted_too(family, way):
+    """girih's mixer in the attention layer, the linear layer accelerated; transformers' own refuses."""
+    model, (parts, batch) = model_of(family), packed()
+    girih.inject(model, weight=0.5) if way == "injected" else girih.replace_attention(model, "gla")
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(**batch)
+    with accelerate(model):
+        want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
+        assert off(model(**batch).logits, want) < 2e-5
+
+
+@torch.no_grad()
+def test_attention_without_a_mask_gets_the_bounds():
+    """Flash attention reads them; Granite gives it no position_ids."""
+    seen = {}
+
+    def attend(module, q, k, v, attention_mask, **kwargs):
+        seen.update(kwargs, attention_mask=attention_mask)
+        return v.transpose(1, 2), None
+
+    AttentionInterface.register("girih_seen", attend)
+    model, (_, batch) = model_of("granitemoehybrid"), packed()
+    model.config._attn_implementation = "girih_seen"
+    with accelerate(model):
+        model(**batch)
+    assert seen["cu_seq_lens_q"].tolist() == seen["cu_seq_lens_k"].tolist() == [0, 70, 71, 104]
+    assert seen["max_length_q"] == seen["max_length_k"] == 70 and seen["attention_mask"] is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_packed_sequences_compiled(family):
+    """Positions are read on the host: a break of the graph, and an error where none may be."""
+    model, (_, batch) = model_of(family), packed()
+    bounds = torch.tensor([0, 70, 71, 104], dtype=torch.int32)
+    with accelerate(model):
+        want = model(**batch).logits
+        assert off(torch.compile(model, backend="aot_eager")(**batch).logits, want) < 1e-5
+        torch.compiler.reset()
+        whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="are read on the host; give cu_seq_lens_q"):
+            whole(**batch)
+        torch.compiler.reset()
+        assert off(whole(**batch, cu_seq_lens_q=bounds).logits, want) < 1e-5
 
 
 @torch.no_grad()

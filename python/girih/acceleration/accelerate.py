@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from girih import ops
-from girih.acceleration import functions
+from girih.acceleration import functions, packed
 
 # A function of a modelling module, by its name there, and what serves it.
 SERVED: dict[str, Callable] = {
@@ -94,12 +94,17 @@ def _restore(place: Place) -> None:
 
 
 def _places(module: ModuleType) -> Iterator[tuple[Place, Callable]]:
-    """What there is to replace in a modelling module."""
-    for name, value in list(vars(module).items()):
-        if name in SERVED and callable(value):
-            yield Place(module, name), SERVED[name]
-        elif isinstance(value, type) and GATED_NORM.fullmatch(name) and value.__module__ == module.__name__:
+    """What there is to replace in a modelling module: functions, and if it has some, what calls them."""
+    own = list(vars(module).items())
+    found = [(Place(module, name), SERVED[name]) for name, value in own if name in SERVED and callable(value)]
+    yield from found
+    for name, value in own if found else ():
+        if not isinstance(value, type) or value.__module__ != module.__name__:
+            continue
+        if GATED_NORM.fullmatch(name):
             yield Place(value, "forward"), functions.rms_norm_gated
+        elif (serve := packed.serving(value)) is not None:
+            yield Place(value, "forward"), serve
 
 
 def _modelling(layer: nn.Module) -> tuple[type, ModuleType] | None:

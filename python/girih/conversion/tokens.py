@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
 from girih.nn.attention_call import CACHES, Tokens, cache_of, own_mask, where_masked
-from girih.nn.packing import bounds
+from girih.nn.packing import bounds, restarting, sequence_of_token
 
 
 class TokensForLayers:
@@ -16,7 +16,8 @@ class TokensForLayers:
 
     Those see no attention_mask but what attention makes of it, if anything, and to find out where packed
     sequences start each of them would have to wait for the device. A packed row gets position_ids that
-    restart, by which transformers makes its masks, and no cache unless it is asked for.
+    restart, by which transformers makes its masks, seq_idx and cu_seq_lens_q, which transformers' own linear
+    layers read, and no cache unless it is asked for.
     """
 
     def __init__(self, model: nn.Module):
@@ -61,6 +62,10 @@ class TokensForLayers:
                 given["position_ids"] = restarting(cu_seqlens, x.shape[1])
             if given.get("use_cache") is None:
                 given["use_cache"] = False
+            # Linear layers of transformers that are not converted keep sequences apart by these, or refuse.
+            given["cu_seq_lens_q"] = cu_seqlens
+            if given.get("seq_idx") is None and cu_seqlens.shape[0] > 2:
+                given["seq_idx"] = sequence_of_token(cu_seqlens, x.shape[1])[None].int()
         if given.get("position_ids") is not None and all(
             isinstance(m, ReplacedAttention) for m in self.attention
         ):
@@ -92,10 +97,3 @@ def refuse_blocks(given: dict[str, Any]) -> None:
             "attention_mask: a token does not see the one before it; the linear path knows packed sequences "
             "by position_ids, seq_idx or cu_seqlens, so give one of these too"
         )
-
-
-def restarting(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """position_ids `[1, T]` of packed sequences."""
-    token = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-    return (token - cu_seqlens[sequence])[None].long()

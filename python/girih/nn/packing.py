@@ -55,3 +55,15 @@ def bounds(
         cu_seqlens = torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), T))).int().to(x.device)
     check_packing(x, cu_seqlens)
     return cu_seqlens
+
+
+def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Which of the packed sequences each token belongs to, `[T]` int64."""
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens, token, right=True) - 1
+
+
+def restarting(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """position_ids `[1, T]` of packed sequences."""
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    return (token - cu_seqlens[sequence_of_token(cu_seqlens, tokens)])[None].long()

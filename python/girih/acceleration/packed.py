@@ -1,0 +1,176 @@
+"""Packed sequences in models of transformers: every layer gets the bounds that attention's mask gets.
+
+transformers finds packed sequences where position_ids do not rise by one, if a call has neither an
+attention_mask nor a cache, and keeps them apart in the masks of attention alone. `X(original)` returns a
+`forward` that takes the place of `original` in a class of a modelling module.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from girih.nn.attention_call import CACHES
+from girih.nn.packing import restarting, sequence_of_token
+
+Forward = Callable[..., Any]
+MASKS = ("create_causal_mask", "create_recurrent_attention_mask")
+HEADS_WITHOUT_KEYWORDS = ("Mamba2ForCausalLM",)
+# Models that make the mask of attention without position_ids, and do not give them to attention.
+MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
+
+
+class Keywords(NamedTuple):
+    """What a head that passes on no keywords gives to its model, as attention_mask."""
+
+    attention_mask: Any
+    position_ids: Tensor | None
+    seq_idx: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seq_lens_q: Tensor | None
+
+
+@torch.compiler.disable(
+    reason="position_ids or seq_idx of packed sequences are read on the host; give cu_seq_lens_q [N + 1] too"
+)
+def find_bounds(name: str, index: Tensor, rows: int) -> Tensor | None:
+    """`cu_seqlens [N + 1]` int32 from position_ids or seq_idx, `[1, T]`; None if each row is one sequence.
+
+    A sequence starts where position_ids do not rise by one, as in transformers' masks, or where seq_idx
+    changes. Waits for the device. Raises ValueError where a sequence starts within one of several rows.
+    """
+    starts = (index.diff() != (1 if name == "position_ids" else 0)).nonzero()
+    if len(starts) == 0:
+        return None
+    if max(rows, index.shape[0]) > 1:
+        raise ValueError(
+            f"{name} starts new sequences within a row of {list(index.shape)}; expected one row, [1, T]: the "
+            "linear layers keep packed sequences apart in one row alone"
+        )
+    starts = starts[:, 1] + 1
+    ends = starts.new_tensor([0]), starts.new_tensor([index.shape[1]])
+    return torch.cat((ends[0], starts, ends[1])).int()
+
+
+def text_positions(position_ids: Any) -> Tensor | None:
+    """Positions `[B, T]` in the text; None of an image's rows and columns, `[3, B, T]`."""
+    if not isinstance(position_ids, Tensor) or position_ids.device.type == "meta":
+        return None
+    if position_ids.dim() == 3 and position_ids.shape[0] in (1, 4):  # text, then time, height, width
+        position_ids = position_ids[0]
+    return position_ids if position_ids.dim() == 2 else None
+
+
+def bounds_of_call(given: dict[str, Any], rows: int, tokens: int) -> Tensor | None:
+    """The bounds of the packed sequences that a model's arguments hold, `[N + 1]`; None if they hold none."""
+    if given.get("girih_tokens") is not None:  # a converted model has looked
+        return given["girih_tokens"].cu_seqlens
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        if given.get(name) is not None:
+            return given[name]
+    index = given.get("seq_idx")
+    if index is not None:
+        found = find_bounds("seq_idx", index, rows)
+        whole = torch.tensor([0, tokens], dtype=torch.int32, device=index.device)
+        return whole if found is None and rows == 1 else found
+    positions = text_positions(given.get("position_ids"))
+    if positions is None or tokens < 2 or not has_packed_mask(given):
+        return None
+    return find_bounds("position_ids", positions, rows)
+
+
+def has_packed_mask(given: dict[str, Any]) -> bool:
+    """Whether transformers looks for packed sequences in this call."""
+    return all(given.get(name) is None for name in ("attention_mask", "cache_params", *CACHES))
+
+
+def separate_attention(
+    model: nn.Module, given: dict[str, Any], x: Tensor, cu_seqlens: Tensor, is_said: bool
+) -> None:
+    """Arguments with which attention, too, keeps the packed sequences apart, and no cache is made.
+
+    is_said: the bounds are not those of position_ids, which may go on from one sequence to the next.
+    """
+    if given.get("use_cache"):
+        raise ValueError(
+            "use_cache is True, but no cache is kept of packed sequences; call the model with use_cache=False"
+        )
+    given["use_cache"] = False
+    positions, there = restarting(cu_seqlens, x.shape[1]), given.get("position_ids")
+    if there is None or (is_said and there.dim() == 2):
+        given["position_ids"] = positions
+    if type(model).__name__ in MASKS_WITHOUT_POSITIONS:
+        sizes = torch.empty(*x.shape[:2], 0, dtype=model.dtype, device=x.device)
+        mask = create_causal_mask(model.config, sizes, None, None, position_ids=positions)
+        given["attention_mask"] = mask
+        if mask is None:  # flash attention, which reads bounds and the longest length
+            longest = given.get("max_length_q") or int(cu_seqlens.diff().max())  # waits for the device
+            given |= {"cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
+
+
+def separate_packed(original: Forward) -> Forward:
+    """A model's `forward`: all layers get the bounds of packed sequences, which are found once."""
+    order = tuple(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def ours(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(order, args, strict=False)) | kwargs
+        mask = given.get("attention_mask")
+        if isinstance(mask, Keywords):
+            given |= mask._asdict()
+        x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if x is None or x.dim() < 2:
+            return original(self, *args, **kwargs)
+        cu_seqlens = bounds_of_call(given, *x.shape[:2])
+        if cu_seqlens is None:
+            if isinstance(mask, Keywords):
+                kwargs["attention_mask"] = mask.attention_mask
+            return original(self, *args, **kwargs)
+        is_said = any(given.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
+        given.pop("cu_seqlens", None)
+        given["cu_seq_lens_q"] = cu_seqlens
+        if cu_seqlens.shape[0] > 2:
+            if given.get("seq_idx") is None:  # by which functions of transformers refuse packed sequences
+                given["seq_idx"] = sequence_of_token(cu_seqlens, x.shape[1])[None].int()
+            if has_packed_mask(given):
+                separate_attention(self, given, x, cu_seqlens, is_said)
+        if "position_ids" not in order:
+            given.pop("position_ids", None)
+        return original(self, **given)
+
+    return ours
+
+
+def pass_on_keywords(original: Forward) -> Forward:
+    """`forward` of a head that passes on no keywords to its model: they go with attention_mask."""
+
+    @functools.wraps(original)
+    def ours(self: nn.Module, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        packing = {name: kwargs.get(name) for name in Keywords._fields[1:]}
+        if any(value is not None for value in packing.values()):
+            attention_mask = Keywords(attention_mask, **packing)
+        return original(self, *args, attention_mask=attention_mask, **kwargs)
+
+    return ours
+
+
+def serving(value: type) -> Callable[[Forward], Forward] | None:
+    """What takes the place of the `forward` of a class, if it is a model or a head that drops keywords."""
+    if not issubclass(value, PreTrainedModel) or "forward" not in vars(value):
+        return None
+    if value.__name__ in HEADS_WITHOUT_KEYWORDS:
+        return pass_on_keywords
+    code = getattr(inspect.unwrap(value.forward), "__code__", None)
+    return separate_packed if code is not None and not names_of(code).isdisjoint(MASKS) else None
+
+
+def names_of(code: CodeType) -> set[str]:
+    """The global names and attributes that a function's code uses, and those of functions within it."""
+    inner = (names_of(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
