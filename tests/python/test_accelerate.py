@@ -226,6 +226,29 @@ def test_a_prompt_in_pieces_and_token_by_token(model):
         assert off(pieces(), want) < 1e-5
 
 
+@pytest.mark.parametrize("lengths", [[60, 40], [60, 37, 3], [40, 1, 1], [2, 1, 5]], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_linear"}))
+def test_gradients_flow_through_pieces_on_a_cache(family, lengths):
+    """They are those of the whole text, though the cache is written in place.
+
+    Kimi's scan stays transformers', through whose cache no gradient flows.
+    """
+    model = model_of(family).double()
+    parts = tokens(length=sum(lengths)).split(lengths, 1)
+
+    def gradients(parts):
+        model.zero_grad()
+        cache, at, loss = cache_of(model), 0, 0
+        for part in parts:
+            positions = torch.arange(at, at := at + part.shape[1]).expand(2, -1)
+            loss += model(part, position_ids=positions, use_cache=True, **cache).logits.square().sum()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    with accelerate(model):
+        assert off(gradients(parts), gradients([torch.cat(parts, 1)])) < 1e-5
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
 @pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])

@@ -60,7 +60,7 @@ def chunk_gated_delta_rule(original: Function) -> Function:
     ) -> tuple[Tensor, Tensor | None]:
         cu_seqlens = packed_bounds(kwargs)
         wide = torch.promote_types(query.dtype, torch.float32)
-        state = None if initial_state is None else ops.DeltaProductState(initial_state.to(wide))
+        state = None if initial_state is None else ops.DeltaProductState(kept(initial_state, wide))
         inputs, options = (query, key, value, beta, g), {"n": 1, "l2norm_qk": use_qk_l2norm_in_kernel}
         # A token of a text that is being written: a state that nobody differentiates is written in place, as
         # the caller's cache would be.
@@ -102,7 +102,7 @@ def mamba_chunk_scan_combined(original: Function) -> Function:
     ) -> Any:
         x, wide = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
         dt = time_step(dt, dt_bias, dt_softplus, wide).clamp(*dt_limit)
-        state = None if initial_states is None else ops.GLAState(initial_states.mT.to(wide))
+        state = None if initial_states is None else ops.GLAState(kept(initial_states.mT, wide))
         y, after = ops.gla(
             C.to(x.dtype),
             B.to(x.dtype),
@@ -139,22 +139,31 @@ def selective_state_update(original: Function) -> Function:
         x, wide = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
         # A number a head comes expanded over the channels.
         a_head = all(p is None or p.stride(-1) == 0 for p in (dt, A, dt_bias)) and A.stride(-2) == 0
-        if not a_head or state.dtype != wide or torch.is_grad_enabled():
+        if not a_head or state.dtype != wide:
             return original(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **kwargs)
         dt = time_step(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus, wide)
-        y = ops.gla_step(
+        inputs = (
             C[:, None].to(x.dtype),
             B[:, None].to(x.dtype),
             (x * dt[..., None]).to(x.dtype)[:, None],
             (dt * A[..., 0, 0].to(wide))[:, None],
-            scale=1.0,
-            state=ops.GLAState(state.mT),
-        )[:, 0]
+        )
+        if torch.is_grad_enabled():  # a step has no gradient
+            y, after = ops.gla(*inputs, scale=1.0, state=ops.GLAState(kept(state.mT, wide)))
+            state.copy_(after.s.mT)
+        else:
+            y = ops.gla_step(*inputs, scale=1.0, state=ops.GLAState(state.mT))
+        y = y[:, 0]
         if D is not None:
             y = torch.addcmul(y, x, D.to(x.dtype))
         return y if z is None else y * F.silu(z)
 
     return ours
+
+
+def kept(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state of the caller's cache, which is overwritten in place: a copy where backward may read it."""
+    return state.to(dtype, copy=torch.is_grad_enabled())
 
 
 def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
@@ -220,9 +229,8 @@ def causal_conv1d_update(original: Function) -> Function:
             if K == W:  # the oldest input, which it does not
                 conv_state[..., 0].copy_(conv_state[..., 1])
             return ops.short_conv_step(x, weight, bias, state=ops.ShortConvState(past), **options).mT
-        y, _ = ops.short_conv(
-            x, weight, bias, state=ops.ShortConvState(past.to(dtype).contiguous()), **options
-        )
+        past = past.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        y, _ = ops.short_conv(x, weight, bias, state=ops.ShortConvState(past), **options)
         conv_state.copy_(torch.cat((conv_state, hidden_states), -1)[..., -K:])
         return y.mT
 
