@@ -51,9 +51,10 @@ def unit(x: Tensor) -> Tensor:
     """SiLU, then length 1 (eq. 4). x `[..., head_dim]`.
 
     By plain operators for a compiler, which loses the gradients of a function that writes what it returns and
-    fuses them as well, and for a transform of functions.
+    fuses them as well, for a tracer, whose program cannot be saved with a function of Python, and for a
+    transform of functions.
     """
-    if torch.compiler.is_compiling() or has_transform():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_transform():
         y = F.silu(x)
         return (y / length_of(y)).to(x.dtype)
     return Unit.apply(x)

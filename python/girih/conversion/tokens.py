@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.nn.attention_call import CACHES, Tokens, cache_of, own_mask, where_masked
+from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, own_mask, where_masked
 from girih.nn.packing import bounds, restarting, sequence_of_token
 
 
@@ -86,7 +86,7 @@ def refuse_blocks(given: dict[str, Any]) -> None:
         or mask.dim() != 4
         or mask.shape[2] != mask.shape[3]
         or any(given.get(name) is not None for name in said)
-        or torch.compiler.is_compiling()
+        or is_recorded()
         or mask.device.type == "meta"
     ):
         return

@@ -41,9 +41,14 @@ def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     return attention_mask[:, -tokens:].bool()
 
 
+def is_recorded() -> bool:
+    """Whether torch.compile or torch.jit.trace records this call for other values."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def where_masked(valid: Tensor | None) -> Tensor | None:
-    """None in place of a mask that masks nothing, for the faster path; compiled code cannot look."""
-    if valid is None or torch.compiler.is_compiling() or valid.device.type == "meta":
+    """None in place of a mask that masks nothing, for the faster path; what is recorded cannot look."""
+    if valid is None or is_recorded() or valid.device.type == "meta":
         return valid
     return None if bool(valid.all()) else valid
 

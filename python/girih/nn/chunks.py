@@ -129,6 +129,8 @@ class Continuation:
         self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, keep: bool
     ):
         N, self.T = x.shape[:2]
+        if torch.jit.is_tracing():  # whose sizes are tensors; known is a tensor where sequences differ
+            self.T = int(self.T)
         self.chunk, self.order, self.row, self.reached = chunk, None, None, None
         start = x.new_zeros(N, dtype=torch.long) if past is None else past.tokens
         known = 0 if past is None else past.known

@@ -98,7 +98,12 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()
-    loss = _LinearCrossEntropy.apply(x, weight, labels, ignore_index)
+    if torch.jit.is_tracing():  # a traced program cannot be saved with a function of Python
+        logits = F.linear(x, weight)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum")
+    else:
+        loss = _LinearCrossEntropy.apply(x, weight, labels, ignore_index)
     if num_items is not None:
         return loss / num_items
     counted = (labels != ignore_index).sum()  # of none no number, with gradients of 0

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import parts, written
+from girih.ops._state import outputs, parts, written
 
 
 class DeltaProductState(NamedTuple):
@@ -93,21 +93,16 @@ def delta_product(
     >>> o.shape, state.s.shape
     (torch.Size([2, 50, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
-    o, *after = torch.ops.girih.delta_product(
-        q,
-        k,
-        v,
-        beta,
-        g,
-        *parts("delta_product", DeltaProductState, state),
-        cu_seqlens,
+    return outputs(
+        "delta_product",
+        DeltaProductState,
+        (q, k, v, beta, g, *parts("delta_product", DeltaProductState, state), cu_seqlens),
         n=_steps_per_token(q, k, n),
         scale=scale,
         l2norm_qk=l2norm_qk,
         chunk=chunk,
         between_chunks=between_chunks,
     )
-    return o, DeltaProductState(*after)
 
 
 def delta_product_step(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import parts, written
+from girih.ops._state import outputs, parts, written
 
 
 class GSAState(NamedTuple):
@@ -69,10 +69,8 @@ def gsa(
     >>> gsa_step(*(x[:, -1:] for x in (q, k, v)), g=g[:, -1:], state=state).shape
     torch.Size([2, 1, 4, 64])
     """
-    o, *after = torch.ops.girih.gsa(
-        q, k, v, s, g, *parts("gsa", GSAState, state), cu_seqlens, scale=scale, feature=feature
-    )
-    return o, GSAState(*after)
+    inputs = (q, k, v, s, g, *parts("gsa", GSAState, state), cu_seqlens)
+    return outputs("gsa", GSAState, inputs, scale=scale, feature=feature)
 
 
 def gsa_step(

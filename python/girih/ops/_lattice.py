@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import for_each, is_memory, own, parts, written
+from girih.ops._state import for_each, is_memory, outputs, own, parts, written
 
 
 class LatticeState(NamedTuple):
@@ -66,20 +66,16 @@ def lattice(
     """
     if is_memory(state):
         state = LatticeState(for_each(state, q, cu_seqlens))
-    o, *after = torch.ops.girih.lattice(
-        q,
-        k,
-        v,
-        gamma,
-        g,
-        *parts("lattice", LatticeState, state, start="the first memory S [H, D, M]"),
-        cu_seqlens,
+    before = parts("lattice", LatticeState, state, start="the first memory S [H, D, M]")
+    return outputs(
+        "lattice",
+        LatticeState,
+        (q, k, v, gamma, g, *before, cu_seqlens),
         chunk=chunk,
         objective=objective,
         normalize=normalize,
         shrinkage=shrinkage,
     )
-    return o, LatticeState(*after)
 
 
 def lattice_step(

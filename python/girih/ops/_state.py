@@ -1,9 +1,12 @@
 """States between calls: as an operator's arguments, and as first memories of their own."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from girih.ops._describe import describe
 
 
 def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
@@ -15,6 +18,29 @@ def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tenso
             f"girih.{name}: state is a {type(state).__name__} but should be a {kind.__name__} or {start}"
         )
     return state
+
+
+def outputs(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tensor, Any]:
+    """What `torch.ops.girih.<name>` returns: the output, and the tensors of the state after it as a kind.
+
+    torch.jit.trace refuses an operator with an optional output. X_list, which every operator with one has,
+    returns the outputs that are not None; the optional tensor of the state is the one that may be missing.
+    """
+    if torch.jit.is_tracing():
+        o, *after = getattr(torch.ops.girih, f"{name}_list")(*inputs, **options)
+        if len(after) < len(kind._fields):
+            after.insert(optional_tensor(name), None)
+    else:
+        o, *after = getattr(torch.ops.girih, name)(*inputs, **options)
+    return o, kind(*after)
+
+
+@functools.cache
+def optional_tensor(name: str) -> int:
+    """Which tensor of an operator's state may be absent."""
+    state = [tensor for tensor in describe()[name]["tensors"] if tensor["state"]]
+    (found,) = [i for i, tensor in enumerate(state) if tensor["optional"]]
+    return found
 
 
 def written(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
