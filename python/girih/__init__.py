@@ -1,6 +1,7 @@
 """Sequence mixers that compress their past.
 
-``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models.
+``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models,
+``girih.distributed`` applies FSDP2 to them.
 ``girih.accelerate`` serves those of transformers, ``girih.replace_attention`` and ``girih.inject`` convert
 them, ``girih.from_pretrained`` loads what was converted, ``girih.MixSchedule`` trains what was injected. All
 but the first are imported when they are first used.
@@ -41,6 +42,7 @@ _IN = {
 __all__ = [
     "MixSchedule",
     "accelerate",
+    "distributed",
     "from_pretrained",
     "inject",
     "models",
@@ -51,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("models", "nn"):
+    if name in ("distributed", "models", "nn"):
         return import_module(f"girih.{name}")
     if name in _IN:
         return getattr(import_module(f"girih.{_IN[name]}"), name)

@@ -5,7 +5,8 @@ transformers keeps tables of names, of a model type and its classes, and imports
 when a class is asked for. So the names are added once the tables are there, and that module is girih.models.
 A class of transformers that is asked for a folder which `girih.inject` or `girih.replace_attention` wrote
 loads it converted (`girih.from_pretrained`): without the conversion it would be another model.
-DTensor is told how operands may be cut (`girih.ops._sharding`) once it is there.
+DTensor is told how operands may be cut (`girih.ops._sharding`) once it is there, and FSDP2's error about
+parameters of two dtypes names `girih.distributed.shard`.
 """
 
 import functools
@@ -38,6 +39,20 @@ def add(module: ModuleType) -> None:
 
 def shard(_: ModuleType) -> None:
     import_module("girih.ops._sharding")
+
+
+def explain_fp32(groups: ModuleType) -> None:
+    """Lets FSDP2's error about two dtypes in a block of girih's layers say what to call."""
+
+    def note(modules: list[Any]) -> str | None:
+        if not any(getattr(part, "fp32", ()) for module in modules for part in module.modules()):
+            return None
+        return (
+            "girih: time scales, memories and gate biases stay in fp32; girih.distributed.shard(model, ...) "
+            "in place of fully_shard gives them groups of their own"
+        )
+
+    import_module("girih._torch_internals").note_on_mixed_dtypes(groups, note)
 
 
 FIELD = "girih"  # in the configuration of a converted model: what was converted
@@ -78,6 +93,7 @@ def load_converted(module: ModuleType) -> None:
 # What is done when a module has run.
 AFTER: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add) | {
     "torch.distributed.tensor": shard,
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": explain_fp32,
     "transformers.modeling_utils": load_converted,
 }
 

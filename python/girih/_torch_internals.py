@@ -4,6 +4,9 @@ One more is elsewhere: `girih.nn.Layer` overrides `Module._apply`.
 tests/python/test_torch_internals.py has a test of each function.
 """
 
+import functools
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -83,3 +86,23 @@ def register_dataclass(cls: type, name: str) -> None:
     takes half a second.
     """
     _pytree.register_dataclass(cls, serialized_type_name=name)
+
+
+def note_on_mixed_dtypes(groups: ModuleType, note: Callable[[list[nn.Module]], str | None]) -> None:
+    """Add a note to the error with which FSDP2 refuses a group of parameters of two dtypes.
+
+    groups: `torch.distributed.fsdp._fully_shard._fsdp_param_group`. note(modules): the note for the group of
+    these modules, if any.
+    """
+    original = groups.FSDPParamGroup._init_mp_dtypes
+
+    @functools.wraps(original)
+    def init_mp_dtypes(group: Any) -> None:
+        try:
+            original(group)
+        except AssertionError as error:
+            if (text := note(list(group.modules))) is not None:
+                error.add_note(text)
+            raise
+
+    groups.FSDPParamGroup._init_mp_dtypes = init_mp_dtypes

@@ -6,10 +6,13 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+from girih import distributed
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import MixAttention, Trellis, decay_parameter_names
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "lattice", "mag", "cat", "gsa"]
@@ -77,6 +80,49 @@ def replaced(model, way, folder, mesh):
 @pytest.mark.parametrize("way", ["deepcopy", "assign", "from_pretrained", "fully_shard", "bf16"])
 def test_whatever_replaces_parameters_leaves_their_names(model, way, tmp_path, one_process):
     assert undecayed(replaced(model, way, tmp_path, one_process)) == undecayed(model)
+
+
+def low_hybrid():
+    torch.manual_seed(0)
+    return GirihForCausalLM(small()).bfloat16()
+
+
+def test_two_dtypes_in_a_group_of_fully_shard_name_what_to_call(one_process):
+    model = fully_shard(low_hybrid(), mesh=one_process)
+    with pytest.raises(AssertionError, match="uniform original parameter dtype") as error:
+        model(torch.randint(32, (2, 9)))
+    assert any("girih.distributed.shard(model" in note for note in error.value.__notes__)
+
+
+def test_shard_gives_fp32_parameters_groups_of_their_own(one_process):
+    """Each block of a model in bf16, with the same names, and the loss and gradients of the model alone."""
+    alone, ids = low_hybrid(), torch.randint(32, (2, 9))
+    model = distributed.shard(deepcopy(alone), mesh=one_process)
+    assert all(isinstance(block, FSDPModule) for block in model.model.layers)
+    assert model.state_dict().keys() == alone.state_dict().keys()
+    losses = [m(ids, labels=ids).loss for m in (model, alone)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=2e-3)
+    for loss in losses:
+        loss.backward()
+    for name, p in model.named_parameters():
+        want = alone.get_parameter(name)
+        assert isinstance(p, DTensor) and p.dtype == want.dtype and p.grad.dtype == want.dtype, name
+        difference = p.grad.full_tensor().float() - want.grad.float()
+        assert difference.norm() <= 0.02 * want.grad.float().norm(), name
+
+
+def test_a_layer_with_fp32_parameters_of_its_own_is_refused_by_shard(one_process):
+    layer = Trellis(16, 2, num_slots=4).bfloat16()
+    with pytest.raises(
+        ValueError, match=r"model is a Trellis with the fp32 parameters key_memory, value_mem"
+    ):
+        distributed.shard(layer, mesh=one_process)
+    assert distributed.shard(nn.Sequential(layer), mesh=one_process)[0] is layer
+
+
+def test_fp32_parameters_alone_are_one_group(one_process):
+    model = distributed.shard(GirihForCausalLM(small()), mesh=one_process)
+    assert not isinstance(model.model.layers[0].mixer, FSDPModule)
 
 
 def test_wrapped_models_have_longer_names():

@@ -29,6 +29,15 @@ def test_operators_are_known_to_dtensor_whichever_is_imported_first(first):
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+def test_the_example_of_shard_runs():
+    """In a process of its own, as it starts a process group."""
+    program = "import doctest, torch; from girih import distributed as d\n"
+    program += "result = doctest.testmod(d, extraglobs={'torch': torch})\n"
+    program += "assert result.attempted > 3 and result.failed == 0"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+
+
 @pytest.mark.parametrize("program", ["sharded.py", "parallel.py"])
 def test_over_two_processes(program):
     """Operands that are cut give the whole result; layers refuse projections that are."""

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import girih
 import pytest
@@ -177,3 +178,21 @@ def test_the_pool_of_a_capture_is_released_once():
         captured.capture_end()
     with pytest.raises(RuntimeError):  # capture_end has released it
         internals.release_graph_pool(stream.device_index, pool)
+
+
+def test_errors_of_fsdp_about_dtypes_have_a_note():
+    class Group:
+        modules = (nn.Linear(1, 1),)
+
+        def _init_mp_dtypes(self):
+            raise AssertionError("uniform dtype")
+
+    for text in ("a note", None):
+        groups = ModuleType("groups")
+        groups.FSDPParamGroup = type("FSDPParamGroup", (Group,), {})
+        internals.note_on_mixed_dtypes(
+            groups, lambda modules, text=text: modules == [*Group.modules] and text
+        )
+        with pytest.raises(AssertionError, match="uniform dtype") as error:
+            groups.FSDPParamGroup()._init_mp_dtypes()
+        assert getattr(error.value, "__notes__", []) == ([text] if text else [])
