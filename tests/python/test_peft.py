@@ -13,6 +13,12 @@ MODELS = {
         "num_hidden_layers": 6,
     },
     "cat": {"mixer": "cat", "num_hidden_layers": 2, "max_position_embeddings": 64},
+    "adaptive cat": {
+        "mixer": "cat",
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "chunks": [4, 8],
+    },
 }
 IDS = torch.randint(32, (3, 13), generator=torch.Generator().manual_seed(0))
 

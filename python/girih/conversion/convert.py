@@ -9,13 +9,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from girih._auto import FIELD
-from girih.conversion.attention import ConvertedAttention, convert, refuse_replaced_forward, restore
+from girih.conversion.attention import PART, ConvertedAttention, convert, refuse_replaced_forward, restore
 from girih.conversion.config import Injection, Replacement, to_json
 from girih.conversion.liza import Liza
 from girih.conversion.mixer import mixer_of
 from girih.conversion.projections import Projections, find
 from girih.conversion.tokens import TokensForLayers
 from girih.models.base import GirihPreTrainedModel
+
+# Fields of quantization configurations that name the modules which stay as they are: bitsandbytes', others'.
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")
 
 
 class Conversion:
@@ -55,6 +58,7 @@ class Conversion:
         ]
         config = self.model.config
         setattr(config, FIELD, [*(getattr(config, FIELD, None) or []), to_json(told)])
+        self._skipped = skip_quantization(self.model, [f"{name}.{PART}" for name in self.layers])
         self.model._is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
 
     def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
@@ -64,7 +68,9 @@ class Conversion:
         else:
             part = Liza(sizes, self.told)
         weight = getattr(attention, sizes.out).weight
-        dtype = weight.dtype if weight.is_floating_point() else self.model.dtype
+        # A quantized weight may be stored as numbers of any dtype.
+        is_plain = weight.is_floating_point() and not hasattr(weight, "quant_state")
+        dtype = weight.dtype if is_plain else self.model.dtype
         return part.to(weight.device, dtype).requires_grad_(trains).train(attention.training)
 
     def undo(self) -> None:
@@ -81,6 +87,9 @@ class Conversion:
         for hook in self._hooks:
             hook.remove()
         self.layers = {}
+        if self._skipped:
+            config, field, patterns = self._skipped
+            setattr(config, field, [pattern for pattern in getattr(config, field) if pattern not in patterns])
         left = list(getattr(self.model.config, FIELD))
         left.remove(to_json(self.told))
         setattr(self.model.config, FIELD, left)
@@ -96,6 +105,29 @@ class Conversion:
 
     def __repr__(self) -> str:
         return f"Conversion of {len(self.layers)} layers by {self.told}"
+
+
+def skip_quantization(model: PreTrainedModel, names: list[str]) -> tuple[Any, str, list[str]] | None:
+    """Names these modules in a quantized model's configuration as those that are not quantized.
+
+    The parts of a conversion are saved as they are, and a loader would take their weights for quantized ones.
+    A pattern begins with `.*`: a base model's names lack the prefix of the model with a head.
+
+    Returns the configuration, its field and the patterns; None for a model that is not quantized.
+    """
+    quantizer, config = (
+        getattr(model, "hf_quantizer", None),
+        getattr(model.config, "quantization_config", None),
+    )
+    field = next((name for name in SKIPPED if hasattr(config, name)), None)
+    if quantizer is None or field is None:
+        return None
+    # A list in the configuration stands for the default, the head and tied weights, so these are written too.
+    known = getattr(config, field) or getattr(quantizer, "modules_to_not_convert", None) or []
+    prefix = f"{model.base_model_prefix}."
+    patterns = [f".*{name.removeprefix(prefix)}" for name in names]
+    setattr(config, field, [*known, *patterns])
+    return config, field, patterns
 
 
 def outermost(model: nn.Module) -> PreTrainedModel:

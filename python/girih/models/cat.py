@@ -14,6 +14,7 @@ from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_s
 from girih.nn.attention_call import own_mask
 from girih.nn.chunk_attention import KeyValues, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, most
+from girih.nn.fused import is_product
 from girih.nn.masking import check_batch, check_mask
 
 
@@ -56,7 +57,11 @@ class Compressor(nn.Module):
         if len(self.chunks) == 1:
             return self.proj(x).unflatten(0, (B, K))
         before = sum(self.chunks[: self.chunks.index(C)]) * self.norm.weight.shape[0]
-        return F.linear(x, self.proj.weight[:, before : before + x.shape[1]]).unflatten(0, (B, K))
+        if is_product(self.proj):
+            return F.linear(x, self.proj.weight[:, before : before + x.shape[1]]).unflatten(0, (B, K))
+        # An adapter's or a quantized map has no columns to take: those of other lengths read zeros.
+        after = sum(self.chunks) * self.norm.weight.shape[0] - before - x.shape[1]
+        return self.proj(F.pad(x, (before, after))).unflatten(0, (B, K))
 
 
 class CatState(NamedTuple):
