@@ -1,16 +1,30 @@
-"""trl's trainers on folders of girih's and of converted models, a few steps each.
+"""trl's trainers on folders of girih's, of converted and of accelerated models, a few steps each.
 
 Before the first step the reference is the policy: DPO's loss is log 2 and GRPO's KL divergence 0. A reference
 that was loaded without its conversion would be another model.
 """
 
+import contextlib
 import math
+from importlib.util import find_spec
 
 import girih
 import pytest
 import torch
 from girih.models import GirihConfig, GirihForCausalLM
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    TrainerCallback,
+)
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -18,7 +32,42 @@ tokenizers = pytest.importorskip("tokenizers")
 
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 PAIRS = [{"prompt": "a b", "chosen": " c d", "rejected": " x y"}] * 8
-KINDS = ["gsa", "cat", "injected", "replaced"]
+ACCELERATED = {
+    "qwen3_next": lambda **sizes: Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **sizes,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            intermediate_size=64,
+            layer_types=["linear_attention", "full_attention"],
+            mlp_only_layers=[0],
+            num_experts=3,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.0,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        )
+    ),
+    "bamba": lambda **sizes: BambaForCausalLM(
+        BambaConfig(
+            **sizes,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=64,
+            attn_layer_indices=[1],
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+        )
+    ),
+}
+KINDS = ["gsa", "cat", "injected", "replaced", *ACCELERATED]
 
 
 def tokenizer():
@@ -36,6 +85,8 @@ def model_of(kind):
     sizes = {"vocab_size": len(tokenizer()), "hidden_size": 32, "num_hidden_layers": 2}
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     torch.manual_seed(0)
+    if kind in ACCELERATED:
+        return ACCELERATED[kind](**sizes, **ends)
     if kind in ("injected", "replaced"):
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
         model = LlamaForCausalLM(LlamaConfig(**sizes, **ends, **heads))
@@ -47,26 +98,35 @@ def model_of(kind):
 
 @pytest.fixture(params=KINDS)
 def folder(request, tmp_path):
+    """Of a model; those of transformers itself are accelerated when they are loaded."""
     model_of(request.param).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
+    with contextlib.ExitStack() as stack:
+        if request.param in ACCELERATED:
+            with pytest.warns(UserWarning, match="without a GPU"):
+                acceleration = stack.enter_context(girih.accelerate())
+        yield str(tmp_path / "model")
+        if request.param in ACCELERATED:
+            assert acceleration._places
 
 
-def trained(trainer, config, folder, rows, options, **arguments):
-    """What two steps have logged."""
+def trained(trainer, config, model, rows, options, folder=None, **arguments):
+    """What the steps have logged, two by default. model: a folder, or a model of it."""
     args = config(
-        output_dir=f"{folder}-trained",
-        max_steps=2,
-        per_device_train_batch_size=2,
-        report_to="none",
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        bf16=False,
-        **options,
+        **{
+            "output_dir": f"{folder or model}-trained",
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "report_to": "none",
+            "use_cpu": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "bf16": False,
+        }
+        | options
     )
     data = datasets.Dataset.from_list(rows)
-    made = trainer(model=folder, args=args, train_dataset=data, processing_class=tokenizer(), **arguments)
+    made = trainer(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **arguments)
     made.train()
     return [entry for entry in made.state.log_history if "loss" in entry]
 
@@ -76,14 +136,17 @@ def test_dpo(folder):
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and second["loss"] != first["loss"]
 
 
-def test_grpo(folder):
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_grpo(folder, bf16):
+    """With bf16 the texts' logits are computed under autocast, the texts themselves partly outside."""
+
     def reward(completions, **_):
         return [float(len(set(text))) for text in completions]
 
-    options = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+    options = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "bf16": bf16}
     rows = [{"prompt": "a b"}] * 8
-    first, _ = trained(trl.GRPOTrainer, trl.GRPOConfig, folder, rows, options, reward_funcs=reward)
-    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    first, second = trained(trl.GRPOTrainer, trl.GRPOConfig, folder, rows, options, reward_funcs=reward)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and math.isfinite(second["loss"])
 
 
 def test_sft(folder):
@@ -92,4 +155,51 @@ def test_sft(folder):
 
 
 def test_reward(folder):
+    if AutoConfig.from_pretrained(folder).model_type == "bamba":
+        pytest.skip("transformers has no Bamba for sequence classification")
     assert len(trained(trl.RewardTrainer, trl.RewardConfig, folder, PAIRS, {})) == 2
+
+
+class Gradients(TrainerCallback):
+    """The greatest gradient of each trainable parameter, over all steps."""
+
+    def __init__(self):
+        self.most = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                grad = 0.0 if p.grad is None else p.grad.abs().max().item()
+                self.most[name] = max(self.most.get(name, 0.0), grad)
+
+
+@pytest.mark.parametrize("bits", [None, 4], ids=["lora", "qlora"])
+def test_adapters_of_every_linear_layer_train(folder, bits):
+    """As peft prepares a quantized model: frozen, what is not quantized in fp32, with checkpoints."""
+    peft = pytest.importorskip("peft")
+    options = {}
+    if bits is not None:
+        if find_spec("bitsandbytes") is None:
+            pytest.skip("bitsandbytes is not installed")
+        nf4 = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+        options = {"quantization_config": nf4}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    linear = {
+        name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    }
+    model = peft.prepare_model_for_kbit_training(model)
+    if bits is None:
+        model = model.float()
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, lora)
+    gradients = Gradients()
+    rows, steps = [{"text": "a b c d e f"}] * 8, {"max_steps": 6, "learning_rate": 1e-2}
+    log = trained(trl.SFTTrainer, trl.SFTConfig, model, rows, steps, folder=folder, callbacks=[gradients])
+    assert log[-1]["loss"] < log[0]["loss"] - 0.02
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in gradients.most}
+    if any("experts" in name for name in adapted):  # peft adapts experts in the place of other linear layers
+        linear = {name for name in linear if ".mlp." not in name}
+    assert adapted >= linear
+    assert not [name for name, most in gradients.most.items() if not most > 0]
