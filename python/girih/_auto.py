@@ -4,7 +4,8 @@ transformers' auto classes, converted models to every class that loads one, its 
 transformers keeps tables of names, of a model type and its classes, and imports `transformers.models.<type>`
 when a class is asked for. So the names are added once the tables are there, and that module is girih.models.
 A class of transformers that is asked for a folder which `girih.inject` or `girih.replace_attention` wrote
-loads it converted (`girih.from_pretrained`): without the conversion it would be another model.
+loads it converted (`girih.from_pretrained`): without the conversion it would be another model. A converted
+model is saved with a module that imports girih, for processes that do not (`girih.remote_code`).
 DTensor is told how operands may be cut (`girih.ops._sharding`) once it is there, and FSDP2's error about
 parameters of two dtypes names `girih.distributed.shard`.
 """
@@ -19,6 +20,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from girih import remote_code
 
 AUTO, ALIAS = "transformers.models.auto", "transformers.models.girih"
 TABLES = {
@@ -90,11 +93,46 @@ def load_converted(module: ModuleType) -> None:
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
+def save_converted(module: ModuleType) -> None:
+    """Lets `save_pretrained` write, beside a converted model, the module by which processes that do not
+    import girih load it converted. A girih model's configuration writes its own, and a model that comes with
+    code of others keeps theirs."""
+    original = module.PreTrainedModel.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        config, entry = self.config, vars(self.config).get("auto_map")
+        if (
+            not is_converted(None, config, "")
+            or config.model_type == "girih"
+            or not remote_code.is_own(entry)
+        ):
+            return original(self, save_directory, *args, **kwargs)
+        auto_classes = import_module("girih.conversion.auto_classes")
+        names = auto_classes.names_for(config)
+        if kwargs.get("is_main_process", True):
+            remote_code.write_module(save_directory, auto_classes.SOURCE, names)
+        config.auto_map = remote_code.auto_map({name: name for name in names})
+        try:
+            return original(self, save_directory, *args, **kwargs)
+        finally:
+            vars(config).pop("auto_map", None)  # it is undone, or saved, with what it is then
+            if entry is not None:
+                config.auto_map = entry
+
+    module.PreTrainedModel.save_pretrained = save_pretrained
+
+
+def convert_saved_and_loaded(module: ModuleType) -> None:
+    load_converted(module)
+    save_converted(module)
+
+
 # What is done when a module has run.
 AFTER: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add) | {
     "torch.distributed.tensor": shard,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": explain_fp32,
-    "transformers.modeling_utils": load_converted,
+    "transformers.modeling_utils": convert_saved_and_loaded,
 }
 
 

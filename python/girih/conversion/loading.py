@@ -42,8 +42,8 @@ def from_pretrained(
     of it. Other arguments are those of its `from_pretrained`: dtype, device_map, attn_implementation, ...
 
     Where girih is imported, `from_pretrained` of every class of transformers, and of the Auto classes, comes
-    here. In a process without girih they load the model without its conversion, whose weights they report as
-    unexpected: `model.layers.0.self_attn.girih...`.
+    here; the Auto classes with trust_remote_code=True where it is installed too. Otherwise they load the
+    model without its conversion, whose weights they report as unexpected: those named `.girih.`.
 
     Arguments by the names of the configuration's fields change it: use_cache, num_labels, ...
 

@@ -53,6 +53,10 @@ class GirihPreTrainedModel(PreTrainedModel):
                 check_folder(here, cls, config)
         return super().from_pretrained(folder, *args, config=config, **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: the configuration is saved with the module that names the classes."""
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)

@@ -1,11 +1,21 @@
 """What a girih language model is made of."""
 
 from dataclasses import fields
+from os import PathLike
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from girih import remote_code
 from girih.nn.fields import completed
+
+# What the module beside a saved model names, by transformers' Auto classes.
+REMOTE = {
+    "AutoConfig": "GirihConfig",
+    "AutoModel": "GirihModel",
+    "AutoModelForCausalLM": "GirihForCausalLM",
+    "AutoModelForSequenceClassification": "GirihForSequenceClassification",
+}
 
 
 class GirihConfig(PretrainedConfig):
@@ -42,7 +52,7 @@ class GirihConfig(PretrainedConfig):
 
     model_type = "girih"
     keys_to_ignore_at_inference: ClassVar = ["cache", "past_key_values"]
-    auto_map: ClassVar = {}  # trl and transformers look into it
+    auto_map: ClassVar = {}  # trl and transformers look into it; one that was saved has its own
     attribute_map: ClassVar = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 
     vocab_size: int = 256
@@ -103,6 +113,16 @@ class GirihConfig(PretrainedConfig):
             if name in OWN_FIELDS:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """transformers' own, with the module by which `trust_remote_code=True` finds girih's classes."""
+        remote_code.write_module(save_directory, "girih.models", REMOTE.values())
+        self.auto_map = remote_code.auto_map(REMOTE)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers would write a copy of this file beside a model, and name that."""
 
     def own_fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in OWN_FIELDS}

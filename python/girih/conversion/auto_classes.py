@@ -1,0 +1,47 @@
+"""Stand-ins for transformers' Auto classes, which the module beside a converted model names.
+
+A converted model is one of transformers' own type, so its Auto classes load it once girih is imported. The
+module beside the model imports girih, and its classes call these Auto classes again.
+"""
+
+from typing import Any, ClassVar
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+SOURCE = __name__
+
+
+class _AutoClass:
+    auto: ClassVar[type]
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Auto class's own, without remote code: the model is converted as girih is imported."""
+        return cls.auto.from_pretrained(folder, *args, **kwargs | {"trust_remote_code": False})
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        return cls.auto.from_config(config, **kwargs, trust_remote_code=False)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: models are saved with the module that names these classes."""
+
+
+def names_for(config: Any) -> list[str]:
+    """The Auto classes that have a model for this configuration, and AutoConfig."""
+    classes = {
+        name: getattr(modeling_auto, name) for name in dir(modeling_auto) if name.startswith("AutoModel")
+    }
+    found = [
+        n for n, auto in classes.items() if type(config) in (getattr(auto, "_model_mapping", None) or ())
+    ]
+    return ["AutoConfig", *(name for name in found if hasattr(transformers, name))]
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("Auto") or not hasattr(transformers, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made = type(name, (_AutoClass,), {"auto": getattr(transformers, name)})
+    return made
