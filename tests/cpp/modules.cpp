@@ -1,4 +1,5 @@
 // Layers and language models from C++.
+#include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/Exception.h>
 #include <girih/girih.h>
 #include <torch/optim/adamw.h>
@@ -180,6 +181,38 @@ TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]
   CHECK_THROWS_AS(model(ids(1, 2 * kChunk + 1), at::ones({1, 2 * kChunk + 1})), c10::ValueError);
 }
 
+TEST_CASE("CAT counts the tokens of all calls against its places", "[nn]") {
+  const at::NoGradGuard no_grad;
+  auto model = in_double({.vocab_size = 11,
+                          .hidden_size = kHidden,
+                          .num_hidden_layers = 1,
+                          .mixer = "cat",
+                          .num_heads = 2,
+                          .chunk = kChunk,
+                          .max_position_embeddings = 3 * kChunk});
+  nn::State state;
+  for (const int64_t T : {5, 1, 4, 1}) state = model(ids(2, T), Tensor(), state, true).second;  // 11 of 12
+  CHECK_THROWS_AS(model(ids(2, 2), Tensor(), state, true), c10::ValueError);
+  CHECK_THROWS_AS(model(ids(2, 2), at::ones({2, 2}), state, true), c10::ValueError);
+  state = model(ids(2, 1), Tensor(), state, true).second;
+  CHECK_THROWS_AS(model(ids(2, 1), Tensor(), state, true), c10::ValueError);
+}
+
+TEST_CASE("A mask of past and present tokens is read at its end in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& config : configurations()) {
+    INFO(name_of(config));
+    auto model = in_double(config);
+    const auto mask = at::tensor({0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1}, at::kLong).view({2, 8});
+    const auto text = ids(2, 8);
+    auto [y, state] = model(text.slice(1, 0, 5), mask.slice(1, 0, 5), nn::State(), true);
+    const auto other = state.map([](const Tensor& t) { return t.clone(); });
+    const auto own = model(text.slice(1, 5), mask.slice(1, 5), other, true).first;
+    const auto whole = model(text.slice(1, 5), mask, state, true).first;
+    CHECK(whole.equal(own));
+  }
+}
+
 TEST_CASE("CAT keeps a slot for each header and for one chunk", "[nn]") {
   const at::NoGradGuard no_grad;
   nn::Config config{.vocab_size = 11,
@@ -269,6 +302,23 @@ TEST_CASE("Time scales and memories stay in fp32 when a model goes to bf16", "[n
   for (const auto& p : model->parameters()) CHECK(p.scalar_type() == at::kDouble);
 }
 
+TEST_CASE("A device and a dtype keep time scales and memories in fp32 too", "[nn]") {
+  nn::LanguageModel model(nn::Config{
+      .hidden_size = kHidden, .num_hidden_layers = 2, .hybrid = {"trellis", "mamba2"}, .num_heads = 2});
+  for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+    model->to(at::kCPU, dtype);
+    size_t kept = 0;
+    for (const auto& item : model->named_parameters()) {
+      const auto name = item.key().substr(item.key().rfind('.') + 1);
+      const bool keeps = name == "A_log" || name == "dt_bias" || name == "bias" || name.ends_with("_memory");
+      kept += keeps;
+      INFO(item.key());
+      CHECK(item.value().scalar_type() == (keeps ? at::kFloat : dtype));
+    }
+    CHECK(kept == 7);  // trellis: A_log, dt_bias, the bias of gamma, two memories; mamba2: A_log, dt_bias
+  }
+}
+
 TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]") {
   at::manual_seed(0);
   nn::LanguageModel model(
@@ -339,6 +389,26 @@ TEST_CASE("A row that has ended writes nothing but the end while others go on", 
   REQUIRE(!at_end.any(1).all().item<bool>());
   const auto written = model->generate(text, {.max_new_tokens = more, .eos_token_id = end});
   CHECK(written.slice(1, prompt).equal(free.masked_fill(ended, end)));
+}
+
+TEST_CASE("A generator of the call's own draws the text, and leaves the default one alone", "[nn]") {
+  auto config = configurations()[0];
+  config.initializer_range = 0.2;
+  auto model = in_double(config);
+  const auto prompt = ids(2, 5);
+  const auto sampled = [&](uint64_t seed, uint64_t of_default) {
+    at::manual_seed(of_default);
+    const auto text = model->generate(prompt, {.max_new_tokens = 24,
+                                               .temperature = 1.5,
+                                               .generator = at::make_generator<at::CPUGeneratorImpl>(seed)});
+    const auto next = at::rand({4});
+    at::manual_seed(of_default);
+    CHECK(next.equal(at::rand({4})));
+    return text;
+  };
+  const auto text = sampled(1, 7);
+  CHECK(sampled(1, 8).equal(text));
+  CHECK(!sampled(2, 7).equal(text));
 }
 
 TEST_CASE("A saved model is loaded as it was", "[nn]") {
@@ -447,4 +517,53 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   unmade([&] { model->generate(tokens.to(at::kByte)); }, "ids is Byte of shape [1, 4]");
   unmade([&] { model(tokens[0]); }, "ids is Long of shape [4]; expected int64 or int32, [batch, tokens]");
   unmade([&] { model->loss(tokens, tokens.to(at::kFloat)); }, "labels is Float");
+}
+
+TEST_CASE("Options that are not given", "[nn]") {
+  const nn::GatedSlotAttentionOptions gsa;
+  CHECK((gsa.num_slots == 64 && gsa.gated && gsa.gate_logit_normalizer == 8 && gsa.feature == "softmax" &&
+         gsa.conv_size == 0 && gsa.norm_eps == 1e-6));
+  const nn::GatedLinearAttentionOptions gla;
+  CHECK((gla.gate == "vector" && gla.gate_low_rank == 16 && gla.gate_logit_normalizer == 16 &&
+         gla.conv_size == 0 && gla.norm_eps == 1e-6));
+  const nn::DeltaProductOptions delta;
+  CHECK((delta.n == 1 && !delta.gated && !delta.allow_neg_eigval && !delta.between_chunks && !delta.chunk &&
+         delta.conv_size == 4 && delta.norm_eps == 1e-6));
+  const nn::TrellisOptions trellis;
+  CHECK((trellis.num_slots == 64 && trellis.chunk == 16 && trellis.phi == "ln_silu" &&
+         trellis.f == "ln_silu" && trellis.gated && trellis.conv_size == 4 && trellis.norm_eps == 1e-6));
+  const nn::LatticeOptions lattice;
+  CHECK((lattice.num_slots == 64 && lattice.chunk == 16 && lattice.objective == "decode" && lattice.gated &&
+         lattice.conv_size == 4 && lattice.norm_eps == 1e-6));
+  const nn::AttentionOptions attention;
+  CHECK((attention.rope_theta == 1e4 && attention.causal));
+  const nn::ChunkAttentionOptions cat;
+  CHECK((cat.chunk == 16 && cat.rope_theta == 1e4 && !cat.running_positions));
+  const nn::ShortConvOptions conv;
+  CHECK((conv.kernel_size == 4 && conv.activation == "silu" && !conv.bias));
+  const nn::MixAttentionOptions mixture;
+  CHECK((mixture.weight == 0.5 && !mixture.learned && !mixture.cross));
+  const nn::GenerateOptions generate;
+  CHECK((generate.max_new_tokens == 64 && generate.temperature == 0 && !generate.top_k && !generate.top_p &&
+         !generate.generator && !generate.eos_token_id));
+  CHECK(nn::DecayGate(8, 2)->largest_step == 0.1);
+  CHECK((nn::RMSNorm(8)->eps == 1e-6 && nn::GatedRMSNorm(8)->eps == 1e-6));
+  CHECK(nn::GatedRMSNorm(8)->activation == "silu");
+  for (const auto& heads :
+       {nn::Attention(24, 3)->options.num_kv_heads, nn::DeltaProduct(24, 3)->options.num_kv_heads,
+        nn::GatedSlotAttention(24, 3)->options.num_kv_heads})
+    CHECK(heads == 3);
+  for (const auto& width : {nn::Attention(24, 3)->options.head_dim, nn::Trellis(24, 3)->options.head_dim,
+                            nn::Lattice(24, 3)->options.head_dim})
+    CHECK(width == 8);
+
+  CHECK((ops::GSAOptions().feature == "softmax" && !ops::GSAOptions().scale));
+  CHECK((!ops::GLAOptions().scale && !ops::DeltaProductOptions().scale && !ops::CatAttentionOptions().scale));
+  const ops::DeltaProductOptions rule;
+  CHECK((!rule.n && !rule.l2norm_qk && !rule.chunk && !rule.between_chunks));
+  CHECK((ops::TrellisOptions().phi == "ln_silu" && ops::TrellisOptions().f == "ln_silu"));
+  const ops::LatticeOptions columns;
+  CHECK((columns.objective == "decode" && columns.normalize && columns.shrinkage == 0));
+  CHECK(!ops::ShortConvOptions().activation);
+  CHECK((ops::GatedRMSNormOptions().activation == "silu" && ops::GatedRMSNormOptions().eps == 1e-6));
 }
