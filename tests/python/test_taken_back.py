@@ -226,6 +226,33 @@ def test_cat_goes_on_with_the_chunk_that_it_began_with():
 
 
 @torch.no_grad()
+def test_a_restored_cache_has_the_chunk_that_its_checkpoint_was_begun_with():
+    """A cache of another chunk, and a new one; without tokens so far, and with some."""
+    torch.manual_seed(0)
+    config = GirihConfig(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
+    model = GirihForCausalLM(config).double().eval()
+    text = tokens(1, 24)
+    for begun in (0, 17):
+        cache, other = model.new_cache(), model.new_cache()
+        model(text[:, :begun], past_key_values=cache, chunk=4)
+        model(text[:, :5], past_key_values=other, chunk=8)
+        then = cache.checkpoint()
+        assert then.layers[0].chunk == 4
+        for restored in (other.restore(then), then.checkpoint()):
+            assert restored.layers[0].chunk == 4
+            logits = [model(part, past_key_values=restored).logits for part in text[:, begun:].split(1, 1)]
+            close(torch.cat(logits, 1), model(text, use_cache=False, chunk=4).logits[:, begun:])
+        assert model.new_cache().restore(model.new_cache()).layers[0].chunk is None
+    # What is taken back to the start goes on with its chunk.
+    cache = model.new_cache()
+    cache.activate_past_recording()
+    model(text[:, :3], past_key_values=cache, chunk=4)
+    cache.crop(-3)
+    restored = model.new_cache().restore(cache)
+    close(model(text, past_key_values=restored).logits, model(text, use_cache=False, chunk=4).logits)
+
+
+@torch.no_grad()
 def test_a_call_of_no_tokens_gives_none():
     model = model_of("gsa")
     cache = model(tokens(1, 5), use_cache=True).past_key_values

@@ -241,6 +241,7 @@ class GirihCache(Cache):
                 then.record_past,
                 then.is_initialized,
             )
+            own.chunk = then.chunk
             own.state, own.again, own.calls = then.state, then.again, list(then.calls)
             own.map(torch.clone)
         return self
