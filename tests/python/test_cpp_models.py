@@ -116,6 +116,15 @@ def test_loss_counts_no_label_of_minus_100():
         model.loss(ids, labels[:, 1:])
 
 
+@pytest.mark.parametrize("wrong", [13, -1])
+def test_a_label_that_is_no_class_is_refused(wrong):
+    ids = torch.randint(13, (2, 9))
+    labels = ids.clone()
+    labels[1, 5] = wrong
+    with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
+        new().loss(ids, labels)
+
+
 # ---- files -------------------------------------------------------------------------------------------------
 
 

@@ -146,6 +146,28 @@ def test_a_model_trains_as_with_all_logits(tied, packed):
     assert GirihConfig(**model.config.to_dict()).loss_in_chunks
 
 
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("num_items", [7, torch.tensor(90)], ids=str)
+def test_the_number_of_items_of_all_batches_divides_the_loss(num_items):
+    ids = torch.randint(V, (3, 30), generator=torch.Generator().manual_seed(0))
+    losses = [
+        model_of(loss_in_chunks=in_chunks)(ids, labels=ids, num_items_in_batch=num_items).loss
+        for in_chunks in (False, True)
+    ]
+    mean = model_of()(ids, labels=ids).loss
+    torch.testing.assert_close(losses, [mean * 87 / num_items] * 2, rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wrong", [V, -1, -101])
+def test_a_label_that_is_no_class_is_refused_as_by_the_usual(wrong):
+    x, weight, labels = draw()
+    labels[3] = wrong
+    for loss in (usual, linear_cross_entropy):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+            loss(x, weight, labels)
+
+
 def test_a_feed_forward_layer_keeps_its_two_projections_and_their_product():
     layer, x = SwiGLU(8, 24).double(), torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     wide = [s for s in saved_by(lambda: layer(x)) if (s[-1] == 24 and len(s) > 2) or s == (15, 24)]

@@ -8,8 +8,42 @@ from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
 
+# Every field off its default; trellis and lattice have as many memories as queries.
+OFF = {
+    "head_dim": 6,
+    "intermediate_size": 40,
+    "num_slots": 5,
+    "chunk": 3,
+    "n": 3,
+    "gated": False,
+    "conv_size": 3,
+    "phi": "l2_silu",
+    "f": "softmax",
+    "objective": "similarity",
+    "feature": "relu2",
+    "between_chunks": "tanh",
+    "allow_neg_eigval": True,
+    "mag_base": "gla",
+    "mag_mixer": "attention",
+    "mag_weight": 0.3,
+    "mag_learned": True,
+    "mag_cross": True,
+    "compressor_hidden_size": 12,
+    "compressor_layers": 1,
+    "running_positions": True,
+    "rope_theta": 7.0,
+    "norm_eps": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 3,
+    "eos_token_id": [21, 22],
+    "pad_token_id": 4,
+}
+GROUPED = [name for name in MIXERS if name not in ("trellis", "lattice")]
 VARIANTS = {
     **{mixer: {"mixer": mixer} for mixer in MIXERS},
+    "every field, grouped": OFF | {"mixer": GROUPED, "num_hidden_layers": len(GROUPED), "num_kv_heads": 2},
+    "every field": OFF | {"mixer": ["trellis", "lattice"]},
+    "every field, cat": OFF | {"mixer": "cat", "num_kv_heads": 2, "chunks": [3, 6]},
     "hybrid": {"mixer": ["gsa", "attention", "cat"], "num_hidden_layers": 3},
     "grouped": {"mixer": ["gsa", "mamba2", "delta_product"], "num_hidden_layers": 3, "num_kv_heads": 2},
     "convolved": {"mixer": ["abc", "gla"], "conv_size": 3, "feature": "relu2"},
@@ -95,6 +129,20 @@ def test_masks_do_alike_call_after_call(pair):
 
 
 @torch.no_grad()
+def test_a_mask_may_begin_with_the_past(pair):
+    python, cpp = pair
+    ids = torch.randint(SIZES["vocab_size"], (3, 9))
+    mask = torch.arange(9) >= torch.tensor([[0], [3], [7]])
+    first, last = ids.split([5, 4], 1)
+    cache = python(first, attention_mask=mask[:, :5], use_cache=True).past_key_values
+    _, state = cpp.forward(first, mask[:, :5], use_cache=True)
+    want = python(last, attention_mask=mask, past_key_values=cache).logits
+    real = mask[:, 5:, None]
+    close(cpp.forward(last, mask, state)[0] * real, want * real)
+    close(want[:1], python(ids[:1]).logits[:, 5:])
+
+
+@torch.no_grad()
 def test_a_state_is_left_alone_without_use_cache(pair):
     cpp = pair[1]
     ids = torch.randint(SIZES["vocab_size"], (2, 7))
@@ -161,12 +209,36 @@ def test_bf16_logits_are_equal_after_many_tokens(mixer, tmp_path):
     torch.testing.assert_close(found, want, atol=2**-7 * want.abs().max().item(), rtol=0)
 
 
+@torch.no_grad()
+def test_places_of_cat_end_alike_over_several_calls():
+    said = []
+    fields = SIZES | {"mixer": "cat", "max_position_embeddings": 12}
+    python = GirihForCausalLM(GirihConfig(**fields)).eval()
+    cpp = _C.LanguageModel(json.dumps(fields))
+    for more in (1, 2):
+        cache, state = None, _C.State()
+        for T in (6, 1, 5 - more):
+            ids = torch.randint(SIZES["vocab_size"], (2, T))
+            cache = python(ids, past_key_values=cache, use_cache=True).past_key_values
+            _, state = cpp.forward(ids, state=state, use_cache=True)
+        ids = torch.randint(SIZES["vocab_size"], (2, more + 1))
+        for call in (
+            lambda ids=ids, cache=cache: python(ids, past_key_values=cache),
+            lambda ids=ids, state=state: cpp.forward(ids, state=state, use_cache=True),
+        ):
+            with pytest.raises(ValueError, match="13 tokens; expected at most max_position_embeddings") as no:
+                call()
+            said.append(str(no.value))
+    assert len(set(said)) == 1
+
+
 def test_greedy_generation_is_equal(pair):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (2, 5))
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    expected = python.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    pad = python.config.pad_token_id or 0
+    expected = python.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=pad)
     assert cpp.generate(ids, 8, attention_mask=mask).equal(expected)
 
 
