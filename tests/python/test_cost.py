@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import LONG, ONE_EACH, gradients, operator
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -57,3 +58,40 @@ def test_a_chunk_holds_a_few_states_and_a_token_none(case):
     T = 4 * tokens
     more = states_held(case, 2 * T) - states_held(case, T)
     assert 0 < more <= 7 * T / tokens
+
+
+class Saved:
+    """A tensor that autograd holds; `most` is how many elements were held at once."""
+
+    held = most = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+        Saved.held += tensor.numel()
+        Saved.most = max(Saved.most, Saved.held)
+
+    def __del__(self):
+        Saved.held -= self.tensor.numel()
+
+
+def states_saved(case, T):
+    """How many states a backward pass holds at once: what of it grows with the square of the width."""
+    most = []
+    for width in (16, 32, 48):
+        sizes = {"B": 1, "H": 1, "Q": 1, "D": width, "V": width, "M": width}
+        inputs = case.draw(T, calm=True, dtype=torch.float32, **sizes).requiring_grad()
+        outs = operator(inputs)
+        Saved.most = Saved.held
+        with saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            gradients(outs, inputs)
+        most.append(Saved.most)
+    return (most[0] - 2 * most[1] + most[2]) / (2 * 16 * 16)
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_EACH if c.memory], ids=str)
+def test_short_chunks_are_computed_again_a_stretch_of_64_tokens_at_a_time(case):
+    """Between stretches the backward pass holds one state for each memory, not one for each chunk."""
+    case = replace(case, options=case.options | {"chunk": 8})
+    stretches = 2
+    more = states_saved(case, 128 + 64 * stretches) - states_saved(case, 128)
+    assert more == len(case.memory) * stretches

@@ -194,6 +194,25 @@ def test_explain_tells_the_path_of_a_step(name):
     assert told.path == "exact fp32"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
+    wide = case.draw(70, dtype=torch.float32)
+    cast = case.draw(70, dtype=dtype, gate_dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        told = ops.explain(case.op, **arguments(wide), device="cuda")
+    assert told == ops.explain(case.op, **arguments(cast), device="cuda")
+
+
+def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
+    wide = NAMED["gsa-g"].draw(70, dtype=torch.float32)
+    paths = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            paths.append(ops.explain("gsa", **arguments(wide), device="cuda").path)
+    assert paths == ["exact fp32", "tensor cores"]
+
+
 def test_explain_refuses_what_the_call_refuses():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"girih.gla: k has shape \[1, 3, 2, 8\]"):

@@ -47,6 +47,22 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
     assert_within({name: found[name] for name in finite}, finite, 1e-3)
 
 
+# ---- delta_product: reflections ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("l2norm_qk", [False, True])
+def test_a_key_that_repeats_at_beta_2_keeps_three_digits_over_2000_tokens(l2norm_qk, n):
+    """Every step reflects the memory along one key: what a step loses, all later steps keep."""
+    case = next(c for c in CASES if str(c) == f"delta_product-{'l2' if l2norm_qk else 'plain'}")
+    case = replace(case, options=case.options | {"n": n}, sizes={"n": n})
+    inputs = case.draw(2000, B=1, H=1, Q=1, D=16, V=16, resumed=True, dtype=torch.float32)
+    inputs.data["k"][:] = inputs.data["k"][:, :1]
+    inputs.data["beta"].fill_(2)
+    outs, want = operator(inputs), recurrence(inputs.map(torch.Tensor.double))
+    assert_within(outs, want, 5e-4)
+
+
 # ---- trellis: chunks of one token ----------------------------------------------------------------------
 
 CHUNKS_OF_ONE = [case for case in CASES if case.op == "trellis" and case.chunk == 1]
@@ -199,6 +215,26 @@ def test_cat_attention_over_many_rows(lengths, device):
     assert_within(gradients(outs, inputs, grads), want_grads, grad_tolerance)
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "cat_attention"], ids=str)
+def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
+    """Their rows are 0, and so are their gradients."""
+    dtype, tolerance, grad_tolerance = precision(case, device)
+    C = case.chunk
+    inputs = case.draw(6 * C - 1, B=1, dtype=dtype, device=device).requiring_grad()
+    outs = operator(inputs, cu_chunks=torch.tensor([1, 3, 4], device=device))
+    inner = inputs.part(C, 4 * C)
+    want = operator(inner, cu_chunks=torch.tensor([0, 2, 3], device=device))
+    outside = torch.ones(6 * C - 1, dtype=torch.bool, device=device)
+    outside[C : 4 * C] = False
+    assert not outs["o"][:, outside].any()
+    assert_within(outs["o"][:, ~outside], want["o"], tolerance)
+    grads = cotangents(outs)
+    found = gradients(outs, inputs, grads)
+    assert not any(x[:, outside].any() for x in found.values())
+    wanted = gradients(want, inputs, {"o": grads["o"][:, ~outside]})
+    assert_within(found, wanted, grad_tolerance)
+
+
 # ---- Meta --------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +265,16 @@ def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
     for dtype in (torch.int32, torch.int64):
         with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds"):
             operator(inputs, **{case.packing: torch.tensor(bad, dtype=dtype)})
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
+    """Of cat_attention the chunk that is not full is the last one."""
+    C = case.chunk if case.op == "cat_attention" else 1
+    inputs = case.draw(3 * C - (C > 1), B=1, resumed=case.has_state, N=2, dtype=torch.float32)
+    operator(inputs, **{case.packing: torch.tensor([0, 2, 3])})
+    with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds 4 .*, and be 0 to 3"):
+        operator(inputs, **{case.packing: torch.tensor([0, 2, 4])})
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
