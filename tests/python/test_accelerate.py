@@ -108,6 +108,7 @@ FAMILIES = {
         "mlp_layer_types": ["dense", "dense"],
     },
 }
+MAMBA2_FAMILIES = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
 TOKENS = 150  # several chunks of either side
 
 
@@ -249,6 +250,36 @@ def test_gradients_flow_through_pieces_on_a_cache(family, lengths):
         assert off(gradients(parts), gradients([torch.cat(parts, 1)])) < 1e-5
 
 
+def tensors_of(cache):
+    """All that a cache of transformers keeps, by layer and name."""
+    found = {}
+    for i, layer in enumerate(cache.layers):
+        for name, x in vars(layer).items():
+            parts = x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, list) else [x])
+            found |= {(i, name, j): part for j, part in parts if isinstance(part, torch.Tensor)}
+    return found
+
+
+@torch.no_grad()
+def test_caches_are_transformers_caches(model):
+    """Every tensor that transformers keeps, after a prompt, after more than one token and after single ones:
+    a model goes on without girih from a cache that it began with it."""
+    name, parts = next(iter(cache_of(model))), tokens(length=14).split([9, 1, 1, 1, 2], 1)
+    (theirs,), (ours,) = cache_of(model).values(), cache_of(model).values()
+    for part in parts:
+        model(part, use_cache=True, **{name: theirs})
+        with accelerate(model):
+            model(part, use_cache=True, **{name: ours})
+        want, found = tensors_of(theirs), tensors_of(ours)
+        assert want.keys() == found.keys() and len(want) >= 2
+        for key, x in want.items():
+            assert found[key].shape == x.shape and found[key].dtype == x.dtype, key
+            if x.is_floating_point() and x.numel():
+                assert (found[key] - x).abs().max() < 1e-4, key
+            else:
+                assert found[key].equal(x), key
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
 @pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
@@ -264,6 +295,39 @@ def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then):
     want = model(tokens(length=100)).logits
     with accelerate(model):
         assert off(pieces(), want) < 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("limit", [(0.5, 0.9), (0.0, 0.3), (1.5, float("inf"))], ids=str)
+@pytest.mark.parametrize("family", MAMBA2_FAMILIES)
+def test_steps_keep_within_their_limits(family, limit):
+    """Of a whole text; transformers limits no single token."""
+    model, ids = model_of(family), tokens(length=40)
+    free = model(ids).logits
+    limited = [layer for layer in model.modules() if hasattr(layer, "time_step_limit")]
+    for layer in limited:
+        layer.time_step_limit = limit
+
+    def pieces():
+        cache = cache_of(model)
+        return torch.cat(
+            [model(part, use_cache=True, **cache).logits for part in ids.split([37, 1, 2], 1)], 1
+        )
+
+    want, in_pieces = model(ids).logits, pieces()
+    assert limited and off(free, want) > 1e-3
+    with accelerate(model):
+        assert off(model(ids).logits, want) < 1e-5 and off(pieces(), in_pieces) < 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.filterwarnings("default:girih.accelerate")
+def test_without_a_gpu_there_is_a_warning():
+    with pytest.warns(
+        UserWarning, match="without a GPU the layers compute the same, but hardly faster"
+    ) as said:
+        accelerate(model_of("lfm2")).undo()
+    assert said[0].filename == __file__
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])

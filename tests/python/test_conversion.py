@@ -158,24 +158,62 @@ def test_every_mixer_can_take_attentions_place(kind, mixer):
     assert written.shape == (2, 23)
 
 
+def projected(own, x):
+    """q, k and v of Qwen3's attention before rotary positions, written out."""
+
+    def normed(x, weight):
+        x = x.unflatten(-1, (-1, 8))
+        return (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight).flatten(2)
+
+    q, k, v = (x @ getattr(own, name).weight.T for name in ("q_proj", "k_proj", "v_proj"))
+    return normed(q, own.q_norm.weight), normed(k, own.k_norm.weight), v
+
+
+def for_queries(x):
+    """What two heads have, for the four that read it: 0, 0, 1, 1."""
+    return torch.cat([x[..., :8], x[..., :8], x[..., 8:], x[..., 8:]], -1)
+
+
 @torch.no_grad()
-def test_a_mixer_starts_from_attentions_projections():
+@pytest.mark.parametrize("mixer", replacing())
+def test_every_mixer_starts_from_attentions_projections(mixer):
+    """q, k and v as they are, by filters that pass them on; one projection for q and k is their mean."""
     model = base_model("qwen3")
-    own = attention(model)
-    x = torch.randn(2, 9, 32)
-    q = own.q_norm(own.q_proj(x).unflatten(-1, (-1, 8))).flatten(2)
-    k = own.k_norm(own.k_proj(x).unflatten(-1, (-1, 8))).flatten(2)
-    v = own.v_proj(x)
-    girih.replace_attention(model, "delta_product", n=3)
+    own, x = attention(model), torch.randn(2, 9, 32)
+    q, k, v = projected(own, x)
+    girih.replace_attention(model, mixer, **({"n": 1} if mixer == "delta_product" else {}))
+    part = attention(model).girih
+    close(part.o_proj(q), q @ own.o_proj.weight.T)
+    if hasattr(part, "qkv_proj"):
+        found, want = part.qkv_proj(x), torch.cat((q, k, v), -1)
+    else:
+        close(part.v_proj(x), for_queries(v))
+        found, want = part.qk_proj(x), (q + for_queries(k)) / 2
+    close(found, want)
+    filters = [name for name in ("conv", "q_conv", "k_conv") if getattr(part, name, None) is not None]
+    assert filters == (["conv"] if hasattr(part, "qkv_proj") else ["q_conv", "k_conv"])
+    for name in filters:
+        conv = getattr(part, name)
+        close(conv(want)[0], want * want.sigmoid() if conv.activation else want)
+
+
+@torch.no_grad()
+def test_further_steps_start_from_differences_of_k_and_of_v():
+    """TPTT, eq. 22: the m-th difference over time, divided by 2^m."""
+    model = base_model("qwen3")
+    own, x = attention(model), torch.randn(2, 9, 32)
+    q, k, v = projected(own, x)
+    girih.replace_attention(model, "delta_product", n=4)
     part = attention(model).girih
     qkv = part.qkv_proj(x)
-    close(qkv, torch.cat((q, k, k, k, v, v, v), -1))
-    assert part.o_proj(q).equal(own.o_proj(q))
-    past = torch.cat((torch.zeros_like(x[:, :2, :1]).expand(-1, -1, 16), k), 1)
-    first = (past[:, 2:] - past[:, 1:-1]) / 2
-    second = (past[:, 2:] - 2 * past[:, 1:-1] + past[:, :-2]) / 4
-    read = part.conv(qkv)[0]
-    close(read[..., :80], torch.nn.functional.silu(torch.cat((q, k, first, second), -1)))
+    close(qkv, torch.cat((q, *[k] * 4, *[v] * 4), -1))
+
+    def differences(x):
+        a, b, c = (torch.nn.functional.pad(x, (0, 0, m, 0))[:, : x.shape[1]] for m in (1, 2, 3))
+        return x, (x - a) / 2, (x - 2 * a + b) / 4, (x - 3 * a + 3 * b - c) / 8
+
+    want = torch.cat((q, *differences(k), *differences(v)), -1)
+    close(part.conv(qkv)[0], want * want.sigmoid())
 
 
 @torch.no_grad()

@@ -86,6 +86,38 @@ def test_samples_are_those_without_a_cache(model):
     assert texts[0].equal(texts[1]) and not texts[0][0].equal(texts[0][1])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_a_cache_repeats_and_selects_its_rows(model, repeats):
+    """Keys and states together, each row beside its copies."""
+    model = copy.deepcopy(model).double()
+    cache = model(IDS[:, :12]).past_key_values
+    cache.batch_repeat_interleave(repeats)
+    rows = torch.arange(2).repeat_interleave(repeats)
+    whole = model(IDS, use_cache=False).logits
+    close(model(IDS[rows, 12:15], past_key_values=cache).logits, whole[rows, 12:15], 1e-8)
+    cache.batch_select_indices(torch.tensor([repeats]))
+    close(model(IDS[1:, 15:16], past_key_values=cache).logits, whole[1:, 15:16], 1e-8)
+    close(model(IDS[1:, 16:], past_key_values=cache).logits, whole[1:, 16:], 1e-8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("own", [4, 6])
+@pytest.mark.parametrize("window", [4, 6, 9])
+def test_of_two_windows_the_narrower_counts(own, window):
+    """At weight 0 the model is one of transformers with that window, with and without a cache."""
+    narrow = base_model("mistral", sliding_window=min(own, window))
+    want = narrow(IDS).logits
+    model = base_model("mistral", sliding_window=own)
+    girih.inject(model, weight=0.0, max_self_attn_length=window)
+    close(model(IDS, use_cache=False).logits, want)
+    for cuts in ([20], [7, 9, 4], [5, *[1] * 15], [1] * 20):
+        cache = DynamicCache(config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in IDS.split(cuts, 1)]
+        close(torch.cat(parts, 1), want)
+        assert cache.layers[0].kept == min(own, window) - 1
+
+
 def test_a_prompt_read_in_pieces_is_a_prompt(model):
     assert write(model, IDS, prefill_chunk_size=6).equal(write(model, IDS))
 

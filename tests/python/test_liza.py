@@ -144,6 +144,23 @@ def test_its_gradient_is_that_of_finite_differences(options):
     assert torch.autograd.gradcheck(lambda x: path(qkv(x))[0], (x,), atol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("pool", ["past", "window"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str)
+def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, tolerance):
+    """Of 9000 keys of mean -8 the sum is beyond fp16's 65504, and the sigmoid of the mean is 0.0003."""
+    path, tokens = LinearPath(SIZES, Injection(n=1, pool=pool)).to(dtype), 9000
+    k = -8 + torch.randn(1, tokens, KV_HEADS, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    beta, _, _ = path.step_sizes(k, k, None, False, None)
+    wide = k.double()
+    if pool == "past":
+        mean = wide.cumsum(1) / torch.arange(1, tokens + 1)[:, None, None]
+    else:
+        mean = sum(F.pad(wide, (0, 0, 0, 0, m, 0))[:, :tokens] for m in range(3)) / 3
+    late = slice(tokens - 500, None)
+    assert ((beta.double() / mean.sigmoid())[:, late] - 1).abs().max() < 10 * tolerance
+
+
 def test_pairs_need_an_even_width():
     with pytest.raises(
         ValueError, match="virtual_tokens is 'rotary', which turns pairs of channels; heads have 5"
