@@ -94,6 +94,37 @@ def test_the_floor_of_attention_is_its_products_and_of_gsa_its_bytes():
         assert found["forward"] == pytest.approx(least, abs=1e-4)
 
 
+BY_HAND = {
+    "gsa": 10_368,  # 48 tokens of a head, 2 memories of 6 x (4 or 5), written and read: 4 6 (4 + 5)
+    "gla": 3_840,  # 4 x 5, written and read
+    "delta_product": 9_600,  # 4 x 5, twice read and written, and read for the output: 5 2 4 5
+    "trellis": 15_552,  # 2 memories, each read, written and read: 6 6 (4 + 5)
+    "lattice": 9_216,  # 4 x 6, against k and h, written and read: 8 4 6
+    "cat_attention": 2_592,  # in the mean (2 + 4) / 2 of the rows and headers of chunks of 4: 6 (4 + 5)
+    "short_conv": 768,  # 16 tokens, 6 channels, 4 taps
+}
+LETTERS = {"B": 2, "T": 8, "H": 3, "Q": 3, "D": 4, "V": 5, "M": 6, "n": 2, "R": 16, "X": 6, "W": 4}
+
+
+@pytest.mark.parametrize("op", BY_HAND)
+def test_the_floor_by_hand(op):
+    """A byte, and then a product, a millisecond: forward, and with the backward pass."""
+    shape = SHAPES[op][0]
+    options = {name: 4 if name == "chunk" else value for name, value in shape.case.options.items()}
+    shape = replace(shape, case=replace(shape.case, options=options), sizes=LETTERS)
+    assert not shape.is_step
+    x, o = torch.empty(10, dtype=torch.bfloat16), torch.empty(7, dtype=torch.bfloat16)
+    keywords = {"q": x, "state": (x, None, x.float()), "chunk": 4, "scale": 0.5, "feature": "softmax"}
+    by_bytes = floor.milliseconds(shape, keywords, o, {"bytes": 1e3, "flops": 1e12})
+    assert by_bytes == {"forward": 80 + 14, "forward_backward": 3 * 80 + 2 * 14}
+    by_products = floor.milliseconds(shape, keywords, o, {"bytes": 1e12, "flops": 1e3})
+    both = 3.5 if op == "cat_attention" else 3
+    assert by_products == {"forward": BY_HAND[op], "forward_backward": both * BY_HAND[op]}
+    step = replace(shape, sizes=LETTERS | {"T": 1})
+    if op in ("gsa", "gla"):  # the state is read and written
+        assert floor.milliseconds(step, keywords, o, {"bytes": 1e3, "flops": 1e12}) == {"step": 80 + 60 + 14}
+
+
 def test_an_entry_replaces_its_shape_alone(tmp_path):
     first, second = SHAPES["gsa"][:2]
     assert results.keep(tmp_path, second, entry(second))
@@ -147,6 +178,45 @@ def test_the_figure_is_drawn(tmp_path):
     shapes = [SHAPES["gsa"][0], SHAPES["cat_attention"][0], SHAPES["gsa"][-1]]
     report.draw([(shape, entry(shape)) for shape in shapes], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved, instead of their files."""
+    from matplotlib.figure import Figure
+
+    saved = []
+
+    def save(figure, file, **options):
+        saved.append(figure)
+        file.touch()
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return saved
+
+
+def test_speedups_are_how_many_times_as_fast_ours_are(figures, tmp_path):
+    """The peer's time over ours, from the least to the largest of an operator's shapes."""
+    first, second = SHAPES["gsa"][:2]
+    other = next(shape for shape in SHAPES["cat_attention"] if shape.peers[0] == "dense sdpa")
+    rows = [(first, entry(first, 0.5, 2.0)), (second, entry(second, 1.0, 1.5)), (other, entry(other))]
+    report.draw_speedups(rows, tmp_path / "speedups.png")
+    times, calls = figures[0].axes
+    plotted = [line.get_xdata() for line in times.lines]
+    assert [list(x) for x in plotted] == [[1.5, 4.0]] * 4 + [[1, 1]]  # a line and points each, and 1
+    assert [text.get_text() for text in times.texts] == ["1.5 to 4.0"] * 2
+    longest = [bar.get_width() for bar in calls.patches]  # of the first calls: ours, theirs
+    assert longest == pytest.approx([1.0, 2.0])
+    assert (tmp_path / "speedups.png").exists()
+
+
+def test_bars_are_milliseconds_and_say_how_much_slower_peers_are(figures, tmp_path):
+    shape = SHAPES["gsa"][0]
+    report.draw([(shape, entry(shape, 0.5, 2.0))], tmp_path / "figure.png")
+    for panel in figures[0].axes:
+        assert [bar.get_width() for bar in panel.patches] == [0.5, *[2.0] * len(shape.peers)]
+        shown = [text.get_text().strip() for text in panel.texts]
+        assert shown == ["0.500", *["2.000 (4.00x)"] * len(shape.peers)]
 
 
 def test_unknown_names_are_refused():

@@ -1,5 +1,6 @@
 """What a comparison shows: scores of hand-made models, on rows not trained on, each in its own column."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from girih.comparison import cell
 from girih.comparison.table import write_table
-from girih.data import Recall
+from girih.data import Corpus, Recall
 from girih.models import MIXERS
+from girih.training.recipe import SIZES
 
 
 class ByHand(torch.nn.Module):
@@ -66,6 +68,30 @@ def test_recall_is_measured_on_rows_that_were_not_trained_on(tmp_path, monkeypat
     cell.run_cell("mqar", "attention", recipe, None, tmp_path, seed=0)
     assert len(trained) == recipe.steps * recipe.batch and len(measured) == recipe.held_out
     assert not set(map(tuple, trained)) & set(map(tuple, measured))
+
+
+def test_text_is_measured_on_the_held_out_text_alone(tmp_path, monkeypatch):
+    """Bytes below 128 are trained on, those from 128 on are held out."""
+    seen = {}
+
+    def fit(model, recipe, data, held_out, *rest, **options):
+        seen.update(data=data, held_out=held_out)
+        state = SimpleNamespace(log_history=[{"step": 1, "loss": 1.0}], global_step=1)
+        trainer = SimpleNamespace(train=lambda: None, add_callback=lambda callback: None, state=state)
+        trainer.evaluate = lambda: {"eval_loss": 2.0}
+        return trainer
+
+    monkeypatch.setattr(cell, "fit", fit)
+    recipe = replace(SIZES["tiny"], steps=3)
+    whole = (torch.arange(9000) % 128).to(torch.uint8)
+    corpus = Corpus("two halves", whole, whole + 128, "")
+    found = cell.run_cell("text", "attention", recipe, corpus, tmp_path, seed=0)
+    assert found["bits_per_byte"] == pytest.approx(2 / math.log(2))
+    trained, measured = (torch.stack([w["input_ids"] for w in seen[name]]) for name in ("data", "held_out"))
+    assert trained.shape == (3 * recipe.batch, recipe.context) and trained.max() < 128
+    assert measured.shape == (recipe.held_out, recipe.context) and measured.min() >= 128
+    starts = seen["held_out"].starts
+    assert (starts.diff() >= recipe.context).all()
 
 
 def text(parameters, bits):

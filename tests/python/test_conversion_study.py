@@ -125,6 +125,17 @@ def test_what_starts_at_weight_0_starts_as_the_transformer(studied):
     assert checkpoint not in [first[name] for name in ("inject constant", "gsa", "delta_product")]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_a_last_smaller_batch_counts_by_its_rows(batch):
+    model = conversion.transformer(conversion.SIZES["tiny"]).train()
+    rows = torch.randint(256, (5, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        log_p = model(rows).logits[:, :-1].double().log_softmax(-1)
+    want = -log_p.gather(-1, rows[:, 1:, None]).mean().item() / math.log(2)
+    assert conversion.bits_per_byte(model, rows, batch) == pytest.approx(want, rel=1e-5)
+    assert model.training
+
+
 def test_weights_follow_their_schedules(studied):
     runs = read(studied[0])["runs"]
     for schedule in SCHEDULES[:3]:

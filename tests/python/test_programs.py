@@ -290,6 +290,19 @@ def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
     assert (model.config.chunk, model.config.chunks) == (16, [4, 8, 16])
 
 
+def test_a_corpus_is_known_by_its_bytes(tmp_path):
+    texts = [tmp_path / name for name in ("one.txt", "other.txt")]
+    options = ["--size", "tiny", "--steps", 1, "--folder", tmp_path / "run"]
+    for text in texts:
+        text.write_text("one " * 2000)
+    run("girih-train", texts[0], *options)
+    again, _ = run("girih-train", texts[1], *options)
+    assert again.startswith(b"this run is finished")
+    texts[0].write_text("two " * 2000)
+    _, said = run("girih-train", texts[0], *options, code=2)
+    assert "a run of other arguments is in it" in said
+
+
 def test_a_batch_that_is_read_in_parts_is_trained_as_one(corpus, tmp_path):
     found = []
     for at_once, said in ((512, ""), (200, ", in 4 parts each,")):

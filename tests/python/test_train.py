@@ -20,7 +20,7 @@ from girih.models import GirihForCausalLM
 from girih.models.cat import CatModel
 from girih.nn import decay_parameter_names
 from girih.training.command import Refusal
-from girih.training.folder import LOCK, WHOLE, alone_in, newest_whole
+from girih.training.folder import LOCK, WHOLE, alone_in, check_space, newest_whole
 from girih.training.recipe import SIZES, model_of_size
 from girih.training.trainer import BITS, ByteTrainer, fit
 from safetensors.torch import load_file
@@ -371,6 +371,30 @@ def test_arguments_that_a_full_disk_cut_off_do_not_make_the_folder_foreign(corpu
 def test_a_disk_without_room_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert "MB are free" in refused(arguments(corpus, tmp_path / "run"), capsys)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_disk_needs_room_for_three_checkpoints_and_the_model(missing, tmp_path, monkeypatch):
+    """Weights and two moments, in 4 bytes, three times, and the weights once more: 40 bytes a parameter."""
+    room = SimpleNamespace(free=40 * 10**6 - missing)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    if missing:
+        with pytest.raises(Refusal, match="40 MB are needed, 40 MB are free"):
+            check_space(tmp_path, 10**6)
+    else:
+        check_space(tmp_path, 10**6)
+
+
+def test_a_corpus_of_one_name_and_other_bytes_is_another_run(tmp_path, capsys):
+    folder, corpus = tmp_path / "run", tmp_path / "words.txt"
+    for word in ("one ", "two "):
+        corpus.write_text(word * 2000)
+        assert train.main(arguments(corpus, folder, steps=1)) == 0
+        assert "finished" not in capsys.readouterr().out
+    first, second = (
+        json.loads((tmp_path / name / "arguments.json").read_text()) for name in ("run.1", "run")
+    )
+    assert {name for name in first if first[name] != second[name]} == {"corpus_sha256"}
 
 
 def test_a_disk_that_fills_while_the_run_is_finished_leaves_no_result_and_the_rerun_does(

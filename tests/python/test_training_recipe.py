@@ -57,6 +57,17 @@ def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine(tmp_path):
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
 
 
+def test_the_optimizer_is_adamw_by_these_numbers(tmp_path):
+    trainer = trainer_of(RECIPE, tmp_path)
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (RECIPE.learning_rate, (0.9, 0.95), 1e-8)
+        assert not group["amsgrad"] and not group["maximize"]
+    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.1]
+    assert trainer.args.max_grad_norm == 1.0 and trainer.args.label_smoothing_factor == 0.0
+
+
 @pytest.mark.parametrize(
     "batch, context, parts", [(128, 2048, 8), (128, 1024, 4), (32, 512, 1), (3, 40000, 3), (6, 7000, 2)]
 )
