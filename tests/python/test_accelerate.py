@@ -262,8 +262,8 @@ def tensors_of(cache):
 
 @torch.no_grad()
 def test_caches_are_transformers_caches(model):
-    """Every tensor that transformers keeps, after a prompt, after more than one token and after single ones:
-    a model goes on without girih from a cache that it began with it."""
+    """A text that was begun with girih can be continued without it: every tensor of the cache is the same,
+    after a prompt, after single tokens and after several."""
     name, parts = next(iter(cache_of(model))), tokens(length=14).split([9, 1, 1, 1, 2], 1)
     (theirs,), (ours,) = cache_of(model).values(), cache_of(model).values()
     for part in parts:
@@ -301,7 +301,7 @@ def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then):
 @pytest.mark.parametrize("limit", [(0.5, 0.9), (0.0, 0.3), (1.5, float("inf"))], ids=str)
 @pytest.mark.parametrize("family", MAMBA2_FAMILIES)
 def test_steps_keep_within_their_limits(family, limit):
-    """Of a whole text; transformers limits no single token."""
+    """transformers limits the steps of several tokens, and not that of a single one."""
     model, ids = model_of(family), tokens(length=40)
     free = model(ids).logits
     limited = [layer for layer in model.modules() if hasattr(layer, "time_step_limit")]

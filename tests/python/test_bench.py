@@ -108,7 +108,7 @@ LETTERS = {"B": 2, "T": 8, "H": 3, "Q": 3, "D": 4, "V": 5, "M": 6, "n": 2, "R": 
 
 @pytest.mark.parametrize("op", BY_HAND)
 def test_the_floor_by_hand(op):
-    """A byte, and then a product, a millisecond: forward, and with the backward pass."""
+    """One byte takes a millisecond, then one product does."""
     shape = SHAPES[op][0]
     options = {name: 4 if name == "chunk" else value for name, value in shape.case.options.items()}
     shape = replace(shape, case=replace(shape.case, options=options), sizes=LETTERS)

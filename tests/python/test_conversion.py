@@ -177,7 +177,7 @@ def for_queries(x):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", replacing())
 def test_every_mixer_starts_from_attentions_projections(mixer):
-    """q, k and v as they are, by filters that pass them on; one projection for q and k is their mean."""
+    """Filters pass q, k and v on unchanged. A mixer with one projection for q and k reads their mean."""
     model = base_model("qwen3")
     own, x = attention(model), torch.randn(2, 9, 32)
     q, k, v = projected(own, x)

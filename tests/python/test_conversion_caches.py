@@ -104,7 +104,7 @@ def test_a_cache_repeats_and_selects_its_rows(model, repeats):
 @torch.no_grad()
 @pytest.mark.parametrize("own", [4, 6])
 @pytest.mark.parametrize("window", [4, 6, 9])
-def test_of_two_windows_the_narrower_counts(own, window):
+def test_the_narrower_of_two_windows_counts(own, window):
     """At weight 0 the model is one of transformers with that window, with and without a cache."""
     narrow = base_model("mistral", sliding_window=min(own, window))
     want = narrow(IDS).logits

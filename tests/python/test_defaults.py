@@ -1,5 +1,5 @@
-"""Defaults and first values by number: both languages share the code that completes a configuration, so
-that comparing one language with the other shows no mistake in it."""
+"""Defaults and first values by number. Both languages share the code that completes a configuration, so a
+comparison of the two shows no mistake in it."""
 
 import inspect
 import json
@@ -272,7 +272,7 @@ def test_mixtures_start_at_their_weight(language):
 
 
 def test_headers_start_as_large_as_the_rows_beside_them(language):
-    """Of CAT as a layer with size 1, as its normed inputs; of the model as its embeddings."""
+    """The layer's header has size 1, as its normed inputs; the model's has that of its embeddings."""
     layer = parameters_of(language, mixer=["cat"], hidden_size=512)
     check_normal(layer["header"], 1.0)
     model = parameters_of(language, mixer="cat", hidden_size=512, initializer_range=0.3)

@@ -148,7 +148,7 @@ def test_its_gradient_is_that_of_finite_differences(options):
 @pytest.mark.parametrize("pool", ["past", "window"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str)
 def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, tolerance):
-    """Of 9000 keys of mean -8 the sum is beyond fp16's 65504, and the sigmoid of the mean is 0.0003."""
+    """The sum of 9000 keys of mean -8 is beyond fp16's 65504; the sigmoid of their mean is 0.0003."""
     path, tokens = LinearPath(SIZES, Injection(n=1, pool=pool)).to(dtype), 9000
     k = -8 + torch.randn(1, tokens, KV_HEADS, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     beta, _, _ = path.step_sizes(k, k, None, False, None)

@@ -53,7 +53,7 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("l2norm_qk", [False, True])
 def test_a_key_that_repeats_at_beta_2_keeps_three_digits_over_2000_tokens(l2norm_qk, n):
-    """Every step reflects the memory along one key: what a step loses, all later steps keep."""
+    """Every step reflects the memory along one key, and no later step corrects an error."""
     case = next(c for c in CASES if str(c) == f"delta_product-{'l2' if l2norm_qk else 'plain'}")
     case = replace(case, options=case.options | {"n": n}, sizes={"n": n})
     inputs = case.draw(2000, B=1, H=1, Q=1, D=16, V=16, resumed=True, dtype=torch.float32)
@@ -269,7 +269,7 @@ def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
-    """Of cat_attention the chunk that is not full is the last one."""
+    """The last chunk of cat_attention need not be full."""
     C = case.chunk if case.op == "cat_attention" else 1
     inputs = case.draw(3 * C - (C > 1), B=1, resumed=case.has_state, N=2, dtype=torch.float32)
     operator(inputs, **{case.packing: torch.tensor([0, 2, 3])})

@@ -375,7 +375,7 @@ def test_a_disk_without_room_is_refused_before_training(corpus, tmp_path, capsys
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_disk_needs_room_for_three_checkpoints_and_the_model(missing, tmp_path, monkeypatch):
-    """Weights and two moments, in 4 bytes, three times, and the weights once more: 40 bytes a parameter."""
+    """Three checkpoints of weights and two moments, and the weights once more: 40 bytes a parameter."""
     room = SimpleNamespace(free=40 * 10**6 - missing)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
     if missing:
