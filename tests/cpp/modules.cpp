@@ -277,6 +277,26 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
   CHECK(has(groups.decayed, "model.embed_tokens.weight"));
 }
 
+TEST_CASE("The last part of a name says whether a parameter decays in every mixer", "[nn]") {
+  const std::set<std::string> undecayed = {"A_log",  "dt_bias",    "bias",         "logit", "skip",
+                                           "header", "key_memory", "value_memory", "memory"};
+  auto all = configurations();
+  all.push_back(all[0]);
+  all.back().mixer = "mag", all.back().mag_learned = true;
+  for (const auto& config : all) {
+    nn::LanguageModel model(config);
+    const auto groups = nn::weight_decay_groups(*model);
+    for (const auto& item : model->named_parameters()) {
+      const auto& name = item.key();
+      INFO(name_of(config) << ": " << name);
+      const bool kept = undecayed.contains(name.substr(name.rfind('.') + 1)) || name.ends_with("norm.weight");
+      const auto& group = kept ? groups.undecayed : groups.decayed;
+      CHECK(std::ranges::any_of(group, [&](const Tensor& x) { return x.is_same(item.value()); }));
+    }
+    CHECK(groups.decayed.size() + groups.undecayed.size() == model->named_parameters().size());
+  }
+}
+
 TEST_CASE("Time scales and memories stay in fp32 when a model goes to bf16", "[nn]") {
   const std::set<std::string> kept = {"A_log",      "dt_bias",      "bias",  "logit",
                                       "key_memory", "value_memory", "memory"};

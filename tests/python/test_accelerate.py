@@ -199,6 +199,18 @@ def test_bf16_is_no_further_from_float64(model):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "family", sorted(name for name in FAMILIES if "linear_key_head_dim" in FAMILIES[name])
+)
+def test_norms_have_the_models_epsilon(family):
+    model = model_of(family, rms_norm_eps=0.3)
+    want = model(tokens()).logits
+    assert off(model_of(family)(tokens()).logits, want) > 1e-2
+    with accelerate(model):
+        assert off(model(tokens()).logits, want) < 1e-5
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(model, side):
     mask = torch.ones(2, TOKENS, dtype=torch.long)

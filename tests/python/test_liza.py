@@ -87,6 +87,10 @@ EVERY = (
     ]
     + [{"gate_per": "head", "gate": gate} for gate in ("v", "kv")]
     + [{"between_chunks": phi, "chunk": 4} for phi in ("gelu", "tanh")]
+    + [
+        {"n": 3, "virtual_tokens": "both", "gate": "kv", "gate_per": "head", "pool": "window"}
+        | {"between_chunks": "gelu", "chunk": 4, "norm_eps": 0.3}
+    ]
 )
 
 
