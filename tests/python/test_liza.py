@@ -52,8 +52,9 @@ def written_out(path, x, told):
         differences = [(-1) ** k * math.comb(m, k) * unit(column, t - k) for k in range(m + 1)]
         derivative = sum(differences) / 2**m
         angle, y = 2 * math.pi * m / told.n, unit(column, t)
-        turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-        rotary = torch.cat([turn.to(x.dtype) @ y[i : i + 2] for i in range(0, D, 2)])
+        cos, sin = math.cos(angle), math.sin(angle)
+        turn = torch.tensor([[cos, -sin], [sin, cos]], dtype=x.dtype)
+        rotary = torch.cat([turn @ y[i : i + 2] for i in range(0, D, 2)])
         if told.virtual_tokens == "both":
             return (derivative + rotary) / 2
         return derivative if told.virtual_tokens == "derivative" else rotary
