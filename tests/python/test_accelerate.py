@@ -5,8 +5,10 @@ import copy
 import girih
 import pytest
 import torch
+import transformers
 from girih.acceleration import accelerate
 from girih.acceleration import packed as packed_rows
+from packaging import version
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -423,6 +425,11 @@ def test_packed_sequences_train_apart(family, how):
         assert off(gradients(batch), want) < 1e-4
 
 
+# Older versions of transformers mix packed sequences in their own linear layers.
+REFUSES_PACKED = version.parse(transformers.__version__) >= version.parse("5.23")
+
+
+@pytest.mark.skipif(not REFUSES_PACKED, reason="this transformers mixes packed sequences")
 @torch.no_grad()
 def test_a_scan_that_stays_refuses_packed_sequences():
     model, (_, batch) = model_of("kimi_linear"), packed()
@@ -471,8 +478,9 @@ def test_packed_sequences_of_a_model_that_is_converted_too(family, way):
     """girih's mixer in the attention layer, the linear layer accelerated; transformers' own refuses."""
     model, (parts, batch) = model_of(family), packed()
     girih.inject(model, weight=0.5) if way == "injected" else girih.replace_attention(model, "gla")
-    with pytest.raises(ValueError, match="packed sequences"):
-        model(**batch)
+    if REFUSES_PACKED:
+        with pytest.raises(ValueError, match="packed sequences"):
+            model(**batch)
     with accelerate(model):
         want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
         assert off(model(**batch).logits, want) < 2e-5
