@@ -425,7 +425,7 @@ def test_packed_sequences_train_apart(family, how):
         assert off(gradients(batch), want) < 1e-4
 
 
-# Older versions of transformers mix packed sequences in their own linear layers.
+# transformers 5.17 mixes packed sequences in its own linear layers.
 REFUSES_PACKED = version.parse(transformers.__version__) >= version.parse("5.23")
 
 
