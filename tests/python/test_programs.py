@@ -15,7 +15,7 @@ from conftest import TREE, needs_cuda
 from girih import train
 from girih.data import Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
-from girih.training.recipe import SIZES, model_of_size
+from girih.training.recipe import SIZES, config_of_size, model_of_size
 from girih.training.report import write_sample
 from girih.training.trainer import ByteTrainer
 from safetensors.torch import load_file
@@ -277,6 +277,15 @@ def test_chunks_are_drawn_by_the_seed_and_the_part(seed, corpus, tmp_path):
     moved = (headers[1] != headers[0]).any(1).nonzero()[:, 0].tolist()
     drawn = [torch.randint(3, (), generator=torch.Generator().manual_seed(seed + part)) for part in (0, 1)]
     assert moved == sorted({int(chunk) for chunk in drawn})
+
+
+@pytest.mark.parametrize("chunks, chunk", [([4, 8], 4), ([8, 16, 32], 16), ([8, 24], 8)], ids=str)
+def test_an_adaptive_model_goes_by_16_or_else_by_its_first_chunk(chunks, chunk, corpus, tmp_path):
+    options = ["--mixer", "cat", "--chunks", ",".join(map(str, chunks)), "--size", "tiny", "--steps", 1]
+    run("girih-train", corpus, *options, "--folder", tmp_path / "run", "--device", "cpu")
+    cpp = GirihConfig.from_pretrained(tmp_path / "run" / "model")
+    for config in (cpp, config_of_size("cat", SIZES["tiny"], chunks=chunks)):
+        assert (config.chunk, config.chunks) == (chunk, chunks)
 
 
 def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
