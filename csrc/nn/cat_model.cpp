@@ -30,6 +30,7 @@ CompressorImpl::CompressorImpl(const Config& config) : lengths_(chunk_lengths(co
 
 Tensor CompressorImpl::forward(const Tensor& chunks, const Tensor& index) {
   const auto B = chunks.size(0), K = chunks.size(1), C = chunks.size(2);
+  // -1: of a sequence in its first chunk, whose result is discarded.
   const auto at = (index * (C / lengths_[0])).clamp(0, position->weight.size(0) - 1);
   const auto place = position(at).expand({B, K, -1});
   auto x = at::cat({place.unsqueeze(2), embed_tokens(chunks)}, 2).flatten(0, 1);
@@ -151,7 +152,7 @@ bool CatModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   const Reached after{state.tensors[2], state.tensors[3] + 1};
   if (after.most() > max_position_embeddings_ || state.parts[0].tensors[0].size(1) < C + after.most() / C)
     return false;
-  kind.push_back(after.ending(C));
+  kind.insert(kind.end(), {after.ending(C), int64_t(after.level())});
   state.tensors[3] = after.known;
   return true;
 }

@@ -41,14 +41,14 @@ Tensor Ended::chosen(const Tensor& fresh, const Tensor& old) const {
 
 int64_t Reached::ending(int64_t chunk) const {
   const auto N = known.numel(), count = (known.remainder(chunk) == 0).sum().item<int64_t>();
-  if (count == 0 || count == N) return count;
+  if (count == 0 || level()) return count;
   return std::min(N, int64_t(std::bit_ceil(uint64_t(count))));
 }
 
 std::optional<Ended> Reached::ended(int64_t chunk) const {
   const auto count = ending(chunk);
   if (count == 0) return {};
-  if (count == known.numel()) return Ended{at::arange(count, tokens.options()), {}};
+  if (level()) return Ended{at::arange(count, tokens.options()), {}};
   const auto [row, these] = tokens.remainder(chunk).topk(count, 0, /*largest=*/false);
   return Ended{these, row == 0};
 }

@@ -36,9 +36,11 @@ struct Reached {
   Tensor tokens, known;
 
   int64_t most() const { return known.numel() > 0 ? known.max().item<int64_t>() : 0; }
-  // How many chunks a step compresses that has led here: those of all sequences or of none where all are as
-  // long, else of the least of 1, 2, 4, ... and N that is enough. A CUDA graph computes a fixed number, and
-  // each takes time to make: some chunks that have not ended are computed in vain.
+  // Whether all sequences are as long.
+  bool level() const { return known.numel() > 0 && (known == known[0]).all().item<bool>(); }
+  // Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of chunks
+  // that have ended, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra
+  // rows are computed and discarded.
   int64_t ending(int64_t chunk) const;
   // `ending` sequences, found on the device; none: no chunk has ended.
   std::optional<Ended> ended(int64_t chunk) const;

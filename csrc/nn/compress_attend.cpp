@@ -62,10 +62,9 @@ Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& given_rows, 
   const auto qkv = nn::products(x, {product_of(qkv_proj)}, given)[0].unflatten(-1, {-1, head_dim_});
   auto rows = given_rows;
   // One call may be under autocast and another one not.
-  if (!kept.empty() && kept.tensors[0].scalar_type() != qkv.scalar_type()) {
-    for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
-    if (rows.slot.defined()) rows = row(rows.chunk, rows.first, kept.tensors[0]);
-  }
+  for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
+  if (rows.slot.defined() && rows.see.scalar_type() != qkv.scalar_type())
+    rows = row(rows.chunk, rows.first, kept.tensors[0]);
   Tensor o;
   if (rows.slot.defined()) {
     o = step(qkv, rows, kept);
@@ -273,7 +272,7 @@ bool CompressAttendImpl::stepped(State& state, std::vector<int64_t>& kind) const
   const auto C = options.chunk;
   const Reached after{state.tensors[4], state.tensors[5] + 1};
   if (state.tensors[2].size(1) <= C + after.most() / C) return false;
-  kind.push_back(after.ending(C));
+  kind.insert(kind.end(), {after.ending(C), int64_t(after.level())});
   state.tensors[5] = after.known;
   return true;
 }

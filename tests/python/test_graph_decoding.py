@@ -276,6 +276,29 @@ def test_sequences_of_cat_at_every_place_of_their_chunks(graphs, name, device):
         assert row[9:].equal(written(model, padded[None, 9 - n :])[0, n:])
 
 
+@pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
+@torch.no_grad()
+def test_a_cache_of_equal_lengths_is_restored_to_others(graphs, name, device):
+    """A graph of equal lengths does not look which chunks have ended."""
+    model, ids = model_of(name, device), tokens(model_of(name, device), 4, 8)
+    mask = torch.ones(4, 8, dtype=torch.long, device=device)
+    mask[3, :3] = 0
+    padded = model.new_cache()
+    model(ids, attention_mask=mask, past_key_values=padded)
+    cache = model.new_cache()
+    model(ids, past_key_values=cache)
+    for t in range(17):
+        model(tokens(model, 4, 1, seed=t), past_key_values=cache)
+    cache.restore(padded)
+    for t in range(17):
+        token = tokens(model, 4, 1, seed=t)
+        found = model(token, past_key_values=cache).logits
+        graphs.off()
+        want = model(token, past_key_values=padded).logits
+        graphs.off(False)
+        torch.testing.assert_close(found, want)
+
+
 def test_texts_one_after_the_other_and_in_turn(graphs, model):
     """Of other batches, and of two caches of one model."""
     for batch in (2, 1, 2):

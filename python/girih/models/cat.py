@@ -50,6 +50,7 @@ class Compressor(nn.Module):
 
     def forward(self, chunks: Tensor, index: Tensor, run_blocks: Callable) -> Tensor:
         B, K, C = chunks.shape
+        # -1: of a sequence in its first chunk, whose result is discarded.
         place = (index * (C // self.chunks[0])).clamp(0, self.position.num_embeddings - 1)
         place = self.position(place).expand(B, K, -1)
         x = torch.cat((place[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
@@ -79,12 +80,12 @@ class CatState(NamedTuple):
         C = self.ids.shape[1]
         return self._replace(kv=map_state(lambda part: with_room(part, C, tokens // C + 1), self.kv))
 
-    def stepped(self) -> tuple[int, "CatState"] | None:
-        """Each number of chunks that a step compresses is another step."""
+    def stepped(self) -> tuple[tuple, "CatState"] | None:
+        """One graph for each number of chunks that a step compresses."""
         C, reached = self.ids.shape[1], self.reached._replace(known=self.reached.known + 1)
         if self.kv[0].k.shape[1] < C + most(reached.known) // C:
             return None
-        return reached.ending(C), self._replace(reached=reached)
+        return reached.kind(C), self._replace(reached=reached)
 
 
 class CatModel(Backbone):

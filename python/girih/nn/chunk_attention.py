@@ -127,7 +127,9 @@ class ChunkAttention(SequenceLayer):
         past = rows.past
         if past is not None and past.k.dtype != qkv.dtype:  # one call was under autocast, one was not
             past = KeyValues(*(part.to(qkv.dtype) for part in past))
-            rows = rows._replace(past=past) if rows.slot is None else self.row(rows.chunk, rows.first, past)
+            rows = rows._replace(past=past)
+        if rows.slot is not None and rows.see.dtype != qkv.dtype:
+            rows = self.row(rows.chunk, rows.first, past)
         if rows.slot is not None:
             return self.step(qkv, rows).flatten(-2), past
         cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk

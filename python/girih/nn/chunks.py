@@ -83,17 +83,21 @@ class Reached(NamedTuple):
     on_host = ("known",)
 
     def ending(self, chunk: int) -> int:
-        """How many chunks a step compresses that has led here: those of all sequences or of none where all
-        are as long, else of the least of 1, 2, 4, ... and N that is enough. A CUDA graph computes a fixed
-        number, and each takes time to make: some chunks that have not ended are computed in vain.
+        """Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of chunks
+        that have ended, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra
+        rows are computed and discarded.
         """
         N = len(self.tokens)
         if not isinstance(self.known, Tensor):
             return 0 if self.known % chunk else N
-        count, least = int((self.known.numpy() % chunk == 0).sum()), 1
+        count, least = int((self.known.cpu().numpy() % chunk == 0).sum()), 1
         while least < count:
             least *= 2
         return min(least, N) if count else 0
+
+    def kind(self, chunk: int) -> tuple[int, bool]:
+        """What a step that has led here runs: `ending`, and whether it looks which chunks have ended."""
+        return self.ending(chunk), isinstance(self.known, Tensor)
 
     def ended(self, chunk: int) -> Ended | None:
         """`ending` sequences, found on the device; None: no chunk has ended."""
@@ -111,7 +115,7 @@ def most(known: int | Tensor) -> int:
     """The largest number of tokens that any sequence has."""
     if not isinstance(known, Tensor):
         return known
-    return int(known.numpy().max()) if len(known) else 0
+    return int(known.cpu().numpy().max()) if len(known) else 0
 
 
 class Continuation:

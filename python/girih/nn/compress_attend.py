@@ -26,12 +26,12 @@ class CompressAttendState(NamedTuple):
     kv: KeyValues
     reached: Reached
 
-    def stepped(self) -> tuple[int, "CompressAttendState"] | None:
-        """Each number of chunks that a step compresses is another step."""
+    def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
+        """One graph for each number of chunks that a step compresses."""
         C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
         if self.kv.k.shape[1] <= C + most(reached.known) // C:
             return None
-        return reached.ending(C), self._replace(reached=reached)
+        return reached.kind(C), self._replace(reached=reached)
 
 
 class CompressAttend(SequenceLayer):
