@@ -83,9 +83,10 @@ class Reached(NamedTuple):
     on_host = ("known",)
 
     def ending(self, chunk: int) -> int:
-        """Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of chunks
-        that have ended, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra
-        rows are computed and discarded.
+        """Number of chunks that the last step compresses.
+
+        Equal lengths: 0 or N. Otherwise the number of chunks that have ended, rounded up to a power of two,
+        at most N: a CUDA graph has fixed sizes, and the extra rows are computed and discarded.
         """
         N = len(self.tokens)
         if not isinstance(self.known, Tensor):
