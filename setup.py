@@ -97,22 +97,27 @@ def find_nvcc() -> str | None:
 
 def build_kernels(tree: Path, output: Path, *options: str) -> Path:
     """libgirih_kernels.so in the folder `output`."""
+    kernels, copied = output / "libgirih_kernels.so", output / "libgirih_kernels.copied"
     if given := os.environ.get("GIRIH_KERNELS"):
         if not Path(given).is_file():
             sys.exit(f"GIRIH_KERNELS is {given!r}; expected a libgirih_kernels.so")
         output.mkdir(parents=True, exist_ok=True)
-        kernels, part = output / "libgirih_kernels.so", output / "libgirih_kernels.so.part"
+        copied.touch()
         if not (kernels.exists() and filecmp.cmp(given, kernels, shallow=False)):
+            part = kernels.with_suffix(".part")
             shutil.copy(given, part)
             part.replace(kernels)  # who has loaded the one before keeps it
         return kernels
+    if copied.exists():  # the build would take the copy for its own
+        kernels.unlink(missing_ok=True)
+        copied.unlink()
     options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}", *options]
     if nvcc := find_nvcc():
         options += [f"-DGIRIH_NVCC={nvcc}"]
     if architectures := os.environ.get("CMAKE_CUDA_ARCHITECTURES"):
         options += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
     build(ROOT / "kernels", tree, *options)
-    return output / "libgirih_kernels.so"
+    return kernels
 
 
 class CMakeBuild(build_ext):
