@@ -106,7 +106,7 @@ def build_kernels(tree: Path, output: Path, *options: str) -> Path:
         if not (kernels.exists() and filecmp.cmp(given, kernels, shallow=False)):
             part = kernels.with_suffix(".part")
             shutil.copy(given, part)
-            part.replace(kernels)  # who has loaded the one before keeps it
+            part.replace(kernels)  # processes that have loaded the old file keep it
         return kernels
     if copied.exists():  # the build would take the copy for its own
         kernels.unlink(missing_ok=True)

@@ -29,11 +29,10 @@ Tensor appended(const Tensor& kept, int64_t tokens, const Tensor& x, int64_t slo
 std::shared_ptr<const Slots> slots_of(const Tensor& k, double theta) {
   const auto slots = k.size(1);
   const auto position = at::arange(slots, k.options().dtype(at::kLong));
-  const auto [cos, sin] = angles(position, k.size(3), theta, k.scalar_type());
+  const auto factors = rotary_factors(position, k.size(3), theta, k.scalar_type());
   auto see = at::zeros({2 * slots - 1}, k.options());
   see.slice(0, slots).fill_(-std::numeric_limits<double>::infinity());
-  return std::make_shared<const Slots>(
-      Slots{at::stack({at::cat({cos, cos}, -1), at::cat({-sin, sin}, -1)}, 1), see, theta});
+  return std::make_shared<const Slots>(Slots{factors.transpose(0, 1).contiguous(), see, theta});
 }
 
 // The state with free slots, and what a step reads of them.
@@ -163,23 +162,19 @@ Output AttentionImpl::step(const Tensor& qkv, State state) const {
   if (!has_room(state)) state = with_slots(state, with_spare(state.tokens + 1), options.rope_theta);
   auto k = state.tensors[0], v = state.tensors[1], place = state.tensors[3];
   const auto& valid = state.tensors[2];
-  const auto N = k.size(0), slots = k.size(1), kv_heads = heads_[1];
+  const auto N = k.size(0), slots = k.size(1);
   const auto at = place.slice(0, 0, 1);
-  const auto turn = state.slots->turn.index_select(0, at).unsqueeze(1).unsqueeze(1).unbind(3);
-  const auto p = qkv.split_with_sizes({heads_[0] + kv_heads, kv_heads}, 2);
-  const auto qk = at::addcmul(p[0] * turn[0], p[0].roll(head_dim_ / 2, -1), turn[1])
-                      .split_with_sizes({heads_[0], kv_heads}, 2);
-  k.index_copy_(1, at, qk[1]);
-  v.index_copy_(1, at, p[1]);
+  // [1, 2, D] -> [2, 1, 1, 1, D]
+  const auto turn = state.slots->turn.index_select(0, at).unsqueeze(1).unsqueeze(1).movedim(3, 0);
+  const auto [q, fresh_k, fresh_v] = rotate_row(qkv, heads_, turn);
+  k.index_copy_(1, at, fresh_k);
+  v.index_copy_(1, at, fresh_v);
   auto see = state.slots->see.unfold(0, slots, 1).index_select(0, at::rsub(at, slots - 1)).expand({N, slots});
   if (valid.defined()) see = at::where(valid, see, -std::numeric_limits<double>::infinity());
-  // The queries of one key head as rows: no key is repeated for them.
-  const auto o =
-      at::scaled_dot_product_attention(qk[0].select(1, 0).unflatten(1, {kv_heads, -1}), k.transpose(1, 2),
-                                       v.transpose(1, 2), see.unsqueeze(1).unsqueeze(1));
+  const auto o = attend_row(q, k, v, see.unsqueeze(1).unsqueeze(1));
   place.add_(1);
   ++state.tokens;
-  return {o.flatten(1).unsqueeze(1), state};
+  return {o.flatten(2), state};
 }
 
 bool AttentionImpl::stepped(State& state, std::vector<int64_t>&) const {

@@ -134,15 +134,15 @@ Output CatModelImpl::step(const Tensor& ids, const State& state) {
   n.add_(1);
   const Reached after{n, before.known + 1};
   auto x = embed_tokens(ids);
-  if (const auto ended = after.ended(C)) {
-    const auto& these = ended->these;
+  if (const auto compressions = after.find_compressions(C)) {
+    const auto& these = compressions->sequences;
     const auto place = (at::floor_divide(n.index_select(0, these), C) - 1).unsqueeze(-1);
     const auto next = compressor(chunk.index_select(0, these).unsqueeze(1), place);
-    kept_header.index_put_({these}, ended->chosen(next.select(1, 0), kept_header.index({these})));
-    x = x.index_put({these}, ended->chosen(next, x.index({these})));
+    kept_header.index_put_({these}, compressions->select(next.select(1, 0), kept_header.index({these})));
+    x = x.index_put({these}, compressions->select(next, x.index({these})));
   }
-  const auto rows =
-      dynamic_cast<const ChunkAttentionImpl&>(*layers->at<BlockImpl>(0).mixer).row(C, n, kept[0].tensors[0]);
+  const auto rows = dynamic_cast<const ChunkAttentionImpl&>(*layers->at<BlockImpl>(0).mixer)
+                        .prepare_row(C, n, kept[0].tensors[0]);
   const auto y = decode(x, rows, kept);
   return {y, {{chunk, kept_header, n, after.known}, kept}};
 }
@@ -152,7 +152,7 @@ bool CatModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   const Reached after{state.tensors[2], state.tensors[3] + 1};
   if (after.most() > max_position_embeddings_ || state.parts[0].tensors[0].size(1) < C + after.most() / C)
     return false;
-  kind.insert(kind.end(), {after.ending(C), int64_t(after.level())});
+  kind.insert(kind.end(), {after.count_compressions(C), int64_t(after.level())});
   state.tensors[3] = after.known;
   return true;
 }

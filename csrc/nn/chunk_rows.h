@@ -1,4 +1,4 @@
-// One row of a ChunkAttention at a time, over what it keeps.
+// Room for more headers in what a ChunkAttention keeps.
 #pragma once
 
 #include <girih/nn.h>

@@ -34,23 +34,23 @@ Tensor ChunkTable::gather(const Tensor& y, int64_t shift) const {
   return rows.index_select(0, (row + shift).clamp_max(rows.size(0) - 1)).unsqueeze(0);
 }
 
-Tensor Ended::chosen(const Tensor& fresh, const Tensor& old) const {
+Tensor Compressions::select(const Tensor& fresh, const Tensor& old) const {
   const auto rows = fresh.to(old.scalar_type());
-  return reached.defined() ? at::where(along(reached.unsqueeze(-1), old), rows, old) : rows;
+  return is_complete.defined() ? at::where(along(is_complete.unsqueeze(-1), old), rows, old) : rows;
 }
 
-int64_t Reached::ending(int64_t chunk) const {
+int64_t Reached::count_compressions(int64_t chunk) const {
   const auto N = known.numel(), count = (known.remainder(chunk) == 0).sum().item<int64_t>();
   if (count == 0 || level()) return count;
   return std::min(N, int64_t(std::bit_ceil(uint64_t(count))));
 }
 
-std::optional<Ended> Reached::ended(int64_t chunk) const {
-  const auto count = ending(chunk);
+std::optional<Compressions> Reached::find_compressions(int64_t chunk) const {
+  const auto count = count_compressions(chunk);
   if (count == 0) return {};
-  if (level()) return Ended{at::arange(count, tokens.options()), {}};
-  const auto [row, these] = tokens.remainder(chunk).topk(count, 0, /*largest=*/false);
-  return Ended{these, row == 0};
+  if (level()) return Compressions{at::arange(count, tokens.options()), {}};
+  const auto [row, sequences] = tokens.remainder(chunk).topk(count, 0, /*largest=*/false);
+  return Compressions{sequences, row == 0};
 }
 
 Continuation::Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const Reached& past,

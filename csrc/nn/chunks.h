@@ -21,13 +21,13 @@ struct ChunkTable {
   Tensor gather(const Tensor& y, int64_t shift = 0) const;
 };
 
-// The sequences that a step compresses a chunk of.
-struct Ended {
-  Tensor these;    // int64, on the device
-  Tensor reached;  // [these]: which of them have come to its end; undefined: all
+// The chunks that a step compresses.
+struct Compressions {
+  Tensor sequences;    // int64 [K]: which of N, on the device
+  Tensor is_complete;  // [K]: whose chunk has ended; undefined: all of them
 
-  // fresh [these, ...] where a chunk has ended, else old; in old's dtype.
-  Tensor chosen(const Tensor& fresh, const Tensor& old) const;
+  // fresh [K, ...] where a chunk has ended, else old; in old's dtype.
+  Tensor select(const Tensor& fresh, const Tensor& old) const;
 };
 
 // How many tokens each of N sequences has, int64 [N]: on the device for what is computed, and known to the
@@ -41,9 +41,9 @@ struct Reached {
   // Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of chunks
   // that have ended, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra
   // rows are computed and discarded.
-  int64_t ending(int64_t chunk) const;
-  // `ending` sequences, found on the device; none: no chunk has ended.
-  std::optional<Ended> ended(int64_t chunk) const;
+  int64_t count_compressions(int64_t chunk) const;
+  // The chunks of count_compressions, found on the device; none: no chunk has ended.
+  std::optional<Compressions> find_compressions(int64_t chunk) const;
 };
 
 // T more tokens of N sequences on chunks: the chunk that each had begun, from its start, and those after.

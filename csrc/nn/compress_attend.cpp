@@ -57,20 +57,20 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
   return {attend(x, {.chunk = options.chunk}, none, cu_chunks), {}};
 }
 
-Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& given_rows, State& kept,
+Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, State& kept,
                                   const Tensor& cu_chunks, const RowInput& given, const Tensor& residual) {
   const auto qkv = nn::products(x, {product_of(qkv_proj)}, given)[0].unflatten(-1, {-1, head_dim_});
-  auto rows = given_rows;
+  auto rows = call_rows;
   // One call may be under autocast and another one not.
   for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
   if (rows.slot.defined() && rows.see.scalar_type() != qkv.scalar_type())
-    rows = row(rows.chunk, rows.first, kept.tensors[0]);
+    rows = prepare_row(rows.chunk, rows.first, kept.tensors[0]);
   Tensor o;
   if (rows.slot.defined()) {
     o = step(qkv, rows, kept);
   } else {
     const bool starts = kept.empty();
-    const auto p = turned(qkv, rows, cu_chunks);
+    const auto p = rotate_qk(qkv, rows, cu_chunks);
     if (rows.first.defined()) kept = keep(p[1], p[2], rows, kept);
     o = starts ? ops::cat_attention(p[0], p[1], p[2], {.chunk = rows.chunk, .cu_chunks = cu_chunks})
                : extend(p, rows, kept);
@@ -79,12 +79,12 @@ Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& given_rows, 
 }
 
 std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows& rows) {
-  return turned(qkv_proj(x).unflatten(-1, {-1, head_dim_}), rows, {});
+  return rotate_qk(qkv_proj(x).unflatten(-1, {-1, head_dim_}), rows, {});
 }
 
 // q, k and v of qkv [N, rows, sum of heads, D], q and k turned to their places.
-std::vector<Tensor> ChunkAttentionImpl::turned(const Tensor& qkv, const ChunkRows& rows,
-                                               const Tensor& cu_chunks) const {
+std::vector<Tensor> ChunkAttentionImpl::rotate_qk(const Tensor& qkv, const ChunkRows& rows,
+                                                  const Tensor& cu_chunks) const {
   auto row = at::arange(qkv.size(1), qkv.options().dtype(at::kLong));
   if (rows.first.defined()) row = row + rows.first.unsqueeze(-1);
   Tensor first;
@@ -92,7 +92,7 @@ std::vector<Tensor> ChunkAttentionImpl::turned(const Tensor& qkv, const ChunkRow
     const auto k = at::floor_divide(row, rows.chunk);
     first = cu_chunks.index_select(0, at::searchsorted(cu_chunks.slice(0, 1, -1), k, false, /*right=*/true));
   }
-  const auto [q, k, v] = nn::turned(qkv, heads_, position(row, rows.chunk, first), options.rope_theta);
+  const auto [q, k, v] = turned(qkv, heads_, position(row, rows.chunk, first), options.rope_theta);
   return {q, k, v};
 }
 
@@ -104,38 +104,28 @@ Tensor ChunkAttentionImpl::position(const Tensor& row, int64_t chunk, const Tens
   return position + (first.defined() ? k - first : k);
 }
 
-ChunkRows ChunkAttentionImpl::row(int64_t chunk, const Tensor& place, const Tensor& k) const {
+ChunkRows ChunkAttentionImpl::prepare_row(int64_t chunk, const Tensor& place, const Tensor& k) const {
   const auto own = at::floor_divide(place, chunk), j = place.remainder(chunk);
   const auto at = at::arange(k.size(1), place.options()), header = at - (chunk - 1);
   const auto seen = at::where(header < 0, at < j.unsqueeze(-1), header <= own.unsqueeze(-1));
   const auto see = at::zeros(seen.sizes(), k.options())
                        .masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity());
-  const auto turn = position(place, chunk).unsqueeze(-1).unsqueeze(-1);
-  const auto [cos, sin] = angles(turn, head_dim_, options.rope_theta, k.scalar_type());
+  const auto at_place = position(place, chunk).unsqueeze(-1).unsqueeze(-1);
   return {.chunk = chunk,
           .first = place,
           .slot = at::where(j == 0, own + (chunk - 1), j - 1),
           .see = see.unsqueeze(1).unsqueeze(1),
-          .turn = at::stack({at::cat({cos, cos}, -1), at::cat({-sin, sin}, -1)})};
+          .turn = rotary_factors(at_place, head_dim_, options.rope_theta, k.scalar_type())};
 }
 
 // One row over K + chunk slots: its own key and value are written first, as it sees itself.
 Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const {
-  const auto heads = heads_[0], kv_heads = heads_[1];
-  const auto p = qkv.split_with_sizes({heads + kv_heads, kv_heads}, 2);
-  const auto qk = at::addcmul(p[0] * rows.turn[0], p[0].roll(head_dim_ / 2, -1), rows.turn[1])
-                      .split_with_sizes({heads, kv_heads}, 2);
+  const auto [q, k, v] = rotate_row(qkv, heads_, rows.turn);
   const auto sequence = at::arange(qkv.size(0), rows.slot.options());
-  for (size_t i = 0; i < 2; ++i) {
-    auto slots = kept.tensors[i];
-    slots.index_put_({sequence, rows.slot}, (i == 0 ? qk[1] : p[1]).select(1, 0));
-  }
-  // The queries of one key head as rows: no key is repeated for them.
-  return at::scaled_dot_product_attention(qk[0].select(1, 0).unflatten(1, {kv_heads, -1}),
-                                          kept.tensors[0].transpose(1, 2), kept.tensors[1].transpose(1, 2),
-                                          rows.see)
-      .flatten(1, 2)
-      .unsqueeze(1);
+  auto past_k = kept.tensors[0], past_v = kept.tensors[1];
+  past_k.index_put_({sequence, rows.slot}, k.select(1, 0));
+  past_v.index_put_({sequence, rows.slot}, v.select(1, 0));
+  return attend_row(q, past_k, past_v, rows.see);
 }
 
 // Rows of chunks that begin after others: softmax over the own chunk's rows up to oneself and the headers of
@@ -252,19 +242,20 @@ Output CompressAttendImpl::step(const Tensor& x, const State& state) {
   const auto place = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
   n.add_(1);
   const Reached after{n, before.known + 1};
-  if (const auto ended = after.ended(C)) {
+  if (const auto compressions = after.find_compressions(C)) {
     // The next chunk's header: this token does not see it.
-    const auto& these = ended->these;
+    const auto& these = compressions->sequences;
     const auto next = compress(inputs.index_select(0, these).flatten(1));
     const auto k = at::floor_divide(n.index_select(0, these), C);
-    header.index_put_({these}, ended->chosen(next, header.index({these})));
+    header.index_put_({these}, compressions->select(next, header.index({these})));
     const auto qkv = attention->project(next.unsqueeze(1), {.chunk = C + 1, .first = k * (C + 1)});
     for (size_t i = 0; i < 2; ++i) {
       auto& slots = kept.tensors[i];
-      slots.index_put_({these, k + C}, ended->chosen(qkv[i + 1].select(1, 0), slots.index({these, k + C})));
+      slots.index_put_({these, k + C},
+                       compressions->select(qkv[i + 1].select(1, 0), slots.index({these, k + C})));
     }
   }
-  const auto y = attention->attend(x, attention->row(C + 1, place, kept.tensors[0]), kept);
+  const auto y = attention->attend(x, attention->prepare_row(C + 1, place, kept.tensors[0]), kept);
   return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n, after.known}}};
 }
 
@@ -272,7 +263,7 @@ bool CompressAttendImpl::stepped(State& state, std::vector<int64_t>& kind) const
   const auto C = options.chunk;
   const Reached after{state.tensors[4], state.tensors[5] + 1};
   if (state.tensors[2].size(1) <= C + after.most() / C) return false;
-  kind.insert(kind.end(), {after.ending(C), int64_t(after.level())});
+  kind.insert(kind.end(), {after.count_compressions(C), int64_t(after.level())});
   state.tensors[5] = after.known;
   return true;
 }

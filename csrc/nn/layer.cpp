@@ -177,6 +177,25 @@ std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, doubl
   return {angle.cos().to(dtype), angle.sin().to(dtype)};
 }
 
+Tensor rotary_factors(const Tensor& position, int64_t head_dim, double theta, at::ScalarType dtype) {
+  const auto [cos, sin] = angles(position, head_dim, theta, dtype);
+  return at::stack({at::cat({cos, cos}, -1), at::cat({-sin, sin}, -1)});
+}
+
+std::array<Tensor, 3> rotate_row(const Tensor& qkv, at::IntArrayRef heads, const Tensor& factors) {
+  const auto p = qkv.split_with_sizes({heads[0] + heads[1], heads[2]}, 2);
+  const auto qk = at::addcmul(p[0] * factors[0], p[0].roll(qkv.size(-1) / 2, -1), factors[1])
+                      .split_with_sizes({heads[0], heads[1]}, 2);
+  return {qk[0], qk[1], p[1]};
+}
+
+Tensor attend_row(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask) {
+  return at::scaled_dot_product_attention(q.select(1, 0).unflatten(1, {k.size(2), -1}), k.transpose(1, 2),
+                                          v.transpose(1, 2), mask)
+      .flatten(1, 2)
+      .unsqueeze(1);
+}
+
 Tensor rotary(const Tensor& x, const Tensor& position, double theta) {
   auto [cos, sin] = angles(position, x.size(-1), theta, x.scalar_type());
   cos = cos.unsqueeze(-2), sin = sin.unsqueeze(-2);

@@ -6,6 +6,7 @@
 #include <torch/nn/init.h>
 #include <torch/nn/modules/embedding.h>
 
+#include <array>
 #include <utility>
 
 namespace girih::nn {
@@ -65,6 +66,17 @@ Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options);
 // cos and sin of position * theta^(-2i/D), [..., D/2] in this dtype; the angles are fp32, fp64 for fp64.
 std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
                                  at::ScalarType dtype);
+
+// [2, ..., D]: x factors[0] + x.roll(D / 2) factors[1] is `rotary` at these positions.
+Tensor rotary_factors(const Tensor& position, int64_t head_dim, double theta, at::ScalarType dtype);
+
+// q, k and v of qkv [N, 1, sum of heads, D], q and k by `rotary_factors` that broadcast with them.
+std::array<Tensor, 3> rotate_row(const Tensor& qkv, at::IntArrayRef heads, const Tensor& factors);
+
+// Attention of one query row [N, 1, heads, D] to k and v [N, slots, kv_heads, D], of q's shape. mask [N, 1,
+// 1, slots] is added to the scores. The queries of one key head are rows of one product, so no key is
+// repeated.
+Tensor attend_row(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask);
 
 // The masks of `past` tokens and of x's [B, T, ...] as one, [B, past + T]; a mask on one side only is
 // completed by ones on the other. Undefined: there is none.

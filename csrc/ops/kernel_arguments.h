@@ -9,6 +9,7 @@
 #include "check.h"
 #include "packs.h"
 #include "tile/array.h"
+#include "tile/last_error.h"
 #include "tile/sequence.h"
 
 namespace girih {
@@ -106,8 +107,7 @@ OptionalTensor if_given(const OptionalTensor& input, const Gradient& gradient) {
 }
 
 inline void check_launch(std::string_view kernel, cudaError_t error) {
-  if (error != cudaSuccess)
-    (void)cudaGetLastError();  // it is reported here, and not again by the next launch
+  if (error != cudaSuccess) kernels::clear_last_error();
   TORCH_CHECK(error == cudaSuccess, "girih: ", kernel, " could not be launched: ", cudaGetErrorString(error));
 }
 

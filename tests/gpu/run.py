@@ -72,7 +72,8 @@ def closure(files: list[Path], imported) -> set[Path]:
 def includes(file: Path) -> list[Path]:
     names = re.findall(r'#include ["<]([\w./]+)[">]', file.read_text())
     folders = [file.parent, ROOT / "kernels", ROOT / "csrc" / "include"]
-    return [(folder / name).resolve() for name in names for folder in folders]
+    found = [(folder / name).resolve() for name in names for folder in folders]
+    return [*found, file.with_suffix(".cu")]  # of a header: what it declares
 
 
 def imports(file: Path) -> list[Path]:
@@ -96,6 +97,10 @@ def names_of_tests(chosen: list[str]) -> list[str]:
     return [str(p.relative_to(ROOT)) for p in sorted(files)]
 
 
+def has_kernels(folder: Path) -> bool:
+    return any("__global__" in p.read_text() for p in folder.glob("*.cu*"))
+
+
 def files_of_state(part: str) -> list[Path]:
     """Its kernels, what calls them, and their tests: what the stages that are asked for run."""
     kernels = ROOT / "kernels"
@@ -103,7 +108,7 @@ def files_of_state(part: str) -> list[Path]:
     while True:
         # A header says what is launched; what is launched lies beside it. Of folders without kernels what is
         # included counts.
-        folders = {p.parent for p in found if kernels in p.parents and any(p.parent.glob("*.cu*"))}
+        folders = {p.parent for p in found if kernels in p.parents and has_kernels(p.parent)}
         near = {p for f in folders for p in f.iterdir() if p.suffix in (".cu", ".cuh", ".h", ".txt")}
         more = closure(sorted(near - found), includes) - found
         if not more:

@@ -265,7 +265,7 @@ def test_cat_needs_room_too(graphs, name, device, padded):
 
 @pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
 def test_sequences_of_cat_at_every_place_of_their_chunks(graphs, name, device):
-    """One graph for each number of chunks that end, whoever's they are; beams change places too."""
+    """One graph serves every step that ends this number of chunks, in any sequences, and after beams move."""
     model, lengths = model_of(name, device), range(1, 10)
     mask = torch.stack([torch.arange(9) >= 9 - n for n in lengths]).long().to(device)
     ids = tokens(model, len(lengths), 9)

@@ -3,23 +3,11 @@
 import pytest
 import torch
 from girih.models import GirihConfig, GirihForCausalLM
+from small_models import ADAPTIVE_CAT, CAT, HYBRID, SIZES
 
 peft = pytest.importorskip("peft")
 
-SIZES = {"vocab_size": 32, "hidden_size": 32, "num_heads": 2, "num_slots": 8, "chunk": 4}
-MODELS = {
-    "hybrid": {
-        "mixer": ["gsa", "delta_product", "trellis", "lattice", "mamba2", "mag"],
-        "num_hidden_layers": 6,
-    },
-    "cat": {"mixer": "cat", "num_hidden_layers": 2, "max_position_embeddings": 64},
-    "adaptive cat": {
-        "mixer": "cat",
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-        "chunks": [4, 8],
-    },
-}
+MODELS = {"hybrid": HYBRID, "cat": CAT, "adaptive cat": ADAPTIVE_CAT}
 IDS = torch.randint(32, (3, 13), generator=torch.Generator().manual_seed(0))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from converted import base_model
 from girih.models import GirihConfig, GirihForCausalLM, GirihForSequenceClassification
+from small_models import ADAPTIVE_CAT, CAT, HYBRID
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -25,18 +26,9 @@ bnb = pytest.importorskip("bitsandbytes")
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_heads": 2, "num_slots": 8, "chunk": 4, "pad_token_id": 0}
 MODELS = {
     "gsa": {"mixer": "gsa", "num_hidden_layers": 2},
-    "hybrid": {
-        "mixer": ["gsa", "delta_product", "trellis", "lattice", "mamba2", "mag", "cat"],
-        "num_hidden_layers": 7,
-        "mag_learned": True,
-    },
-    "cat": {"mixer": "cat", "num_hidden_layers": 2, "max_position_embeddings": 64},
-    "adaptive cat": {
-        "mixer": "cat",
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-        "chunks": [4, 8],
-    },
+    "hybrid": {"mixer": [*HYBRID["mixer"], "cat"], "num_hidden_layers": 7, "mag_learned": True},
+    "cat": CAT,
+    "adaptive cat": ADAPTIVE_CAT,
 }
 CONVERSIONS = {
     "injected": {},

@@ -13,20 +13,14 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from converted import WAYS, converted
 from girih import distributed
 from girih.models import GirihConfig, GirihForCausalLM
+from small_models import CAT, HYBRID, SIZES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-SIZES = {"vocab_size": 32, "hidden_size": 32, "num_heads": 2, "num_slots": 8, "chunk": 4}
-MODELS = {
-    "hybrid": {
-        "mixer": ["gsa", "delta_product", "trellis", "lattice", "mamba2", "mag"],
-        "num_hidden_layers": 6,
-    },
-    "cat": {"mixer": "cat", "num_hidden_layers": 2, "max_position_embeddings": 64},
-}
+MODELS = {"hybrid": HYBRID, "cat": CAT}
 
 
 def girih_model(options):
@@ -130,7 +124,7 @@ for (name, make), mixed in itertools.product(LOW.items(), (False, True)):
     together = share(alone, "shard, mixed precision" if mixed else "shard", mesh)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, together)]
     for ids in batches():
-        # The mean of what each half of the batch gives, as every process computes one.
+        # Each process computes one half of the batch; gradients are averaged over the two.
         low = deepcopy(alone).bfloat16() if mixed else alone
         losses, halves = zip(*(step(low, half) for half in ids.chunk(2)), strict=True)
         loss, found = step(together, ids[2 * rank : 2 * rank + 2])

@@ -509,7 +509,7 @@ struct ChunkRows {
   Tensor first = {};    // [N]: the place of each one's first row; the start of a chunk if there are several
   Tensor end = {};      // [N]: the place after the last row that stays
   int64_t headers = 0;  // how many headers the sequences have at most after the call
-  // Of a single row, as all layers need it.
+  // For a single row, computed once for all layers.
   Tensor slot = {};  // [N]: where its key goes
   Tensor see = {};   // [N, 1, 1, slots]: what is added to its scores, -inf at slots that it does not read
   Tensor turn = {};  // [2, N, 1, 1, D]: x turn[0] + x.roll(D / 2) turn[1] is `rotary` at its position
@@ -530,7 +530,7 @@ class ChunkAttentionImpl : public LayerImpl {
   std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows);
   // One row of each sequence, at `place` [N], that reads keys k [N, slots, heads, head_dim] and writes its
   // own there.
-  ChunkRows row(int64_t chunk, const Tensor& place, const Tensor& k) const;
+  ChunkRows prepare_row(int64_t chunk, const Tensor& place, const Tensor& k) const;
 
   ChunkAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -539,7 +539,7 @@ class ChunkAttentionImpl : public LayerImpl {
   Output run(const Tensor& x, const Call& call) override;
 
  private:
-  std::vector<Tensor> turned(const Tensor& qkv, const ChunkRows& rows, const Tensor& cu_chunks) const;
+  std::vector<Tensor> rotate_qk(const Tensor& qkv, const ChunkRows& rows, const Tensor& cu_chunks) const;
   Tensor position(const Tensor& row, int64_t chunk, const Tensor& first = {}) const;
   Tensor step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const;
   Tensor extend(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& kept) const;

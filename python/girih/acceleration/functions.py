@@ -15,6 +15,7 @@ from torch import Tensor
 
 from girih import ops
 from girih.nn.fused import autocast_dtype
+from girih.nn.packing import bounds_from_starts
 
 Function = Callable[..., Any]
 OF_FILTERS = (None, *ops.words("short_conv", "activation"))
@@ -41,7 +42,7 @@ def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
     if index.shape[0] != 1:
         raise ValueError(f"seq_idx has {index.shape[0]} rows; packed sequences lie in one")
     starts = (index[0, 1:] != index[0, :-1]).nonzero()[:, 0] + 1
-    return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), index.shape[1])))
+    return bounds_from_starts(starts, index.shape[1])
 
 
 def chunk_gated_delta_rule(original: Function) -> Function:

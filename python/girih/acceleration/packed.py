@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from girih.nn.attention_call import CACHES
-from girih.nn.packing import restarting, sequence_of_token
+from girih.nn.packing import bounds_from_starts, restarting, seq_idx_of
 
 Forward = Callable[..., Any]
 MASKS = ("create_causal_mask", "create_recurrent_attention_mask")
@@ -53,9 +53,7 @@ def find_bounds(name: str, index: Tensor, rows: int) -> Tensor | None:
             f"{name} starts new sequences within a row of {list(index.shape)}; expected one row, [1, T]: the "
             "linear layers keep packed sequences apart in one row alone"
         )
-    starts = starts[:, 1] + 1
-    ends = starts.new_tensor([0]), starts.new_tensor([index.shape[1]])
-    return torch.cat((ends[0], starts, ends[1])).int()
+    return bounds_from_starts(starts[:, 1] + 1, index.shape[1])
 
 
 def text_positions(position_ids: Any) -> Tensor | None:
@@ -137,7 +135,7 @@ def separate_packed(original: Forward) -> Forward:
         given["cu_seq_lens_q"] = cu_seqlens
         if cu_seqlens.shape[0] > 2:
             if given.get("seq_idx") is None:  # by which functions of transformers refuse packed sequences
-                given["seq_idx"] = sequence_of_token(cu_seqlens, x.shape[1])[None].int()
+                given["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
             if has_packed_mask(given):
                 separate_attention(self, given, x, cu_seqlens, is_said)
         if "position_ids" not in order:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
 from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, own_mask, where_masked
-from girih.nn.packing import bounds, restarting, sequence_of_token
+from girih.nn.packing import bounds, restarting, seq_idx_of
 
 
 class TokensForLayers:
@@ -65,7 +65,7 @@ class TokensForLayers:
             # Linear layers of transformers that are not converted keep sequences apart by these, or refuse.
             given["cu_seq_lens_q"] = cu_seqlens
             if given.get("seq_idx") is None and cu_seqlens.shape[0] > 2:
-                given["seq_idx"] = sequence_of_token(cu_seqlens, x.shape[1])[None].int()
+                given["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
         if given.get("position_ids") is not None and all(
             isinstance(m, ReplacedAttention) for m in self.attention
         ):

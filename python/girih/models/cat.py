@@ -85,7 +85,7 @@ class CatState(NamedTuple):
         C, reached = self.ids.shape[1], self.reached._replace(known=self.reached.known + 1)
         if self.kv[0].k.shape[1] < C + most(reached.known) // C:
             return None
-        return reached.kind(C), self._replace(reached=reached)
+        return reached.step_kind(C), self._replace(reached=reached)
 
 
 class CatModel(Backbone):
@@ -248,14 +248,14 @@ class CatModel(Backbone):
         n.add_(1)
         reached = Reached(n, known)
         x = self.embed_tokens(ids)
-        if (ended := reached.ended(C)) is not None:
-            these = ended.these
+        if (compressions := reached.find_compressions(C)) is not None:
+            these = compressions.sequences
             place = (n[these] // C - 1)[:, None]
             header = self.compressor(state.ids[these][:, None], place, self.run_blocks)
-            state.header[these] = ended.chosen(header[:, 0], state.header[these])
-            x = x.index_put((sequence[these],), ended.chosen(header, x[these]))
+            state.header[these] = compressions.select(header[:, 0], state.header[these])
+            x = x.index_put((sequence[these],), compressions.select(header, x[these]))
         every, kv = [x], []
-        rows = self.layers[0].mixer.row(C, n, state.kv[0])
+        rows = self.layers[0].mixer.prepare_row(C, n, state.kv[0])
         for block, past in zip(self.layers, state.kv, strict=True):
             x, kept = self.run_block(block, every[-1], None, rows._replace(past=past), True, None)
             every.append(x)

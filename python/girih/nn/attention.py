@@ -17,7 +17,7 @@ from girih.nn.masking import check_batch, check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 from girih.nn.projections import projections
-from girih.nn.rotary import angles, turned
+from girih.nn.rotary import rotary_factors, rotate_row, turned
 from girih.nn.state import by_itself
 from girih.nn.step import Product
 
@@ -55,13 +55,25 @@ def slots_of(kept: Tensor, theta: float) -> Slots:
         key = slots, head_dim, theta, kept.dtype, kept.device, stream
         if (found := _slots.get(key)) is not None:
             return found
-    cos, sin = angles(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
+    turn = rotary_factors(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
     see = torch.zeros(2 * slots - 1, dtype=kept.dtype, device=kept.device)
     see[slots:] = -torch.inf
-    made = Slots(torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1), see)
+    made = Slots(torch.stack(turn, 1), see)
     if shared:
         _slots[key] = made
     return made
+
+
+def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query row `[N, 1, heads, D]` to k and v `[N, slots, kv_heads, D]`, of q's shape.
+
+    mask `[N, 1, 1, slots]` is added to the scores. The queries of one key head are rows of one product, so no
+    key is repeated for them.
+    """
+    o = F.scaled_dot_product_attention(
+        q[:, 0].unflatten(1, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    )
+    return o.flatten(1, 2)[:, None]
 
 
 class AttentionState(NamedTuple):
@@ -231,10 +243,8 @@ class Attention(SequenceLayer):
         if state.slots is None or state.tokens == state.k.shape[1]:
             state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
-        heads, kv_heads, _ = self.heads
-        cos, sin = slots.turn.index_select(0, place)[:, None, None].unbind(3)
-        qk, v = qkv.split((heads + kv_heads, kv_heads), 2)
-        q, k = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).split((heads, kv_heads), 2)
+        turn = slots.turn.index_select(0, place)[:, None, None].unbind(3)
+        q, k, v = rotate_row(qkv, self.heads, turn)
         state.k.index_copy_(1, place, k)
         state.v.index_copy_(1, place, v)
         see = slots.see.unfold(0, n, 1).index_select(0, n - 1 - place).expand(len(q), -1)
@@ -245,18 +255,10 @@ class Attention(SequenceLayer):
             see = see.where(valid, -torch.inf)
         if now is not None:
             see = see.index_fill_(1, place, 0.0)  # a masked token sees itself, for something to attend to
-        # The queries of one key head as rows: no key is repeated for them.
-        o = F.scaled_dot_product_attention(
-            q[:, 0].unflatten(1, (kv_heads, -1)),
-            state.k.transpose(1, 2),
-            state.v.transpose(1, 2),
-            attn_mask=see[:, None, None],
-        )
+        o = attend_row(q, state.k, state.v, see[:, None, None])
         state.place.add_(1)
         # Not by _replace, of which torch.compile makes an empty tuple.
-        return o.flatten(1)[:, None], AttentionState(
-            state.k, state.v, valid, state.tokens + 1, state.place, slots
-        )
+        return o.flatten(2), AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
 
 
 register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta")

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
+from girih.nn.attention import attend_row
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
 from girih.nn.linears import together
 from girih.nn.projections import projections
-from girih.nn.rotary import angles, turned
+from girih.nn.rotary import rotary_factors, rotate_row, turned
 from girih.nn.step import Product
 
 ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
@@ -34,9 +35,9 @@ class ChunkRows(NamedTuple):
     end: `[N]`, the place after the last row that stays.
     headers: how many headers the sequences have at most after the call.
     past: keys and values of all rows before `first`; None at the start.
-    slot, see, turn: of a single row, as all layers need it. slot `[N]`: where its key goes. see `[N, 1, 1,
-        slots]`: what is added to its scores, -inf at slots that it does not read. turn: two `[N, 1, 1, D]`; x
-        turn[0] + x.roll(D / 2) turn[1] is `rotary` at its position.
+    slot, see, turn: of a single row, computed once for all layers. slot `[N]`: where its key goes. see
+        `[N, 1, 1, slots]`: what is added to its scores, -inf at slots that it does not read. turn: two
+        `[N, 1, 1, D]`, the `rotary_factors` of its position.
 
     Without `first` each sequence begins here and nothing is kept.
     """
@@ -129,11 +130,11 @@ class ChunkAttention(SequenceLayer):
             past = KeyValues(*(part.to(qkv.dtype) for part in past))
             rows = rows._replace(past=past)
         if rows.slot is not None and rows.see.dtype != qkv.dtype:
-            rows = self.row(rows.chunk, rows.first, past)
+            rows = self.prepare_row(rows.chunk, rows.first, past)
         if rows.slot is not None:
             return self.step(qkv, rows).flatten(-2), past
         cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
-        q, k, v = self.turned(qkv, rows, cu_chunks)
+        q, k, v = self.rotate_qk(qkv, rows, cu_chunks)
         kept = self.keep(k, v, rows) if use_cache else None
         if past is None:
             o = ops.cat_attention(q, k, v, chunk=rows.chunk, cu_chunks=cu_chunks)
@@ -141,7 +142,7 @@ class ChunkAttention(SequenceLayer):
             o = self.extend(q, k, v, rows, kept)
         return o.flatten(-2), kept
 
-    def turned(
+    def rotate_qk(
         self, qkv: Tensor, rows: ChunkRows, cu_chunks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of qkv `[B, rows, sum of heads, D]`, q and k turned to their places."""
@@ -160,7 +161,7 @@ class ChunkAttention(SequenceLayer):
             return position
         return position + row // chunk - (0 if first is None else first)
 
-    def row(self, chunk: int, place: Tensor, past: KeyValues) -> ChunkRows:
+    def prepare_row(self, chunk: int, place: Tensor, past: KeyValues) -> ChunkRows:
         """One row of each sequence, at `place [N]`, that reads `past` and writes its own keys into it."""
         k, j = place // chunk, place % chunk
         at = torch.arange(past.k.shape[1], device=place.device)
@@ -169,25 +170,16 @@ class ChunkAttention(SequenceLayer):
         see = torch.zeros(seen.shape, dtype=past.k.dtype, device=place.device).masked_fill(~seen, -torch.inf)
         slot = torch.where(j == 0, chunk - 1 + k, j - 1)
         position = self.position(place, chunk)[:, None, None]
-        cos, sin = angles(position, self.head_dim, self.rope_theta, past.k.dtype)
-        turn = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        turn = rotary_factors(position, self.head_dim, self.rope_theta, past.k.dtype)
         return ChunkRows(chunk, place, past=past, slot=slot, see=see, turn=turn)
 
     def step(self, qkv: Tensor, rows: ChunkRows) -> Tensor:
         """One row over K + chunk slots: its own key and value are written first, as it sees itself."""
-        (heads, kv_heads, _), (cos, sin) = self.heads, rows.turn
-        qk, v = qkv.split((heads + kv_heads, kv_heads), 2)
-        q, k = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).split((heads, kv_heads), 2)
+        q, k, v = rotate_row(qkv, self.heads, rows.turn)
         sequence = torch.arange(len(q), device=q.device)
         for kept, new in zip(rows.past, (k, v), strict=True):
             kept[sequence, rows.slot] = new[:, 0]
-        # The queries of one key head as rows: no key is repeated for them.
-        o = F.scaled_dot_product_attention(
-            q[:, 0].unflatten(1, (kv_heads, -1)),
-            *(part.transpose(1, 2) for part in rows.past),
-            attn_mask=rows.see,
-        )
-        return o.flatten(1, 2)[:, None]
+        return attend_row(q, *rows.past, rows.see)
 
     def keep(self, k: Tensor, v: Tensor, rows: ChunkRows) -> KeyValues:
         """The cache after whole chunks of rows: their headers, and the rows of the chunk that goes on."""

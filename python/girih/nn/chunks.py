@@ -55,19 +55,21 @@ def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor, room: int = 0) -> Chu
     return ChunkTable(row, index == 0, index, cu_chunks)
 
 
-class Ended(NamedTuple):
-    """The sequences that a step compresses a chunk of: `these`, among N. reached: `[these]`, which of them
-    have come to its end; None: all."""
+class Compressions(NamedTuple):
+    """The chunks that a step compresses.
 
-    these: slice | Tensor
-    reached: Tensor | None
+    sequences: which of N, K of them.  is_complete: `[K]`, whose chunk has ended; None: all of them.
+    """
 
-    def chosen(self, new: Tensor, old: Tensor) -> Tensor:
-        """new `[these, ...]` where a chunk has ended, else old; in old's dtype."""
+    sequences: slice | Tensor
+    is_complete: Tensor | None
+
+    def select(self, new: Tensor, old: Tensor) -> Tensor:
+        """new `[K, ...]` where a chunk has ended, else old; in old's dtype."""
         new = new.to(old.dtype)
-        if self.reached is None:
+        if self.is_complete is None:
             return new
-        return torch.where(self.reached.view(-1, *[1] * (new.dim() - 1)), new, old)
+        return torch.where(self.is_complete.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
 class Reached(NamedTuple):
@@ -82,7 +84,7 @@ class Reached(NamedTuple):
 
     on_host = ("known",)
 
-    def ending(self, chunk: int) -> int:
+    def count_compressions(self, chunk: int) -> int:
         """Number of chunks that the last step compresses.
 
         Equal lengths: 0 or N. Otherwise the number of chunks that have ended, rounded up to a power of two,
@@ -96,20 +98,20 @@ class Reached(NamedTuple):
             least *= 2
         return min(least, N) if count else 0
 
-    def kind(self, chunk: int) -> tuple[int, bool]:
-        """What a step that has led here runs: `ending`, and whether it looks which chunks have ended."""
-        return self.ending(chunk), isinstance(self.known, Tensor)
+    def step_kind(self, chunk: int) -> tuple[int, bool]:
+        """What the last step runs: `count_compressions`, and whether it tests which chunks have ended."""
+        return self.count_compressions(chunk), isinstance(self.known, Tensor)
 
-    def ended(self, chunk: int) -> Ended | None:
-        """`ending` sequences, found on the device; None: no chunk has ended."""
-        count = self.ending(chunk)
+    def find_compressions(self, chunk: int) -> Compressions | None:
+        """The chunks of `count_compressions`, found on the device; None: no chunk has ended."""
+        count = self.count_compressions(chunk)
         if count == 0:
             return None
         if not isinstance(self.known, Tensor):
-            return Ended(slice(None), None)
+            return Compressions(slice(None), None)
         row = self.tokens % chunk
-        these = row.topk(count, largest=False).indices
-        return Ended(these, row[these] == 0)
+        sequences = row.topk(count, largest=False).indices
+        return Compressions(sequences, row[sequences] == 0)
 
 
 def most(known: int | Tensor) -> int:

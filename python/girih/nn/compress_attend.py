@@ -31,7 +31,7 @@ class CompressAttendState(NamedTuple):
         C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
         if self.kv.k.shape[1] <= C + most(reached.known) // C:
             return None
-        return reached.kind(C), self._replace(reached=reached)
+        return reached.step_kind(C), self._replace(reached=reached)
 
 
 class CompressAttend(SequenceLayer):
@@ -168,18 +168,18 @@ class CompressAttend(SequenceLayer):
         place = n // C * (C + 1) + n % C + 1
         n.add_(1)
         reached = Reached(n, known)
-        if (ended := reached.ended(C)) is not None:
+        if (compressions := reached.find_compressions(C)) is not None:
             # The next chunk's header: this token does not see it.
-            these = ended.these
+            these = compressions.sequences
             header, k = projections(self, ["compress"], state.x[these].flatten(1))[0], n[these] // C
-            state.header[these] = ended.chosen(header, state.header[these])
+            state.header[these] = compressions.select(header, state.header[these])
             qkv = projections(self.attention, ["qkv_proj"], header[:, None])[0]
             at = ChunkRows(C + 1, k * (C + 1))
-            _, *new = self.attention.turned(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
+            _, *new = self.attention.rotate_qk(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
             for kept, part in zip(kv, new, strict=True):
                 slot = sequence[these], C + k
-                kept[slot] = ended.chosen(part[:, 0], kept[slot])
-        y, kv = self.attention(x, None, self.attention.row(C + 1, place, kv), True)
+                kept[slot] = compressions.select(part[:, 0], kept[slot])
+        y, kv = self.attention(x, None, self.attention.prepare_row(C + 1, place, kv), True)
         return y, CompressAttendState(state.x, state.header, kv, reached)
 
 

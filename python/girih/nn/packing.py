@@ -52,15 +52,25 @@ def bounds(
                 "packed sequences have no padding"
             )
         starts = changed[0].nonzero().flatten() + 1
-        cu_seqlens = torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), T))).int().to(x.device)
+        cu_seqlens = bounds_from_starts(starts, T).to(x.device)
     check_packing(x, cu_seqlens)
     return cu_seqlens
+
+
+def bounds_from_starts(starts: Tensor, tokens: int) -> Tensor:
+    """`cu_seqlens [N + 1]` int32 from the tokens at which all sequences but the first start, `[N - 1]`."""
+    return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).int()
 
 
 def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Which of the packed sequences each token belongs to, `[T]` int64."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, token, right=True) - 1
+
+
+def seq_idx_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """seq_idx `[1, T]` int32 of packed sequences."""
+    return sequence_of_token(cu_seqlens, tokens)[None].int()
 
 
 def restarting(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -23,6 +23,24 @@ def angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) ->
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
+def rotary_factors(
+    position: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Two `[..., D]`: x * factors[0] + x.roll(D / 2) * factors[1] is `rotary` at these positions."""
+    cos, sin = angles(position, head_dim, theta, dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate_row(
+    qkv: Tensor, heads: tuple[int, int, int], factors: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of qkv `[N, 1, sum of heads, D]`, q and k by `rotary_factors` that broadcast with them."""
+    cos, sin = factors
+    qk, v = qkv.split((heads[0] + heads[1], heads[2]), 2)
+    q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).split(heads[:2], 2)
+    return q, k, v
+
+
 def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
     """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D).
 
