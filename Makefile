@@ -14,6 +14,8 @@
 # make format / make check-format
 #
 # CHUNKS=4,8,16,32   of MIXER=cat: trains one model for all of these chunk lengths
+# OPTIONS='chunk=1 phi=identity'  of train and compare: fields of the mixer's configuration
+# CONTEXT=4096       of train and compare: tokens of a sequence; a step has as many tokens as without it
 # AT_ONCE=8192       tokens of a batch that a device of make train reads at once; the step is the same
 # FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
@@ -54,10 +56,10 @@ build: environment
 	@GIRIH_CUDA=$(CUDA) GIRIH_KERNELS='$(call given,KERNELS)' GIRIH_WARNINGS=$(call given,WARNINGS) $(PYTHON) setup.py --quiet build_ext --inplace
 
 train: build
-	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,AT_ONCE,at-once) $(call option,FOLDER,folder)
+	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,OPTIONS,options) $(call option,CONTEXT,context) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,AT_ONCE,at-once) $(call option,FOLDER,folder)
 
 compare: build
-	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,RATES,rates) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
+	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,RATES,rates) $(call option,OPTIONS,options) $(call option,CONTEXT,context) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
 
 conversion: build
 	@$(run) tests/bench/conversion.py $(call option,SIZE,size) $(call option,TOKENS,tokens) $(call option,MINUTES,minutes) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)

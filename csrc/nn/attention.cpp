@@ -26,17 +26,21 @@ Tensor appended(const Tensor& kept, int64_t tokens, const Tensor& x, int64_t slo
 }
 
 // For k [N, slots, heads, head_dim].
-std::shared_ptr<const Slots> slots_of(const Tensor& k, double theta) {
+std::shared_ptr<const Slots> slots_of(const Tensor& k, const AttentionOptions& options) {
+  const auto theta = options.rope_theta;
+  const auto window = options.window.value_or(0);
   const auto slots = k.size(1);
   const auto position = at::arange(slots, k.options().dtype(at::kLong));
   const auto factors = rotary_factors(position, k.size(3), theta, k.scalar_type());
   auto see = at::zeros({2 * slots - 1}, k.options());
   see.slice(0, slots).fill_(-std::numeric_limits<double>::infinity());
-  return std::make_shared<const Slots>(Slots{factors.transpose(0, 1).contiguous(), see, theta});
+  if (window > 0 && window < slots)
+    see.slice(0, 0, slots - window).fill_(-std::numeric_limits<double>::infinity());
+  return std::make_shared<const Slots>(Slots{factors.transpose(0, 1).contiguous(), see, theta, window});
 }
 
 // The state with free slots, and what a step reads of them.
-State with_slots(const State& state, int64_t slots, double theta) {
+State with_slots(const State& state, int64_t slots, const AttentionOptions& options) {
   const auto roomy = [&](const Tensor& x, double value) {
     if (x.size(1) == slots) return x;
     std::vector<int64_t> padding(2 * (x.dim() - 2), 0);
@@ -46,7 +50,7 @@ State with_slots(const State& state, int64_t slots, double theta) {
   auto more = state;
   for (const size_t i : {0, 1}) more.tensors[i] = roomy(state.tensors[i], 0);
   if (const auto& valid = state.tensors[2]; valid.defined()) more.tensors[2] = roomy(valid, 1);
-  more.slots = slots_of(more.tensors[0], theta);
+  more.slots = slots_of(more.tensors[0], options);
   return more;
 }
 
@@ -62,8 +66,8 @@ void share_slots(State& state, std::vector<std::shared_ptr<const Slots>>& kept) 
   if (!state.slots) return;
   const auto same = std::ranges::find_if(kept, [&](const auto& other) {
     const auto &a = other->turn, &b = state.slots->turn;
-    return other->theta == state.slots->theta && a.sizes() == b.sizes() &&
-           a.scalar_type() == b.scalar_type() && a.device() == b.device();
+    return other->theta == state.slots->theta && other->window == state.slots->window &&
+           a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
   });
   if (same == kept.end()) {
     kept.push_back(state.slots);
@@ -81,6 +85,8 @@ void share_slots(State& state) {
 
 AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions given)
     : options(completed("attention", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+  TORCH_CHECK_VALUE(!options.window || options.causal, "window is ", options.window.value_or(0),
+                    "; expected none where causal is false");
   const auto kv_heads = *options.num_kv_heads;
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, (num_heads + 2 * kv_heads) * head_dim_));
@@ -91,11 +97,14 @@ AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOp
 // always sees its own token, so that a masked one has something to attend to.
 Tensor AttentionImpl::visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                               at::Device device) const {
-  if (!valid.defined() && !cu_seqlens.defined() && (past == 0 || T == 1 || !options.causal)) return {};
+  const bool is_cut = options.window && *options.window < past + T;
+  if (!valid.defined() && !cu_seqlens.defined() && !is_cut && (past == 0 || T == 1 || !options.causal))
+    return {};
   const auto key = at::arange(past + T, at::TensorOptions(device).dtype(at::kLong));
   const auto query = key.slice(0, past).unsqueeze(-1);
   auto see = key <= query;
   if (!options.causal) see = at::ones_like(see);
+  if (is_cut) see = see & (key > query - *options.window);
   if (cu_seqlens.defined()) {
     const auto sequence = at::searchsorted(cu_seqlens, key, /*out_int32=*/false, /*right=*/true);
     see = see & (sequence == sequence.slice(0, past).unsqueeze(-1));
@@ -153,13 +162,13 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   if (!call.use_cache) return {flat, {}};
   const auto place = at::full({x.size(0)}, past + T, position.options());
   State after{{k, v, valid, place}, {}, past + T};
-  return {flat, in_place ? with_slots(after, slots, options.rope_theta) : after};
+  return {flat, in_place ? with_slots(after, slots, options) : after};
 }
 
 // One token of each sequence, qkv [N, 1, heads, head_dim]. Writes the state's tensors; nothing on the device
 // depends on how many tokens the host knows of.
 Output AttentionImpl::step(const Tensor& qkv, State state) const {
-  if (!has_room(state)) state = with_slots(state, with_spare(state.tokens + 1), options.rope_theta);
+  if (!has_room(state)) state = with_slots(state, with_spare(state.tokens + 1), options);
   auto k = state.tensors[0], v = state.tensors[1], place = state.tensors[3];
   const auto& valid = state.tensors[2];
   const auto N = k.size(0), slots = k.size(1);
@@ -190,7 +199,7 @@ const Registered attention({
     [](const Config& c) -> AnyLayer {
       return std::make_shared<AttentionImpl>(c.hidden_size, c.num_heads, options_of<AttentionOptions>(c));
     },
-    {"num_kv_heads", "head_dim", "rope_theta"},
+    {"num_kv_heads", "head_dim", "rope_theta", "window"},
     expect_pairs,
 });
 

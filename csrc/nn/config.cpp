@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+#include <sstream>
 
 #include "fields.h"
 #include "layer.h"
@@ -133,8 +136,6 @@ void check_mixers(const Config& c) {
   if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {c.mag_base, c.mag_mixer});
   std::ranges::sort(used);
   used.erase(std::unique(used.begin(), used.end()), used.end());
-  TORCH_CHECK_VALUE(!c.chunks || c.is_whole_cat(), "chunks is [", c10::Join(", ", *c.chunks),
-                    "]; expected none: it is for the whole CAT model, mixer 'cat', to choose from");
   for (const auto& name : used) {
     if (c.is_whole_cat() && name == "cat") {
       check_cat_model(c);
@@ -144,52 +145,181 @@ void check_mixers(const Config& c) {
   }
 }
 
+// Fields that some mixers read and others do not. Those that say what a head is belong to every model.
+bool is_option(const std::string& field) {
+  static const std::set<std::string> all = [] {
+    std::set<std::string> found = {"compressor_hidden_size", "compressor_layers"};
+    for (const auto& [name, mixer] : mixers())
+      for (const auto& option : mixer.fields) found.insert(option.name);
+    for (const char* of_all : {"num_kv_heads", "head_dim", "norm_eps"}) found.erase(of_all);
+    return found;
+  }();
+  return all.contains(field);
+}
+
+std::map<std::string, json> written_fields(const Config& c) {
+  std::map<std::string, json> fields;
+  for_each_field(c,
+                 [&](const char* name, const auto& field, const Allowed&) { fields[name] = written(field); });
+  return fields;
+}
+
+// The number of letters to insert, drop or replace for one word to become the other.
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t(0));
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const auto replaced = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row.back();
+}
+
+// The field whose name is nearest.
+std::string nearest_field(const std::string& given) {
+  std::string found = "mixer";
+  for (const auto& [name, unused] : written_fields(Config{}))
+    if (edit_distance(given, name) < edit_distance(given, found)) found = name;
+  return found;
+}
+
+bool is_field(const std::string& name) { return name == "mixer" || written_fields(Config{}).contains(name); }
+
+// A name of config.json that is no field but nearly one: Hugging Face's files have names that are not ours,
+// but none like these.
+void check_spelling(const json& values) {
+  for (const auto& [given, value] : values.items()) {
+    if (is_field(given)) continue;
+    const auto name = nearest_field(given);
+    TORCH_CHECK_VALUE(name.size() < 5 || edit_distance(given, name) > 2, given,
+                      " is no field of a configuration; expected ", name, "?");
+  }
+}
+
+void read_mixer(const json& value, Config& config) {
+  if (!value.is_array()) {
+    read_value("mixer", value, config.mixer);
+    return;
+  }
+  TORCH_CHECK_VALUE(!value.empty(), "mixer is an empty list; expected a name, or one for each layer");
+  for (const auto& name : value) read_value("mixer", name, config.hybrid.emplace_back());
+}
+
+void read_fields(const json& values, Config& config) {
+  for_each_field(config, [&](const char* name, auto& field, const Allowed&) {
+    if (const auto value = values.find(name); value != values.end()) read_value(name, *value, field);
+  });
+  if (const auto mixer = values.find("mixer"); mixer != values.end()) read_mixer(*mixer, config);
+}
+
+// "chunk=1 phi=identity" as an object.
+json parse_options(const std::string& options) {
+  json values = json::object();
+  std::istringstream in(options);
+  for (std::string option; in >> option;) {
+    const auto equals = option.find('=');
+    TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "options: ", quoted_word(option),
+                      " is not name=value");
+    const auto name = option.substr(0, equals), text = option.substr(equals + 1);
+    TORCH_CHECK_VALUE(is_field(name), name, " is no field of a configuration; expected ", nearest_field(name),
+                      "?");
+    TORCH_CHECK_VALUE(!values.contains(name), name, " is given twice");
+    auto value = json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (value.is_discarded())
+      value = text == "True" ? json(true) : text == "False" ? json(false) : json(text);
+    values[name] = std::move(value);
+  }
+  return values;
+}
+
+// Config::completed but for check_unread.
+Config complete(const Config& config) {
+  for_each_field(config, [](const char* name, const auto& field, const Allowed& allowed) {
+    check_value(name, field, allowed);
+  });
+  auto c = config;
+  const auto layers = c.mixers();
+  TORCH_CHECK_VALUE(int64_t(layers.size()) == c.num_hidden_layers, "mixer names ", layers.size(),
+                    " layers; expected num_hidden_layers, ", c.num_hidden_layers);
+  check_names(c);
+  TORCH_CHECK_VALUE(!c.chunks || c.is_whole_cat(), "chunks is [", c10::Join(", ", *c.chunks),
+                    "]; expected none: it is for the whole CAT model, mixer 'cat', to choose from");
+  if (!c.num_kv_heads) c.num_kv_heads = c.num_heads;
+  TORCH_CHECK_VALUE(c.num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
+                    "; expected a divisor of num_heads ", c.num_heads);
+  TORCH_CHECK_VALUE(c.head_dim || c.hidden_size % c.num_heads == 0, "num_heads is ", c.num_heads,
+                    ", which does not divide hidden_size ", c.hidden_size, "; give head_dim");
+  if (!c.head_dim) c.head_dim = c.hidden_size / c.num_heads;
+  // A gated layer of 8/3 has the parameters of a plain one of 4.
+  if (!c.intermediate_size) c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
+  if (!c.compressor_hidden_size)
+    c.compressor_hidden_size = std::max(*c.head_dim, c.hidden_size / 2 / *c.head_dim * *c.head_dim);
+  if (!c.compressor_layers) c.compressor_layers = std::max<int64_t>(1, c.num_hidden_layers / 2);
+  if (!c.initializer_range) c.initializer_range = 1 / std::sqrt(double(c.hidden_size));
+  return c;
+}
+
+// Refuses an option of a completed configuration that is not as it is by default and that no mixer reads: the
+// model would be the one without it. mag_base and mag_mixer stand for mixers, so they must be known.
+void check_unread(const Config& c) {
+  Config sizes{.vocab_size = c.vocab_size,
+               .hidden_size = c.hidden_size,
+               .num_hidden_layers = c.num_hidden_layers,
+               .mixer = c.mixer,
+               .hybrid = c.hybrid,
+               .num_heads = c.num_heads,
+               .num_kv_heads = c.num_kv_heads,
+               .head_dim = c.head_dim};
+  const auto defaults = written_fields(complete(sizes));
+  for (const auto& [name, value] : written_fields(c)) {
+    if (!is_option(name) || value == defaults.at(name) || c.reads(name)) continue;
+    auto used = c.mixers();
+    std::ranges::sort(used);
+    used.erase(std::unique(used.begin(), used.end()), used.end());
+    TORCH_CHECK_VALUE(false, name, " is ", shown(value), ", which mixer", used.size() > 1 ? "s " : " ",
+                      c10::Join(", ", used), used.size() > 1 ? " do not read" : " does not read",
+                      "; expected its default, ", shown(defaults.at(name)));
+  }
+}
+
 }  // namespace
+
+Config completed_for_layer(const Config& config) {
+  const auto c = complete(config);
+  check_mixers(c);
+  return c;
+}
 
 std::vector<std::string> Config::mixers() const {
   return hybrid.empty() ? std::vector<std::string>(std::max<int64_t>(num_hidden_layers, 0), mixer) : hybrid;
 }
 
 Config Config::completed() const {
-  for_each_field(*this, [](const char* name, const auto& field, const Allowed& allowed) {
-    check_value(name, field, allowed);
-  });
-  auto c = *this;
-  const auto layers = c.mixers();
-  TORCH_CHECK_VALUE(int64_t(layers.size()) == num_hidden_layers, "mixer names ", layers.size(),
-                    " layers; expected num_hidden_layers, ", num_hidden_layers);
-  check_names(c);
-  if (!c.num_kv_heads) c.num_kv_heads = num_heads;
-  TORCH_CHECK_VALUE(num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
-                    "; expected a divisor of num_heads ", num_heads);
-  TORCH_CHECK_VALUE(c.head_dim || hidden_size % num_heads == 0, "num_heads is ", num_heads,
-                    ", which does not divide hidden_size ", hidden_size, "; give head_dim");
-  if (!c.head_dim) c.head_dim = hidden_size / num_heads;
-  // A gated layer of 8/3 has the parameters of a plain one of 4.
-  if (!c.intermediate_size) c.intermediate_size = (8 * hidden_size + 95) / 96 * 32;
-  if (!c.compressor_hidden_size)
-    c.compressor_hidden_size = std::max(*c.head_dim, hidden_size / 2 / *c.head_dim * *c.head_dim);
-  if (!c.compressor_layers) c.compressor_layers = std::max<int64_t>(1, num_hidden_layers / 2);
-  if (!c.initializer_range) c.initializer_range = 1 / std::sqrt(double(hidden_size));
+  const auto c = complete(*this);
+  nn::mixers().at("mag").check(c);  // names that exist, used or not
+  check_unread(c);
   check_mixers(c);
   return c;
+}
+
+std::vector<std::string> Config::set_options(const std::string& options) {
+  const auto values = parse_options(options);
+  read_fields(values, *this);
+  std::vector<std::string> names;
+  for (const auto& [name, value] : values.items()) names.push_back(name);
+  return names;
 }
 
 Config Config::from_json(const std::string& text) {
   Config config;
   const auto values = json::parse(text, nullptr, /*allow_exceptions=*/false);
   TORCH_CHECK_VALUE(values.is_object(), "config: not a JSON object");
-  for_each_field(config, [&](const char* name, auto& field, const Allowed&) {
-    if (const auto value = values.find(name); value != values.end()) read_value(name, *value, field);
-  });
-  const auto mixer = values.find("mixer");
-  if (mixer == values.end()) return config;
-  if (!mixer->is_array()) {
-    read_value("mixer", *mixer, config.mixer);
-    return config;
-  }
-  TORCH_CHECK_VALUE(!mixer->empty(), "mixer is an empty list; expected a name, or one for each layer");
-  for (const auto& name : *mixer) read_value("mixer", name, config.hybrid.emplace_back());
+  check_spelling(values);
+  read_fields(values, config);
   return config;
 }
 
@@ -203,14 +333,22 @@ std::string Config::to_json() const {
 
 namespace {
 
-// For Python: a configuration's text -> the same with every value that follows from others.
-std::string complete_configuration(const std::string& text) {
-  return Config::from_json(text).completed().to_json();
+// For Python: a configuration's text -> the same with every value that follows from others. for_layer: as
+// completed_for_layer.
+std::string complete_configuration(const std::string& text, bool for_layer) {
+  const auto config = Config::from_json(text);
+  return (for_layer ? completed_for_layer(config) : config.completed()).to_json();
 }
 
 // For Python: refuses a configuration whose model there is no memory for.
 void check_memory(const std::string& text, int64_t element_size) {
   expect_memory(Config::from_json(text).completed(), element_size);
+}
+
+// For Python: options as girih-train takes them -> an object.
+std::string read_options(const std::string& options) {
+  Config{}.set_options(options);  // types
+  return parse_options(options).dump();
 }
 
 // {"gsa": ["num_kv_heads", ...], ...}: the fields that each mixer reads.
@@ -226,8 +364,9 @@ std::string describe_mixers() {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  m.def("complete_configuration(str text) -> str", &complete_configuration);
+  m.def("complete_configuration(str text, *, bool for_layer=False) -> str", &complete_configuration);
   m.def("check_memory(str configuration, int element_size) -> ()", &check_memory);
+  m.def("read_options(str options) -> str", &read_options);
   m.def("describe_mixers() -> str", &describe_mixers);
 }
 

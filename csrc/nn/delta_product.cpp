@@ -8,6 +8,8 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
     : options(completed("delta_product", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
   TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is not given; expected it beside ",
                     "between_chunks");
+  TORCH_CHECK_VALUE(options.between_chunks || !given.chunk, "chunk is ", given.chunk.value_or(0),
+                    "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};
   const auto kv_heads = *options.num_kv_heads, n = options.n;
   const auto width = num_heads * head_dim_, channels = width + 2 * n * kv_heads * head_dim_;
@@ -60,6 +62,7 @@ AnyLayer delta_rule(const Config& c, int64_t n, bool gated) {
   auto options = options_of<DeltaProductOptions>(c);
   options.n = n;
   options.gated = gated;
+  if (!options.between_chunks) options.chunk = {};
   return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads, options);
 }
 

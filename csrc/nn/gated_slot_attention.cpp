@@ -11,12 +11,32 @@ GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
   conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
-  f_proj = register_module("f_proj", linear(hidden_size, kv_heads * options.num_slots));
+  TORCH_CHECK_VALUE(options.gated || options.data_dependent_decay,
+                    "data_dependent_decay is false; expected true where gated is false: ABC has no decay");
+  if (options.data_dependent_decay) {
+    f_proj = register_module("f_proj", linear(hidden_size, kv_heads * options.num_slots));
+  } else {
+    decay_logits = register_parameter("decay_logits", at::empty({kv_heads, options.num_slots}));
+    no_weight_decay({decay_logits});
+    keep_fp32({decay_logits});
+  }
   norm = register_module("norm", RMSNorm(width, options.norm_eps));
   o_proj = register_module("o_proj", linear(width, hidden_size));
+  reset_parameters();
+}
+
+// Time constants -1 / g from 4 to 4096 tokens over the slots, spread evenly in the logarithm: with equal ones
+// all slots would hold the same and stay equal.
+void GatedSlotAttentionImpl::reset_parameters() {
+  if (!decay_logits.defined()) return;
+  at::NoGradGuard no_grad;
+  const auto tokens = at::logspace(2, 12, options.num_slots, /*base=*/2, decay_logits.options());
+  const auto g = -options.gate_logit_normalizer / tokens;  // logsigmoid(decay_logits)
+  decay_logits.copy_(g - at::log(-at::expm1(g)));
 }
 
 std::vector<Product> GatedSlotAttentionImpl::products() const {
+  if (!f_proj) return {product_of(qkv_proj)};
   return {product_of(qkv_proj), options.gated
                                     ? product_of(f_proj, "logsigmoid", 1 / options.gate_logit_normalizer)
                                     : product_of(f_proj, "linear")};
@@ -29,7 +49,9 @@ Product GatedSlotAttentionImpl::output() const { return product_of(o_proj); }
 Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto p = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
-  const auto f = projected[1].unflatten(-1, {-1, options.num_slots});
+  const auto f = f_proj ? projected[1].unflatten(-1, {-1, options.num_slots})
+                        : (at::log_sigmoid(at_least_fp32(decay_logits)) / options.gate_logit_normalizer)
+                              .expand({qkv.size(0), qkv.size(1), -1, -1});
   const auto s = options.gated ? Tensor() : f, g = options.gated ? f : Tensor();
   const ops::GSAOptions gsa{.scale = 1.0,
                             .feature = options.feature,
@@ -45,13 +67,19 @@ namespace {
 AnyLayer slots(const Config& c, bool gated) {
   auto options = options_of<GatedSlotAttentionOptions>(c);
   options.gated = gated;
+  if (!gated) options.data_dependent_decay = true;  // what gsa layers of the same model have
   return std::make_shared<GatedSlotAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 
-const std::vector<MixerField> kSlotFields = {"num_kv_heads", "head_dim",  "num_slots",
-                                             "feature",      "conv_size", "norm_eps"};
-const Registered gsa({"gsa", [](const Config& c) { return slots(c, true); }, kSlotFields});
-const Registered abc({"abc", [](const Config& c) { return slots(c, false); }, kSlotFields});
+std::vector<MixerField> slot_fields(std::initializer_list<MixerField> own) {
+  std::vector<MixerField> all = {"num_kv_heads", "head_dim", "num_slots", "feature", "conv_size", "norm_eps"};
+  all.insert(all.begin(), own);
+  return all;
+}
+
+const Registered gsa({"gsa", [](const Config& c) { return slots(c, true); },
+                      slot_fields({"data_dependent_decay"})});
+const Registered abc({"abc", [](const Config& c) { return slots(c, false); }, slot_fields({})});
 
 }  // namespace
 

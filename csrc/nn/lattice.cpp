@@ -1,3 +1,4 @@
+#include "fused.h"
 #include "mixers.h"
 #include "step.h"
 
@@ -16,7 +17,7 @@ LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions 
   if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 0.01));
   memory = register_parameter("memory", at::empty({num_heads, head_dim, options.num_slots}));
   g_proj = register_module("g_proj", linear(hidden_size, width));
-  norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
+  if (options.post_norm) norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
   o_proj = register_module("o_proj", linear(width, hidden_size));
   no_weight_decay({memory, gamma_proj->bias});
   keep_fp32({memory, gamma_proj->bias});
@@ -44,15 +45,21 @@ Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call)
   auto [k, k_state] = run_part(*k_conv, qk, call, 1);
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
-  const auto v = to_heads(projected[1], num_heads_);
+  auto v = to_heads(projected[1], num_heads_);
+  if (options.objective == "encode") v = unit_rows(v);
   const auto g = decay ? projected[4] : Tensor();
   auto past = call.part(2).as<ops::LatticeState>();
-  if (call.state.empty()) past.first = unit(at_least_fp32(memory), -2);
-  const ops::LatticeOptions rule{
-      .chunk = options.chunk, .objective = options.objective, .state = past, .cu_seqlens = call.cu_seqlens};
+  if (call.state.empty())
+    past.first = options.normalize ? unit(at_least_fp32(memory), -2) : at_least_fp32(memory);
+  const ops::LatticeOptions rule{.chunk = options.chunk,
+                                 .objective = options.objective,
+                                 .normalize = options.normalize,
+                                 .shrinkage = options.shrinkage,
+                                 .state = past,
+                                 .cu_seqlens = call.cu_seqlens};
   auto [o, state] = call.steps(qk) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
                                    : ops::lattice(q, k, v, gamma, g, rule);
-  return {norm(o, to_heads(projected[2], num_heads_)).flatten(-2),
+  return {gated_output(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(state)}}};
 }
 
@@ -63,8 +70,15 @@ const Registered lattice({
     [](const Config& c) -> AnyLayer {
       return std::make_shared<LatticeImpl>(c.hidden_size, c.num_heads, options_of<LatticeOptions>(c));
     },
-    {"head_dim", "num_slots", chunk_of("lattice"), "objective", "gated", "conv_size", "norm_eps"},
-    [](const Config& c) { expect_ungrouped(c, "lattice"); },
+    {"head_dim", "num_slots", chunk_of("lattice"), "objective", "normalize", "shrinkage", "gated",
+     "post_norm", "conv_size", "norm_eps"},
+    [](const Config& c) {
+      expect_ungrouped(c, "lattice");
+      TORCH_CHECK_VALUE(c.normalize || c.chunk == 1, "normalize is false, so chunk should be 1 but is ",
+                        c.chunk);
+      TORCH_CHECK_VALUE(c.shrinkage == 0 || c.chunk == 1, "shrinkage is ", c.shrinkage,
+                        ", so chunk should be 1 but is ", c.chunk);
+    },
 });
 
 }  // namespace

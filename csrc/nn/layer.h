@@ -43,9 +43,12 @@ inline Tensor gate(const torch::nn::Linear& proj, const Tensor& x) {
   return at_least_fp32(at::linear(x, proj->weight)) + proj->bias;
 }
 
-// b with sigmoid(b) = 1 / (4 chunk), where step sizes start: all steps of a chunk follow gradients at its
-// first state, so it is their sum that must not overshoot.
+// b with sigmoid(b) = 1 / (4 max(chunk, 16)), where step sizes start: all steps of a chunk follow gradients
+// at its first state, so it is their sum that must not overshoot.
 double first_step_bias(int64_t chunk);
+
+// norm(o, gate), or o * gelu(gate) without a norm.
+Tensor gated_output(GatedRMSNorm norm, const Tensor& o, const Tensor& gate);
 
 // [..., heads * width] -> [..., heads, width]
 inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, {heads, -1}); }

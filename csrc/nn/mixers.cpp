@@ -26,6 +26,23 @@ Registered::Registered(Mixer mixer) {
 
 const std::map<std::string, Mixer>& mixers() { return registry(); }
 
+bool Config::reads(const std::string& field) const {
+  auto used = mixers();
+  if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {mag_base, mag_mixer});
+  const bool is_of_cat = field == "chunks" || field.starts_with("compressor_");
+  if (is_whole_cat() && is_of_cat) return true;
+  return std::ranges::any_of(used, [&](const std::string& name) {
+    const auto known = nn::mixers().find(name);
+    if (known == nn::mixers().end()) return false;
+    const auto& fields = known->second.fields;
+    // The delta rule's chunks are between_chunks'.
+    const bool is_unused_chunk =
+        field == "chunk" && !between_chunks &&
+        std::ranges::find(fields, "between_chunks", &MixerField::name) != fields.end();
+    return !is_unused_chunk && std::ranges::find(fields, field, &MixerField::name) != fields.end();
+  });
+}
+
 std::vector<std::string> mixer_names() {
   std::vector<std::string> names;
   for (const auto& [name, mixer] : mixers()) names.push_back(name);

@@ -56,6 +56,9 @@ Options options_of(const Config& config, Options otherwise = {}) {
   return otherwise;
 }
 
+// Config::completed but for the options that no mixer reads: a layer has options that its mixer's name sets.
+Config completed_for_layer(const Config& config);
+
 // The options of a layer that is made directly, with num_kv_heads and head_dim: refused where a configuration
 // of `mixer` would be, in the same words.
 template <class Options>
@@ -63,7 +66,7 @@ Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Opt
   Config config{.hidden_size = hidden_size, .num_hidden_layers = 1, .num_heads = num_heads};
   config.hybrid = {mixer};
   for_each_option(config, options, [](auto& field, const auto& option) { take(field, option); });
-  return options_of(config.completed(), std::move(options));
+  return options_of(completed_for_layer(config), std::move(options));
 }
 
 // Every mixer, by name.

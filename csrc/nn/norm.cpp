@@ -1,4 +1,6 @@
 // RMS norms, the gated feed-forward layer, the decay gate.
+#include <algorithm>
+
 #include "fields.h"
 #include "step.h"
 
@@ -50,7 +52,11 @@ void DecayGateImpl::reset_parameters() {
   torch::nn::init::uniform_(dt_bias, most - std::log(100.0), most);
 }
 
-double first_step_bias(int64_t chunk) { return -std::log(4.0 * double(chunk) - 1.0); }
+double first_step_bias(int64_t chunk) { return -std::log(4.0 * double(std::max<int64_t>(chunk, 16)) - 1.0); }
+
+Tensor gated_output(GatedRMSNorm norm, const Tensor& o, const Tensor& gate) {
+  return norm ? norm(o, gate) : o * at::gelu(gate.to(o.scalar_type()));
+}
 
 Product DecayGateImpl::product() const { return {proj->weight, "decay", dt_bias, A_log}; }
 

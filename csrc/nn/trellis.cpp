@@ -1,3 +1,4 @@
+#include "../ops/trellis/phi.h"
 #include "fused.h"
 #include "mixers.h"
 #include "step.h"
@@ -8,7 +9,12 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
     : options(completed("trellis", hidden_size, num_heads, std::move(given))), num_heads_(num_heads) {
   const auto head_dim = *options.head_dim, channels = num_heads * head_dim;
   const ShortConvOptions conv{.kernel_size = options.conv_size};
-  qk_proj = register_module("qk_proj", linear(hidden_size, channels));
+  if (options.shared_qk) {
+    qk_proj = register_module("qk_proj", linear(hidden_size, channels));
+  } else {
+    q_proj = register_module("q_proj", linear(hidden_size, channels));
+    k_proj = register_module("k_proj", linear(hidden_size, channels));
+  }
   q_conv = register_module("q_conv", ShortConv(channels, conv));
   k_conv = register_module("k_conv", ShortConv(channels, conv));
   v_proj = register_module("v_proj", linear(hidden_size, channels));
@@ -18,7 +24,7 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
   key_memory = register_parameter("key_memory", at::empty({num_heads, options.num_slots, head_dim}));
   value_memory = register_parameter("value_memory", at::empty({num_heads, options.num_slots, head_dim}));
   g_proj = register_module("g_proj", linear(hidden_size, channels));
-  norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
+  if (options.post_norm) norm = register_module("norm", GatedRMSNorm(head_dim, options.norm_eps, "gelu"));
   o_proj = register_module("o_proj", linear(channels, hidden_size));
   no_weight_decay({key_memory, value_memory, gamma_proj->bias});
   keep_fp32({key_memory, value_memory, gamma_proj->bias});
@@ -32,8 +38,13 @@ void TrellisImpl::reset_parameters() {
 }
 
 std::vector<Product> TrellisImpl::products() const {
-  std::vector<Product> all = {product_of(qk_proj), product_of(v_proj), product_of(a_proj), product_of(g_proj),
+  std::vector<Product> all = {product_of(v_proj), product_of(a_proj), product_of(g_proj),
                               product_of(gamma_proj, "sigmoid")};
+  if (qk_proj) {
+    all.push_back(product_of(qk_proj));
+  } else {
+    all.insert(all.end(), {product_of(q_proj), product_of(k_proj)});
+  }
   if (decay) all.push_back(decay->product());
   return all;
 }
@@ -41,16 +52,18 @@ std::vector<Product> TrellisImpl::products() const {
 Product TrellisImpl::output() const { return product_of(o_proj); }
 
 Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call) {
-  const auto &qk = projected[0], &gamma = projected[4];
-  auto [q, q_state] = run_part(*q_conv, qk, call, 0);
-  auto [k, k_state] = run_part(*k_conv, qk, call, 1);
+  const auto &gamma = projected[3], &for_k = projected[qk_proj ? 4 : 5];
+  auto [q, q_state] = run_part(*q_conv, projected[4], call, 0);
+  auto [k, k_state] = run_part(*k_conv, for_k, call, 1);
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
-  auto v = to_heads(projected[1], num_heads_);
-  k = unit_rows(k);
-  v = unit_rows(v);
-  const auto a = to_heads(projected[2], num_heads_);
-  const auto g = decay ? projected[5] : Tensor();
+  auto v = to_heads(projected[0], num_heads_);
+  if (options.normalize_kv) {
+    k = unit_rows(k);
+    v = unit_rows(v);
+  }
+  const auto a = to_heads(projected[1], num_heads_);
+  const auto g = decay ? projected.back() : Tensor();
   auto past = call.part(2).as<ops::TrellisState>();
   if (call.state.empty()) {
     past.k = at_least_fp32(key_memory);
@@ -61,9 +74,10 @@ Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call)
                                  .f = options.f,
                                  .state = past,
                                  .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(qk) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
-                                    : ops::trellis(q, k, v, a, gamma, g, rule);
-  return {norm(o, to_heads(projected[3], num_heads_)).flatten(-2),
+  auto [o, memory] = call.steps(for_k) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
+                                       : ops::trellis(q, k, v, a, gamma, g, rule);
+  if (options.value_read == "phi") o = trellis::Phi(options.phi)(at_least_fp32(o)).to(o.scalar_type());
+  return {gated_output(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(memory)}}};
 }
 
@@ -74,10 +88,16 @@ const Registered trellis({
     [](const Config& c) -> AnyLayer {
       return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads, options_of<TrellisOptions>(c));
     },
-    {"head_dim", "num_slots", chunk_of("trellis"), "phi", "f", "gated", "conv_size", "norm_eps"},
+    {"head_dim", "num_slots", chunk_of("trellis"), "phi", "f", "gated", "shared_qk", "normalize_kv",
+     "value_read", "post_norm", "conv_size", "norm_eps"},
     [](const Config& c) { expect_ungrouped(c, "trellis"); },
 });
 
+// For Python, and for autograd by the operators that it is made of.
+Tensor phi_of(const Tensor& x, std::string_view phi) { return trellis::Phi(phi)(x); }
+
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(girih, m) { m.def("trellis_phi(Tensor x, str phi) -> Tensor", &phi_of); }
 
 }  // namespace girih::nn

@@ -36,7 +36,18 @@ Recipe recipe_of(const std::string& size) {
           of.at("context"),    of.at("batch"),  of.at("steps"), of.at("learning_rate"), of.at("held_out")};
 }
 
-nn::Config config_of_size(const std::string& mixer, const Recipe& size, const std::vector<int64_t>& chunks) {
+Recipe with_context(Recipe size, int64_t context) {
+  const auto tokens = size.batch * size.context;
+  TORCH_CHECK_VALUE(context >= 1 && tokens % context == 0, "context ", context,
+                    ": expected a divisor of the ", tokens, " tokens of a step");
+  size.held_out = std::max<int64_t>(1, size.held_out * size.context / context);
+  size.batch = tokens / context;
+  size.context = context;
+  return size;
+}
+
+nn::Config config_of_size(const std::string& mixer, const Recipe& size, const std::vector<int64_t>& chunks,
+                          const std::string& options) {
   std::vector<std::string> names;
   std::istringstream in(mixer);
   for (std::string name; std::getline(in, name, ',');) names.push_back(name);
@@ -48,7 +59,6 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
   config.num_hidden_layers = size.layers;
   config.num_heads = size.heads;
   config.head_dim = size.head_dim;
-  config.num_slots = size.slots;
   if (!chunks.empty()) {
     config.chunks = chunks;
     config.chunk = std::ranges::count(chunks, 16) > 0 ? 16 : chunks[0];
@@ -58,6 +68,14 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
   } else {
     for (int64_t i = 0; i < size.layers; ++i)
       config.hybrid.push_back(names[static_cast<size_t>(i) % names.size()]);
+  }
+  if (config.reads("num_slots")) config.num_slots = size.slots;
+  config.max_position_embeddings = std::max(config.max_position_embeddings, size.context);
+  for (const auto& name : config.set_options(options)) {
+    for (const char* of_size : {"mixer", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads",
+                                "head_dim", "intermediate_size", "chunks"})
+      TORCH_CHECK_VALUE(name != of_size, "options '", options, "': ", name,
+                        " is not an option; the size or --", name, " sets it");
   }
   // As the parameters grow with the width, by a line.
   const auto least = parameters_of(config, kStep), a_step = parameters_of(config, 2 * kStep) - least;

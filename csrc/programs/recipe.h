@@ -21,11 +21,14 @@ Recipe recipe_of(const std::string& size);
 
 int64_t count_parameters(const nn::LanguageModel& model);
 
+// The recipe with sequences of another length, and as many tokens a step and held out as before.
+Recipe with_context(Recipe size, int64_t context);
+
 // A byte-level model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 // mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, or
-// empty.
+// empty. options: other fields of the configuration, "chunk=1 phi=identity".
 nn::Config config_of_size(const std::string& mixer, const Recipe& size,
-                          const std::vector<int64_t>& chunks = {});
+                          const std::vector<int64_t>& chunks = {}, const std::string& options = {});
 
 // The share of the highest learning rate that a step trains with: up over a twentieth of the steps, then down
 // a cosine to zero.

@@ -11,6 +11,7 @@
 #include <girih/girih.h>
 #include <torch/serialize.h>
 
+#include <algorithm>
 #include <cctype>
 #include <chrono>
 #include <cmath>
@@ -19,6 +20,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <sstream>
 
 #include "../nn/safetensors.h"
 #include "corpus.h"
@@ -32,9 +34,17 @@ namespace fs = std::filesystem;
 using at::Tensor;
 using nlohmann::json;
 
+// Words of a text, with one space between them.
+std::string with_single_spaces(const std::string& text) {
+  std::istringstream in(text);
+  std::string words;
+  for (std::string word; in >> word;) words += (words.empty() ? "" : " ") + word;
+  return words;
+}
+
 struct Options {
-  std::string corpus, mixer = "gsa", size = "small", folder, device;
-  std::optional<int64_t> steps;
+  std::string corpus, mixer = "gsa", size = "small", options, folder, device;
+  std::optional<int64_t> steps, context;
   std::vector<int64_t> chunks;
   int64_t seed = 0, at_once = int64_t{1} << 15;  // tokens; as girih.train's
 };
@@ -48,8 +58,10 @@ void describe(CLI::App& app, Options& of) {
       ->delimiter(',');
   app.add_option("--size", of.size, "tiny, small, 10m, 50m, 100m or 340m")->capture_default_str();
   app.add_option("--steps", of.steps, "instead of the size's own");
+  app.add_option("--options", of.options, "other fields of the configuration, as 'chunk=1 phi=identity'");
+  app.add_option("--context", of.context, "tokens of a sequence; a step has as many as the size's own");
   app.add_option("--folder", of.folder,
-                 "where the run lives (default: runs/MIXER-SIZE, or MIXER-adaptive-SIZE)");
+                 "where the run lives (default: runs/MIXER[-adaptive][-OPTIONS]-SIZE[-CONTEXT])");
   app.add_option("--seed", of.seed, "of the first weights and of the data")
       ->capture_default_str()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
@@ -108,20 +120,26 @@ class Run {
  public:
   explicit Run(const Options& of)
       : device_(device_of(of.device)),
-        size_(recipe_of(of.size)),
+        size_(of.context ? with_context(recipe_of(of.size), *of.context) : recipe_of(of.size)),
         seed_(static_cast<uint64_t>(of.seed)),
         part_(part_of(size_, of.at_once)) {
     if (of.steps) size_.steps = *of.steps;
     TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
     torch::manual_seed(seed_);
-    const auto config = config_of_size(of.mixer, size_, of.chunks);
+    const auto options = with_single_spaces(of.options);
+    const auto config = config_of_size(of.mixer, size_, of.chunks, options);
     corpus_ = read_corpus(of.corpus, size_.context);
-    const auto name = of.mixer + (of.chunks.empty() ? "-" : "-adaptive-") + of.size;
+    auto name = of.mixer + (of.chunks.empty() ? "" : "-adaptive") + (options.empty() ? "" : "-") + options +
+                "-" + of.size + (of.context ? "-" + std::to_string(*of.context) : "");
+    std::ranges::replace_if(
+        name, [](char c) { return c == ' ' || c == '/'; }, '-');
     folder_ = of.folder.empty() ? fs::path("runs") / name : fs::path(of.folder);
     arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", size_.steps},
                   {"seed", of.seed},         {"corpus", of.corpus}, {"corpus_digest", corpus_.digest},
                   {"trainer", "girih-train"}};
     if (!of.chunks.empty()) arguments_["chunks"] = of.chunks;
+    if (!options.empty()) arguments_["options"] = options;
+    if (of.context) arguments_["context"] = size_.context;
     arguments_ = json::parse(text_of(arguments_));
     torch::manual_seed(seed_);
     model_ = nn::LanguageModel(config);
@@ -358,12 +376,14 @@ class Run {
     json result = {{"mixer", arguments_["mixer"]},
                    {"size", arguments_["size"]},
                    {"parameters", count_parameters(model_)},
+                   {"context", size_.context},
                    {"steps", size_.steps},
                    {"tokens", size_.steps * size_.batch * size_.context},
                    {"bits_per_byte", rounded(bits)},
                    {"corpus", arguments_["corpus"]},
                    {"folder", (folder_ / "model").string()}};
-    if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
+    if (arguments_.contains("options")) result["options"] = arguments_["options"];
+  if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
     publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),

@@ -5,6 +5,8 @@ associative recall, trained until it is learned. Every mixer gets the same data,
 trained at the same learning rates: what counts is the best, and all are shown. A finished cell (a task, a
 mixer and a rate) is one file; only cells without their file are trained; table.md and figure.png are made
 from the files that were trained on the same data in the same way.
+
+With `--options "chunk=1"` a mixer is a row of its own, "trellis chunk=1", beside the one without options.
 """
 
 import argparse
@@ -35,16 +37,20 @@ from girih.training.command import (
 )
 from girih.training.folder import alone_in, damaged, make, publish, read_json, usable
 from girih.training.processes import Interrupt, Interrupted, on_one_device, together
-from girih.training.recipe import SIZES, Recipe
+from girih.training.recipe import SIZES, Recipe, config_of_size, with_context
 
 
 class Cell(NamedTuple):
     task: str
-    mixer: str
+    mixer: str  # its name, or name and options: "trellis chunk=1"
     rate: float
 
     def __str__(self) -> str:
         return f"{self.task} {self.mixer} {self.rate:g}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.task}-{self.mixer.replace(' ', ',').replace('/', '_')}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,16 @@ class Plan:
 
     def file(self, cell: Cell) -> Path:
         steps = self.recipes[cell.task].steps
-        return self.folder / f"{cell.task}-{cell.mixer}-{self.size}-{steps}-{cell.rate:g}.json"
+        return self.folder / f"{cell.file_name}-{self.size}-{steps}-{cell.rate:g}.json"
+
+    def all_mixers(self) -> tuple[str, ...]:
+        """Every mixer, those of this plan, and those with options that have a file."""
+        found = dict.fromkeys((*MIXERS, *self.mixers))
+        for file in sorted(self.folder.glob("*=*.json")):
+            label = read_json(file).get("mixer")
+            if isinstance(label, str) and label.split(" ")[0] in MIXERS:
+                found[label] = None
+        return tuple(found)
 
     def recipe_of(self, cell: Cell) -> Recipe:
         return replace(self.recipes[cell.task], learning_rate=cell.rate)
@@ -96,12 +111,18 @@ def plan_of(options: argparse.Namespace) -> Plan:
     size = options.size or ("10m" if torch.cuda.is_available() else "small")
     tasks = tuple(options.tasks.split(","))
     mixers = tuple(options.mixers.split(",")) if options.mixers else COMPARED
+    of_mixer = " ".join(options.options.split())
     refuse_unknown("size", [size], SIZES)
     refuse_unknown("task", tasks, TASKS)
     refuse_unknown("mixer", mixers, MIXERS)
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
     recipes = {task: recipe_of(task, size, options.steps) for task in TASKS}
+    recipes["text"] = with_context(recipes["text"], options.context)
+    if of_mixer:
+        for mixer in mixers:
+            config_of_size(mixer, recipes[tasks[0]], options=of_mixer)  # refuses what it does not read
+        mixers = tuple(f"{mixer} {of_mixer}" for mixer in mixers)
     for task in tasks:
         refuse_steps(recipes[task].steps, recipes[task].bytes_a_step)
     corpus = read_corpus(options.corpus, recipes["text"].context)
@@ -154,7 +175,7 @@ def train_missing(plan: Plan) -> list[str]:
 def compare(plan: Plan) -> bool:
     """Train what is missing, then make the table and the figure. False if a cell failed, or a mixer diverged
     at every rate."""
-    everything = plan.cells(TASKS, tuple(MIXERS))
+    everything = plan.cells(TASKS, plan.all_mixers())
     for cell in everything:
         finished(plan, cell)  # what is damaged is said before hours of training
     failed = train_missing(plan)
@@ -188,6 +209,12 @@ def main(argv: list[str] | None = None) -> int:
         help="learning rates with commas, instead of the recipe's, a third and three times",
     )
     parser.add_argument("--steps", type=int, help="instead of 600 of text and at most 10,000 of recall")
+    parser.add_argument(
+        "--options", default="", help="fields of the mixers' configuration, as 'chunk=1 phi=identity'"
+    )
+    parser.add_argument(
+        "--context", type=int, help="tokens of a sequence of text; a step has as many as the size's own"
+    )
     parser.add_argument("--size", help=f"{', '.join(SIZES)} (default: 10m on a GPU, small without)")
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument(

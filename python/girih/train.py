@@ -37,7 +37,7 @@ from girih.training.command import (
 )
 from girih.training.folder import Whole, check_space, finished, newest_whole, run_in
 from girih.training.processes import Interrupt, Interrupted, gpus_for, run_on, together
-from girih.training.recipe import SIZES, Recipe, config_of_size
+from girih.training.recipe import SIZES, Recipe, config_of_size, with_context
 from girih.training.report import finish
 from girih.training.trainer import AT_ONCE, fit, share_of
 
@@ -61,16 +61,19 @@ def run_of(options: argparse.Namespace) -> Run:
     size = SIZES[options.size]
     if options.steps is not None:
         size = replace(size, steps=options.steps)
+    size = with_context(size, options.context)
     # All is refused before anything is written.
     refuse_steps(size.steps, size.bytes_a_step)
     share_of(size.batch)
     if options.at_once < 1:
         raise Refusal(f"at-once {options.at_once}: at least 1")
     refuse_unknown("mixer", options.mixer.split(","), MIXERS)
-    config = config_of_size(options.mixer, size, chunks=options.chunks)
+    of_mixer = " ".join(options.options.split())
+    config = config_of_size(options.mixer, size, chunks=options.chunks, options=of_mixer)
     corpus = read_corpus(options.corpus, size.context)
-    name = f"{options.mixer.replace(',', '-')}{'-adaptive' if options.chunks else ''}-{options.size}"
-    folder = options.folder or Path("runs") / name
+    parts = [*options.mixer.split(","), *(["adaptive"] if options.chunks else []), *of_mixer.split()]
+    parts += [options.size, *([str(options.context)] if options.context else [])]
+    folder = options.folder or Path("runs") / "-".join(parts).replace("/", "_")
     arguments = {
         "mixer": options.mixer,
         "size": options.size,
@@ -79,6 +82,8 @@ def run_of(options: argparse.Namespace) -> Run:
         "corpus": corpus.name,
         "corpus_sha256": corpus.digest,
     } | ({"chunks": options.chunks} if options.chunks else {})
+    if of_mixer:
+        arguments["options"] = of_mixer
     return Run(options.mixer, size, config, options.seed, corpus, folder, options.at_once, arguments)
 
 
@@ -135,10 +140,18 @@ def main(argv: list[str] | None = None) -> int:
         type=numbers,
         help="of cat: chunk lengths with commas, one drawn for what is read at once (adaptive)",
     )
+    parser.add_argument(
+        "--options", default="", help="other fields of the configuration, as 'chunk=1 phi=identity'"
+    )
+    parser.add_argument(
+        "--context", type=int, help="tokens of a sequence; a step has as many as the size's own"
+    )
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="instead of the size's own")
     parser.add_argument(
-        "--folder", type=path, help="where the run lives (default: runs/MIXER-SIZE, or MIXER-adaptive-SIZE)"
+        "--folder",
+        type=path,
+        help="where the run lives (default: runs/MIXER[-adaptive][-OPTIONS]-SIZE[-CONTEXT])",
     )
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument(

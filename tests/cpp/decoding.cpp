@@ -67,7 +67,7 @@ std::vector<nn::Config> decoded() {
   auto with = [&](const auto& change) {
     auto config = configurations()[0];
     change(config);
-    all.push_back(config);
+    all.push_back(with_sizes(config, 5));
   };
   with([](auto& c) { c.hybrid = {"gsa", "attention", "gated_deltanet"}, c.num_hidden_layers = 3; });
   with([](auto& c) { c.hybrid = {"attention", "gla"}, c.num_heads = 4, c.num_kv_heads = 2; });
@@ -188,7 +188,7 @@ TEST_CASE("Headers of CAT get room too", "[decoding]") {
       auto config = decoded()[0];
       config.mixer = "cat";
       if (*second) config.hybrid = {"cat", second};
-      config.chunk = 2;
+      config = with_sizes(config, 5, /*chunk=*/2);
       auto model = model_on(device, config);
       const auto text = ids(2, 90).to(device);
       Counts counts;

@@ -10,17 +10,19 @@ namespace girih::test {
 
 constexpr int64_t kHidden = 16, kChunk = 4;
 
+// The configuration with these sizes, where its mixers read them, else their defaults.
+inline nn::Config with_sizes(nn::Config config, int64_t num_slots, int64_t chunk = kChunk) {
+  config.num_slots = config.reads("num_slots") ? num_slots : nn::Config{}.num_slots;
+  config.chunk = config.reads("chunk") ? chunk : nn::Config{}.chunk;
+  return config;
+}
+
 // Configurations of every mixer, small.
 inline std::vector<nn::Config> configurations() {
   std::vector<nn::Config> all;
   for (const auto& mixer : nn::mixer_names()) {
-    nn::Config config{.vocab_size = 11,
-                      .hidden_size = kHidden,
-                      .num_hidden_layers = 2,
-                      .mixer = mixer,
-                      .num_heads = 2,
-                      .num_slots = 5,
-                      .chunk = kChunk};
+    nn::Config config{
+        .vocab_size = 11, .hidden_size = kHidden, .num_hidden_layers = 2, .mixer = mixer, .num_heads = 2};
     all.push_back(config);
   }
   auto hybrid = all[0];
@@ -30,6 +32,25 @@ inline std::vector<nn::Config> configurations() {
   bent.mixer = "delta_product";
   bent.between_chunks = "gelu";
   all.push_back(bent);
+  for (auto& config : all) config = with_sizes(config, 5);
+  // Options of the papers' ablations.
+  const auto with = [&](const auto& change) {
+    auto config = all[0];
+    config.num_slots = nn::Config{}.num_slots;
+    change(config);
+    all.push_back(config);
+  };
+  with([](auto& c) { c.mixer = "attention", c.window = 3; });
+  with([](auto& c) { c.mixer = "gsa", c.num_slots = 5, c.data_dependent_decay = false; });
+  with([](auto& c) {
+    c.mixer = "trellis", c.num_slots = 5, c.chunk = kChunk, c.shared_qk = true, c.normalize_kv = false;
+    c.value_read = "phi", c.post_norm = false;
+  });
+  with([](auto& c) {
+    c.mixer = "lattice", c.num_slots = 5, c.chunk = 1, c.objective = "encode", c.shrinkage = 0.01;
+    c.post_norm = true;
+  });
+  with([](auto& c) { c.mixer = "lattice", c.num_slots = 5, c.chunk = 1, c.normalize = false; });
   return all;
 }
 

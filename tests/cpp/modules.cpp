@@ -278,11 +278,11 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
 }
 
 TEST_CASE("The last part of a name says whether a parameter decays in every mixer", "[nn]") {
-  const std::set<std::string> undecayed = {"A_log",  "dt_bias",    "bias",         "logit", "skip",
-                                           "header", "key_memory", "value_memory", "memory"};
+  const std::set<std::string> undecayed = {"A_log",  "dt_bias",    "bias",         "logit",  "skip",
+                                           "header", "key_memory", "value_memory", "memory", "decay_logits"};
   auto all = configurations();
-  all.push_back(all[0]);
-  all.back().mixer = "mag", all.back().mag_learned = true;
+  all.push_back(
+      with_sizes({.vocab_size = 11, .hidden_size = kHidden, .mixer = "mag", .mag_learned = true}, 5));
   for (const auto& config : all) {
     nn::LanguageModel model(config);
     const auto groups = nn::weight_decay_groups(*model);
@@ -486,6 +486,12 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   refused({.num_hidden_layers = 2, .hybrid = {"gsa"}}, "mixer names 1 layers");
   refused({.num_hidden_layers = 2, .hybrid = {"gsa", "gsa", "gsa"}}, "mixer names 3 layers");
   refused({.hidden_size = 30}, "num_heads is 4");
+  refused({.mixer = "lattice", .phi = "identity"}, "phi is \"identity\", which mixer lattice does not read");
+  refused({.num_hidden_layers = 2, .hybrid = {"gsa", "attention"}, .chunk = 8},
+          "chunk is 8, which mixers attention, gsa do not read; expected its default, 16");
+  refused({.mixer = "deltanet", .chunk = 8}, "chunk is 8, which mixer deltanet does not read");
+  refused({.mixer = "lattice", .normalize = false}, "normalize is false, so chunk should be 1 but is 16");
+  refused({.mixer = "lattice", .shrinkage = 0.1}, "shrinkage is 0.1, so chunk should be 1 but is 16");
   refused({.mixer = "trellis", .chunk = 65}, "chunk is 65; expected 1 to 64 for trellis");
   refused({.num_kv_heads = 0}, "num_kv_heads is 0");
   refused({.head_dim = 0}, "head_dim is 0");
@@ -494,6 +500,9 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   const auto text = message([] { nn::Config::from_json(R"({"hidden_size": "wide"})"); });
   INFO(text);
   CHECK(text.find("hidden_size is \"wide\"") != std::string::npos);
+  const auto misspelt = message([] { nn::Config::from_json(R"({"num_slotz": 3, "torch_dtype": "x"})"); });
+  INFO(misspelt);
+  CHECK(misspelt.find("num_slotz is no field of a configuration; expected num_slots?") != std::string::npos);
 
   const auto unmade = [&](const auto& make, const std::string& words) {
     const auto text = message(make);
@@ -514,6 +523,18 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
          "between_chunks is 'relu'");
   unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu"}); },
          "chunk is not given");
+  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.chunk = 4}); },
+         "chunk is 4; expected none: it is for between_chunks");
+  unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.causal = false, .window = 4}); },
+         "window is 4; expected none where causal is false");
+  unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.window = 0}); }, "window is 0");
+  unmade(
+      [] {
+        nn::GatedSlotAttention(16, 2,
+                               nn::GatedSlotAttentionOptions{.gated = false, .data_dependent_decay = false});
+      },
+      "data_dependent_decay is false");
+  unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.value_read = "f"}); }, "value_read is 'f'");
   unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.chunk = 65}); },
          "chunk is 65; expected 1 to 64 for trellis");
   unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.phi = "gelu"}); }, "phi is 'gelu'");
@@ -541,8 +562,8 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
 
 TEST_CASE("Options that are not given", "[nn]") {
   const nn::GatedSlotAttentionOptions gsa;
-  CHECK((gsa.num_slots == 64 && gsa.gated && gsa.gate_logit_normalizer == 8 && gsa.feature == "softmax" &&
-         gsa.conv_size == 0 && gsa.norm_eps == 1e-6));
+  CHECK((gsa.num_slots == 64 && gsa.gated && gsa.data_dependent_decay && gsa.gate_logit_normalizer == 8 &&
+         gsa.feature == "softmax" && gsa.conv_size == 0 && gsa.norm_eps == 1e-6));
   const nn::GatedLinearAttentionOptions gla;
   CHECK((gla.gate == "vector" && gla.gate_low_rank == 16 && gla.gate_logit_normalizer == 16 &&
          gla.conv_size == 0 && gla.norm_eps == 1e-6));
@@ -551,12 +572,15 @@ TEST_CASE("Options that are not given", "[nn]") {
          delta.conv_size == 4 && delta.norm_eps == 1e-6));
   const nn::TrellisOptions trellis;
   CHECK((trellis.num_slots == 64 && trellis.chunk == 16 && trellis.phi == "ln_silu" &&
-         trellis.f == "ln_silu" && trellis.gated && trellis.conv_size == 4 && trellis.norm_eps == 1e-6));
+         trellis.f == "ln_silu" && trellis.gated && !trellis.shared_qk && trellis.normalize_kv &&
+         trellis.value_read == "linear" && trellis.post_norm && trellis.conv_size == 4 &&
+         trellis.norm_eps == 1e-6));
   const nn::LatticeOptions lattice;
   CHECK((lattice.num_slots == 64 && lattice.chunk == 16 && lattice.objective == "decode" && lattice.gated &&
-         lattice.conv_size == 4 && lattice.norm_eps == 1e-6));
+         lattice.normalize && lattice.shrinkage == 0 && !lattice.post_norm && lattice.conv_size == 4 &&
+         lattice.norm_eps == 1e-6));
   const nn::AttentionOptions attention;
-  CHECK((attention.rope_theta == 1e4 && attention.causal));
+  CHECK((attention.rope_theta == 1e4 && attention.causal && !attention.window));
   const nn::ChunkAttentionOptions cat;
   CHECK((cat.chunk == 16 && cat.rope_theta == 1e4 && !cat.running_positions));
   const nn::ShortConvOptions conv;

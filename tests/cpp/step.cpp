@@ -52,8 +52,8 @@ std::vector<std::pair<std::string, nn::Block>> blocks() {
   std::vector<std::pair<std::string, nn::Block>> made;
   at::manual_seed(1);
   for (auto& [name, config] : all) {
-    config.hidden_size = kWidth, config.num_hidden_layers = 1, config.num_heads = 2, config.num_slots = 16;
-    config.chunk = kChunk, config.hybrid = {name};
+    config.hidden_size = kWidth, config.num_hidden_layers = 1, config.num_heads = 2, config.hybrid = {name};
+    config = with_sizes(config, 16);
     nn::Block block(nn::make_mixer(name, config.completed()), kWidth, 96);
     block->to(at::kDouble);
     move_vectors(*block);
@@ -334,7 +334,8 @@ TEST_CASE("Models in bf16 write on a GPU what they write in fp64", "[step]") {
   const at::NoGradGuard no_grad;
   constexpr int64_t prompt = 5, steps = 3 * kChunk;
   for (auto config : configurations()) {
-    config.hidden_size = kWidth, config.num_slots = 16, config.initializer_range = 0.1;
+    if (config.reads("num_slots")) config.num_slots = 16;
+    config.hidden_size = kWidth, config.initializer_range = 0.1;
     for (const int64_t batch : {1, 3}) {
       INFO(name_of(config) << ", batch " << batch);
       auto model = in_double(config);

@@ -4,7 +4,7 @@ import pytest
 import torch
 from converted import IDS, base_model, close
 from girih import nn
-from girih.models import GirihConfig
+from small_models import config_of
 from transformers import DynamicCache
 
 OPTIONS = {"num_slots": 8, "chunk": 4, "hidden_size": 32, "num_heads": 4}
@@ -20,7 +20,7 @@ def with_mixer(mixer, family="llama", numbered=True):
     torch.manual_seed(0)
     for i in range(2):
         block, name = PLACES[family](model, i)
-        layer = nn.MIXERS[mixer].build(GirihConfig(mixer=mixer, **OPTIONS))
+        layer = nn.MIXERS[mixer].build(config_of(mixer=mixer, **OPTIONS))
         layer.layer_idx = i if numbered else None
         setattr(block, name, layer)
     return model.eval()

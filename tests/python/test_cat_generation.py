@@ -7,9 +7,10 @@ from copy import deepcopy
 import pytest
 import torch
 from girih import _C
-from girih.models import CatModel, GirihConfig, GirihForCausalLM
+from girih.models import CatModel, GirihForCausalLM
 from girih.nn import ChunkAttention, CompressAttend, map_state, rotary
 from girih.nn.chunk_attention import ROOM
+from small_models import config_of
 
 CHUNK = 4
 MODELS = {
@@ -32,7 +33,7 @@ def made(dtype=torch.double, **options):
         "max_position_embeddings": 4096,
         "initializer_range": 0.2,  # large enough for logits that differ
     }
-    return GirihForCausalLM(GirihConfig(**sizes | options)).to(dtype).eval()
+    return GirihForCausalLM(config_of(**sizes | options)).to(dtype).eval()
 
 
 @pytest.fixture(params=MODELS)

@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from safetensors.torch import load_file, save_file
+from small_models import config_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SIZES = {
@@ -85,7 +86,7 @@ def test_generation_config_says_what_ends_a_sequence(folder):
 
 @pytest.mark.parametrize("eos", [3, [3], [3, 5], None])
 def test_ends_keep_their_kind_between_languages(eos, tmp_path):
-    config = GirihConfig(**SIZES, eos_token_id=eos)
+    config = config_of(**SIZES, eos_token_id=eos)
     assert config.eos_token_id == eos
     GirihForCausalLM(config).save_pretrained(tmp_path / "python")
     _C.LanguageModel.from_pretrained(str(tmp_path / "python")).save_pretrained(str(tmp_path / "cpp"))
@@ -278,21 +279,21 @@ def test_a_model_that_finds_no_memory_is_refused_before_it_asks(sizes):
     refused = pytest.raises(
         ValueError, match=r"hidden_size.* ask for at least .* parameters; expected at most"
     )
+    config = config_of(**SIZES | sizes)
     with refused:
-        _C.LanguageModel(json.dumps(SIZES | sizes))
-    config = GirihConfig(**SIZES | sizes)
+        _C.LanguageModel(config.to_json_string(use_diff=False))
     with refused:
         GirihForCausalLM(config)
 
 
 def test_a_model_of_shapes_alone_asks_for_no_memory():
-    config = GirihConfig(**SIZES | {"hidden_size": 2**20})
+    config = config_of(**SIZES | {"hidden_size": 2**20})
     with torch.device("meta"):
         assert GirihForCausalLM(config).num_parameters() > 2**40
     with FakeTensorMode():
         assert GirihForCausalLM(config).num_parameters() > 2**40
     with init_empty_weights():  # which moves every parameter by itself
-        config = GirihConfig(**SIZES | {"hidden_size": 2**14, "num_hidden_layers": 64})
+        config = config_of(**SIZES | {"hidden_size": 2**14, "num_hidden_layers": 64})
         assert GirihForCausalLM(config).num_parameters() > 2**37
 
 
@@ -301,7 +302,7 @@ def test_a_model_of_shapes_alone_asks_for_no_memory():
 def test_what_is_held_against_memory_is_less_than_a_model_has(mixer, more, tmp_path):
     """And not much less."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_hidden_layers": 3, "vocab_size": 500, "mixer": mixer}
-    text = json.dumps(sizes | more)
+    text = config_of(**sizes | more).to_json_string(use_diff=False)
     has = sum(p.numel() for p in _C.LanguageModel(text).named_parameters().values())
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')

@@ -35,6 +35,14 @@ CONFIGURATION = {
     "feature": "softmax",
     "between_chunks": None,
     "allow_neg_eigval": False,
+    "normalize": True,
+    "shrinkage": 0.0,
+    "post_norm": None,
+    "shared_qk": False,
+    "normalize_kv": True,
+    "value_read": "linear",
+    "data_dependent_decay": True,
+    "window": None,
     "mag_base": "attention",
     "mag_mixer": "delta_product",
     "mag_weight": 0.5,
@@ -89,7 +97,7 @@ HEADS = {"num_kv_heads": None, "head_dim": None}
 CHUNKED = {"num_slots": 64, "head_dim": None, "chunk": 16, "gated": True, "conv_size": 4} | NORM
 PLACES = HEADS | {"rope_theta": 10000.0}
 LAYERS = {
-    "Attention": PLACES | {"causal": True},
+    "Attention": PLACES | {"causal": True, "window": None},
     "Block": NORM,
     "ChunkAttention": PLACES | {"running_positions": False},
     "CompressAttend": PLACES | {"chunk": 16, "running_positions": False},
@@ -104,13 +112,16 @@ LAYERS = {
     "GatedRMSNorm": {"eps": 1e-6, "activation": "silu"},
     "GatedSlotAttention": HEADS
     | NORM
-    | {"num_slots": 64, "gated": True, "gate_logit_normalizer": 8.0, "feature": "softmax", "conv_size": 0},
-    "Lattice": CHUNKED | {"objective": "decode"},
+    | {"num_slots": 64, "gated": True, "gate_logit_normalizer": 8.0, "feature": "softmax", "conv_size": 0}
+    | {"data_dependent_decay": True},
+    "Lattice": CHUNKED | {"objective": "decode", "normalize": True, "shrinkage": 0.0, "post_norm": False},
     "MemoryAsGate": {"weight": 0.5, "learned": False, "cross": False},
     "MixAttention": {"weight": 0.5, "learned": False, "cross": False},
     "RMSNorm": {"eps": 1e-6},
     "ShortConv": {"kernel_size": 4, "activation": "silu", "bias": False},
-    "Trellis": CHUNKED | {"phi": "ln_silu", "f": "ln_silu"},
+    "Trellis": CHUNKED
+    | {"phi": "ln_silu", "f": "ln_silu", "shared_qk": False, "normalize_kv": True}
+    | {"value_read": "linear", "post_norm": True},
 }
 NO_TENSORS = {"state": None, "cu_seqlens": None}
 FUNCTIONS = {
@@ -226,7 +237,8 @@ def language(request):
     "mixer, largest", [("mamba2", 0.1), ("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)]
 )
 def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, mixer, largest):
-    sizes = {"num_heads": HEADS_ENOUGH, "head_dim": 2, "num_slots": 1, "conv_size": 0, "chunk": 1}
+    sizes = {"num_heads": HEADS_ENOUGH, "head_dim": 2, "conv_size": 0}
+    sizes |= {"num_slots": 1, "chunk": 1} if mixer in ("trellis", "lattice") else {}
     found = parameters_of(language, mixer=mixer, **sizes)
     check_uniform(found["decay.A_log"], 0.0, math.log(16))
     check_uniform(found["decay.dt_bias"], math.log(largest / 100), math.log(largest))
@@ -243,10 +255,18 @@ def test_a_decay_gate_starts_as_its_docstring_says():
 
 
 @pytest.mark.parametrize("mixer", ["trellis", "lattice"])
-@pytest.mark.parametrize("chunk", [4, 16])
-def test_steps_of_a_chunk_start_with_a_sum_of_a_quarter(language, mixer, chunk):
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64])
+def test_steps_start_with_a_sum_of_a_quarter_over_16_tokens_or_a_chunk(language, mixer, chunk):
     bias = parameters_of(language, mixer=mixer, chunk=chunk, num_slots=4)["gamma_proj.bias"]
-    torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, 1 / (4 * chunk)))
+    torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, 1 / (4 * max(chunk, 16))))
+
+
+@pytest.mark.parametrize("slots", [1, 9])
+def test_slots_without_a_gate_start_with_time_constants_of_4_to_4096_tokens(language, slots):
+    found = parameters_of(language, mixer="gsa", data_dependent_decay=False, num_slots=slots)["decay_logits"]
+    tokens = -8 / torch.nn.functional.logsigmoid(found)
+    want = torch.tensor([4.0 * 1024 ** (m / 8) for m in range(slots)]).double()
+    torch.testing.assert_close(tokens, want.expand(2, -1), rtol=1e-3, atol=0)
 
 
 def test_filters_start_uniform_within_the_root_of_their_width(language):

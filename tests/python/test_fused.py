@@ -10,6 +10,7 @@ from girih.nn import Block, RMSNorm
 from girih.nn.fused import residual_norm, unit_rows
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.swiglu import silu_product
+from small_models import config_of
 
 
 def norm_of(width, **how):
@@ -178,7 +179,7 @@ def test_sums_left_to_norms_change_nothing(mixer, device):
     """A hook that does nothing makes every block add by itself."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 3}
-    model = GirihForCausalLM(GirihConfig(mixer=mixer, **sizes)).to(device).train()
+    model = GirihForCausalLM(config_of(mixer=mixer, **sizes)).to(device).train()
     ids = torch.randint(64, (2, 48), device=device)
 
     def states_and_gradients():

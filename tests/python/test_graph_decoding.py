@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import needs_cuda
-from girih.models import MIXERS, GirihConfig, GirihForCausalLM, graph
+from girih.models import MIXERS, GirihForCausalLM, graph
 from girih.nn import Attention, attention
 from girih.nn.step import ROWS
+from small_models import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +29,10 @@ MODELS = {name: {"mixer": name} for name in MIXERS} | {
     "mag_with_convolutions": {"mixer": "mag", "mag_base": "attention", "mag_mixer": "trellis"},
     "adaptive_cat": {"mixer": "cat", "chunks": [4, 8]},
     "layers_of_cat": {"mixer": ["cat", "gsa"]},
+    "window": {"mixer": "attention", "window": 5},
+    "no_gate": {"mixer": "gsa", "data_dependent_decay": False},
+    "trellis_options": {"mixer": "trellis", "shared_qk": True, "value_read": "phi", "post_norm": False},
+    "lattice_options": {"mixer": "lattice", "chunk": 1, "normalize": False, "post_norm": True},
 }
 NEW = 30
 
@@ -138,7 +143,7 @@ def model_of(name, device, **options):
         "chunk": 8,
         "initializer_range": 0.2,  # larger weights than training starts from, that the past tells
     }
-    model = GirihForCausalLM(GirihConfig(**sizes | MODELS[name] | options)).eval()
+    model = GirihForCausalLM(config_of(**sizes | MODELS[name] | options)).eval()
     return model.to(device, torch.float64 if device == "cpu" else torch.float32)
 
 

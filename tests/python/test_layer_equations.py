@@ -64,15 +64,16 @@ def decay(gate, x):
     return -gate.A_log.exp() * dt, dt
 
 
-def gated_out(layer, o, x, act):
-    y = rms(o, layer.norm.weight) * act(heads(x @ layer.g_proj.weight.T, o.shape[2]))
+def gated_out(layer, o, x, act, normalized=True):
+    y = rms(o, layer.norm.weight) if normalized else o
+    y = y * act(heads(x @ layer.g_proj.weight.T, o.shape[2]))
     return y.flatten(-2) @ layer.o_proj.weight.T
 
 
 @pytest.mark.parametrize("feature", ["softmax", "relu2"])
 @pytest.mark.parametrize("conv_size", [0, 3])
-@pytest.mark.parametrize("gated", [True, False], ids=["gsa", "abc"])
-def test_gated_slot_attention(gated, conv_size, feature):
+@pytest.mark.parametrize("kind", ["gsa", "abc", "data-independent"])
+def test_gated_slot_attention(kind, conv_size, feature):
     H, HQ, D, M = 2, 4, 3, 5
     layer, x = drawn(
         GatedSlotAttention(
@@ -81,15 +82,19 @@ def test_gated_slot_attention(gated, conv_size, feature):
             num_kv_heads=H,
             head_dim=D,
             num_slots=M,
-            gated=gated,
+            gated=kind != "abc",
+            data_dependent_decay=kind != "data-independent",
             conv_size=conv_size,
             feature=feature,
             norm_eps=EPS,
         )
     )
     q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * D, H * D, H * D), -1)
-    f = heads(x @ layer.f_proj.weight.T, H)
-    s, g = (None, torch.log(1 / (1 + (-f).exp())) / 8) if gated else (f, None)
+    if kind == "data-independent":
+        f = layer.decay_logits.expand(2, T, H, M)
+    else:
+        f = heads(x @ layer.f_proj.weight.T, H)
+    s, g = (f, None) if kind == "abc" else (None, torch.log(1 / (1 + (-f).exp())) / 8)
     o, _ = by_token.gsa(heads(q, HQ), heads(k, H), heads(v, H), s, g, scale=1.0, feature=feature)
     check(layer, x, rms(F.silu(o).flatten(-2), layer.norm.weight) @ layer.o_proj.weight.T)
 
@@ -161,20 +166,33 @@ def unit(x, dim=-1):
     return x / x.square().sum(dim, keepdim=True).sqrt()
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("phi", "f"), [("ln_silu", "ln_silu"), ("l2_silu", "softmax")])
-def test_trellis(phi, f, gated):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gated": False, "phi": "l2_silu", "f": "softmax"},
+        {"shared_qk": True, "normalize_kv": False},
+        {"post_norm": False, "phi": "layer_norm", "value_read": "phi"},
+    ],
+    ids=str,
+)
+def test_trellis(options):
     H, D, M = 3, 4, 5
-    layer, x = drawn(
-        Trellis(HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, phi=phi, f=f, gated=gated, norm_eps=EPS)
-    )
-    qk = x @ layer.qk_proj.weight.T  # one projection, a convolution each
-    q, k = conv(qk, layer.q_conv.weight), conv(qk, layer.k_conv.weight)
+    gated, phi, f = options.get("gated", True), options.get("phi", "ln_silu"), options.get("f", "ln_silu")
+    layer, x = drawn(Trellis(HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, norm_eps=EPS, **options))
+    if "shared_qk" in options:  # one projection, a convolution each
+        q = k = x @ layer.qk_proj.weight.T
+    else:
+        q, k = x @ layer.q_proj.weight.T, x @ layer.k_proj.weight.T
+    q, k = heads(conv(q, layer.q_conv.weight), H), heads(conv(k, layer.k_conv.weight), H)
+    v = heads(x @ layer.v_proj.weight.T, H)
+    if options.get("normalize_kv", True):
+        k, v = unit(k), unit(v)
     gamma = 1 / (1 + (-(x @ layer.gamma_proj.weight.T + layer.gamma_proj.bias)).exp())
     o, _ = by_token.trellis(
-        heads(q, H),
-        unit(heads(k, H)),
-        unit(heads(x @ layer.v_proj.weight.T, H)),
+        q,
+        k,
+        v,
         heads(x @ layer.a_proj.weight.T, H),
         gamma,
         decay(layer.decay, x)[0] if gated else None,
@@ -183,32 +201,41 @@ def test_trellis(phi, f, gated):
         f=f,
         state=(layer.key_memory, layer.value_memory),
     )
-    check(layer, x, gated_out(layer, o, x, F.gelu))
+    if "value_read" in options:  # by the layer norm
+        o = o - o.mean(-1, keepdim=True)
+        o = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    check(layer, x, gated_out(layer, o, x, F.gelu, normalized=options.get("post_norm", True)))
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
-def test_lattice(objective, gated):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"post_norm": True}, {"chunk": 1, "normalize": False}, {"chunk": 1, "shrinkage": 0.05}],
+    ids=str,
+)
+def test_lattice(objective, gated, options):
     H, D, M = 3, 4, 5
+    rule = {"chunk": CHUNK, "objective": objective} | options
+    normalized = rule.pop("post_norm", False)
     layer, x = drawn(
-        Lattice(
-            HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, objective=objective, gated=gated, norm_eps=EPS
-        )
+        Lattice(HIDDEN, H, head_dim=D, num_slots=M, gated=gated, norm_eps=EPS, **rule, post_norm=normalized)
     )
     qk = x @ layer.qk_proj.weight.T
     q, k = conv(qk, layer.q_conv.weight), conv(qk, layer.k_conv.weight)
+    v = heads(x @ layer.v_proj.weight.T, H)
     gamma = 1 / (1 + (-(x @ layer.gamma_proj.weight.T + layer.gamma_proj.bias)).exp())
     o, _ = by_token.lattice(
         heads(q, H),
         heads(k, H),
-        heads(x @ layer.v_proj.weight.T, H),
+        unit(v) if objective == "encode" else v,
         gamma,
         decay(layer.decay, x)[0] if gated else None,
-        chunk=CHUNK,
-        objective=objective,
-        state=unit(layer.memory, -2),  # columns of length one, whatever the parameter's are
+        # Columns of length one, whatever the parameter's are.
+        state=unit(layer.memory, -2) if rule.get("normalize", True) else layer.memory,
+        **rule,
     )
-    check(layer, x, gated_out(layer, o, x, F.gelu))
+    check(layer, x, gated_out(layer, o, x, F.gelu, normalized=normalized))
 
 
 def turned(x, position, theta):
@@ -239,6 +266,14 @@ def softmax_attention(layer, x, position, seen):
 def test_attention(causal):
     layer, x = drawn(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, rope_theta=100.0, causal=causal))
     check(layer, x, softmax_attention(layer, x, range(T), lambda t: list(range(t + 1 if causal else T))))
+
+
+@pytest.mark.parametrize("window", [1, 4, T])
+def test_attention_sees_a_window(window):
+    layer, x = drawn(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, window=window))
+    check(
+        layer, x, softmax_attention(layer, x, range(T), lambda t: list(range(max(0, t - window + 1), t + 1)))
+    )
 
 
 @pytest.mark.parametrize("running", [False, True])

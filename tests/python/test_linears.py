@@ -229,7 +229,7 @@ def test_layers_give_the_same(name, monkeypatch):
     monkeypatch.setattr(torch.ops.girih, "linears", lambda x, ws: taken.append(len(ws)) or apply(x, ws))
     for ours, plain in zip(found(), want, strict=True):
         torch.testing.assert_close(ours, plain)
-    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [5, 1], "trellis": [6, 1], "mlp": [2, 1]}
+    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [5, 1], "trellis": [7, 1], "mlp": [2, 1]}
     assert taken == weights[name]
 
 

@@ -9,6 +9,7 @@ from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import loss as losses
 from girih.nn.loss import linear_cross_entropy
 from girih.nn.swiglu import SwiGLU
+from small_models import config_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,7 +116,7 @@ def test_nothing_that_counts_is_no_number_as_of_the_usual():
 def model_of(**options):
     torch.manual_seed(0)
     sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "num_slots": 8}
-    return GirihForCausalLM(GirihConfig(**sizes | options)).train()
+    return GirihForCausalLM(config_of(**sizes | options)).train()
 
 
 def saved_by(f):

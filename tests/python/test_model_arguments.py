@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
-from girih.models import CatModel, GirihConfig, GirihForCausalLM, GirihModel
+from girih.models import CatModel, GirihForCausalLM, GirihModel
+from small_models import config_of
 from transformers import AutoModel, AutoModelForCausalLM
 
 
 def small(mixer="gsa", **options):
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "num_slots": 8}
-    return GirihConfig(mixer=mixer, **(sizes | {"chunk": 4, "max_position_embeddings": 64} | options))
+    return config_of(mixer=mixer, **(sizes | {"chunk": 4, "max_position_embeddings": 64} | options))
 
 
 @pytest.fixture

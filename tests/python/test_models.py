@@ -21,6 +21,7 @@ from girih.models import (
 )
 from girih.nn import CompressAttend
 from packaging import version
+from small_models import config_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
@@ -34,6 +35,17 @@ MODELS = {name: {"mixer": name} for name in MIXERS} | {
     },
     "cat_running": {"mixer": "cat", "running_positions": True},
     "delta_product_gelu": {"mixer": "delta_product", "between_chunks": "gelu"},
+    "window": {"mixer": "attention", "window": 5},
+    "gsa_no_gate": {"mixer": "gsa", "data_dependent_decay": False},
+    "trellis_options": {
+        "mixer": "trellis",
+        "shared_qk": True,
+        "normalize_kv": False,
+        "value_read": "phi",
+        "post_norm": False,
+    },
+    "lattice_options": {"mixer": "lattice", "chunk": 1, "shrinkage": 0.05, "post_norm": True},
+    "lattice_any_length": {"mixer": "lattice", "chunk": 1, "normalize": False},
 }
 
 
@@ -47,7 +59,7 @@ def small(**options):
         "chunk": 4,
         "max_position_embeddings": 64,
     }
-    return GirihConfig(**(sizes | options))
+    return config_of(**(sizes | options))
 
 
 @pytest.fixture(params=MODELS)
@@ -398,7 +410,7 @@ def test_transformers_names_are_as_good_as_ours():
 )
 def test_a_configuration_that_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        small(**options)
+        GirihConfig(**{"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2} | options)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import girih.nn
 import pytest
 import torch
-from girih.models import GirihConfig
 from girih.nn import (
     MIXERS,
     Attention,
@@ -29,6 +28,7 @@ from girih.nn import (
     map_state,
     mix_weight,
 )
+from small_models import config_of
 
 HIDDEN, CHUNK = 16, 4
 
@@ -38,6 +38,7 @@ LAYERS = {
     "gsa_grouped": lambda: GatedSlotAttention(
         HIDDEN, 4, num_kv_heads=2, num_slots=6, conv_size=3, feature="relu2"
     ),
+    "gsa_no_gate": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6, data_dependent_decay=False),
     "abc": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6, gated=False),
     "linear_attention": lambda: GatedLinearAttention(HIDDEN, 2, gate="none"),
     "retnet": lambda: GatedLinearAttention(HIDDEN, 2, gate="fixed"),
@@ -50,10 +51,25 @@ LAYERS = {
     "trellis_identity": lambda: Trellis(
         HIDDEN, 2, num_slots=6, chunk=CHUNK, phi="identity", f="softmax", gated=False
     ),
+    "trellis_options": lambda: Trellis(
+        HIDDEN,
+        2,
+        num_slots=6,
+        chunk=CHUNK,
+        shared_qk=True,
+        normalize_kv=False,
+        value_read="phi",
+        post_norm=False,
+    ),
     "lattice": lambda: Lattice(HIDDEN, 2, num_slots=6, chunk=CHUNK),
+    "lattice_options": lambda: Lattice(
+        HIDDEN, 2, num_slots=6, chunk=1, objective="encode", shrinkage=0.05, post_norm=True
+    ),
+    "lattice_any_length": lambda: Lattice(HIDDEN, 2, num_slots=6, chunk=1, normalize=False),
     "lattice_encode": lambda: Lattice(HIDDEN, 2, num_slots=12, chunk=CHUNK, objective="encode", gated=False),
     "attention": lambda: Attention(HIDDEN, 2),
     "attention_grouped": lambda: Attention(HIDDEN, 4, num_kv_heads=2),
+    "attention_window": lambda: Attention(HIDDEN, 2, window=3),
     "cat": lambda: CompressAttend(HIDDEN, 2, chunk=CHUNK),
     "mag": lambda: MixAttention(
         Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2, gated=True), weight=0.3, cross=True
@@ -62,12 +78,10 @@ LAYERS = {
         Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK), Attention(HIDDEN, 2), learned=True
     ),
 }
-SMALL = GirihConfig(hidden_size=HIDDEN, num_heads=2, num_slots=6, chunk=CHUNK)
 for name, mixer in MIXERS.items():  # those of no line above
-    LAYERS.setdefault(name, partial(mixer.build, SMALL))
-KEEPS_PACKED_STATE = [
-    name for name in LAYERS if name not in ("attention", "attention_grouped", "cat", "mag", "mag_learned")
-]
+    small = config_of(mixer=name, hidden_size=HIDDEN, num_heads=2, num_slots=6, chunk=CHUNK)
+    LAYERS.setdefault(name, partial(mixer.build, small))
+KEEPS_PACKED_STATE = [name for name in LAYERS if name.split("_")[0] not in ("attention", "cat", "mag")]
 
 
 @pytest.fixture(params=LAYERS)
@@ -522,10 +536,12 @@ SIZES = {"hidden_size": HIDDEN, "num_heads": 2, "num_slots": 8, "chunk": 4}
 
 @pytest.mark.parametrize("mixer", [name for name in girih.nn.MIXERS if name != "mag"])  # which has parts
 def test_a_layer_refuses_what_its_configuration_refuses_in_the_same_words(mixer):
-    def good(**fields):
-        return GirihConfig(mixer=[mixer], num_hidden_layers=1, **SIZES | fields)
-
     build, fields = girih.nn.MIXERS[mixer].build, girih.nn.MIXERS[mixer].fields
+    used = {"between_chunks": "gelu"} if "between_chunks" in fields else {}  # which alone reads chunk
+
+    def good(**fields):
+        return config_of(mixer=[mixer], num_hidden_layers=1, **SIZES | used | fields)
+
     spoilt = [
         {name: wrong} for name in ("hidden_size", "num_heads", *fields) for wrong in (-1, 10**31, "word", nan)
     ]

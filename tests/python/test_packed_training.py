@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.models import MIXERS, GirihForCausalLM
+from small_models import config_of
 from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
@@ -22,7 +23,7 @@ def small(mixer, **options):
         "max_position_embeddings": 64,
         "initializer_range": 0.2,  # a token of another sequence shows in the logits
     }
-    return GirihForCausalLM(GirihConfig(mixer=mixer, **(sizes | options)))
+    return GirihForCausalLM(config_of(mixer=mixer, **(sizes | options)))
 
 
 @pytest.fixture(params=MODELS)

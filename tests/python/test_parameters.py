@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from girih import distributed
-from girih.models import GirihConfig, GirihForCausalLM
+from girih.models import GirihForCausalLM
 from girih.nn import MixAttention, Trellis, decay_parameter_names
+from small_models import config_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -18,9 +19,10 @@ from transformers import Trainer, TrainingArguments
 MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "lattice", "mag", "cat", "gsa"]
 UNDECAYED = {  # by the last part of a name
     *("A_log", "dt_bias", "skip", "logit", "header", "key_memory", "value_memory", "memory", "bias"),
+    "decay_logits",
     *("norm.weight", "mixer_norm.weight", "mlp_norm.weight"),
 }
-FP32 = {"A_log", "dt_bias", "logit", "key_memory", "value_memory", "memory", "bias"}
+FP32 = {"A_log", "dt_bias", "logit", "key_memory", "value_memory", "memory", "bias", "decay_logits"}
 LOW = [torch.bfloat16, torch.float16]
 
 
@@ -28,7 +30,7 @@ def small(mixer=MIXERS, **options):
     layers = {"num_hidden_layers": len(mixer)} if isinstance(mixer, list) else {"num_hidden_layers": 2}
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_heads": 2, "num_slots": 8, "chunk": 4}
     more = {"mag_learned": True, "max_position_embeddings": 64}
-    return GirihConfig(mixer=mixer, **(sizes | layers | more | options))
+    return config_of(mixer=mixer, **(sizes | layers | more | options))
 
 
 def ends_in(name, words):
@@ -39,10 +41,15 @@ def undecayed(model):
     return {name for name, _ in model.named_parameters()} - set(decay_parameter_names(model))
 
 
-@pytest.fixture(scope="module", params=["hybrid", "cat"])
+@pytest.fixture(scope="module", params=["hybrid", "cat", "no gate"])
 def model(request):
     torch.manual_seed(0)
-    return GirihForCausalLM(small() if request.param == "hybrid" else small("cat"))
+    of = {
+        "hybrid": small,
+        "cat": lambda: small("cat"),
+        "no gate": lambda: small("gsa", data_dependent_decay=False),
+    }
+    return GirihForCausalLM(of[request.param]())
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,11 @@ def test_memories_time_scales_biases_and_norms_do_not_decay(model):
     expected = {name for name, _ in model.named_parameters() if ends_in(name, UNDECAYED)}
     assert undecayed(model) == expected
     assert {name.rsplit(".", 1)[-1] for name in expected} >= (
-        {"header"} if model.config.mixer == "cat" else FP32
+        {"header"}
+        if model.config.mixer == "cat"
+        else {"decay_logits"}
+        if model.config.mixer == "gsa"
+        else FP32 - {"decay_logits"}
     )
 
 
@@ -172,7 +183,7 @@ def test_gradients_and_buffers_stay_too():
     layer.to(torch.bfloat16)
     assert layer.weight.dtype == torch.float32 and layer.weight.item() == pytest.approx(0.3, abs=1e-7)
     assert layer.base.key_memory.grad.equal(memory)
-    assert layer.base.qk_proj.weight.grad.dtype == torch.bfloat16
+    assert layer.base.q_proj.weight.grad.dtype == torch.bfloat16
 
 
 def test_double_is_double_and_another_device_another_device(model):

@@ -7,6 +7,7 @@ import torch
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
+from small_models import config_of
 
 # Every field off its default; trellis and lattice have as many memories as queries.
 OFF = {
@@ -23,6 +24,12 @@ OFF = {
     "feature": "relu2",
     "between_chunks": "tanh",
     "allow_neg_eigval": True,
+    "shared_qk": True,
+    "normalize_kv": False,
+    "value_read": "phi",
+    "post_norm": True,  # Trellis' default, and in a line below its other value
+    "data_dependent_decay": False,
+    "window": 5,
     "mag_base": "gla",
     "mag_mixer": "attention",
     "mag_weight": 0.3,
@@ -51,6 +58,9 @@ VARIANTS = {
     "negative eigenvalues": {"mixer": "delta_product", "n": 3, "allow_neg_eigval": True, "gated": False},
     "between chunks": {"mixer": "delta_product", "between_chunks": "gelu"},
     "trellis identity": {"mixer": "trellis", "phi": "identity", "f": "softmax", "gated": False},
+    "trellis without a norm": {"mixer": "trellis", "post_norm": False},
+    "lattice, shrinking": {"mixer": "lattice", "chunk": 1, "shrinkage": 0.05, "objective": "encode"},
+    "lattice, any length": {"mixer": "lattice", "chunk": 1, "normalize": False},
     "lattice encode": {"mixer": "lattice", "objective": "encode", "gated": False},
     "learned mixture": {"mixer": "mag", "mag_base": "gsa", "mag_learned": True, "mag_cross": True},
     "hybrid running": {"mixer": ["cat", "gsa"], "running_positions": True},
@@ -72,7 +82,7 @@ SIZES = {
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request, tmp_path_factory):
     torch.manual_seed(0)
-    python = GirihForCausalLM(GirihConfig(**SIZES | VARIANTS[request.param])).eval()
+    python = GirihForCausalLM(config_of(**SIZES | VARIANTS[request.param])).eval()
     folder = tmp_path_factory.mktemp("model")
     python.save_pretrained(folder)
     return python, _C.LanguageModel.from_pretrained(str(folder))
@@ -199,7 +209,7 @@ TOKENS = dict.fromkeys(MIXERS, 2000) | {"trellis": 48, "lattice": 48}
 def test_bf16_logits_are_equal_after_many_tokens(mixer, tmp_path):
     """Angles, gates and step sizes are taken in fp32 by both: in bf16 position 2000 would be off by 4."""
     torch.manual_seed(0)
-    config = GirihConfig(**SIZES | {"mixer": mixer, "chunk": 16, "max_position_embeddings": 4096})
+    config = config_of(**SIZES | {"mixer": mixer, "chunk": 16, "max_position_embeddings": 4096})
     python = GirihForCausalLM(config).to(torch.bfloat16).eval()
     python.save_pretrained(tmp_path)
     cpp = _C.LanguageModel.from_pretrained(str(tmp_path))
@@ -213,8 +223,8 @@ def test_bf16_logits_are_equal_after_many_tokens(mixer, tmp_path):
 def test_places_of_cat_end_alike_over_several_calls():
     said = []
     fields = SIZES | {"mixer": "cat", "max_position_embeddings": 12}
-    python = GirihForCausalLM(GirihConfig(**fields)).eval()
-    cpp = _C.LanguageModel(json.dumps(fields))
+    python = GirihForCausalLM(config_of(**fields)).eval()
+    cpp = _C.LanguageModel(json.dumps(fields | {"num_slots": 64}))
     for more in (1, 2):
         cache, state = None, _C.State()
         for T in (6, 1, 5 - more):
@@ -267,7 +277,7 @@ def test_initialisation_is_the_same(pair):
 
 
 def test_shards_and_their_dtype_are_read(tmp_path):
-    python = GirihForCausalLM(GirihConfig(**SIZES)).to(torch.bfloat16).eval()
+    python = GirihForCausalLM(config_of(**SIZES)).to(torch.bfloat16).eval()
     python.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     cpp = _C.LanguageModel.from_pretrained(str(tmp_path)).named_parameters()

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from girih.models import GirihConfig, GirihForCausalLM
-from small_models import ADAPTIVE_CAT, CAT, HYBRID, SIZES
+from girih.models import GirihForCausalLM
+from small_models import ADAPTIVE_CAT, CAT, HYBRID, SIZES, config_of
 
 peft = pytest.importorskip("peft")
 
@@ -14,7 +14,7 @@ IDS = torch.randint(32, (3, 13), generator=torch.Generator().manual_seed(0))
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
-    return GirihForCausalLM(GirihConfig(**SIZES | MODELS[request.param]))
+    return GirihForCausalLM(config_of(**SIZES | MODELS[request.param]))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["o_proj", "gate_proj"]], ids=str)

@@ -227,13 +227,21 @@ def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_run_is_that_of_python_from_the_same_first_weights(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "model",
+    [
+        ["--mixer", "delta_product,attention"],
+        ["--mixer", "trellis,attention", "--options", "chunk=1  phi=l2_silu window=9", "--context", 128],
+    ],
+    ids=["plain", "options"],
+)
+def test_a_run_is_that_of_python_from_the_same_first_weights(model, tmp_path, monkeypatch, capsys):
     """Loss by loss, in the weights at the end, in the held-out figure of 29 windows, 8 at a time, and in the
     sample, on the same windows in one order. The first step's learning rate is 0: a run of one step leaves
     the first weights."""
     corpus = tmp_path / "text"
     corpus.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500))[: 20 * 64 * 29])
-    options = ["--mixer", "delta_product,attention", "--size", "tiny", "--seed", 3]
+    options = [*model, "--size", "tiny", "--seed", 3]
     run("girih-train", corpus, *options, "--steps", 1, "--folder", tmp_path / "first", "--device", "cpu")
     options += ["--steps", 40]
     written, _ = run("girih-train", corpus, *options, "--folder", tmp_path / "cpp", "--device", "cpu")
@@ -252,6 +260,11 @@ def test_a_run_is_that_of_python_from_the_same_first_weights(tmp_path, monkeypat
     ours, theirs = losses(written.decode(errors="replace")), losses(capsys.readouterr().out)
     assert len(ours) == 40 and ours == pytest.approx(theirs, abs=0.003)
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("cpp", "python")]
+    configs = [(tmp_path / name / "model" / "config.json").read_text() for name in ("cpp", "python")]
+    if "--options" in model:
+        for result, config in zip(results, map(json.loads, configs), strict=True):
+            assert result["options"] == "chunk=1 phi=l2_silu window=9" and result["context"] == 128
+            assert (config["chunk"], config["phi"], config["window"]) == (1, "l2_silu", 9)
     assert results[0]["bits_per_byte"] == pytest.approx(results[1]["bits_per_byte"], abs=0.002)
     start, cpp, python = (
         load_file(tmp_path / name / "model" / "model.safetensors") for name in ("first", "cpp", "python")
@@ -261,7 +274,7 @@ def test_a_run_is_that_of_python_from_the_same_first_weights(tmp_path, monkeypat
         assert moved > 0 and (cpp[name] - x).norm() < 0.02 * moved, name
     model = GirihForCausalLM.from_pretrained(tmp_path / "cpp" / "model").eval()
     prompt = bytes(read_corpus(corpus, 64).held_out[:64].tolist())
-    assert (tmp_path / "cpp" / "sample.txt").read_text(errors="replace") == write_sample(
+    assert (tmp_path / "cpp" / "sample.txt").read_bytes().decode(errors="replace") == write_sample(
         model, prompt, 256, 3
     )
 

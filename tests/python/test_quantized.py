@@ -10,8 +10,8 @@ import girih
 import pytest
 import torch
 from converted import base_model
-from girih.models import GirihConfig, GirihForCausalLM, GirihForSequenceClassification
-from small_models import ADAPTIVE_CAT, CAT, HYBRID
+from girih.models import GirihForCausalLM, GirihForSequenceClassification
+from small_models import ADAPTIVE_CAT, CAT, HYBRID, config_of
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -61,7 +61,7 @@ def convert(model, kind):
 def model_of(kind):
     torch.manual_seed(0)
     if kind in MODELS:
-        return GirihForCausalLM(GirihConfig(**SIZES, **MODELS[kind]))
+        return GirihForCausalLM(config_of(**SIZES, **MODELS[kind]))
     model = llama()
     convert(model, kind)
     return model
@@ -140,7 +140,7 @@ def test_a_quantized_model_that_is_converted_is_saved_and_loaded(kind, bits, tmp
 @pytest.mark.parametrize("kind", ["hybrid", "cat"])
 def test_a_quantized_classifier_is_saved_and_loaded(kind, tmp_path):
     torch.manual_seed(0)
-    model = GirihForSequenceClassification(GirihConfig(**SIZES, **MODELS[kind], num_labels=3))
+    model = GirihForSequenceClassification(config_of(**SIZES, **MODELS[kind], num_labels=3))
     model.save_pretrained(tmp_path / "plain")
     load = AutoModelForSequenceClassification.from_pretrained
     low = load(tmp_path / "plain", quantization_config=quantization(4))
@@ -150,7 +150,7 @@ def test_a_quantized_classifier_is_saved_and_loaded(kind, tmp_path):
 
 def test_a_loaded_quantized_model_writes_the_same_text(tmp_path):
     """Its layers fit bitsandbytes' product for inference on CPUs: multiples of 32 by multiples of 64."""
-    model = GirihForCausalLM(GirihConfig(**SIZES | {"num_slots": 16}, **MODELS["gsa"]))
+    model = GirihForCausalLM(config_of(**SIZES | {"num_slots": 16}, **MODELS["gsa"]))
     model.save_pretrained(tmp_path / "plain")
     low = GirihForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=quantization(4))
     low.save_pretrained(tmp_path / "low")

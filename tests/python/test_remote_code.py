@@ -11,7 +11,8 @@ import girih
 import pytest
 import torch
 from converted import base_model, converted
-from girih.models import CatModel, GirihConfig, GirihForCausalLM, GirihForSequenceClassification
+from girih.models import CatModel, GirihForCausalLM, GirihForSequenceClassification
+from small_models import config_of
 from test_trl import tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -61,7 +62,7 @@ def saved(model, folder):
 
 def girih_model(kind=GirihForCausalLM, mixer="gsa", **options):
     torch.manual_seed(0)
-    return kind(GirihConfig(**SIZES, mixer=mixer, num_hidden_layers=2, **options))
+    return kind(config_of(**SIZES, mixer=mixer, num_hidden_layers=2, **options))
 
 
 MODELS = {
@@ -177,7 +178,7 @@ def test_the_module_names_what_it_imports(tmp_path):
 
 
 def test_a_configuration_alone_is_saved_with_the_module(tmp_path):
-    GirihConfig(**SIZES).save_pretrained(tmp_path)
+    config_of(**SIZES).save_pretrained(tmp_path)
     assert (tmp_path / "modeling_girih.py").exists()
     assert AutoConfig.from_pretrained(tmp_path, trust_remote_code=True).hidden_size == 32
 
@@ -205,5 +206,5 @@ def test_code_of_others_keeps_its_entry(tmp_path):
 def test_a_file_in_the_place_of_a_folder_is_left_to_transformers(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises((AssertionError, OSError)):
-        GirihConfig(**SIZES).save_pretrained(tmp_path / "file")
+        config_of(**SIZES).save_pretrained(tmp_path / "file")
     assert not (tmp_path / "file").read_text()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from girih.models import GirihConfig
 from girih.nn import MIXERS, Block, map_state
 from girih.nn.step import PLAIN, Product, RowInput, products
+from small_models import config_of
 from torch import nn
 
 torch.manual_seed(0)
@@ -13,7 +13,7 @@ LAYERS = sorted(set(MIXERS) - {"cat"})
 
 
 def block_of(mixer, **options):
-    config = GirihConfig(
+    config = config_of(
         hidden_size=64, num_heads=2, num_slots=16, num_hidden_layers=1, mixer=[mixer], **options
     )
     torch.manual_seed(1)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.models import MIXERS, GirihForCausalLM
+from small_models import config_of
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
     "hybrid": {"mixer": ["gsa", "attention", "delta_product"], "num_hidden_layers": 3},
@@ -22,7 +23,7 @@ def model_of(name, seed=0):
     """In double precision: what is read in pieces and what in one must choose the same words."""
     torch.manual_seed(seed)
     # Larger weights than training starts from, that the past tells.
-    config = GirihConfig(**SIZES | MODELS[name], initializer_range=0.2)
+    config = config_of(**SIZES | MODELS[name], initializer_range=0.2)
     return GirihForCausalLM(config).double().eval()
 
 
@@ -215,7 +216,7 @@ def test_a_call_that_fails_changes_nothing():
 @torch.no_grad()
 def test_cat_goes_on_with_the_chunk_that_it_began_with():
     torch.manual_seed(0)
-    config = GirihConfig(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
+    config = config_of(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
     model = GirihForCausalLM(config).double().eval()
     cache, text = model.new_cache(), tokens(1, 24)
     cache.activate_past_recording()
@@ -229,7 +230,7 @@ def test_cat_goes_on_with_the_chunk_that_it_began_with():
 def test_a_restored_cache_has_the_chunk_that_its_checkpoint_was_begun_with():
     """A cache of another chunk, and a new one; without tokens so far, and with some."""
     torch.manual_seed(0)
-    config = GirihConfig(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
+    config = config_of(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
     model = GirihForCausalLM(config).double().eval()
     text = tokens(1, 24)
     for begun in (0, 17):

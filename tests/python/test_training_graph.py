@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs_cuda
-from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.models import MIXERS, GirihForCausalLM
+from small_models import config_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
@@ -19,7 +20,7 @@ def test_replayed_steps_are_the_steps(mixer):
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
-    model = GirihForCausalLM(GirihConfig(mixer=mixer, loss_in_chunks=True, **sizes)).cuda().train()
+    model = GirihForCausalLM(config_of(mixer=mixer, loss_in_chunks=True, **sizes)).cuda().train()
     own = copy.deepcopy(model)
     batches = torch.randint(64, (6, 2, 96), device="cuda")
 

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 import girih
 import pytest
 import torch
-from girih.models import GirihConfig, GirihForCausalLM
+from girih.models import GirihForCausalLM
+from small_models import config_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -92,7 +93,7 @@ def model_of(kind):
         model = LlamaForCausalLM(LlamaConfig(**sizes, **ends, **heads))
         girih.inject(model) if kind == "injected" else girih.replace_attention(model, num_slots=8)
     else:
-        model = GirihForCausalLM(GirihConfig(**sizes, **ends, mixer=kind, num_heads=2, num_slots=8, chunk=4))
+        model = GirihForCausalLM(config_of(**sizes, **ends, mixer=kind, num_heads=2, num_slots=8, chunk=4))
     return model
 
 

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from converted import WAYS, converted
 from girih import distributed
-from girih.models import GirihConfig, GirihForCausalLM
-from small_models import CAT, HYBRID, SIZES
+from girih.models import GirihForCausalLM
+from small_models import CAT, HYBRID, SIZES, config_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,7 +25,7 @@ MODELS = {"hybrid": HYBRID, "cat": CAT}
 
 def girih_model(options):
     torch.manual_seed(0)
-    return GirihForCausalLM(GirihConfig(**SIZES, **options))
+    return GirihForCausalLM(config_of(**SIZES, **options))
 
 
 MAKE = {name: functools.partial(girih_model, options) for name, options in MODELS.items()}

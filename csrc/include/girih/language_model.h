@@ -47,6 +47,13 @@ struct Config {
   std::string feature = "softmax";
   std::optional<std::string> between_chunks = {};
   bool allow_neg_eigval = false;
+  bool normalize = true;  // of lattice, as the next; false and others than 0 at chunk = 1 alone
+  double shrinkage = 0.0;
+  std::optional<bool> post_norm = {};           // of trellis (true) and lattice (false)
+  bool shared_qk = false, normalize_kv = true;  // of trellis, as the next
+  std::string value_read = "linear";
+  bool data_dependent_decay = true;    // of gsa
+  std::optional<int64_t> window = {};  // of attention
   std::string mag_base = "attention", mag_mixer = "delta_product";
   double mag_weight = 0.5;
   bool mag_learned = false, mag_cross = false;
@@ -65,10 +72,17 @@ struct Config {
   std::vector<std::string> mixers() const;
   bool is_whole_cat() const { return hybrid.empty() && mixer == "cat"; }
   // With every default that depends on other fields filled in. Throws c10::ValueError for a size that does
-  // not fit.
+  // not fit, and for an option that is not at its default and that no mixer of the configuration reads.
   Config completed() const;
 
-  // Hugging Face's config.json, as text.
+  // Whether one of its mixers reads a field; of names that are no mixer's, false.
+  bool reads(const std::string& field) const;
+  // Sets fields from text, "chunk=1 phi=identity", with values as in JSON or words. Throws c10::ValueError
+  // for a name that is no field; returns the names.
+  std::vector<std::string> set_options(const std::string& options);
+
+  // Hugging Face's config.json, as text. Fields of others are skipped; a name that is nearly one of these
+  // throws c10::ValueError.
   static Config from_json(const std::string& text);
   std::string to_json() const;
 };

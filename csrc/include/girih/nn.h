@@ -269,7 +269,8 @@ TORCH_MODULE(ShortConv);
 struct GatedSlotAttentionOptions {
   int64_t num_slots = 64;
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
-  bool gated = true;  // false: ABC
+  bool gated = true;                 // false: ABC
+  bool data_dependent_decay = true;  // false: g is learned, the same for all tokens
   double gate_logit_normalizer = 8.0;
   std::string feature = "softmax";  // of ops::GSAOptions
   int64_t conv_size = 0;
@@ -280,14 +281,17 @@ struct GatedSlotAttentionOptions {
 //   g = logsigmoid(x W_f) / gate_logit_normalizer,  s = 1 - e^g
 //   Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  o = Hv^T softmax(Hk^T q)
 //   y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
+// Without data_dependent_decay: decay_logits [memories, M] in place of x W_f.
 class GatedSlotAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedSlotAttentionOptions options = {});
+  void reset_parameters();
 
   GatedSlotAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr};
   ShortConv conv{nullptr};
   torch::nn::Linear f_proj{nullptr};
+  Tensor decay_logits;
   RMSNorm norm{nullptr};
   torch::nn::Linear o_proj{nullptr};
 
@@ -389,6 +393,10 @@ struct TrellisOptions {
   int64_t chunk = 16;
   std::string phi = "ln_silu", f = "ln_silu";  // of ops::TrellisOptions
   bool gated = true;
+  bool shared_qk = false;             // one projection for q and k, as Lattice has
+  bool normalize_kv = true;           // k and v are unit vectors
+  std::string value_read = "linear";  // phi: o = phi(A_v^T f(A_k q))
+  bool post_norm = true;              // false: y = W_o (o * gelu(x W_g))
   int64_t conv_size = 4;
   double norm_eps = 1e-6;
 };
@@ -403,7 +411,8 @@ class TrellisImpl : public RecurrentLayerImpl {
   void reset_parameters();
 
   TrellisOptions options;
-  torch::nn::Linear qk_proj{nullptr};
+  torch::nn::Linear qk_proj{nullptr};  // with shared_qk, else
+  torch::nn::Linear q_proj{nullptr}, k_proj{nullptr};
   ShortConv q_conv{nullptr}, k_conv{nullptr};
   torch::nn::Linear v_proj{nullptr}, a_proj{nullptr}, gamma_proj{nullptr};
   DecayGate decay{nullptr};
@@ -427,15 +436,19 @@ struct LatticeOptions {
   int64_t num_slots = 64;
   std::optional<int64_t> head_dim = {};
   int64_t chunk = 16;
-  std::string objective = "decode";  // of ops::LatticeOptions
+  std::string objective = "decode";  // of ops::LatticeOptions, as the next two
+  bool normalize = true;
+  double shrinkage = 0.0;
   bool gated = true;
+  bool post_norm = false;  // true: y = W_o (RMSNorm(o) * gelu(x W_g))
   int64_t conv_size = 4;
   double norm_eps = 1e-6;
 };
 
 // M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
 //   d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
-//   y = W_o (RMSNorm(o) * gelu(x W_g))
+//   y = W_o (o * gelu(x W_g))
+// v is of unit length for objective encode, whose steps grow with |v|^2.
 class LatticeImpl : public RecurrentLayerImpl {
  public:
   LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions options = {});
@@ -466,6 +479,7 @@ struct AttentionOptions {
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
   double rope_theta = 10000.0;
   bool causal = true;
+  std::optional<int64_t> window = {};  // a query sees so many tokens, itself the last; causal alone
 };
 
 // Softmax attention with rotary positions. The state {k, v, valid, place} has turned keys and values [N,

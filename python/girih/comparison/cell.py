@@ -134,15 +134,16 @@ class StopsWhenLearned(TrainerCallback):
 
 
 def run_cell(task: str, mixer: str, recipe: Recipe, corpus, scratch: Path, seed: int) -> dict:
-    """Train one mixer on one task and measure it."""
+    """Train one mixer, by its name or name and options, on one task and measure it."""
+    name, _, options = mixer.partition(" ")
     torch.manual_seed(seed)
     count = recipe.steps * recipe.batch
     if task == "text":
-        model = model_of_size(mixer, recipe)
+        model = model_of_size(name, recipe, options=options)
         data = Windows.drawn(corpus.train, count, recipe.context, seed)
         held_out = Windows.spread(corpus.held_out, recipe.held_out, recipe.context)
     else:
-        model = model_of_size(mixer, recipe, recipe.vocab_size)
+        model = model_of_size(name, recipe, recipe.vocab_size, options)
         data, held_out, looked_at = (
             Recall(rows, recipe.context, recipe.pairs, recipe.vocab_size, seed + i)
             for i, rows in enumerate((min(count, recipe.rows), recipe.held_out, recipe.held_out))

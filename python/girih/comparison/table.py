@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from girih.comparison.cell import best_of, mean_accuracy
-from girih.models import MIXERS
 from girih.training.folder import publish
 
 WHAT = {
@@ -44,7 +43,7 @@ def table_of(cells: dict[str, dict[str, dict[float, dict]]]) -> str:
         shown = ["bits per byte"] if task == "text" else [f"{pairs} pairs" for pairs in some["accuracy"]]
         heads = ["parameters", *shown, *(f"lr {rate:g}" for rate in rates)]
         lines = [["mixer", *heads], ["---", *("---:" for _ in heads)]]
-        for mixer in (name for name in MIXERS if name in best):
+        for mixer in sorted(best):
             grid = (of_rate(task, of_mixer[mixer].get(rate)) for rate in rates)
             lines.append([mixer, *figures(task, best[mixer]), *grid])
         recipe = some["settings"]

@@ -16,8 +16,9 @@ def mixer_of(attention: nn.Module, sizes: Projections, told: Replacement) -> nn.
 
     A short convolution starts as one that passes its input on, so that the mixer starts from q, k and v as
     they are; the further steps of DeltaProduct, which read the same k and v, start from their differences
-    over time (TPTT, eq. 22), as equal steps would stay equal. Trellis and Lattice, which have one projection
-    for q and k, get the mean of the two, which of all is nearest to both, and a memory for each query head.
+    over time (TPTT, eq. 22), as equal steps would stay equal. Lattice, and Trellis with shared_qk, which have
+    one projection for q and k, get the mean of the two, which of all is nearest to both. These two mixers
+    have a memory for each query head.
     """
     layer = built(sizes, told)
     n = getattr(layer, "n", 1)
@@ -69,6 +70,14 @@ def read_qk(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
     return (q + for_each_query(k, sizes)) / 2
 
 
+def read_q(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
+    return sizes.project_some(attention, x, 0)[0]
+
+
+def read_k(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
+    return for_each_query(*sizes.project_some(attention, x, 1), sizes)
+
+
 def read_v(attention: nn.Module, x: Tensor, *, sizes: Projections) -> Tensor:
     return for_each_query(*sizes.project_some(attention, x, 2), sizes)
 
@@ -77,7 +86,14 @@ def write(attention: nn.Module, o: Tensor, *, sizes: Projections) -> Tensor:
     return sizes.written(attention, o)
 
 
-READ = {"qkv_proj": read, "qk_proj": read_qk, "v_proj": read_v, "o_proj": write}
+READ = {
+    "qkv_proj": read,
+    "qk_proj": read_qk,
+    "q_proj": read_q,
+    "k_proj": read_k,
+    "v_proj": read_v,
+    "o_proj": write,
+}
 
 
 @torch.no_grad()

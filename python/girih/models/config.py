@@ -1,10 +1,12 @@
 """What a girih language model is made of."""
 
+import difflib
+import functools
 from dataclasses import fields
 from os import PathLike
 from typing import Any, ClassVar
 
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from girih import remote_code
 from girih.nn.fields import completed
@@ -32,8 +34,11 @@ class GirihConfig(PretrainedConfig):
     n: Householder steps of delta_product.
     gated: whether delta_product, trellis and lattice forget.
     conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
-    feature: gsa, abc. phi, f: trellis. objective: lattice. between_chunks, allow_neg_eigval: the delta rule
-        mixers.
+    feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
+        objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta rule mixers.
+        window: attention. The layers of `girih.nn` explain them.
+    post_norm: whether trellis and lattice have an RMSNorm before the gate, by default as the papers:
+        Trellis has one and Lattice has none.
     compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
     running_positions: rotary positions of cat, model and layer, run over the chunks instead of starting anew.
     initializer_range: deviation that weights start with, by default hidden_size^-1/2: models of a few hundred
@@ -44,7 +49,9 @@ class GirihConfig(PretrainedConfig):
         and left a part of the tokens after another (`girih.nn.loss`): of a large vocabulary they take more
         memory than the layers. For trainers that read logits beside the loss leave it off.
 
-    A value that does not fit raises a ValueError that names it: `girih::nn::Config` in C++ checks both.
+    A value that does not fit raises a ValueError that names it: `girih::nn::Config` in C++ checks both. So
+    does an option that is not at its default and that no mixer reads, and a keyword that is neither a field
+    nor one of transformers'.
 
     >>> GirihConfig(mixer=["gsa", "attention"], num_hidden_layers=2).mixers
     ['gsa', 'attention']
@@ -75,6 +82,14 @@ class GirihConfig(PretrainedConfig):
     feature: str = "softmax"
     between_chunks: str | None = None
     allow_neg_eigval: bool = False
+    normalize: bool = True
+    shrinkage: float = 0.0
+    post_norm: bool | None = None
+    shared_qk: bool = False
+    normalize_kv: bool = True
+    value_read: str = "linear"
+    data_dependent_decay: bool = True
+    window: int | None = None
     mag_base: str = "attention"
     mag_mixer: str = "delta_product"
     mag_weight: float = 0.5
@@ -103,7 +118,23 @@ class GirihConfig(PretrainedConfig):
                 )
         return super().__new__(cls)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers' own. A file may have entries of other libraries, which become attributes; one that is
+        nearly a field's name is refused."""
+        others = {name: config_dict[name] for name in config_dict if not is_keyword(name)}
+        for name in others:
+            refuse_misspelt(name, closeness=0.8)
+        known = {name: value for name, value in config_dict.items() if name not in others}
+        made = super().from_dict(known, **kwargs)
+        for name, value in others.items():
+            setattr(made[0] if isinstance(made, tuple) else made, name, value)
+        return made
+
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in kwargs:
+            if not is_keyword(name):
+                refuse_misspelt(name)
         if not isinstance(self.loss_in_chunks, bool):
             raise ValueError(f"loss_in_chunks is {self.loss_in_chunks!r}; expected True or False")
         for alias, name in self.attribute_map.items():  # before what follows from them is completed
@@ -144,3 +175,37 @@ OWN_FIELDS = tuple(
     for field in fields(GirihConfig)
     if field.name in GirihConfig.__annotations__ and field.name not in ("use_cache", "loss_in_chunks")
 )
+
+# Keywords of transformers' configurations that are not fields of theirs.
+OF_TRANSFORMERS = (
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "girih",  # what `girih.inject` and `replace_attention` write
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "torch_dtype",
+    "use_return_dict",
+)
+
+
+@functools.cache
+def of_generation() -> frozenset[str]:
+    """What transformers takes out of a configuration as saved by older versions."""
+    return frozenset(vars(GenerationConfig()))
+
+
+def is_keyword(name: str) -> bool:
+    """Whether a configuration takes it: a field, another name of one, or one of transformers' keywords."""
+    own = {field.name for field in fields(GirihConfig)} | set(GirihConfig.attribute_map)
+    return name in own or name in OF_TRANSFORMERS or name.startswith("_") or name in of_generation()
+
+
+def refuse_misspelt(name: str, closeness: float = 0.0) -> None:
+    """Raises a ValueError that names the nearest field, if one is as close as that."""
+    if near := difflib.get_close_matches(name, [field.name for field in fields(GirihConfig)], 1, closeness):
+        raise ValueError(f"{name} is no field of a configuration; expected {near[0]}?")

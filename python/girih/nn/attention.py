@@ -35,30 +35,34 @@ class Slots:
 
     turn: `[slots, 2, head_dim]`; x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i.
     see: `[2 slots - 1]`; the slots from slots - 1 - i on are added to the scores of a token at i.
+    window: tokens that a query sees; None: all.
     """
 
     turn: Tensor
     see: Tensor
+    window: int | None = None
 
 
 register_dataclass(Slots, "girih.nn.attention.Slots")  # programs may return it
 _slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
 
 
-def slots_of(kept: Tensor, theta: float) -> Slots:
+def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
     """For `[N, slots, heads, head_dim]`; the same for all layers and caches of one stream, as `turn` is as
     large as one sequence's keys and values of one head."""
     slots, head_dim = kept.shape[1], kept.shape[-1]
     shared = by_itself(kept)
     if shared:
         stream = torch.cuda.current_stream(kept.device) if kept.is_cuda else None
-        key = slots, head_dim, theta, kept.dtype, kept.device, stream
+        key = slots, head_dim, theta, window, kept.dtype, kept.device, stream
         if (found := _slots.get(key)) is not None:
             return found
     turn = rotary_factors(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
     see = torch.zeros(2 * slots - 1, dtype=kept.dtype, device=kept.device)
     see[slots:] = -torch.inf
-    made = Slots(torch.stack(turn, 1), see)
+    if window is not None and window < slots:
+        see[: slots - window] = -torch.inf
+    made = Slots(torch.stack(turn, 1), see, window)
     if shared:
         _slots[key] = made
     return made
@@ -95,14 +99,14 @@ class AttentionState(NamedTuple):
             return None
         return (), self._replace(tokens=self.tokens + 1)
 
-    def with_slots(self, slots: int, theta: float) -> "AttentionState":
+    def with_slots(self, slots: int, theta: float, window: int | None) -> "AttentionState":
         def roomy(kept: Tensor, value: bool) -> Tensor:
             return F.pad(kept, (0, 0) * (kept.dim() - 2) + (0, slots - kept.shape[1]), value=value)
 
         k, v = roomy(self.k, False), roomy(self.v, False)
         valid = None if self.valid is None else roomy(self.valid, True)
         place = torch.full((k.shape[0],), self.tokens, device=k.device)
-        return AttentionState(k, v, valid, self.tokens, place, slots_of(k, theta))
+        return AttentionState(k, v, valid, self.tokens, place, slots_of(k, theta, window))
 
 
 def appended(kept: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
@@ -125,6 +129,9 @@ class Attention(SequenceLayer):
     x, y `[B, T, hidden_size]`. The state is the key-value cache; with use_cache and without gradients it has
     slots for tokens that come, and a single one is written there.
 
+    window: a query sees the last so many tokens, itself among them (sliding-window attention); causal alone.
+        The state still keeps all of them.
+
     >>> layer = Attention(64, num_heads=4, num_kv_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
     >>> y.shape, state.k[:, : state.tokens].shape
@@ -140,6 +147,7 @@ class Attention(SequenceLayer):
         head_dim: int | None = None,
         rope_theta: float = 10000.0,
         causal: bool = True,
+        window: int | None = None,
     ):
         super().__init__()
         kv_heads, head_dim = heads_of(
@@ -149,9 +157,12 @@ class Attention(SequenceLayer):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rope_theta=rope_theta,
+            window=window,
         )
+        if window is not None and not causal:
+            raise ValueError(f"window is {window}; expected none where causal is false")
         self.heads, self.head_dim = (num_heads, kv_heads, kv_heads), head_dim
-        self.rope_theta, self.causal = rope_theta, causal
+        self.rope_theta, self.causal, self.window = rope_theta, causal, window
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
@@ -162,11 +173,14 @@ class Attention(SequenceLayer):
 
         A query always sees its own token, so that a masked one has something to attend to.
         """
-        if valid is None and cu_seqlens is None and (past == 0 or T == 1 or not self.causal):
+        is_cut = self.window is not None and self.window < past + T
+        if valid is None and cu_seqlens is None and not is_cut and (past == 0 or T == 1 or not self.causal):
             return None
         key = torch.arange(past + T, device=device)
         query = key[past:, None]
         see = key <= query if self.causal else torch.ones_like(key <= query)
+        if is_cut:
+            see = see & (key > query - self.window)
         if cu_seqlens is not None:
             sequence = torch.searchsorted(cu_seqlens, key, right=True)
             see = see & (sequence == sequence[past:, None])
@@ -234,14 +248,14 @@ class Attention(SequenceLayer):
         if valid is not None:
             valid = F.pad(valid, (0, kept[0].shape[1] - past - T), value=True)
         place = torch.full((x.shape[0],), past + T, device=x.device)
-        slots = slots_of(kept[0], self.rope_theta) if in_place else None
+        slots = slots_of(kept[0], self.rope_theta, self.window) if in_place else None
         return o, AttentionState(*kept, valid, past + T, place, slots)
 
     def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
         """One token of each sequence, `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the state's
         tensors; nothing on the device depends on how many tokens the host knows of."""
         if state.slots is None or state.tokens == state.k.shape[1]:
-            state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta)
+            state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
         turn = slots.turn.index_select(0, place)[:, None, None].unbind(3)
         q, k, v = rotate_row(qkv, self.heads, turn)
@@ -261,4 +275,4 @@ class Attention(SequenceLayer):
         return o.flatten(2), AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
 
 
-register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta")
+register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta", "window")

@@ -11,12 +11,13 @@ from girih.nn.step import Product
 
 
 def first_step_bias(chunk: int) -> float:
-    """b with sigmoid(b) = 1 / (4 chunk), where step sizes start.
+    """b with sigmoid(b) = 1 / (4 max(chunk, 16)), where step sizes start.
 
     All steps of a chunk follow gradients at its first state, so it is their sum that must not overshoot. With
-    sigmoid(0) Trellis's gradients explode, and Lattice was 0.2 bits a byte behind after 120 steps.
+    sigmoid(0) Trellis's gradients explode, and Lattice was 0.2 bits a byte behind after 120 steps. In chunks
+    of one token Trellis's gradients explode from 1/4 on as well, and from 1/64 they do not.
     """
-    return -math.log(4.0 * chunk - 1.0)
+    return -math.log(4.0 * max(chunk, 16) - 1.0)
 
 
 class DecayGate(Layer):

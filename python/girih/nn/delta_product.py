@@ -1,6 +1,7 @@
 """DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from girih.nn.decay import DecayGate
 from girih.nn.fields import heads_of
 from girih.nn.masking import RecurrentLayer
-from girih.nn.mixers import register_layer
+from girih.nn.mixers import layer_of, register
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
@@ -48,6 +49,8 @@ class DeltaProduct(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
+        if between_chunks is None and chunk is not None:
+            raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
         kv_heads, head_dim = heads_of(
             "delta_product",
             hidden_size,
@@ -60,10 +63,10 @@ class DeltaProduct(RecurrentLayer):
             between_chunks=between_chunks,
             conv_size=conv_size,
             norm_eps=norm_eps,
-            **({} if chunk is None and between_chunks is None else {"chunk": chunk}),
+            **({} if between_chunks is None else {"chunk": chunk}),
         )
         self.n, self.head_dim, self.gated, self.allow_neg_eigval = n, head_dim, gated, allow_neg_eigval
-        self.between_chunks, self.chunk = between_chunks, chunk if between_chunks else None
+        self.between_chunks, self.chunk = between_chunks, chunk
         self.heads = (num_heads, n * kv_heads, n * kv_heads)
         channels = sum(self.heads) * head_dim
         self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
@@ -131,6 +134,16 @@ _FIELDS = (
     "conv_size",
     "norm_eps",
 )
-register_layer("delta_product", DeltaProduct, "n", "gated", *_FIELDS)
-register_layer("deltanet", DeltaProduct, *_FIELDS, n=1, gated=False)
-register_layer("gated_deltanet", DeltaProduct, *_FIELDS, n=1, gated=True)
+
+
+def _register(name: str, *own: str, **fixed: Any) -> None:
+    def build(config: Any) -> nn.Module:
+        unread = () if config.between_chunks else ("chunk",)
+        return layer_of(DeltaProduct, *(f for f in (*own, *_FIELDS) if f not in unread), **fixed)(config)
+
+    register(name, build, *own, *_FIELDS)
+
+
+_register("delta_product", "n", "gated")
+_register("deltanet", n=1, gated=False)
+_register("gated_deltanet", n=1, gated=True)

@@ -22,15 +22,16 @@ def text_of(fields: dict[str, Any]) -> str:
     return json.dumps({name: plain(value) for name, value in fields.items()}, default=repr)
 
 
-def completed(fields: dict[str, Any]) -> dict[str, Any]:
+def completed(fields: dict[str, Any], for_layer: bool = False) -> dict[str, Any]:
     """Every field of `girih::nn::Config` with these given, and the values that follow from them.
 
-    One that does not fit raises a ValueError that names it.
+    One that does not fit raises a ValueError that names it, and so does an option that the mixers do not
+    read, unless it is for a layer, which may have options that the name of a mixer sets.
 
     >>> completed({"hidden_size": 96})["head_dim"]
     24
     """
-    return json.loads(torch.ops.girih.complete_configuration(text_of(fields)))
+    return json.loads(torch.ops.girih.complete_configuration(text_of(fields), for_layer=for_layer))
 
 
 def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tuple[int, int]:
@@ -41,5 +42,5 @@ def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tu
     ValueError: num_slots is 0; expected 1 to 1048576
     """
     layer = {"mixer": [mixer], "num_hidden_layers": 1, "hidden_size": hidden_size, "num_heads": num_heads}
-    fields = completed(layer | options)
+    fields = completed(layer | options, for_layer=True)
     return fields["num_kv_heads"], fields["head_dim"]

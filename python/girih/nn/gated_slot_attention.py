@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.fields import heads_of
 from girih.nn.fused import silu_norm
+from girih.nn.layer import at_least_fp32
 from girih.nn.linears import together
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
@@ -24,6 +27,9 @@ class GatedSlotAttention(RecurrentLayer):
         y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
 
     `gated=False` is ABC: `x W_f` are the logits s of a running softmax over the tokens, one for every slot.
+    `data_dependent_decay=False` has learned `decay_logits [num_kv_heads, num_slots]` in place of `x W_f`, the
+    same for all tokens (the paper's ablation); slots then start with time constants -1 / g from 4 to 4096
+    tokens, spread evenly in the logarithm, as equal ones would hold the same.
     x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size` puts a short
     convolution before the SiLU of q, k and v; the paper has none.
 
@@ -32,6 +38,8 @@ class GatedSlotAttention(RecurrentLayer):
     >>> y.shape, state.memory.k.shape
     (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 16]))
     """
+
+    undecayed = fp32 = ("decay_logits",)
 
     def __init__(
         self,
@@ -42,6 +50,7 @@ class GatedSlotAttention(RecurrentLayer):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         gated: bool = True,
+        data_dependent_decay: bool = True,
         gate_logit_normalizer: float = 8.0,
         feature: str = "softmax",
         conv_size: int = 0,
@@ -56,19 +65,39 @@ class GatedSlotAttention(RecurrentLayer):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             feature=feature,
+            data_dependent_decay=data_dependent_decay,
             conv_size=conv_size,
             norm_eps=norm_eps,
         )
+        if not gated and not data_dependent_decay:
+            raise ValueError(
+                "data_dependent_decay is false; expected true where gated is false: ABC has no decay"
+            )
         self.gated, self.gate_logit_normalizer, self.feature = gated, gate_logit_normalizer, feature
         self.heads, self.num_slots = (num_heads, kv_heads, kv_heads), num_slots
         channels = sum(self.heads) * head_dim
         self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
         self.conv = ShortConv(channels, conv_size)
-        self.f_proj = nn.Linear(hidden_size, kv_heads * num_slots, bias=False)
+        if data_dependent_decay:
+            self.f_proj = nn.Linear(hidden_size, kv_heads * num_slots, bias=False)
+        else:
+            self.f_proj = None
+            self.decay_logits = nn.Parameter(at_least_fp32(torch.empty(kv_heads, num_slots)))
         self.norm = RMSNorm(num_heads * head_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.f_proj is None:
+            logits = self.decay_logits
+            tokens = torch.logspace(2, 12, self.num_slots, base=2, dtype=logits.dtype, device=logits.device)
+            g = -self.gate_logit_normalizer / tokens  # logsigmoid(decay_logits)
+            logits.copy_(g - torch.log(-torch.expm1(g)))
 
     def projected(self, x: Tensor) -> list[Tensor]:
+        if self.f_proj is None:
+            return projections(self, ["qkv_proj"], x)
         f = ("logsigmoid", 1.0 / self.gate_logit_normalizer) if self.gated else ("linear", 1.0)
         return projections(self, ["qkv_proj", "f_proj"], x, gates={"f_proj": f})
 
@@ -76,6 +105,8 @@ class GatedSlotAttention(RecurrentLayer):
         return together(silu_norm(self.norm, o), [self.o_proj])[0]
 
     def products(self) -> tuple[Product, ...]:
+        if self.f_proj is None:
+            return (Product(self.qkv_proj.weight),)
         gate = Product(self.f_proj.weight, "linear")
         if self.gated:
             gate = Product(self.f_proj.weight, "logsigmoid", scale=1.0 / self.gate_logit_normalizer)
@@ -88,11 +119,15 @@ class GatedSlotAttention(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
-        qkv, f = projected
+        qkv, *f = projected
         conv, memory = state or (None, None)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
-        f = f.unflatten(-1, (-1, self.num_slots))
+        if self.f_proj is None:
+            decay = F.logsigmoid(at_least_fp32(self.decay_logits)) / self.gate_logit_normalizer
+            f = decay.expand(*qkv.shape[:2], -1, -1)
+        else:
+            f = f[0].unflatten(-1, (-1, self.num_slots))
         s, g = (None, f) if self.gated else (f, None)
         o, memory = advance(
             "gsa",
@@ -114,5 +149,5 @@ class GatedSlotAttention(RecurrentLayer):
 
 
 _FIELDS = ("num_kv_heads", "head_dim", "num_slots", "feature", "conv_size", "norm_eps")
-register_layer("gsa", GatedSlotAttention, *_FIELDS, gated=True)
+register_layer("gsa", GatedSlotAttention, "data_dependent_decay", *_FIELDS, gated=True)
 register_layer("abc", GatedSlotAttention, *_FIELDS, gated=False)

@@ -43,3 +43,8 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return ops.gated_rms_norm(x, self.weight, gate.to(x.dtype), activation=self.activation, eps=self.eps)
+
+
+def gated_output(norm: GatedRMSNorm | None, o: Tensor, gate: Tensor) -> Tensor:
+    """norm(o, gate), or o * gelu(gate) without a norm."""
+    return o * F.gelu(gate.to(o.dtype)) if norm is None else norm(o, gate)

@@ -11,7 +11,7 @@ from girih.nn.fused import unit_rows
 from girih.nn.layer import GateLinear, at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
-from girih.nn.norm import GatedRMSNorm
+from girih.nn.norm import GatedRMSNorm, gated_output
 from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, advance
@@ -24,10 +24,16 @@ class Trellis(RecurrentLayer):
         A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
         o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
-    A' is A at the start of the chunk. q and k share one projection and have a short convolution each, keys
-    and values one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. A step
-    grows with `|x|^2`: k and v are unit vectors, or the gradients of a chunk add up to more than the memory
-    can follow (identity and silu diverge, the normalising phis turn chaotic). `chunk` is part of the model.
+    A' is A at the start of the chunk. q and k have a projection and a short convolution each, keys and values
+    one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. A step grows with
+    `|x|^2`: k and v are unit vectors, or the gradients of a chunk may add up to more than the memory can
+    follow (phi identity and silu diverge). `chunk` is part of the model.
+
+    shared_qk: one projection for q and k (as Lattice has).
+    normalize_kv: False leaves k and v as they are projected, as the paper does.
+    value_read: "phi" reads the value pass as o = phi(A_v^T f(A_k q)), the paper's sentence after eq. 14 taken
+        literally; it learned less in every comparison.
+    post_norm: False leaves out the RMSNorm.
 
     A normalising phi does not see the size s of A's entries, but its slope is 1 / s: a step has curvature
     gamma / s^2. Decay e^-lambda shrinks s, steps raise it, and where the two balance the curvature is about
@@ -55,6 +61,10 @@ class Trellis(RecurrentLayer):
         phi: str = "ln_silu",
         f: str = "ln_silu",
         gated: bool = True,
+        shared_qk: bool = False,
+        normalize_kv: bool = True,
+        value_read: str = "linear",
+        post_norm: bool = True,
         conv_size: int = 4,
         norm_eps: float = 1e-6,
     ):
@@ -69,13 +79,20 @@ class Trellis(RecurrentLayer):
             phi=phi,
             f=f,
             gated=gated,
+            shared_qk=shared_qk,
+            normalize_kv=normalize_kv,
+            value_read=value_read,
+            post_norm=post_norm,
             conv_size=conv_size,
             norm_eps=norm_eps,
         )
         self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
         self.phi, self.f, self.gated = phi, f, gated
+        self.normalize_kv, self.value_read = normalize_kv, value_read
+        self.reads = ("qk_proj",) if shared_qk else ("q_proj", "k_proj")
         channels = num_heads * head_dim
-        self.qk_proj = nn.Linear(hidden_size, channels, bias=False)
+        for name in self.reads:
+            setattr(self, name, nn.Linear(hidden_size, channels, bias=False))
         self.q_conv = ShortConv(channels, conv_size)
         self.k_conv = ShortConv(channels, conv_size)
         self.v_proj = nn.Linear(hidden_size, channels, bias=False)
@@ -85,7 +102,7 @@ class Trellis(RecurrentLayer):
         self.key_memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, num_slots, head_dim)))
         self.value_memory = nn.Parameter(torch.empty_like(self.key_memory))
         self.g_proj = nn.Linear(hidden_size, channels, bias=False)
-        self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu")
+        self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu") if post_norm else None
         self.o_proj = nn.Linear(channels, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -95,14 +112,16 @@ class Trellis(RecurrentLayer):
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
-        names = ["qk_proj", "v_proj", "a_proj", "g_proj", "gamma_proj"]
+        names = ["v_proj", "a_proj", "g_proj", "gamma_proj", *self.reads]
         return projections(self, names, x, self.decay, {"gamma_proj": ("sigmoid", 1.0)})
 
     def products(self) -> tuple[Product, ...]:
-        plain = self.qk_proj, self.v_proj, self.a_proj, self.g_proj
+        def plain(*names: str) -> list[Product]:
+            return [Product(getattr(self, name).weight) for name in names]
+
         gamma = Product(self.gamma_proj.weight, "sigmoid", self.gamma_proj.bias)
         decay = () if self.decay is None else (self.decay.product(),)
-        return *(Product(linear.weight) for linear in plain), gamma, *decay
+        return *plain("v_proj", "a_proj", "g_proj"), gamma, *plain(*self.reads), *decay
 
     def core(
         self,
@@ -111,13 +130,15 @@ class Trellis(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
-        qk, v, a, gate, gamma, *decay = projected
-        g = decay[0] if decay else None
+        v, a, gate, gamma, q, *others = projected
+        k = others[0] if len(self.reads) == 2 else q
+        g = None if self.decay is None else others[-1]
         (q_state, k_state), memory = state or ((None, None), None)
-        q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
-        k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        q, q_state = self.q_conv(q, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        k, k_state = self.k_conv(k, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v, a, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, a, gate))
-        k, v = unit_rows(k), unit_rows(v)
+        if self.normalize_kv:
+            k, v = unit_rows(k), unit_rows(v)
         if memory is None:
             memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
         o, memory = advance(
@@ -135,9 +156,26 @@ class Trellis(RecurrentLayer):
             in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
-        return self.norm(o, gate).flatten(-2), LayerState((q_state, k_state), memory) if use_cache else None
+        if self.value_read == "phi":
+            o = torch.ops.girih.trellis_phi(at_least_fp32(o), self.phi).to(o.dtype)
+        return gated_output(self.norm, o, gate).flatten(-2), LayerState(
+            (q_state, k_state), memory
+        ) if use_cache else None
 
 
 register_layer(
-    "trellis", Trellis, "head_dim", "num_slots", "chunk", "phi", "f", "gated", "conv_size", "norm_eps"
+    "trellis",
+    Trellis,
+    "head_dim",
+    "num_slots",
+    "chunk",
+    "phi",
+    "f",
+    "gated",
+    "shared_qk",
+    "normalize_kv",
+    "value_read",
+    "post_norm",
+    "conv_size",
+    "norm_eps",
 )

@@ -1,15 +1,27 @@
 """The sizes of model, and how each is trained: `recipes.json`, which girih-train reads too."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from girih.models import GirihConfig, GirihForCausalLM
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.command import Refusal
 
 STEP = 8  # what the width of an MLP is a multiple of
+# Fields of a configuration that its size or an argument of its own sets.
+OF_SIZE = (
+    "mixer",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "head_dim",
+    "intermediate_size",
+    "chunks",
+)
 
 
 @dataclass(frozen=True)
@@ -39,15 +51,51 @@ SIZES = {
 }
 
 
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
+def with_context(size: AnyRecipe, context: int | None) -> AnyRecipe:
+    """The recipe with sequences of another length, and as many tokens a step and held out as before.
+
+    >>> with_context(SIZES["small"], 1024).batch * 1024 == SIZES["small"].batch * SIZES["small"].context
+    True
+    """
+    if context is None:
+        return size
+    tokens = size.batch * size.context
+    if context < 1 or tokens % context:
+        raise Refusal(f"context {context}: expected a divisor of the {tokens} tokens of a step")
+    held_out = max(1, size.held_out * size.context // context)
+    return replace(size, context=context, batch=tokens // context, held_out=held_out)
+
+
+def read_options(options: str) -> dict:
+    """ "chunk=1 phi=identity" as fields of a configuration, but for those of the size."""
+    try:
+        fields = json.loads(torch.ops.girih.read_options(options))
+    except ValueError as error:
+        raise Refusal(f"options {options!r}: {error}") from error
+    for name in fields:
+        if name in OF_SIZE:
+            raise Refusal(f"options {options!r}: {name} is not an option; the size or --{name} sets it")
+    return fields
+
+
 def config_of_size(
-    mixer: str, size: Recipe, vocab_size: int = 256, chunks: list[int] | None = None
+    mixer: str, size: Recipe, vocab_size: int = 256, chunks: list[int] | None = None, options: str = ""
 ) -> GirihConfig:
     """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 
     mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, which
-    goes by 16 where it is one of them and else by the first unless a call says otherwise.
+    goes by 16 where it is one of them and else by the first unless a call says otherwise. options: other
+    fields of the configuration, "chunk=1 phi=identity".
     """
     names = mixer.split(",")
+    fields = read_options(options)
+    if any("num_slots" in MIXERS[name].fields for name in names if name in MIXERS):
+        fields = {"num_slots": size.slots} | fields
+    if size.context > GirihConfig.max_position_embeddings:
+        fields = {"max_position_embeddings": size.context} | fields
     if len(names) > size.layers:
         raise Refusal(f"mixer {mixer}: {len(names)} cannot take turns over {size.layers} layers")
 
@@ -58,10 +106,10 @@ def config_of_size(
             num_hidden_layers=size.layers,
             num_heads=size.heads,
             head_dim=size.head_dim,
-            num_slots=size.slots,
             intermediate_size=intermediate,
             mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
             **({"chunks": chunks, "chunk": 16 if 16 in chunks else chunks[0]} if chunks else {}),
+            **fields,
         )
 
     def count(intermediate: int) -> int:
@@ -79,5 +127,5 @@ def config_of_size(
     return config(intermediate)
 
 
-def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256) -> GirihForCausalLM:
-    return GirihForCausalLM(config_of_size(mixer, size, vocab_size))
+def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256, options: str = "") -> GirihForCausalLM:
+    return GirihForCausalLM(config_of_size(mixer, size, vocab_size, options=options))

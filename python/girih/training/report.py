@@ -66,6 +66,8 @@ def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, pr
     result = {
         "mixer": arguments["mixer"],
         "size": arguments["size"],
+        **({"options": arguments["options"]} if "options" in arguments else {}),
+        "context": size.context,
         "parameters": trainer.model.num_parameters(),
         "steps": size.steps,
         "tokens": size.steps * trainer.tokens_per_step,

@@ -1,0 +1,215 @@
+"""Options of a configuration: none is swallowed, and models with each of them train."""
+
+import difflib
+import random
+import subprocess
+
+import pytest
+import torch
+from conftest import TREE
+from girih.models import MIXERS, GirihConfig
+from girih.models.config import OF_TRANSFORMERS, OWN_FIELDS
+from girih.training.command import Refusal
+from girih.training.recipe import SIZES, config_of_size, with_context
+from training_runs import LARGEST, RUNS, train
+from transformers import GenerationConfig, PretrainedConfig
+
+# A value of every option that is not its default.
+OTHER = {
+    "num_slots": 32,
+    "chunk": 8,
+    "chunks": [4, 8],
+    "n": 3,
+    "gated": False,
+    "conv_size": 3,
+    "phi": "identity",
+    "f": "softmax",
+    "objective": "encode",
+    "feature": "relu",
+    "between_chunks": "gelu",
+    "allow_neg_eigval": True,
+    "normalize": False,
+    "shrinkage": 0.1,
+    "post_norm": True,
+    "shared_qk": True,
+    "normalize_kv": False,
+    "value_read": "phi",
+    "data_dependent_decay": False,
+    "window": 4,
+    "mag_base": "gla",
+    "mag_mixer": "gsa",
+    "mag_weight": 0.25,
+    "mag_learned": True,
+    "mag_cross": True,
+    "compressor_hidden_size": 64,
+    "compressor_layers": 1,
+    "running_positions": True,
+    "rope_theta": 100.0,
+}
+OF_EVERY_MODEL = {
+    "vocab_size", "hidden_size", "num_hidden_layers", "mixer", "num_heads", "num_kv_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings", "norm_eps", "initializer_range", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+}  # fmt: skip
+DELTA = ("delta_product", "deltanet", "gated_deltanet")
+
+
+def test_every_field_is_an_option_or_of_every_model():
+    assert {*OTHER} | OF_EVERY_MODEL == {*OWN_FIELDS} and not {*OTHER} & OF_EVERY_MODEL
+
+
+def reads(mixer, option):
+    if mixer == "cat" and option in ("chunks", "compressor_hidden_size", "compressor_layers"):
+        return True
+    parts = [mixer, "attention", "delta_product"] if mixer == "mag" else [mixer]
+    if option == "chunk" and not {*parts} & {"trellis", "lattice", "cat"}:
+        return False
+    return any(option in MIXERS[part].fields for part in parts)
+
+
+@pytest.mark.parametrize("mixer", list(MIXERS))
+def test_options_of_other_mixers_are_refused_by_name(mixer):
+    for option, value in OTHER.items():
+        given = {"mixer": mixer, option: value}
+        if option in ("normalize", "shrinkage"):
+            given["chunk"] = 1
+        if option == "chunks":
+            given["chunk"] = 8
+        if reads(mixer, option) and not (mixer in DELTA and option == "chunk"):
+            assert getattr(GirihConfig(**given), option) == value
+        else:
+            with pytest.raises(ValueError, match=f"{option}|chunk"):
+                GirihConfig(**given)
+
+
+@pytest.mark.parametrize("mixer", list(MIXERS))
+def test_a_refused_option_says_what_to_expect(mixer):
+    for option, value in OTHER.items():
+        if option not in ("chunk", "chunks", "normalize", "shrinkage") and not reads(mixer, option):
+            default = "its default"
+            with pytest.raises(ValueError, match=f"^{option} is .*mixer {mixer} does not read.*{default}"):
+                GirihConfig(mixer=mixer, **{option: value})
+            GirihConfig(mixer=mixer, **{option: getattr(GirihConfig(), option)})  # says nothing new
+
+
+def test_layers_of_several_mixers_take_the_options_of_each():
+    both = {"mixer": ["trellis", "attention"], "num_hidden_layers": 2}
+    assert GirihConfig(**both, phi="silu", window=3, num_slots=8, chunk=4).window == 3
+    with pytest.raises(ValueError, match="n is 3, which mixers attention, trellis do not read"):
+        GirihConfig(**both, n=3)
+    mixed = {"mixer": "mag", "mag_base": "lattice", "mag_mixer": "gsa"}
+    assert GirihConfig(**mixed, objective="encode", feature="relu").objective == "encode"
+    with pytest.raises(ValueError, match="window is 4, which mixer mag does not read"):
+        GirihConfig(**mixed, window=4)
+
+
+def misspelt(names, count):
+    """Names with a letter changed, dropped, doubled or two exchanged."""
+    draw = random.Random(0)
+    for _ in range(count):
+        name = draw.choice(names)
+        i = draw.randrange(len(name))
+        other = draw.choice("abcdefghijklmnopqrstuvwxyz_")
+        wrong = draw.choice(
+            [name[:i] + other + name[i + 1 :], name[:i] + name[i + 1 :], name[:i] + name[i] + name[i:],
+             name[: max(0, i - 1)] + name[max(0, i - 1) : i + 1][::-1] + name[i + 1 :]]
+        )  # fmt: skip
+        if wrong and wrong not in names and wrong not in OF_TRANSFORMERS and not wrong.startswith("_"):
+            yield name, wrong
+
+
+def test_misspelt_options_are_refused_and_the_nearest_is_named():
+    with pytest.raises(ValueError, match=r"num_slotz is no field of a configuration; expected num_slots\?"):
+        GirihConfig(mixer="gsa", num_slotz=32)
+    names = sorted({*OWN_FIELDS, "use_cache", "loss_in_chunks"})
+    for name, wrong in misspelt([n for n in names if len(n) > 1], 300):
+        with pytest.raises(ValueError, match=f"{wrong} is no field of a configuration; expected ") as error:
+            GirihConfig(**{wrong: 1})
+        found = str(error.value).rpartition(" ")[2].rstrip("?")
+        ratio = difflib.SequenceMatcher(None, wrong, found).ratio()
+        assert found == name or ratio >= difflib.SequenceMatcher(None, wrong, name).ratio() - 1e-9
+    for anything in ("foo", "x", "kernel"):
+        with pytest.raises(ValueError, match="is no field of a configuration; expected "):
+            GirihConfig(**{anything: 1})
+
+
+def test_misspelt_options_of_a_file_are_refused_in_both_languages():
+    for _, wrong in misspelt([n for n in OWN_FIELDS if len(n) >= 8], 100):
+        with pytest.raises(ValueError, match=f"{wrong} is no field of a configuration"):
+            torch.ops.girih.complete_configuration(f'{{"{wrong}": 1}}')
+        with pytest.raises(ValueError, match="is no field of a configuration"):
+            GirihConfig.from_dict({wrong: 1})
+
+
+def test_transformers_keywords_pass():
+    given = {"output_hidden_states": True, "return_dict": False, "dtype": "bfloat16", "id2label": {0: "a"}}
+    given |= {"architectures": ["A"], "problem_type": "regression", "transformers_version": "5"}
+    config = GirihConfig(**given, name_or_path="here", attn_implementation="sdpa", num_attention_heads=2)
+    assert config.num_heads == 2 and config.output_hidden_states and config.dtype == torch.bfloat16
+    assert GirihConfig(num_labels=3).num_labels == 3 and GirihConfig(torch_dtype="float16").dtype is not None
+    of_saved = set(PretrainedConfig().to_dict()) | set(GirihConfig().to_dict())
+    for name in of_saved | set(GenerationConfig().to_dict()):
+        GirihConfig.from_dict({name: getattr(GirihConfig(), name, None)})
+
+
+def test_a_file_keeps_entries_of_other_libraries():
+    config = GirihConfig.from_dict({"mixer": "gla", "some_tools_entry": {"a": 1}})
+    assert config.some_tools_entry == {"a": 1} and config.to_dict()["some_tools_entry"] == {"a": 1}
+    again = GirihConfig.from_dict(config.to_dict())
+    assert again.some_tools_entry == {"a": 1}
+
+
+# ---- training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixer, options", RUNS, ids=str)
+def test_every_mixer_trains_with_every_word(mixer, options):
+    """With every chunk from the paper's exact recurrence, 1, to 64."""
+    found = train(mixer, options, rate=3e-3)
+    assert found.largest <= LARGEST
+    assert found.last < 0.8 * found.first
+
+
+# ---- options of commands -----------------------------------------------------------------------------------
+
+
+def test_options_of_a_run_are_those_of_the_configuration():
+    config = config_of_size("trellis", SIZES["tiny"], options="chunk=1 phi=identity gated=false")
+    assert (config.chunk, config.phi, config.gated) == (1, "identity", False)
+    config = config_of_size("gsa,attention", SIZES["tiny"], options="window=8  feature=relu")
+    assert (config.window, config.feature, config.num_slots) == (8, "relu", SIZES["tiny"].slots)
+    assert config_of_size("gsa", SIZES["tiny"], options="num_slots=8").num_slots == 8
+
+
+@pytest.mark.parametrize(
+    "mixer, options, message",
+    [
+        ("trellis", "chonk=1", "chonk is no field of a configuration; expected chunk"),
+        ("trellis", "chunk", "'chunk' is not name=value"),
+        ("trellis", "chunk=1 chunk=2", "chunk is given twice"),
+        ("trellis", "chunk=one", 'chunk is "one"; expected an integer'),
+        ("trellis", "chunk=65", "chunk is 65; expected 1 to 64 for trellis"),
+        ("trellis", "gated=1", "gated is 1; expected true or false"),
+        ("trellis", "window=4", "window is 4, which mixer trellis does not read"),
+        ("trellis", "hidden_size=64", "hidden_size is not an option; the size or --hidden_size sets it"),
+        ("trellis", "mixer=gsa", "mixer is not an option; the size or --mixer sets it"),
+    ],
+)
+def test_wrong_options_of_a_run_are_refused_in_both_languages(mixer, options, message, tmp_path):
+    with pytest.raises(Refusal) as error:
+        config_of_size(mixer, SIZES["tiny"], options=options)
+    assert message in str(error.value)
+    (tmp_path / "text").write_bytes(b"some text " * 100)
+    command = [TREE / "bin" / "girih-train", tmp_path / "text", "--size=tiny", f"--mixer={mixer}"]
+    done = subprocess.run([*command, f"--options={options}"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done
+
+
+def test_a_context_keeps_the_tokens_of_a_step():
+    size = SIZES["tiny"]
+    longer = with_context(size, 2 * size.context)
+    assert longer.batch * longer.context == size.batch * size.context
+    assert longer.held_out * longer.context == size.held_out * size.context
+    for wrong in (0, -1, 2 * size.batch * size.context, size.context * 3):
+        with pytest.raises(Refusal, match=f"context {wrong}: expected a divisor of the "):
+            with_context(size, wrong)
