@@ -549,6 +549,19 @@ def test_undo(model):
         assert model(tokens()).logits.equal(before)
 
 
+def test_layers_of_ones_own_class_are_served_and_reported_as_those_they_are_made_from(model):
+    with accelerate(model) as acceleration, torch.no_grad():
+        want, rows = model(tokens()).logits, acceleration.rows()
+    own = copy.deepcopy(model)
+    for layer in own.modules():
+        if type(layer).__module__.startswith("transformers.models."):
+            layer.__class__ = type(f"Own{type(layer).__name__}", (type(layer),), {})
+    with accelerate(own) as acceleration, torch.no_grad():
+        found = [row._replace(layer=row.layer.removeprefix("Own")) for row in acceleration.rows()]
+        assert sorted(found) == sorted(rows)
+        assert own(tokens()).logits.equal(want)
+
+
 def test_models_made_later():
     with accelerate() as acceleration:
         model = model_of("qwen3_5_text")

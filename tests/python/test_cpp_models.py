@@ -43,6 +43,25 @@ def refusal(folder, kind=(ValueError, RuntimeError)):
     return str(refused.value)
 
 
+@torch.no_grad()
+def test_parameters_of_any_layout_are_saved_as_they_are(tmp_path):
+    """As a transposed copy leaves them."""
+    model = new()
+    for p in model.named_parameters().values():
+        if p.dim() == 2:
+            p.data = p.data.mT.contiguous().mT
+    want = {name: p.detach().clone() for name, p in model.named_parameters().items()}
+    assert not all(p.is_contiguous() for p in want.values())
+    model.save_pretrained(str(tmp_path))
+    for loaded in (
+        _C.LanguageModel.from_pretrained(str(tmp_path)),
+        GirihForCausalLM.from_pretrained(tmp_path),
+    ):
+        of = loaded.named_parameters()
+        for name, p in (of if isinstance(of, dict) else dict(of)).items():
+            assert p.equal(want[name]), name
+
+
 # ---- writing -----------------------------------------------------------------------------------------------
 
 

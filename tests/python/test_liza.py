@@ -10,6 +10,7 @@ from girih.conversion import Injection, LinearPath, liza
 from girih.conversion.liza import unit
 from girih.conversion.projections import Projections
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 HEADS, KV_HEADS, D, T = 4, 2, 6, 11
 SIZES = Projections(("q_proj", "k_proj", "v_proj"), "o_proj", None, 32, HEADS, KV_HEADS, D)
@@ -125,6 +126,22 @@ def test_its_state_continues_it_in_any_pieces(options):
                     y, state = path(qkv(x[:, a:b]), None, state, True)
                     parts.append(y)
                 torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-9, rtol=1e-7)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", STATES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_call_that_keeps_nothing_leaves_the_state_alone(options, tokens):
+    path, x = path_of(**options), inputs()
+    _, state = path(qkv(x[:, :4]), use_cache=True)
+    before = [part.clone() for part in tree_leaves(state) if isinstance(part, torch.Tensor)]
+    want, _ = path(qkv(x[:, : 4 + tokens]))
+    for _ in range(2):
+        y, kept = path(qkv(x[:, 4 : 4 + tokens]), None, state, False)
+        torch.testing.assert_close(y, want[:, 4:], atol=1e-9, rtol=1e-7)
+        assert kept is None
+    after = [part for part in tree_leaves(state) if isinstance(part, torch.Tensor)]
+    assert len(before) > 2 and all(a.equal(b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)

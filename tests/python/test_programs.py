@@ -15,7 +15,7 @@ from conftest import TREE, needs_cuda
 from girih import train
 from girih.data import Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
-from girih.training.recipe import SIZES, config_of_size, model_of_size
+from girih.training.recipe import SIZES, config_of_size, model_of_size, with_context
 from girih.training.report import write_sample
 from girih.training.trainer import ByteTrainer
 from safetensors.torch import load_file
@@ -301,6 +301,15 @@ def test_an_adaptive_model_goes_by_16_or_else_by_its_first_chunk(chunks, chunk, 
         assert (config.chunk, config.chunks) == (chunk, chunks)
 
 
+@pytest.mark.parametrize("mixer", ["gsa", "attention,gla", "gla,attention", "trellis,delta_product", "cat"])
+def test_a_run_has_the_configuration_that_python_gives_it(mixer, corpus, tmp_path):
+    options = ["--mixer", mixer, "--size", "tiny", "--steps", 1, "--context", 32]
+    run("girih-train", corpus, *options, "--folder", tmp_path / "run", "--device", "cpu")
+    found = GirihConfig.from_pretrained(tmp_path / "run" / "model")
+    want = config_of_size(mixer, with_context(SIZES["tiny"], 32))
+    assert found.own_fields() == want.own_fields()
+
+
 def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
     options = ["--mixer", "cat", "--chunks", "4,8,16", "--size", "tiny", "--steps", 40]
     run("girih-train", corpus, *options, "--folder", tmp_path / "run")
@@ -310,6 +319,9 @@ def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
     assert len(set(by_chunk.values())) == 3 and all(bits < 7 for bits in by_chunk.values())
     model = AutoModelForCausalLM.from_pretrained(result["folder"])
     assert (model.config.chunk, model.config.chunks) == (16, [4, 8, 16])
+    prompt = bytes(read_corpus(corpus, 64).held_out[:64].tolist())
+    sample = (tmp_path / "run" / "sample.txt").read_bytes().decode(errors="replace")
+    assert sample == write_sample(model.eval(), prompt, 256, 0)  # by chunks of 16
 
 
 def test_a_corpus_is_known_by_its_bytes(tmp_path):
