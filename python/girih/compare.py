@@ -118,6 +118,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
     recipes = {task: recipe_of(task, size, options.steps) for task in TASKS}
+    if options.context is not None and "text" not in tasks:
+        raise Refusal(f"context {options.context}: expected none, as it is that of the task text")
     recipes["text"] = with_context(recipes["text"], options.context)
     if of_mixer:
         for mixer in mixers:

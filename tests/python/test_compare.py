@@ -49,6 +49,34 @@ def test_every_cell_is_a_file_and_a_rerun_does_only_what_is_missing(run, tmp_pat
     assert (tmp_path / CELLS[1]).exists()
 
 
+def test_a_mixer_with_options_is_a_row_beside_the_one_without(run, tmp_path):
+    assert run("--mixers", "gsa") == 0
+    assert run("--mixers", "gsa", "--options", "feature=relu  num_slots=4") == 0
+    label = "gsa feature=relu num_slots=4"
+    found = json.loads((tmp_path / f"text-{label.replace(' ', ',')}-tiny-3-0.003.json").read_text())
+    plain = json.loads((tmp_path / CELLS[0]).read_text())
+    assert found["mixer"] == label and found["loss"] != plain["loss"]
+    for part in (tmp_path / "table.md").read_text().split("\n\n")[1::2]:
+        assert [line.split("|")[1].strip() for line in part.splitlines()[2:]] == ["gsa", label]
+    assert run("--tasks", "text", "--mixers", "attention") == 0  # the rows of before stay
+    assert label in (tmp_path / "table.md").read_text()
+
+
+def test_a_context_is_of_the_text_and_keeps_the_tokens_of_a_step(run, tmp_path, capsys):
+    assert run("--tasks", "text", "--mixers", "gsa", "--context", "128") == 0
+    settings = json.loads((tmp_path / CELLS[0]).read_text())["settings"]
+    size = SIZES["tiny"]
+    assert settings["context"] == 128 and settings["batch"] * 128 == size.batch * size.context
+    for wrong, said in (
+        (("--context", "100"), "context 100: expected a divisor of the 512 tokens of a step"),
+        (("--tasks", "mqar", "--context", "64"), "context 64: expected none"),
+        (("--options", "chunk=1"), "chunk is 1, which mixer gsa does not read"),
+        (("--options", "chonk=1"), "chonk is no field of a configuration; expected chunk?"),
+    ):
+        assert run("--mixers", "gsa", *wrong) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_mixers_are_compared_at_equal_size_and_on_equal_data(run, tmp_path):
     assert run() == 0
     for task, parameters in (("text", SIZES["tiny"].parameters), ("mqar", cell.RECALL["tiny"].parameters)):

@@ -25,6 +25,9 @@ def test_two_parts_are_the_whole(case, device, data):
     drawn = data.draw(sizes(case), "sizes")
     if case.op == "trellis" and dtype == torch.float32:
         drawn["M"] = max(5, drawn["M"])  # a norm of fewer is steep: PyTorch's own fp32 loses a tenth
+    if case.op == "delta_product" and dtype in (torch.float16, torch.bfloat16) and drawn["D"] < 4:
+        # Keys of one channel are all parallel, of which 16 bits lose a few percent over a chunk.
+        drawn |= {"D": 4, "V": 4} if drawn["D"] == drawn["V"] else {"D": 4}
     whole = case.draw(T, resumed=resumed, dtype=dtype, device=device, seed=T, **drawn).requiring_grad()
 
     want = operator(whole)
