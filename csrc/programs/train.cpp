@@ -383,7 +383,7 @@ class Run {
                    {"corpus", arguments_["corpus"]},
                    {"folder", (folder_ / "model").string()}};
     if (arguments_.contains("options")) result["options"] = arguments_["options"];
-  if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
+    if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
     publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),
