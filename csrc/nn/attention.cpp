@@ -127,6 +127,7 @@ Product AttentionImpl::output() const { return product_of(o_proj); }
 Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto& x = projected[0];
   const auto qkv = x.unflatten(-1, {-1, head_dim_});
+  check_state(call.state, 4, 0);
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
   const auto there = call.state.empty() ? 0 : before.tensors[0].size(1);
   TORCH_CHECK_VALUE(before.tensors.size() == 4 && before.tokens <= there &&
@@ -187,6 +188,7 @@ Output AttentionImpl::step(const Tensor& qkv, State state) const {
 }
 
 bool AttentionImpl::stepped(State& state, std::vector<int64_t>&) const {
+  check_state(state, 4, 0);
   if (!has_room(state)) return false;
   ++state.tokens;
   return true;

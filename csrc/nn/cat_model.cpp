@@ -79,6 +79,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
                     "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
   const bool past = !call.state.empty();
+  check_state(call.state, 4, layers->size());
   if (past) check_batch(ids, call.state.tensors[0]);
   const auto& before = call.state.tensors;
   const auto C = past ? before[0].size(1) : chunk_, T = ids.size(1);
@@ -148,6 +149,7 @@ Output CatModelImpl::step(const Tensor& ids, const State& state) {
 }
 
 bool CatModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
+  check_state(state, 4, layers->size());
   const auto C = state.tensors[0].size(1);
   const Reached after{state.tensors[2], state.tensors[3] + 1};
   if (after.most() > max_position_embeddings_ || state.parts[0].tensors[0].size(1) < C + after.most() / C)

@@ -75,7 +75,7 @@ Continuation::Continuation(const Tensor& x, int64_t chunk, const Tensor& attenti
   }
   begun = at::floor_divide(start, chunk);
   const auto after = known.remainder(chunk) + now;
-  chunks = (N > 0 ? after.max().item<int64_t>() : 0) / chunk + 1;
+  chunks = (N > 0 ? after.max().item<int64_t>() : T_) / chunk + 1;
   if (!keep) return;
   reached = {start + count, known + now};
   passed_ = at::floor_divide(reached.tokens, chunk) - begun;

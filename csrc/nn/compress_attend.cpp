@@ -185,6 +185,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
             {}};
   }
   const bool past = !call.state.empty();
+  check_state(call.state, 6, 0);
   if (past) check_batch(x, call.state.tensors[0]);
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
     return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
@@ -260,6 +261,7 @@ Output CompressAttendImpl::step(const Tensor& x, const State& state) {
 }
 
 bool CompressAttendImpl::stepped(State& state, std::vector<int64_t>& kind) const {
+  check_state(state, 6, 0);
   const auto C = options.chunk;
   const Reached after{state.tensors[4], state.tensors[5] + 1};
   if (state.tensors[2].size(1) <= C + after.most() / C) return false;

@@ -83,6 +83,7 @@ Output ModelImpl::run(const Tensor& ids, const Call& call) {
 }
 
 bool ModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
+  check_state(state, 0, layers->size());
   for (size_t i = 0; i < layers->size(); ++i) {
     if (!layers->at<LayerImpl>(i).stepped(state.parts[i], kind)) return false;
   }

@@ -128,7 +128,14 @@ void check_mask(const Tensor& x, const Tensor& attention_mask) {
                     "attention_mask has shape ", attention_mask.sizes(), "; expected [B, T] = ", tokens);
 }
 
+void check_state(const State& state, size_t tensors, size_t parts) {
+  TORCH_CHECK_VALUE(state.empty() || (state.tensors.size() == tensors && state.parts.size() == parts),
+                    "state: it has ", state.tensors.size(), " tensors and ", state.parts.size(),
+                    " parts; expected ", tensors, " and ", parts, ", as this layer returns it");
+}
+
 void check_batch(const Tensor& x, const Tensor& part) {
+  TORCH_CHECK_VALUE(part.defined() && part.dim() > 0, "state: a tensor is missing");
   TORCH_CHECK_VALUE(part.size(0) == x.size(0), "state: it holds ", part.size(0),
                     " sequences, but the call has ", x.size(0));
 }

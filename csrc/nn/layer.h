@@ -58,6 +58,8 @@ void check_mask(const Tensor& x, const Tensor& attention_mask);
 // `part` of a state has as many sequences as x, in its first dimension.
 void check_batch(const Tensor& x, const Tensor& part);
 void check_packing(const Tensor& x, const Tensor& cu_seqlens);
+// Refuses a state that another layer returned; an empty one is a start.
+void check_state(const State& state, size_t tensors, size_t parts);
 
 // The order [B, T] that moves each row's valid tokens to its front, each token's place in it, and how many
 // are valid, [B]. Both parts keep their order.

@@ -38,10 +38,12 @@ void MixAttentionImpl::set_weight(double m) {
 }
 
 bool MixAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) const {
+  check_state(state, 0, 2);
   return base->stepped(state.parts[0], kind) && mixer->stepped(state.parts[1], kind);
 }
 
 Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
+  check_state(call.state, 0, 2);
   auto [b, base_state] = run_part(*base, x, call, 0);
   auto [y, mixer_state] = run_part(*mixer, x, call, 1);
   const auto m = options.learned ? logit.sigmoid() : weight;

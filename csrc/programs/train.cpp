@@ -386,8 +386,9 @@ class Run {
     if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
     publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
-    std::printf("\nA sample, after 64 bytes of held-out text:\n\n%s\n\n%s\n", sample.c_str(),
-                text_of(result).c_str());
+    std::printf("\nA sample, after 64 bytes of held-out text:\n\n");
+    std::fwrite(sample.data(), 1, sample.size(), stdout);  // zero bytes too
+    std::printf("\n\n%s\n", text_of(result).c_str());
   }
 
   at::Device device_;

@@ -31,6 +31,12 @@ FAMILIES = {
     "gpt_neox": {"without": ("head_dim", "num_key_value_heads")},
     "girih": {"mixer": "attention", "initializer_range": 0.2},
 }
+# Families of the papers' tables whose attention is made as one above: a short test each.
+MORE_FAMILIES = {
+    "qwen2": {},
+    "olmo": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
 WAYS = {
     "injected": {"weight": 0.6, "n": 2},
     "both, gelu": {
@@ -53,7 +59,7 @@ IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 def base_model(family="llama", seed=0, **own):
     """A model whose layers matter: at the size that weights start from, the residual stream hides them."""
     torch.manual_seed(seed)
-    options = COMMON | FAMILIES[family] | own
+    options = COMMON | (FAMILIES | MORE_FAMILIES)[family] | own
     without = options.pop("without", ())
     config = AutoConfig.for_model(family, **{k: v for k, v in options.items() if k not in without})
     model = AutoModelForCausalLM.from_config(config)

@@ -13,7 +13,18 @@ import girih.conversion.schedule
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from converted import FAMILIES, IDS, WAYS, attention, base_model, close, convert, converted, fits
+from converted import (
+    FAMILIES,
+    IDS,
+    MORE_FAMILIES,
+    WAYS,
+    attention,
+    base_model,
+    close,
+    convert,
+    converted,
+    fits,
+)
 from girih.conversion import Conversion
 from girih.conversion.config import replacing
 from transformers import (
@@ -210,6 +221,30 @@ def check_start(mixer, **options):
     for name in filters:
         conv = getattr(part, name)
         close(conv(want)[0], want * want.sigmoid() if conv.activation else want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_families_of_the_papers_are_converted(family, tmp_path):
+    """TPTT's Qwen2.5, OLMo and OLMoE."""
+    want = base_model(family)(IDS).logits
+    model = base_model(family)
+    girih.inject(model, weight=0.0)
+    assert model(IDS).logits.equal(want)
+    for way in ("injected", "gsa"):
+        model = converted(family, way)
+        whole = model(IDS).logits
+        assert not torch.allclose(whole, want, atol=0.05)
+        cache, parts = None, []
+        for piece in IDS.split([9, 1, 1, 9], 1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        close(torch.cat(parts, 1), whole, 1e-4)
+        model.save_pretrained(tmp_path / way)
+        assert girih.from_pretrained(tmp_path / way)(IDS).logits.equal(whole)
+    text = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False)
+    assert text.shape == (2, 24)
 
 
 @torch.no_grad()

@@ -46,6 +46,9 @@ struct State {
   template <class OpState>
   OpState as() const {
     OpState state;
+    constexpr auto count = std::tuple_size_v<decltype(state.tensors())>;
+    TORCH_CHECK_VALUE(tensors.empty() || tensors.size() == count, "state: it has ", tensors.size(),
+                      " tensors; expected ", count, ", as this layer returns it");
     if (!tensors.empty()) {
       auto from = tensors.begin();
       std::apply([&](auto&... tensor) { ((tensor = *from++), ...); }, state.tensors());
@@ -154,7 +157,11 @@ class LayerImpl : public Module {
     // One token extends a past that the caller gives up, and no gradient is asked: the state is written in
     // place.
     bool steps(const Tensor& x) const;
-    State part(size_t i) const { return state.empty() ? State() : state.parts[i]; }
+    State part(size_t i) const {
+      TORCH_CHECK_VALUE(state.empty() || i < state.parts.size(), "state: it has ", state.parts.size(),
+                        " parts; expected more, as this layer returns it");
+      return state.empty() ? State() : state.parts[i];
+    }
   };
   virtual Output run(const Tensor& x, const Call& call) = 0;
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
