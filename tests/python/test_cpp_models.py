@@ -103,6 +103,48 @@ def test_generation_config_says_what_ends_a_sequence(folder):
     assert model.generate(ids, 8).equal(follow(ids, eos=ends[:2]))
 
 
+def test_generation_config_says_what_pads_too(folder, tmp_path):
+    """Each token that it names; the others stay the configuration's."""
+    config = json.loads((folder / "config.json").read_text())
+    tokens = {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 5}
+    (folder / "config.json").write_text(json.dumps(config | tokens))
+    for name in (None, *tokens):
+        (folder / "generation_config.json").write_text(json.dumps({name: 12} if name else {}))
+        model = _C.LanguageModel.from_pretrained(str(folder))
+        model.save_pretrained(str(tmp_path / "again"))
+        found = json.loads((tmp_path / "again" / "config.json").read_text())
+        assert {key: found[key] for key in tokens} == tokens | ({name: 12} if name else {})
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((-1,), "max_new_tokens is -1; expected at least 0"),
+        ((2, -0.5), "temperature is -0.5; expected a number, at least 0"),
+        ((2, float("inf")), "temperature is inf; expected a number"),
+        ((2, float("nan")), "temperature is nan; expected a number"),
+        ((2, 1.0, 0), "top_k is 0; expected at least 1"),
+    ],
+    ids=str,
+)
+def test_wrong_words_for_generate_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        new().generate(prompt(), *arguments)
+
+
+def test_generate_goes_on_from_a_token_at_least_and_may_write_none():
+    with pytest.raises(ValueError, match=r"ids has shape \[3, 0\]; expected .* at least one token"):
+        new().generate(prompt()[:, :0], 2)
+    assert new().generate(prompt(), 0).equal(prompt())
+    assert new().generate(prompt()).shape == (3, 2 + 64)
+
+
+def test_text_ends_where_all_rows_have_ended():
+    ids = prompt()
+    ends = sorted({int(row[3]) for row in new().generate(ids, 8)})
+    assert new().generate(ids, 8, eos_token_id=ends).shape[1] <= 4
+
+
 @pytest.mark.parametrize("eos", [3, [3], [3, 5], None])
 def test_ends_keep_their_kind_between_languages(eos, tmp_path):
     config = config_of(**SIZES, eos_token_id=eos)
@@ -136,6 +178,16 @@ def test_loss_counts_no_label_of_minus_100():
         model.loss(ids, labels[:, 1:])
 
 
+@pytest.mark.parametrize("case", ["no label", "one token"])
+def test_a_loss_of_nothing_is_no_number_and_its_gradients_are_zeros(case):
+    model, ids = new(), torch.randint(13, (2, 9 if case == "no label" else 1))
+    loss = model.loss(ids, torch.full_like(ids, -100) if case == "no label" else None)
+    assert loss.isnan()
+    loss.backward()
+    grads = [p.grad for p in model.named_parameters().values() if p.grad is not None]
+    assert all(grad.eq(0).all() for grad in grads)
+
+
 @pytest.mark.parametrize("wrong", [13, -1])
 def test_a_label_that_is_no_class_is_refused(wrong):
     ids = torch.randint(13, (2, 9))
@@ -143,6 +195,49 @@ def test_a_label_that_is_no_class_is_refused(wrong):
     labels[1, 5] = wrong
     with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
         new().loss(ids, labels)
+
+
+@pytest.mark.parametrize("mixer", [*MIXERS, ["cat", "gsa"]], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
+@torch.no_grad()
+def test_no_sequence_and_no_token_have_no_logits(mixer, shape):
+    config = config_of(**SIZES | {"mixer": mixer, "chunk": 4})
+    model = _C.LanguageModel(config.to_json_string(use_diff=False))
+    for use_cache in (False, True):
+        logits, _ = model.forward(torch.zeros(shape, dtype=torch.int64), use_cache=use_cache)
+        assert logits.shape == (*shape, 13)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "mag", "cat", ["gsa", "cat"]], ids=str)
+@torch.no_grad()
+def test_packed_sequences_have_no_cache_where_there_are_keys(mixer):
+    model = _C.LanguageModel(config_of(**SIZES | {"mixer": mixer}).to_json_string(use_diff=False))
+    ids, bounds = torch.randint(13, (1, 5)), torch.tensor([0, 2, 5])
+    calls = [{"use_cache": True}]
+    if mixer != ["gsa", "cat"]:
+        calls.append({"state": model.forward(ids, use_cache=True)[1]})
+    for call in calls:
+        with pytest.raises(ValueError, match="keeps no cache of packed sequences"):
+            model.forward(ids, cu_seqlens=bounds, **call)
+
+
+def test_a_state_of_another_model_is_refused():
+    """In a process of its own, which a crash ends."""
+    pairs = [("gsa", "gla"), ("gsa", "attention"), ("attention", "gsa"), ("attention", "mag")]
+    pairs += [("cat", "gsa"), ("gsa", "cat")]
+    code = (
+        "import json, torch; from girih import _C\n"
+        f"sizes, ids = {SIZES}, torch.ones(2, 5, dtype=torch.int64)\n"
+        "sizes.pop('num_slots')\n"
+        "def model(mixer): return _C.LanguageModel(json.dumps(sizes | {'mixer': mixer}))\n"
+        f"for one, other in {pairs}:\n"
+        "  state = model(one).forward(ids, use_cache=True)[1]\n"
+        "  for T in (1, 5):\n"
+        "    try: model(other).forward(ids[:, :T], state=state, use_cache=True)\n"
+        "    except (ValueError, RuntimeError): print('refused')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.split() == ["refused"] * 12, run.stderr
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -171,6 +266,52 @@ def test_a_file_that_finds_no_room_leaves_the_one_before(folder):
     assert run.stdout.strip() == f"{folder}/model.safetensors: cannot be written"
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_folder_is_made_with_all_above_it(tmp_path):
+    new().save_pretrained(str(tmp_path / "some" / "where"))
+    assert {p.name for p in (tmp_path / "some" / "where").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path):
+    """Of headers that end at different places: each size has more digits than the one before."""
+    ends = set()
+    for vocab_size in (1, 13, 130, 1300, 13000):
+        new(vocab_size=vocab_size).save_pretrained(str(tmp_path))
+        data = (tmp_path / "model.safetensors").read_bytes()
+        (size,) = struct.unpack("<Q", data[:8])
+        assert size % 8 == 0
+        ends.add(len(data[8 : 8 + size].rstrip()) % 8)
+    assert len(ends) > 1
+
+
+def test_a_head_beside_tied_embeddings_is_passed_over(folder):
+    """As other programs write it."""
+    tensors = load_file(folder / "model.safetensors")
+    head = {"lm_head.weight": torch.zeros(13, 16)}
+    save_file(tensors | head, folder / "model.safetensors")
+    model = _C.LanguageModel.from_pretrained(str(folder))
+    assert model.forward(prompt())[0].equal(new().forward(prompt())[0])
+    new(tie_word_embeddings=False).save_pretrained(str(folder))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | head, folder / "model.safetensors")
+    assert _C.LanguageModel.from_pretrained(str(folder)).forward(prompt())[0].eq(0).all()
+
+
+def test_buffers_are_saved_and_read(tmp_path):
+    """The weight of a mixture as a schedule left it."""
+    fields = SIZES | {"mixer": "mag", "mag_mixer": "gsa"}
+    model = _C.LanguageModel(json.dumps(fields))
+    before = model.forward(prompt())[0]
+    for name, weight in model.named_buffers().items():
+        assert name.endswith(".mixer.weight")
+        weight.fill_(0.9)
+    want = model.forward(prompt())[0]
+    assert not want.equal(before)
+    model.save_pretrained(str(tmp_path))
+    assert _C.LanguageModel.from_pretrained(str(tmp_path)).forward(prompt())[0].equal(want)
+    python = GirihForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(python(prompt()).logits, want, atol=1e-4, rtol=0)
 
 
 def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(folder):
@@ -216,6 +357,10 @@ NORM = "model.norm.weight"
         (lambda e: e[NORM].update(data_offsets=[0, 64]), "overlap or leave a gap"),
         (lambda e: e[NORM].update(shape=[-16]), "should have a shape"),
         (lambda e: e[NORM].update(shape=16), "should have a shape"),
+        (lambda e: e[NORM].update(shape=[2**63]), "should have a shape"),
+        (lambda e: e[NORM].update(shape=[15]), "has other bytes than its shape"),
+        (lambda e: e[NORM].update(dtype="F16"), "has other bytes than its shape"),
+        (lambda e: e.update({"more": e[NORM]}), "overlap or leave a gap"),
         (lambda e: e[NORM].update(shape=[2**62, 2**62]), "has other bytes than its shape"),
         (lambda e: e[NORM].update(shape=[2**63 - 1]), "has other bytes than its shape"),
         (lambda e: e[NORM].update(dtype=[]), "should have dtype"),
@@ -247,6 +392,10 @@ def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):
     ):
         file.write_bytes(wrong)
         assert words in refusal(folder)
+    with file.open("wb") as large:  # its header would be whole, but no header is so long
+        large.write(struct.pack("<Q", 100_000_001))
+        large.truncate(100_000_009)
+    assert "header is cut off" in refusal(folder)
     file.unlink()
     file.mkdir()
     assert "is no file" in refusal(folder)
@@ -258,6 +407,8 @@ def test_an_index_names_files_of_its_folder(folder):
         index.write_text(wrong)
         assert refusal(folder).startswith(f"{index}: ")
     index.write_text(json.dumps({"weight_map": {"a": f"../{folder.name}/model.safetensors"}}))
+    assert "of its own folder" in refusal(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 256}}))
     assert "of its own folder" in refusal(folder)
     index.write_text(json.dumps({"weight_map": {}}))
     assert "at most the 0 that its files hold" in refusal(folder)

@@ -4,6 +4,7 @@ comparison of the two shows no mistake in it."""
 import inspect
 import json
 import math
+import re
 
 import girih.nn
 import pytest
@@ -71,6 +72,46 @@ def test_an_empty_configuration(language):
         found = {name: value for name, value in found.items() if name not in ("architectures", "model_type")}
     assert found == CONFIGURATION
     assert (GirihConfig().use_cache, GirihConfig().loss_in_chunks) == (True, False)
+
+
+HUGE = 2**31 - 1
+BOUNDS = dict.fromkeys(["vocab_size", "window", "max_position_embeddings"], (1, HUGE))
+BOUNDS |= dict.fromkeys(["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots"], (1, 2**20))
+BOUNDS |= {"compressor_hidden_size": (1, 2**20), "intermediate_size": (1, 2**24)}
+BOUNDS |= dict.fromkeys(["num_hidden_layers", "compressor_layers", "n"], (1, 4096))
+BOUNDS |= {"chunk": (1, 256), "chunks": (1, 256), "conv_size": (0, 4), "mag_weight": (0, 1)}
+BOUNDS |= dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], (-1, HUGE))
+BOUNDS |= dict.fromkeys(["shrinkage", "norm_eps", "initializer_range"], (0, 1e30)) | {
+    "rope_theta": (1e-6, 1e30)
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_number_has_its_bounds(name):
+    """Outside it is refused by them; at them it is not, whatever else may be wrong with it."""
+    least, most = BOUNDS[name]
+
+    def refused_by_bounds(value):
+        given = json.dumps({name: [value] if name == "chunks" else value})
+        try:
+            torch.ops.girih.complete_configuration(given)
+        except ValueError as refused:
+            return bool(re.fullmatch(rf"{name} is \S+; expected \S+ to [-+.\de]+", str(refused)))
+        return False
+
+    real = isinstance(CONFIGURATION[name], float)
+    below = math.nextafter(least, -math.inf) if real else least - 1
+    above = math.nextafter(most, math.inf) if real else most + 1
+    assert refused_by_bounds(below) and refused_by_bounds(above)
+    assert not refused_by_bounds(least) and not refused_by_bounds(most)
+
+
+def test_every_number_is_in_the_table_of_bounds():
+    for name in CONFIGURATION.keys() - {"mixer"}:
+        with pytest.raises(ValueError, match=f"{name} is .*; expected ") as refused:
+            torch.ops.girih.complete_configuration(json.dumps({name: "word"}))
+        if str(refused.value).endswith(("an integer", "a number", "a list of integers")):
+            assert name in BOUNDS, name
 
 
 # What follows from the given fields.

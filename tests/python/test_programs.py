@@ -7,15 +7,18 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TREE, needs_cuda
-from girih import train
+from girih import _C, train
 from girih.data import Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
-from girih.training.recipe import SIZES, config_of_size, model_of_size, with_context
+from girih.nn import decay_parameter_names
+from girih.training.command import Refusal
+from girih.training.recipe import OF_SIZE, SIZES, config_of_size, model_of_size, with_context
 from girih.training.report import write_sample
 from girih.training.trainer import ByteTrainer
 from safetensors.torch import load_file
@@ -158,6 +161,10 @@ def test_a_text_ends_at_its_end(gsa):
     [
         (["{}", "1 300", "--ids"], "", "300"),
         (["{}", "1 x", "--ids"], "", "x"),
+        (["{}", "1 12x", "--ids"], "", "12x is no token; expected numbers from 0 to 299"),
+        (["{}", "--ids"], "1 -1", "-1 is no token"),
+        (["{}", "9" * 30, "--ids"], "", "is no token"),
+        (["{}", "1", "--ids", "--eos=-1"], "", "--eos is -1; expected numbers from 0 to 299"),
         (["{}", "text"], "", "vocab_size is 300"),
         (["{}", "--ids"], "", "number 1 is empty"),
         (["{}", "1", "--ids", "--temperature", "-1"], "", "temperature"),
@@ -190,6 +197,113 @@ def test_a_text_that_cannot_be_written_is_an_error(gsa):
             [BIN / "girih-generate", gsa, "1", "--ids", "--quiet"], stdout=full, stderr=subprocess.PIPE
         )
     assert done.returncode == 2 and b"standard output" in done.stderr
+
+
+def test_help_tells_what_is_left_out():
+    """And is no error."""
+    told = {
+        "girih-generate": {"--max-new-tokens": "64", "--temperature": "0"},
+        "girih-train": {"--mixer": "gsa", "--size": "small", "--at-once": "32768", "--seed": "0"},
+    }
+    for program, options in told.items():
+        said = run(program, "--help")[0].decode()
+        for name, value in options.items():
+            assert re.search(rf"^ +{name} [^\n]*[=\[]{value}\b", said, re.MULTILINE), name
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
+    GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_standard_input_is_one_prompt_with_all_its_lines(of_bytes):
+    how = ("--quiet", "--max-new-tokens", 6)
+    written, _ = run("girih-generate", of_bytes, *how, given="two\nlines\n")
+    assert written == run("girih-generate", of_bytes, "two\nlines\n", *how)[0]
+    assert written.startswith(b"two\nlines\n") and len(written) == 10 + 6 + 1
+
+
+def test_prompts_without_a_token_are_counted_from_1(gsa):
+    for given, words in (("1\n\n2\n", "prompts: number 2 is empty"), ("", "prompts: there is none")):
+        written, said = run("girih-generate", gsa, "--ids", "--lines", given=given, code=2)
+        assert not written and said == f"girih-generate: {words}\n"
+
+
+def test_a_text_of_no_new_token_is_its_prompt(gsa):
+    assert run("girih-generate", gsa, "--ids", "7 8", "--max-new-tokens", 0) == (b"7 8\n", "")
+    both = run("girih-generate", gsa, "--ids", "7 8", "9", "--max-new-tokens", 0)
+    assert both == (b"7 8\n9\n", "")
+
+
+def test_each_of_several_texts_ends_at_its_end(gsa):
+    """The end of the call, of the model or of none; rows that have ended wait for the others."""
+    prompts, how = ["7 8 299", "5", "1 2"], ("--ids", "--quiet", "--max-new-tokens", 12)
+
+    def texts(folder, *options):
+        written, _ = run("girih-generate", folder, *prompts, *how, *options)
+        return written.decode().splitlines()
+
+    def cut(text, prompt, ends):
+        words, asked = text.split(), len(prompt.split())
+        at = next((i for i in range(asked, len(words)) if words[i] in ends), len(words))
+        return " ".join(words[:at])
+
+    whole = texts(gsa)
+    assert [len(text.split()) for text in whole] == [15, 13, 14]
+    ends = [whole[0].split()[6], whole[1].split()[9]]
+    want = [cut(text, prompt, ends) for text, prompt in zip(whole, prompts, strict=True)]
+    assert len(set(map(len, want)) | set(map(len, whole))) > 2
+    assert texts(gsa, "--eos", ",".join(ends)) == want
+    model = gsa.parent / f"{gsa.name}-with-ends"
+    shutil.copytree(gsa, model)
+    config = json.loads((gsa / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [int(end) for end in ends]}))
+    assert texts(model) == want
+    alone, _ = run("girih-generate", model, prompts[1], *how)
+    assert alone.decode() == want[1] + "\n"
+    one = [cut(text, prompt, ends[:1]) for text, prompt in zip(whole, prompts, strict=True)]
+    assert texts(model, "--eos", ends[0]) == one
+
+
+def test_the_line_about_time_adds_up(gsa):
+    said = run("girih-generate", gsa, "--ids", "1", "2 3", "4", "--max-new-tokens", 400)[1]
+    tokens, seconds, rate, first, then, each = map(float, re.findall(r"\d+(?:\.\d+)?", said))
+    assert tokens == 1200 and rate == pytest.approx(1200 / seconds, rel=0.01 / seconds)
+    assert first + 399 * each / 1e3 == pytest.approx(seconds, abs=0.02)
+    assert then * each / 1e3 == pytest.approx(3, rel=0.02)
+    said = run("girih-generate", gsa, "--ids", "1", "--max-new-tokens", 1)[1]
+    assert re.fullmatch(r"1 tokens in \S+ s, \d+ tokens/s; the first after \S+ s\n", said)
+
+
+def test_a_text_appears_as_it_is_written(of_bytes):
+    command = [BIN / "girih-generate", of_bytes, "prompt", "--max-new-tokens", "1000000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
+        try:
+            found = os.read(process.stdout.fileno(), 1 << 16)
+        finally:
+            process.kill()
+    assert found.startswith(b"prompt") and len(found) < 1000
+
+
+def test_samples_without_a_seed_differ(gsa):
+    how = ("--max-new-tokens", 40, "--temperature", 2)
+    assert ids_of(gsa, *how) != ids_of(gsa, *how)
+
+
+def test_more_tokens_to_choose_from_than_there_are_are_all(gsa):
+    how = ("--max-new-tokens", 20, "--temperature", 2, "--seed", 1)
+    assert ids_of(gsa, *how, "--top-k", 1000) == ids_of(gsa, *how) == ids_of(gsa, *how, "--top-k", 300)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(gsa, tmp_path):
+    for program, arguments in (("girih-generate", ["1", "--ids"]), ("girih-train", ["--size", "tiny"])):
+        _, said = run(program, gsa, *arguments, "--device", "cuda", code=2)
+        assert said == f"{program}: --device is cuda; there is none here\n"
 
 
 # ---- girih-train ------------------------------------------------------------------------------------------
@@ -418,3 +532,318 @@ def test_a_run_that_cannot_be_is_refused_in_a_line(corpus, tmp_path, arguments, 
     written, said = run("girih-train", *arguments, "--folder", tmp_path / "run", code=2)
     assert not written and said.count("\n") == 1 and word in said
     assert not (tmp_path / "run").exists()
+
+
+def digest_of(data):
+    """FNV-1a, of 64 bits."""
+    digest = 14695981039346656037
+    for byte in data:
+        digest = (digest ^ byte) * 1099511628211 % 2**64
+    return digest
+
+
+def tiny(corpus, folder, *options, steps=1, code=0):
+    how = ["--size", "tiny", "--steps", steps, "--device", "cpu", "--folder", folder]
+    return run("girih-train", corpus, *how, *options, code=code)
+
+
+def test_a_corpus_is_its_files_in_the_order_of_their_names(tmp_path):
+    """Without copies, links, what is hidden, what is not text and the folders of runs."""
+    texts = tmp_path / "texts"
+    (texts / "sub").mkdir(parents=True)
+    (texts / "b.txt").write_text("b" * 700)
+    (texts / "a.txt").write_text("a" * 600)
+    (texts / "sub" / "c.txt").write_text("c" * 500)
+    want = b"a" * 600 + b"b" * 700 + b"c" * 500
+    (texts / "sub" / "copy.txt").write_text("a" * 600)
+    (texts / ".hidden").mkdir()
+    (texts / ".hidden" / "text").write_text("x" * 99)
+    (texts / "sub" / "data.bin").write_bytes(b"y" * 99 + b"\0")
+    (tmp_path / "elsewhere").write_text("z" * 99)
+    (texts / "link").symlink_to(tmp_path / "elsewhere")
+    (texts / "old" / "model").mkdir(parents=True)
+    (texts / "old" / "arguments.json").write_text("{}")
+    (texts / "old" / "model" / "text").write_text("v" * 99)
+    tiny(texts, tmp_path / "run")
+    arguments = json.loads((tmp_path / "run" / "arguments.json").read_text())
+    assert arguments["corpus_digest"] == digest_of(want)
+    python = read_corpus(texts, 64)
+    assert len(python.train) + len(python.held_out) == len(want)
+
+
+def test_a_large_corpus_is_split_into_stretches_of_64_kib(tmp_path):
+    """And of its held-out text windows are measured that are spread evenly; each of them is another text."""
+    size = with_context(SIZES["tiny"], 128)
+    text = "".join(f"{i:07d}\n" for i in range(2 * 20 * 2**13))
+    (tmp_path / "text").write_text(text)
+    tiny(tmp_path / "text", tmp_path / "run", "--context", 128)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(result["folder"]).eval()
+    held_out = torch.tensor(list((text[19 * 2**16 : 20 * 2**16] + text[39 * 2**16 :]).encode()))
+    assert (tmp_path / "run" / "sample.txt").read_bytes()[:64] == bytes(held_out[:64].tolist())
+    ids = torch.stack([held_out[i * 1024 // 16 * 128 :][:128] for i in range(16)])
+    assert size.held_out == 16
+    with torch.no_grad():
+        bits = model(input_ids=ids, labels=ids).loss / torch.log(torch.tensor(2.0))
+    assert float(bits) == pytest.approx(result["bits_per_byte"], abs=1e-4)
+
+
+def test_a_corpus_may_be_as_short_as_20_contexts(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(1, 129)) * 10)
+    tiny(tmp_path / "text", tmp_path / "run")
+    (tmp_path / "text").write_bytes((tmp_path / "text").read_bytes()[:-1])
+    _, said = tiny(tmp_path / "text", tmp_path / "other", code=2)
+    assert "1279 bytes are too short, 1280 or more are needed" in said
+
+
+def test_a_finished_run_says_what_it_was(corpus, tmp_path):
+    """In a folder of folders that were not there, with nothing left that only a run that goes on needs."""
+    folder = tmp_path / "some" / "where"
+    options = ["--mixer", "trellis,cat", "--options", " chunk=8   gated=false", "--context", 32, "--seed", 5]
+    written, _ = tiny(corpus, folder, *options, steps=3)
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"arguments.json", "model", "result.json", "sample.txt"}
+    result = json.loads((folder / "result.json").read_text())
+    bits, parameters = result["bits_per_byte"], result["parameters"]
+    common = {"mixer": "trellis,cat", "size": "tiny", "steps": 3, "corpus": str(corpus)}
+    common |= {"context": 32, "options": "chunk=8 gated=false"}
+    assert result == common | {
+        "parameters": parameters,
+        "tokens": 3 * 512,
+        "bits_per_byte": round(bits, 4),
+        "folder": str(folder / "model"),
+    }
+    arguments = json.loads((folder / "arguments.json").read_text())
+    digest = arguments["corpus_digest"]
+    assert arguments == common | {"seed": 5, "trainer": "girih-train", "corpus_digest": digest}
+    lines = written.splitlines()
+    assert lines[0].decode() == f"trellis,cat, {parameters} parameters, on cpu"
+    assert lines[1].decode() == f"3 steps of 16 x 32 bytes of {corpus}"
+    assert json.loads(lines[-1]) == result
+
+
+def test_a_sample_is_shown_whole(corpus, tmp_path):
+    """Also one with a zero byte, as a model that has learnt nothing writes it."""
+    options = ["--mixer", "trellis,cat", "--options", "chunk=8 gated=false", "--context", 32, "--seed", 5]
+    written, _ = tiny(corpus, tmp_path / "run", *options, steps=3)
+    sample = (tmp_path / "run" / "sample.txt").read_bytes()
+    assert len(sample) == 64 + 256 and b"\n\n" + sample + b"\n\n" in written
+
+
+def test_an_adaptive_run_is_measured_by_each_of_its_chunks(corpus, tmp_path):
+    tiny(corpus, tmp_path / "run", "--mixer", "cat", "--chunks", "4,8,16", steps=3)
+    found = json.loads((tmp_path / "run" / "result.json").read_text())["bits_per_byte_by_chunk"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    windows = Windows.spread(read_corpus(corpus, 64).held_out, SIZES["tiny"].held_out, 64)
+    ids = torch.stack([window["input_ids"] for window in windows])
+    with torch.no_grad():
+        want = {
+            str(chunk): float(model(ids, labels=ids, chunk=chunk).loss / torch.log(torch.tensor(2.0)))
+            for chunk in (4, 8, 16)
+        }
+    assert found == pytest.approx(want, abs=1e-4)
+
+
+def test_what_a_lock_left_is_no_other_thing_in_a_folder(corpus, tmp_path):
+    (tmp_path / ".lock").touch()
+    tiny(corpus, tmp_path)
+    assert (tmp_path / "result.json").exists() and not (tmp_path / ".lock").exists()
+
+
+ARGUMENTS = {"--mixer": "cat", "--chunks": "4,8", "--options": "compressor_layers=2"}
+ARGUMENTS |= {"--context": 32, "--seed": 1, "--steps": 1}
+
+
+def run_of(corpus, folder, changes, code=0):
+    given = {name: value for name, value in (ARGUMENTS | changes).items() if value is not None}
+    steps = given.pop("--steps")
+    return tiny(corpus, folder, *(x for item in given.items() for x in item), steps=steps, code=code)
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    run_of(corpus, folder, {})
+    assert run_of(corpus, folder, {})[0].startswith(b"this run is finished")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"--mixer": "trellis", "--chunks": None, "--options": None},
+        {"--chunks": None},
+        {"--options": None},
+        {"--options": "compressor_layers=1"},
+        {"--context": None},
+        {"--seed": 2},
+        {"--steps": 2},
+    ],
+    ids=str,
+)
+def test_a_run_of_any_other_argument_is_another_run(changes, corpus, finished):
+    assert "a run of other arguments is in it" in run_of(corpus, finished, changes, code=2)[1]
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_first_weights_are_those_of_a_new_model_after_the_seed(seed, corpus, tmp_path):
+    """The first step's learning rate is 0: a run of one step leaves them."""
+    tiny(corpus, tmp_path / "run", "--mixer", "mamba2,gla", "--seed", seed)
+    torch.manual_seed(seed)
+    new = _C.LanguageModel((tmp_path / "run" / "model" / "config.json").read_text()).named_parameters()
+    found = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(found[name].equal(p) for name, p in new.items())
+
+
+def test_a_step_is_adamw_of_a_gradient_no_longer_than_1(corpus, tmp_path):
+    """Of two steps the first has a learning rate of 0 and the second the highest."""
+    found, options = {}, ["--mixer", "attention", "--options", "initializer_range=0.5", "--seed", 2]
+    for steps in (1, 2):
+        tiny(corpus, tmp_path / str(steps), *options, steps=steps)
+        found[steps] = load_file(tmp_path / str(steps) / "model" / "model.safetensors")
+    windows = Windows.drawn(read_corpus(corpus, 64).train, 16, 64, 2)
+    ids = torch.stack([window["input_ids"] for window in windows]).split(8)
+
+    def off(longest):
+        """How far the run's weights are from those of a step by hand, as a share of its way."""
+        model = GirihForCausalLM.from_pretrained(tmp_path / "1" / "model")
+        decayed = set(decay_parameter_names(model))
+        groups = [
+            {
+                "params": [p for n, p in model.named_parameters() if (n in decayed) == has],
+                "weight_decay": decay,
+            }
+            for has, decay in ((True, 0.1), (False, 0.0))
+        ]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        for some, rate in zip(ids, (0.0, 3e-3), strict=True):
+            optimizer.zero_grad()
+            model(input_ids=some, labels=some).loss.backward()
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), longest) > 1
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        want = dict(model.named_parameters())
+        way, left = (sum((p - x[n]).square().sum() for n, p in want.items()) for x in (found[1], found[2]))
+        return (left / way).sqrt().item()
+
+    assert off(1.0) < 1e-4 < off(1e9)
+
+
+def test_every_fortieth_of_a_run_is_a_line_and_so_is_its_end(corpus, tmp_path):
+    begun = time.monotonic()
+    written, _ = tiny(corpus, tmp_path / "run", "--mixer", "attention", steps=41)
+    passed = time.monotonic() - begun
+    form = r"step (\d+)/41  ([\d.]+) bits per byte  (\d+) tokens/s"
+    lines = re.findall(form, written.decode(errors="replace"))
+    steps, bits, rates = ([float(x) for x in column] for column in zip(*lines, strict=True))
+    assert steps == [*range(2, 41, 2), 41]
+    assert all(abs(a - b) < 1.5 for a, b in pairwise(bits))
+    lengths = [2] * 20 + [1]
+    taken = sum(length * 512 / rate for length, rate in zip(lengths, rates, strict=True))
+    assert passed / 50 < taken < passed
+
+
+def test_a_run_is_saved_at_each_tenth_and_where_it_stops(corpus, tmp_path):
+    """The two newest stay, and the run goes on from the newest."""
+    command = [BIN / "girih-train", corpus, "--size", "tiny", "--steps", "100", "--mixer", "attention"]
+    command += ["--folder", tmp_path / "run", "--device", "cpu"]
+
+    def until(process, words):
+        return next(line for line in process.stdout if line.startswith(words))
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        until(process, b"step 33/100")
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    last = max(int(name.removeprefix("step-")) for name in names)
+    assert last >= 33 and names == {f"step-{last}", f"step-{(last - 1) // 10 * 10}"}
+    (tmp_path / "run" / "checkpoints" / "step-99.part").mkdir()  # as a save that was cut off leaves it
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert f", from step {last} on".encode() in until(process, b"100 steps of ")
+        process.kill()
+
+
+def test_a_second_signal_ends_a_run_at_once(corpus, tmp_path):
+    command = [BIN / "girih-train", corpus, "--steps", "5", "--folder", tmp_path / "run", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not (tmp_path / "run" / ".lock").exists() and process.poll() is None:
+            time.sleep(0.01)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        said = process.communicate()[1]
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert not said and not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_without_a_folder_lives_in_one_of_its_name(corpus, tmp_path):
+    """Which is refused where it holds something else."""
+    of_options = ["--mixer", "trellis", "--options", "chunk=1  phi=l2_silu"]
+    for options, name in (
+        ([], "gsa-small"),
+        (["--size", "tiny", "--mixer", "cat", "--chunks", "4,8"], "cat-adaptive-tiny"),
+        ([*of_options, "--size", "tiny", "--context", "32"], "trellis-chunk=1-phi=l2_silu-tiny-32"),
+    ):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "other").touch()
+        command = [BIN / "girih-train", corpus, "--device", "cpu", *options]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.stderr == f"girih-train: folder runs/{name}: there is something else in it\n"
+        assert done.returncode == 2 and not done.stdout
+
+
+@pytest.mark.parametrize("name, text", [("result.json", "{"), ("arguments.json", "[1]")])
+def test_damaged_files_of_a_run_are_named(name, text, corpus, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    _, said = run_of(corpus, tmp_path / "run", {}, code=2)
+    assert f"file {tmp_path}/run/{name}: it is damaged; remove it or its folder" in said
+
+
+def test_a_corpus_may_have_any_name(tmp_path):
+    """Also one that is no text."""
+    name = os.fsencode(tmp_path) + b"/\xff text"
+    Path(os.fsdecode(name)).write_text("some text " * 200)
+    for words in (b"gsa, ", b"this run is finished"):
+        command = [BIN / "girih-train", name, "--size", "tiny", "--steps", "1", "--folder", tmp_path / "run"]
+        done = subprocess.run(command, capture_output=True)
+        assert done.returncode == 0 and done.stdout.startswith(words), done.stderr
+
+
+def test_parts_are_of_one_sequence_at_least(corpus, tmp_path):
+    written, _ = tiny(corpus, tmp_path / "run", "--at-once", 1)
+    assert written.splitlines()[1].startswith(b"1 steps of 8 x 64 bytes, in 8 parts each, of ")
+    written, _ = tiny(corpus, tmp_path / "other", "--at-once", 511)
+    assert written.splitlines()[1].startswith(b"1 steps of 8 x 64 bytes, in 2 parts each, of ")
+
+
+def test_a_size_may_be_two_percent_off_and_no_more(tmp_path):
+    """A model that fits is refused for its corpus, which is looked at later."""
+
+    def fits(slots):
+        try:
+            return bool(config_of_size("trellis", SIZES["tiny"], options=f"num_slots={slots}"))
+        except Refusal:
+            return False
+
+    least, most = 64, 1024
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    for slots, words in ((least, "no such file"), (most, " parameters or more, asked for 100000")):
+        options = ["--mixer", "trellis", "--options", f"num_slots={slots}"]
+        assert words in tiny(tmp_path / "none", tmp_path / "run", *options, code=2)[1]
+
+
+@pytest.mark.parametrize("name", OF_SIZE)
+def test_what_the_size_sets_is_no_option(name, tmp_path):
+    value = {"mixer": "gla", "chunks": "[4]"}.get(name, "8")
+    _, said = tiny(tmp_path / "none", tmp_path / "run", "--options", f"num_slots=4 {name}={value}", code=2)
+    assert f"{name} is not an option; the size or --{name} sets it" in said
+
+
+@pytest.mark.parametrize("context", [0, -1, 3 * 64, 1024])
+def test_a_context_that_does_not_divide_a_step_is_refused(context, tmp_path):
+    _, said = tiny(tmp_path / "none", tmp_path / "run", "--context", context, code=2)
+    assert f"context {context}: expected a divisor of the 512 tokens of a step" in said
