@@ -1,6 +1,8 @@
 """transformers' own linear models compute the same with girih's functions in place of theirs."""
 
 import copy
+import functools
+import sys
 
 import girih
 import pytest
@@ -8,6 +10,7 @@ import torch
 import transformers
 from girih.acceleration import accelerate
 from girih.acceleration import packed as packed_rows
+from girih.acceleration.accelerate import SERVED
 from packaging import version
 from transformers import (
     AttentionInterface,
@@ -295,6 +298,21 @@ def test_caches_are_transformers_caches(model):
 
 
 @torch.no_grad()
+def test_caches_of_16_bits_keep_what_transformers_keeps_in_fp32(model):
+    half = copy.deepcopy(model).bfloat16()
+    name, parts = next(iter(cache_of(half))), tokens(length=14).split([9, 1, 1, 1, 2], 1)
+    (theirs,), (ours,) = cache_of(half).values(), cache_of(half).values()
+    for part in parts:
+        half(part, use_cache=True, **{name: theirs})
+        with accelerate(half):
+            half(part, use_cache=True, **{name: ours})
+        want, found = tensors_of(theirs), tensors_of(ours)
+        assert {key: (x.shape, x.dtype) for key, x in found.items()} == {
+            key: (x.shape, x.dtype) for key, x in want.items()
+        }
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
 @pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
 def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then):
@@ -502,6 +520,9 @@ def test_attention_without_a_mask_gets_the_bounds():
         model(**batch)
     assert seen["cu_seq_lens_q"].tolist() == seen["cu_seq_lens_k"].tolist() == [0, 70, 71, 104]
     assert seen["max_length_q"] == seen["max_length_k"] == 70 and seen["attention_mask"] is None
+    with accelerate(model):
+        model(**batch, max_length_q=90)
+    assert seen["max_length_q"] == seen["max_length_k"] == 90  # which is not waited for
 
 
 @torch.no_grad()
@@ -656,3 +677,261 @@ def test_the_trainer_trains_alike(tmp_path):
     want = fitted()
     with accelerate():
         assert off(fitted(), want) < 1e-5
+
+
+# ---- functions by themselves, with options that no model of these uses -------------------------------------
+
+
+@functools.cache
+def served(family):
+    """The functions of a family's module, transformers' and girih's in their place, by name."""
+    module = sys.modules[type(model_of(family)).__module__]
+    theirs = {name: vars(module)[name] for name in SERVED if name in vars(module)}
+    with accelerate(model_of(family)):
+        return theirs, {name: vars(module)[name] for name in theirs}
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def both(family, name, call, *places):
+    """What both functions return of the same arguments, and what they left in those that they write."""
+    found = []
+    for functions in served(family):
+        given = {
+            key: x.clone() if isinstance(x, torch.Tensor) and key in places else x for key, x in call.items()
+        }
+        output = functions[name](**given)
+        found.append((*(output if isinstance(output, tuple) else (output,)), *(given[key] for key in places)))
+    return zip(*found, strict=True)
+
+
+def same(theirs, ours):
+    assert (theirs is None) == (ours is None)
+    if ours is not None:
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and off(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_the_delta_rule_alone(name, length, grad):
+    call = {
+        "query": drawn(2, length, 2, 8),
+        "key": 0.3 * drawn(2, length, 2, 8, seed=1),
+        "value": drawn(2, length, 4, 12),
+        "g": -drawn(2, length, 4).abs(),
+        "beta": drawn(2, length, 4, seed=1).sigmoid(),
+    }
+    for unit in (True, False):
+        for state in (None, drawn(2, 4, 8, 12)):
+            for last in (True, False):
+                options = {"output_final_state": last, "use_qk_l2norm_in_kernel": unit}
+                given = None if state is None else state.clone()
+                with torch.set_grad_enabled(grad):
+                    for pair in both("qwen3_next", name, call | options | {"initial_state": given}):
+                        same(*pair)
+                if state is not None and not (length == 1 and last and not grad):
+                    assert given.equal(state)
+
+
+OF_STEPS = [
+    {},
+    {"dt_bias": True},
+    {"dt_softplus": True},
+    {"D": True},
+    {"D": True, "dt_bias": True, "dt_softplus": True},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", OF_STEPS, ids=lambda given: " ".join(given) or "nothing")
+def test_a_scan_of_mamba2_alone(given):
+    call = {
+        "hidden_states": drawn(2, 40, 4, 8),
+        "dt": drawn(2, 40, 4).abs(),
+        "A": -drawn(4).exp(),
+        "B": drawn(2, 40, 2, 6),
+        "C": drawn(2, 40, 2, 6, seed=1),
+        "chunk_size": 16,
+        "dt_softplus": given.get("dt_softplus", False),
+        "D": drawn(4) if "D" in given else None,
+        "dt_bias": drawn(4, seed=1).abs() if "dt_bias" in given else None,
+    }
+    for state in (None, drawn(2, 4, 8, 6)):
+        for last in (True, False):
+            for limit in ({}, {"dt_limit": (0.4, 0.9)}):
+                options = {"initial_states": state, "return_final_states": last, **limit}
+                for pair in both("mamba2", "mamba2_chunk_scan", call | options):
+                    same(*pair)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("own", [(), ("dt",), ("A",), ("A of a channel",), ("dt_bias",)], ids=str)
+@pytest.mark.parametrize("given", OF_STEPS, ids=lambda given: " ".join(given) or "nothing")
+def test_a_step_of_mamba2_alone(given, own, grad):
+    """own: what differs from channel to channel, which transformers computes."""
+
+    def over_channels(x, name, *sizes):
+        wide = x[(..., *[None] * len(sizes))].expand(*x.shape, *sizes)
+        return wide * (1 + drawn(*wide.shape).abs()) if name in own else wide
+
+    call = {
+        "hidden_states": drawn(2, 4, 8),
+        "dt": over_channels(drawn(2, 4).abs(), "dt", 8),
+        "A": over_channels(over_channels(-drawn(4).exp(), "A of a channel", 8), "A", 6),
+        "B": drawn(2, 2, 6),
+        "C": drawn(2, 2, 6, seed=1),
+        "dt_softplus": given.get("dt_softplus", False),
+        "D": drawn(4, 8) if "D" in given else None,
+        "dt_bias": over_channels(drawn(4, seed=1).abs(), "dt_bias", 8) if "dt_bias" in given else None,
+    }
+    with torch.set_grad_enabled(grad):
+        for z in (None, drawn(2, 4, 8, seed=2)):
+            call |= {"z": z, "state": drawn(2, 4, 8, 6)}
+            for pair in both("mamba2", "mamba2_selective_state_update", call, "state"):
+                same(*pair)
+        call["state"] = call["state"].bfloat16()
+        output, state = both("mamba2", "mamba2_selective_state_update", call, "state")
+        assert state[0].dtype == state[1].dtype == torch.bfloat16
+        assert off(output[1], output[0]) < 1e-5 and state[1].equal(state[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [1, 2, 4, 5, 7])
+@pytest.mark.parametrize("activation", [None, "silu", "swish", "gelu"])
+def test_a_filter_alone(activation, width):
+    """Of up to four taps and without an activation or with SiLU; any other is transformers'."""
+    for bias in (None, drawn(6)):
+        call = {"weight": drawn(6, width), "bias": bias, "activation": activation}
+        for pair in both("qwen3_next", "causal_conv1d_fn", call | {"hidden_states": drawn(2, 6, 30)}):
+            same(*pair)
+        for room in (width - 1, width, width + 3) if width > 1 else (1, 4):
+            for length in (1, 2, 9):
+                moved = {"hidden_states": drawn(2, 6, length), "conv_state": drawn(2, 6, room)}
+                for pair in both("qwen3_next", "causal_conv1d_update", call | moved, "conv_state"):
+                    same(*pair)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid", "gelu", "relu", "tanh"])
+def test_a_norm_with_any_activation(activation):
+    model = model_of("qwen3_next")
+    norm = next(m for m in model.modules() if type(m).__name__ == "Qwen3NextRMSNormGated")
+    norm.activation, norm.variance_epsilon = activation, 0.2
+    norm.weight.normal_()
+    x, gate = drawn(3, 5, 12), drawn(3, 5, 12, seed=1)
+    want = norm(x, gate)
+    with accelerate(model) as acceleration:
+        assert off(norm(x, gate), want) < 1e-5
+        rows = [row for row in acceleration.rows() if row.function == "Qwen3NextRMSNormGated"]
+    ours = activation not in ("relu", "tanh")
+    assert [row.path for row in rows] == ["girih.gated_rms_norm, aten" if ours else "transformers"]
+    assert ours or rows[0].why == f"the activation {activation!r}"
+
+
+# ---- what is said, and what is taken back ------------------------------------------------------------------
+
+PATHS = {
+    "qwen3_next": {
+        ("Qwen3NextRMSNormGated", "girih.gated_rms_norm, aten"),
+        ("torch_chunk_gated_delta_rule", "girih.delta_product, aten"),
+        ("torch_recurrent_gated_delta_rule", "girih.delta_product_step, aten"),
+        ("causal_conv1d_fn", "girih.short_conv, aten"),
+        ("causal_conv1d_update", "girih.short_conv, aten"),
+    },
+    "mamba2": {
+        ("mamba2_chunk_scan", "girih.gla, aten"),
+        ("mamba2_selective_state_update", "girih.gla_step, aten"),
+        ("mamba2_split_conv1d_scan_combined", "girih, in parts"),
+        ("causal_conv1d_fn", "girih.short_conv, aten"),
+        ("causal_conv1d_update", "girih.short_conv, aten"),
+    },
+}
+
+
+@pytest.mark.parametrize("family", PATHS)
+def test_a_report_has_every_function_and_how_it_is_computed(family):
+    layers = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]} if family == "qwen3_next" else {}
+    model = model_of(family, num_hidden_layers=4, **layers)
+    with accelerate(model) as acceleration:
+        rows, report = acceleration.rows(), acceleration.report().splitlines()
+        assert {(row.function, row.path) for row in rows} == PATHS[family]
+        assert {row.count for row in rows} == {3 if family == "qwen3_next" else 4}
+        assert report[0].split() == ["layer", "function", "path", "why"]
+        said = [line.split()[:3] for line in report[1:]]
+        assert said == [[row.layer, f"x{row.count}", row.function] for row in rows]
+        other = acceleration.rows(model_of(family))
+        assert {row.count for row in other} == {1 if family == "qwen3_next" else 2}
+    undone = acceleration.rows()
+    assert {(row.path, row.why) for row in undone} == {("transformers", "undone")}
+
+
+def test_a_filter_that_is_too_long_is_reported_and_stays():
+    model = model_of("qwen3_next", linear_conv_kernel_dim=6)
+    want = model(tokens()).logits
+    with accelerate(model) as acceleration:
+        rows = {row.function: row for row in acceleration.rows()}
+        assert off(model(tokens()).logits, want) < 1e-5
+    assert rows["causal_conv1d_fn"][-2:] == ("transformers", "a filter of 6 taps; girih.short_conv has 4")
+
+
+def test_models_made_later_are_served_until_the_last_is_undone():
+    post_init = transformers.PreTrainedModel.post_init
+    first, second = accelerate(), accelerate()
+    assert transformers.PreTrainedModel.post_init is not post_init
+    first.undo()
+    first.undo()
+    model = model_of("lfm2")
+    assert "girih." in second.report(model) and "girih." not in first.report(model)
+    second.undo()
+    assert transformers.PreTrainedModel.post_init is post_init
+    assert "girih." not in second.report(model_of("lfm2"))
+    with accelerate() as again:
+        assert "girih." in again.report(model_of("lfm2"))
+    assert transformers.PreTrainedModel.post_init is post_init
+
+
+# ---- packed sequences --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "bamba", "granitemoehybrid"])
+def test_packed_embeddings_keep_apart_as_words_do(family):
+    model, (_, batch) = model_of(family), packed()
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    with accelerate(model):
+        want = model(**batch).logits
+        found = model(inputs_embeds=embedded, position_ids=batch["position_ids"]).logits
+    assert off(found, want) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("said", ["seq_idx", "cu_seq_lens_q", "cu_seqlens"])
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "falcon_h1", "granitemoehybrid", "lfm2"])
+def test_bounds_that_are_said_count_more_than_positions_that_go_on(family, said):
+    model = model_of(family)
+    parts, batch = packed(return_flash_attn_kwargs=True, return_seq_idx=True)
+    bounds = batch["seq_idx" if said == "seq_idx" else "cu_seq_lens_q"]
+    with accelerate(model):
+        want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
+        positions = torch.arange(sum(LENGTHS))[None]
+        found = model(batch["input_ids"], position_ids=positions, **{said: bounds})
+    assert off(found.logits, want) < 1e-5
+
+
+def test_positions_of_text_are_told_from_those_of_an_image():
+    text = torch.tensor([[0, 1, 0, 1]])
+    assert packed_rows.text_positions(text).equal(text)
+    assert packed_rows.text_positions(text[None]).equal(text)
+    image = torch.full((1, 1, 4), 7).expand(3, 1, 4)
+    assert packed_rows.text_positions(torch.cat((text[None], image))).equal(text)
+    assert packed_rows.text_positions(image) is None
+    assert packed_rows.text_positions(None) is None and packed_rows.text_positions(text.to("meta")) is None
+
+
+def test_a_filter_refuses_packed_sequences_in_several_rows():
+    _, ours = served("lfm2")
+    with pytest.raises(ValueError, match="seq_idx has 2 rows; packed sequences lie in one"):
+        ours["causal_conv1d_fn"](drawn(2, 6, 9), drawn(6, 3), seq_idx=torch.zeros(2, 9, dtype=torch.int32))

@@ -27,16 +27,19 @@ from converted import (
 )
 from girih.conversion import Conversion
 from girih.conversion.config import replacing
+from girih.conversion.projections import find
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    DynamicCache,
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -404,6 +407,27 @@ def wrong(**options):
         ),
         (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
         (wrong(chunk=65), "chunk is 65; expected a whole number, 1 to 64"),
+        (wrong(chunk=0, between_chunks="gelu"), "chunk is 0; expected a whole number, 1 to 64"),
+        (wrong(chunk=16), "chunk is 16; expected its default, 64: it is for between_chunks"),
+        (wrong(n=0), "n is 0; expected a whole number, 1 to 4"),
+        (wrong(n=True), "n is True; expected a whole number"),
+        (wrong(weight=True), "weight is True; expected a number"),
+        (wrong(weight=-0.1), "weight is -0.1"),
+        (wrong(weight=1.0, learned=True), "weight is 1.0; .* between them if it is learned"),
+        (wrong(max_self_attn_length=True), "max_self_attn_length is True"),
+        (wrong(layers=[True]), r"layers is \[True\]"),
+        (
+            lambda: girih.replace_attention(base_model(), "gsa", num_kv_heads=1),
+            "num_kv_heads: gsa has no such option",
+        ),
+        (
+            lambda: girih.replace_attention(base_model(), "gsa", head_dim=4),
+            "head_dim: gsa has no such option",
+        ),
+        (
+            lambda: girih.inject(base_model("girih"), layers=[0, 3]),
+            "layers has 3; attention that can be converted is at 0, 1",
+        ),
         (wrong(weight=1.5), "weight is 1.5"),
         (wrong(weight=0.0, learned=True), "weight is 0.0"),
         (wrong(max_self_attn_length=0), "max_self_attn_length is 0; expected a whole number, 1 or more"),
@@ -516,6 +540,60 @@ def test_the_fused_projection_of_bigcode_is_read_in_its_order(multi_query):
     else:
         expected = torch.cat([part.flatten(-2) for part in fused.view(2, 9, 4, 24).split(8, -1)], -1)
     assert layer.girih.qkv_proj(x).equal(expected)
+
+
+def linear(inputs, outputs):
+    return torch.nn.Linear(inputs, outputs, bias=False)
+
+
+NOT_CONVERTED = [
+    ({"layer_idx": None}, "it has no layer_idx"),
+    ({"is_causal": False}, "it is not causal self-attention"),
+    ({"is_cross_attention": True}, "it is not causal self-attention"),
+    ({"clip_qkv": 4.0}, "clip_qkv is 4.0"),
+    ({"k_proj": None}, "it has neither q_proj, k_proj, v_proj nor c_attn nor qkv_proj nor query_key_value"),
+    ({"o_proj": None}, "it has none of o_proj, dense, c_proj, out_proj"),
+    ({"head_dim": None}, "it has no head_dim"),
+    ({"head_dim": 6}, "have 32, 16, 16 and 32 channels, no heads of 6"),
+    ({"k_proj": linear(32, 8)}, "have 32, 8, 16 and 32 channels"),
+    ({"k_proj": linear(32, 24), "v_proj": linear(32, 24)}, "have 32, 24, 24 and 32 channels"),
+    ({"o_proj": linear(16, 32)}, "have 32, 16, 16 and 16 channels"),
+    ({"q_norm": torch.nn.RMSNorm(8), "k_norm": torch.nn.RMSNorm(6)}, r"its k_norm has a weight of \[6\]"),
+    ({"q_norm": torch.nn.RMSNorm(32), "k_norm": torch.nn.RMSNorm(32)}, r"its k_norm has a weight of \[32\]"),
+    ({"q_norm": torch.nn.RMSNorm(16), "k_norm": torch.nn.RMSNorm(16)}, r"its q_norm has a weight of \[16\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"), NOT_CONVERTED, ids=lambda part: part if isinstance(part, str) else ""
+)
+def test_attention_that_does_not_fit_says_why(own, reason):
+    model = base_model("llama")
+    for layer in model.model.layers:
+        for name, value in own.items():
+            setattr(layer.self_attn, name, value)
+    with pytest.raises(ValueError, match=f"LlamaAttention: .*{reason}"):
+        girih.inject(model)
+
+
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        ({"head_dim": None, "head_size": 8}, None),
+        ({"is_causal": None, "causal": True}, None),
+        ({"q_norm": torch.nn.RMSNorm(8), "k_norm": torch.nn.RMSNorm(8)}, ("q_norm", "k_norm")),
+        (
+            {"q_layernorm": torch.nn.RMSNorm(32), "k_layernorm": torch.nn.RMSNorm(16)},
+            ("q_layernorm", "k_layernorm"),
+        ),
+    ],
+    ids=str,
+)
+def test_attention_is_known_by_any_of_its_names(own, names):
+    layer = attention(base_model("llama"))
+    for name, value in own.items():
+        delattr(layer, name) if value is None else setattr(layer, name, value)
+    assert find(layer) == (("q_proj", "k_proj", "v_proj"), "o_proj", names, 32, 4, 2, 8, False)
 
 
 SHARED = {
@@ -667,6 +745,137 @@ def test_arguments_that_are_of_the_configuration_change_it(tmp_path):
     assert half.dtype == torch.float16 and not info["missing_keys"]
     with pytest.raises(TypeError, match="no_such"):
         girih.from_pretrained(tmp_path, no_such=1)
+
+
+def state_of(model):
+    """What hooks and attributes every module has, and what its class is."""
+    hooks = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+    return [
+        (type(m), m.training, set(vars(m)), [len(getattr(m, name)) for name in hooks])
+        for m in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_at_the_end_of_a_block_nothing_is_left_of_a_conversion(base, way, training):
+    model = copy.deepcopy(base).train(training)
+    before = state_of(model)
+    with convert(model, way):
+        assert {m.training for m in model.modules()} == {training} and state_of(model) != before
+    assert state_of(model) == before and not hasattr(model.config, "girih")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_conversions_either_can_be_undone_alone(first, tmp_path):
+    model = base_model("llama")
+    made = [girih.replace_attention(model, "gla", layers=[0]), girih.inject(model, layers=[1])]
+    made[first].undo()
+    kinds = ["ReplacedLlamaAttention", "InjectedLlamaAttention"]
+    kinds[first] = "LlamaAttention"
+    assert [type(layer.self_attn).__name__ for layer in model.model.layers] == kinds
+    assert [told["how"] for told in model.config.girih] == [["replace", "inject"][1 - first]]
+    assert model._is_stateful
+    model.save_pretrained(tmp_path)
+    loaded = girih.from_pretrained(tmp_path)
+    assert [type(layer.self_attn).__name__ for layer in loaded.model.layers] == kinds
+    assert loaded(IDS).logits.equal(model(IDS).logits)
+    made[1 - first].undo()
+    assert model(IDS).logits.equal(base_model("llama")(IDS).logits) and not model._is_stateful
+
+
+def test_a_layer_that_has_become_another_since_is_not_undone():
+    model = base_model()
+    conversion = girih.inject(model)
+    layer = attention(model, 1)
+    layer.__class__ = type("Other", (type(layer),), {})
+    with pytest.raises(ValueError, match=r"undo: model\.layers\.1\.self_attn has become a Other since"):
+        conversion.undo()
+    assert type(attention(model)).__name__ == "InjectedLlamaAttention" and model.config.girih
+
+
+@torch.no_grad()
+def test_a_folder_within_a_folder_is_loaded_as_a_class_that_is_told(tmp_path):
+    model = converted()
+    model.save_pretrained(tmp_path / "within")
+    loaded = girih.from_pretrained(tmp_path, subfolder="within")
+    assert loaded(IDS).logits.equal(model(IDS).logits)
+    body = girih.from_pretrained(tmp_path / "within", model_class=type(model.model))
+    assert type(body) is type(model.model)
+    assert body(IDS).last_hidden_state.equal(model.model(IDS).last_hidden_state)
+    config = json.loads((tmp_path / "within" / "config.json").read_text()) | {"architectures": ["Another"]}
+    (tmp_path / "within" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"model_class: .*within names \['Another'\] as its class"):
+        girih.from_pretrained(tmp_path / "within")
+
+
+def test_weights_of_other_sizes_are_told(tmp_path):
+    converted(way="gsa").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["girih"][0]["options"]["num_slots"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"are missing, model\.layers\.0\.self_attn\.girih\.f_proj"):
+        girih.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [0, 1, 2, 3])
+def test_narrow_filters_start_from_as_many_differences_as_they_hold(width):
+    model = base_model("llama")
+    layer, x = attention(model), torch.randn(2, 9, 32)
+    v = layer.v_proj(x)
+    girih.replace_attention(model, "delta_product", n=4, conv_size=width)
+    part = layer.girih
+    rows = part.qkv_proj(x)
+    if width:
+        rows = part.conv(rows)[0]
+    rows = rows.split([32, 4 * 16, 4 * 16], -1)[2].split(16, -1)
+    a, b = (torch.nn.functional.pad(v, (0, 0, m, 0))[:, :9] for m in (1, 2))
+    want = [v, (v - a) / 2, (v - 2 * a + b) / 4, v][:width]
+    want += [v] * (4 - len(want))
+    for row, expected in zip(rows, want, strict=True):
+        close(row, expected * expected.sigmoid() if width else expected)
+
+
+def with_attention_of(write):
+    """A Llama whose attention is its values, brought to its output by `write(attention, values)`."""
+
+    class ValueAttention(LlamaAttention):
+        def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **call):
+            q, _, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+            return write(self, torch.cat((v, v), -1) + 0 * q), None
+
+        def project(self, o):
+            return self.o_proj(o)
+
+    model = base_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = ValueAttention
+    return model
+
+
+@torch.no_grad()
+def test_attention_that_leaves_its_output_to_a_method_is_mixed_alike():
+    found = []
+    for write in (lambda own, o: own.o_proj(o), lambda own, o: own.project(o)):
+        for cross in (False, True):
+            model = with_attention_of(write)
+            girih.inject(model, weight=0.4, cross=cross)
+            cache, parts = DynamicCache(config=model.config), []
+            for part in IDS.split([12, 1, 7], 1):
+                parts.append(model(part, past_key_values=cache).logits)
+            found.append(torch.cat(parts, 1))
+            close(found[-1], model(IDS, use_cache=False).logits)
+    close(found[2], found[0])
+    close(found[3], found[1])
+    assert (found[0] - found[1]).abs().max() > 1e-2
+
+
+def test_an_output_projection_that_is_called_twice_is_refused():
+    model = with_attention_of(lambda own, o: own.o_proj(o) + own.o_proj(o))
+    girih.inject(model)
+    with pytest.raises(RuntimeError, match="o_proj was called a second time in one forward of .*Value"):
+        model(IDS)
 
 
 def test_it_is_a_conversion():

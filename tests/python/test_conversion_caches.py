@@ -7,6 +7,7 @@ import pytest
 import torch
 from converted import FAMILIES, IDS, WAYS, base_model, close, converted, fits
 from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ONES = torch.ones_like(IDS)
@@ -284,3 +285,55 @@ def test_a_hybrid_has_masks_of_the_right_size():
         model = base_model(family)
         girih.replace_attention(model, layers=layers, num_slots=8)
         assert write(model, IDS).equal(greedy(model, IDS, 8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_layer_that_stays_has_masks_of_its_own_window(family, side):
+    """Layer 0 keeps fewer keys than the others, whose masks are made by its place in a cache."""
+    types = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]} if family != "mistral" else {}
+    model = base_model(family, num_hidden_layers=3, **types).double()
+    girih.inject(model, layers=[0], max_self_attn_length=3)
+    mask = ONES.clone()
+    if side is not None:
+        mask[0, slice(0, 7) if side == "left" else slice(13, 20)] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = model(IDS, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for cuts in ([9, 4, 1, 1, 5], [2, 5, 1, 12], [20]):
+        cache, parts, at = DynamicCache(config=model.config), [], 0
+        for n in cuts:
+            call = {"attention_mask": mask[:, : at + n], "position_ids": positions[:, at : at + n]}
+            parts.append(model(IDS[:, at : at + n], past_key_values=cache, **call).logits)
+            at += n
+        kept = mask.bool()
+        close(torch.cat(parts, 1)[kept], whole[kept], 1e-8)
+    if side != "right":
+        assert write(model, IDS, mask).equal(greedy(model, IDS, 8, mask))
+
+
+@torch.no_grad()
+def test_a_cache_that_is_reset_is_an_empty_one(model):
+    model = copy.deepcopy(model).double()
+    cache = model(IDS[:, :12]).past_key_values
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    whole = model(IDS, use_cache=False).logits
+    parts = [model(part, past_key_values=cache).logits for part in IDS.split([7, 1, 12], 1)]
+    close(torch.cat(parts, 1), whole, 1e-8)
+
+
+def test_a_layer_of_keys_says_what_the_layer_in_its_place_said(monkeypatch):
+    """How long it may become, and its keys leave the device and come back."""
+    moved = []
+    monkeypatch.setattr(DynamicLayer, "offload", lambda layer: moved.append("off"))
+    monkeypatch.setattr(DynamicLayer, "prefetch", lambda layer: moved.append("on"))
+    model = base_model("mistral", sliding_window=6)
+    expected = DynamicCache(config=model.config).layers[0].get_max_length()
+    girih.inject(model, max_self_attn_length=4)
+    cache = DynamicCache(config=model.config)
+    model(IDS, past_key_values=cache)
+    assert cache.layers[0].get_max_length() == expected == 6
+    cache.layers[0].offload()
+    cache.layers[0].prefetch()
+    assert moved == ["off", "on"]

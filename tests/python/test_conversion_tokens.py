@@ -223,3 +223,49 @@ def test_a_token_is_masked_where_it_does_not_see_itself():
     assert valid_tokens(x, see[..., : past + 3], past).equal(valid)
     assert valid_tokens(x, see[..., 1 : past + 3], past).equal(valid)  # a window has dropped a key
     assert valid_tokens(x, see[:1], past).equal(valid[:1].expand(2, -1))
+
+
+@torch.no_grad()
+def test_embeddings_in_the_place_of_words_are_read_alike(model):
+    embed = model.get_input_embeddings()
+    batch = packed(return_flash_attn_kwargs=True, return_position_ids=False)
+    embedded = embed(batch.pop("input_ids"))
+    close(model(inputs_embeds=embedded, **batch).logits, alone(model))
+    mask = torch.ones_like(IDS)
+    mask[0, 14:] = 0
+    expected = model(IDS, attention_mask=mask).logits
+    close(model(inputs_embeds=embed(IDS), attention_mask=mask).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["window", "gsa"])
+def test_arguments_without_names_are_those_with_names(way):
+    """Of the model and of a layer."""
+    model = converted("llama", way)
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0
+    close(model.model(IDS, mask)[0], model.model(IDS, attention_mask=mask)[0])
+    layer, x = attention(model), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    rotary = model.model.rotary_emb(x, torch.arange(9)[None])
+    see = torch.ones(9, 9, dtype=torch.bool).tril() & (torch.arange(9) >= 3)
+    see = see.expand(2, 1, 9, 9)
+    named = layer(hidden_states=x, position_embeddings=rotary, attention_mask=see)[0]
+    close(layer(x, rotary, see)[0], named)
+    assert (named - layer(x, rotary, None)[0]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_window_is_cut_from_any_mask_of_attention_and_from_none(implementation):
+    model = converted("llama", "window")
+    model.set_attn_implementation(implementation)
+    layer, x = attention(model), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    rotary = model.model.rotary_emb(x, torch.arange(9)[None])
+    see = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+    added = torch.zeros(see.shape).masked_fill(~see, torch.finfo(torch.float32).min)
+    masks = [None, added] + [see] * (implementation == "sdpa")
+    model.set_attn_implementation("sdpa")
+    want = layer(x, rotary, see)[0]
+    model.set_attn_implementation(implementation)
+    for mask in masks:
+        close(layer(x, rotary, mask)[0], want)

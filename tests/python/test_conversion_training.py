@@ -106,6 +106,12 @@ def test_what_peft_would_not_save_is_refused():
         girih.replace_attention(adapted)
     with pytest.raises(ValueError, match="learned: .* call inject first, then get_peft_model"):
         girih.inject(adapted, learned=True)
+    added = base_model()
+    added._hf_peft_config_loaded = True  # as transformers' add_adapter leaves it
+    with pytest.raises(ValueError, match="call replace_attention first, then get_peft_model"):
+        girih.replace_attention(added)
+    girih.inject(added)
+    assert not any(p.requires_grad for name, p in added.named_parameters() if ".girih." in name)
 
 
 class Rows(Dataset):
@@ -155,6 +161,12 @@ def test_a_schedule_moves_the_weight_of_every_layer_and_logs_it(schedule, tmp_pa
     assert [attention(model, i).girih.weight.item() for i in range(2)] == [expected[-1]] * 2
     model.save_pretrained(tmp_path)
     assert attention(girih.from_pretrained(tmp_path)).girih.weight.item() == expected[-1]
+
+
+def test_a_schedule_that_is_told_nothing_rises():
+    schedule = girih.MixSchedule()
+    weights = [schedule.weight(step) for step in (0, 50, 100, 1000)]
+    assert weights == pytest.approx([0.01, 0.255, 0.5, 0.5])
 
 
 def test_a_learned_weight_is_logged(tmp_path):
@@ -237,6 +249,13 @@ def test_a_schedule_and_a_model_have_to_agree(tmp_path):
         trainer(base_model(), tmp_path, girih.MixSchedule()).train()
     with pytest.raises(ValueError, match="schedule is 'learned', but the model was made with learned=False"):
         trainer(converted(), tmp_path, girih.MixSchedule("learned")).train()
+    model = base_model()
+    girih.inject(model, layers=[0])
+    girih.inject(model, layers=[1], learned=True)
+    for schedule, learned in (("gradual", True), ("constant", True), ("learned", False)):
+        message = f"schedule is '{schedule}', but the model was made with learned={learned}"
+        with pytest.raises(ValueError, match=message):
+            trainer(model, tmp_path, girih.MixSchedule(schedule)).train()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -245,3 +245,28 @@ def test_rows_of_two_dtypes_are_read_as_the_wider(monkeypatch):
     assert seen == [torch.float32] * 3
     monkeypatch.undo()
     torch.testing.assert_close(path((q, k, v.bfloat16()))[0], path((q, k, v.bfloat16().float()))[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_a_state_goes_on_through_padding_and_through_packed_sequences(options):
+    path, x = path_of(**options), inputs()
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[0, [2, 5]], mask[1, 4:7] = 0, 0
+    state, parts = None, []
+    for a, b in ((0, 4), (4, 8), (8, T)):
+        y, state = path(qkv(x[:, a:b]), mask[:, a:b], state, True)
+        parts.append(y)
+    for row, kept in enumerate(mask.bool()):
+        alone, _ = path(qkv(x[row : row + 1, kept]))
+        torch.testing.assert_close(torch.cat(parts, 1)[row, kept], alone[0], atol=1e-9, rtol=1e-7)
+    first, second = [[0, 4], [0, 2]], [[4, T], [2, 5]]  # of both rows
+    state, packed = None, []
+    for bounds in (first, second):
+        row = torch.cat([x[i : i + 1, a:b] for i, (a, b) in enumerate(bounds)], 1)
+        ends = torch.tensor([0, bounds[0][1] - bounds[0][0], row.shape[1]])
+        y, state = path(qkv(row), None, state, True, ends)
+        packed.append(y.split(ends.diff().tolist(), 1))
+    for i, (_, end) in enumerate(second):
+        alone, _ = path(qkv(x[i : i + 1, :end]))
+        torch.testing.assert_close(torch.cat([part[i] for part in packed], 1), alone, atol=1e-9, rtol=1e-7)

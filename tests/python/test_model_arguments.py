@@ -133,3 +133,12 @@ def test_a_trainer_gives_the_number_of_tokens(model, tmp_path):
 
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert Trainer(model=model, args=arguments).model_accepts_loss_kwargs
+
+
+def test_one_thing_of_two_names_has_one_value():
+    for alias, name in (("num_attention_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")):
+        assert getattr(small(**{alias: 2, name: 2}), alias) == 2
+        with pytest.raises(ValueError, match=f"{name} is 2 and {alias} is 1; expected one of them"):
+            small(**{alias: 1, name: 2})
+    config = small(num_key_value_heads=1)
+    assert config.num_kv_heads == config.num_key_value_heads == 1 and config.num_attention_heads == 2

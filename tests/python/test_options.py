@@ -157,6 +157,10 @@ def test_a_file_keeps_entries_of_other_libraries():
     assert config.some_tools_entry == {"a": 1} and config.to_dict()["some_tools_entry"] == {"a": 1}
     again = GirihConfig.from_dict(config.to_dict())
     assert again.some_tools_entry == {"a": 1}
+    saved = {"mixer": "gla", "some_tools_entry": 2}
+    config, unused = GirihConfig.from_dict(saved, return_unused_kwargs=True, use_cache=False, other=3)
+    assert (config.some_tools_entry, config.mixer, config.use_cache) == (2, "gla", False)
+    assert unused == {"other": 3}
 
 
 # ---- training ----------------------------------------------------------------------------------------------

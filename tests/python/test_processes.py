@@ -86,3 +86,74 @@ def test_one_that_crashes_ends_the_others_and_its_code_is_the_answer(tmp_path, m
 def test_as_many_gpus_train_as_share_the_batch_evenly(batch, gpus, used, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert processes.gpus_for(batch) == used
+
+
+def test_one_that_a_signal_ends_answers_as_a_shell_would(tmp_path, monkeypatch):
+    (tmp_path / "waits.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert processes.run_on(1, "waits", []) == 128 + signal.SIGKILL
+
+
+def test_each_process_knows_its_place_and_its_arguments(tmp_path, monkeypatch):
+    told = "['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS']"
+    (tmp_path / "says.py").write_text(
+        "import os, sys\n"
+        f"words = [os.environ[name] for name in {told}] + sys.argv[1:]\n"
+        f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').write(' '.join(words))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for threads in ("1", "3"):
+        assert processes.run_on(2, "says", ["--a", "b"]) == 0
+        for rank in ("0", "1"):
+            assert (tmp_path / rank).read_text() == f"{rank} {rank} 2 2 127.0.0.1 {threads} --a b"
+            (tmp_path / rank).unlink()
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what a user says counts more
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("visible, used", [(None, "0"), ("2,3", "2"), ("1", "1"), ("", "")])
+def test_a_run_without_a_launcher_sees_one_gpu(visible, used, monkeypatch):
+    def see(launched):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setenv("RANK", "1") if launched else monkeypatch.delenv("RANK", raising=False)
+        assert processes.speaks() != launched
+        processes.on_one_device()
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the end of the test takes back
+    assert see(launched=False) == used and see(launched=True) == visible
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_press_stops_at_once_and_the_same_press_twice_does_not(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now)
+    interrupt, control = processes.Interrupt(), transformers.TrainerControl()
+
+    def stops_at_once(number):
+        try:
+            signal.raise_signal(number)
+        except processes.Interrupted as stop:
+            assert stop.number == number
+            return True
+        return False
+
+    assert stops_at_once(signal.SIGINT) and stops_at_once(signal.SIGTERM)  # before training
+    interrupt.on_train_begin(None, None, control)
+    interrupt.on_step_end(None, None, control)
+    assert not control.should_save and not control.should_training_stop
+    assert not stops_at_once(signal.SIGINT)
+    now = 100.9  # a launcher and a terminal have both delivered it
+    assert not stops_at_once(signal.SIGINT)
+    now = 101.1
+    assert not stops_at_once(signal.SIGTERM) and interrupt.number == signal.SIGINT
+    assert stops_at_once(signal.SIGINT)
+    interrupt.on_step_end(None, None, control)
+    assert control.should_save and control.should_training_stop
+    interrupt.on_train_end(None, None, control)
+    assert stops_at_once(signal.SIGTERM)

@@ -1,6 +1,9 @@
 """How models are trained: the learning rate, what a run continues from, its sample, its size, its speed."""
 
+import errno
+import json
 import math
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,11 +12,11 @@ import torch
 from girih.data import Windows
 from girih.models import GirihForCausalLM
 from girih.training import trainer as trainer_module
-from girih.training.command import Refusal
-from girih.training.folder import Whole, newest_whole
-from girih.training.recipe import SIZES, model_of_size
-from girih.training.report import write_sample
-from girih.training.trainer import Clock, fit
+from girih.training.command import Refusal, disk_full, refuse_steps
+from girih.training.folder import Whole, finished, newest_whole, run_in
+from girih.training.recipe import SIZES, config_of_size, model_of_size, with_context
+from girih.training.report import draw_curve, finish, write_sample
+from girih.training.trainer import BITS, Clock, fit
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -138,3 +141,163 @@ def test_the_speed_of_a_resumed_run_counts_its_own_steps(tmp_path, monkeypatch):
     trainer.log(logs)
     assert logs["tokens_per_second"] == 10 * RECIPE.batch * RECIPE.context / 4
     assert logs["bits"] == pytest.approx(1 / math.log(2))
+
+
+@pytest.mark.parametrize("steps, warm, a_log", [(5, 1, 1), (39, 1, 1), (41, 2, 2), (81, 4, 3), (400, 20, 10)])
+def test_a_run_of_any_length_warms_up_and_logs_forty_times_at_most(steps, warm, a_log, tmp_path):
+    model = model_of_size("attention", RECIPE)
+    recipe = replace(RECIPE, steps=steps, batch=6)
+    trainer = fit(model, recipe, None, None, tmp_path, 7, at_once=16, save_steps=3)
+    told = trainer.args
+    assert (told.warmup_steps, told.logging_steps, told.max_steps) == (warm, a_log, steps)
+    assert (told.seed, told.save_steps, told.output_dir) == (7, 3, str(tmp_path))
+    assert told.per_device_train_batch_size == told.per_device_eval_batch_size == 2
+    assert told.gradient_accumulation_steps == 3
+    assert told.bf16 == torch.cuda.is_available() and not told.logging_nan_inf_filter
+
+
+def test_a_run_prints_a_line_a_log(tmp_path, capsys):
+    trainer = trainer_of(replace(RECIPE, steps=2), tmp_path, unit="bits per word")
+    trainer.train()
+    lines = capsys.readouterr().out.splitlines()
+    logs = [log for log in trainer.state.log_history if "bits" in log]
+    assert len(lines) == len(logs) == 2
+    for step, (line, log) in enumerate(zip(lines, logs, strict=True), 1):
+        speed = f"{log['tokens_per_second']:,.0f} tokens/s"
+        assert line == f"step {step}/2  {log['bits']:.3f} bits per word  {speed}"
+
+
+def test_a_sample_is_drawn_from_all_bytes():
+    class Model:
+        device = "cpu"
+
+        def generate(self, ids, **told):
+            self.told = told
+            return torch.cat((ids, torch.tensor([[104, 105, 255]])), 1)
+
+    model = Model()
+    assert write_sample(model, b"oh ", 3, 0) == "oh hi\ufffd"
+    mask = model.told.pop("attention_mask")
+    assert mask.tolist() == [[1, 1, 1]]
+    assert model.told == {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
+
+
+@pytest.mark.parametrize("chunks", [None, [4, 8]])
+def test_a_result_says_what_was_trained_and_measured(chunks, tmp_path):
+    config = SimpleNamespace(chunk=4, chunks=chunks)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(config=config, num_parameters=lambda: 123),
+        evaluate=lambda: {"eval_loss": config.chunk / 2 / BITS},
+        state=SimpleNamespace(
+            log_history=[{"tokens_per_second": 10.0}, {"mag_weight": 1}, {"tokens_per_second": 30.0}]
+        ),
+        tokens_per_step=64,
+        is_world_process_zero=lambda: False,
+    )
+    arguments = {"mixer": "cat", "size": "tiny", "corpus": "words.txt", "seed": 3}
+    size = replace(RECIPE, context=32)
+    want = arguments | {"context": 32, "parameters": 123, "steps": STEPS, "tokens": 64 * STEPS}
+    want |= {"bits_per_byte": 2.0, "tokens_per_second": 15, "folder": str(tmp_path / "model")}
+    del want["seed"]
+    if chunks:
+        want["bits_per_byte_by_chunk"] = {"4": 2.0, "8": 4.0}
+    assert finish(trainer, size, arguments, tmp_path, b"") == want
+    with_options = finish(trainer, size, arguments | {"options": "n=3"}, tmp_path, b"")
+    assert with_options == want | {"options": "n=3"} and config.chunk == 4
+
+
+def test_a_curve_is_bits_over_millions_of_tokens(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to)
+    )
+    history = [{"step": 5, "bits": 4.0}, {"step": 5, "mag_weight": 0.1}, {"step": 10, "bits": 3.0}]
+    draw_curve(history, 2 * 10**6, 2.5, "a title", tmp_path / "loss.png")
+    (axes,) = drawn[0].axes
+    training, held_out = axes.lines
+    assert training.get_xydata().tolist() == [[10.0, 4.0], [20.0, 3.0]]
+    assert list(held_out.get_ydata()) == [2.5, 2.5] and axes.get_ylim()[0] == 0
+    assert axes.get_title() == "a title" and axes.get_ylabel() == "bits per byte"
+    assert held_out.get_label() == "held out, at the end: 2.500"
+    assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_an_adaptive_cat_goes_by_16_or_else_by_its_first_chunk():
+    for chunks, chunk in (([4, 8], 4), ([8, 16, 32], 16), ([16, 32], 16), ([32, 64], 32)):
+        config = config_of_size("cat", SIZES["tiny"], chunks=chunks)
+        assert (config.chunk, config.chunks) == (chunk, chunks)
+
+
+def test_a_model_has_room_for_the_context_that_it_is_trained_on():
+    for context, room in ((64, 8192), (8192, 8192), (16384, 16384)):
+        config = config_of_size("attention", replace(SIZES["tiny"], context=context))
+        assert config.max_position_embeddings == room
+    longer = config_of_size(
+        "attention", replace(SIZES["tiny"], context=16384), options="max_position_embeddings=20000"
+    )
+    assert longer.max_position_embeddings == 20000
+
+
+def test_one_window_at_least_is_held_out():
+    size = replace(SIZES["tiny"], context=64, batch=8, held_out=4)
+    assert [with_context(size, n).held_out for n in (32, 64, 128, 256, 512)] == [8, 4, 2, 1, 1]
+    assert with_context(size, None) == size
+    assert with_context(size, 512).batch == 1 and with_context(size, 1).batch == 512
+
+
+def test_a_steps_data_is_where_its_windows_start(monkeypatch):
+    """An int64 for each; all of them are drawn before the first step and have to fit into the memory."""
+    assert SIZES["tiny"].bytes_a_step == 64
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.get)
+    refuse_steps(640, 64)
+    refuse_steps(1, 64)
+    for steps, words in ((641, "steps 641: at most 640"), (0, "steps 0: at least 1")):
+        with pytest.raises(Refusal, match=words):
+            refuse_steps(steps, 64)
+
+
+def caused(error, by, how):
+    setattr(error, how, by)
+    return error
+
+
+FULL_DISKS = [
+    *(OSError(number, "") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+    RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0"),
+    RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    RuntimeError("File too large"),
+    RuntimeError("basic_ios::clear: iostream error"),
+    *(caused(ValueError("x"), OSError(errno.ENOSPC, ""), how) for how in ("__cause__", "__context__")),
+]
+
+
+@pytest.mark.parametrize("error", FULL_DISKS, ids=repr)
+def test_a_full_disk_is_known_by_its_number_or_its_words(error):
+    assert disk_full(error)
+
+
+def test_other_errors_are_no_full_disk():
+    others = (
+        None,
+        OSError(errno.EACCES, "denied"),
+        ValueError("28"),
+        caused(ValueError(), KeyError(), "__cause__"),
+    )
+    assert not any(map(disk_full, others))
+
+
+def test_runs_that_are_moved_aside_are_counted(tmp_path, capsys):
+    folder = tmp_path / "run"
+    for i in range(3):
+        with run_in(folder, {"seed": i}):
+            (folder / "mine").write_text(str(i))
+        with run_in(folder, {"seed": i}):  # its own half-done run stays
+            assert (folder / "mine").read_text() == str(i)
+    for name, i in (("run", 2), ("run.1", 0), ("run.2", 1)):
+        assert (tmp_path / name / "mine").read_text() == str(i)
+        assert json.loads((tmp_path / name / "arguments.json").read_text()) == {"seed": i}
+    (folder / "result.json").write_text('{"bits": 1}')
+    assert finished(folder, {"seed": 2}) == {"bits": 1}
+    assert finished(folder, {"seed": 1}) is None and finished(tmp_path / "run.1", {"seed": 0}) is None
