@@ -260,9 +260,10 @@ MIXERS = {
         HEADS | {"n": 2, "gated": True},
         ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
     ),
-    # Five products a mixer where others have four: as large by a narrower MLP.
-    "trellis": (SLOTS | {"intermediate_size": 2432}, None),
-    "lattice": (SLOTS, None),
+    # Five products a mixer where others have four: as large by a narrower MLP. The layers that the page's
+    # figures are of: with one projection for q and k, and with a norm.
+    "trellis": (SLOTS | {"intermediate_size": 2432, "shared_qk": True}, None),
+    "lattice": (SLOTS | {"post_norm": True}, None),
     "cat": ({"num_heads": 8, "chunk": 16}, None),
 }
 
