@@ -130,11 +130,9 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   check_state(call.state, 4, 0);
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
   const auto there = call.state.empty() ? 0 : before.tensors[0].size(1);
-  TORCH_CHECK_VALUE(before.tensors.size() == 4 && before.tokens <= there &&
-                        (before.tokens > 0 || before.slots || there == 0),
-                    "state: attention's has 4 tensors, of ", there,
-                    " slots, and says in `tokens` how many are taken; got ", before.tensors.size(),
-                    " tensors and ", before.tokens, " tokens");
+  TORCH_CHECK_VALUE(before.tokens <= there && (before.tokens > 0 || before.slots || there == 0),
+                    "state: attention's has ", there, " slots and says in `tokens` how many are taken; got ",
+                    before.tokens);
   if (there > 0) check_batch(x, before.tensors[0]);
   const auto past = before.tokens, T = x.size(1);
   if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&

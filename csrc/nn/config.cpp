@@ -189,15 +189,19 @@ std::string nearest_field(const std::string& given) {
 
 bool is_field(const std::string& name) { return name == "mixer" || written_fields(Config{}).contains(name); }
 
-// A name of config.json that is no field but nearly one: Hugging Face's files have names that are not ours,
-// but none like these.
+// Whether a name of config.json is nearly a field's. Other names are of Hugging Face's libraries and of other
+// tools; these have more tokens than girih has.
+bool is_misspelt(const std::string& given) {
+  if (is_field(given) || given.ends_with("_token_id") || given.ends_with("_token") || given == "num_beams")
+    return false;
+  const auto name = nearest_field(given);
+  return name.size() >= 5 && edit_distance(given, name) <= 2;
+}
+
 void check_spelling(const json& values) {
-  for (const auto& [given, value] : values.items()) {
-    if (is_field(given)) continue;
-    const auto name = nearest_field(given);
-    TORCH_CHECK_VALUE(name.size() < 5 || edit_distance(given, name) > 2, given,
-                      " is no field of a configuration; expected ", name, "?");
-  }
+  for (const auto& [given, value] : values.items())
+    TORCH_CHECK_VALUE(!is_misspelt(given), given, " is no field of a configuration; expected ",
+                      nearest_field(given), "?");
 }
 
 void read_mixer(const json& value, Config& config) {
@@ -256,34 +260,31 @@ Config complete(const Config& config) {
   if (!c.head_dim) c.head_dim = c.hidden_size / c.num_heads;
   // A gated layer of 8/3 has the parameters of a plain one of 4.
   if (!c.intermediate_size) c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
-  if (!c.compressor_hidden_size)
-    c.compressor_hidden_size = std::max(*c.head_dim, c.hidden_size / 2 / *c.head_dim * *c.head_dim);
-  if (!c.compressor_layers) c.compressor_layers = std::max<int64_t>(1, c.num_hidden_layers / 2);
+  if (c.is_whole_cat()) {
+    if (!c.compressor_hidden_size)
+      c.compressor_hidden_size = std::max(*c.head_dim, c.hidden_size / 2 / *c.head_dim * *c.head_dim);
+    if (!c.compressor_layers) c.compressor_layers = std::max<int64_t>(1, c.num_hidden_layers / 2);
+  }
   if (!c.initializer_range) c.initializer_range = 1 / std::sqrt(double(c.hidden_size));
   return c;
 }
 
-// Refuses an option of a completed configuration that is not as it is by default and that no mixer reads: the
-// model would be the one without it. mag_base and mag_mixer stand for mixers, so they must be known.
+// Refuses an option that is not as it is by default and that no mixer reads: the model would be the one
+// without it.
 void check_unread(const Config& c) {
-  Config sizes{.vocab_size = c.vocab_size,
-               .hidden_size = c.hidden_size,
-               .num_hidden_layers = c.num_hidden_layers,
-               .mixer = c.mixer,
-               .hybrid = c.hybrid,
-               .num_heads = c.num_heads,
-               .num_kv_heads = c.num_kv_heads,
-               .head_dim = c.head_dim};
-  const auto defaults = written_fields(complete(sizes));
-  for (const auto& [name, value] : written_fields(c)) {
-    if (!is_option(name) || value == defaults.at(name) || c.reads(name)) continue;
-    auto used = c.mixers();
-    std::ranges::sort(used);
-    used.erase(std::unique(used.begin(), used.end()), used.end());
-    TORCH_CHECK_VALUE(false, name, " is ", shown(value), ", which mixer", used.size() > 1 ? "s " : " ",
-                      c10::Join(", ", used), used.size() > 1 ? " do not read" : " does not read",
-                      "; expected its default, ", shown(defaults.at(name)));
-  }
+  const auto unread = c.unread_options();
+  if (unread.empty()) return;
+  auto used = c.mixers();
+  std::ranges::sort(used);
+  used.erase(std::unique(used.begin(), used.end()), used.end());
+  const auto& name = unread[0];
+  auto between = c;
+  between.between_chunks = "tanh";
+  TORCH_CHECK_VALUE(false, name, " is ", shown(written_fields(c).at(name)), ", which mixer",
+                    used.size() > 1 ? "s " : " ", c10::Join(", ", used),
+                    used.size() > 1 ? " do not read" : " does not read",
+                    between.reads(name) ? " without between_chunks" : "", "; expected its default, ",
+                    shown(written_fields(Config{}).at(name)));
 }
 
 }  // namespace
@@ -304,6 +305,20 @@ Config Config::completed() const {
   check_unread(c);
   check_mixers(c);
   return c;
+}
+
+std::vector<std::string> Config::unread_options() const {
+  std::vector<std::string> unread;
+  const auto defaults = written_fields(Config{});
+  for (const auto& [name, value] : written_fields(*this))
+    if (is_option(name) && value != defaults.at(name) && !reads(name)) unread.push_back(name);
+  return unread;
+}
+
+Config Config::without_unread() const {
+  auto values = json::parse(to_json());
+  for (const auto& name : unread_options()) values.erase(name);
+  return from_json(values.dump());
 }
 
 std::vector<std::string> Config::set_options(const std::string& options) {
@@ -345,6 +360,16 @@ void check_memory(const std::string& text, int64_t element_size) {
   expect_memory(Config::from_json(text).completed(), element_size);
 }
 
+// For Python: the options of a configuration that no mixer of its reads.
+std::vector<std::string> unread_options(const std::string& text) {
+  return Config::from_json(text).unread_options();
+}
+
+// For Python: the field whose name is nearest, and whether that is what is meant.
+std::tuple<std::string, bool> nearest(const std::string& name) {
+  return {nearest_field(name), is_misspelt(name)};
+}
+
 // For Python: options as girih-train takes them -> an object.
 std::string read_options(const std::string& options) {
   Config{}.set_options(options);  // types
@@ -367,6 +392,8 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def("complete_configuration(str text, *, bool for_layer=False) -> str", &complete_configuration);
   m.def("check_memory(str configuration, int element_size) -> ()", &check_memory);
   m.def("read_options(str options) -> str", &read_options);
+  m.def("unread_options(str text) -> str[]", &unread_options);
+  m.def("nearest_field(str name) -> (str, bool)", &nearest);
   m.def("describe_mixers() -> str", &describe_mixers);
 }
 

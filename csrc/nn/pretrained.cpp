@@ -34,7 +34,7 @@ Config read_config(const path& file) {
 
 // With the tokens that Python's generate follows.
 Config config_of(const path& folder) {
-  auto config = read_config(folder / "config.json");
+  auto config = read_config(folder / "config.json").without_unread();
   const auto file = folder / "generation_config.json";
   if (!exists(file)) return config;
   const auto tokens = read_config(file);

@@ -69,14 +69,15 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
     for (int64_t i = 0; i < size.layers; ++i)
       config.hybrid.push_back(names[static_cast<size_t>(i) % names.size()]);
   }
-  if (config.reads("num_slots")) config.num_slots = size.slots;
   config.max_position_embeddings = std::max(config.max_position_embeddings, size.context);
-  for (const auto& name : config.set_options(options)) {
+  const auto given = config.set_options(options);
+  for (const auto& name : given) {
     for (const char* of_size : {"mixer", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads",
                                 "head_dim", "intermediate_size", "chunks"})
       TORCH_CHECK_VALUE(name != of_size, "options '", options, "': ", name,
                         " is not an option; the size or --", name, " sets it");
   }
+  if (config.reads("num_slots") && std::ranges::count(given, "num_slots") == 0) config.num_slots = size.slots;
   // As the parameters grow with the width, by a line.
   const auto least = parameters_of(config, kStep), a_step = parameters_of(config, 2 * kStep) - least;
   const auto steps = std::lrint(static_cast<double>(size.parameters - least) / static_cast<double>(a_step));

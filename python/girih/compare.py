@@ -65,13 +65,15 @@ class Plan:
     folder: Path
     size: str
     seed: int
+    context: int | None = None  # of text, where it is not the size's
 
     def cells(self, tasks: tuple[str, ...], mixers: tuple[str, ...]) -> list[Cell]:
         return [Cell(task, mixer, rate) for task in tasks for mixer in mixers for rate in self.rates[task]]
 
     def file(self, cell: Cell) -> Path:
         steps = self.recipes[cell.task].steps
-        return self.folder / f"{cell.file_name}-{self.size}-{steps}-{cell.rate:g}.json"
+        context = f"-{self.context}" if self.context and cell.task == "text" else ""
+        return self.folder / f"{cell.file_name}-{self.size}{context}-{steps}-{cell.rate:g}.json"
 
     def all_mixers(self) -> tuple[str, ...]:
         """Every mixer, those of this plan, and those with options that have a file."""
@@ -129,7 +131,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         refuse_steps(recipes[task].steps, recipes[task].bytes_a_step)
     corpus = read_corpus(options.corpus, recipes["text"].context)
     rates = {task: options.rates or rates_of(recipe) for task, recipe in recipes.items()}
-    return Plan(tasks, mixers, recipes, rates, corpus, options.folder, size, options.seed)
+    return Plan(tasks, mixers, recipes, rates, corpus, options.folder, size, options.seed, options.context)
 
 
 def finished(plan: Plan, cell: Cell) -> tuple[dict | None, str]:

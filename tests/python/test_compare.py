@@ -64,8 +64,12 @@ def test_a_mixer_with_options_is_a_row_beside_the_one_without(run, tmp_path):
 
 def test_a_context_is_of_the_text_and_keeps_the_tokens_of_a_step(run, tmp_path, capsys):
     assert run("--tasks", "text", "--mixers", "gsa", "--context", "128") == 0
-    settings = json.loads((tmp_path / CELLS[0]).read_text())["settings"]
-    size = SIZES["tiny"]
+    assert run("--tasks", "text", "--mixers", "gsa") == 0
+    plain, other = (
+        json.loads((tmp_path / f"text-gsa-tiny{c}-3-0.003.json").read_text()) for c in ("", "-128")
+    )
+    settings, size = other["settings"], SIZES["tiny"]
+    assert plain["settings"]["context"] == size.context
     assert settings["context"] == 128 and settings["batch"] * 128 == size.batch * size.context
     for wrong, said in (
         (("--context", "100"), "context 100: expected a divisor of the 512 tokens of a step"),

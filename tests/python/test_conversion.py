@@ -408,7 +408,7 @@ def wrong(**options):
         (wrong(between_chunks="relu"), "between_chunks is 'relu'"),
         (wrong(chunk=65), "chunk is 65; expected a whole number, 1 to 64"),
         (wrong(chunk=0, between_chunks="gelu"), "chunk is 0; expected a whole number, 1 to 64"),
-        (wrong(chunk=16), "chunk is 16; expected its default, 64: it is for between_chunks"),
+        (wrong(chunk=16), "chunk is 16; expected none: it is for between_chunks"),
         (wrong(n=0), "n is 0; expected a whole number, 1 to 4"),
         (wrong(n=True), "n is True; expected a whole number"),
         (wrong(weight=True), "weight is True; expected a number"),

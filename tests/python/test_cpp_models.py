@@ -422,7 +422,7 @@ def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
     for wrong in (b"", b"\xff\xfe", b"[" * 10**6, b'{"vocab_size": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"):
         file.write_bytes(wrong)
         assert refusal(folder, ValueError).startswith(f"{file}: ")
-    file.write_text(json.dumps(SIZES | {"phi": "x" * 10**6}))
+    file.write_text(json.dumps(SIZES | {"feature": "x" * 10**6}))
     assert len(refusal(folder, ValueError)) < 400
     file.unlink()
     assert refusal(folder) == f"{file}: is no file"

@@ -49,8 +49,8 @@ CONFIGURATION = {
     "mag_weight": 0.5,
     "mag_learned": False,
     "mag_cross": False,
-    "compressor_hidden_size": 128,
-    "compressor_layers": 2,
+    "compressor_hidden_size": None,
+    "compressor_layers": None,
     "running_positions": False,
     "max_position_embeddings": 8192,
     "rope_theta": 10000.0,
@@ -120,10 +120,11 @@ FOLLOWS = [
     ({"hidden_size": 96}, {"intermediate_size": 256}),  # 8/3
     ({"hidden_size": 100}, {"intermediate_size": 288}),  # 266.7, up to a multiple of 32
     ({"hidden_size": 384}, {"intermediate_size": 1024}),
-    ({"num_hidden_layers": 1}, {"compressor_layers": 1}),
-    ({"num_hidden_layers": 7}, {"compressor_layers": 3}),
-    ({"head_dim": 48}, {"compressor_hidden_size": 96}),  # half of 256, down to a multiple of head_dim
-    ({"head_dim": 200}, {"compressor_hidden_size": 200}),
+    ({"mixer": "cat", "num_hidden_layers": 1}, {"compressor_layers": 1}),
+    ({"mixer": "cat", "num_hidden_layers": 7}, {"compressor_layers": 3}),
+    # Half of 256, down to a multiple of head_dim.
+    ({"mixer": "cat", "head_dim": 48}, {"compressor_hidden_size": 96}),
+    ({"mixer": "cat", "head_dim": 200}, {"compressor_hidden_size": 200}),
 ]
 
 

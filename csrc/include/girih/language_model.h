@@ -81,6 +81,11 @@ struct Config {
   // for a name that is no field; returns the names.
   std::vector<std::string> set_options(const std::string& options);
 
+  // Its options that no mixer reads and that are not at their defaults.
+  std::vector<std::string> unread_options() const;
+  // The same model's configuration with these at their defaults, as files of earlier versions need it.
+  Config without_unread() const;
+
   // Hugging Face's config.json, as text. Fields of others are skipped; a name that is nearly one of these
   // throws c10::ValueError.
   static Config from_json(const std::string& text);

@@ -149,8 +149,6 @@ class Injection:
         one_of("pool", self.pool, POOLS)
         one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
         whole("chunk", self.chunk, 1, 64)
-        if self.between_chunks is None and self.chunk != 64:
-            raise ValueError(f"chunk is {self.chunk}; expected its default, 64: it is for between_chunks")
         if self.max_self_attn_length is not None:
             whole("max_self_attn_length", self.max_self_attn_length, 1)
         if not number(self.weight, 1.0) or (self.learned and self.weight in (0.0, 1.0)):

@@ -282,4 +282,7 @@ def inject(
     for name in options:
         if name not in known:
             raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
-    return Conversion(model, Injection(mixer, layers, **options))
+    told = Injection(mixer, layers, **options)
+    if "chunk" in options and told.between_chunks is None:
+        raise ValueError(f"chunk is {told.chunk}; expected none: it is for between_chunks")
+    return Conversion(model, told)

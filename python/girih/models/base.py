@@ -18,7 +18,7 @@ from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder, is_adapter
 from girih.nn import Block
 from girih.nn.attention_call import own_mask
-from girih.nn.fields import text_of
+from girih.nn.fields import completed, text_of
 from girih.nn.packing import bounds
 from girih.nn.step import ROWS, by_weights_alone
 
@@ -34,6 +34,7 @@ class GirihPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: GirihConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
+        completed(config.own_fields())  # attributes may have been set since it was made
         probe = nn.Module()
         probe.register_parameter("made", nn.Parameter(torch.empty(0)))
         made = probe.made.data

@@ -1,15 +1,16 @@
 """What a girih language model is made of."""
 
-import difflib
 import functools
+from collections.abc import Iterable
 from dataclasses import fields
 from os import PathLike
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from girih import remote_code
-from girih.nn.fields import completed
+from girih.nn.fields import completed, text_of
 
 # What the module beside a saved model names, by transformers' Auto classes.
 REMOTE = {
@@ -120,21 +121,22 @@ class GirihConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers' own. A file may have entries of other libraries, which become attributes; one that is
-        nearly a field's name is refused."""
-        others = {name: config_dict[name] for name in config_dict if not is_keyword(name)}
-        for name in others:
-            refuse_misspelt(name, closeness=0.8)
-        known = {name: value for name, value in config_dict.items() if name not in others}
+        """transformers' own. A file may have entries of other libraries, which become attributes, and options
+        that its mixers do not read, as earlier versions wrote them; keywords may not."""
+        refuse_misspelt([*config_dict, *kwargs])
+        own = {name: config_dict[name] for name in OWN_FIELDS if name in config_dict}
+        unread = torch.ops.girih.unread_options(text_of(own))
+        known = {"transformers_version": ""} | {n: x for n, x in config_dict.items() if n not in unread}
         made = super().from_dict(known, **kwargs)
-        for name, value in others.items():
-            setattr(made[0] if isinstance(made, tuple) else made, name, value)
+        completed((made[0] if isinstance(made, tuple) else made).own_fields())  # with the keywords
         return made
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in kwargs:
-            if not is_keyword(name):
-                refuse_misspelt(name)
+        unknown = [name for name in kwargs if not is_keyword(name)]
+        if self.transformers_version is None and unknown:
+            near, _ = torch.ops.girih.nearest_field(unknown[0])
+            raise ValueError(f"{unknown[0]} is no field of a configuration; expected {near}?")
+        refuse_misspelt(unknown)  # of what `to_dict` or a file has
         if not isinstance(self.loss_in_chunks, bool):
             raise ValueError(f"loss_in_chunks is {self.loss_in_chunks!r}; expected True or False")
         for alias, name in self.attribute_map.items():  # before what follows from them is completed
@@ -205,7 +207,9 @@ def is_keyword(name: str) -> bool:
     return name in own or name in OF_TRANSFORMERS or name.startswith("_") or name in of_generation()
 
 
-def refuse_misspelt(name: str, closeness: float = 0.0) -> None:
-    """Raises a ValueError that names the nearest field, if one is as close as that."""
-    if near := difflib.get_close_matches(name, [field.name for field in fields(GirihConfig)], 1, closeness):
-        raise ValueError(f"{name} is no field of a configuration; expected {near[0]}?")
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Raises a ValueError for a name that is nearly a field's."""
+    for name in names:
+        near, is_misspelt = torch.ops.girih.nearest_field(name)
+        if is_misspelt and not is_keyword(name):
+            raise ValueError(f"{name} is no field of a configuration; expected {near}?")

@@ -15,7 +15,7 @@ def first_step_bias(chunk: int) -> float:
 
     All steps of a chunk follow gradients at its first state, so it is their sum that must not overshoot. With
     sigmoid(0) Trellis's gradients explode, and Lattice was 0.2 bits a byte behind after 120 steps. In chunks
-    of one token Trellis's gradients explode from 1/4 on as well, and from 1/64 they do not.
+    of one token norms of Trellis's gradients reach 1e11 from 1/4 on, and 880 at most from 1/64 on.
     """
     return -math.log(4.0 * max(chunk, 16) - 1.0)
 

@@ -92,8 +92,11 @@ def config_of_size(
     """
     names = mixer.split(",")
     fields = read_options(options)
-    if any("num_slots" in MIXERS[name].fields for name in names if name in MIXERS):
+    parts = names + [fields[part] for part in ("mag_base", "mag_mixer") if part in fields]
+    if any("num_slots" in MIXERS[name].fields for name in parts if name in MIXERS):
         fields = {"num_slots": size.slots} | fields
+    if chunks:
+        fields = {"chunks": chunks, "chunk": 16 if 16 in chunks else chunks[0]} | fields
     if size.context > GirihConfig.max_position_embeddings:
         fields = {"max_position_embeddings": size.context} | fields
     if len(names) > size.layers:
@@ -108,7 +111,6 @@ def config_of_size(
             head_dim=size.head_dim,
             intermediate_size=intermediate,
             mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
-            **({"chunks": chunks, "chunk": 16 if 16 in chunks else chunks[0]} if chunks else {}),
             **fields,
         )
 
