@@ -179,15 +179,24 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+const std::set<std::string>& field_names() {
+  static const std::set<std::string> all = [] {
+    std::set<std::string> found = {"mixer"};
+    for (const auto& [name, value] : written_fields(Config{})) found.insert(name);
+    return found;
+  }();
+  return all;
+}
+
 // The field whose name is nearest.
 std::string nearest_field(const std::string& given) {
   std::string found = "mixer";
-  for (const auto& [name, unused] : written_fields(Config{}))
+  for (const auto& name : field_names())
     if (edit_distance(given, name) < edit_distance(given, found)) found = name;
   return found;
 }
 
-bool is_field(const std::string& name) { return name == "mixer" || written_fields(Config{}).contains(name); }
+bool is_field(const std::string& name) { return field_names().contains(name); }
 
 // Whether a name of config.json is nearly a field's. Other names are of Hugging Face's libraries and of other
 // tools; these have more tokens than girih has.

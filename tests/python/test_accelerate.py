@@ -277,17 +277,22 @@ def tensors_of(cache):
     return found
 
 
-@torch.no_grad()
-def test_caches_are_transformers_caches(model):
-    """A text that was begun with girih can be continued without it: every tensor of the cache is the same,
-    after a prompt, after single tokens and after several."""
+def caches_step_by_step(model):
+    """Tensors of transformers' cache and of girih's, after a prompt, single tokens and several."""
     name, parts = next(iter(cache_of(model))), tokens(length=14).split([9, 1, 1, 1, 2], 1)
     (theirs,), (ours,) = cache_of(model).values(), cache_of(model).values()
     for part in parts:
         model(part, use_cache=True, **{name: theirs})
         with accelerate(model):
             model(part, use_cache=True, **{name: ours})
-        want, found = tensors_of(theirs), tensors_of(ours)
+        yield tensors_of(theirs), tensors_of(ours)
+
+
+@torch.no_grad()
+def test_caches_are_transformers_caches(model):
+    """A text that was begun with girih can be continued without it: every tensor of the cache is the same,
+    after a prompt, after single tokens and after several."""
+    for want, found in caches_step_by_step(model):
         assert want.keys() == found.keys() and len(want) >= 2
         for key, x in want.items():
             assert found[key].shape == x.shape and found[key].dtype == x.dtype, key
@@ -299,14 +304,7 @@ def test_caches_are_transformers_caches(model):
 
 @torch.no_grad()
 def test_caches_of_16_bits_keep_what_transformers_keeps_in_fp32(model):
-    half = copy.deepcopy(model).bfloat16()
-    name, parts = next(iter(cache_of(half))), tokens(length=14).split([9, 1, 1, 1, 2], 1)
-    (theirs,), (ours,) = cache_of(half).values(), cache_of(half).values()
-    for part in parts:
-        half(part, use_cache=True, **{name: theirs})
-        with accelerate(half):
-            half(part, use_cache=True, **{name: ours})
-        want, found = tensors_of(theirs), tensors_of(ours)
+    for want, found in caches_step_by_step(copy.deepcopy(model).bfloat16()):
         assert {key: (x.shape, x.dtype) for key, x in found.items()} == {
             key: (x.shape, x.dtype) for key, x in want.items()
         }

@@ -83,13 +83,16 @@ def test_text_on_cuda_is_that_of_python(folder, batch):
     assert written == b"".join(bytes(row) + b"\n" for row in text.tolist())
 
 
-@pytest.fixture(scope="module")
-def gsa(tmp_path_factory):
+def saved_gsa(folder, vocab_size):
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 300, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
+    sizes = {"vocab_size": vocab_size, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
     GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def gsa(tmp_path_factory):
+    return saved_gsa(tmp_path_factory.mktemp("model"), vocab_size=300)
 
 
 def ids_of(folder, *options, prompt="7 8 299", quiet=("--quiet",)):
@@ -213,11 +216,7 @@ def test_help_tells_what_is_left_out():
 
 @pytest.fixture(scope="module")
 def of_bytes(tmp_path_factory):
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 256, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
-    GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(folder)
-    return folder
+    return saved_gsa(tmp_path_factory.mktemp("model"), vocab_size=256)
 
 
 def test_standard_input_is_one_prompt_with_all_its_lines(of_bytes):

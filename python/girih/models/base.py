@@ -34,12 +34,13 @@ class GirihPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: GirihConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        completed(config.own_fields())  # attributes may have been set since it was made
         probe = nn.Module()
         probe.register_parameter("made", nn.Parameter(torch.empty(0)))
         made = probe.made.data
         if type(made) is Tensor and made.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
             torch.ops.girih.check_memory(text_of(config.own_fields()), made.element_size())
+        else:
+            completed(config.own_fields())  # attributes may have been set since it was made
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, config: Any = None, **kwargs: Any):

@@ -35,12 +35,10 @@ class Slots:
 
     turn: `[slots, 2, head_dim]`; x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i.
     see: `[2 slots - 1]`; the slots from slots - 1 - i on are added to the scores of a token at i.
-    window: tokens that a query sees; None: all.
     """
 
     turn: Tensor
     see: Tensor
-    window: int | None = None
 
 
 register_dataclass(Slots, "girih.nn.attention.Slots")  # programs may return it
@@ -62,7 +60,7 @@ def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
     see[slots:] = -torch.inf
     if window is not None and window < slots:
         see[: slots - window] = -torch.inf
-    made = Slots(torch.stack(turn, 1), see, window)
+    made = Slots(torch.stack(turn, 1), see)
     if shared:
         _slots[key] = made
     return made
