@@ -22,12 +22,15 @@ from typing import Any
 
 import torch
 from girih import _C
-from girih.models import MIXERS, GirihConfig, GirihForCausalLM
+from girih.models import MIXERS, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from workers import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+from small_models import config_of
 
 SIZES = {
     "vocab_size": 11,
@@ -64,7 +67,7 @@ def whole(kind: int, sharded: bool) -> Path:
     kept.append(tempfile.TemporaryDirectory())
     folder = Path(kept[-1].name)
     torch.manual_seed(0)
-    model = GirihForCausalLM(GirihConfig(**SIZES | MODELS[kind]))
+    model = GirihForCausalLM(config_of(**SIZES | MODELS[kind]))
     model.to(torch.bfloat16 if sharded else torch.float32)
     model.save_pretrained(folder, max_shard_size="2KB" if sharded else "1GB")
     return folder
