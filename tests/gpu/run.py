@@ -25,6 +25,8 @@ BUILD=no takes the libraries of python/girih/lib, and for racecheck those of bui
 """
 
 import argparse
+import ast
+import functools
 import hashlib
 import json
 import os
@@ -72,7 +74,7 @@ def closure(files: list[Path], imported) -> set[Path]:
 def includes(file: Path) -> list[Path]:
     names = re.findall(r'#include ["<]([\w./]+)[">]', file.read_text())
     folders = [file.parent, ROOT / "kernels", ROOT / "csrc" / "include"]
-    found = [(folder / name).resolve() for name in names for folder in folders]
+    found = [Path(os.path.normpath(folder / name)) for name in names for folder in folders]
     return [*found, file.with_suffix(".cu")]  # of a header: what it declares
 
 
@@ -118,12 +120,49 @@ def files_of_state(part: str) -> list[Path]:
     return sorted({*found, *build, *closure(tests_of(part), imports)})
 
 
+@functools.cache
+def statements(text: str) -> list[tuple[set[str], str]]:
+    """Of a module, each with the names that it defines, none for what runs at import."""
+    lines, found = text.splitlines(), []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        names = {name.id for target in targets if target for name in ast.walk(target) if hasattr(name, "id")}
+        names |= {node.name} if hasattr(node, "name") else set()
+        found.append((names, "\n".join(lines[first - 1 : node.end_lineno])))
+    return found
+
+
+def text_of_state(part: str) -> dict[Path, str]:
+    """What counts of each file: of the modules that tests import the definitions whose names they mention,
+    near or far, and of all others everything."""
+    tests = tests_of(part)
+    modules = {file: statements(file.read_bytes().decode()) for file in closure(tests, imports) - set(tests)}
+    texts = {file: file.read_bytes().decode() for file in files_of_state(part) if file not in modules}
+    words = {word for test in tests for word in re.findall(r"\w+", texts[test])}
+    used = {file: set() for file in modules}
+    while True:
+        more = {
+            (file, i)
+            for file, module in modules.items()
+            for i, (names, _) in enumerate(module)
+            if i not in used[file] and (not names or names & words)
+        }
+        if not more:
+            break
+        for file, i in more:
+            used[file].add(i)
+            words.update(re.findall(r"\w+", modules[file][i][1]))
+    return texts | {file: "\n".join(modules[file][i][1] for i in sorted(used[file])) for file in modules}
+
+
 def state_hash(part: str) -> str:
     digest = hashlib.sha256()
-    for file in files_of_state(part):
-        digest.update(
-            f"{file.relative_to(ROOT).as_posix()}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
-        )
+    for file, text in sorted(text_of_state(part).items()):
+        name = file.relative_to(ROOT).as_posix()
+        digest.update(f"{name}\0{hashlib.sha256(text.encode()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 

@@ -56,6 +56,7 @@ def states():
         ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
         ("csrc/ops/packs.h", None),
         ("tests/python/padding.py", None),
+        ("tests/python/test_short_conv_kernels.py", {"short_conv"}),
     ],
 )
 def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
@@ -63,10 +64,28 @@ def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
     assert gpu.complaint(record) is None
     read = Path.read_bytes
     file = gpu.ROOT / changed
-    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b" " * (p == file))
+
+    def changed_file(path):
+        return read(path).replace(b" return ", b" return  ") + b" " if path == file else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", changed_file)
     told = gpu.complaint(record)
     assert told.endswith(": changed since the last green run on a GPU: run make test-gpu")
     assert set(told.split(":")[0].split(", ")) == (set(gpu.parts()) if parts is None else parts)
+
+
+def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):
+    before, read = states(), Path.read_bytes
+    file = gpu.ROOT / "tests" / "python" / "recurrences.py"
+
+    def with_line(line):
+        monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + line * (p == file))
+        return {part for part, state in states().items() if state != before[part]}
+
+    assert not with_line(b"\n\ndef no_operator():\n    return lattice\n")
+    changed = with_line(b"\n\ndef lattice():\n    return 0\n")
+    assert "lattice" in changed and "gsa" not in changed
+    assert {"gsa", "lattice"} <= with_line(b"\n\nprint(0)\n")
 
 
 def test_stages_of_several_commands_add_up_while_the_state_stays():
