@@ -1,6 +1,7 @@
 """Options of a configuration: none is swallowed, and models with each of them train."""
 
 import json
+import os
 import random
 import subprocess
 
@@ -12,7 +13,7 @@ from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OF_TRANSFORMERS, OWN_FIELDS
 from girih.training.command import Refusal
 from girih.training.recipe import SIZES, config_of_size, with_context
-from training_runs import LARGEST, RUNS, train
+from training_runs import LARGEST, RUNS, SOME, train
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 # A value of every option that is not its default.
@@ -204,7 +205,7 @@ def test_a_file_keeps_entries_of_other_libraries():
 # ---- training ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixer, options", RUNS, ids=str)
+@pytest.mark.parametrize("mixer, options", RUNS if os.environ.get("GIRIH_FULL") else SOME, ids=str)
 def test_every_mixer_trains_with_every_word(mixer, options):
     """With every chunk from the paper's exact recurrence, 1, to 64."""
     found = train(mixer, options, rate=3e-3)

@@ -38,6 +38,7 @@ WORDS = {  # of every mixer, the options that change its rule
     "mag": [{}, {"mag_cross": True}, {"mag_learned": True}],
 }
 PHI = ("identity", "silu", "l2norm", "layer_norm", "l2_silu", "ln_silu", "softmax")
+CHUNKS = (1, 4, 16, 64)
 CHUNKED = {
     "trellis": [{"phi": phi} for phi in PHI]
     + [{"f": f} for f in PHI if f != "ln_silu"]
@@ -57,10 +58,20 @@ RUNS += [
     (mixer, options | {"chunk": chunk})
     for mixer, all_options in CHUNKED.items()
     for options in all_options
-    for chunk in (1, 4, 16, 64)
+    for chunk in CHUNKS
 ]
 RUNS += [("lattice", {"chunk": 1, "normalize": False}), ("lattice", {"chunk": 1, "shrinkage": 0.01})]
 RUNS += [("cat", {"chunk": chunk}) for chunk in (4, 16, 64)]
+
+# Without GIRIH_FULL tests train each word once, with one chunk after the other, and the defaults with all.
+DEFAULTS = ({"phi": "ln_silu"}, {"objective": "decode"})
+SOME = [(mixer, options) for mixer, options in RUNS if mixer not in CHUNKED or "chunk" not in options]
+SOME += [
+    (mixer, options | {"chunk": chunk})
+    for mixer, all_options in CHUNKED.items()
+    for i, options in enumerate(all_options)
+    for chunk in (CHUNKS if options in DEFAULTS else [CHUNKS[i % len(CHUNKS)]])
+]
 
 
 @dataclass(frozen=True)
