@@ -475,12 +475,12 @@ CASES = [
     trellis("l2_silu", chunk=4, phi="l2_silu", f="layer_norm"),
     trellis("softmax", g=True, chunk=5, phi="softmax", f="identity"),
     ttt("default", chunk=4),
-    ttt("weight", g=True, weight=True, chunk=4, f="layer_norm", sizes=GROUPED),
+    ttt("weight", weight=True, chunk=4, f="layer_norm", sizes=GROUPED),
     ttt("c1", weight=True, chunk=1, phi="l2norm", f="softmax"),
     ttt("identity", g=True, weight=True, chunk=3, phi="identity", f="ln_silu"),
     ttt("silu", weight=True, chunk=4, phi="silu", f="l2norm"),
     ttt("l2_silu", g=True, chunk=5, phi="l2_silu", f="silu", sizes=GROUPED),
-    ttt("ln_silu", weight=True, chunk=4, phi="ln_silu", f="l2_silu"),
+    ttt("ln_silu", g=True, weight=True, chunk=4, phi="ln_silu", f="l2_silu"),
     ttt("softmax", g=True, weight=True, chunk=5, phi="softmax"),
     *(
         lattice(f"{objective}_c{chunk}{'_g' * g}", g=g, chunk=chunk, objective=objective, sizes=sizes)
@@ -526,7 +526,7 @@ ONE_EACH = [
         "gla-g_channel",
         "delta_product-n2",
         "trellis-default",
-        "ttt-weight",
+        "ttt-default",
         "lattice-decode_c8_g",
         "short_conv-w4_bias_silu",
         "gated_rms_norm-gelu_heads",

@@ -218,7 +218,7 @@ def ttt(q, k, a, gamma, g=None, phi_weight=None, *, chunk, phi="layer_norm", f="
         first, position = A, torch.zeros(B, dtype=torch.int64, device=q.device)
     else:
         first, A, position = state
-    w = torch.ones_like(a[0, 0]) if phi_weight is None else phi_weight
+    w = a.new_ones(a.shape[2:]) if phi_weight is None else phi_weight
     forward, vjp = phis[phi]
     q, rows = by_memory_head(q, H), []
     for t in range(T):
