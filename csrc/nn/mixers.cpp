@@ -63,7 +63,7 @@ MixerField chunk_of(const char* op, int64_t headers) {
 
 void expect_ungrouped(const Config& config, const char* mixer) {
   TORCH_CHECK_VALUE(config.num_kv_heads == config.num_heads, "num_kv_heads is ", *config.num_kv_heads, "; ",
-                    mixer, " projects q and k together: expected num_heads, ", config.num_heads);
+                    mixer, " has a memory for each query head: expected num_heads, ", config.num_heads);
 }
 
 namespace {

@@ -91,13 +91,14 @@ def chunk_gated_delta_product(shape, keywords):
 
 
 def chunk_ttt_linear(shape, keywords, passes=1):
-    """The nearest public thing to Trellis (two passes like it) and to Lattice: gradient steps of one memory
-    in chunks of 16. Its keys and values are of one width, its step size is a column."""
+    """TTT, and the nearest public thing to Trellis (two passes like it) and to Lattice: gradient steps of one
+    memory in chunks of 16. Its keys and values are of one width, its step size is a column."""
     from fla.ops.ttt import chunk_ttt_linear
 
-    like = keywords["v"]
+    like = keywords["a" if shape.op == "ttt" else "v"]
     H, V = like.shape[2:]
-    own = tensors(keywords, "q", "k", "v") | {
+    own = tensors(keywords, "q", "k") | {
+        "v": like,
         "w": torch.ones(H, V, device=like.device, dtype=like.dtype),
         "b": torch.zeros(H, V, device=like.device, dtype=like.dtype),
         "eta": keywords["gamma"].to(like.dtype)[..., None],

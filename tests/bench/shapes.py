@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 import cases
-from cases import cat_attention, delta_product, gated_rms_norm, gla, gsa, lattice, short_conv, trellis
+from cases import cat_attention, delta_product, gated_rms_norm, gla, gsa, lattice, short_conv, trellis, ttt
 
 DTYPE = torch.bfloat16
 IN_FP32 = {"gate", "step", "filter"}  # kinds of arguments
@@ -111,6 +111,11 @@ TRELLIS = [
     at("1 65536 4 64", TRELLIS_DEFAULT, "dense sdpa", M=64),
     at("128 1 16 64", TRELLIS_DEFAULT, M=64),
 ]
+TTT = [
+    at("4 4096 16 64", ttt("m64-c16", chunk=16), "chunk_ttt_linear", M=64),
+    at("4 4096 16 64", ttt("m64-c16-weight", weight=True, chunk=16, f="layer_norm"), M=64),
+    at("128 1 16 64", ttt("m64-c16", chunk=16), M=64),
+]
 LATTICE_DEFAULT = lattice("m64-c16", chunk=16)
 LATTICE = [
     at("4 4096 16 64", LATTICE_DEFAULT, "chunk_ttt_linear", "girih gsa", "dense sdpa", M=64),
@@ -168,6 +173,7 @@ SHAPES = {
     "gla": GLA,
     "delta_product": DELTA_PRODUCT,
     "trellis": TRELLIS,
+    "ttt": TTT,
     "lattice": LATTICE,
     "cat_attention": CAT_ATTENTION,
     "short_conv": SHORT_CONV,
@@ -235,6 +241,7 @@ CALLS = [
     ("slots, D or V over 128", trellis("", chunk=16), FOUR | {"M": 129}, HALF),
     ("slots, D or V over 256", trellis("", chunk=16), FOUR | {"M": 257}, HALF),
     ("fp32", trellis("", chunk=16), FOUR, FULL),
+    ("any", ttt("", chunk=16), FOUR, HALF),
     ("bf16 or fp16", lattice("", g=True, chunk=16), FOUR, HALF),
     ("chunks of fewer than 8", lattice("", chunk=4), FOUR, HALF),
     ("normalize=False", lattice("", chunk=1, normalize=False), FOUR, HALF),
@@ -272,8 +279,9 @@ def flops(shape):
     """Of the recurrence's own products, forward: what no chunk form can leave out.
 
     gsa: two memories, each written and read once a token. gla: one. delta_product: n reads and writes and the
-    output's read. trellis: two memories, each read for the step, written, read for the output. lattice: the
-    memory against k, against h, the write and the read. cat_attention: scores and values of the pairs seen.
+    output's read. trellis: two memories, each read for the step, written, read for the output; ttt: one.
+    lattice: the memory against k, against h, the write and the read. cat_attention: scores and values of the
+    pairs seen.
     """
     at = shape.sizes
     if shape.op == "short_conv":
@@ -287,6 +295,7 @@ def flops(shape):
         "gla": 4 * D * V,
         "delta_product": (4 * at["n"] + 2) * D * V,
         "trellis": 6 * M * (D + V),
+        "ttt": 6 * M * D,
         "lattice": 8 * D * M,
         "cat_attention": (at["T"] / C + C) * (D + V),
     }

@@ -278,8 +278,9 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
 }
 
 TEST_CASE("The last part of a name says whether a parameter decays in every mixer", "[nn]") {
-  const std::set<std::string> undecayed = {"A_log",  "dt_bias",    "bias",         "logit",  "skip",
-                                           "header", "key_memory", "value_memory", "memory", "decay_logits"};
+  const std::set<std::string> undecayed = {"A_log",  "dt_bias",      "bias",         "logit",
+                                           "skip",   "header",       "key_memory",   "value_memory",
+                                           "memory", "decay_logits", "inner_weight", "inner_bias"};
   auto all = configurations();
   all.push_back(
       with_sizes({.vocab_size = 11, .hidden_size = kHidden, .mixer = "mag", .mag_learned = true}, 5));

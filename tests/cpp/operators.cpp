@@ -107,6 +107,16 @@ std::vector<Case> cases() {
          return ops::trellis_step(x[0], x[1], x[2], x[3], x[4], x[5], trellis_step);
        })});
 
+  const ops::TTTOptions ttt{.phi_weight = random({H, M}), .chunk = C, .state = {.k = A1}};
+  auto ttt_step = ttt;
+  ttt_step.state = ops::TTTState::start(B, A1);
+  all.push_back({"ttt",
+                 {q, k, a, gamma, g},
+                 [=](const auto& x) { return ops::ttt(x[0], x[1], x[2], x[3], x[4], ttt).first; },
+                 stepwise([=](const auto& x) {
+                   return ops::ttt_step(x[0], x[1], x[2], x[3], x[4], ttt_step);
+                 })});
+
   const auto S = unit_columns(random({H, D, M}));
   const ops::LatticeOptions lattice{.chunk = C, .state = {.first = S}};
   auto lattice_step = lattice;
@@ -259,6 +269,7 @@ TEST_CASE("Wrong arguments are refused by name", "[ops]") {
   says([&] { ops::gla(at::cat({q, q}, 2).slice(2, 0, 3), k, v); }, "gla: q");
   says([&] { ops::gsa(q, k, v, {}, gate({B, T, H, M}), {.feature = "sine"}); }, "feature");
   says([&] { ops::trellis(q, k, v, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "trellis: state is None");
+  says([&] { ops::ttt(q, k, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "ttt: state is None");
   says(
       [&] {
         ops::lattice(q, k, v, g, {}, {.state = {.first = unit_columns(random({H, D, D}))}});

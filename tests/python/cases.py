@@ -103,7 +103,7 @@ class Case:
         of memories that are normalised as they grow, in half precision: where gates empty one or long keys
         shake it, what rounding lost is all that is left. In fp32 of those that nothing keeps at length 1.
         """
-        normalised = self.op in ("trellis", "lattice")
+        normalised = self.op in ("trellis", "ttt", "lattice")
         free = self.options.get("shrinkage") or not self.options.get("normalize", True)
         calm = calm or (normalised and (dtype in LOST or (dtype == torch.float32 and bool(free))))
         generator = torch.Generator().manual_seed(seed)
@@ -216,14 +216,16 @@ def unit(S):
 def first_memory(case, leaves):
     if case.op == "trellis":
         return leaves["k"], leaves["v"]
+    if case.op == "ttt":
+        return leaves["k"]
     return unit(leaves["first"]) if case.options.get("normalize", True) else leaves["first"]
 
 
 def mid_chunk(case, leaves, begins):
     """Free tensors -> a state that can occur: where a chunk begins, nothing has happened in it yet."""
-    if case.op == "trellis":
-        begins = begins[:, None, None, None]
-        firsts = {f"first_{x}": torch.where(begins, leaves[x], leaves[f"first_{x}"]) for x in "kv"}
+    if case.op in ("trellis", "ttt"):
+        begins, memories = begins[:, None, None, None], [x for x in "kv" if x in leaves]
+        firsts = {f"first_{x}": torch.where(begins, leaves[x], leaves[f"first_{x}"]) for x in memories}
         return leaves | firsts
     if case.op == "lattice":
         first = unit(leaves["first"]) if case.options.get("normalize", True) else leaves["first"]
@@ -236,7 +238,7 @@ def mid_chunk(case, leaves, begins):
 
 
 def with_any_first_memories(inputs):
-    """Resumed inputs of trellis, with the first memories of the leaves even where a chunk begins."""
+    """Resumed inputs of trellis or ttt, with the first memories of the leaves even where a chunk begins."""
     leaves = {name.removeprefix("state_"): x for name, x in inputs.leaves.items()}
     return replace(inputs, given=leaves | {"position": inputs.position})
 
@@ -279,6 +281,8 @@ def start(inputs):
     } | sizes
     if case.op == "trellis":
         known["first_k"], known["first_v"] = inputs.state
+    if case.op == "ttt":
+        known["first_k"] = inputs.state
     if case.op == "lattice":
         known["first"] = inputs.state
     known["device"] = next(iter(inputs.data.values())).device
@@ -397,6 +401,14 @@ def trellis(label, *, g=False, sizes=None, **options):
     return Case("trellis", label, data, state | {"position": ()}, memory, options, sizes or {})
 
 
+def ttt(label, *, g=False, weight=False, sizes=None, **options):
+    kind = "unit" if options.get("phi") in ("identity", "silu") else "normal"
+    data = {"q": ("BTQD", "normal"), "k": ("BTHD", kind), "a": ("BTHM", "normal"), "gamma": ("BTH", "step")}
+    data |= ({"g": ("BTH", "gate")} if g else {}) | ({"phi_weight": ("HM", "filter")} if weight else {})
+    state = {"first_k": ("NHMD", "normal"), "k": ("NHMD", "normal"), "position": ()}
+    return Case("ttt", label, data, state, {"k": ("HMD", "normal")}, options, sizes or {})
+
+
 def lattice(label, *, g=False, sizes=None, **options):
     data = {
         "q": ("BTQM", "normal"),
@@ -462,6 +474,14 @@ CASES = [
     trellis("layer_norm", g=True, chunk=4, phi="layer_norm", f="l2_silu", sizes=GROUPED),
     trellis("l2_silu", chunk=4, phi="l2_silu", f="layer_norm"),
     trellis("softmax", g=True, chunk=5, phi="softmax", f="identity"),
+    ttt("default", chunk=4),
+    ttt("weight", weight=True, chunk=4, f="layer_norm", sizes=GROUPED),
+    ttt("c1", weight=True, chunk=1, phi="l2norm", f="softmax"),
+    ttt("identity", g=True, weight=True, chunk=3, phi="identity", f="ln_silu"),
+    ttt("silu", weight=True, chunk=4, phi="silu", f="l2norm"),
+    ttt("l2_silu", g=True, chunk=5, phi="l2_silu", f="silu", sizes=GROUPED),
+    ttt("ln_silu", g=True, weight=True, chunk=4, phi="ln_silu", f="l2_silu"),
+    ttt("softmax", g=True, weight=True, chunk=5, phi="softmax"),
     *(
         lattice(f"{objective}_c{chunk}{'_g' * g}", g=g, chunk=chunk, objective=objective, sizes=sizes)
         for objective, chunk, g, sizes in [
@@ -506,6 +526,7 @@ ONE_EACH = [
         "gla-g_channel",
         "delta_product-n2",
         "trellis-default",
+        "ttt-default",
         "lattice-decode_c8_g",
         "short_conv-w4_bias_silu",
         "gated_rms_norm-gelu_heads",

@@ -210,6 +210,29 @@ def trellis(q, k, v, a, gamma, g=None, *, chunk, phi="ln_silu", f="ln_silu", sta
     return join(rows, q.new_zeros(B, 0, *q.shape[2:4], v.shape[-1])), (first1, A1, first2, A2, position)
 
 
+def ttt(q, k, a, gamma, g=None, phi_weight=None, *, chunk, phi="layer_norm", f="identity", state):
+    """Section 3b. `state`: its three fields, or the first memory `A [(N,) H, M, D]`."""
+    B, T, H = gamma.shape
+    if isinstance(state, torch.Tensor):
+        A = state.expand(B, *state.shape[-3:])
+        first, position = A, torch.zeros(B, dtype=torch.int64, device=q.device)
+    else:
+        first, A, position = state
+    w = a.new_ones(a.shape[2:]) if phi_weight is None else phi_weight
+    forward, vjp = phis[phi]
+    q, rows = by_memory_head(q, H), []
+    for t in range(T):
+        first = torch.where(per_sequence(position == 0), A, first)
+        z = torch.einsum("bhmd,bhd->bhm", first, k[:, t])
+        u = vjp(z, w * (w * forward(z) - a[:, t]))
+        decay = 1.0 if g is None else g[:, t, :, None, None].exp()
+        A = decay * A - gamma[:, t, :, None, None] * u[..., :, None] * k[:, t, :, None, :]
+        rows.append(phis[f][0](torch.einsum("bhmd,bhqd->bhqm", A, q[:, t])))
+        position = (position + 1) % chunk
+    first = torch.where(per_sequence(position == 0), A, first)
+    return join(rows, q.new_zeros(B, 0, *q.shape[2:4], a.shape[-1])), (first, A, position)
+
+
 # Section 4: Lattice
 
 

@@ -99,6 +99,7 @@ BY_HAND = {
     "gla": 3_840,  # 4 x 5, written and read
     "delta_product": 9_600,  # 4 x 5, twice read and written, and read for the output: 5 2 4 5
     "trellis": 15_552,  # 2 memories, each read, written and read: 6 6 (4 + 5)
+    "ttt": 6_912,  # one memory: 6 6 4
     "lattice": 9_216,  # 4 x 6, against k and h, written and read: 8 4 6
     "cat_attention": 2_592,  # in the mean (2 + 4) / 2 of the rows and headers of chunks of 4: 6 (4 + 5)
     "short_conv": 768,  # 16 tokens, 6 channels, 4 taps

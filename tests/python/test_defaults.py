@@ -173,6 +173,7 @@ FUNCTIONS = {
     ops.delta_product: NO_TENSORS
     | {"g": None, "n": None, "scale": None, "l2norm_qk": False, "chunk": None, "between_chunks": None},
     ops.trellis: {"g": None, "phi": "ln_silu", "f": "ln_silu", "cu_seqlens": None},
+    ops.ttt: {"g": None, "phi_weight": None, "phi": "layer_norm", "f": "identity", "cu_seqlens": None},
     ops.lattice: {"g": None, "objective": "decode", "normalize": True, "shrinkage": 0.0, "cu_seqlens": None},
     ops.short_conv: NO_TENSORS | {"bias": None, "activation": None},
     ops.gated_rms_norm: {"gate": None, "activation": "silu", "eps": 1e-6},
@@ -229,6 +230,8 @@ def test_a_bare_call_to_an_operator_takes_the_described_defaults():
         ("delta_product", "l2norm_qk"): False,
         ("trellis", "phi"): "ln_silu",
         ("trellis", "f"): "ln_silu",
+        ("ttt", "phi"): "layer_norm",
+        ("ttt", "f"): "identity",
         ("lattice", "objective"): "decode",
         ("lattice", "normalize"): True,
         ("lattice", "shrinkage"): 0.0,

@@ -64,7 +64,7 @@ def reads(mixer, option):
     if mixer == "cat" and option in ("chunks", "compressor_hidden_size", "compressor_layers"):
         return True
     parts = [mixer, "attention", "delta_product"] if mixer == "mag" else [mixer]
-    if option == "chunk" and not {*parts} & {"trellis", "lattice", "cat"}:
+    if option == "chunk" and not {*parts} & {"trellis", "ttt", "lattice", "cat"}:
         return False
     return any(option in MIXERS[part].fields for part in parts)
 

@@ -14,7 +14,7 @@ def is_leaf(x):
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-WITHOUT_WEIGHTS = [case for case in CASES if not {"weight", "bias"} & set(case.data)]
+WITHOUT_WEIGHTS = [case for case in CASES if not {"weight", "bias", "phi_weight"} & set(case.data)]
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])

@@ -439,6 +439,42 @@ class TrellisImpl : public RecurrentLayerImpl {
 };
 TORCH_MODULE(Trellis);
 
+struct TTTLinearOptions {
+  std::optional<int64_t> head_dim = {};
+  int64_t chunk = 16;
+  int64_t conv_size = 4;
+  double norm_eps = 1e-6;
+};
+
+// A memory that learns, while it reads, to map keys to values (TTT-Linear, Sun et al. 2024). A' is A at the
+// start of the chunk, f' is f with A'; q and k are unit vectors.
+//   f(x) = x + w * LayerNorm(A x) + b,   A <- A - gamma d|f'(k) - v|^2 / 2 dA'
+//   o = f(q),   y = W_o (RMSNorm(o) * gelu(x W_g))
+class TTTLinearImpl : public RecurrentLayerImpl {
+ public:
+  TTTLinearImpl(int64_t hidden_size, int64_t num_heads, TTTLinearOptions options = {});
+  void reset_parameters();
+
+  TTTLinearOptions options;
+  torch::nn::Linear q_proj{nullptr}, k_proj{nullptr};
+  ShortConv q_conv{nullptr}, k_conv{nullptr};
+  torch::nn::Linear v_proj{nullptr}, gamma_proj{nullptr};
+  Tensor memory, inner_weight, inner_bias;
+  torch::nn::Linear g_proj{nullptr};
+  GatedRMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  Product output() const override;
+
+ private:
+  int64_t num_heads_;
+};
+TORCH_MODULE(TTTLinear);
+
 struct LatticeOptions {
   int64_t num_slots = 64;
   std::optional<int64_t> head_dim = {};

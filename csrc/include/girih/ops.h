@@ -150,6 +150,38 @@ std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const 
 Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
                     const Tensor& g, const TrellisOptions& options);
 
+// ---- TTT ---------------------------------------------------------------------------------------
+
+// Memory of ttt: k [N, H, M, D]; first_k is what it was when the current chunk began; position [N] int64.
+// With k alone ([H, M, D], or with N in front) it is the start of a sequence from this memory; there is no
+// start without it.
+struct TTTState {
+  Tensor first_k = {}, k = {}, position = {};
+
+  // From a first memory (with N in front or not), in tensors of its own.
+  static TTTState start(int64_t batch, const Tensor& k);
+  auto tensors() { return std::tie(first_k, k, position); }
+};
+
+struct TTTOptions {
+  Tensor phi_weight = {};          // w [H, M]; ones
+  int64_t chunk = 0;               // 1 to 64, part of the model: to be given
+  std::string phi = "layer_norm";  // as of trellis
+  std::string f = "identity";      // the same
+  TTTState state = {};
+  Tensor cu_seqlens = {};
+};
+
+// TTT (Sun et al. 2024, TTT-Linear): a memory A learns to map keys onto the targets a, as the first pass of
+// Trellis, whose read is the output. A' is A when the chunk began.
+//   u_t = J_phi(A' k_t)^T (w * (w * phi(A' k_t) - a_t))        A_t = e^{g_t} A_{t-1} - gamma_t u_t k_t^T
+//   o_t = f(A_t q_t)
+// q [B, T, HQ, D], k [B, T, H, D], a [B, T, H, M], gamma and g [B, T, H] -> o [B, T, HQ, M].
+std::pair<Tensor, TTTState> ttt(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
+                                const Tensor& g, const TTTOptions& options);
+Tensor ttt_step(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma, const Tensor& g,
+                const TTTOptions& options);
+
 // ---- Lattice -----------------------------------------------------------------------------------
 
 // Memory of lattice: first [N, H, D, M], unit columns, when the current chunk began; step [N, H, D, M], what

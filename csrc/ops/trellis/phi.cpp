@@ -21,6 +21,13 @@ Tensor Phi::operator()(const Tensor& z) const {
 
 Tensor Phi::target(const Tensor& a) const { return centred(a); }
 
+std::pair<Tensor, Tensor> Phi::activated(const Tensor& z) const {
+  if (!silu_) return {z, Tensor()};
+  // silu' = s (1 + z (1 - s)) = s + y (1 - s)
+  const auto s = z.sigmoid(), y = z * s;
+  return {y, at::addcmul(s, y, 1 - s)};
+}
+
 Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
   if (norm_ == Norm::softmax) {
     // J^T w = p * (w - p.w)
@@ -28,13 +35,7 @@ Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
     const auto pw = p * (p - target);
     return pw - p * pw.sum(-1, true);
   }
-  Tensor y = z, slope;
-  if (silu_) {
-    // silu' = s (1 + z (1 - s)) = s + y (1 - s)
-    const auto s = z.sigmoid();
-    y = z * s;
-    slope = at::addcmul(s, y, 1 - s);
-  }
+  const auto [y, slope] = activated(z);
   Tensor u;
   if (norm_ == Norm::none) {
     u = y - target;
@@ -46,6 +47,26 @@ Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
     const auto phi = c * inverse_r;
     const auto w = phi - target;
     u = at::addcmul(w, phi, total(phi * w), -1) * inverse_r;
+  }
+  return silu_ ? u * slope : u;
+}
+
+Tensor Phi::residual(const Tensor& z, const Tensor& a, const Tensor& w) const {
+  if (norm_ == Norm::softmax) {
+    const auto p = z.softmax(-1), px = p * (w * (w * p - a));
+    return px - p * px.sum(-1, true);
+  }
+  const auto [y, slope] = activated(z);
+  Tensor u;
+  if (norm_ == Norm::none) {
+    u = w * (w * y - a);
+  } else {
+    // J^T x = (P x - phi (phi.x) / N) / r, of x = w * (w * phi - a)
+    const auto c = centred(y);
+    const auto inverse_r = (total(c.square()) + kEps).rsqrt();
+    const auto phi = c * inverse_r;
+    const auto x = w * (w * phi - a);
+    u = at::addcmul(centred(x), phi, total(phi * x), -1) * inverse_r;
   }
   return silu_ ? u * slope : u;
 }

@@ -20,9 +20,13 @@ class Phi {
   Tensor target(const Tensor& a) const;
   // J_phi(z)^T (phi(z) - a), given target(a)
   Tensor residual(const Tensor& z, const Tensor& target) const;
+  // J_phi(z)^T (w * (w * phi(z) - a)), the gradient of |w * phi(z) - a|^2 / 2, given a itself
+  Tensor residual(const Tensor& z, const Tensor& a, const Tensor& w) const;
 
  private:
   enum class Norm { none, l2, layer, softmax };
+  // y and its slope in z, undefined for 1
+  std::pair<Tensor, Tensor> activated(const Tensor& z) const;
   Tensor centred(const Tensor& y) const { return norm_ == Norm::layer ? y - y.mean(-1, true) : y; }
   // sum for l2, mean for the layer norm: its N is M
   Tensor total(const Tensor& y) const { return norm_ == Norm::layer ? y.mean(-1, true) : y.sum(-1, true); }

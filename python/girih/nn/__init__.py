@@ -24,6 +24,7 @@ from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, map_state
 from girih.nn.swiglu import SwiGLU
 from girih.nn.trellis import Trellis
+from girih.nn.ttt import TTTLinear
 
 __all__ = [
     "MIXERS",
@@ -49,6 +50,7 @@ __all__ = [
     "RMSNorm",
     "ShortConv",
     "SwiGLU",
+    "TTTLinear",
     "Trellis",
     "decay_parameter_names",
     "map_state",

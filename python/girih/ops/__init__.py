@@ -23,6 +23,7 @@ from girih.ops._gsa import GSAState, gsa, gsa_step
 from girih.ops._lattice import LatticeState, lattice, lattice_step
 from girih.ops._short_conv import ShortConvState, short_conv, short_conv_step
 from girih.ops._trellis import TrellisState, trellis, trellis_step
+from girih.ops._ttt import TTTState, ttt, ttt_step
 
 __all__ = [
     "DeltaProductState",
@@ -31,6 +32,7 @@ __all__ = [
     "GSAState",
     "LatticeState",
     "ShortConvState",
+    "TTTState",
     "TrellisState",
     "cat_attention",
     "delta_product",
@@ -48,5 +50,7 @@ __all__ = [
     "short_conv_step",
     "trellis",
     "trellis_step",
+    "ttt",
+    "ttt_step",
     "words",
 ]

@@ -1,0 +1,49 @@
+// TTT: the first of Trellis' two passes alone (trellis/passes.h), whose read is the output.
+#include "../dispatch.h"
+#include "../trellis/passes.h"
+#include "problem.h"
+
+namespace girih::ttt {
+namespace {
+
+using trellis::Passes, trellis::Phi, trellis::stacked;
+
+// o, the final state (first_k, k, position)
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
+                const OptionalTensor& g, const OptionalTensor& phi_weight,
+                const OptionalTensor& state_first_k, const OptionalTensor& state_k,
+                const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
+                std::string_view phi, std::string_view f, bool) {
+  Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, cu_seqlens, chunk,
+                 phi, f);
+  const auto B = q.size(0), T = q.size(1), M = a.size(3);
+  const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
+  const auto A = stacked(*state_k, {}, 1);
+  Chunks::States initial{A};
+  // Where the tokens begin a chunk, A' is A.
+  const bool within = chunk > 1 && given(state_position);
+  if (!chunks.whole()) initial = {within ? stacked(*state_first_k, {}, 1) : A, A};
+
+  const auto weight = given(phi_weight) ? phi_weight->expand({B, T, -1, -1}) : Tensor();
+  const Phi phi_(phi), f_(f);  // the strings may be gone when backward runs a block again
+  const auto run = chunks.run(
+      {q, k, Tensor(), a, gamma, g.value_or(Tensor()), weight}, initial,
+      [phi_, f_](const Tensors& inputs, const Tensor& complete) {
+        return std::make_unique<Passes>(inputs, complete, phi_, f_);
+      },
+      q.scalar_type());
+  // Tensors of their own: a step writes each in place.
+  const auto own = [](const Tensor& memories) {
+    return memories.squeeze(1).clone(at::MemoryFormat::Contiguous);
+  };
+  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), M}, q.options()), own(run.finals.front()),
+          own(run.finals.back()), chunks.next_position()};
+}
+
+}  // namespace
+
+GIRIH_IMPL_ATEN("ttt_forward", forward)
+
+}  // namespace girih::ttt
