@@ -374,6 +374,11 @@ std::vector<std::string> unread_options(const std::string& text) {
   return Config::from_json(text).unread_options();
 }
 
+// For Python: what a folder's mixers were in earlier versions.
+std::string describe_earlier_mixers(const std::string& text) {
+  return earlier_mixers(Config::from_json(text));
+}
+
 // For Python: the field whose name is nearest, and whether that is what is meant.
 std::tuple<std::string, bool> nearest(const std::string& name) {
   return {nearest_field(name), is_misspelt(name)};
@@ -402,6 +407,7 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def("check_memory(str configuration, int element_size) -> ()", &check_memory);
   m.def("read_options(str options) -> str", &read_options);
   m.def("unread_options(str text) -> str[]", &unread_options);
+  m.def("earlier_mixers(str text) -> str", &describe_earlier_mixers);
   m.def("nearest_field(str name) -> (str, bool)", &nearest);
   m.def("describe_mixers() -> str", &describe_mixers);
 }

@@ -43,6 +43,17 @@ bool Config::reads(const std::string& field) const {
   });
 }
 
+std::string earlier_mixers(const Config& config) {
+  auto used = config.mixers();
+  if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {config.mag_base, config.mag_mixer});
+  std::string all;
+  for (const auto& [name, mixer] : mixers()) {
+    if (*mixer.earlier != '\0' && std::ranges::count(used, name) > 0)
+      all += "; " + name + " of earlier versions " + mixer.earlier;
+  }
+  return all;
+}
+
 std::vector<std::string> mixer_names() {
   std::vector<std::string> names;
   for (const auto& [name, mixer] : mixers()) names.push_back(name);
@@ -77,10 +88,13 @@ double least_of(const Config& c, const std::string& name) {
   };
   const double h = c.hidden_size, heads = c.num_heads, memories = *c.num_kv_heads, D = *c.head_dim,
                M = c.num_slots;
-  double count = h * (2 * heads + memories) * D;
+  // Keys of half of head_dim are the least that a mixer has by default.
+  const double keys = reads("expand_k") ? c.expand_k.value_or(0.5) : 1,
+               values = reads("expand_v") ? c.expand_v.value_or(1) : 1;
+  double count = h * (heads * (keys + values) + memories * std::min(1.0, keys + values)) * D;
   if (reads("num_slots")) count += h * memories * M;
   if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // a first memory is learned
-  if (reads("n")) count += h * 2 * double(c.n - 1) * memories * D;
+  if (reads("n")) count += h * (keys + values) * double(c.n - 1) * memories * D;
   if (name == "cat") count += double(c.chunk) * h * h;
   return count;
 }
@@ -116,6 +130,18 @@ void expect_memory(const Config& config, int64_t element_size) {
   const double there =
       std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)), double(allowed.rlim_cur));
   expect_parameters(config, there / double(element_size), "fit into the memory that there is");
+}
+
+HeadWidths head_widths(const Config& config, double expand_k, double expand_v) {
+  const auto width = [&](const char* name, const std::optional<double>& given, double otherwise) {
+    const auto factor = given.value_or(otherwise), channels = factor * double(*config.head_dim);
+    const auto whole = std::round(channels);
+    TORCH_CHECK_VALUE(whole >= 1 && std::abs(channels - whole) < 1e-6 * channels, name, " is ", factor,
+                      " and head_dim is ", *config.head_dim, ", which makes ", channels,
+                      " channels; expected a whole number");
+    return int64_t(whole);
+  };
+  return {width("expand_k", config.expand_k, expand_k), width("expand_v", config.expand_v, expand_v)};
 }
 
 void expect_pairs(const Config& config) {

@@ -30,6 +30,8 @@ CONFIGURATION = {
     "n": 2,
     "gated": True,
     "conv_size": None,
+    "expand_k": None,
+    "expand_v": None,
     "phi": "ln_silu",
     "f": "ln_silu",
     "objective": "decode",
@@ -81,6 +83,7 @@ BOUNDS |= {"compressor_hidden_size": (1, 2**20), "intermediate_size": (1, 2**24)
 BOUNDS |= dict.fromkeys(["num_hidden_layers", "compressor_layers", "n"], (1, 4096))
 BOUNDS |= {"chunk": (1, 256), "chunks": (1, 256), "conv_size": (0, 4), "mag_weight": (0, 1)}
 BOUNDS |= dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], (-1, HUGE))
+BOUNDS |= dict.fromkeys(["expand_k", "expand_v"], (1e-3, 1e3))
 BOUNDS |= dict.fromkeys(["shrinkage", "norm_eps", "initializer_range"], (0, 1e30)) | {
     "rope_theta": (1e-6, 1e30)
 }
@@ -137,6 +140,7 @@ def test_what_follows_from_other_fields(given, follows):
 NORM = {"norm_eps": 1e-6}
 HEADS = {"num_kv_heads": None, "head_dim": None}
 CHUNKED = {"num_slots": 64, "head_dim": None, "chunk": 16, "gated": True, "conv_size": 4} | NORM
+WIDTHS = HEADS | {"expand_k": 1.0, "expand_v": 1.0}
 PLACES = HEADS | {"rope_theta": 10000.0}
 LAYERS = {
     "Attention": PLACES | {"causal": True, "window": None},
@@ -144,11 +148,11 @@ LAYERS = {
     "ChunkAttention": PLACES | {"running_positions": False},
     "CompressAttend": PLACES | {"chunk": 16, "running_positions": False},
     "DecayGate": {"largest_step": 0.1},
-    "DeltaProduct": HEADS
+    "DeltaProduct": WIDTHS
     | NORM
     | {"n": 1, "gated": False, "allow_neg_eigval": False}
     | {"between_chunks": None, "chunk": None, "conv_size": 4},
-    "GatedLinearAttention": HEADS
+    "GatedLinearAttention": WIDTHS
     | NORM
     | {"gate": "vector", "gate_low_rank": 16, "gate_logit_normalizer": 16.0, "conv_size": 0},
     "GatedRMSNorm": {"eps": 1e-6, "activation": "silu"},
@@ -352,6 +356,16 @@ def test_all_else_starts_with_the_configurations_deviation_or_with_0_or_1(langua
                 assert x.eq(0).all()
             elif x.dim() > 1 and "conv" not in name:
                 check_normal(x, 0.3)
+
+
+def test_keys_and_values_have_the_widths_of_their_papers(language):
+    widths = {"gla": (32, 64), "gated_deltanet": (64, 128)}
+    widths |= dict.fromkeys(["linear_attention", "deltanet", "delta_product"], (64, 64))
+    for mixer, (keys, values) in widths.items():
+        options = {"n": 1} if mixer == "delta_product" else {}
+        found = parameters_of(language, mixer=mixer, head_dim=64, **options)
+        assert found["norm.weight"].shape == (values,), mixer
+        assert found["qkv_proj.weight"].shape[0] == 2 * (2 * keys + values), mixer
 
 
 def test_gla_has_a_gate_of_rank_16_and_mixers_the_convolutions_of_their_papers(language):

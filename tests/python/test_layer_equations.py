@@ -99,18 +99,28 @@ def test_gated_slot_attention(kind, conv_size, feature):
     check(layer, x, rms(F.silu(o).flatten(-2), layer.norm.weight) @ layer.o_proj.weight.T)
 
 
+@pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
 @pytest.mark.parametrize("conv_size", [0, 4])
 @pytest.mark.parametrize("gate", ["none", "fixed", "scalar", "vector"])
-def test_linear_attention_and_its_decays(gate, conv_size):
-    H, HQ, D = 2, 4, 3
+def test_linear_attention_and_its_decays(gate, conv_size, expand_k, expand_v):
+    H, HQ, D = 2, 4, 4
     layer, x = drawn(
         GatedLinearAttention(
-            HIDDEN, HQ, num_kv_heads=H, head_dim=D, gate=gate, conv_size=conv_size, norm_eps=EPS
+            HIDDEN,
+            HQ,
+            num_kv_heads=H,
+            head_dim=D,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            gate=gate,
+            conv_size=conv_size,
+            norm_eps=EPS,
         )
     )
+    K, V = int(D * expand_k), int(D * expand_v)
     qkv = x @ layer.qkv_proj.weight.T
     qkv = conv(qkv, layer.conv.weight) if conv_size else qkv
-    q, k, v = (heads(p, n) for p, n in zip(qkv.split((HQ * D, H * D, H * D), -1), (HQ, H, H), strict=True))
+    q, k, v = (heads(p, n) for p, n in zip(qkv.split((HQ * K, H * K, H * V), -1), (HQ, H, H), strict=True))
     g, skip = None, 0
     if gate == "none":
         q, k = (torch.where(p > 0, p + 1, p.exp()) for p in (q, k))
@@ -124,7 +134,7 @@ def test_linear_attention_and_its_decays(gate, conv_size):
         low = x @ layer.decay[0].weight.T
         f = low @ layer.decay[1].weight.T + layer.decay[1].bias
         g = heads(torch.log(1 / (1 + (-f).exp())) / 16, H)
-    o, _ = by_token.gla(q, k, v, g, scale=D**-0.5)
+    o, _ = by_token.gla(q, k, v, g, scale=K**-0.5)
     check(layer, x, gated_out(layer, o + skip, x, F.silu))
 
 
@@ -136,13 +146,16 @@ def test_linear_attention_and_its_decays(gate, conv_size):
         {"n": 3, "gated": True, "allow_neg_eigval": True},
         {"n": 2, "between_chunks": "gelu", "chunk": CHUNK},
         {"n": 2, "conv_size": 0},
+        {"n": 1, "gated": True, "expand_v": 2},
+        {"n": 2, "expand_k": 2, "expand_v": 3, "between_chunks": "tanh", "chunk": CHUNK},
     ],
     ids=str,
 )
 def test_delta_product(options):
     n, H, HQ, D = options["n"], 2, 4, 3
     layer, x = drawn(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
-    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * D, n * H * D, n * H * D), -1)
+    K, V = D * options.get("expand_k", 1), D * options.get("expand_v", 1)
+    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * K, n * H * K, n * H * V), -1)
     beta = 1 / (1 + (-(x @ layer.beta_proj.weight.T)).exp())
     beta = 2 * beta if options.get("allow_neg_eigval") else beta
     steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]  # a token's n, one by one
@@ -155,7 +168,7 @@ def test_delta_product(options):
         steps[2][..., 0],
         g,
         n=n,
-        scale=D**-0.5,
+        scale=K**-0.5,
         chunk=options.get("chunk"),
         between_chunks=options.get("between_chunks"),
     )

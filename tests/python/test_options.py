@@ -23,6 +23,8 @@ OTHER = {
     "n": 3,
     "gated": False,
     "conv_size": 3,
+    "expand_k": 0.25,
+    "expand_v": 1.5,
     "phi": "identity",
     "f": "softmax",
     "objective": "encode",
@@ -114,6 +116,35 @@ def test_files_of_earlier_versions_are_read_without_what_no_mixer_reads(tmp_path
     assert (config.num_slots, config.compressor_layers, config.chunk, config.n) == (64, None, 16, 2)
     AutoModelForCausalLM.from_pretrained(tmp_path)
     _C.LanguageModel.from_pretrained(str(tmp_path))
+
+
+# The layers that these names had before, as far as options say it.
+EARLIER = {"gla": {"expand_k": 1.0}, "gated_deltanet": {"expand_v": 1.0}}
+
+
+@pytest.mark.parametrize("mixer", EARLIER)
+@torch.no_grad()
+def test_folders_of_earlier_mixers_need_the_options_that_the_error_names(mixer, tmp_path):
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2}
+    model = GirihForCausalLM(GirihConfig(mixer=mixer, **sizes, **EARLIER[mixer])).eval()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    for name in EARLIER[mixer]:
+        del fields[name]
+    file.write_text(json.dumps(fields))
+    for load in (GirihForCausalLM.from_pretrained, _C.LanguageModel.from_pretrained):
+        with pytest.raises(ValueError, match=f"; {mixer} of earlier versions had ") as error:
+            load(str(tmp_path))
+        named = str(error.value).partition("of earlier versions had ")[2]
+        assert named == ", ".join(f"{name} = {json.dumps(x)}" for name, x in EARLIER[mixer].items()).replace(
+            ".0", ""
+        )
+    file.write_text(json.dumps(fields | EARLIER[mixer]))
+    ids = torch.randint(256, (2, 9))
+    want = model(ids).logits
+    assert GirihForCausalLM.from_pretrained(tmp_path).eval()(ids).logits.equal(want)
+    torch.testing.assert_close(_C.LanguageModel.from_pretrained(str(tmp_path)).forward(ids)[0], want)
 
 
 def test_keywords_beside_a_folder_are_held_to_the_same(tmp_path):

@@ -42,6 +42,8 @@ struct Config {
   int64_t n = 2;
   bool gated = true;
   std::optional<int64_t> conv_size = {};
+  // Widths of keys and values as multiples of head_dim, by default those of each mixer's paper.
+  std::optional<double> expand_k = {}, expand_v = {};
   std::string phi = "ln_silu", f = "ln_silu";
   std::string objective = "decode";
   std::string feature = "softmax";

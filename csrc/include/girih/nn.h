@@ -271,7 +271,8 @@ class ShortConvImpl : public RecurrentLayerImpl {
 TORCH_MODULE(ShortConv);
 
 // ---- mixers ------------------------------------------------------------------------------------
-// num_kv_heads, the number of memories, is num_heads unless given; head_dim is hidden_size / num_heads.
+// num_kv_heads, the number of memories, is num_heads unless given; head_dim is hidden_size / num_heads. Keys
+// have expand_k * head_dim channels, values expand_v * head_dim, both whole numbers.
 
 struct GatedSlotAttentionOptions {
   int64_t num_slots = 64;
@@ -316,6 +317,7 @@ TORCH_MODULE(GatedSlotAttention);
 
 struct GatedLinearAttentionOptions {
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
   std::string gate = "vector";
   int64_t gate_low_rank = 16;
   double gate_logit_normalizer = 16.0;
@@ -349,13 +351,14 @@ class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  private:
   std::pair<Tensor, Tensor> log_decay(const Tensor& x);
   std::vector<int64_t> heads_;
-  int64_t head_dim_;
+  int64_t key_dim_, value_dim_;
 };
 TORCH_MODULE(GatedLinearAttention);
 
 struct DeltaProductOptions {
   int64_t n = 1;  // Householder steps a token
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
   bool gated = false;
   bool allow_neg_eigval = false;
   std::optional<std::string> between_chunks = {};  // gelu, tanh
@@ -390,7 +393,7 @@ class DeltaProductImpl : public RecurrentLayerImpl {
  private:
   Tensor per_step(const Tensor& x) const;
   std::vector<int64_t> heads_;
-  int64_t head_dim_;
+  int64_t key_dim_, value_dim_;
 };
 TORCH_MODULE(DeltaProduct);
 

@@ -27,7 +27,7 @@ PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
 )
 # Of an attention these are its own, whatever a configuration could say.
-_SIZES = ("num_kv_heads", "head_dim")
+_SIZES = ("num_kv_heads", "head_dim", "expand_k", "expand_v")
 
 
 @functools.cache

@@ -38,6 +38,7 @@ def built(sizes: Projections, told: Replacement) -> nn.Module:
     given = {"hidden_size": sizes.hidden_size, "num_heads": sizes.heads, "head_dim": sizes.head_dim}
     if "num_kv_heads" in mixer.fields:
         given["num_kv_heads"] = sizes.kv_heads
+    given |= {name: 1.0 for name in ("expand_k", "expand_v") if name in mixer.fields}
     layer = mixer.build(told.mixer_config(**given))
     if hasattr(layer, "qk_proj") and layer.qk_proj.out_features != sizes.heads * sizes.head_dim:
         # Its keys have as many channels as it has slots.

@@ -35,6 +35,8 @@ class GirihConfig(PretrainedConfig):
     n: Householder steps of delta_product.
     gated: whether delta_product, trellis and lattice forget.
     conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
+    expand_k, expand_v: width of keys and values as multiples of head_dim, by default what each mixer's paper
+        has: gla 0.5 and 1, gated_deltanet 1 and 2, others 1 and 1.
     feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
         objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta rule mixers.
         window: attention. The layers of `girih.nn` explain them.
@@ -77,6 +79,8 @@ class GirihConfig(PretrainedConfig):
     n: int = 2
     gated: bool = True
     conv_size: int | None = None
+    expand_k: float | None = None
+    expand_v: float | None = None
     phi: str = "ln_silu"
     f: str = "ln_silu"
     objective: str = "decode"
