@@ -148,7 +148,7 @@ void check_mixers(const Config& c) {
 // Fields that some mixers read and others do not. Those that say what a head is belong to every model.
 bool is_option(const std::string& field) {
   static const std::set<std::string> all = [] {
-    std::set<std::string> found = {"compressor_hidden_size", "compressor_layers"};
+    std::set<std::string> found = {"compressor_hidden_size", "compressor_layers", "intermediate_size"};
     for (const auto& [name, mixer] : mixers())
       for (const auto& option : mixer.fields) found.insert(option.name);
     for (const char* of_all : {"num_kv_heads", "head_dim", "norm_eps"}) found.erase(of_all);
@@ -268,7 +268,8 @@ Config complete(const Config& config) {
                     ", which does not divide hidden_size ", c.hidden_size, "; give head_dim");
   if (!c.head_dim) c.head_dim = c.hidden_size / c.num_heads;
   // A gated layer of 8/3 has the parameters of a plain one of 4.
-  if (!c.intermediate_size) c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
+  if (!c.intermediate_size && c.reads("intermediate_size"))
+    c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
   if (c.is_whole_cat()) {
     if (!c.compressor_hidden_size)
       c.compressor_hidden_size = std::max(*c.head_dim, c.hidden_size / 2 / *c.head_dim * *c.head_dim);

@@ -53,6 +53,7 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("conv_size", c.conv_size, conv_width());
   visit("expand_k", c.expand_k, between(1e-3, 1e3));
   visit("expand_v", c.expand_v, between(1e-3, 1e3));
+  visit("state_size", c.state_size, size);
   visit("phi", c.phi, words_of("trellis", "phi"));
   visit("f", c.f, words_of("trellis", "f"));
   visit("objective", c.objective, words_of("lattice", "objective"));
@@ -99,6 +100,7 @@ void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {
   GIRIH_OPTION(conv_size);
   GIRIH_OPTION(expand_k);
   GIRIH_OPTION(expand_v);
+  GIRIH_OPTION(state_size);
   GIRIH_OPTION(phi);
   GIRIH_OPTION(f);
   GIRIH_OPTION(objective);

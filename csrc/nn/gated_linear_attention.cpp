@@ -92,9 +92,6 @@ const Registered retnet({"retnet", [](const Config& c) { return linear_mixer(c, 
 const Registered gla({"gla",
                       [](const Config& c) { return linear_mixer(c, {.expand_k = 0.5, .gate = "vector"}); },
                       kLinearFields, [](const Config& c) { head_widths(c, 0.5, 1); }, "had expand_k = 1"});
-const Registered mamba2({"mamba2",
-                         [](const Config& c) { return linear_mixer(c, {.gate = "scalar", .conv_size = 4}); },
-                         kLinearFields, [](const Config& c) { head_widths(c, 1, 1); }});
 
 }  // namespace
 

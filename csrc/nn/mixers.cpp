@@ -31,6 +31,12 @@ bool Config::reads(const std::string& field) const {
   if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {mag_base, mag_mixer});
   const bool is_of_cat = field == "chunks" || field.starts_with("compressor_");
   if (is_whole_cat() && is_of_cat) return true;
+  if (field == "intermediate_size") {
+    return std::ranges::any_of(used, [](const std::string& name) {
+      const auto known = nn::mixers().find(name);
+      return known == nn::mixers().end() || known->second.has_mlp;
+    });
+  }
   return std::ranges::any_of(used, [&](const std::string& name) {
     const auto known = nn::mixers().find(name);
     if (known == nn::mixers().end()) return false;
@@ -91,6 +97,7 @@ double least_of(const Config& c, const std::string& name) {
   // Keys of half of head_dim are the least that a mixer has by default.
   const double keys = reads("expand_k") ? c.expand_k.value_or(0.5) : 1,
                values = reads("expand_v") ? c.expand_v.value_or(1) : 1;
+  if (reads("state_size")) return h * (3 * c.expand_v.value_or(2) * heads * D + 2 * double(c.state_size));
   double count = h * (heads * (keys + values) + memories * std::min(1.0, keys + values)) * D;
   if (reads("num_slots")) count += h * memories * M;
   if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // a first memory is learned
@@ -100,7 +107,7 @@ double least_of(const Config& c, const std::string& name) {
 }
 
 double least_parameters(const Config& c) {
-  const double V = c.vocab_size, h = c.hidden_size, inner = *c.intermediate_size;
+  const double V = c.vocab_size, h = c.hidden_size, inner = double(c.intermediate_size.value_or(0));
   double count = V * h * (c.tie_word_embeddings ? 1 : 2);
   if (c.is_whole_cat()) {
     const double w = *c.compressor_hidden_size;
@@ -110,7 +117,8 @@ double least_parameters(const Config& c) {
              double(*c.compressor_layers) * (4 * w * w + 3 * w * std::floor(inner * w / h)) +
              double(c.num_hidden_layers) * (least_of(c, "attention") + 3 * h * inner);
   } else {
-    for (const auto& name : c.mixers()) count += least_of(c, name) + 3 * h * inner;
+    for (const auto& name : c.mixers())
+      count += least_of(c, name) + (mixers().at(name).has_mlp ? 3 * h * inner : 0);
   }
   return count;
 }

@@ -34,6 +34,8 @@ struct Mixer {
   void (*check)(const Config& config) = [](const Config&) {};
   // What the mixer of this name was in earlier versions, where its tensors had other shapes.
   const char* earlier = "";
+  // Whether its blocks have a feed-forward layer.
+  bool has_mlp = true;
 };
 
 // One of these in a layer's file makes its mixer known.

@@ -32,6 +32,7 @@ CONFIGURATION = {
     "conv_size": None,
     "expand_k": None,
     "expand_v": None,
+    "state_size": 128,
     "phi": "ln_silu",
     "f": "ln_silu",
     "objective": "decode",
@@ -78,7 +79,7 @@ def test_an_empty_configuration(language):
 
 HUGE = 2**31 - 1
 BOUNDS = dict.fromkeys(["vocab_size", "window", "max_position_embeddings"], (1, HUGE))
-BOUNDS |= dict.fromkeys(["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots"], (1, 2**20))
+BOUNDS |= dict.fromkeys(["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots", "state_size"], (1, 2**20))
 BOUNDS |= {"compressor_hidden_size": (1, 2**20), "intermediate_size": (1, 2**24)}
 BOUNDS |= dict.fromkeys(["num_hidden_layers", "compressor_layers", "n"], (1, 4096))
 BOUNDS |= {"chunk": (1, 256), "chunks": (1, 256), "conv_size": (0, 4), "mag_weight": (0, 1)}
@@ -161,6 +162,7 @@ LAYERS = {
     | {"num_slots": 64, "gated": True, "gate_logit_normalizer": 8.0, "feature": "softmax", "conv_size": 0}
     | {"data_dependent_decay": True},
     "Lattice": CHUNKED | {"objective": "decode", "normalize": True, "shrinkage": 0.0, "post_norm": False},
+    "Mamba2": {"head_dim": None, "expand_v": 2.0, "state_size": 128, "conv_size": 4} | NORM,
     "MemoryAsGate": {"weight": 0.5, "learned": False, "cross": False},
     "MixAttention": {"weight": 0.5, "learned": False, "cross": False},
     "RMSNorm": {"eps": 1e-6},
@@ -280,7 +282,7 @@ def language(request):
 
 
 @pytest.mark.parametrize(
-    "mixer, largest", [("mamba2", 0.1), ("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)]
+    "mixer, largest", [("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)]
 )
 def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, mixer, largest):
     sizes = {"num_heads": HEADS_ENOUGH, "head_dim": 2, "conv_size": 0}
@@ -288,6 +290,14 @@ def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, m
     found = parameters_of(language, mixer=mixer, **sizes)
     check_uniform(found["decay.A_log"], 0.0, math.log(16))
     check_uniform(found["decay.dt_bias"], math.log(largest / 100), math.log(largest))
+
+
+def test_mamba2_starts_with_the_rates_and_steps_of_its_paper(language):
+    found = parameters_of(language, mixer="mamba2", num_heads=HEADS_ENOUGH // 2, head_dim=2, state_size=2)
+    check_uniform(found["A_log"].exp(), 1.0, 16.0)
+    steps = torch.nn.functional.softplus(found["dt_bias"])
+    check_uniform(steps.log(), math.log(1e-3), math.log(1e-1))
+    assert found["skip"].eq(1).all() and found["conv.bias"].eq(0).all()
 
 
 def test_a_decay_gate_starts_as_its_docstring_says():
@@ -352,7 +362,7 @@ def test_all_else_starts_with_the_configurations_deviation_or_with_0_or_1(langua
         for name, x in found.items():
             if "norm" in name or name == "skip":
                 assert x.eq(1).all(), name
-            elif name == "decay.1.bias":
+            elif name in ("decay.1.bias", "conv.bias"):
                 assert x.eq(0).all()
             elif x.dim() > 1 and "conv" not in name:
                 check_normal(x, 0.3)

@@ -17,6 +17,7 @@ from girih.nn import (
     GatedLinearAttention,
     GatedSlotAttention,
     Lattice,
+    Mamba2,
     MixAttention,
     RMSNorm,
     ShortConv,
@@ -136,6 +137,29 @@ def test_linear_attention_and_its_decays(gate, conv_size, expand_k, expand_v):
         g = heads(torch.log(1 / (1 + (-f).exp())) / 16, H)
     o, _ = by_token.gla(q, k, v, g, scale=K**-0.5)
     check(layer, x, gated_out(layer, o + skip, x, F.silu))
+
+
+@pytest.mark.parametrize("options", [{}, {"expand_v": 1.5, "state_size": 7, "conv_size": 3}], ids=str)
+def test_mamba2(options):
+    D, N = 3, options.get("state_size", 128)
+    H = int(2 * options.get("expand_v", 2))
+    layer, u = drawn(Mamba2(HIDDEN, 2, head_dim=D, norm_eps=EPS, **options))
+    given = u @ layer.in_proj.weight.T
+    W = layer.conv.weight.shape[1]
+    padded = F.pad(given, (0, 0, W - 1, 0))
+    mixed = sum(padded[:, j : j + T] * layer.conv.weight[:, j] for j in range(W)) + layer.conv.bias
+    x, B, C = F.silu(mixed).split((H * D, N, N), -1)
+    x = heads(x, H)
+    dt = (1 + (u @ layer.dt_proj.weight.T + layer.dt_bias).exp()).log()
+    S, rows = torch.zeros(2, H, D, N, dtype=torch.double), []
+    for t in range(T):
+        decay = (-layer.A_log.exp() * dt[:, t]).exp()
+        written = torch.einsum("bhp,bn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
+        S = decay[:, :, None, None] * S + written
+        rows.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]) + layer.skip[:, None] * x[:, t])
+    z = u @ layer.z_proj.weight.T
+    y = rms(torch.stack(rows, 1).flatten(-2) * z * z.sigmoid(), layer.norm.weight)
+    check(layer, u, y @ layer.o_proj.weight.T)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ OTHER = {
     "conv_size": 3,
     "expand_k": 0.25,
     "expand_v": 1.5,
+    "state_size": 16,
     "phi": "identity",
     "f": "softmax",
     "objective": "encode",
@@ -93,6 +94,19 @@ def test_the_chunk_of_the_delta_rule_is_between_chunks():
     with pytest.raises(ValueError, match="mixer deltanet does not read without between_chunks"):
         GirihConfig(mixer="deltanet", chunk=8)
     assert GirihConfig(mixer="deltanet", chunk=8, between_chunks="tanh").chunk == 8
+
+
+def test_blocks_of_mamba2_have_no_feed_forward_layer_and_its_models_no_width_of_one():
+    with pytest.raises(ValueError, match="intermediate_size is 64, which mixer mamba2 does not read.* null"):
+        GirihConfig(mixer="mamba2", intermediate_size=64)
+    assert GirihConfig(mixer="mamba2").intermediate_size is None
+    hybrid = GirihConfig(mixer=["mamba2", "gsa"], num_hidden_layers=2, intermediate_size=64)
+    assert [block.mlp is None for block in GirihForCausalLM(hybrid).model.layers] == [True, False]
+
+
+def test_the_heads_of_mamba2_are_a_whole_number():
+    with pytest.raises(ValueError, match="expand_v is 1.3 and num_heads is 4, which makes 5.2 heads of mam"):
+        GirihConfig(mixer="mamba2", expand_v=1.3)
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "cat"])

@@ -20,6 +20,7 @@ OFF = {
     "conv_size": 3,
     "expand_k": 2.0,
     "expand_v": 1.5,
+    "state_size": 10,
     "phi": "l2_silu",
     "f": "softmax",
     "objective": "similarity",

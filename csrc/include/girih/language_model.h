@@ -44,6 +44,7 @@ struct Config {
   std::optional<int64_t> conv_size = {};
   // Widths of keys and values as multiples of head_dim, by default those of each mixer's paper.
   std::optional<double> expand_k = {}, expand_v = {};
+  int64_t state_size = 128;  // of mamba2
   std::string phi = "ln_silu", f = "ln_silu";
   std::string objective = "decode";
   std::string feature = "softmax";

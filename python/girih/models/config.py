@@ -37,6 +37,8 @@ class GirihConfig(PretrainedConfig):
     conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
     expand_k, expand_v: width of keys and values as multiples of head_dim, by default what each mixer's paper
         has: gla 0.5 and 1, gated_deltanet 1 and 2, others 1 and 1.
+        mamba2 has expand_v * num_heads heads of head_dim, by default twice num_heads, and keys (B, C) of
+        state_size, which its heads share. Its blocks have no feed-forward layer, whatever intermediate_size.
     feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
         objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta rule mixers.
         window: attention. The layers of `girih.nn` explain them.
@@ -81,6 +83,7 @@ class GirihConfig(PretrainedConfig):
     conv_size: int | None = None
     expand_k: float | None = None
     expand_v: float | None = None
+    state_size: int = 128
     phi: str = "ln_silu"
     f: str = "ln_silu"
     objective: str = "decode"

@@ -30,8 +30,13 @@ class GirihModel(Backbone):
             )
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            Block(MIXERS[mixer].build(config), config.hidden_size, config.intermediate_size, config.norm_eps)
-            for mixer in config.mixers
+            Block(
+                mixer.build(config),
+                config.hidden_size,
+                config.intermediate_size if mixer.has_mlp else None,
+                config.norm_eps,
+            )
+            for mixer in map(MIXERS.get, config.mixers)
         )
         for i, block in enumerate(self.layers):
             block.mixer.layer_idx = i

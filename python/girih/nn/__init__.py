@@ -16,6 +16,7 @@ from girih.nn.gated_linear_attention import GatedLinearAttention
 from girih.nn.gated_slot_attention import GatedSlotAttention
 from girih.nn.lattice import Lattice
 from girih.nn.layer import GateLinear, Layer, decay_parameter_names
+from girih.nn.mamba2 import Mamba2
 from girih.nn.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
@@ -43,6 +44,7 @@ __all__ = [
     "Lattice",
     "Layer",
     "LayerState",
+    "Mamba2",
     "MemoryAsGate",
     "MixAttention",
     "MixState",

@@ -1,4 +1,4 @@
-"""Linear attention with every kind of decay: the baselines linear attention, RetNet, GLA and Mamba-2."""
+"""Linear attention with every kind of decay: the baselines linear attention, RetNet and GLA."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ class GatedLinearAttention(RecurrentLayer):
     gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm stands for its
     denominator).
     gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet, without rotary positions).
-    gate="scalar": one data-dependent decay a head, v scaled by its step dt, and o + v * skip (Mamba-2).
+    gate="scalar": Mamba-2's decay a head, v scaled by its step dt, and o + v * skip.
     gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer (GLA).
     x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. Keys have
     `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers.
@@ -130,4 +130,3 @@ _FIELDS = ("num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "nor
 register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
 register_layer("retnet", GatedLinearAttention, *_FIELDS, gate="fixed", compared=False)
 register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", expand_k=0.5)  # d_k = d / 2, d_v = d
-register_layer("mamba2", GatedLinearAttention, *_FIELDS, gate="scalar", conv_size=4)
