@@ -68,6 +68,7 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("value_read", c.value_read, Allowed{.words = {"linear", "phi"}});
   visit("data_dependent_decay", c.data_dependent_decay, any);
   visit("window", c.window, between(1, 0x7fffffff));
+  visit("rotary", c.rotary, any);
   visit("mag_base", c.mag_base, any);
   visit("mag_mixer", c.mag_mixer, any);
   visit("mag_weight", c.mag_weight, between(0, 1));
@@ -115,6 +116,7 @@ void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {
   GIRIH_OPTION(value_read);
   GIRIH_OPTION(data_dependent_decay);
   GIRIH_OPTION(window);
+  GIRIH_OPTION(rotary);
   GIRIH_OPTION(running_positions);
   GIRIH_OPTION(rope_theta);
   GIRIH_OPTION(norm_eps);

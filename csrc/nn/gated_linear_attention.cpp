@@ -5,7 +5,7 @@ namespace girih::nn {
 
 GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads,
                                                    GatedLinearAttentionOptions given)
-    : options(completed("gla", hidden_size, num_heads, std::move(given))),
+    : options(completed(given.rotary ? "retnet" : "gla", hidden_size, num_heads, given)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
   const auto& gate = options.gate;
@@ -58,6 +58,15 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
 Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
   auto [q, k, v] = split_heads(qkv, heads_, key_dim_, value_dim_);
+  Tensor position, length;
+  if (options.rotary) {
+    check_state(call.state, 1, 2);
+    const auto before = call.state.empty() ? Tensor() : call.state.tensors[0];
+    std::tie(position, length) = token_positions(x, before, call.cu_seqlens);
+    q = nn::rotary(q, position, options.rope_theta);
+    k = nn::rotary(k, position, options.rope_theta);
+    if (call.steps(x)) length = before.add_(1);
+  }
   auto [g, dt] = log_decay(x);
   Tensor skipped;
   if (options.gate == "none") {
@@ -72,26 +81,45 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
       call.steps(x) ? std::pair(ops::gla_step(q, k, v, g, gla), gla.state) : ops::gla(q, k, v, g, gla);
   if (skipped.defined()) o = o + skipped;
   const auto gate = to_heads(g_proj(x), heads_[0]);
-  return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
+  State after{{}, {conv_state, State::of(memory)}};
+  if (options.rotary) after.tensors = {length};
+  return {o_proj(norm(o, gate).flatten(-2)), after};
 }
 
 namespace {
 
 AnyLayer linear_mixer(const Config& c, GatedLinearAttentionOptions own) {
-  return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads,
-                                                    options_of(c, std::move(own)));
+  const auto has_rotary = own.rotary && c.rotary;  // a field of retnet's
+  auto options = options_of(c, std::move(own));
+  options.rotary = has_rotary;
+  return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 
-const std::vector<MixerField> kLinearFields = {"num_kv_heads", "head_dim",  "expand_k",
-                                               "expand_v",     "conv_size", "norm_eps"};
+void check_retnet(const Config& c) {
+  const auto keys = head_widths(c, 1, 2).key;
+  TORCH_CHECK_VALUE(!c.rotary || keys % 2 == 0, "head_dim is ", *c.head_dim, " and keys have ", keys,
+                    " channels; rotary positions turn pairs and need an even number");
+}
+
+std::vector<MixerField> linear_fields(std::initializer_list<MixerField> own) {
+  std::vector<MixerField> all = {"num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "norm_eps"};
+  all.insert(all.begin(), own);
+  return all;
+}
+
 const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, {.gate = "none"}); },
-                        kLinearFields, [](const Config& c) { head_widths(c, 1, 1); }});
-const Registered retnet({"retnet", [](const Config& c) { return linear_mixer(c, {.gate = "fixed"}); },
-                         kLinearFields, [](const Config& c) { head_widths(c, 1, 1); }});
-// d_k = d / 2, d_v = d (Yang et al. 2024, section 4.4).
+                        linear_fields({}), [](const Config& c) { head_widths(c, 1, 1); }});
+// Values twice as wide as keys, rotary positions (Sun et al. 2023).
+const Registered retnet({"retnet",
+                         [](const Config& c) {
+                           return linear_mixer(c, {.expand_v = 2, .gate = "fixed", .rotary = true});
+                         },
+                         linear_fields({"rotary", "rope_theta"}), check_retnet,
+                         "had expand_v = 1, rotary = false"});
+// d_k = d / 2, d_v = d (Yang et al. 2024).
 const Registered gla({"gla",
                       [](const Config& c) { return linear_mixer(c, {.expand_k = 0.5, .gate = "vector"}); },
-                      kLinearFields, [](const Config& c) { head_widths(c, 0.5, 1); }, "had expand_k = 1"});
+                      linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); }, "had expand_k = 1"});
 
 }  // namespace
 

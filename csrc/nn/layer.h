@@ -73,6 +73,11 @@ void check_state(const State& state, size_t tensors, size_t parts);
 // are valid, [B]. Both parts keep their order.
 std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
 
+// Each token's place in its sequence, [B, T], and the length of each sequence after x [B, T, ...], [N].
+// before: their lengths before x, [N] int64, or undefined. cu_seqlens: [N + 1], rows' bounds [B, 2], or
+// undefined.
+std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const Tensor& cu_seqlens);
+
 // theta^(-2i/D), [D/2].
 Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options);
 

@@ -40,12 +40,13 @@ bool Config::reads(const std::string& field) const {
   return std::ranges::any_of(used, [&](const std::string& name) {
     const auto known = nn::mixers().find(name);
     if (known == nn::mixers().end()) return false;
-    const auto& fields = known->second.fields;
-    // The delta rule's chunks are between_chunks'.
-    const bool is_unused_chunk =
-        field == "chunk" && !between_chunks &&
-        std::ranges::find(fields, "between_chunks", &MixerField::name) != fields.end();
-    return !is_unused_chunk && std::ranges::find(fields, field, &MixerField::name) != fields.end();
+    const auto has = [&](const std::string& one) {
+      return std::ranges::find(known->second.fields, one, &MixerField::name) != known->second.fields.end();
+    };
+    // The delta rule's chunks are between_chunks'; retnet's theta is of its rotary positions.
+    const bool is_unused = (field == "chunk" && !between_chunks && has("between_chunks")) ||
+                           (field == "rope_theta" && !rotary && has("rotary"));
+    return !is_unused && has(field);
   });
 }
 

@@ -47,6 +47,7 @@ CONFIGURATION = {
     "value_read": "linear",
     "data_dependent_decay": True,
     "window": None,
+    "rotary": True,
     "mag_base": "attention",
     "mag_mixer": "delta_product",
     "mag_weight": 0.5,
@@ -155,7 +156,8 @@ LAYERS = {
     | {"between_chunks": None, "chunk": None, "conv_size": 4},
     "GatedLinearAttention": WIDTHS
     | NORM
-    | {"gate": "vector", "gate_low_rank": 16, "gate_logit_normalizer": 16.0, "conv_size": 0},
+    | {"gate": "vector", "gate_low_rank": 16, "gate_logit_normalizer": 16.0, "conv_size": 0}
+    | {"rotary": False, "rope_theta": 10000.0},
     "GatedRMSNorm": {"eps": 1e-6, "activation": "silu"},
     "GatedSlotAttention": HEADS
     | NORM
@@ -369,7 +371,7 @@ def test_all_else_starts_with_the_configurations_deviation_or_with_0_or_1(langua
 
 
 def test_keys_and_values_have_the_widths_of_their_papers(language):
-    widths = {"gla": (32, 64), "gated_deltanet": (64, 128)}
+    widths = {"gla": (32, 64), "gated_deltanet": (64, 128), "retnet": (64, 128)}
     widths |= dict.fromkeys(["linear_attention", "deltanet", "delta_product"], (64, 64))
     for mixer, (keys, values) in widths.items():
         options = {"n": 1} if mixer == "delta_product" else {}

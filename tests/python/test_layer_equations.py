@@ -139,6 +139,36 @@ def test_linear_attention_and_its_decays(gate, conv_size, expand_k, expand_v):
     check(layer, x, gated_out(layer, o + skip, x, F.silu))
 
 
+def test_retnet():
+    H, HQ, D, theta = 2, 4, 4, 100.0
+    layer, x = drawn(
+        GatedLinearAttention(
+            HIDDEN,
+            HQ,
+            num_kv_heads=H,
+            head_dim=D,
+            expand_v=2,
+            gate="fixed",
+            rotary=True,
+            rope_theta=theta,
+            norm_eps=EPS,
+        )
+    )
+    q, k, v = (x @ layer.qkv_proj.weight.T).split((HQ * D, H * D, 2 * H * D), -1)
+    q, k = (turned(heads(p, n), range(T), theta) for p, n in ((q, HQ), (k, H)))
+    v = heads(v, H)
+    rows = []  # o_t = sum_s gamma^(t - s) (q_t . k_s) v_s / sqrt(D)
+    for t in range(T):
+        of_heads = []
+        for head in range(HQ):
+            memory = head * H // HQ
+            gamma = 1 - 2.0 ** (-5 - memory)
+            kept = [gamma ** (t - s) * (q[:, t, head] * k[:, s, memory]).sum(-1) for s in range(t + 1)]
+            of_heads.append(sum(w[:, None] * v[:, s, memory] for s, w in enumerate(kept)) / D**0.5)
+        rows.append(torch.stack(of_heads, 1))
+    check(layer, x, gated_out(layer, torch.stack(rows, 1), x, F.silu))
+
+
 @pytest.mark.parametrize("options", [{}, {"expand_v": 1.5, "state_size": 7, "conv_size": 3}], ids=str)
 def test_mamba2(options):
     D, N = 3, options.get("state_size", 128)

@@ -40,6 +40,7 @@ OTHER = {
     "value_read": "phi",
     "data_dependent_decay": False,
     "window": 4,
+    "rotary": False,
     "mag_base": "gla",
     "mag_mixer": "gsa",
     "mag_weight": 0.25,
@@ -104,6 +105,15 @@ def test_blocks_of_mamba2_have_no_feed_forward_layer_and_its_models_no_width_of_
     assert [block.mlp is None for block in GirihForCausalLM(hybrid).model.layers] == [True, False]
 
 
+def test_the_theta_of_retnet_is_of_its_rotary_positions():
+    with pytest.raises(ValueError, match="rope_theta is 100.0, which mixer retnet does not read"):
+        GirihConfig(mixer="retnet", rotary=False, rope_theta=100.0)
+    assert GirihConfig(mixer="retnet", rope_theta=100.0).rope_theta == 100.0
+    with pytest.raises(ValueError, match="head_dim is 3 and keys have 3 channels; rotary positions turn"):
+        GirihConfig(mixer="retnet", head_dim=3)
+    assert GirihConfig(mixer="retnet", head_dim=3, rotary=False).head_dim == 3
+
+
 def test_the_heads_of_mamba2_are_a_whole_number():
     with pytest.raises(ValueError, match="expand_v is 1.3 and num_heads is 4, which makes 5.2 heads of mam"):
         GirihConfig(mixer="mamba2", expand_v=1.3)
@@ -133,7 +143,11 @@ def test_files_of_earlier_versions_are_read_without_what_no_mixer_reads(tmp_path
 
 
 # The layers that these names had before, as far as options say it.
-EARLIER = {"gla": {"expand_k": 1.0}, "gated_deltanet": {"expand_v": 1.0}}
+EARLIER = {
+    "gla": {"expand_k": 1.0},
+    "gated_deltanet": {"expand_v": 1.0},
+    "retnet": {"expand_v": 1.0, "rotary": False},
+}
 
 
 @pytest.mark.parametrize("mixer", EARLIER)

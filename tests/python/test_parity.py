@@ -33,6 +33,7 @@ OFF = {
     "post_norm": True,  # Trellis' default, and in a line below its other value
     "data_dependent_decay": False,
     "window": 5,
+    "rotary": False,
     "mag_base": "gla",
     "mag_mixer": "attention",
     "mag_weight": 0.3,
@@ -56,6 +57,7 @@ VARIANTS = {
     "every field, cat": OFF | {"mixer": "cat", "num_kv_heads": 2, "chunks": [3, 6]},
     "hybrid": {"mixer": ["gsa", "attention", "cat"], "num_hidden_layers": 3},
     "grouped": {"mixer": ["gsa", "mamba2", "delta_product"], "num_hidden_layers": 3, "num_kv_heads": 2},
+    "retnet, grouped": {"mixer": "retnet", "num_kv_heads": 2, "rope_theta": 20.0, "expand_k": 0.5},
     "convolved": {"mixer": ["abc", "gla"], "conv_size": 3, "feature": "relu2"},
     "untied": {"mixer": "gsa", "tie_word_embeddings": False, "head_dim": 6},
     "negative eigenvalues": {"mixer": "delta_product", "n": 3, "allow_neg_eigval": True, "gated": False},

@@ -57,6 +57,7 @@ struct Config {
   std::string value_read = "linear";
   bool data_dependent_decay = true;    // of gsa
   std::optional<int64_t> window = {};  // of attention
+  bool rotary = true;                  // of retnet
   std::string mag_base = "attention", mag_mixer = "delta_product";
   double mag_weight = 0.5;
   bool mag_learned = false, mag_cross = false;

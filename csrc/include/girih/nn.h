@@ -321,6 +321,8 @@ struct GatedLinearAttentionOptions {
   std::string gate = "vector";
   int64_t gate_low_rank = 16;
   double gate_logit_normalizer = 16.0;
+  bool rotary = false;
+  double rope_theta = 10000.0;  // of rotary
   int64_t conv_size = 0;
   double norm_eps = 1e-6;
 };
@@ -329,6 +331,8 @@ struct GatedLinearAttentionOptions {
 //   S <- e^g S + k v^T,   o = S^T q / sqrt(D),   y = W_o (RMSNorm(o) * silu(x W_g))
 // gate none: linear attention, q and k through elu + 1; fixed: RetNet's decays; scalar: Mamba-2's decay, v
 // scaled by its step and a skip; vector: GLA, one decay a key channel.
+// rotary: q and k turned by `rotary` at each token's place in its sequence (RetNet); the state has the place
+// of the next token, [N].
 class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedLinearAttentionOptions options = {});

@@ -1,5 +1,7 @@
 """Linear attention with every kind of decay: the baselines linear attention, RetNet and GLA."""
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,13 +10,23 @@ from girih.nn.decay import DecayGate
 from girih.nn.fields import head_widths, heads_of
 from girih.nn.layer import GateLinear
 from girih.nn.masking import RecurrentLayer
-from girih.nn.mixers import register_layer
+from girih.nn.mixers import Mixer, layer_of, register, register_layer
 from girih.nn.norm import GatedRMSNorm
+from girih.nn.packing import token_positions
 from girih.nn.projections import projections, split_heads
+from girih.nn.rotary import rotary
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState, advance, is_step
 
 GATES = ("none", "fixed", "scalar", "vector")
+
+
+class RotaryState(NamedTuple):
+    """`LayerState`, and how many tokens each sequence has had, `[N]` int64."""
+
+    conv: Any
+    memory: Any
+    length: Tensor
 
 
 class GatedLinearAttention(RecurrentLayer):
@@ -24,11 +36,12 @@ class GatedLinearAttention(RecurrentLayer):
 
     gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm stands for its
     denominator).
-    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet, without rotary positions).
+    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet).
     gate="scalar": Mamba-2's decay a head, v scaled by its step dt, and o + v * skip.
     gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer (GLA).
     x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. Keys have
-    `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers.
+    `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers. With `rotary` q and k
+    are turned by their token's place in its sequence (`girih.nn.rotary`, with `rope_theta`), as in RetNet.
 
     >>> layer = GatedLinearAttention(64, num_heads=2, gate="vector")
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -50,6 +63,8 @@ class GatedLinearAttention(RecurrentLayer):
         gate: str = "vector",
         gate_low_rank: int = 16,
         gate_logit_normalizer: float = 16.0,
+        rotary: bool = False,
+        rope_theta: float = 10000.0,
         conv_size: int = 0,
         norm_eps: float = 1e-6,
     ):
@@ -57,17 +72,20 @@ class GatedLinearAttention(RecurrentLayer):
         if gate not in GATES:
             raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
         kv_heads, head_dim = heads_of(
-            "gla",
+            "retnet" if rotary else "gla",
             hidden_size,
             num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             expand_k=expand_k,
             expand_v=expand_v,
+            rotary=rotary,
+            rope_theta=rope_theta,
             conv_size=conv_size,
             norm_eps=norm_eps,
         )
         self.gate, self.gate_logit_normalizer = gate, gate_logit_normalizer
+        self.rotary, self.rope_theta = rotary, rope_theta
         self.heads, self.conv_size = (num_heads, kv_heads, kv_heads), conv_size
         self.key_dim, self.value_dim = head_widths(head_dim, expand_k, expand_v)
         channels = num_heads * self.key_dim + kv_heads * (self.key_dim + self.value_dim)
@@ -106,12 +124,22 @@ class GatedLinearAttention(RecurrentLayer):
         return g.unflatten(-1, (-1, self.key_dim)), None
 
     def mix(
-        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LayerState | None]:
-        conv, memory = state or (None, None)
+        self,
+        x: Tensor,
+        state: LayerState | RotaryState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        conv, memory, *length = state or (None, None)
         qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
+        in_place = use_cache and state is not None
+        if self.rotary:
+            position, after = token_positions(x, *(length or [None]), cu_seqlens)
+            q, k = (rotary(part, position, self.rope_theta) for part in (q, k))
+            steps = in_place and is_step(x, cu_seqlens)
+            length = [length[0].add_(1) if steps else after]
         g, dt = self.log_decay(x)
         skip = 0.0
         if self.gate == "none":
@@ -119,14 +147,22 @@ class GatedLinearAttention(RecurrentLayer):
         elif self.gate == "scalar":
             skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
             v = v * dt[..., None].to(v.dtype)
-        o, memory = advance(
-            "gla", q, k, v, g, state=memory, in_place=use_cache and state is not None, cu_seqlens=cu_seqlens
-        )
+        o, memory = advance("gla", q, k, v, g, state=memory, in_place=in_place, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.value_dim))).flatten(-2))
-        return y, LayerState(conv, memory) if use_cache else None
+        if not use_cache:
+            return y, None
+        return y, RotaryState(conv, memory, *length) if self.rotary else LayerState(conv, memory)
 
 
 _FIELDS = ("num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "norm_eps")
 register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
-register_layer("retnet", GatedLinearAttention, *_FIELDS, gate="fixed", compared=False)
+register(
+    "retnet",
+    layer_of(GatedLinearAttention, "rotary", "rope_theta", *_FIELDS, gate="fixed", expand_v=2.0),
+    "rotary",
+    "rope_theta",
+    *_FIELDS,
+    compared=False,
+    on_attention=Mixer(layer_of(GatedLinearAttention, *_FIELDS, gate="fixed"), _FIELDS),
+)
 register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", expand_k=0.5)  # d_k = d / 2, d_v = d
