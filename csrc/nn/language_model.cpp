@@ -64,6 +64,9 @@ ModelImpl::ModelImpl(const Config& config)
   for (const auto& name : config.mixers()) {
     const auto inner = mixers().at(name).has_mlp ? config.intermediate_size : std::nullopt;
     layers->push_back(Block(make_mixer(name, config), config.hidden_size, inner, config.norm_eps));
+    const auto bound = double(layers->size() - 1) / double(config.num_hidden_layers);
+    for (const auto& module : layers->ptr(layers->size() - 1)->modules())
+      if (auto* layer = module->as<HGRN2>()) layer->set_lower_bound(bound);
   }
   norm = register_module("norm", RMSNorm(config.hidden_size, config.norm_eps));
 }

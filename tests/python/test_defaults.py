@@ -163,6 +163,7 @@ LAYERS = {
     | NORM
     | {"num_slots": 64, "gated": True, "gate_logit_normalizer": 8.0, "feature": "softmax", "conv_size": 0}
     | {"data_dependent_decay": True},
+    "HGRN2": {"head_dim": None, "expand_k": 1.0, "expand_v": 1.0, "lower_bound": 0.0} | NORM,
     "Lattice": CHUNKED | {"objective": "decode", "normalize": True, "shrinkage": 0.0, "post_norm": False},
     "Mamba2": {"head_dim": None, "expand_v": 2.0, "state_size": 128, "conv_size": 4} | NORM,
     "MemoryAsGate": {"weight": 0.5, "learned": False, "cross": False},

@@ -11,6 +11,7 @@ import recurrences as by_token
 import torch
 import torch.nn.functional as F
 from girih.nn import (
+    HGRN2,
     Attention,
     CompressAttend,
     DeltaProduct,
@@ -167,6 +168,32 @@ def test_retnet():
             of_heads.append(sum(w[:, None] * v[:, s, memory] for s, w in enumerate(kept)) / D**0.5)
         rows.append(torch.stack(of_heads, 1))
     check(layer, x, gated_out(layer, torch.stack(rows, 1), x, F.silu))
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.6])
+@pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
+def test_hgrn2(bound, expand_k, expand_v):
+    H, D = 3, 4
+    layer, x = drawn(
+        HGRN2(
+            HIDDEN,
+            H,
+            head_dim=D,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            lower_bound=bound,
+            norm_eps=EPS,
+        )
+    )
+    K, V = int(D * expand_k), int(D * expand_v)
+    q, f, v = (heads(p, H) for p in (x @ layer.qfv_proj.weight.T).split((H * K, H * K, H * V), -1))
+    f = bound + (1 - bound) / (1 + (-f).exp())
+    S, rows = torch.zeros(2, H, K, V, dtype=torch.double), []
+    for t in range(T):
+        S = f[:, t, :, :, None] * S + (1 - f[:, t])[..., None] * v[:, t, :, None]
+        rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t] * q[:, t].sigmoid()))
+    o = torch.stack(rows, 1).flatten(-2)
+    check(layer, x, rms(o, layer.norm.weight) @ layer.o_proj.weight.T)
 
 
 @pytest.mark.parametrize("options", [{}, {"expand_v": 1.5, "state_size": 7, "conv_size": 3}], ids=str)

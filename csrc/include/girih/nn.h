@@ -396,6 +396,40 @@ class Mamba2Impl : public RecurrentLayerImpl {
 };
 TORCH_MODULE(Mamba2);
 
+struct HGRN2Options {
+  std::optional<int64_t> head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
+  double lower_bound = 0.0;  // of f, in [0, 1)
+  double norm_eps = 1e-6;
+};
+
+// A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024). Its keys' width is the state expansion.
+//   f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
+//   S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
+// A model gives layer i of L the bound i / L, where the paper's learned bounds begin.
+class HGRN2Impl : public RecurrentLayerImpl {
+ public:
+  HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options options = {});
+  void set_lower_bound(double lower_bound);
+
+  HGRN2Options options;
+  torch::nn::Linear qfv_proj{nullptr};
+  RMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  RowInput before_output() const override { return norm->input(); }
+  Product output() const override;
+
+ private:
+  std::vector<int64_t> heads_;
+  int64_t key_dim_, value_dim_;
+};
+TORCH_MODULE(HGRN2);
+
 struct DeltaProductOptions {
   int64_t n = 1;  // Householder steps a token
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};

@@ -14,6 +14,7 @@ from girih.nn.decay import DecayGate
 from girih.nn.delta_product import DeltaProduct
 from girih.nn.gated_linear_attention import GatedLinearAttention
 from girih.nn.gated_slot_attention import GatedSlotAttention
+from girih.nn.hgrn2 import HGRN2
 from girih.nn.lattice import Lattice
 from girih.nn.layer import GateLinear, Layer, decay_parameter_names
 from girih.nn.mamba2 import Mamba2
@@ -27,6 +28,7 @@ from girih.nn.swiglu import SwiGLU
 from girih.nn.trellis import Trellis
 
 __all__ = [
+    "HGRN2",
     "MIXERS",
     "Attention",
     "AttentionState",
