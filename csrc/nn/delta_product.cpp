@@ -78,9 +78,8 @@ void check_delta_rule(const Config& c) {
 }
 
 std::vector<MixerField> delta_fields(std::initializer_list<MixerField> own) {
-  std::vector<MixerField> all = {"num_kv_heads",     "head_dim",       "expand_k", "expand_v",
-                                 "allow_neg_eigval", "between_chunks", "chunk",    "conv_size",
-                                 "norm_eps"};
+  std::vector<MixerField> all = {"num_kv_heads",   "head_dim", "expand_k",  "expand_v", "allow_neg_eigval",
+                                 "between_chunks", "chunk",    "conv_size", "norm_eps"};
   all.insert(all.begin(), own);
   return all;
 }

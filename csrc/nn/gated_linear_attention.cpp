@@ -110,16 +110,15 @@ std::vector<MixerField> linear_fields(std::initializer_list<MixerField> own) {
 const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, {.gate = "none"}); },
                         linear_fields({}), [](const Config& c) { head_widths(c, 1, 1); }});
 // Values twice as wide as keys, rotary positions (Sun et al. 2023).
-const Registered retnet({"retnet",
-                         [](const Config& c) {
-                           return linear_mixer(c, {.expand_v = 2, .gate = "fixed", .rotary = true});
-                         },
-                         linear_fields({"rotary", "rope_theta"}), check_retnet,
-                         "had expand_v = 1, rotary = false"});
+const Registered retnet(
+    {"retnet",
+     [](const Config& c) { return linear_mixer(c, {.expand_v = 2, .gate = "fixed", .rotary = true}); },
+     linear_fields({"rotary", "rope_theta"}), check_retnet, "had expand_v = 1, rotary = false"});
 // d_k = d / 2, d_v = d (Yang et al. 2024).
 const Registered gla({"gla",
                       [](const Config& c) { return linear_mixer(c, {.expand_k = 0.5, .gate = "vector"}); },
-                      linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); }, "had expand_k = 1"});
+                      linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); },
+                      "had expand_k = 1"});
 
 }  // namespace
 

@@ -30,8 +30,7 @@ Output HGRN2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto logits = at_least_fp32(f);
   const auto bound = options.lower_bound;
   // log f; without a bound sigmoid(logits) may be too small for its logarithm.
-  const auto g =
-      bound > 0 ? at::log(bound + (1 - bound) * logits.sigmoid()) : at::log_sigmoid(logits);
+  const auto g = bound > 0 ? at::log(bound + (1 - bound) * logits.sigmoid()) : at::log_sigmoid(logits);
   const auto k = ((1 - bound) * at::sigmoid(-logits)).to(v.scalar_type());  // 1 - f
   const ops::GLAOptions gla{
       .scale = 1.0, .state = call.part(0).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};

@@ -56,8 +56,7 @@ inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, 
 // q, k and v, [..., heads, width] each, of qkv [..., channels].
 inline std::array<Tensor, 3> split_heads(const Tensor& qkv, at::IntArrayRef heads, int64_t key_dim,
                                          int64_t value_dim) {
-  const auto p =
-      qkv.split_with_sizes({heads[0] * key_dim, heads[1] * key_dim, heads[2] * value_dim}, -1);
+  const auto p = qkv.split_with_sizes({heads[0] * key_dim, heads[1] * key_dim, heads[2] * value_dim}, -1);
   return {to_heads(p[0], heads[0]), to_heads(p[1], heads[1]), to_heads(p[2], heads[2])};
 }
 

@@ -21,8 +21,8 @@ Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options giv
       heads_(head_count(num_heads, options.expand_v)) {
   const auto width = heads_ * *options.head_dim, channels = width + 2 * options.state_size;
   in_proj = register_module("in_proj", linear(hidden_size, channels));
-  conv = register_module("conv",
-                         ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size, .bias = true}));
+  conv = register_module(
+      "conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size, .bias = true}));
   dt_proj = register_module("dt_proj", linear(hidden_size, heads_));
   z_proj = register_module("z_proj", linear(hidden_size, width));
   A_log = register_parameter("A_log", at::empty({heads_}));

@@ -100,8 +100,8 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
   const auto steps = std::max<int64_t>(1, 1 + more);
   const auto found = with_steps(config, names, steps);
   const auto off = std::abs(least + (steps - 1) * a_step - size.parameters);
-  const auto allowed = found.intermediate_size ? 0.02 * static_cast<double>(size.parameters)
-                                               : static_cast<double>(a_step) / 2;
+  const auto allowed =
+      found.intermediate_size ? 0.02 * static_cast<double>(size.parameters) : static_cast<double>(a_step) / 2;
   TORCH_CHECK_VALUE(static_cast<double>(off) <= allowed, "mixer ", mixer, ": it has ", least,
                     " parameters or more, asked for ", size.parameters);
   return found;

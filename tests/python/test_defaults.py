@@ -80,7 +80,9 @@ def test_an_empty_configuration(language):
 
 HUGE = 2**31 - 1
 BOUNDS = dict.fromkeys(["vocab_size", "window", "max_position_embeddings"], (1, HUGE))
-BOUNDS |= dict.fromkeys(["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots", "state_size"], (1, 2**20))
+BOUNDS |= dict.fromkeys(
+    ["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots", "state_size"], (1, 2**20)
+)
 BOUNDS |= {"compressor_hidden_size": (1, 2**20), "intermediate_size": (1, 2**24)}
 BOUNDS |= dict.fromkeys(["num_hidden_layers", "compressor_layers", "n"], (1, 4096))
 BOUNDS |= {"chunk": (1, 256), "chunks": (1, 256), "conv_size": (0, 4), "mag_weight": (0, 1)}
@@ -284,9 +286,7 @@ def language(request):
     return request.param
 
 
-@pytest.mark.parametrize(
-    "mixer, largest", [("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)]
-)
+@pytest.mark.parametrize("mixer, largest", [("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)])
 def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, mixer, largest):
     sizes = {"num_heads": HEADS_ENOUGH, "head_dim": 2, "conv_size": 0}
     sizes |= {"num_slots": 1, "chunk": 1} if mixer in ("trellis", "lattice") else {}

@@ -10,6 +10,7 @@ from conftest import TREE
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OF_TRANSFORMERS, OWN_FIELDS
+from girih.nn import GatedLinearAttention
 from girih.training.command import Refusal
 from girih.training.recipe import SIZES, config_of_size, with_context
 from training_runs import LARGEST, RUNS, train
@@ -173,6 +174,19 @@ def test_folders_of_earlier_mixers_need_the_options_that_the_error_names(mixer, 
     want = model(ids).logits
     assert GirihForCausalLM.from_pretrained(tmp_path).eval()(ids).logits.equal(want)
     torch.testing.assert_close(_C.LanguageModel.from_pretrained(str(tmp_path)).forward(ids)[0], want)
+
+
+def test_folders_of_the_earlier_mamba2_are_refused_by_name(tmp_path):
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2}
+    model = GirihForCausalLM(GirihConfig(mixer="attention", **sizes))
+    for block in model.model.layers:
+        block.mixer = GatedLinearAttention(32, 2, gate="scalar", conv_size=4)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mixer": "mamba2"}))
+    for load in (GirihForCausalLM.from_pretrained, _C.LanguageModel.from_pretrained):
+        with pytest.raises(ValueError, match="; mamba2 of earlier versions had no state_size and cannot be"):
+            load(str(tmp_path))
 
 
 def test_keywords_beside_a_folder_are_held_to_the_same(tmp_path):

@@ -148,6 +148,22 @@ def test_without_an_mlp_the_number_of_layers_is_fitted():
         config_of_size("mamba2", replace(SIZES["tiny"], parameters=10_000))
 
 
+def test_gated_deltanet_and_a_window_of_attention_take_turns_and_train():
+    config = config_of_size("gated_deltanet,attention", SIZES["tiny"], options="window=8")
+    assert config.mixer == ["gated_deltanet", "attention"] and config.window == 8
+    torch.manual_seed(0)
+    model = GirihForCausalLM(config).train()
+    assert model.model.layers[1].mixer.window == 8
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids, losses = torch.randint(256, (4, 32)), []
+    for _ in range(3):
+        losses.append(model(ids, labels=ids).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+
+
 def test_the_speed_of_a_resumed_run_counts_its_own_steps(tmp_path, monkeypatch):
     trainer = trainer_of(RECIPE, tmp_path)
     now = 100.0

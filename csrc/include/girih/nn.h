@@ -403,7 +403,8 @@ struct HGRN2Options {
   double norm_eps = 1e-6;
 };
 
-// A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024). Its keys' width is the state expansion.
+// A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024). Its keys' width is the state
+// expansion.
 //   f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
 //   S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
 // A model gives layer i of L the bound i / L, where the paper's learned bounds begin.

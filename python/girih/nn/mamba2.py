@@ -69,9 +69,7 @@ class Mamba2(RecurrentLayer):
         self.conv = ShortConv(width + 2 * state_size, conv_size, bias=True)
         self.dt_proj = nn.Linear(hidden_size, self.heads, bias=False)
         self.z_proj = nn.Linear(hidden_size, width, bias=False)
-        self.A_log, self.dt_bias = (
-            nn.Parameter(at_least_fp32(torch.empty(self.heads))) for _ in range(2)
-        )
+        self.A_log, self.dt_bias = (nn.Parameter(at_least_fp32(torch.empty(self.heads))) for _ in range(2))
         self.skip = nn.Parameter(torch.empty(self.heads))
         self.norm = RMSNorm(width, norm_eps)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)

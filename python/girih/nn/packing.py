@@ -69,10 +69,10 @@ def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each token's place in its sequence, `[B, T]`, and the length of each sequence after x `[B, T, ...]`, `[N]`.
+    """Each token's place in its sequence, `[B, T]`, and the length of each sequence after x, `[N]`.
 
-    before: their lengths before x, `[N]` int64; None: x begins them. cu_seqlens: `[N + 1]`, rows' bounds
-    `[B, 2]`, or None.
+    x `[B, T, ...]`. before: the lengths before x, `[N]` int64; None: x begins them. cu_seqlens: `[N + 1]`,
+    rows' bounds `[B, 2]`, or None.
     """
     T = x.shape[1]
     token = torch.arange(T, device=x.device)
