@@ -148,7 +148,7 @@ void check_mixers(const Config& c) {
 // Fields that some mixers read and others do not. Those that say what a head is belong to every model.
 bool is_option(const std::string& field) {
   static const std::set<std::string> all = [] {
-    std::set<std::string> found = {"compressor_hidden_size", "compressor_layers"};
+    std::set<std::string> found = {"compressor_hidden_size", "compressor_layers", "intermediate_size"};
     for (const auto& [name, mixer] : mixers())
       for (const auto& option : mixer.fields) found.insert(option.name);
     for (const char* of_all : {"num_kv_heads", "head_dim", "norm_eps"}) found.erase(of_all);
@@ -268,7 +268,8 @@ Config complete(const Config& config) {
                     ", which does not divide hidden_size ", c.hidden_size, "; give head_dim");
   if (!c.head_dim) c.head_dim = c.hidden_size / c.num_heads;
   // A gated layer of 8/3 has the parameters of a plain one of 4.
-  if (!c.intermediate_size) c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
+  if (!c.intermediate_size && c.reads("intermediate_size"))
+    c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
   if (c.is_whole_cat()) {
     if (!c.compressor_hidden_size)
       c.compressor_hidden_size = std::max(*c.head_dim, c.hidden_size / 2 / *c.head_dim * *c.head_dim);
@@ -374,6 +375,11 @@ std::vector<std::string> unread_options(const std::string& text) {
   return Config::from_json(text).unread_options();
 }
 
+// For Python: what a folder's mixers were in earlier versions.
+std::string describe_earlier_mixers(const std::string& text) {
+  return earlier_mixers(Config::from_json(text));
+}
+
 // For Python: the field whose name is nearest, and whether that is what is meant.
 std::tuple<std::string, bool> nearest(const std::string& name) {
   return {nearest_field(name), is_misspelt(name)};
@@ -402,6 +408,7 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def("check_memory(str configuration, int element_size) -> ()", &check_memory);
   m.def("read_options(str options) -> str", &read_options);
   m.def("unread_options(str text) -> str[]", &unread_options);
+  m.def("earlier_mixers(str text) -> str", &describe_earlier_mixers);
   m.def("nearest_field(str name) -> (str, bool)", &nearest);
   m.def("describe_mixers() -> str", &describe_mixers);
 }

@@ -5,21 +5,24 @@
 namespace girih::nn {
 
 DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions given)
-    : options(completed("delta_product", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+    : options(completed("delta_product", hidden_size, num_heads, given)),
+      key_dim_(head_widths(options).key),
+      value_dim_(head_widths(options).value) {
   TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is not given; expected it beside ",
                     "between_chunks");
   TORCH_CHECK_VALUE(options.between_chunks || !given.chunk, "chunk is ", given.chunk.value_or(0),
                     "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};
   const auto kv_heads = *options.num_kv_heads, n = options.n;
-  const auto width = num_heads * head_dim_, channels = width + 2 * n * kv_heads * head_dim_;
+  const auto width = num_heads * value_dim_,
+             channels = num_heads * key_dim_ + n * kv_heads * (key_dim_ + value_dim_);
   heads_ = {num_heads, n * kv_heads, n * kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
   conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
   beta_proj = register_module("beta_proj", linear(hidden_size, n * kv_heads));
   if (options.gated) decay = register_module("decay", DecayGate(hidden_size, kv_heads, 0.01));
   g_proj = register_module("g_proj", linear(hidden_size, width));
-  norm = register_module("norm", GatedRMSNorm(head_dim_, options.norm_eps));
+  norm = register_module("norm", GatedRMSNorm(value_dim_, options.norm_eps));
   o_proj = register_module("o_proj", linear(width, hidden_size));
 }
 
@@ -40,7 +43,7 @@ Product DeltaProductImpl::output() const { return product_of(o_proj); }
 
 Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
-  const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  const auto p = split_heads(qkv, heads_, key_dim_, value_dim_);
   const auto k = per_step(p[1]), v = per_step(p[2]);
   const auto beta = per_step(projected[1]), g = decay ? projected[3] : Tensor();
   const ops::DeltaProductOptions rule{.n = options.n,
@@ -52,39 +55,42 @@ Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& 
   auto [o, memory] = call.steps(qkv)
                          ? std::pair(ops::delta_product_step(p[0], k, v, beta, g, rule), rule.state)
                          : ops::delta_product(p[0], k, v, beta, g, rule);
-  const auto gate = projected[2].unflatten(-1, {-1, head_dim_});
+  const auto gate = to_heads(projected[2], heads_[0]);
   return {norm(o, gate).flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }
 
 namespace {
 
-AnyLayer delta_rule(const Config& c, int64_t n, bool gated) {
-  auto options = options_of<DeltaProductOptions>(c);
+AnyLayer delta_rule(const Config& c, int64_t n, bool gated, double expand_v = 1) {
+  auto options = options_of(c, DeltaProductOptions{.expand_v = expand_v});
   options.n = n;
   options.gated = gated;
   if (!options.between_chunks) options.chunk = {};
   return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads, options);
 }
 
-void check_between_chunks(const Config& c) {
+template <int expand_v = 1>
+void check_delta_rule(const Config& c) {
+  head_widths(c, 1, expand_v);
   const auto& chunk = describe("delta_product").option("chunk");
   TORCH_CHECK_VALUE(!c.between_chunks || c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk, "; expected ",
                     int64_t(chunk.least), " to ", int64_t(chunk.most), " for between_chunks");
 }
 
 std::vector<MixerField> delta_fields(std::initializer_list<MixerField> own) {
-  std::vector<MixerField> all = {"num_kv_heads", "head_dim",  "allow_neg_eigval", "between_chunks",
-                                 "chunk",        "conv_size", "norm_eps"};
+  std::vector<MixerField> all = {"num_kv_heads",   "head_dim", "expand_k",  "expand_v", "allow_neg_eigval",
+                                 "between_chunks", "chunk",    "conv_size", "norm_eps"};
   all.insert(all.begin(), own);
   return all;
 }
 
 const Registered product({"delta_product", [](const Config& c) { return delta_rule(c, c.n, c.gated); },
-                          delta_fields({"n", "gated"}), check_between_chunks});
+                          delta_fields({"n", "gated"}), check_delta_rule<>});
 const Registered net({"deltanet", [](const Config& c) { return delta_rule(c, 1, false); }, delta_fields({}),
-                      check_between_chunks});
-const Registered gated_net({"gated_deltanet", [](const Config& c) { return delta_rule(c, 1, true); },
-                            delta_fields({}), check_between_chunks});
+                      check_delta_rule<>});
+// Values twice as wide as keys (Yang et al. 2025, appendix).
+const Registered gated_net({"gated_deltanet", [](const Config& c) { return delta_rule(c, 1, true, 2); },
+                            delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});
 
 }  // namespace
 

@@ -51,6 +51,9 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("n", c.n, between(describe("delta_product").option("n").least, 4096));
   visit("gated", c.gated, any);
   visit("conv_size", c.conv_size, conv_width());
+  visit("expand_k", c.expand_k, between(1e-3, 1e3));
+  visit("expand_v", c.expand_v, between(1e-3, 1e3));
+  visit("state_size", c.state_size, size);
   visit("phi", c.phi, words_of("trellis", "phi"));
   visit("f", c.f, words_of("trellis", "f"));
   visit("objective", c.objective, words_of("lattice", "objective"));
@@ -65,6 +68,7 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("value_read", c.value_read, Allowed{.words = {"linear", "phi"}});
   visit("data_dependent_decay", c.data_dependent_decay, any);
   visit("window", c.window, between(1, 0x7fffffff));
+  visit("rotary", c.rotary, any);
   visit("mag_base", c.mag_base, any);
   visit("mag_mixer", c.mag_mixer, any);
   visit("mag_weight", c.mag_weight, between(0, 1));
@@ -95,6 +99,9 @@ void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {
   GIRIH_OPTION(n);
   GIRIH_OPTION(gated);
   GIRIH_OPTION(conv_size);
+  GIRIH_OPTION(expand_k);
+  GIRIH_OPTION(expand_v);
+  GIRIH_OPTION(state_size);
   GIRIH_OPTION(phi);
   GIRIH_OPTION(f);
   GIRIH_OPTION(objective);
@@ -109,6 +116,7 @@ void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {
   GIRIH_OPTION(value_read);
   GIRIH_OPTION(data_dependent_decay);
   GIRIH_OPTION(window);
+  GIRIH_OPTION(rotary);
   GIRIH_OPTION(running_positions);
   GIRIH_OPTION(rope_theta);
   GIRIH_OPTION(norm_eps);

@@ -5,12 +5,15 @@ namespace girih::nn {
 
 GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads,
                                                    GatedLinearAttentionOptions given)
-    : options(completed("gla", hidden_size, num_heads, std::move(given))), head_dim_(*options.head_dim) {
+    : options(completed(given.rotary ? "retnet" : "gla", hidden_size, num_heads, given)),
+      key_dim_(head_widths(options).key),
+      value_dim_(head_widths(options).value) {
   const auto& gate = options.gate;
   TORCH_CHECK_VALUE(gate == "none" || gate == "fixed" || gate == "scalar" || gate == "vector", "gate is '",
                     gate, "'; expected one of none, fixed, scalar, vector");
   const auto kv_heads = *options.num_kv_heads;
-  const auto width = num_heads * head_dim_, channels = width + 2 * kv_heads * head_dim_;
+  const auto width = num_heads * value_dim_,
+             channels = num_heads * key_dim_ + kv_heads * (key_dim_ + value_dim_);
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
   ShortConvOptions conv_options{.kernel_size = options.conv_size};
@@ -23,13 +26,13 @@ GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t 
   } else if (gate == "vector") {
     decay_vector = register_module("decay", torch::nn::ModuleList());
     decay_vector->push_back(linear(hidden_size, options.gate_low_rank));
-    gate_proj = linear(options.gate_low_rank, kv_heads * head_dim_, true);
+    gate_proj = linear(options.gate_low_rank, kv_heads * key_dim_, true);
     decay_vector->push_back(gate_proj);
     no_weight_decay({gate_proj->bias});
     keep_fp32({gate_proj->bias});
   }
   g_proj = register_module("g_proj", linear(hidden_size, width));
-  norm = register_module("norm", GatedRMSNorm(head_dim_, options.norm_eps));
+  norm = register_module("norm", GatedRMSNorm(value_dim_, options.norm_eps));
   o_proj = register_module("o_proj", linear(width, hidden_size));
   reset_parameters();
 }
@@ -49,13 +52,21 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   }
   if (options.gate == "scalar") return decay_scalar(x);
   const auto logits = nn::gate(gate_proj, decay_vector->at<torch::nn::LinearImpl>(0).forward(x));
-  return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, head_dim_}), {}};
+  return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, key_dim_}), {}};
 }
 
 Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
-  const auto p = qkv.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
-  auto q = p[0], k = p[1], v = p[2];
+  auto [q, k, v] = split_heads(qkv, heads_, key_dim_, value_dim_);
+  Tensor position, length;
+  if (options.rotary) {
+    check_state(call.state, 1, 2);
+    const auto before = call.state.empty() ? Tensor() : call.state.tensors[0];
+    std::tie(position, length) = token_positions(x, before, call.cu_seqlens);
+    q = nn::rotary(q, position, options.rope_theta);
+    k = nn::rotary(k, position, options.rope_theta);
+    if (call.steps(x)) length = before.add_(1);
+  }
   auto [g, dt] = log_decay(x);
   Tensor skipped;
   if (options.gate == "none") {
@@ -69,26 +80,45 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   auto [o, memory] =
       call.steps(x) ? std::pair(ops::gla_step(q, k, v, g, gla), gla.state) : ops::gla(q, k, v, g, gla);
   if (skipped.defined()) o = o + skipped;
-  const auto gate = g_proj(x).unflatten(-1, {-1, head_dim_});
-  return {o_proj(norm(o, gate).flatten(-2)), {{}, {conv_state, State::of(memory)}}};
+  const auto gate = to_heads(g_proj(x), heads_[0]);
+  State after{{}, {conv_state, State::of(memory)}};
+  if (options.rotary) after.tensors = {length};
+  return {o_proj(norm(o, gate).flatten(-2)), after};
 }
 
 namespace {
 
-AnyLayer linear_mixer(const Config& c, const char* gate, int64_t conv_size) {
-  return std::make_shared<GatedLinearAttentionImpl>(
-      c.hidden_size, c.num_heads,
-      options_of(c, GatedLinearAttentionOptions{.gate = gate, .conv_size = conv_size}));
+AnyLayer linear_mixer(const Config& c, GatedLinearAttentionOptions own) {
+  const auto has_rotary = own.rotary && c.rotary;  // a field of retnet's
+  auto options = options_of(c, std::move(own));
+  options.rotary = has_rotary;
+  return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 
-const std::vector<MixerField> kLinearFields = {"num_kv_heads", "head_dim", "conv_size", "norm_eps"};
-const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, "none", 0); },
-                        kLinearFields});
-const Registered retnet({"retnet", [](const Config& c) { return linear_mixer(c, "fixed", 0); },
-                         kLinearFields});
-const Registered gla({"gla", [](const Config& c) { return linear_mixer(c, "vector", 0); }, kLinearFields});
-const Registered mamba2({"mamba2", [](const Config& c) { return linear_mixer(c, "scalar", 4); },
-                         kLinearFields});
+void check_retnet(const Config& c) {
+  const auto keys = head_widths(c, 1, 2).key;
+  TORCH_CHECK_VALUE(!c.rotary || keys % 2 == 0, "head_dim is ", *c.head_dim, " and keys have ", keys,
+                    " channels; rotary positions turn pairs and need an even number");
+}
+
+std::vector<MixerField> linear_fields(std::initializer_list<MixerField> own) {
+  std::vector<MixerField> all = {"num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "norm_eps"};
+  all.insert(all.begin(), own);
+  return all;
+}
+
+const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, {.gate = "none"}); },
+                        linear_fields({}), [](const Config& c) { head_widths(c, 1, 1); }});
+// Values twice as wide as keys, rotary positions (Sun et al. 2023).
+const Registered retnet(
+    {"retnet",
+     [](const Config& c) { return linear_mixer(c, {.expand_v = 2, .gate = "fixed", .rotary = true}); },
+     linear_fields({"rotary", "rope_theta"}), check_retnet, "had expand_v = 1, rotary = false"});
+// d_k = d / 2, d_v = d (Yang et al. 2024).
+const Registered gla({"gla",
+                      [](const Config& c) { return linear_mixer(c, {.expand_k = 0.5, .gate = "vector"}); },
+                      linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); },
+                      "had expand_k = 1"});
 
 }  // namespace
 

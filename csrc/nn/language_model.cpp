@@ -14,11 +14,14 @@
 
 namespace girih::nn {
 
-BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, int64_t intermediate_size, double norm_eps)
+BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, std::optional<int64_t> intermediate_size,
+                     double norm_eps)
     : mixer_norm(register_module("mixer_norm", RMSNorm(hidden_size, norm_eps))),
-      mixer(register_module("mixer", std::move(inner))),
-      mlp_norm(register_module("mlp_norm", RMSNorm(hidden_size, norm_eps))),
-      mlp(register_module("mlp", SwiGLU(hidden_size, intermediate_size))) {}
+      mixer(register_module("mixer", std::move(inner))) {
+  if (!intermediate_size) return;
+  mlp_norm = register_module("mlp_norm", RMSNorm(hidden_size, norm_eps));
+  mlp = register_module("mlp", SwiGLU(hidden_size, *intermediate_size));
+}
 
 // The mixer's state is the block's.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
@@ -27,13 +30,14 @@ Output BlockImpl::run(const Tensor& x, const Call& call) {
     return {after.x + after.branch, after.state};
   }
   auto [h, state] = run_onto(x, *mixer, mixer_norm->input(), call);
-  return {mlp->onto(h, h, mlp_norm->input()), state};
+  return {mlp ? mlp->onto(h, h, mlp_norm->input()) : h, state};
 }
 
 BlockImpl::Parts BlockImpl::parts(const Tensor& x, const Tensor& branch, const Tensor& attention_mask,
                                   const State& state, bool use_cache, const Tensor& cu_seqlens) {
   const auto [given, normed] = residual_norm(x, branch, mixer_norm->weight, mixer_norm->eps);
   auto [y, after] = mixer->forward(normed, attention_mask, state, use_cache, cu_seqlens);
+  if (!mlp) return {given, y, std::move(after)};
   const auto [h, u] = residual_norm(given, y, mlp_norm->weight, mlp_norm->eps);
   return {h, mlp->forward(u), std::move(after)};
 }
@@ -46,9 +50,10 @@ Tensor BlockImpl::around(const Tensor& x,
                          const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix) {
   if (are_few(x)) {
     const auto h = mix(x, mixer_norm->input(), x);
-    return mlp->onto(h, h, mlp_norm->input());
+    return mlp ? mlp->onto(h, h, mlp_norm->input()) : h;
   }
   const auto y = mix(mixer_norm(x), {}, {});
+  if (!mlp) return x + y;
   const auto [h, u] = residual_norm(x, y, mlp_norm->weight, mlp_norm->eps);
   return h + mlp->forward(u);
 }
@@ -57,8 +62,11 @@ ModelImpl::ModelImpl(const Config& config)
     : embed_tokens(register_module("embed_tokens", embedding(config.vocab_size, config.hidden_size))),
       layers(register_module("layers", torch::nn::ModuleList())) {
   for (const auto& name : config.mixers()) {
-    layers->push_back(
-        Block(make_mixer(name, config), config.hidden_size, *config.intermediate_size, config.norm_eps));
+    const auto inner = mixers().at(name).has_mlp ? config.intermediate_size : std::nullopt;
+    layers->push_back(Block(make_mixer(name, config), config.hidden_size, inner, config.norm_eps));
+    const auto bound = double(layers->size() - 1) / double(config.num_hidden_layers);
+    for (const auto& module : layers->ptr(layers->size() - 1)->modules())
+      if (auto* layer = module->as<HGRN2>()) layer->set_lower_bound(bound);
   }
   norm = register_module("norm", RMSNorm(config.hidden_size, config.norm_eps));
 }

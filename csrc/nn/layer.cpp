@@ -172,6 +172,22 @@ Tensor joined_masks(const Tensor& before, const Tensor& now, int64_t past, const
   return at::cat({or_ones(before, past), or_ones(now, x.size(1))}, 1);
 }
 
+std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const Tensor& cu_seqlens) {
+  const auto integer = x.options().dtype(at::kLong);
+  const auto token = at::arange(x.size(1), integer);
+  const bool is_packed = cu_seqlens.defined() && cu_seqlens.dim() == 1;
+  const auto count = is_packed ? cu_seqlens.size(0) - 1 : x.size(0);
+  if (!before.defined()) before = at::zeros({count}, integer);
+  if (!cu_seqlens.defined()) return {before.unsqueeze(-1) + token, before + x.size(1)};
+  const auto first = is_packed ? cu_seqlens.slice(0, 0, -1) : cu_seqlens.select(1, 0);
+  const auto last = is_packed ? cu_seqlens.slice(0, 1) : cu_seqlens.select(1, 1);
+  const auto shift = before - first, after = before + last - first;
+  if (!is_packed) return {shift.unsqueeze(-1) + token, after};
+  const auto sequence = (at::searchsorted(cu_seqlens, token, /*out_int32=*/false, /*right=*/true) - 1)
+                            .clamp(0, std::max<int64_t>(count - 1, 0));
+  return {(shift.index_select(0, sequence) + token).unsqueeze(0), after};
+}
+
 Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options) {
   const auto half = head_dim / 2;
   return at::pow(theta, at::arange(half, options) / -half);

@@ -53,6 +53,13 @@ Tensor gated_output(GatedRMSNorm norm, const Tensor& o, const Tensor& gate);
 // [..., heads * width] -> [..., heads, width]
 inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, {heads, -1}); }
 
+// q, k and v, [..., heads, width] each, of qkv [..., channels].
+inline std::array<Tensor, 3> split_heads(const Tensor& qkv, at::IntArrayRef heads, int64_t key_dim,
+                                         int64_t value_dim) {
+  const auto p = qkv.split_with_sizes({heads[0] * key_dim, heads[1] * key_dim, heads[2] * value_dim}, -1);
+  return {to_heads(p[0], heads[0]), to_heads(p[1], heads[1]), to_heads(p[2], heads[2])};
+}
+
 // Refuses a mask that is not x's [B, T], and cu_seqlens that do not pack sequences into the one row of x.
 void check_mask(const Tensor& x, const Tensor& attention_mask);
 // `part` of a state has as many sequences as x, in its first dimension.
@@ -64,6 +71,11 @@ void check_state(const State& state, size_t tensors, size_t parts);
 // The order [B, T] that moves each row's valid tokens to its front, each token's place in it, and how many
 // are valid, [B]. Both parts keep their order.
 std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
+
+// Each token's place in its sequence, [B, T], and the length of each sequence after x [B, T, ...], [N].
+// before: their lengths before x, [N] int64, or undefined. cu_seqlens: [N + 1], rows' bounds [B, 2], or
+// undefined.
+std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const Tensor& cu_seqlens);
 
 // theta^(-2i/D), [D/2].
 Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options);

@@ -31,16 +31,34 @@ bool Config::reads(const std::string& field) const {
   if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {mag_base, mag_mixer});
   const bool is_of_cat = field == "chunks" || field.starts_with("compressor_");
   if (is_whole_cat() && is_of_cat) return true;
+  if (field == "intermediate_size") {
+    return std::ranges::any_of(used, [](const std::string& name) {
+      const auto known = nn::mixers().find(name);
+      return known == nn::mixers().end() || known->second.has_mlp;
+    });
+  }
   return std::ranges::any_of(used, [&](const std::string& name) {
     const auto known = nn::mixers().find(name);
     if (known == nn::mixers().end()) return false;
-    const auto& fields = known->second.fields;
-    // The delta rule's chunks are between_chunks'.
-    const bool is_unused_chunk =
-        field == "chunk" && !between_chunks &&
-        std::ranges::find(fields, "between_chunks", &MixerField::name) != fields.end();
-    return !is_unused_chunk && std::ranges::find(fields, field, &MixerField::name) != fields.end();
+    const auto has = [&](const std::string& one) {
+      return std::ranges::find(known->second.fields, one, &MixerField::name) != known->second.fields.end();
+    };
+    // The delta rule's chunks are between_chunks'; retnet's theta is of its rotary positions.
+    const bool is_unused = (field == "chunk" && !between_chunks && has("between_chunks")) ||
+                           (field == "rope_theta" && !rotary && has("rotary"));
+    return !is_unused && has(field);
   });
+}
+
+std::string earlier_mixers(const Config& config) {
+  auto used = config.mixers();
+  if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {config.mag_base, config.mag_mixer});
+  std::string all;
+  for (const auto& [name, mixer] : mixers()) {
+    if (*mixer.earlier != '\0' && std::ranges::count(used, name) > 0)
+      all += "; " + name + " of earlier versions " + mixer.earlier;
+  }
+  return all;
 }
 
 std::vector<std::string> mixer_names() {
@@ -77,16 +95,20 @@ double least_of(const Config& c, const std::string& name) {
   };
   const double h = c.hidden_size, heads = c.num_heads, memories = *c.num_kv_heads, D = *c.head_dim,
                M = c.num_slots;
-  double count = h * (2 * heads + memories) * D;
+  // Keys of half of head_dim are the least that a mixer has by default.
+  const double keys = reads("expand_k") ? c.expand_k.value_or(0.5) : 1,
+               values = reads("expand_v") ? c.expand_v.value_or(1) : 1;
+  if (reads("state_size")) return h * (3 * c.expand_v.value_or(2) * heads * D + 2 * double(c.state_size));
+  double count = h * (heads * (keys + values) + memories * std::min(1.0, keys + values)) * D;
   if (reads("num_slots")) count += h * memories * M;
   if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // a first memory is learned
-  if (reads("n")) count += h * 2 * double(c.n - 1) * memories * D;
+  if (reads("n")) count += h * (keys + values) * double(c.n - 1) * memories * D;
   if (name == "cat") count += double(c.chunk) * h * h;
   return count;
 }
 
 double least_parameters(const Config& c) {
-  const double V = c.vocab_size, h = c.hidden_size, inner = *c.intermediate_size;
+  const double V = c.vocab_size, h = c.hidden_size, inner = double(c.intermediate_size.value_or(0));
   double count = V * h * (c.tie_word_embeddings ? 1 : 2);
   if (c.is_whole_cat()) {
     const double w = *c.compressor_hidden_size;
@@ -96,7 +118,8 @@ double least_parameters(const Config& c) {
              double(*c.compressor_layers) * (4 * w * w + 3 * w * std::floor(inner * w / h)) +
              double(c.num_hidden_layers) * (least_of(c, "attention") + 3 * h * inner);
   } else {
-    for (const auto& name : c.mixers()) count += least_of(c, name) + 3 * h * inner;
+    for (const auto& name : c.mixers())
+      count += least_of(c, name) + (mixers().at(name).has_mlp ? 3 * h * inner : 0);
   }
   return count;
 }
@@ -116,6 +139,18 @@ void expect_memory(const Config& config, int64_t element_size) {
   const double there =
       std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)), double(allowed.rlim_cur));
   expect_parameters(config, there / double(element_size), "fit into the memory that there is");
+}
+
+HeadWidths head_widths(const Config& config, double expand_k, double expand_v) {
+  const auto width = [&](const char* name, const std::optional<double>& given, double otherwise) {
+    const auto factor = given.value_or(otherwise), channels = factor * double(*config.head_dim);
+    const auto whole = std::round(channels);
+    TORCH_CHECK_VALUE(whole >= 1 && std::abs(channels - whole) < 1e-6 * channels, name, " is ", factor,
+                      " and head_dim is ", *config.head_dim, ", which makes ", channels,
+                      " channels; expected a whole number");
+    return int64_t(whole);
+  };
+  return {width("expand_k", config.expand_k, expand_k), width("expand_v", config.expand_v, expand_v)};
 }
 
 void expect_pairs(const Config& config) {

@@ -32,6 +32,10 @@ struct Mixer {
   std::vector<MixerField> fields;
   // What it asks of several fields together; throws c10::ValueError.
   void (*check)(const Config& config) = [](const Config&) {};
+  // What the mixer of this name was in earlier versions, where its tensors had other shapes.
+  const char* earlier = "";
+  // Whether its blocks have a feed-forward layer.
+  bool has_mlp = true;
 };
 
 // One of these in a layer's file makes its mixer known.
@@ -72,6 +76,9 @@ Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Opt
 // Every mixer, by name.
 const std::map<std::string, Mixer>& mixers();
 
+// Behind the error for a folder whose tensors are not those of its configuration: `earlier` of its mixers.
+std::string earlier_mixers(const Config& config);
+
 // "chunk" as an operator bounds it, less the rows of a chunk that are no tokens.
 MixerField chunk_of(const char* op, int64_t headers = 0);
 
@@ -80,6 +87,19 @@ void expect_ungrouped(const Config& config, const char* mixer);
 
 // Rotary positions turn pairs of channels.
 void expect_pairs(const Config& config);
+
+// The channels of a head's keys and values: head_dim times expand_k and expand_v, or times the mixer's own
+// where the configuration has none. Throws c10::ValueError where these are not whole numbers.
+struct HeadWidths {
+  int64_t key, value;
+};
+HeadWidths head_widths(const Config& config, double expand_k, double expand_v);
+template <class Options>
+HeadWidths head_widths(const Options& options) {
+  Config config;
+  config.head_dim = options.head_dim;
+  return head_widths(config, options.expand_k, options.expand_v);
+}
 
 // Refuses a completed configuration whose model has more than `most` parameters for certain: its sizes may be
 // a slip of the pen. why: what bounds them.

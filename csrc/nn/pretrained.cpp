@@ -84,15 +84,17 @@ namespace {
 void check_files(const std::string& folder, const LanguageModelImpl& model,
                  const std::vector<SafetensorsFile>& files) {
   const auto all = parameters_and_buffers(model);
+  const auto earlier = earlier_mixers(model.config);
   auto missing = all;
   for (const auto& file : files) {
     for (const auto& [name, entry] : file.entries()) {
       const auto wanted = all.find(name);
       if (wanted == all.end() && name == "lm_head.weight" && model.config.tie_word_embeddings) continue;
       TORCH_CHECK_VALUE(wanted != all.end(), file.file().string(), ": ", quoted(name),
-                        " is unknown to this model");
+                        " is unknown to this model", earlier);
       TORCH_CHECK_VALUE(wanted->second.sizes() == entry.shape, file.file().string(), ": ", name,
-                        " has shape ", at::IntArrayRef(entry.shape), "; expected ", wanted->second.sizes());
+                        " has shape ", at::IntArrayRef(entry.shape), "; expected ", wanted->second.sizes(),
+                        earlier);
       TORCH_CHECK_VALUE(at::isFloatingType(entry.dtype), file.file().string(), ": ", name, " is ",
                         entry.dtype, "; expected a floating dtype");
       TORCH_CHECK_VALUE(missing.erase(name) == 1, file.file().string(), ": ", name,
@@ -100,7 +102,7 @@ void check_files(const std::string& folder, const LanguageModelImpl& model,
     }
   }
   TORCH_CHECK_VALUE(missing.empty(), folder, ": ", missing.size(), " parameters are missing, ",
-                    missing.begin()->first, " among them");
+                    missing.begin()->first, " among them", earlier);
 }
 
 }  // namespace

@@ -13,9 +13,23 @@ namespace {
 
 constexpr int64_t kStep = 8;  // what the width of an MLP is a multiple of
 
-int64_t parameters_of(nn::Config config, int64_t intermediate_size) {
-  config.intermediate_size = intermediate_size;
-  return count_parameters(nn::LanguageModel(config));
+// The configuration with MLPs of so many steps, or as many layers for each of its names where its blocks have
+// no MLP.
+nn::Config with_steps(nn::Config config, const std::vector<std::string>& names, int64_t steps) {
+  const auto count = static_cast<int64_t>(names.size());
+  if (config.reads("intermediate_size")) {
+    config.intermediate_size = kStep * steps;
+  } else {
+    config.num_hidden_layers = count * steps;
+  }
+  if (count == 1) {
+    config.mixer = names[0];
+    return config;
+  }
+  config.hybrid.clear();
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i)
+    config.hybrid.push_back(names[static_cast<size_t>(i % count)]);
+  return config;
 }
 
 }  // namespace
@@ -66,8 +80,7 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
   if (names.size() == 1) {
     config.mixer = mixer;
   } else {
-    for (int64_t i = 0; i < size.layers; ++i)
-      config.hybrid.push_back(names[static_cast<size_t>(i) % names.size()]);
+    config.hybrid = names;  // what it reads; with_steps has one for each layer
   }
   config.max_position_embeddings = std::max(config.max_position_embeddings, size.context);
   const auto given = config.set_options(options);
@@ -78,14 +91,20 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
                         " is not an option; the size or --", name, " sets it");
   }
   if (config.reads("num_slots") && std::ranges::count(given, "num_slots") == 0) config.num_slots = size.slots;
-  // As the parameters grow with the width, by a line.
-  const auto least = parameters_of(config, kStep), a_step = parameters_of(config, 2 * kStep) - least;
-  const auto steps = std::lrint(static_cast<double>(size.parameters - least) / static_cast<double>(a_step));
-  config.intermediate_size = kStep * std::max<int64_t>(1, 1 + steps);
-  const auto count = least + (*config.intermediate_size / kStep - 1) * a_step;
-  TORCH_CHECK_VALUE(std::abs(static_cast<double>(count) / static_cast<double>(size.parameters) - 1) <= 0.02,
-                    "mixer ", mixer, ": it has ", least, " parameters or more, asked for ", size.parameters);
-  return config;
+  // As the parameters grow with the width or the layers, by a line.
+  const auto parameters = [&](int64_t steps) {
+    return count_parameters(nn::LanguageModel(with_steps(config, names, steps)));
+  };
+  const auto least = parameters(1), a_step = parameters(2) - least;
+  const auto more = std::lrint(static_cast<double>(size.parameters - least) / static_cast<double>(a_step));
+  const auto steps = std::max<int64_t>(1, 1 + more);
+  const auto found = with_steps(config, names, steps);
+  const auto off = std::abs(least + (steps - 1) * a_step - size.parameters);
+  const auto allowed =
+      found.intermediate_size ? 0.02 * static_cast<double>(size.parameters) : static_cast<double>(a_step) / 2;
+  TORCH_CHECK_VALUE(static_cast<double>(off) <= allowed, "mixer ", mixer, ": it has ", least,
+                    " parameters or more, asked for ", size.parameters);
+  return found;
 }
 
 double rate_at(int64_t step, int64_t steps) {

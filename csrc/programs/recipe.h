@@ -25,6 +25,7 @@ int64_t count_parameters(const nn::LanguageModel& model);
 Recipe with_context(Recipe size, int64_t context);
 
 // A byte-level model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
+// Where no mixer's blocks have an MLP the number of layers is, which comes within half a layer.
 // mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, or
 // empty. options: other fields of the configuration, "chunk=1 phi=identity".
 nn::Config config_of_size(const std::string& mixer, const Recipe& size,

@@ -204,7 +204,14 @@ def decoders():
         "attention": "attention",
     }
     configs = {
-        name: GirihConfig(**sizes, num_heads=TOKEN_HEADS, mixer=mixer) for name, mixer in mixers.items()
+        # Values as wide as keys, as the figures of docs/decoding.md have them.
+        name: GirihConfig(
+            **sizes,
+            num_heads=TOKEN_HEADS,
+            mixer=mixer,
+            **({"expand_v": 1} if "gated_deltanet" in mixer else {}),
+        )
+        for name, mixer in mixers.items()
     }
     llama = LlamaConfig(
         **sizes,

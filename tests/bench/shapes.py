@@ -262,7 +262,7 @@ SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
 MIXERS = {
     "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
     "attention": ({"num_heads": 8}, None),  # of 128, at which SDPA is fastest
-    "gated_deltanet": (HEADS, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
+    "gated_deltanet": (HEADS | {"expand_v": 1}, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
     "delta_product": (
         HEADS | {"n": 2, "gated": True},
         ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),

@@ -30,6 +30,9 @@ CONFIGURATION = {
     "n": 2,
     "gated": True,
     "conv_size": None,
+    "expand_k": None,
+    "expand_v": None,
+    "state_size": 128,
     "phi": "ln_silu",
     "f": "ln_silu",
     "objective": "decode",
@@ -44,6 +47,7 @@ CONFIGURATION = {
     "value_read": "linear",
     "data_dependent_decay": True,
     "window": None,
+    "rotary": True,
     "mag_base": "attention",
     "mag_mixer": "delta_product",
     "mag_weight": 0.5,
@@ -76,11 +80,14 @@ def test_an_empty_configuration(language):
 
 HUGE = 2**31 - 1
 BOUNDS = dict.fromkeys(["vocab_size", "window", "max_position_embeddings"], (1, HUGE))
-BOUNDS |= dict.fromkeys(["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots"], (1, 2**20))
+BOUNDS |= dict.fromkeys(
+    ["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots", "state_size"], (1, 2**20)
+)
 BOUNDS |= {"compressor_hidden_size": (1, 2**20), "intermediate_size": (1, 2**24)}
 BOUNDS |= dict.fromkeys(["num_hidden_layers", "compressor_layers", "n"], (1, 4096))
 BOUNDS |= {"chunk": (1, 256), "chunks": (1, 256), "conv_size": (0, 4), "mag_weight": (0, 1)}
 BOUNDS |= dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], (-1, HUGE))
+BOUNDS |= dict.fromkeys(["expand_k", "expand_v"], (1e-3, 1e3))
 BOUNDS |= dict.fromkeys(["shrinkage", "norm_eps", "initializer_range"], (0, 1e30)) | {
     "rope_theta": (1e-6, 1e30)
 }
@@ -137,6 +144,7 @@ def test_what_follows_from_other_fields(given, follows):
 NORM = {"norm_eps": 1e-6}
 HEADS = {"num_kv_heads": None, "head_dim": None}
 CHUNKED = {"num_slots": 64, "head_dim": None, "chunk": 16, "gated": True, "conv_size": 4} | NORM
+WIDTHS = HEADS | {"expand_k": 1.0, "expand_v": 1.0}
 PLACES = HEADS | {"rope_theta": 10000.0}
 LAYERS = {
     "Attention": PLACES | {"causal": True, "window": None},
@@ -144,19 +152,22 @@ LAYERS = {
     "ChunkAttention": PLACES | {"running_positions": False},
     "CompressAttend": PLACES | {"chunk": 16, "running_positions": False},
     "DecayGate": {"largest_step": 0.1},
-    "DeltaProduct": HEADS
+    "DeltaProduct": WIDTHS
     | NORM
     | {"n": 1, "gated": False, "allow_neg_eigval": False}
     | {"between_chunks": None, "chunk": None, "conv_size": 4},
-    "GatedLinearAttention": HEADS
+    "GatedLinearAttention": WIDTHS
     | NORM
-    | {"gate": "vector", "gate_low_rank": 16, "gate_logit_normalizer": 16.0, "conv_size": 0},
+    | {"gate": "vector", "gate_low_rank": 16, "gate_logit_normalizer": 16.0, "conv_size": 0}
+    | {"rotary": False, "rope_theta": 10000.0},
     "GatedRMSNorm": {"eps": 1e-6, "activation": "silu"},
     "GatedSlotAttention": HEADS
     | NORM
     | {"num_slots": 64, "gated": True, "gate_logit_normalizer": 8.0, "feature": "softmax", "conv_size": 0}
     | {"data_dependent_decay": True},
+    "HGRN2": {"head_dim": None, "expand_k": 1.0, "expand_v": 1.0, "lower_bound": 0.0} | NORM,
     "Lattice": CHUNKED | {"objective": "decode", "normalize": True, "shrinkage": 0.0, "post_norm": False},
+    "Mamba2": {"head_dim": None, "expand_v": 2.0, "state_size": 128, "conv_size": 4} | NORM,
     "MemoryAsGate": {"weight": 0.5, "learned": False, "cross": False},
     "MixAttention": {"weight": 0.5, "learned": False, "cross": False},
     "RMSNorm": {"eps": 1e-6},
@@ -278,15 +289,21 @@ def language(request):
     return request.param
 
 
-@pytest.mark.parametrize(
-    "mixer, largest", [("mamba2", 0.1), ("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)]
-)
+@pytest.mark.parametrize("mixer, largest", [("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)])
 def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, mixer, largest):
     sizes = {"num_heads": HEADS_ENOUGH, "head_dim": 2, "conv_size": 0}
     sizes |= {"num_slots": 1, "chunk": 1} if mixer in ("trellis", "lattice") else {}
     found = parameters_of(language, mixer=mixer, **sizes)
     check_uniform(found["decay.A_log"], 0.0, math.log(16))
     check_uniform(found["decay.dt_bias"], math.log(largest / 100), math.log(largest))
+
+
+def test_mamba2_starts_with_the_rates_and_steps_of_its_paper(language):
+    found = parameters_of(language, mixer="mamba2", num_heads=HEADS_ENOUGH // 2, head_dim=2, state_size=2)
+    check_uniform(found["A_log"].exp(), 1.0, 16.0)
+    steps = torch.nn.functional.softplus(found["dt_bias"])
+    check_uniform(steps.log(), math.log(1e-3), math.log(1e-1))
+    assert found["skip"].eq(1).all() and found["conv.bias"].eq(0).all()
 
 
 def test_a_decay_gate_starts_as_its_docstring_says():
@@ -351,10 +368,20 @@ def test_all_else_starts_with_the_configurations_deviation_or_with_0_or_1(langua
         for name, x in found.items():
             if "norm" in name or name == "skip":
                 assert x.eq(1).all(), name
-            elif name == "decay.1.bias":
+            elif name in ("decay.1.bias", "conv.bias"):
                 assert x.eq(0).all()
             elif x.dim() > 1 and "conv" not in name:
                 check_normal(x, 0.3)
+
+
+def test_keys_and_values_have_the_widths_of_their_papers(language):
+    widths = {"gla": (32, 64), "gated_deltanet": (64, 128), "retnet": (64, 128)}
+    widths |= dict.fromkeys(["linear_attention", "deltanet", "delta_product"], (64, 64))
+    for mixer, (keys, values) in widths.items():
+        options = {"n": 1} if mixer == "delta_product" else {}
+        found = parameters_of(language, mixer=mixer, head_dim=64, **options)
+        assert found["norm.weight"].shape == (values,), mixer
+        assert found["qkv_proj.weight"].shape[0] == 2 * (2 * keys + values), mixer
 
 
 def test_gla_has_a_gate_of_rank_16_and_mixers_the_convolutions_of_their_papers(language):

@@ -11,12 +11,14 @@ import recurrences as by_token
 import torch
 import torch.nn.functional as F
 from girih.nn import (
+    HGRN2,
     Attention,
     CompressAttend,
     DeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
     Lattice,
+    Mamba2,
     MixAttention,
     RMSNorm,
     ShortConv,
@@ -99,18 +101,28 @@ def test_gated_slot_attention(kind, conv_size, feature):
     check(layer, x, rms(F.silu(o).flatten(-2), layer.norm.weight) @ layer.o_proj.weight.T)
 
 
+@pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
 @pytest.mark.parametrize("conv_size", [0, 4])
 @pytest.mark.parametrize("gate", ["none", "fixed", "scalar", "vector"])
-def test_linear_attention_and_its_decays(gate, conv_size):
-    H, HQ, D = 2, 4, 3
+def test_linear_attention_and_its_decays(gate, conv_size, expand_k, expand_v):
+    H, HQ, D = 2, 4, 4
     layer, x = drawn(
         GatedLinearAttention(
-            HIDDEN, HQ, num_kv_heads=H, head_dim=D, gate=gate, conv_size=conv_size, norm_eps=EPS
+            HIDDEN,
+            HQ,
+            num_kv_heads=H,
+            head_dim=D,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            gate=gate,
+            conv_size=conv_size,
+            norm_eps=EPS,
         )
     )
+    K, V = int(D * expand_k), int(D * expand_v)
     qkv = x @ layer.qkv_proj.weight.T
     qkv = conv(qkv, layer.conv.weight) if conv_size else qkv
-    q, k, v = (heads(p, n) for p, n in zip(qkv.split((HQ * D, H * D, H * D), -1), (HQ, H, H), strict=True))
+    q, k, v = (heads(p, n) for p, n in zip(qkv.split((HQ * K, H * K, H * V), -1), (HQ, H, H), strict=True))
     g, skip = None, 0
     if gate == "none":
         q, k = (torch.where(p > 0, p + 1, p.exp()) for p in (q, k))
@@ -124,8 +136,87 @@ def test_linear_attention_and_its_decays(gate, conv_size):
         low = x @ layer.decay[0].weight.T
         f = low @ layer.decay[1].weight.T + layer.decay[1].bias
         g = heads(torch.log(1 / (1 + (-f).exp())) / 16, H)
-    o, _ = by_token.gla(q, k, v, g, scale=D**-0.5)
+    o, _ = by_token.gla(q, k, v, g, scale=K**-0.5)
     check(layer, x, gated_out(layer, o + skip, x, F.silu))
+
+
+def test_retnet():
+    H, HQ, D, theta = 2, 4, 4, 100.0
+    layer, x = drawn(
+        GatedLinearAttention(
+            HIDDEN,
+            HQ,
+            num_kv_heads=H,
+            head_dim=D,
+            expand_v=2,
+            gate="fixed",
+            rotary=True,
+            rope_theta=theta,
+            norm_eps=EPS,
+        )
+    )
+    q, k, v = (x @ layer.qkv_proj.weight.T).split((HQ * D, H * D, 2 * H * D), -1)
+    q, k = (turned(heads(p, n), range(T), theta) for p, n in ((q, HQ), (k, H)))
+    v = heads(v, H)
+    rows = []  # o_t = sum_s gamma^(t - s) (q_t . k_s) v_s / sqrt(D)
+    for t in range(T):
+        of_heads = []
+        for head in range(HQ):
+            memory = head * H // HQ
+            gamma = 1 - 2.0 ** (-5 - memory)
+            kept = [gamma ** (t - s) * (q[:, t, head] * k[:, s, memory]).sum(-1) for s in range(t + 1)]
+            of_heads.append(sum(w[:, None] * v[:, s, memory] for s, w in enumerate(kept)) / D**0.5)
+        rows.append(torch.stack(of_heads, 1))
+    check(layer, x, gated_out(layer, torch.stack(rows, 1), x, F.silu))
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.6])
+@pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
+def test_hgrn2(bound, expand_k, expand_v):
+    H, D = 3, 4
+    layer, x = drawn(
+        HGRN2(
+            HIDDEN,
+            H,
+            head_dim=D,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            lower_bound=bound,
+            norm_eps=EPS,
+        )
+    )
+    K, V = int(D * expand_k), int(D * expand_v)
+    q, f, v = (heads(p, H) for p in (x @ layer.qfv_proj.weight.T).split((H * K, H * K, H * V), -1))
+    f = bound + (1 - bound) / (1 + (-f).exp())
+    S, rows = torch.zeros(2, H, K, V, dtype=torch.double), []
+    for t in range(T):
+        S = f[:, t, :, :, None] * S + (1 - f[:, t])[..., None] * v[:, t, :, None]
+        rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t] * q[:, t].sigmoid()))
+    o = torch.stack(rows, 1).flatten(-2)
+    check(layer, x, rms(o, layer.norm.weight) @ layer.o_proj.weight.T)
+
+
+@pytest.mark.parametrize("options", [{}, {"expand_v": 1.5, "state_size": 7, "conv_size": 3}], ids=str)
+def test_mamba2(options):
+    D, N = 3, options.get("state_size", 128)
+    H = int(2 * options.get("expand_v", 2))
+    layer, u = drawn(Mamba2(HIDDEN, 2, head_dim=D, norm_eps=EPS, **options))
+    given = u @ layer.in_proj.weight.T
+    W = layer.conv.weight.shape[1]
+    padded = F.pad(given, (0, 0, W - 1, 0))
+    mixed = sum(padded[:, j : j + T] * layer.conv.weight[:, j] for j in range(W)) + layer.conv.bias
+    x, B, C = F.silu(mixed).split((H * D, N, N), -1)
+    x = heads(x, H)
+    dt = (1 + (u @ layer.dt_proj.weight.T + layer.dt_bias).exp()).log()
+    S, rows = torch.zeros(2, H, D, N, dtype=torch.double), []
+    for t in range(T):
+        decay = (-layer.A_log.exp() * dt[:, t]).exp()
+        written = torch.einsum("bhp,bn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
+        S = decay[:, :, None, None] * S + written
+        rows.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]) + layer.skip[:, None] * x[:, t])
+    z = u @ layer.z_proj.weight.T
+    y = rms(torch.stack(rows, 1).flatten(-2) * z * z.sigmoid(), layer.norm.weight)
+    check(layer, u, y @ layer.o_proj.weight.T)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +227,16 @@ def test_linear_attention_and_its_decays(gate, conv_size):
         {"n": 3, "gated": True, "allow_neg_eigval": True},
         {"n": 2, "between_chunks": "gelu", "chunk": CHUNK},
         {"n": 2, "conv_size": 0},
+        {"n": 1, "gated": True, "expand_v": 2},
+        {"n": 2, "expand_k": 2, "expand_v": 3, "between_chunks": "tanh", "chunk": CHUNK},
     ],
     ids=str,
 )
 def test_delta_product(options):
     n, H, HQ, D = options["n"], 2, 4, 3
     layer, x = drawn(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
-    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * D, n * H * D, n * H * D), -1)
+    K, V = D * options.get("expand_k", 1), D * options.get("expand_v", 1)
+    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * K, n * H * K, n * H * V), -1)
     beta = 1 / (1 + (-(x @ layer.beta_proj.weight.T)).exp())
     beta = 2 * beta if options.get("allow_neg_eigval") else beta
     steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]  # a token's n, one by one
@@ -155,7 +249,7 @@ def test_delta_product(options):
         steps[2][..., 0],
         g,
         n=n,
-        scale=D**-0.5,
+        scale=K**-0.5,
         chunk=options.get("chunk"),
         between_chunks=options.get("between_chunks"),
     )

@@ -26,6 +26,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 MODELS = {name: {"mixer": name} for name in MIXERS} | {
     "hybrid": {"mixer": ["gsa", "attention", "cat", "trellis"], "num_hidden_layers": 4},
+    "gated_deltanet_h1": {
+        "mixer": ["gated_deltanet", "attention"] * 2,
+        "num_hidden_layers": 4,
+        "window": 4,
+    },
     "mag_learned": {
         "mixer": "mag",
         "mag_base": "gsa",
@@ -278,6 +283,13 @@ def test_training_keeps_no_cache(model):
     ids = tokens(1, 5)
     assert model.train()(ids).past_key_values is None
     assert isinstance(model.eval()(ids).past_key_values, GirihCache)
+
+
+def test_lower_bounds_of_hgrn2_rise_with_the_layer_in_mixtures_too():
+    config = small(mixer=["hgrn2", "mag", "gsa", "hgrn2"], mag_mixer="hgrn2", num_hidden_layers=4)
+    layers = GirihForCausalLM(config).model.layers
+    found = [layers[0].mixer, layers[1].mixer.mixer, layers[3].mixer]
+    assert [layer.lower_bound for layer in found] == [0.0, 0.25, 0.75]
 
 
 @pytest.mark.parametrize("running", [False, True])

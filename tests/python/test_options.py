@@ -11,6 +11,7 @@ from conftest import TREE
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OF_TRANSFORMERS, OWN_FIELDS
+from girih.nn import GatedLinearAttention
 from girih.training.command import Refusal
 from girih.training.recipe import SIZES, config_of_size, with_context
 from training_runs import LARGEST, RUNS, SOME, train
@@ -24,6 +25,9 @@ OTHER = {
     "n": 3,
     "gated": False,
     "conv_size": 3,
+    "expand_k": 0.25,
+    "expand_v": 1.5,
+    "state_size": 16,
     "phi": "identity",
     "f": "softmax",
     "objective": "encode",
@@ -38,6 +42,7 @@ OTHER = {
     "value_read": "phi",
     "data_dependent_decay": False,
     "window": 4,
+    "rotary": False,
     "mag_base": "gla",
     "mag_mixer": "gsa",
     "mag_weight": 0.25,
@@ -94,6 +99,28 @@ def test_the_chunk_of_the_delta_rule_is_between_chunks():
     assert GirihConfig(mixer="deltanet", chunk=8, between_chunks="tanh").chunk == 8
 
 
+def test_blocks_of_mamba2_have_no_feed_forward_layer_and_its_models_no_width_of_one():
+    with pytest.raises(ValueError, match="intermediate_size is 64, which mixer mamba2 does not read.* null"):
+        GirihConfig(mixer="mamba2", intermediate_size=64)
+    assert GirihConfig(mixer="mamba2").intermediate_size is None
+    hybrid = GirihConfig(mixer=["mamba2", "gsa"], num_hidden_layers=2, intermediate_size=64)
+    assert [block.mlp is None for block in GirihForCausalLM(hybrid).model.layers] == [True, False]
+
+
+def test_the_theta_of_retnet_is_of_its_rotary_positions():
+    with pytest.raises(ValueError, match="rope_theta is 100.0, which mixer retnet does not read"):
+        GirihConfig(mixer="retnet", rotary=False, rope_theta=100.0)
+    assert GirihConfig(mixer="retnet", rope_theta=100.0).rope_theta == 100.0
+    with pytest.raises(ValueError, match="head_dim is 3 and keys have 3 channels; rotary positions turn"):
+        GirihConfig(mixer="retnet", head_dim=3)
+    assert GirihConfig(mixer="retnet", head_dim=3, rotary=False).head_dim == 3
+
+
+def test_the_heads_of_mamba2_are_a_whole_number():
+    with pytest.raises(ValueError, match="expand_v is 1.3 and num_heads is 4, which makes 5.2 heads of mam"):
+        GirihConfig(mixer="mamba2", expand_v=1.3)
+
+
 @pytest.mark.parametrize("mixer", ["gsa", "cat"])
 def test_sizes_may_change_after_a_configuration_is_made(mixer):
     config = GirihConfig(mixer=mixer)
@@ -115,6 +142,52 @@ def test_files_of_earlier_versions_are_read_without_what_no_mixer_reads(tmp_path
     assert (config.num_slots, config.compressor_layers, config.chunk, config.n) == (64, None, 16, 2)
     AutoModelForCausalLM.from_pretrained(tmp_path)
     _C.LanguageModel.from_pretrained(str(tmp_path))
+
+
+# The layers that these names had before, as far as options say it.
+EARLIER = {
+    "gla": {"expand_k": 1.0},
+    "gated_deltanet": {"expand_v": 1.0},
+    "retnet": {"expand_v": 1.0, "rotary": False},
+}
+
+
+@pytest.mark.parametrize("mixer", EARLIER)
+@torch.no_grad()
+def test_folders_of_earlier_mixers_need_the_options_that_the_error_names(mixer, tmp_path):
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2}
+    model = GirihForCausalLM(GirihConfig(mixer=mixer, **sizes, **EARLIER[mixer])).eval()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    for name in EARLIER[mixer]:
+        del fields[name]
+    file.write_text(json.dumps(fields))
+    for load in (GirihForCausalLM.from_pretrained, _C.LanguageModel.from_pretrained):
+        with pytest.raises(ValueError, match=f"; {mixer} of earlier versions had ") as error:
+            load(str(tmp_path))
+        named = str(error.value).partition("of earlier versions had ")[2]
+        assert named == ", ".join(f"{name} = {json.dumps(x)}" for name, x in EARLIER[mixer].items()).replace(
+            ".0", ""
+        )
+    file.write_text(json.dumps(fields | EARLIER[mixer]))
+    ids = torch.randint(256, (2, 9))
+    want = model(ids).logits
+    assert GirihForCausalLM.from_pretrained(tmp_path).eval()(ids).logits.equal(want)
+    torch.testing.assert_close(_C.LanguageModel.from_pretrained(str(tmp_path)).forward(ids)[0], want)
+
+
+def test_folders_of_the_earlier_mamba2_are_refused_by_name(tmp_path):
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2}
+    model = GirihForCausalLM(GirihConfig(mixer="attention", **sizes))
+    for block in model.model.layers:
+        block.mixer = GatedLinearAttention(32, 2, gate="scalar", conv_size=4)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mixer": "mamba2"}))
+    for load in (GirihForCausalLM.from_pretrained, _C.LanguageModel.from_pretrained):
+        with pytest.raises(ValueError, match="; mamba2 of earlier versions had no state_size and cannot be"):
+            load(str(tmp_path))
 
 
 def test_keywords_beside_a_folder_are_held_to_the_same(tmp_path):

@@ -37,6 +37,19 @@ def test_a_step_by_weights_is_the_blocks(mixer):
         torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
 
 
+@torch.no_grad()
+def test_a_step_of_a_block_without_a_feed_forward_layer():
+    torch.manual_seed(1)
+    config = config_of(hidden_size=64, num_heads=2, num_hidden_layers=1, mixer="mamba2", state_size=16)
+    block = Block(MIXERS["mamba2"].build(config), 64, None).double().eval()
+    x = torch.randn(2, 6, 64, dtype=torch.float64)
+    whole, _ = block(x)
+    torch.testing.assert_close(whole, x + block.mixer(block.mixer_norm(x))[0])
+    _, state = block(x[:, :5], use_cache=True)
+    z, _ = block.step(x[:, 5:], state=state, use_cache=True)
+    torch.testing.assert_close(whole[:, 5:], z, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("mixer", "options"),
     [

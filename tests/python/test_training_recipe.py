@@ -132,6 +132,38 @@ def test_a_model_may_be_two_percent_off_its_size_and_no_more(over, taken):
             model_of_size("attention", asked)
 
 
+def test_without_an_mlp_the_number_of_layers_is_fitted():
+    for name, layers in {"tiny": 6, "small": 6, "10m": 14}.items():
+        size = SIZES[name]
+        found = config_of_size("mamba2", size)
+        assert (found.num_hidden_layers, found.intermediate_size) == (layers, None)
+    model = model_of_size("mamba2", SIZES["tiny"])
+    assert all(block.mlp is None and block.mlp_norm is None for block in model.model.layers)
+    a_layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert abs(model.num_parameters() - SIZES["tiny"].parameters) <= a_layer / 2
+    hybrid = model_of_size("mamba2,attention", SIZES["tiny"])
+    assert abs(hybrid.num_parameters() / SIZES["tiny"].parameters - 1) <= 0.02
+    assert [block.mlp is None for block in hybrid.model.layers] == [True, False]
+    with pytest.raises(Refusal, match="mixer mamba2: it has .* parameters or more, asked for 10,000"):
+        config_of_size("mamba2", replace(SIZES["tiny"], parameters=10_000))
+
+
+def test_gated_deltanet_and_a_window_of_attention_take_turns_and_train():
+    config = config_of_size("gated_deltanet,attention", SIZES["tiny"], options="window=8")
+    assert config.mixer == ["gated_deltanet", "attention"] and config.window == 8
+    torch.manual_seed(0)
+    model = GirihForCausalLM(config).train()
+    assert model.model.layers[1].mixer.window == 8
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids, losses = torch.randint(256, (4, 32)), []
+    for _ in range(3):
+        losses.append(model(ids, labels=ids).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+
+
 def test_the_speed_of_a_resumed_run_counts_its_own_steps(tmp_path, monkeypatch):
     trainer = trainer_of(RECIPE, tmp_path)
     now = 100.0

@@ -33,6 +33,7 @@ WORDS = {  # of every mixer, the options that change its rule
     "linear_attention": [{}, {"conv_size": 4}],
     "retnet": [{}],
     "gla": [{}, {"conv_size": 4}],
+    "hgrn2": [{}],
     "mamba2": [{}],
     "attention": [{}, {"window": 8}],
     "mag": [{}, {"mag_cross": True}, {"mag_learned": True}],

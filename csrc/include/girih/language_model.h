@@ -42,6 +42,9 @@ struct Config {
   int64_t n = 2;
   bool gated = true;
   std::optional<int64_t> conv_size = {};
+  // Widths of keys and values as multiples of head_dim, by default those of each mixer's paper.
+  std::optional<double> expand_k = {}, expand_v = {};
+  int64_t state_size = 128;  // of mamba2
   std::string phi = "ln_silu", f = "ln_silu";
   std::string objective = "decode";
   std::string feature = "softmax";
@@ -54,6 +57,7 @@ struct Config {
   std::string value_read = "linear";
   bool data_dependent_decay = true;    // of gsa
   std::optional<int64_t> window = {};  // of attention
+  bool rotary = true;                  // of retnet
   std::string mag_base = "attention", mag_mixer = "delta_product";
   double mag_weight = 0.5;
   bool mag_learned = false, mag_cross = false;

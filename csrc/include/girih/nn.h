@@ -271,7 +271,8 @@ class ShortConvImpl : public RecurrentLayerImpl {
 TORCH_MODULE(ShortConv);
 
 // ---- mixers ------------------------------------------------------------------------------------
-// num_kv_heads, the number of memories, is num_heads unless given; head_dim is hidden_size / num_heads.
+// num_kv_heads, the number of memories, is num_heads unless given; head_dim is hidden_size / num_heads. Keys
+// have expand_k * head_dim channels, values expand_v * head_dim, both whole numbers.
 
 struct GatedSlotAttentionOptions {
   int64_t num_slots = 64;
@@ -316,17 +317,22 @@ TORCH_MODULE(GatedSlotAttention);
 
 struct GatedLinearAttentionOptions {
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
   std::string gate = "vector";
   int64_t gate_low_rank = 16;
   double gate_logit_normalizer = 16.0;
+  bool rotary = false;
+  double rope_theta = 10000.0;  // of rotary
   int64_t conv_size = 0;
   double norm_eps = 1e-6;
 };
 
 // One matrix memory a head that only ever adds (Katharopoulos et al. 2020) and forgets by a gate.
 //   S <- e^g S + k v^T,   o = S^T q / sqrt(D),   y = W_o (RMSNorm(o) * silu(x W_g))
-// gate none: linear attention, q and k through elu + 1; fixed: RetNet's decays; scalar: Mamba-2, v scaled by
-// its step and a skip; vector: GLA, one decay a key channel.
+// gate none: linear attention, q and k through elu + 1; fixed: RetNet's decays; scalar: Mamba-2's decay, v
+// scaled by its step and a skip; vector: GLA, one decay a key channel.
+// rotary: q and k turned by `rotary` at each token's place in its sequence (RetNet); the state has the place
+// of the next token, [N].
 class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedLinearAttentionOptions options = {});
@@ -349,13 +355,86 @@ class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  private:
   std::pair<Tensor, Tensor> log_decay(const Tensor& x);
   std::vector<int64_t> heads_;
-  int64_t head_dim_;
+  int64_t key_dim_, value_dim_;
 };
 TORCH_MODULE(GatedLinearAttention);
+
+struct Mamba2Options {
+  std::optional<int64_t> head_dim = {};
+  double expand_v = 2.0;
+  int64_t state_size = 128;
+  int64_t conv_size = 4;
+  double norm_eps = 1e-6;
+};
+
+// Mamba-2's mixer (Dao and Gu 2024): expand_v * num_heads heads of head_dim channels, which share B and C of
+// state_size channels.
+//   x, B, C = silu(conv(u W)),   dt = softplus(u W_dt + dt_bias)
+//   S <- e^{-exp(A_log) dt} S + dt B x^T,   o = S^T C + skip x,   y = W_o RMSNorm(o * silu(u W_z))
+class Mamba2Impl : public RecurrentLayerImpl {
+ public:
+  Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options options = {});
+  void reset_parameters();
+
+  Mamba2Options options;
+  torch::nn::Linear in_proj{nullptr};
+  ShortConv conv{nullptr};
+  torch::nn::Linear dt_proj{nullptr}, z_proj{nullptr};
+  Tensor A_log, dt_bias, skip;
+  RMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  RowInput before_output() const override { return norm->input(); }
+  Product output() const override;
+
+ private:
+  int64_t heads_;
+};
+TORCH_MODULE(Mamba2);
+
+struct HGRN2Options {
+  std::optional<int64_t> head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
+  double lower_bound = 0.0;  // of f, in [0, 1)
+  double norm_eps = 1e-6;
+};
+
+// A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024). Its keys' width is the state
+// expansion.
+//   f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
+//   S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
+// A model gives layer i of L the bound i / L, where the paper's learned bounds begin.
+class HGRN2Impl : public RecurrentLayerImpl {
+ public:
+  HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options options = {});
+  void set_lower_bound(double lower_bound);
+
+  HGRN2Options options;
+  torch::nn::Linear qfv_proj{nullptr};
+  RMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  RowInput before_output() const override { return norm->input(); }
+  Product output() const override;
+
+ private:
+  std::vector<int64_t> heads_;
+  int64_t key_dim_, value_dim_;
+};
+TORCH_MODULE(HGRN2);
 
 struct DeltaProductOptions {
   int64_t n = 1;  // Householder steps a token
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
   bool gated = false;
   bool allow_neg_eigval = false;
   std::optional<std::string> between_chunks = {};  // gelu, tanh
@@ -390,7 +469,7 @@ class DeltaProductImpl : public RecurrentLayerImpl {
  private:
   Tensor per_step(const Tensor& x) const;
   std::vector<int64_t> heads_;
-  int64_t head_dim_;
+  int64_t key_dim_, value_dim_;
 };
 TORCH_MODULE(DeltaProduct);
 
@@ -657,10 +736,12 @@ class MixAttentionImpl : public LayerImpl {
 };
 TORCH_MODULE(MixAttention);
 
-// The Llama block: x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)).
+// The Llama block: x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)). Without intermediate_size the second
+// part is absent, as in Mamba-2.
 class BlockImpl : public LayerImpl {
  public:
-  BlockImpl(AnyLayer mixer, int64_t hidden_size, int64_t intermediate_size, double norm_eps = 1e-6);
+  BlockImpl(AnyLayer mixer, int64_t hidden_size, std::optional<int64_t> intermediate_size,
+            double norm_eps = 1e-6);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
   // The block around mix(x, given, residual): what a mixer makes of what `given` makes of x, and the residual
   // on top, which may be undefined.

@@ -13,6 +13,7 @@ from torch import nn
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS
 from girih.nn.masking import RecurrentLayer
+from girih.nn.mixers import Mixer
 from girih.ops import words
 
 VIRTUAL_TOKENS = ("derivative", "rotary", "both")
@@ -27,7 +28,7 @@ PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
 )
 # Of an attention these are its own, whatever a configuration could say.
-_SIZES = ("num_kv_heads", "head_dim")
+_SIZES = ("num_kv_heads", "head_dim", "expand_k", "expand_v")
 
 
 @functools.cache
@@ -35,11 +36,17 @@ def replacing() -> tuple[str, ...]:
     """The mixers that can take attention's place: recurrent ones whose projections an attention has."""
 
     def fits(name: str) -> bool:
-        layer = MIXERS[name].build(GirihConfig(mixer=name, num_hidden_layers=1, hidden_size=8, num_heads=1))
+        config = GirihConfig(mixer=name, num_hidden_layers=1, hidden_size=8, num_heads=1)
+        layer = on_attention(name).build(config)
         return isinstance(layer, RecurrentLayer) and projections_of(layer) is not None
 
     with torch.device("meta"):
         return tuple(name for name in MIXERS if fits(name))
+
+
+def on_attention(name: str) -> Mixer:
+    """What a mixer is where it reads and writes through an attention's projections."""
+    return MIXERS[name].on_attention or MIXERS[name]
 
 
 def projections_of(layer: nn.Module) -> tuple[str, ...] | None:
@@ -92,7 +99,7 @@ class Replacement:
     def __post_init__(self) -> None:
         one_of("mixer", self.mixer, replacing())
         object.__setattr__(self, "layers", check_layers(self.layers))
-        known = [name for name in MIXERS[self.mixer].fields if name not in _SIZES]
+        known = [name for name in on_attention(self.mixer).fields if name not in _SIZES]
         for name in self.options:
             if name not in known:
                 raise ValueError(

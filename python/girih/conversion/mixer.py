@@ -6,9 +6,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from girih.conversion.config import Replacement, projections_of
+from girih.conversion.config import Replacement, on_attention, projections_of
 from girih.conversion.projections import Projections, Shared
-from girih.nn import MIXERS, ShortConv
+from girih.nn import ShortConv
 
 
 def mixer_of(attention: nn.Module, sizes: Projections, told: Replacement) -> nn.Module:
@@ -34,10 +34,11 @@ def mixer_of(attention: nn.Module, sizes: Projections, told: Replacement) -> nn.
 
 def built(sizes: Projections, told: Replacement) -> nn.Module:
     """The mixer at an attention's sizes, with projections of its own still."""
-    mixer = MIXERS[told.mixer]
+    mixer = on_attention(told.mixer)
     given = {"hidden_size": sizes.hidden_size, "num_heads": sizes.heads, "head_dim": sizes.head_dim}
     if "num_kv_heads" in mixer.fields:
         given["num_kv_heads"] = sizes.kv_heads
+    given |= {name: 1.0 for name in ("expand_k", "expand_v") if name in mixer.fields}
     layer = mixer.build(told.mixer_config(**given))
     if hasattr(layer, "qk_proj") and layer.qk_proj.out_features != sizes.heads * sizes.head_dim:
         # Its keys have as many channels as it has slots.

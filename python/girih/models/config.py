@@ -35,9 +35,13 @@ class GirihConfig(PretrainedConfig):
     n: Householder steps of delta_product.
     gated: whether delta_product, trellis and lattice forget.
     conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
+    expand_k, expand_v: width of keys and values as multiples of head_dim, by default what each mixer's paper
+        has: gla 0.5 and 1, gated_deltanet and retnet 1 and 2, others 1 and 1.
+        mamba2 has expand_v * num_heads heads of head_dim, by default twice num_heads, and keys (B, C) of
+        state_size, which its heads share. Its blocks have no feed-forward layer, whatever intermediate_size.
     feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
         objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta rule mixers.
-        window: attention. The layers of `girih.nn` explain them.
+        window: attention. rotary: retnet, whose rope_theta it needs. The layers of `girih.nn` explain them.
     post_norm: whether trellis and lattice have an RMSNorm before the gate, by default as the papers:
         Trellis has one and Lattice has none.
     compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
@@ -77,6 +81,9 @@ class GirihConfig(PretrainedConfig):
     n: int = 2
     gated: bool = True
     conv_size: int | None = None
+    expand_k: float | None = None
+    expand_v: float | None = None
+    state_size: int = 128
     phi: str = "ln_silu"
     f: str = "ln_silu"
     objective: str = "decode"
@@ -91,6 +98,7 @@ class GirihConfig(PretrainedConfig):
     value_read: str = "linear"
     data_dependent_decay: bool = True
     window: int | None = None
+    rotary: bool = True
     mag_base: str = "attention"
     mag_mixer: str = "delta_product"
     mag_weight: float = 0.5

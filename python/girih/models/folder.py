@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from girih.nn.fields import text_of
+
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
 INDEX = f"{TENSORS}.index.json"
@@ -86,4 +88,5 @@ def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
             # A base model's names lack the prefix.
             for own in (name, prefix + name, name.removeprefix(prefix)):
                 if wanted.get(own, shape) != shape:
-                    raise ValueError(f"{file}: {name} has shape {shape}; expected {wanted[own]}")
+                    earlier = torch.ops.girih.earlier_mixers(text_of(config.own_fields()))
+                    raise ValueError(f"{file}: {name} has shape {shape}; expected {wanted[own]}{earlier}")

@@ -14,8 +14,10 @@ from girih.nn.decay import DecayGate
 from girih.nn.delta_product import DeltaProduct
 from girih.nn.gated_linear_attention import GatedLinearAttention
 from girih.nn.gated_slot_attention import GatedSlotAttention
+from girih.nn.hgrn2 import HGRN2
 from girih.nn.lattice import Lattice
 from girih.nn.layer import GateLinear, Layer, decay_parameter_names
+from girih.nn.mamba2 import Mamba2
 from girih.nn.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
 from girih.nn.mixers import MIXERS
 from girih.nn.norm import GatedRMSNorm, RMSNorm
@@ -27,6 +29,7 @@ from girih.nn.trellis import Trellis
 from girih.nn.ttt import TTTLinear
 
 __all__ = [
+    "HGRN2",
     "MIXERS",
     "Attention",
     "AttentionState",
@@ -44,6 +47,7 @@ __all__ = [
     "Lattice",
     "Layer",
     "LayerState",
+    "Mamba2",
     "MemoryAsGate",
     "MixAttention",
     "MixState",

@@ -13,7 +13,8 @@ from girih.nn.swiglu import SwiGLU
 class Block(nn.Module):
     """The Llama block: `x + mixer(RMSNorm(x))`, then `x + SwiGLU(RMSNorm(x))`.
 
-    Takes and returns what its mixer does.
+    Takes and returns what its mixer does. With `intermediate_size=None` the second part is absent, as in
+    Mamba-2.
 
     >>> from girih.nn import Attention
     >>> block = Block(Attention(64, num_heads=2), hidden_size=64, intermediate_size=160)
@@ -21,12 +22,14 @@ class Block(nn.Module):
     torch.Size([3, 10, 64])
     """
 
-    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float = 1e-6):
+    def __init__(
+        self, mixer: nn.Module, hidden_size: int, intermediate_size: int | None, norm_eps: float = 1e-6
+    ):
         super().__init__()
         self.mixer_norm = RMSNorm(hidden_size, norm_eps)
         self.mixer = mixer
-        self.mlp_norm = RMSNorm(hidden_size, norm_eps)
-        self.mlp = SwiGLU(hidden_size, intermediate_size)
+        self.mlp_norm = None if intermediate_size is None else RMSNorm(hidden_size, norm_eps)
+        self.mlp = None if intermediate_size is None else SwiGLU(hidden_size, intermediate_size)
 
     def forward(
         self,
@@ -52,6 +55,8 @@ class Block(nn.Module):
         the two parts of the result, the state."""
         given, normed = residual_norm(self.mixer_norm, x, branch)
         y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
+        if self.mlp is None:
+            return given, given, y, state
         x, normed = residual_norm(self.mlp_norm, given, y)
         return given, x, self.mlp(normed), state
 
@@ -77,6 +82,8 @@ class Block(nn.Module):
             projected = products(x, wanted, norm_of(self.mixer_norm))
             y, state = mixer.core(projected, state, use_cache, cu_seqlens)
             (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.before_output(), residual=x)
+        if mlp is None:
+            return x, state
         gate, up = products(
             x, [Product(mlp.gate_proj.weight), Product(mlp.up_proj.weight)], norm_of(self.mlp_norm)
         )
@@ -85,7 +92,7 @@ class Block(nn.Module):
 
     def is_as_made(self) -> bool:
         """All modules are this package's, and linear layers without a bias."""
-        return type(self.mlp) is SwiGLU and all(
+        return type(self.mlp) in (SwiGLU, type(None)) and all(
             type(m).__module__.startswith("girih.")
             or type(m) is nn.Sequential
             or (type(m) is nn.Linear and m.bias is None)

@@ -44,3 +44,8 @@ def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tu
     layer = {"mixer": [mixer], "num_hidden_layers": 1, "hidden_size": hidden_size, "num_heads": num_heads}
     fields = completed(layer | options, for_layer=True)
     return fields["num_kv_heads"], fields["head_dim"]
+
+
+def head_widths(head_dim: int, expand_k: float, expand_v: float) -> tuple[int, int]:
+    """The channels of a head's keys and values, which `heads_of` has found to be whole numbers."""
+    return round(head_dim * expand_k), round(head_dim * expand_v)

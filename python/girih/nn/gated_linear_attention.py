@@ -1,20 +1,32 @@
-"""Linear attention with every kind of decay: the baselines linear attention, RetNet, GLA and Mamba-2."""
+"""Linear attention with every kind of decay: the baselines linear attention, RetNet and GLA."""
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.decay import DecayGate
-from girih.nn.fields import heads_of
+from girih.nn.fields import head_widths, heads_of
 from girih.nn.layer import GateLinear
 from girih.nn.masking import RecurrentLayer
-from girih.nn.mixers import register_layer
+from girih.nn.mixers import Mixer, layer_of, register, register_layer
 from girih.nn.norm import GatedRMSNorm
-from girih.nn.projections import projections
+from girih.nn.packing import token_positions
+from girih.nn.projections import projections, split_heads
+from girih.nn.rotary import rotary
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState, advance, is_step
 
 GATES = ("none", "fixed", "scalar", "vector")
+
+
+class RotaryState(NamedTuple):
+    """`LayerState`, and how many tokens each sequence has had, `[N]` int64."""
+
+    conv: Any
+    memory: Any
+    length: Tensor
 
 
 class GatedLinearAttention(RecurrentLayer):
@@ -24,10 +36,12 @@ class GatedLinearAttention(RecurrentLayer):
 
     gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm stands for its
     denominator).
-    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet, without rotary positions).
-    gate="scalar": one data-dependent decay a head, v scaled by its step dt, and o + v * skip (Mamba-2).
+    gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet).
+    gate="scalar": Mamba-2's decay a head, v scaled by its step dt, and o + v * skip.
     gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer (GLA).
-    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries.
+    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. Keys have
+    `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers. With `rotary` q and k
+    are turned by their token's place in its sequence (`girih.nn.rotary`, with `rope_theta`), as in RetNet.
 
     >>> layer = GatedLinearAttention(64, num_heads=2, gate="vector")
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -44,9 +58,13 @@ class GatedLinearAttention(RecurrentLayer):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
         gate: str = "vector",
         gate_low_rank: int = 16,
         gate_logit_normalizer: float = 16.0,
+        rotary: bool = False,
+        rope_theta: float = 10000.0,
         conv_size: int = 0,
         norm_eps: float = 1e-6,
     ):
@@ -54,17 +72,23 @@ class GatedLinearAttention(RecurrentLayer):
         if gate not in GATES:
             raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
         kv_heads, head_dim = heads_of(
-            "gla",
+            "retnet" if rotary else "gla",
             hidden_size,
             num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            rotary=rotary,
+            rope_theta=rope_theta,
             conv_size=conv_size,
             norm_eps=norm_eps,
         )
         self.gate, self.gate_logit_normalizer = gate, gate_logit_normalizer
-        self.heads, self.head_dim, self.conv_size = (num_heads, kv_heads, kv_heads), head_dim, conv_size
-        channels = sum(self.heads) * head_dim
+        self.rotary, self.rope_theta = rotary, rope_theta
+        self.heads, self.conv_size = (num_heads, kv_heads, kv_heads), conv_size
+        self.key_dim, self.value_dim = head_widths(head_dim, expand_k, expand_v)
+        channels = num_heads * self.key_dim + kv_heads * (self.key_dim + self.value_dim)
         self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
         self.conv = ShortConv(channels, conv_size, activation="silu" if conv_size else None)
         if gate == "scalar":
@@ -73,11 +97,11 @@ class GatedLinearAttention(RecurrentLayer):
         elif gate == "vector":
             self.decay = nn.Sequential(
                 nn.Linear(hidden_size, gate_low_rank, bias=False),
-                GateLinear(gate_low_rank, kv_heads * head_dim),
+                GateLinear(gate_low_rank, kv_heads * self.key_dim),
             )
-        self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.norm = GatedRMSNorm(head_dim, norm_eps)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.g_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
+        self.norm = GatedRMSNorm(self.value_dim, norm_eps)
+        self.o_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -97,15 +121,25 @@ class GatedLinearAttention(RecurrentLayer):
         if self.gate == "scalar":
             return self.decay(x)
         g = F.logsigmoid(self.decay(x)) / self.gate_logit_normalizer
-        return g.unflatten(-1, (-1, self.head_dim)), None
+        return g.unflatten(-1, (-1, self.key_dim)), None
 
     def mix(
-        self, x: Tensor, state: LayerState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LayerState | None]:
-        conv, memory = state or (None, None)
+        self,
+        x: Tensor,
+        state: LayerState | RotaryState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        conv, memory, *length = state or (None, None)
         qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, 2)
+        q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
+        in_place = use_cache and state is not None
+        if self.rotary:
+            position, after = token_positions(x, *(length or [None]), cu_seqlens)
+            q, k = (rotary(part, position, self.rope_theta) for part in (q, k))
+            steps = in_place and is_step(x, cu_seqlens)
+            length = [length[0].add_(1) if steps else after]
         g, dt = self.log_decay(x)
         skip = 0.0
         if self.gate == "none":
@@ -113,15 +147,22 @@ class GatedLinearAttention(RecurrentLayer):
         elif self.gate == "scalar":
             skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
             v = v * dt[..., None].to(v.dtype)
-        o, memory = advance(
-            "gla", q, k, v, g, state=memory, in_place=use_cache and state is not None, cu_seqlens=cu_seqlens
-        )
-        y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.head_dim))).flatten(-2))
-        return y, LayerState(conv, memory) if use_cache else None
+        o, memory = advance("gla", q, k, v, g, state=memory, in_place=in_place, cu_seqlens=cu_seqlens)
+        y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.value_dim))).flatten(-2))
+        if not use_cache:
+            return y, None
+        return y, RotaryState(conv, memory, *length) if self.rotary else LayerState(conv, memory)
 
 
-_FIELDS = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
+_FIELDS = ("num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "norm_eps")
 register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
-register_layer("retnet", GatedLinearAttention, *_FIELDS, gate="fixed", compared=False)
-register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector")
-register_layer("mamba2", GatedLinearAttention, *_FIELDS, gate="scalar", conv_size=4)
+register(
+    "retnet",
+    layer_of(GatedLinearAttention, "rotary", "rope_theta", *_FIELDS, gate="fixed", expand_v=2.0),
+    "rotary",
+    "rope_theta",
+    *_FIELDS,
+    compared=False,
+    on_attention=Mixer(layer_of(GatedLinearAttention, *_FIELDS, gate="fixed"), _FIELDS),
+)
+register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", expand_k=0.5)  # d_k = d / 2, d_v = d

@@ -10,19 +10,27 @@ class Mixer(NamedTuple):
     """build: configuration -> layer. fields: what it reads beside hidden_size and num_heads.
 
     compared: whether `girih.compare` trains it when no mixers are named.
+    has_mlp: whether its blocks have a feed-forward layer.
+    on_attention: what `girih.replace_attention` puts on an attention's projections, where these do not fit
+        the layer itself.
     """
 
     build: Callable[[Any], nn.Module]
     fields: tuple[str, ...]
-    compared: bool
+    compared: bool = True
+    has_mlp: bool = True
+    on_attention: "Mixer | None" = None
 
 
 MIXERS: dict[str, Mixer] = {}
 
 
-def register(name: str, build: Callable[[Any], nn.Module], *fields: str, compared: bool = True) -> None:
-    """Makes a mixer known; `girih::nn` registers the same names with the same fields, and their bounds."""
-    MIXERS[name] = Mixer(build, fields, compared)
+def register(name: str, build: Callable[[Any], nn.Module], *fields: str, **more: Any) -> None:
+    """Makes a mixer known; `girih::nn` registers the same names with the same fields, and their bounds.
+
+    more: `Mixer`'s.
+    """
+    MIXERS[name] = Mixer(build, fields, **more)
     for known in sorted(MIXERS):
         MIXERS[known] = MIXERS.pop(known)
 

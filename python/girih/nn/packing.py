@@ -68,6 +68,28 @@ def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens, token, right=True) - 1
 
 
+def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each token's place in its sequence, `[B, T]`, and the length of each sequence after x, `[N]`.
+
+    x `[B, T, ...]`. before: the lengths before x, `[N]` int64; None: x begins them. cu_seqlens: `[N + 1]`,
+    rows' bounds `[B, 2]`, or None.
+    """
+    T = x.shape[1]
+    token = torch.arange(T, device=x.device)
+    is_packed = cu_seqlens is not None and cu_seqlens.dim() == 1
+    count = cu_seqlens.shape[0] - 1 if is_packed else x.shape[0]
+    if before is None:
+        before = torch.zeros(count, dtype=torch.long, device=x.device)
+    if cu_seqlens is None:
+        return before[:, None] + token, before + T
+    first, last = (cu_seqlens[:-1], cu_seqlens[1:]) if is_packed else cu_seqlens.unbind(1)
+    shift, after = before - first, before + last - first
+    if not is_packed:
+        return shift[:, None] + token, after
+    sequence = sequence_of_token(cu_seqlens, T).clamp(0, max(count - 1, 0))
+    return (shift[sequence] + token)[None], after
+
+
 def seq_idx_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """seq_idx `[1, T]` int32 of packed sequences."""
     return sequence_of_token(cu_seqlens, tokens)[None].int()

@@ -44,6 +44,16 @@ def projections(
     return made
 
 
+def split_heads(
+    qkv: Tensor, heads: tuple[int, int, int], key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, `[..., heads, width]` each, of qkv `[..., channels]`."""
+    widths = (key_dim, key_dim, value_dim)
+    parts = qkv.split([n * width for n, width in zip(heads, widths, strict=True)], -1)
+    q, k, v = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, heads, strict=True))
+    return q, k, v
+
+
 def weight_of(module: nn.Module) -> Tensor | None:
     """That of its product, where the module is as it was made."""
     if type(module) is GateLinear and is_called_plainly(module):

@@ -31,9 +31,14 @@ def advance(
     one returns the next. A first memory is never written, nor a state without use_cache. Returns the output
     and the state after the last token.
     """
-    if in_place and cu_seqlens is None and data[0].shape[1] == 1 and not torch.is_grad_enabled():
+    if in_place and is_step(data[0], cu_seqlens):
         return getattr(ops, f"{name}_step")(*data, state=state, **options), state
     return getattr(ops, name)(*data, state=state, cu_seqlens=cu_seqlens, **options)
+
+
+def is_step(x: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """One token of each sequence, without gradient."""
+    return cu_seqlens is None and x.shape[1] == 1 and not torch.is_grad_enabled()
 
 
 def map_state(f: Callable[[Tensor], Tensor], state: Any, device_only: bool = False) -> Any:

@@ -86,6 +86,8 @@ def config_of_size(
 ) -> GirihConfig:
     """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
 
+    Where no mixer's blocks have an MLP the number of layers is, which comes within half a layer.
+
     mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, which
     goes by 16 where it is one of them and else by the first unless a call says otherwise. options: other
     fields of the configuration, "chunk=1 phi=identity".
@@ -102,31 +104,35 @@ def config_of_size(
     if len(names) > size.layers:
         raise Refusal(f"mixer {mixer}: {len(names)} cannot take turns over {size.layers} layers")
 
-    def config(intermediate: int) -> GirihConfig:
+    has_mlp = any(name not in MIXERS or MIXERS[name].has_mlp for name in names)
+
+    def config(steps: int) -> GirihConfig:
+        layers = size.layers if has_mlp else steps * len(names)
         return GirihConfig(
             vocab_size=vocab_size,
             hidden_size=size.heads * size.head_dim,
-            num_hidden_layers=size.layers,
+            num_hidden_layers=layers,
             num_heads=size.heads,
             head_dim=size.head_dim,
-            intermediate_size=intermediate,
-            mixer=[names[i % len(names)] for i in range(size.layers)] if len(names) > 1 else mixer,
+            intermediate_size=steps * STEP if has_mlp else None,
+            mixer=[names[i % len(names)] for i in range(layers)] if len(names) > 1 else mixer,
             **fields,
         )
 
-    def count(intermediate: int) -> int:
+    def count(steps: int) -> int:
         with torch.device("meta"):
-            return GirihForCausalLM(config(intermediate)).num_parameters()
+            return GirihForCausalLM(config(steps)).num_parameters()
 
     try:
-        least = count(STEP)
+        least = count(1)
     except ValueError as error:  # a mixer that this size or this hybrid cannot hold
         raise Refusal(f"mixer {mixer}: {error}") from error
-    a_step = count(2 * STEP) - least
-    intermediate = STEP * max(1, 1 + round((size.parameters - least) / a_step))
-    if abs(count(intermediate) / size.parameters - 1) > 0.02:
+    a_step = count(2) - least
+    steps = max(1, 1 + round((size.parameters - least) / a_step))
+    allowed = 0.02 * size.parameters if has_mlp else a_step / 2
+    if abs(count(steps) - size.parameters) > allowed:
         raise Refusal(f"mixer {mixer}: it has {least:,} parameters or more, asked for {size.parameters:,}")
-    return config(intermediate)
+    return config(steps)
 
 
 def model_of_size(mixer: str, size: Recipe, vocab_size: int = 256, options: str = "") -> GirihForCausalLM:

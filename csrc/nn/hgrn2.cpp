@@ -1,0 +1,56 @@
+#include "mixers.h"
+#include "step.h"
+
+namespace girih::nn {
+
+HGRN2Impl::HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options given)
+    : options(completed("hgrn2", hidden_size, num_heads, given)),
+      heads_(3, num_heads),
+      key_dim_(head_widths(options).key),
+      value_dim_(head_widths(options).value) {
+  set_lower_bound(options.lower_bound);
+  const auto width = num_heads * value_dim_;
+  qfv_proj = register_module("qfv_proj", linear(hidden_size, 2 * num_heads * key_dim_ + width));
+  norm = register_module("norm", RMSNorm(width, options.norm_eps));
+  o_proj = register_module("o_proj", linear(width, hidden_size));
+}
+
+void HGRN2Impl::set_lower_bound(double lower_bound) {
+  TORCH_CHECK_VALUE(lower_bound >= 0 && lower_bound < 1, "lower_bound is ", lower_bound,
+                    "; expected at least 0 and less than 1");
+  options.lower_bound = lower_bound;
+}
+
+std::vector<Product> HGRN2Impl::products() const { return {product_of(qfv_proj)}; }
+
+Product HGRN2Impl::output() const { return product_of(o_proj); }
+
+Output HGRN2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
+  const auto [q, f, v] = split_heads(projected[0], heads_, key_dim_, value_dim_);
+  const auto logits = at_least_fp32(f);
+  const auto bound = options.lower_bound;
+  // log f; without a bound sigmoid(logits) may be too small for its logarithm.
+  const auto g = bound > 0 ? at::log(bound + (1 - bound) * logits.sigmoid()) : at::log_sigmoid(logits);
+  const auto k = ((1 - bound) * at::sigmoid(-logits)).to(v.scalar_type());  // 1 - f
+  const ops::GLAOptions gla{
+      .scale = 1.0, .state = call.part(0).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
+  const auto read = at::silu(q);
+  auto [o, memory] = call.steps(projected[0]) ? std::pair(ops::gla_step(read, k, v, g, gla), gla.state)
+                                              : ops::gla(read, k, v, g, gla);
+  return {o.flatten(-2), {{}, {State::of(memory)}}};
+}
+
+namespace {
+
+const Registered hgrn2({
+    "hgrn2",
+    [](const Config& c) -> AnyLayer {
+      return std::make_shared<HGRN2Impl>(c.hidden_size, c.num_heads, options_of<HGRN2Options>(c));
+    },
+    {"head_dim", "expand_k", "expand_v", "norm_eps"},
+    [](const Config& c) { head_widths(c, 1, 1); },
+});
+
+}  // namespace
+
+}  // namespace girih::nn
