@@ -112,11 +112,15 @@ Tensor AttentionImpl::visible(int64_t past, int64_t T, const Tensor& valid, cons
   return valid.defined() ? ((see & valid.unsqueeze(1)) | (key == query)).unsqueeze(1) : see;
 }
 
-Output AttentionImpl::run(const Tensor& x, const Call& call) {
+void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
   check_packing(x, call.cu_seqlens);
   TORCH_CHECK_VALUE(
       !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
       "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
+}
+
+Output AttentionImpl::run(const Tensor& x, const Call& call) {
+  check_packed(x, call);
   return by_products(x, call);
 }
 

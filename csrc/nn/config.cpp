@@ -145,6 +145,36 @@ void check_mixers(const Config& c) {
   }
 }
 
+// Those whose attention has a layer's place; of a mixture, or of CAT, it is a part.
+std::vector<int64_t> attention_layers(const Config& c) {
+  std::vector<int64_t> found;
+  const auto names = c.mixers();
+  for (size_t i = 0; i < names.size(); ++i)
+    if (names[i] == "attention") found.push_back(int64_t(i));
+  return found;
+}
+
+void check_injections(const Config& c) {
+  const auto there = attention_layers(c);
+  std::set<int64_t> injected;
+  for (const auto& injection : c.injections) {
+    for_each_injected(injection, [](const char* name, const auto& field, const Allowed& allowed) {
+      check_value((std::string("girih.") + name).c_str(), field, allowed);
+    });
+    check_path(injection.path);
+    check_mixture(injection.mix);
+    TORCH_CHECK_VALUE(!there.empty(), "girih: the model has no attention to inject into; expected mixer ",
+                      "'attention', or a list with it");
+    const auto layers = injected_layers(c, injection);
+    for (const auto layer : std::set(layers.begin(), layers.end())) {
+      TORCH_CHECK_VALUE(std::ranges::count(there, layer) > 0, "girih.layers has ", layer,
+                        "; attention that can be converted is at ", c10::Join(", ", there));
+      TORCH_CHECK_VALUE(injected.insert(layer).second, "girih.layers has ", layer,
+                        ", which has a linear path already");
+    }
+  }
+}
+
 // Fields that some mixers read and others do not. Those that say what a head is belong to every model.
 bool is_option(const std::string& field) {
   static const std::set<std::string> all = [] {
@@ -222,11 +252,46 @@ void read_mixer(const json& value, Config& config) {
   for (const auto& name : value) read_value("mixer", name, config.hybrid.emplace_back());
 }
 
+// One entry of `girih`. What the file's version of girih knows and this one does not is refused.
+Injection read_injection(const json& entry) {
+  TORCH_CHECK_VALUE(entry.is_object() && entry.contains("how"), "girih holds ", shown(entry),
+                    "; expected what girih.inject saved");
+  TORCH_CHECK_VALUE(entry["how"] == "inject", "girih.how is ", shown(entry["how"]),
+                    "; expected inject: replaced attention is read by Python alone");
+  const auto mixer = entry.value("mixer", json("delta_product"));
+  TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", shown(mixer), "; expected delta_product");
+  const auto window = entry.value("max_self_attn_length", json());
+  TORCH_CHECK_VALUE(window.is_null(), "girih.max_self_attn_length is ", shown(window),
+                    "; expected null: girih's own attention keeps all keys");
+  std::set<std::string> known = {"how", "mixer", "max_self_attn_length"};
+  Injection injection;
+  for_each_injected(injection, [&](const char* name, auto& field, const Allowed&) {
+    known.insert(name);
+    if (const auto value = entry.find(name); value != entry.end())
+      read_value((std::string("girih.") + name).c_str(), *value, field);
+  });
+  for (const auto& [name, value] : entry.items())
+    TORCH_CHECK_VALUE(known.contains(name), "girih has ", quoted_word(name),
+                      ", which this version of girih does not know");
+  return injection;
+}
+
+json written(const Injection& injection) {
+  json entry = {{"how", "inject"}, {"mixer", "delta_product"}, {"max_self_attn_length", nullptr}};
+  for_each_injected(
+      injection, [&](const char* name, const auto& field, const Allowed&) { entry[name] = written(field); });
+  return entry;
+}
+
 void read_fields(const json& values, Config& config) {
   for_each_field(config, [&](const char* name, auto& field, const Allowed&) {
     if (const auto value = values.find(name); value != values.end()) read_value(name, *value, field);
   });
   if (const auto mixer = values.find("mixer"); mixer != values.end()) read_mixer(*mixer, config);
+  const auto injections = values.find("girih");
+  if (injections == values.end() || injections->is_null()) return;
+  if (!injections->is_array()) refuse_type("girih", *injections, "a list of what girih.inject saved");
+  for (const auto& entry : *injections) config.injections.push_back(read_injection(entry));
 }
 
 // "chunk=1 phi=identity" as an object.
@@ -299,6 +364,18 @@ void check_unread(const Config& c) {
 
 }  // namespace
 
+void check_path(const LinearPathOptions& options) {
+  for_each_path_option(options, [](const char* name, const auto& option, const Allowed& allowed) {
+    check_value(name, option, allowed);
+  });
+  TORCH_CHECK_VALUE(options.between_chunks || options.chunk == LinearPathOptions{}.chunk, "chunk is ",
+                    options.chunk, "; expected none: it is for between_chunks");
+}
+
+std::vector<int64_t> injected_layers(const Config& config, const Injection& injection) {
+  return injection.layers.value_or(attention_layers(config));
+}
+
 Config completed_for_layer(const Config& config) {
   const auto c = complete(config);
   check_mixers(c);
@@ -314,6 +391,7 @@ Config Config::completed() const {
   nn::mixers().at("mag").check(c);  // names that exist, used or not
   check_unread(c);
   check_mixers(c);
+  check_injections(c);
   return c;
 }
 
@@ -353,6 +431,7 @@ std::string Config::to_json() const {
   for_each_field(*this,
                  [&](const char* name, const auto& field, const Allowed&) { values[name] = written(field); });
   values["mixer"] = hybrid.empty() ? json(mixer) : json(hybrid);
+  for (const auto& injection : injections) values["girih"].push_back(written(injection));
   return values.dump(2) + "\n";
 }
 

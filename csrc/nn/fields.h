@@ -87,6 +87,30 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("pad_token_id", c.pad_token_id, id);
 }
 
+// visit(name, option, allowed) of a linear path's options.
+template <class AnyOptions, class Visit>
+void for_each_path_option(AnyOptions& o, Visit&& visit) {
+  visit("n", o.n, between(1, 4));
+  visit("virtual_tokens", o.virtual_tokens, Allowed{.words = {"derivative", "rotary", "both"}});
+  visit("gate", o.gate, Allowed{.words = {"k", "v", "kv"}});
+  visit("gate_per", o.gate_per, Allowed{.words = {"channel", "head"}});
+  visit("pool", o.pool, Allowed{.words = {"past", "window"}});
+  visit("between_chunks", o.between_chunks, words_of("delta_product", "between_chunks"));
+  visit("chunk", o.chunk, between(1, describe("delta_product").option("chunk").most));
+  visit("norm_eps", o.norm_eps, between(0, 1e30));
+}
+void check_path(const LinearPathOptions& options);
+
+// visit(name, field, allowed) of every field of an injection.
+template <class AnyInjection, class Visit>
+void for_each_injected(AnyInjection& i, Visit&& visit) {
+  visit("layers", i.layers, between(0, 0x7fffffff));
+  for_each_path_option(i.path, visit);
+  visit("weight", i.mix.weight, between(0, 1));
+  visit("learned", i.mix.learned, Allowed{});
+  visit("cross", i.mix.cross, Allowed{});
+}
+
 // visit(field, option) of the fields that are options of a layer too.
 template <class AnyConfig, class Options, class Visit>
 void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {

@@ -61,11 +61,12 @@ Tensor BlockImpl::around(const Tensor& x,
 ModelImpl::ModelImpl(const Config& config)
     : embed_tokens(register_module("embed_tokens", embedding(config.vocab_size, config.hidden_size))),
       layers(register_module("layers", torch::nn::ModuleList())) {
-  for (const auto& name : config.mixers()) {
-    const auto inner = mixers().at(name).has_mlp ? config.intermediate_size : std::nullopt;
-    layers->push_back(Block(make_mixer(name, config), config.hidden_size, inner, config.norm_eps));
-    const auto bound = double(layers->size() - 1) / double(config.num_hidden_layers);
-    for (const auto& module : layers->ptr(layers->size() - 1)->modules())
+  const auto names = config.mixers();
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    const auto inner = mixers().at(names[size_t(i)]).has_mlp ? config.intermediate_size : std::nullopt;
+    layers->push_back(Block(make_mixer(i, config), config.hidden_size, inner, config.norm_eps));
+    const auto bound = double(i) / double(config.num_hidden_layers);
+    for (const auto& module : layers->ptr(size_t(i))->modules())
       if (auto* layer = module->as<HGRN2>()) layer->set_lower_bound(bound);
   }
   norm = register_module("norm", RMSNorm(config.hidden_size, config.norm_eps));
@@ -135,6 +136,25 @@ LanguageModelImpl::LanguageModelImpl(const Config& given) : config(affordable(gi
       torch::nn::init::normal_(embedding->weight, 0.0, *config.initializer_range);
     }
   }
+}
+
+LanguageModel inject(const LanguageModel& model, const Injection& injection) {
+  auto config = model->config;
+  config.injections.push_back(injection);
+  LanguageModel injected = [&] {
+    const WithoutValues all_are_the_models;
+    return LanguageModel(config);
+  }();
+  const auto weight = model->parameters()[0];
+  injected->to(weight.device(), weight.scalar_type());
+  const at::NoGradGuard no_grad;
+  const auto share = [](auto to, const auto& from) {
+    for (const auto& item : from) to[item.key()].set_data(item.value().detach());
+  };
+  share(injected->named_parameters(), model->named_parameters());
+  share(injected->named_buffers(), model->named_buffers());
+  injected->train(model->is_training());
+  return injected;
 }
 
 void LanguageModelImpl::set_chunk(int64_t chunk) {

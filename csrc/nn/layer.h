@@ -68,6 +68,9 @@ void check_packing(const Tensor& x, const Tensor& cu_seqlens);
 // Refuses a state that another layer returned; an empty one is a start.
 void check_state(const State& state, size_t tensors, size_t parts);
 
+// Refuses a weight that is none, and a learned one that a sigmoid does not reach.
+void check_mixture(const MixAttentionOptions& options);
+
 // The order [B, T] that moves each row's valid tokens to its front, each token's place in it, and how many
 // are valid, [B]. Both parts keep their order.
 std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);

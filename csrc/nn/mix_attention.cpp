@@ -5,13 +5,14 @@
 
 namespace girih::nn {
 
-MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttentionOptions given)
-    : options(given),
-      base(register_module("base", std::move(first))),
-      mixer(register_module("mixer", std::move(second))) {
+void check_mixture(const MixAttentionOptions& options) {
   const double m = options.weight;
   TORCH_CHECK_VALUE(m >= 0 && m <= 1 && !(options.learned && (m == 0 || m == 1)), "weight is ", m,
                     "; expected a number from 0 to 1, and between them if it is learned");
+}
+
+MemoryAsGateImpl::MemoryAsGateImpl(MixAttentionOptions given) : options(given) {
+  check_mixture(options);
   if (options.learned) {
     logit = register_parameter("logit", at::empty({1}));
     no_weight_decay({logit});
@@ -23,7 +24,7 @@ MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttention
   reset_parameters();
 }
 
-void MixAttentionImpl::reset_parameters() {
+void MemoryAsGateImpl::reset_parameters() {
   const double m = options.weight;
   if (options.learned) {
     torch::nn::init::constant_(logit, std::log(m / (1 - m)));
@@ -32,10 +33,28 @@ void MixAttentionImpl::reset_parameters() {
   }
 }
 
-void MixAttentionImpl::set_weight(double m) {
+void MemoryAsGateImpl::set_weight(double m) {
   TORCH_CHECK_VALUE(!options.learned, "weight: this mixture learns it, a schedule cannot move it");
   weight.fill_(m);
 }
+
+Tensor MemoryAsGateImpl::current_weight() const { return options.learned ? logit.sigmoid() : weight; }
+
+Tensor MemoryAsGateImpl::mixture(const Tensor& base, const Tensor& mixed) const {
+  const auto m = current_weight();
+  if (!options.cross) {
+    const auto type = at::promote_types(base.scalar_type(), mixed.scalar_type());
+    return at::lerp(base.to(type), mixed.to(type), m.to(type));
+  }
+  const auto of_mixed = m.to(base.scalar_type());
+  const auto b = at::rsub(of_mixed, 1) * base, y = of_mixed * mixed;
+  return b + y + b * y;
+}
+
+MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttentionOptions given)
+    : MemoryAsGateImpl(given),
+      base(register_module("base", std::move(first))),
+      mixer(register_module("mixer", std::move(second))) {}
 
 bool MixAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   check_state(state, 0, 2);
@@ -44,18 +63,9 @@ bool MixAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) const {
 
 Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
   check_state(call.state, 0, 2);
-  auto [b, base_state] = run_part(*base, x, call, 0);
-  auto [y, mixer_state] = run_part(*mixer, x, call, 1);
-  const auto m = options.learned ? logit.sigmoid() : weight;
-  State state{{}, {base_state, mixer_state}};
-  if (!options.cross) {
-    const auto type = at::promote_types(b.scalar_type(), y.scalar_type());
-    return {at::lerp(b.to(type), y.to(type), m.to(type)), state};
-  }
-  const auto of_y = m.to(b.scalar_type());
-  b = at::rsub(of_y, 1) * b;
-  y = of_y * y;
-  return {b + y + b * y, state};
+  const auto [b, base_state] = run_part(*base, x, call, 0);
+  const auto [y, mixer_state] = run_part(*mixer, x, call, 1);
+  return {mixture(b, y), {{}, {base_state, mixer_state}}};
 }
 
 namespace {

@@ -74,6 +74,14 @@ AnyLayer make_mixer(const std::string& name, const Config& config) {
   return found->second.build(config);
 }
 
+AnyLayer make_mixer(int64_t layer, const Config& config) {
+  for (const auto& injection : config.injections) {
+    if (std::ranges::count(injected_layers(config, injection), layer) > 0)
+      return make_injected(config, injection);
+  }
+  return make_mixer(config.mixers().at(size_t(layer)), config);
+}
+
 MixerField chunk_of(const char* op, int64_t headers) {
   const auto& chunk = describe(op).option("chunk");
   return {"chunk", std::max<int64_t>(1, int64_t(chunk.least) - headers), int64_t(chunk.most) - headers};

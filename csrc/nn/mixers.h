@@ -73,6 +73,12 @@ Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Opt
   return options_of(completed_for_layer(config), std::move(options));
 }
 
+// The layers that an injection names.
+std::vector<int64_t> injected_layers(const Config& config, const Injection& injection);
+
+// Attention as a completed configuration has it, with a linear path beside it.
+AnyLayer make_injected(const Config& config, const Injection& injection);
+
 // Every mixer, by name.
 const std::map<std::string, Mixer>& mixers();
 

@@ -32,8 +32,18 @@ Config read_config(const path& file) {
   }
 }
 
+// Refuses a model of transformers, converted or not, before its fields are taken for girih's.
+void check_model_type(const path& file) {
+  const auto values = json::parse(text_of(file), nullptr, /*allow_exceptions=*/false);
+  const auto type = values.is_object() ? values.value("model_type", json("girih")) : json("girih");
+  TORCH_CHECK_VALUE(type == "girih", file.string(), ": model_type is ",
+                    type.is_string() ? quoted(type.get<std::string>()) : "no string",
+                    "; expected girih: other models, converted ones too, are read by Python alone");
+}
+
 // With the tokens that Python's generate follows.
 Config config_of(const path& folder) {
+  check_model_type(folder / "config.json");
   auto config = read_config(folder / "config.json").without_unread();
   const auto file = folder / "generation_config.json";
   if (!exists(file)) return config;

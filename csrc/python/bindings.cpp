@@ -4,6 +4,7 @@
 
 namespace py = pybind11;
 using girih::nn::LanguageModelImpl;
+using girih::nn::MixSchedule;
 using girih::nn::Output;
 using girih::nn::State;
 using girih::nn::TokenIds;
@@ -63,4 +64,18 @@ PYBIND11_MODULE(_C, m) {
       .def("set_chunk", &LanguageModelImpl::set_chunk, py::arg("chunk"))
       .def("named_parameters", [](const LanguageModelImpl& model) { return named(model.named_parameters()); })
       .def("named_buffers", [](const LanguageModelImpl& model) { return named(model.named_buffers()); });
+  py::class_<MixSchedule>(m, "MixSchedule", "The weight of a model's mixtures by the training step.")
+      .def(py::init([](const std::string& schedule, std::optional<double> first, std::optional<double> final,
+                       std::optional<int64_t> steps, std::optional<std::vector<double>> levels) {
+             return MixSchedule(schedule, {first, final, steps, std::move(levels)});
+           }),
+           py::arg("schedule") = "gradual", py::kw_only(), py::arg("first") = py::none(),
+           py::arg("final") = py::none(), py::arg("steps") = py::none(), py::arg("levels") = py::none())
+      .def("weight", &MixSchedule::weight, py::arg("step"))
+      .def(
+          "set_weights",
+          [](const MixSchedule& schedule, const LanguageModelImpl& model, int64_t step) {
+            schedule.set_weights(model, step);
+          },
+          py::arg("model"), py::arg("step"));
 }

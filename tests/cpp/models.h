@@ -41,6 +41,19 @@ inline std::vector<nn::Config> configurations() {
     all.push_back(config);
   };
   with([](auto& c) { c.mixer = "attention", c.window = 3; });
+  with([](auto& c) { c.mixer = "attention", c.injections = {nn::Injection{}}; });
+  with([](auto& c) {
+    c.mixer = "attention", c.num_kv_heads = 1;
+    c.injections = {nn::Injection{.layers = std::vector<int64_t>{1},
+                                  .path = {.n = 3,
+                                           .virtual_tokens = "both",
+                                           .gate = "kv",
+                                           .gate_per = "head",
+                                           .pool = "window",
+                                           .between_chunks = "tanh",
+                                           .chunk = kChunk},
+                                  .mix = {.weight = 0.7, .learned = true, .cross = true}}};
+  });
   with([](auto& c) { c.mixer = "gsa", c.num_slots = 5, c.data_dependent_decay = false; });
   with([](auto& c) {
     c.mixer = "trellis", c.num_slots = 5, c.chunk = kChunk, c.shared_qk = true, c.normalize_kv = false;
@@ -57,6 +70,7 @@ inline std::vector<nn::Config> configurations() {
 inline std::string name_of(const nn::Config& config) {
   std::string name = config.mixer;
   for (const auto& part : config.hybrid) name += " " + part;
+  if (!config.injections.empty()) name += ", injected";
   return name;
 }
 

@@ -595,6 +595,11 @@ TEST_CASE("Options that are not given", "[nn]") {
   CHECK((conv.kernel_size == 4 && conv.activation == "silu" && !conv.bias));
   const nn::MixAttentionOptions mixture;
   CHECK((mixture.weight == 0.5 && !mixture.learned && !mixture.cross));
+  const nn::LinearPathOptions path;
+  CHECK((path.n == 2 && path.virtual_tokens == "derivative" && path.gate == "k" &&
+         path.gate_per == "channel" && path.pool == "past" && !path.between_chunks && path.chunk == 64 &&
+         path.norm_eps == 1e-6));
+  CHECK_FALSE(nn::Injection{}.layers);
   const nn::GenerateOptions generate;
   CHECK((generate.max_new_tokens == 64 && generate.temperature == 0 && !generate.top_k && !generate.top_p &&
          !generate.generator && !generate.eos_token_id));

@@ -75,7 +75,7 @@ def base_model(family="llama", seed=0, **own):
 
 
 def fits(family, way):
-    """Whether a family's attention can have what a way asks of it: girih's own has no window."""
+    """Whether a family's attention can have what a way asks of it: girih's own keeps all keys."""
     return family != "girih" or "max_self_attn_length" not in WAYS[way]
 
 

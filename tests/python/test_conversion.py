@@ -55,7 +55,7 @@ def base(family):
 @pytest.fixture(params=WAYS)
 def way(family, request):
     if not fits(family, request.param):
-        pytest.skip("girih's own attention has no window")
+        pytest.skip("girih's own attention keeps all keys")
     return request.param
 
 
@@ -445,7 +445,7 @@ def wrong(**options):
         ),
         (
             lambda: girih.inject(base_model("girih"), max_self_attn_length=4),
-            "max_self_attn_length: girih's own attention has no window",
+            "max_self_attn_length is 4; expected none: girih's own attention keeps all keys",
         ),
         (
             lambda: girih.inject(base_model("girih", mixer="gsa")),

@@ -24,6 +24,13 @@ using TokenIds = std::variant<int64_t, std::vector<int64_t>>;
 // All of them; without any, none.
 std::vector<int64_t> list_of(const std::optional<TokenIds>& ids);
 
+// What girih.inject does to attention: a linear path beside it, and their mixture (LiZA and MaG of TPTT).
+struct Injection {
+  std::optional<std::vector<int64_t>> layers = {};  // by default all whose mixer is attention
+  LinearPathOptions path = {};
+  MixAttentionOptions mix = {};
+};
+
 // girih.models.GirihConfig: the same fields, the same defaults, the same errors.
 struct Config {
   int64_t vocab_size = 256;
@@ -71,6 +78,8 @@ struct Config {
   std::optional<int64_t> bos_token_id = {};
   std::optional<TokenIds> eos_token_id = {};
   std::optional<int64_t> pad_token_id = {};
+  // Each of other layers; the entry `girih` of config.json, as girih.inject writes it.
+  std::vector<Injection> injections = {};
 
   // The mixer of each layer.
   std::vector<std::string> mixers() const;
@@ -101,6 +110,8 @@ std::vector<std::string> mixer_names();
 
 // The mixer that a configuration calls `name`; the configuration must be completed.
 AnyLayer make_mixer(const std::string& name, const Config& config);
+// The mixer of a layer, injected where the configuration says so.
+AnyLayer make_mixer(int64_t layer, const Config& config);
 
 // Embedding, blocks, RMS norm: ids [B, T] -> [B, T, hidden_size].
 class ModelImpl : public LayerImpl {
@@ -215,6 +226,10 @@ class LanguageModelImpl : public LayerImpl {
   torch::nn::Embedding embed_tokens_{nullptr};  // the model's
 };
 TORCH_MODULE(LanguageModel);
+
+// The model with a linear path beside the attention of some layers. Its other weights are the model's, in the
+// same memory. Throws c10::ValueError as a configuration does.
+LanguageModel inject(const LanguageModel& model, const Injection& injection = {});
 
 // The model in a folder that save_pretrained wrote, here or in Python, for inference (eval mode). Its tokens
 // bos, eos and pad are those of generation_config.json where that names them. Throws c10::ValueError for a

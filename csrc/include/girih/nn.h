@@ -617,7 +617,9 @@ class AttentionImpl : public LayerImpl {
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
 
  protected:
-  Output run(const Tensor& x, const Call& call) final;
+  Output run(const Tensor& x, const Call& call) override;
+  // Refuses what is no packing of x, and packed sequences with a cache.
+  void check_packed(const Tensor& x, const Call& call) const;
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -717,24 +719,135 @@ struct MixAttentionOptions {
   bool cross = false;
 };
 
-// y = (1 - m) base(x) + m mixer(x), with `cross` also + [(1 - m) base(x)] * [m mixer(x)] (MaG; TPTT eq. 7,
+// The weight m of (1 - m) base + m mixed, with `cross` also + [(1 - m) base] * [m mixed] (MaG; TPTT eq. 7,
 // 8). m is the buffer `weight`, or with `learned` the sigmoid of the parameter `logit`.
-class MixAttentionImpl : public LayerImpl {
+class MemoryAsGateImpl : public LayerImpl {
  public:
-  MixAttentionImpl(AnyLayer base, AnyLayer mixer, MixAttentionOptions options = {});
+  explicit MemoryAsGateImpl(MixAttentionOptions options = {});
   void reset_parameters();
-  // Moves m, without waiting for the device.
+  // Moves m, without waiting for the device. Throws c10::ValueError for a learned weight.
   void set_weight(double weight);
-  bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  Tensor current_weight() const;
+  // base and mixed have one shape, which is the mixture's.
+  Tensor mixture(const Tensor& base, const Tensor& mixed) const;
 
   MixAttentionOptions options;
-  AnyLayer base, mixer;
   Tensor logit, weight;
+};
+
+// y = (1 - m) base(x) + m mixer(x), as MemoryAsGate mixes them.
+class MixAttentionImpl : public MemoryAsGateImpl {
+ public:
+  MixAttentionImpl(AnyLayer base, AnyLayer mixer, MixAttentionOptions options = {});
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
+
+  AnyLayer base, mixer;
 
  protected:
   Output run(const Tensor& x, const Call& call) override;
 };
 TORCH_MODULE(MixAttention);
+
+struct LinearPathOptions {
+  int64_t n = 2;                                   // steps a token, 1 to 4
+  std::string virtual_tokens = "derivative";       // rotary, both
+  std::string gate = "k";                          // v, kv: the product of both gates
+  std::string gate_per = "channel";                // head: the mean over channels
+  std::string pool = "past";                       // window: the last three tokens
+  std::optional<std::string> between_chunks = {};  // gelu, tanh
+  int64_t chunk = 64;                              // read with between_chunks alone
+  double norm_eps = 1e-6;
+};
+
+// DeltaProduct of an attention's q, k and v, without a projection of its own (LiZA; TPTT, section 3).
+//   beta = sigmoid(mean of k over the past),   q, k, v <- silu(.) / |silu(.)|                    eq. 5, 4
+//   k_0 = k, v_0 = v;   k_m, v_m: their m-th differences over tokens, or turned by 2 pi m / n    eq. 22, 23
+//   for m < n:  S <- S + k_m (beta * v_m - S^T (beta * k_m))^T
+//   o = RMSNorm(S^T q)                                                                           eq. 6
+// x [B, T, (heads + 2 kv_heads) head_dim], q, k and v one after the other -> o [B, T, heads head_dim]. The
+// state {count} has how many tokens the pool has, [N], of pool = past; its parts are the pool, a sum of
+// tokens or the last two, the memory, and for each difference the row before.
+class LinearPathImpl : public RecurrentLayerImpl {
+ public:
+  LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, LinearPathOptions options = {});
+
+  LinearPathOptions options;
+  RMSNorm norm{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) override;
+
+ private:
+  bool has_differences() const { return options.virtual_tokens != "rotary"; }
+  Tensor pool(const Tensor& x, const Call& call, State& after) const;
+  Tensor step_sizes(const Tensor& k, const Tensor& v, const Call& call, State& after) const;
+  Tensor virtual_rows(const Tensor& kv, const Call& call, State& after) const;
+  std::vector<int64_t> heads_;  // of q, k and v
+  int64_t head_dim_;
+};
+TORCH_MODULE(LinearPath);
+
+// A linear path, and the weight m that mixes it with the attention beside it. As a layer it is the path.
+class LizaImpl : public MemoryAsGateImpl {
+ public:
+  LizaImpl(LinearPath path, MixAttentionOptions options = {});
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
+
+  LinearPath path{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+};
+TORCH_MODULE(Liza);
+
+// Attention, and a linear path beside it that reads the same q, k and v before rotary positions and shares
+// the output projection.
+//   y = (1 - m) W_o attention(q, k, v) + m W_o path(q, k, v)      TPTT eq. 7; with `cross`, eq. 8
+// At m = 0 it is attention, bit for bit. The state's parts are attention's, which grows, and the path's.
+class InjectedAttentionImpl : public AttentionImpl {
+ public:
+  InjectedAttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions attention = {},
+                        LinearPathOptions path = {}, MixAttentionOptions mix = {});
+  bool stepped(State& state, std::vector<int64_t>& kind) const override;
+
+  Liza girih{nullptr};
+
+ protected:
+  Output run(const Tensor& x, const Call& call) override;
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+};
+TORCH_MODULE(InjectedAttention);
+
+// Each schedule has the options that it reads; without one it takes the default.
+struct MixScheduleOptions {
+  std::optional<double> first = {};                // of gradual: 0.01
+  std::optional<double> final = {};                // of constant and gradual: 0.5
+  std::optional<int64_t> steps = {};               // of gradual and cyclic: 100
+  std::optional<std::vector<double>> levels = {};  // of cyclic: 0, 0.5, 1
+};
+
+// The weight m of a model's mixtures by the number of the training step (TPTT, section 4).
+//   constant: `final`.  gradual: from `first` to `final` in a line over `steps` steps.  cyclic: the next of
+//   `levels` every `steps` steps, round and round.
+// Throws c10::ValueError for an unknown schedule, an option that the schedule does not read, and a weight
+// that is not from 0 to 1.
+//
+//   const MixSchedule schedule("gradual", {.first = 0.0, .final = 0.5, .steps = 100});
+//   for (int64_t step = 0; step < steps; ++step) { schedule.set_weights(*model, step); ... }
+class MixSchedule {
+ public:
+  explicit MixSchedule(std::string schedule = "gradual", MixScheduleOptions options = {});
+  double weight(int64_t step) const;
+  // Moves every mixture of the model. Throws c10::ValueError where there is none, and where one is learned.
+  void set_weights(const torch::nn::Module& model, int64_t step) const;
+
+ private:
+  std::string schedule_;
+  double first_, final_;
+  int64_t steps_;
+  std::vector<double> levels_;
+};
 
 // The Llama block: x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)). Without intermediate_size the second
 // part is absent, as in Mamba-2.

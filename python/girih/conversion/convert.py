@@ -41,7 +41,10 @@ class Conversion:
                 'get_peft_model with modules_to_save=["girih"]'
             )
         if getattr(told, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
-            raise ValueError("max_self_attn_length: girih's own attention has no window")
+            raise ValueError(
+                f"max_self_attn_length is {told.max_self_attn_length}; expected none: girih's own attention "
+                "keeps all keys, and its window is in its configuration"
+            )
         self.layers: dict[str, nn.Module] = {}
         found = attention_of(self.model, told.layers, isinstance(told, Replacement))
         if not any(isinstance(module, ConvertedAttention) for module in self.model.modules()):

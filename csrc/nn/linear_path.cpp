@@ -1,0 +1,220 @@
+// LiZA: a linear path that reads the same q, k and v as an attention, and the attention with one beside it.
+#include <cmath>
+#include <numbers>
+
+#include "fields.h"
+#include "fused.h"
+#include "layer.h"
+#include "mixers.h"
+#include "step.h"
+
+namespace girih::nn {
+namespace {
+
+constexpr int64_t kWindow = 3;  // tokens of a pooled gate
+
+// SiLU, then length 1 (eq. 4), in the dtype of x; lengths are fp32 at least. x [..., head_dim].
+Tensor silu_unit(const Tensor& x) {
+  constexpr double kShortest = 1e-6;  // what shorter rows count as
+  const auto y = at::silu(x);
+  const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
+  const auto length = at::linalg_vector_norm(y, 2, at::IntArrayRef{-1}, /*keepdim=*/true, wide);
+  return (y / length.clamp_min(kShortest)).to(x.scalar_type());
+}
+
+// The pairs (2i, 2i + 1) of x [..., D] turned by `angle` (eq. 23).
+Tensor turn_pairs(const Tensor& x, double angle) {
+  const auto pair = x.unflatten(-1, {-1, 2}).unbind(-1);
+  const double cos = std::cos(angle), sin = std::sin(angle);
+  return at::stack({pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos}, -1).flatten(-2);
+}
+
+// For each token of x [B, T, ...] how many tokens its sequence has up to it, [B, T] or [1, T], and how many
+// each sequence has in the end, [N]. before [N]: those of earlier calls, or undefined.
+std::pair<Tensor, Tensor> count_tokens(const Tensor& x, const Tensor& before, const Tensor& cu_seqlens) {
+  const auto B = x.size(0), T = x.size(1);
+  const auto token = at::arange(T, x.options().dtype(at::kLong)).unsqueeze(0);
+  if (!cu_seqlens.defined() || cu_seqlens.dim() == 2) {  // one sequence a row, from its front
+    const auto length = cu_seqlens.defined()
+                            ? (cu_seqlens.select(1, 1) - cu_seqlens.select(1, 0)).to(at::kLong)
+                            : at::full({B}, T, token.options());
+    if (!before.defined()) return {token + 1, length};
+    return {token + 1 + before.unsqueeze(1), before + length};
+  }
+  const auto bounds = cu_seqlens.to(at::kLong), length = bounds.diff();
+  const auto sequence = at::searchsorted(bounds.slice(0, 1), token[0], /*out_int32=*/false, /*right=*/true)
+                            .clamp_max(length.size(0) - 1);
+  const auto count = token + 1 - bounds.index_select(0, sequence);
+  if (!before.defined()) return {count, length};
+  return {count + before.index_select(0, sequence), before + length};
+}
+
+}  // namespace
+
+LinearPathImpl::LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                               LinearPathOptions given)
+    : options(std::move(given)), heads_{num_heads, num_kv_heads, num_kv_heads}, head_dim_(head_dim) {
+  check_path(options);
+  TORCH_CHECK_VALUE(options.n == 1 || options.virtual_tokens == "derivative" || head_dim % 2 == 0,
+                    "virtual_tokens is ", options.virtual_tokens,
+                    ", which turns pairs of channels; heads have ", head_dim);
+  norm = register_module("norm", RMSNorm(head_dim, options.norm_eps));
+}
+
+namespace {
+
+// The causal convolution of x [B, T, heads, head_dim] with taps [W], one filter for all channels, and the
+// last W - 1 rows.
+std::pair<Tensor, State> convolve(const Tensor& x, const Tensor& taps, const State& before,
+                                  const Tensor& cu_seqlens, bool in_place) {
+  // One call may be under autocast and another one not.
+  const auto dtype = autocast_dtype(x, x.scalar_type());
+  const auto state = before.map([&](const Tensor& rows) { return rows.to(dtype); });
+  const ops::ShortConvOptions conv{.state = state.as<ops::ShortConvState>(), .cu_seqlens = cu_seqlens};
+  const auto rows = x.flatten(2), weight = taps.expand({rows.size(2), -1});
+  if (in_place) return {ops::short_conv_step(rows, weight, {}, conv).view_as(x), state};
+  auto [y, after] = ops::short_conv(rows, weight, {}, conv);
+  return {y.view_as(x), State::of(after)};
+}
+
+}  // namespace
+
+// The causal mean of x [B, T, heads, head_dim], in fp32 at least. Of the past it is a running sum, linear
+// attention whose keys and queries are the number 1: the sum is formed in fp32, and read in fp32 where it
+// would leave fp16's range.
+Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) const {
+  const bool in_place = call.steps(x);
+  if (options.pool == "window") {
+    const auto taps = at::full({kWindow}, 1.0 / kWindow, x.options());
+    auto [mean, last] = convolve(x, taps, call.part(0), call.cu_seqlens, in_place);
+    after = {{Tensor()}, {last}};
+    return at_least_fp32(mean);
+  }
+  const auto wide = x.scalar_type() == at::kHalf ? x.to(at::kFloat) : x;
+  const auto one = wide.new_ones({1}).expand({x.size(0), x.size(1), x.size(2), 1});
+  const ops::GLAOptions sum{
+      .scale = 1.0, .state = call.part(0).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
+  auto before = call.state.empty() ? Tensor() : call.state.tensors[0];
+  if (in_place) {
+    const auto total = ops::gla_step(one, one, wide, {}, sum);
+    before.add_(1);
+    after = {{before}, {call.part(0)}};
+    return total / before.to(at::kFloat).view({-1, 1, 1, 1});
+  }
+  auto [total, state] = ops::gla(one, one, wide, {}, sum);
+  const auto [count, tokens] = count_tokens(x, before, call.cu_seqlens);
+  after = {{tokens}, {State::of(state)}};
+  return total / count.to(at::kFloat).unsqueeze(-1).unsqueeze(-1);
+}
+
+// beta [B, T n, kv_heads, head_dim] or, a head, [B, T n, kv_heads] (eq. 5).
+Tensor LinearPathImpl::step_sizes(const Tensor& k, const Tensor& v, const Call& call, State& after) const {
+  const auto source = options.gate == "k" ? k : options.gate == "v" ? v : at::cat({k, v}, 2);
+  auto beta = pool(source, call, after).sigmoid();
+  if (options.gate == "kv") {
+    const auto gates = beta.chunk(2, 2);
+    beta = gates[0] * gates[1];
+  }
+  if (options.gate_per == "head") beta = beta.mean(-1);
+  return options.n > 1 ? beta.repeat_interleave(options.n, 1) : beta;
+}
+
+// k and v [B, T, 2 kv_heads, head_dim] for each of a token's n steps, [B, T n, 2 kv_heads, head_dim].
+Tensor LinearPathImpl::virtual_rows(const Tensor& kv, const Call& call, State& after) const {
+  const auto n = options.n;
+  std::vector<Tensor> rows{kv};
+  if (has_differences()) {
+    // Half the difference of the row before: x^(m)_t = (x^(m-1)_t - x^(m-1)_{t-1}) / 2       eq. 22
+    const auto taps = at::arange(-0.5, 1.0, 1.0, kv.options());
+    for (int64_t m = 1; m < n; ++m) {
+      auto [row, last] =
+          convolve(rows.back(), taps, call.part(size_t(m) + 1), call.cu_seqlens, call.steps(kv));
+      rows.push_back(row);
+      after.parts.push_back(std::move(last));
+    }
+  }
+  if (options.virtual_tokens != "derivative") {
+    rows.resize(size_t(n));
+    for (int64_t m = 1; m < n; ++m) {
+      const auto turned = turn_pairs(kv, 2 * std::numbers::pi * double(m) / double(n));
+      auto& row = rows[size_t(m)];
+      row = has_differences() ? (row + turned) / 2 : turned;
+    }
+  }
+  return n > 1 ? at::stack(rows, 2).flatten(1, 2) : kv;
+}
+
+Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
+  check_state(call.state, 1, 2 + size_t(has_differences() ? options.n - 1 : 0));
+  const auto p = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  State after;
+  const auto beta = step_sizes(p[1], p[2], call, after);
+  after.parts.emplace_back();  // of the memory
+  const auto kv = virtual_rows(silu_unit(at::cat({p[1], p[2]}, 2)), call, after)
+                      .split_with_sizes({heads_[1], heads_[2]}, 2);
+  const ops::DeltaProductOptions rule{
+      .n = options.n,
+      .scale = 1.0,  // the norm takes away every scale of o
+      .chunk = options.between_chunks ? std::optional(options.chunk) : std::nullopt,
+      .between_chunks = options.between_chunks,
+      .state = call.part(1).as<ops::DeltaProductState>(),
+      .cu_seqlens = call.cu_seqlens};
+  const auto q = silu_unit(p[0]);
+  auto [o, memory] = call.steps(x)
+                         ? std::pair(ops::delta_product_step(q, kv[0], kv[1], beta, {}, rule), rule.state)
+                         : ops::delta_product(q, kv[0], kv[1], beta, {}, rule);
+  after.parts[1] = State::of(memory);
+  return {norm(o).flatten(-2), std::move(after)};
+}
+
+LizaImpl::LizaImpl(LinearPath beside, MixAttentionOptions given)
+    : MemoryAsGateImpl(given), path(register_module("path", std::move(beside))) {}
+
+bool LizaImpl::stepped(State& state, std::vector<int64_t>& kind) const { return path->stepped(state, kind); }
+
+Output LizaImpl::run(const Tensor& x, const Call& call) {
+  return path->forward(x, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+}
+
+InjectedAttentionImpl::InjectedAttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions given,
+                                             LinearPathOptions path, MixAttentionOptions mix)
+    : AttentionImpl(hidden_size, num_heads, given) {
+  TORCH_CHECK_VALUE(options.causal, "causal is false; expected true: a linear path reads tokens in order");
+  girih = register_module(
+      "girih", Liza(LinearPath(num_heads, *options.num_kv_heads, *options.head_dim, std::move(path)), mix));
+}
+
+bool InjectedAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) const {
+  check_state(state, 0, 2);
+  return AttentionImpl::stepped(state.parts[0], kind) && girih->stepped(state.parts[1], kind);
+}
+
+// With `cross` it is not output(core(products of x)): a product of both paths is not linear.
+std::vector<Product> InjectedAttentionImpl::products() const {
+  return girih->options.cross ? std::vector<Product>() : AttentionImpl::products();
+}
+
+// The mixture of both paths, before the output projection, which is linear; with `cross` both, [2, B, T,
+// heads head_dim].
+Output InjectedAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
+  check_state(call.state, 0, 2);
+  const auto [a, attention] =
+      AttentionImpl::core(projected, {call.attention_mask, call.part(0), call.use_cache, call.cu_seqlens});
+  const auto [o, path] = run_part(*girih, projected[0], call, 1);
+  return {girih->options.cross ? at::stack({a, o}) : girih->mixture(a, o), {{}, {attention, path}}};
+}
+
+Output InjectedAttentionImpl::run(const Tensor& x, const Call& call) {
+  if (!girih->options.cross) return AttentionImpl::run(x, call);
+  check_packed(x, call);
+  const auto [both, state] = core(nn::products(x, AttentionImpl::products()), call);
+  const auto y = nn::products(both, {output()})[0];
+  return {girih->mixture(y[0], y[1]), state};
+}
+
+AnyLayer make_injected(const Config& c, const Injection& injection) {
+  return std::make_shared<InjectedAttentionImpl>(c.hidden_size, c.num_heads, options_of<AttentionOptions>(c),
+                                                 injection.path, injection.mix);
+}
+
+}  // namespace girih::nn

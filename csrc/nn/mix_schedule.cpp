@@ -1,0 +1,64 @@
+// The weight of a model's mixtures during training. Python's girih.MixSchedule has the same.
+#include <algorithm>
+#include <cmath>
+
+#include "fields.h"
+
+namespace girih::nn {
+namespace {
+
+const std::map<std::string, std::vector<std::string>>& schedules() {
+  static const std::map<std::string, std::vector<std::string>> options = {
+      {"constant", {"final"}}, {"gradual", {"first", "final", "steps"}}, {"cyclic", {"levels", "steps"}}};
+  return options;
+}
+
+bool is_weight(double m) { return m >= 0 && m <= 1; }
+
+}  // namespace
+
+MixSchedule::MixSchedule(std::string schedule, MixScheduleOptions given)
+    : schedule_(std::move(schedule)),
+      first_(given.first.value_or(0.01)),
+      final_(given.final.value_or(0.5)),
+      steps_(given.steps.value_or(100)),
+      levels_(given.levels.value_or(std::vector<double>{0.0, 0.5, 1.0})) {
+  check_value("schedule", schedule_, Allowed{.words = {"constant", "gradual", "cyclic"}});
+  const auto& read = schedules().at(schedule_);
+  const auto refuse_unread = [&](const char* name, bool is_given) {
+    TORCH_CHECK_VALUE(!is_given || std::ranges::count(read, name) > 0, name, ": the schedule '", schedule_,
+                      "' has no such option; expected one of ", c10::Join(", ", read));
+  };
+  refuse_unread("first", given.first.has_value());
+  refuse_unread("final", given.final.has_value());
+  refuse_unread("levels", given.levels.has_value());
+  refuse_unread("steps", given.steps.has_value());
+  TORCH_CHECK_VALUE(steps_ >= 1, "steps is ", steps_, "; expected a whole number, 1 or more");
+  TORCH_CHECK_VALUE(is_weight(first_), "first is ", first_, "; expected weights from 0 to 1");
+  TORCH_CHECK_VALUE(is_weight(final_), "final is ", final_, "; expected weights from 0 to 1");
+  TORCH_CHECK_VALUE(!levels_.empty() && std::ranges::all_of(levels_, is_weight), "levels is [",
+                    c10::Join(", ", levels_), "]; expected weights from 0 to 1");
+}
+
+double MixSchedule::weight(int64_t step) const {
+  TORCH_CHECK_VALUE(step >= 0, "step is ", step, "; expected a whole number, 0 or more");
+  if (schedule_ == "constant") return final_;
+  if (schedule_ == "gradual")
+    return first_ + (final_ - first_) * std::min(double(step) / double(steps_), 1.0);
+  return levels_[size_t(step / steps_) % levels_.size()];
+}
+
+void MixSchedule::set_weights(const torch::nn::Module& model, int64_t step) const {
+  const auto m = weight(step);
+  bool is_moved = false;
+  for (const auto& module : model.modules()) {
+    auto* mixture = dynamic_cast<MemoryAsGateImpl*>(module.get());
+    if (mixture == nullptr) continue;
+    mixture->set_weight(m);
+    is_moved = true;
+  }
+  TORCH_CHECK_VALUE(is_moved, "model has no mixture whose weight a schedule could move; expected injections ",
+                    "or the mixer mag in its configuration");
+}
+
+}  // namespace girih::nn
