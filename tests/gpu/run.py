@@ -36,6 +36,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -120,42 +121,76 @@ def files_of_state(part: str) -> list[Path]:
     return sorted({*found, *build, *closure(tests_of(part), imports)})
 
 
+@dataclass(frozen=True)
+class Statement:
+    """One of a module's own: its text, the names that it defines, none for what runs at import, and those
+    that it mentions."""
+
+    text: str
+    defines: frozenset[str]
+    mentions: frozenset[str]
+
+
 @functools.cache
-def statements(text: str) -> list[tuple[set[str], str]]:
-    """Of a module, each with the names that it defines, none for what runs at import."""
+def statements(text: str) -> list[Statement]:
+    """Of a module, without its imports and its docstring."""
     lines, found = text.splitlines(), []
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
+            continue
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         names = {name.id for target in targets if target for name in ast.walk(target) if hasattr(name, "id")}
         names |= {node.name} if hasattr(node, "name") else set()
-        found.append((names, "\n".join(lines[first - 1 : node.end_lineno])))
+        own = "\n".join(lines[first - 1 : node.end_lineno])
+        found.append(Statement(own, frozenset(names), frozenset(re.findall(r"\w+", own))))
     return found
 
 
+@functools.cache
+def imported_names(text: str) -> list[tuple[str, str | None, str]]:
+    """(module, name in it, name here), None for the module itself."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None, alias.asname or alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.module, alias.name, alias.asname or alias.name) for alias in node.names]
+    return found
+
+
+def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
+    """Of the modules that tests import, what the tests use of them, near or far. Of a module that is handed
+    on as a whole these are the definitions whose names are mentioned where it is."""
+    text_of = functools.cache(lambda file: file.read_bytes().decode())
+    used: dict[Path, set[int]] = {}
+    left = [(test, frozenset(re.findall(r"\w+", text_of(test)))) for test in tests]
+    while left:
+        file, mentions = left.pop()
+        wanted = [(file, name) for name in mentions if file not in tests]
+        for module, name, here in imported_names(text_of(file)):
+            other = file.with_name(f"{module}.py")
+            if here in mentions and other.is_file():
+                wanted += [(other, n) for n in ([name] if name else mentions)]
+        for other in {other for other, _ in wanted}:
+            names = {name for of, name in wanted if of == other}
+            for i, statement in enumerate(statements(text_of(other))):
+                counts = not statement.defines or statement.defines & names
+                if counts and i not in used.setdefault(other, set()):
+                    used[other].add(i)
+                    left.append((other, statement.mentions))
+    return {file: [statements(text_of(file))[i] for i in sorted(of_file)] for file, of_file in used.items()}
+
+
 def text_of_state(part: str) -> dict[Path, str]:
-    """What counts of each file: of the modules that tests import the definitions whose names they mention,
-    near or far, and of all others everything."""
+    """What counts of each file: of modules that tests import what the tests use, of all others everything."""
     tests = tests_of(part)
-    modules = {file: statements(file.read_bytes().decode()) for file in closure(tests, imports) - set(tests)}
-    texts = {file: file.read_bytes().decode() for file in files_of_state(part) if file not in modules}
-    words = {word for test in tests for word in re.findall(r"\w+", texts[test])}
-    used = {file: set() for file in modules}
-    while True:
-        more = {
-            (file, i)
-            for file, module in modules.items()
-            for i, (names, _) in enumerate(module)
-            if i not in used[file] and (not names or names & words)
-        }
-        if not more:
-            break
-        for file, i in more:
-            used[file].add(i)
-            words.update(re.findall(r"\w+", modules[file][i][1]))
-    return texts | {file: "\n".join(modules[file][i][1] for i in sorted(used[file])) for file in modules}
+    modules = closure(tests, imports) - set(tests)
+    used = {file: "\n".join(s.text for s in own) for file, own in used_statements(tests).items()}
+    whole = {file: file.read_bytes().decode() for file in files_of_state(part) if file not in modules}
+    return whole | used
 
 
 def state_hash(part: str) -> str:
