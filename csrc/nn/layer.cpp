@@ -177,6 +177,8 @@ std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const 
   const auto token = at::arange(x.size(1), integer);
   const bool is_packed = cu_seqlens.defined() && cu_seqlens.dim() == 1;
   const auto count = is_packed ? cu_seqlens.size(0) - 1 : x.size(0);
+  TORCH_CHECK_VALUE(!before.defined() || before.size(0) == count, "state is of ",
+                    before.defined() ? before.size(0) : 0, " sequences; expected one of ", count);
   if (!before.defined()) before = at::zeros({count}, integer);
   if (!cu_seqlens.defined()) return {before.unsqueeze(-1) + token, before + x.size(1)};
   const auto first = is_packed ? cu_seqlens.slice(0, 0, -1) : cu_seqlens.select(1, 0);

@@ -583,6 +583,8 @@ TEST_CASE("Options that are not given", "[nn]") {
          trellis.f == "ln_silu" && trellis.gated && !trellis.shared_qk && trellis.normalize_kv &&
          trellis.value_read == "linear" && trellis.post_norm && trellis.conv_size == 4 &&
          trellis.norm_eps == 1e-6));
+  const nn::TTTLinearOptions ttt;
+  CHECK((ttt.chunk == 16 && ttt.conv_size == 4 && ttt.norm_eps == 1e-6));
   const nn::LatticeOptions lattice;
   CHECK((lattice.num_slots == 64 && lattice.chunk == 16 && lattice.objective == "decode" && lattice.gated &&
          lattice.normalize && lattice.shrinkage == 0 && !lattice.post_norm && lattice.conv_size == 4 &&
@@ -619,6 +621,7 @@ TEST_CASE("Options that are not given", "[nn]") {
   const ops::DeltaProductOptions rule;
   CHECK((!rule.n && !rule.l2norm_qk && !rule.chunk && !rule.between_chunks));
   CHECK((ops::TrellisOptions().phi == "ln_silu" && ops::TrellisOptions().f == "ln_silu"));
+  CHECK((ops::TTTOptions().phi == "layer_norm" && ops::TTTOptions().f == "identity"));
   const ops::LatticeOptions columns;
   CHECK((columns.objective == "decode" && columns.normalize && columns.shrinkage == 0));
   CHECK(!ops::ShortConvOptions().activation);

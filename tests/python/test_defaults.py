@@ -172,6 +172,7 @@ LAYERS = {
     "MixAttention": {"weight": 0.5, "learned": False, "cross": False},
     "RMSNorm": {"eps": 1e-6},
     "ShortConv": {"kernel_size": 4, "activation": "silu", "bias": False},
+    "TTTLinear": {"head_dim": None, "chunk": 16, "conv_size": 4} | NORM,
     "Trellis": CHUNKED
     | {"phi": "ln_silu", "f": "ln_silu", "shared_qk": False, "normalize_kv": True}
     | {"value_read": "linear", "post_norm": True},
@@ -316,10 +317,11 @@ def test_a_decay_gate_starts_as_its_docstring_says():
         assert largest / 1.1 < step.max() < largest * 1.01
 
 
-@pytest.mark.parametrize("mixer", ["trellis", "lattice"])
+@pytest.mark.parametrize("mixer", ["trellis", "ttt", "lattice"])
 @pytest.mark.parametrize("chunk", [1, 4, 16, 64])
 def test_steps_start_with_a_sum_of_a_quarter_over_16_tokens_or_a_chunk(language, mixer, chunk):
-    bias = parameters_of(language, mixer=mixer, chunk=chunk, num_slots=4)["gamma_proj.bias"]
+    sizes = {} if mixer == "ttt" else {"num_slots": 4}
+    bias = parameters_of(language, mixer=mixer, chunk=chunk, **sizes)["gamma_proj.bias"]
     torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, 1 / (4 * max(chunk, 16))))
 
 
@@ -341,6 +343,9 @@ def test_memories_start_with_size_1_and_lattices_orthonormal(language):
     trellis = parameters_of(language, mixer="trellis", hidden_size=64, num_slots=32)
     check_normal(trellis["key_memory"], 1.0)
     check_normal(trellis["value_memory"], 1.0)
+    ttt = parameters_of(language, mixer="ttt", hidden_size=64)
+    check_normal(ttt["memory"], 1.0)
+    assert ttt["inner_weight"].eq(1).all() and not ttt["inner_bias"].any()
     memory = parameters_of(language, mixer="lattice", hidden_size=32, num_slots=8)["memory"]
     torch.testing.assert_close(memory.mT @ memory, torch.eye(8).double().expand(2, 8, 8), atol=1e-5, rtol=0)
 

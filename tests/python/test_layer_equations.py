@@ -24,6 +24,7 @@ from girih.nn import (
     ShortConv,
     SwiGLU,
     Trellis,
+    TTTLinear,
 )
 
 HIDDEN, T, CHUNK, EPS = 12, 11, 4, 1.0
@@ -299,6 +300,24 @@ def test_trellis(options):
         o = o - o.mean(-1, keepdim=True)
         o = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     check(layer, x, gated_out(layer, o, x, F.gelu, normalized=options.get("post_norm", True)))
+
+
+@pytest.mark.parametrize("conv_size", [0, 3])
+def test_ttt(conv_size):
+    """f(x) = x + w * LayerNorm(A x) + b learns f(k) = v; its layer norm's eps is the operator's."""
+    H, D = 3, 4
+    layer, x = drawn(TTTLinear(HIDDEN, H, head_dim=D, chunk=CHUNK, conv_size=conv_size, norm_eps=EPS))
+    q, k = (
+        unit(heads(conv(x @ proj.weight.T, filters.weight), H))
+        for proj, filters in ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv))
+    )
+    v = heads(x @ layer.v_proj.weight.T, H)
+    gamma = 1 / (1 + (-(x @ layer.gamma_proj.weight.T + layer.gamma_proj.bias)).exp())
+    w, b = layer.inner_weight, layer.inner_bias
+    o, _ = by_token.ttt(
+        q, k, v - k - b, gamma, None, w, chunk=CHUNK, phi="layer_norm", f="layer_norm", state=layer.memory
+    )
+    check(layer, x, gated_out(layer, q + w * o + b, x, F.gelu))
 
 
 @pytest.mark.parametrize("gated", [True, False])

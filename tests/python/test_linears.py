@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from girih.models import GirihConfig, GirihForCausalLM
-from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, linears
+from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, TTTLinear, linears
 from torch._dynamo.backends.common import aot_autograd
 
 aten = torch.ops.aten
@@ -206,6 +206,7 @@ LAYERS = {
     "gated_deltanet": lambda: DeltaProduct(64, 2, gated=True),
     "lattice": lambda: Lattice(64, 2, num_slots=16, chunk=8),
     "trellis": lambda: Trellis(64, 2, num_slots=16, chunk=8),
+    "ttt": lambda: TTTLinear(64, 2, chunk=8),
     "mlp": lambda: SwiGLU(64, 128),
 }
 
@@ -229,7 +230,8 @@ def test_layers_give_the_same(name, monkeypatch):
     monkeypatch.setattr(torch.ops.girih, "linears", lambda x, ws: taken.append(len(ws)) or apply(x, ws))
     for ours, plain in zip(found(), want, strict=True):
         torch.testing.assert_close(ours, plain)
-    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [5, 1], "trellis": [7, 1], "mlp": [2, 1]}
+    weights = {"gsa": [2, 1], "gated_deltanet": [4, 1], "lattice": [5, 1], "trellis": [7, 1], "ttt": [5, 1]}
+    weights["mlp"] = [2, 1]
     assert taken == weights[name]
 
 

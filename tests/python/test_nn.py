@@ -26,6 +26,7 @@ from girih.nn import (
     MixAttention,
     ShortConv,
     Trellis,
+    TTTLinear,
     map_state,
     mix_weight,
 )
@@ -53,6 +54,7 @@ LAYERS = {
     "delta_product": lambda: DeltaProduct(HIDDEN, 4, num_kv_heads=2, n=2, gated=True, allow_neg_eigval=True),
     "delta_product_gelu": lambda: DeltaProduct(HIDDEN, 2, n=2, between_chunks="gelu", chunk=CHUNK),
     "trellis": lambda: Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK),
+    "ttt": lambda: TTTLinear(HIDDEN, 2, chunk=CHUNK),
     "trellis_identity": lambda: Trellis(
         HIDDEN, 2, num_slots=6, chunk=CHUNK, phi="identity", f="softmax", gated=False
     ),
@@ -279,7 +281,7 @@ def test_no_token_sees_a_later_one(layer):
         assert grad[:, t].any() and not grad[:, t + 1 :].any()
 
 
-@pytest.mark.parametrize("name", ["gsa", "delta_product", "trellis", "lattice", "attention", "cat"])
+@pytest.mark.parametrize("name", ["gsa", "delta_product", "trellis", "ttt", "lattice", "attention", "cat"])
 def test_compiles_as_one_graph(name):
     """Training, masked and not, and tokens of decoding that write their state in place."""
     torch.compiler.reset()  # layers share one forward, and its graphs are counted together
@@ -332,7 +334,7 @@ def test_a_step_that_returns_its_state_is_exported():
     assert after.tokens == 8 and after.place.tolist() == [8, 8] and after.slots.turn.equal(state.slots.turn)
 
 
-EXPORTED = ["gsa", "delta_product", "trellis", "lattice", "attention_grouped", "cat", "mag"]
+EXPORTED = ["gsa", "delta_product", "trellis", "ttt", "lattice", "attention_grouped", "cat", "mag"]
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -553,7 +555,7 @@ def test_a_layer_refuses_what_its_configuration_refuses_in_the_same_words(mixer)
     spoilt += [{"hidden_size": 15}, {"num_heads": 0}, {"head_dim": 0}]
     spoilt += [{name: 0} for name in ("num_kv_heads", "num_slots", "n", "chunk") if name in fields]
     spoilt += [{"num_kv_heads": 3}] if "num_kv_heads" in fields else []
-    spoilt += [{"chunk": 65}] if mixer in ("trellis", "lattice") else []
+    spoilt += [{"chunk": 65}] if mixer in ("trellis", "ttt", "lattice") else []
     build(good())
     given = vars(good()) | {"num_kv_heads": None, "head_dim": None}
     for wrong in spoilt:

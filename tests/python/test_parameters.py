@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
-MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "lattice", "mag", "cat", "gsa"]
+MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "ttt", "lattice", "mag", "cat", "gsa"]
 UNDECAYED = {  # by the last part of a name
     *("A_log", "dt_bias", "skip", "logit", "header", "key_memory", "value_memory", "memory", "bias"),
     "decay_logits",
@@ -199,7 +199,7 @@ def test_double_is_double_and_another_device_another_device(model):
     assert {p.dtype for name, p in low.named_parameters() if is_kept(name)} <= {torch.float32}
 
 
-@pytest.mark.parametrize("mixer", ["trellis", "lattice", "gla", "mamba2", "gated_deltanet", "mag"])
+@pytest.mark.parametrize("mixer", ["trellis", "ttt", "lattice", "gla", "mamba2", "gated_deltanet", "mag"])
 def test_a_model_in_bf16_trains_and_generates(mixer, tmp_path):
     torch.manual_seed(0)
     model = GirihForCausalLM(small(mixer)).bfloat16()

@@ -49,11 +49,11 @@ OFF = {
     "eos_token_id": [21, 22],
     "pad_token_id": 4,
 }
-GROUPED = [name for name in MIXERS if name not in ("trellis", "lattice")]
+GROUPED = [name for name in MIXERS if name not in ("trellis", "ttt", "lattice")]
 VARIANTS = {
     **{mixer: {"mixer": mixer} for mixer in MIXERS},
     "every field, grouped": OFF | {"mixer": GROUPED, "num_hidden_layers": len(GROUPED), "num_kv_heads": 2},
-    "every field": OFF | {"mixer": ["trellis", "lattice"]},
+    "every field": OFF | {"mixer": ["trellis", "ttt", "lattice"], "num_hidden_layers": 3},
     "every field, cat": OFF | {"mixer": "cat", "num_kv_heads": 2, "chunks": [3, 6]},
     "hybrid": {"mixer": ["gsa", "attention", "cat"], "num_hidden_layers": 3},
     "gated_deltanet_h1": {"mixer": ["gated_deltanet", "attention"], "window": 4},

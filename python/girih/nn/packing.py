@@ -78,6 +78,8 @@ def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     token = torch.arange(T, device=x.device)
     is_packed = cu_seqlens is not None and cu_seqlens.dim() == 1
     count = cu_seqlens.shape[0] - 1 if is_packed else x.shape[0]
+    if before is not None and before.shape[0] != count:
+        raise ValueError(f"state is of {before.shape[0]} sequences; expected one of {count}")
     if before is None:
         before = torch.zeros(count, dtype=torch.long, device=x.device)
     if cu_seqlens is None:
