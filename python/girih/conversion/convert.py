@@ -9,7 +9,15 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from girih._auto import FIELD
-from girih.conversion.attention import PART, ConvertedAttention, convert, refuse_replaced_forward, restore
+from girih.conversion.attention import (
+    MASKED,
+    PART,
+    ConvertedAttention,
+    convert,
+    refuse_replaced_forward,
+    refuse_unknown_returns,
+    restore,
+)
 from girih.conversion.config import Injection, Replacement, to_json
 from girih.conversion.liza import Liza
 from girih.conversion.mixer import mixer_of
@@ -64,8 +72,14 @@ class Conversion:
     def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
         refuse_replaced_forward(attention)
         if isinstance(self.told, Replacement):
+            refuse_unknown_returns(attention)
             part = mixer_of(attention, sizes, self.told)
         else:
+            if self.told.max_self_attn_length is not None and not hasattr(attention, "config"):
+                raise ValueError(
+                    f"max_self_attn_length: a {type(attention).__name__} has no config that names its "
+                    f"attn_implementation; expected None, or attention of {' or '.join(MASKED)} with one"
+                )
             part = Liza(sizes, self.told)
         weight = getattr(attention, sizes.out).weight
         # A quantized weight may be stored as numbers of any dtype.

@@ -11,7 +11,7 @@ from girih.nn import Attention
 from girih.nn.attention_call import CACHES, SequenceLayer
 
 SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
-FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: channels of q, then of k, then of v
+FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3, OpenELM: channels of q, then of k, then of v
 BY_HEAD = ("query_key_value",)  # GPT-NeoX, Persimmon: q, k and v of a head, then of the next
 DROPOUT = "resid_dropout"  # GPT-2, GPT-J
 OUT = ("o_proj", "dense", "c_proj", "out_proj")
@@ -198,7 +198,7 @@ class Changed:
 class Recording:
     """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
 
-    What its class's `forward` reads of it is the module's own.
+    What its class's `forward` reads of it is the module's own, and so is its class, for `super()`.
     """
 
     def __init__(self, attention: nn.Module, names: tuple[str, ...]):
@@ -206,6 +206,10 @@ class Recording:
         self._outputs: dict[str, Tensor] = {}
         self._out: str | None = None
         self.changed, self.found = False, None
+
+    @property
+    def __class__(self) -> type[nn.Module]:
+        return type(self._attention)
 
     def change(self, out: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
         """What the projection `out` is given, o `[..., channels]`, becomes the first of `function(o, outputs,

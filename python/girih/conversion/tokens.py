@@ -3,11 +3,10 @@
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, own_mask, where_masked
+from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, is_seen, own_mask, where_masked
 from girih.nn.packing import bounds, restarting, seq_idx_of
 
 
@@ -90,7 +89,7 @@ def refuse_blocks(given: dict[str, Any]) -> None:
         or mask.device.type == "meta"
     ):
         return
-    see = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    see = is_seen(mask)
     valid = see.diagonal(0, 2, 3)
     if (valid[..., 1:] & valid[..., :-1] & ~see.diagonal(-1, 2, 3)).any():
         raise ValueError(
