@@ -19,7 +19,21 @@ VIRTUAL_TOKENS = ("derivative", "rotary", "both")
 GATES = ("k", "v", "kv")
 GATES_PER = ("channel", "head")
 POOLS = ("past", "window")
-INJECTED = ("delta_product",)
+# The options that an injected path reads, beside those of every path.
+PATH_OPTIONS = {
+    "delta_product": (
+        "n",
+        "virtual_tokens",
+        "gate",
+        "gate_per",
+        "pool",
+        "between_chunks",
+        "chunk",
+        "norm_eps",
+    ),
+    "linear_attention": (),
+}
+INJECTED = tuple(PATH_OPTIONS)
 # What a mixer has to have as its projections for those of an attention to start it.
 PROJECTIONS = (
     ("qkv_proj", "o_proj"),
@@ -108,7 +122,9 @@ class Replacement:
 class Injection:
     """What `girih.inject` is told: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
 
-    mixer: "delta_product". layers: `layer_idx` of the attention that gets a path, by default all.
+    mixer: "delta_product", or "linear_attention", linear attention with phi = elu + 1 and a denominator
+        (eq. 3, Algorithm 1), which reads none of the options from n to chunk, nor norm_eps.
+    layers: `layer_idx` of the attention that gets a path, by default all.
     n: steps a token, 1 to 4; n - 1 of them for virtual tokens.
     virtual_tokens: "derivative", the m-th difference of k and v over time, divided by 2^m (eq. 22); "rotary",
         their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k, the first step once more;
@@ -141,6 +157,7 @@ class Injection:
 
     def __post_init__(self) -> None:
         one_of("mixer", self.mixer, INJECTED)
+        self.refuse_unread(f.name for f in fields(self) if getattr(self, f.name) != f.default)
         object.__setattr__(self, "layers", check_layers(self.layers))
         whole("n", self.n, 1, 4)
         one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
@@ -158,13 +175,29 @@ class Injection:
         if not number(self.norm_eps, sys.float_info.max):
             raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
 
+    def read(self) -> list[str]:
+        """The names of the fields that its path reads."""
+        own = set().union(*PATH_OPTIONS.values()) - set(PATH_OPTIONS[self.mixer])
+        return [f.name for f in fields(self) if f.name not in own]
+
+    def refuse_unread(self, names: Iterable[str]) -> None:
+        """Refuses options by which something is asked for that its path does not do."""
+        read = self.read()
+        for name in names:
+            if name not in read:
+                expected = ", ".join(name for name in read if name not in ("mixer", "layers"))
+                raise ValueError(f"{name}: {self.mixer} has no such option; expected one of {expected}")
+
 
 HOW = {kind.how: kind for kind in (Replacement, Injection)}
 
 
 def to_json(told: Replacement | Injection) -> dict[str, Any]:
-    """As the entry of config.json."""
-    return {"how": told.how} | asdict(told)
+    """As the entry of config.json, of an injection what its path reads."""
+    saved = asdict(told)
+    if isinstance(told, Injection):
+        saved = {name: saved[name] for name in told.read()}
+    return {"how": told.how} | saved
 
 
 def from_json(saved: Any) -> Replacement | Injection:

@@ -268,17 +268,19 @@ def inject(
     """Attention stays, and gets a linear path beside it that reads the same q, k and v (LiZA), in place.
 
         y = (1 - m) attention(x) + m W_o RMSNorm(delta_product(q, k, v))          TPTT: Furfaro 2025, eq. 7
+        y = (1 - m) attention(x) + m W_o S^T phi(q) / (z^T phi(q))                eq. 3, Algorithm 1
 
-    The path shares every projection, so a layer's only new parameter is its norm, and adapters on q_proj or
-    o_proj serve both. The weight m is a buffer, which `MixSchedule` moves during training, or learned. At
-    m = 0 the model computes what it did, bit for bit.
+    The path shares every projection, so a layer's only new parameter is the norm of delta_product, and
+    adapters on q_proj or o_proj serve both. The weight m is a buffer, which `MixSchedule` moves during
+    training, or learned. At m = 0 the model computes what it did, bit for bit.
 
-    model: as `replace_attention` takes it.
-    mixer: "delta_product".
+    model: a decoder, as `replace_attention` takes it.
+    mixer: "delta_product", or "linear_attention", with a denominator and phi = elu + 1.
     layers: `layer_idx` of the attention that gets a path, by default all.
     options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks,
-        chunk, weight, learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs
-        the same memory wherever it stands.
+        chunk, weight, learned, cross, max_self_attn_length, norm_eps; linear_attention reads weight,
+        learned, cross and max_self_attn_length alone. With max_self_attn_length a token costs the same memory
+        wherever it stands.
 
     Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
     `girih.from_pretrained` loads it.
@@ -297,6 +299,7 @@ def inject(
         if name not in known:
             raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
     told = Injection(mixer, layers, **options)
+    told.refuse_unread(options)
     if "chunk" in options and told.between_chunks is None:
         raise ValueError(f"chunk is {told.chunk}; expected none: it is for between_chunks")
     return Conversion(model, told)
