@@ -612,7 +612,7 @@ def test_attention_is_known_by_any_of_its_names(own, names):
     layer = attention(base_model("llama"))
     for name, value in own.items():
         delattr(layer, name) if value is None else setattr(layer, name, value)
-    assert find(layer) == (("q_proj", "k_proj", "v_proj"), "o_proj", names, 32, 4, 2, 8, False)
+    assert find(layer) == (("q_proj", "k_proj", "v_proj"), "o_proj", names, 32, 4, 2, 8, False, True)
 
 
 SHARED = {

@@ -40,6 +40,26 @@ PROJECTIONS = (
     ("qk_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
 )
+# The mixers that read tokens both ways in an encoder. Trellis and Lattice update their memories by chunks
+# that are counted from the first token.
+BOTH_WAYS = (
+    "abc",
+    "delta_product",
+    "deltanet",
+    "gated_deltanet",
+    "gla",
+    "gsa",
+    "linear_attention",
+    "mamba2",
+    "retnet",
+)
+# What their options are there, with the reason.
+BOTH_WAYS_OPTIONS = {
+    "conv_size": (0, "a short convolution looks back only"),
+    "n": (1, "further steps would have the same keys and values, with no short convolution to part them"),
+    "between_chunks": (None, "chunks are counted from the first token"),
+    "chunk": (None, "it is for between_chunks"),
+}
 # Of an attention these are its own, whatever a configuration could say.
 _SIZES = ("num_kv_heads", "head_dim")
 
@@ -112,6 +132,22 @@ class Replacement:
                 raise ValueError(
                     f"{name}: {self.mixer} has no such option; expected one of {', '.join(known)}"
                 )
+
+    def both_ways(self) -> dict[str, Any]:
+        """Options that the mixer has to have where attention is not causal; it refuses others."""
+        if self.mixer not in BOTH_WAYS:
+            raise ValueError(
+                f"mixer is {self.mixer!r}, of which no reversed pass is defined; expected, for attention "
+                f"that is not causal, one of {', '.join(map(repr, BOTH_WAYS))}"
+            )
+        known = {n: of for n, of in BOTH_WAYS_OPTIONS.items() if n in MIXERS[self.mixer].fields}
+        for name, (value, reason) in known.items():
+            if self.options.get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {self.options[name]!r}; expected {value} where attention is not causal: "
+                    f"{reason}"
+                )
+        return {name: value for name, (value, _) in known.items() if value is not None}
 
     def mixer_config(self, **sizes: Any) -> GirihConfig:
         """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit."""

@@ -55,6 +55,7 @@ class TokensForLayers:
         if cu_seqlens is not None:
             if valid is not None:
                 raise ValueError("attention_mask: packed sequences have no padding to mask; leave it out")
+            self.refuse_packed_encoder()
             given["attention_mask"] = None  # of ones; with one transformers looks for no sequences
             there = given.get("position_ids")
             if there is None or (said and flat(there)):
@@ -70,6 +71,20 @@ class TokensForLayers:
         ):
             given["attention_mask"] = None  # or one of T x T would be made of it, for nobody
         return (), given | {"girih_tokens": Tokens(valid, cu_seqlens)}
+
+    def refuse_packed_encoder(self) -> None:
+        """Attention that stays in an encoder beside mixers keeps packed sequences apart by flash attention
+        alone."""
+        if all(isinstance(m, ReplacedAttention) or getattr(m, "is_causal", True) for m in self.attention):
+            return
+        if not any(isinstance(m, ReplacedAttention) and not m.projections.causal for m in self.attention):
+            return
+        implementation = self.attention[0].config._attn_implementation
+        if "flash" not in implementation:
+            raise ValueError(
+                "layers: attention that stays reads packed sequences as one (attn_implementation is "
+                f"{implementation!r}); expected flash attention, layers=None, or a row for each sequence"
+            )
 
 
 def flat(x: Any) -> bool:

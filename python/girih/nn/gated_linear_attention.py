@@ -12,7 +12,7 @@ from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState
 
 GATES = ("none", "fixed", "scalar", "vector")
 
@@ -113,7 +113,7 @@ class GatedLinearAttention(RecurrentLayer):
         elif self.gate == "scalar":
             skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
             v = v * dt[..., None].to(v.dtype)
-        o, memory = advance(
+        o, memory = self.scan(
             "gla", q, k, v, g, state=memory, in_place=use_cache and state is not None, cu_seqlens=cu_seqlens
         )
         y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.head_dim))).flatten(-2))
