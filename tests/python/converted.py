@@ -49,6 +49,7 @@ WAYS = {
         "cross": True,
     },
     "window": {"weight": 0.5, "max_self_attn_length": 5, "pool": "window", "gate": "v", "learned": True},
+    "linear attention": {"path": "linear_attention", "weight": 0.5, "learned": True},
     "gsa": {"mixer": "gsa", "num_slots": 8},
     "delta_product": {"mixer": "delta_product", "n": 2, "gated": True},
     "trellis": {"mixer": "trellis", "num_slots": 6, "chunk": 4},
@@ -81,8 +82,10 @@ def fits(family, way):
 
 def convert(model, way):
     torch.manual_seed(1)
-    options = WAYS[way]
-    return girih.replace_attention(model, **options) if "mixer" in options else girih.inject(model, **options)
+    options = dict(WAYS[way])
+    if "mixer" in options:
+        return girih.replace_attention(model, **options)
+    return girih.inject(model, options.pop("path", "delta_product"), **options)
 
 
 def converted(family="llama", way="injected", **own):

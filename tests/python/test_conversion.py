@@ -25,8 +25,8 @@ from converted import (
     converted,
     fits,
 )
-from girih.conversion import Conversion
-from girih.conversion.config import replacing
+from girih.conversion import Conversion, Injection
+from girih.conversion.config import from_json, replacing, to_json
 from girih.conversion.projections import find
 from transformers import (
     AutoConfig,
@@ -388,6 +388,14 @@ def test_attentions_and_hidden_states_can_be_asked_for():
     assert [a.shape for a in output.attentions] == [(2, 4, 20, 20)] * 2 and len(output.hidden_states) == 3
 
 
+# Options that the path of linear attention does not read; those of 2, "derivative", ... are the defaults.
+UNREAD = {"n": 2, "virtual_tokens": "derivative", "gate": "v", "gate_per": "head", "pool": "window"} | {
+    "between_chunks": "gelu",
+    "chunk": 4,
+    "norm_eps": 1e-6,
+}
+
+
 def wrong(**options):
     return lambda: girih.inject(base_model(), **options)
 
@@ -409,6 +417,17 @@ def wrong(**options):
         (wrong(chunk=65), "chunk is 65; expected a whole number, 1 to 64"),
         (wrong(chunk=0, between_chunks="gelu"), "chunk is 0; expected a whole number, 1 to 64"),
         (wrong(chunk=16), "chunk is 16; expected none: it is for between_chunks"),
+        *(
+            (
+                wrong(mixer="linear_attention", **{name: value}),
+                f"{name}: linear_attention has no such option; expected",
+            )
+            for name, value in UNREAD.items()
+        ),
+        (
+            lambda: Injection("linear_attention", gate="kv"),
+            "gate: linear_attention has no such option; expected one of weight, learned, cross, max_",
+        ),
         (wrong(n=0), "n is 0; expected a whole number, 1 to 4"),
         (wrong(n=True), "n is True; expected a whole number"),
         (wrong(weight=True), "weight is True; expected a number"),
@@ -593,7 +612,7 @@ def test_attention_is_known_by_any_of_its_names(own, names):
     layer = attention(base_model("llama"))
     for name, value in own.items():
         delattr(layer, name) if value is None else setattr(layer, name, value)
-    assert find(layer) == (("q_proj", "k_proj", "v_proj"), "o_proj", names, 32, 4, 2, 8, False)
+    assert find(layer) == (("q_proj", "k_proj", "v_proj"), "o_proj", names, 32, 4, 2, 8, False, True)
 
 
 SHARED = {
@@ -698,6 +717,7 @@ def test_examples_in_docstrings_run(module):
         ({"how": "guess"}, "config.girih holds .*guess"),
         ({"how": "inject", "order": 2}, "config.girih has order, which this version of girih does not know"),
         ({"how": "inject", "n": 7}, "n is 7"),
+        ({"how": "inject", "mixer": "linear_attention", "n": 3}, "n: linear_attention has no such option"),
     ],
 )
 def test_a_configuration_of_another_version_is_refused(saved, message, tmp_path):
@@ -706,6 +726,45 @@ def test_a_configuration_of_another_version_is_refused(saved, message, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         girih.from_pretrained(tmp_path)
+
+
+def test_an_entry_has_the_options_that_its_path_reads():
+    told = Injection("linear_attention", weight=0.25, cross=True, max_self_attn_length=4)
+    assert to_json(told) == {
+        "how": "inject",
+        "mixer": "linear_attention",
+        "layers": None,
+        "weight": 0.25,
+        "learned": False,
+        "cross": True,
+        "max_self_attn_length": 4,
+    }
+    assert from_json(to_json(told)) == told
+    delta = Injection(n=3, gate="kv")
+    assert {"n", "gate", "virtual_tokens", "norm_eps"} < to_json(delta).keys() and from_json(
+        to_json(delta)
+    ) == delta
+    assert from_json({"how": "inject"}) == Injection("delta_product")
+
+
+@torch.no_grad()
+def test_a_linear_path_shares_every_weight(tmp_path):
+    """It has none of its own, and its state is as large after 20 tokens as after 3."""
+    model = base_model("llama")
+    keys = set(model.state_dict())
+    girih.inject(model, "linear_attention", weight=1.0, max_self_attn_length=4)
+    assert {name.rpartition(".")[2] for name in set(model.state_dict()) - keys} == {"weight"}
+    assert not any(".girih." in name for name, _ in model.named_parameters())
+    sizes = [
+        [part.shape for state in model(IDS[:, :n]).past_key_values.layers[0].state for part in state]
+        for n in (3, 20)
+    ]
+    assert sizes[0] == sizes[1] == [(2, 2, 8, 8), (2, 2, 8, 1)]
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.girih[0]["mixer"] == "linear_attention" and loaded(IDS).logits.equal(
+        model(IDS).logits
+    )
 
 
 def test_what_loading_has_found_is_told(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from girih.conversion import Injection, LinearPath, liza
-from girih.conversion.liza import unit
+from girih.conversion.liza import PATHS, positive, unit
 from girih.conversion.projections import Projections
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,9 +18,11 @@ SIZES = Projections(("q_proj", "k_proj", "v_proj"), "o_proj", None, 32, HEADS, K
 
 def path_of(**options):
     torch.manual_seed(0)
-    path = LinearPath(SIZES, Injection(**options)).double()
+    told = Injection(**options)
+    path = PATHS[told.mixer](SIZES, told).double()
     with torch.no_grad():
-        path.norm.weight.normal_()
+        for weight in path.parameters():
+            weight.normal_()
     return path
 
 
@@ -79,6 +81,74 @@ def written_out(path, x, told):
     return torch.stack(outputs).view(HEADS, len(x), D).transpose(0, 1).flatten(1)
 
 
+LINEAR = {"mixer": "linear_attention"}
+
+
+@torch.no_grad()
+def test_linear_attention_is_a_mean_of_values():
+    """Furfaro 2025, Algorithm 1, and eq. 3 with beta = 1, as one matrix of weights a head."""
+    path, x = path_of(**LINEAR), inputs()
+    assert list(path.parameters()) == []
+    y, _ = path(qkv(x))
+    rows = x.unflatten(-1, (-1, D)).transpose(1, 2)
+    phi = torch.nn.functional.elu(rows) + 1
+    for head in range(HEADS):
+        memory = head // (HEADS // KV_HEADS)
+        weights = (phi[:, head] @ phi[:, HEADS + memory].mT).tril()
+        o = weights / weights.sum(-1, keepdim=True) @ rows[:, HEADS + KV_HEADS + memory]
+        torch.testing.assert_close(y[..., head * D : (head + 1) * D], o, atol=1e-9, rtol=1e-7)
+
+
+def test_the_state_is_the_sum_and_the_normaliser():
+    path, x = path_of(**LINEAR), inputs()
+    _, (memory, normalizer) = path(qkv(x), use_cache=True)
+    _, k, v = (part.unflatten(-1, (-1, D)) for part in qkv(x))
+    phi = torch.nn.functional.elu(k) + 1
+    torch.testing.assert_close(memory.s, torch.einsum("bthd,bthv->bhdv", phi, v), atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(normalizer.s[..., 0], phi.sum(1), atol=1e-9, rtol=1e-7)
+
+
+def test_phi_keeps_its_digits_and_its_gradient():
+    x = torch.tensor([-30.0, -3.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    want = torch.where(x > 0, x + 1, x.exp())
+    (gradient,) = torch.autograd.grad(positive(x).sum(), x)
+    torch.testing.assert_close(positive(x), want)
+    torch.testing.assert_close(gradient, x.clamp(max=0).exp().detach())
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.testing.assert_close(positive(x.to(dtype)), want.to(dtype))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
+def test_sums_of_16_bits_outlive_the_range_of_fp16(dtype, tolerance, autocast):
+    """phi(q) phi(k) is 600 a token, whose sum over 3000 tokens is beyond 65504."""
+    path, tokens = PATHS["linear_attention"](SIZES, Injection(**LINEAR)), 3000
+    x = (
+        9 + torch.randn(1, tokens, (HEADS + 2 * KV_HEADS) * D, generator=torch.Generator().manual_seed(0))
+    ).to(dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        y, state = path(qkv(x), use_cache=True)
+        step, _ = path(qkv(x[:, :1]), state=state, use_cache=True)
+    want, _ = path(qkv(x.double()))
+    assert y.dtype == step.dtype == dtype and step.isfinite().all()
+    assert ((y.double() - want) / want).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("rows", ["masked", "far below"])
+def test_tokens_without_weight_give_numbers(rows):
+    """A token that is masked, and one whose e^q is 0 in fp32."""
+    path, x = PATHS["linear_attention"](SIZES, Injection(**LINEAR)), inputs().float()
+    mask = torch.ones(2, T, dtype=torch.long)
+    if rows == "masked":
+        mask[0, :3], mask[1] = 0, 0
+    else:
+        x[:, 2] = -200.0
+    y, _ = path(qkv(x.requires_grad_()), mask)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert y.isfinite().all() and gradient.isfinite().all()
+
+
 EVERY = (
     [
         {"n": n, "virtual_tokens": virtual, "gate": gate, "pool": pool}
@@ -111,6 +181,7 @@ STATES = [
     {"n": 4, "virtual_tokens": "both", "gate": "kv"},
     {"n": 3, "pool": "window", "gate": "v", "gate_per": "head"},
     {"n": 1, "between_chunks": "tanh", "chunk": 3},
+    LINEAR,
 ]
 
 
@@ -141,7 +212,7 @@ def test_a_call_that_keeps_nothing_leaves_the_state_alone(options, tokens):
         torch.testing.assert_close(y, want[:, 4:], atol=1e-9, rtol=1e-7)
         assert kept is None
     after = [part for part in tree_leaves(state) if isinstance(part, torch.Tensor)]
-    assert len(before) > 2 and all(a.equal(b) for a, b in zip(after, before, strict=True))
+    assert len(before) >= 2 and all(a.equal(b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)

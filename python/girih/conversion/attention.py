@@ -4,9 +4,11 @@ A converted module stays the object it was, with its weights under their names; 
 its own and of one here, and its new part is its submodule `girih`.
 """
 
+import ast
 import functools
 import inspect
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from girih.conversion.config import Injection, Replacement
 from girih.conversion.projections import Projections, Recording
 from girih.nn import Attention, MixState
 from girih.nn.attention_call import (
+    CACHES,
     OF_TOKENS,
     attend,
     cache_of,
@@ -31,11 +34,13 @@ MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tenso
 
 
 class ConvertedAttention(nn.Module):
-    """What all kinds have: `original`, the class the module had, and `order`, its forward's arguments."""
+    """What all kinds have: `original`, the class the module had, `order`, its forward's arguments, and
+    `returns`, the names that its forward returns behind the output, where `returned` reads them."""
 
     how: ClassVar[str]
     original: ClassVar[type[nn.Module]]
     order: ClassVar[tuple[str, ...]]
+    returns: ClassVar[tuple[str, ...] | None]
 
     projections: Projections
     layer_idx: int
@@ -88,8 +93,10 @@ class ReplacedAttention(ConvertedAttention):
 
     how = "Replaced"
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return attend(self.girih, hidden_states, self.layer_idx, **self.named(args, kwargs))
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call = self.named(args, kwargs)
+        y, _ = attend(self.girih, hidden_states, self.layer_idx, **call)
+        return y, *(call.get(name) if name in CACHES else None for name in self.returns)
 
 
 class InjectedAttention(ConvertedAttention):
@@ -160,6 +167,11 @@ class InjectedAttention(ConvertedAttention):
         T, window = x.shape[1], self.max_self_attn_length
         keys = kept + T
         if mask is not None:
+            if mask.shape[-2] != T:
+                raise ValueError(
+                    f"max_self_attn_length: attention_mask has shape {list(mask.shape)}; expected a row for "
+                    f"each of {T} tokens"
+                )
             mask = mask[..., -keys:]
         if keys <= window:
             return mask
@@ -176,7 +188,41 @@ class InjectedAttention(ConvertedAttention):
 def converted_class(kind: type[ConvertedAttention], original: type[nn.Module]) -> type[ConvertedAttention]:
     order = tuple(inspect.signature(original.forward).parameters)[1:]
     name = kind.how + original.__name__
-    return type(name, (kind, original), {"original": original, "order": order, "__module__": kind.__module__})
+    own = {"original": original, "order": order, "returns": returned(original.forward)}
+    return type(name, (kind, original), own | {"__module__": kind.__module__})
+
+
+def returned(forward: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of the values behind the first that an attention's forward returns; "" for one without a name.
+
+    transformers' return the attention weights. Those that call their cache `past_key_value` return one, two
+    or three values, whatever their annotations say, so their code says which: None if it does not, as it is
+    not there or its `return` has no list of values.
+    """
+    if "past_key_value" not in inspect.signature(forward).parameters:
+        return ("",)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    lists = {names_behind_first(node.value) for node in own_returns(tree.body[0])}
+    return lists.pop() if len(lists) == 1 else None
+
+
+def names_behind_first(value: ast.AST | None) -> tuple[str, ...] | None:
+    """Of a list of values, as code writes it: "" for one that is no name. None: it is no list."""
+    if not isinstance(value, ast.Tuple):
+        return None
+    return tuple(each.id if isinstance(each, ast.Name) else "" for each in value.elts[1:])
+
+
+def own_returns(function: ast.AST) -> Iterator[ast.Return]:
+    """The `return` statements of a function, not of functions within it."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, ast.Return):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from own_returns(node)
 
 
 def empty(kind: type[ConvertedAttention], original: type[nn.Module]) -> ConvertedAttention:
@@ -208,6 +254,15 @@ def restore(attention: nn.Module) -> None:
     attention.__dict__.pop("max_self_attn_length", None)
     attention.__class__ = original
     with_hook(attention, hook)
+
+
+def refuse_unknown_returns(attention: nn.Module) -> None:
+    if returned(type(attention).forward) is None:
+        raise ValueError(
+            f"model: the forward of a {type(attention).__name__} takes past_key_value, and its code does not "
+            "list what it returns; expected `return output, weights, past_key_value` or another such list. "
+            "girih.inject takes any"
+        )
 
 
 def refuse_replaced_forward(attention: nn.Module) -> None:

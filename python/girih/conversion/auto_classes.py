@@ -29,15 +29,27 @@ class _AutoClass:
         """Nothing: models are saved with the module that names these classes."""
 
 
-def names_for(config: Any) -> list[str]:
-    """The Auto classes that have a model for this configuration, and AutoConfig."""
+def auto_classes_of(config: Any) -> dict[str, type]:
+    """The Auto classes that have a model for this configuration, by name."""
     classes = {
         name: getattr(modeling_auto, name) for name in dir(modeling_auto) if name.startswith("AutoModel")
     }
-    found = [
-        n for n, auto in classes.items() if type(config) in (getattr(auto, "_model_mapping", None) or ())
-    ]
-    return ["AutoConfig", *(name for name in found if hasattr(transformers, name))]
+    return {
+        n: auto
+        for n, auto in classes.items()
+        if type(config) in (getattr(auto, "_model_mapping", None) or ())
+    }
+
+
+def names_for(config: Any) -> list[str]:
+    """The Auto classes that have a model for this configuration, and AutoConfig."""
+    return ["AutoConfig", *(name for name in auto_classes_of(config) if hasattr(transformers, name))]
+
+
+def models_for(config: Any) -> list[type]:
+    """The classes of models that Auto classes have for this configuration."""
+    found = [auto._model_mapping[type(config)] for auto in auto_classes_of(config).values()]
+    return [each for entry in found for each in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,13 +20,47 @@ VIRTUAL_TOKENS = ("derivative", "rotary", "both")
 GATES = ("k", "v", "kv")
 GATES_PER = ("channel", "head")
 POOLS = ("past", "window")
-INJECTED = ("delta_product",)
+# The options that an injected path reads, beside those of every path.
+PATH_OPTIONS = {
+    "delta_product": (
+        "n",
+        "virtual_tokens",
+        "gate",
+        "gate_per",
+        "pool",
+        "between_chunks",
+        "chunk",
+        "norm_eps",
+    ),
+    "linear_attention": (),
+}
+INJECTED = tuple(PATH_OPTIONS)
 # What a mixer has to have as its projections for those of an attention to start it.
 PROJECTIONS = (
     ("qkv_proj", "o_proj"),
     ("qk_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
 )
+# The mixers that read tokens both ways in an encoder. Trellis and Lattice update their memories by chunks
+# that are counted from the first token.
+BOTH_WAYS = (
+    "abc",
+    "delta_product",
+    "deltanet",
+    "gated_deltanet",
+    "gla",
+    "gsa",
+    "linear_attention",
+    "mamba2",
+    "retnet",
+)
+# What their options are there, with the reason.
+BOTH_WAYS_OPTIONS = {
+    "conv_size": (0, "a short convolution looks back only"),
+    "n": (1, "further steps would have the same keys and values, with no short convolution to part them"),
+    "between_chunks": (None, "chunks are counted from the first token"),
+    "chunk": (None, "it is for between_chunks"),
+}
 # Of an attention these are its own, whatever a configuration could say.
 _SIZES = ("num_kv_heads", "head_dim", "expand_k", "expand_v")
 
@@ -106,6 +140,22 @@ class Replacement:
                     f"{name}: {self.mixer} has no such option; expected one of {', '.join(known)}"
                 )
 
+    def both_ways(self) -> dict[str, Any]:
+        """Options that the mixer has to have where attention is not causal; it refuses others."""
+        if self.mixer not in BOTH_WAYS:
+            raise ValueError(
+                f"mixer is {self.mixer!r}, of which no reversed pass is defined; expected, for attention "
+                f"that is not causal, one of {', '.join(map(repr, BOTH_WAYS))}"
+            )
+        known = {n: of for n, of in BOTH_WAYS_OPTIONS.items() if n in MIXERS[self.mixer].fields}
+        for name, (value, reason) in known.items():
+            if self.options.get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {self.options[name]!r}; expected {value} where attention is not causal: "
+                    f"{reason}"
+                )
+        return {name: value for name, (value, _) in known.items() if value is not None}
+
     def mixer_config(self, **sizes: Any) -> GirihConfig:
         """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit."""
         return GirihConfig(mixer=self.mixer, num_hidden_layers=1, **(self.options | sizes))
@@ -115,7 +165,9 @@ class Replacement:
 class Injection:
     """What `girih.inject` is told: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
 
-    mixer: "delta_product". layers: `layer_idx` of the attention that gets a path, by default all.
+    mixer: "delta_product", or "linear_attention", linear attention with phi = elu + 1 and a denominator
+        (eq. 3, Algorithm 1), which reads none of the options from n to chunk, nor norm_eps.
+    layers: `layer_idx` of the attention that gets a path, by default all.
     n: steps a token, 1 to 4; n - 1 of them for virtual tokens.
     virtual_tokens: "derivative", the m-th difference of k and v over time, divided by 2^m (eq. 22); "rotary",
         their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k, the first step once more;
@@ -148,6 +200,7 @@ class Injection:
 
     def __post_init__(self) -> None:
         one_of("mixer", self.mixer, INJECTED)
+        self.refuse_unread(f.name for f in fields(self) if getattr(self, f.name) != f.default)
         object.__setattr__(self, "layers", check_layers(self.layers))
         whole("n", self.n, 1, 4)
         one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
@@ -165,13 +218,29 @@ class Injection:
         if not number(self.norm_eps, sys.float_info.max):
             raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
 
+    def read(self) -> list[str]:
+        """The names of the fields that its path reads."""
+        own = set().union(*PATH_OPTIONS.values()) - set(PATH_OPTIONS[self.mixer])
+        return [f.name for f in fields(self) if f.name not in own]
+
+    def refuse_unread(self, names: Iterable[str]) -> None:
+        """Refuses options by which something is asked for that its path does not do."""
+        read = self.read()
+        for name in names:
+            if name not in read:
+                expected = ", ".join(name for name in read if name not in ("mixer", "layers"))
+                raise ValueError(f"{name}: {self.mixer} has no such option; expected one of {expected}")
+
 
 HOW = {kind.how: kind for kind in (Replacement, Injection)}
 
 
 def to_json(told: Replacement | Injection) -> dict[str, Any]:
-    """As the entry of config.json."""
-    return {"how": told.how} | asdict(told)
+    """As the entry of config.json, of an injection what its path reads."""
+    saved = asdict(told)
+    if isinstance(told, Injection):
+        saved = {name: saved[name] for name in told.read()}
+    return {"how": told.how} | saved
 
 
 def from_json(saved: Any) -> Replacement | Injection:

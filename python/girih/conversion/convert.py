@@ -9,7 +9,15 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from girih._auto import FIELD
-from girih.conversion.attention import PART, ConvertedAttention, convert, refuse_replaced_forward, restore
+from girih.conversion.attention import (
+    MASKED,
+    PART,
+    ConvertedAttention,
+    convert,
+    refuse_replaced_forward,
+    refuse_unknown_returns,
+    restore,
+)
 from girih.conversion.config import Injection, Replacement, to_json
 from girih.conversion.liza import Liza
 from girih.conversion.mixer import mixer_of
@@ -67,10 +75,16 @@ class Conversion:
     def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
         refuse_replaced_forward(attention)
         if isinstance(self.told, Replacement):
+            refuse_unknown_returns(attention)
             part = mixer_of(attention, sizes, self.told)
         else:
+            if self.told.max_self_attn_length is not None and not hasattr(attention, "config"):
+                raise ValueError(
+                    f"max_self_attn_length: a {type(attention).__name__} has no config that names its "
+                    f"attn_implementation; expected None, or attention of {' or '.join(MASKED)} with one"
+                )
             part = Liza(sizes, self.told)
-        weight = getattr(attention, sizes.out).weight
+        weight = sizes.weight(attention)
         # A quantized weight may be stored as numbers of any dtype.
         is_plain = weight.is_floating_point() and not hasattr(weight, "quant_state")
         dtype = weight.dtype if is_plain else self.model.dtype
@@ -157,10 +171,13 @@ def own_config(model: nn.Module, config: PretrainedConfig) -> None:
 def attention_of(
     model: PreTrainedModel, layers: tuple[int, ...] | None, replaces: bool = False
 ) -> dict[str, tuple[nn.Module, Projections]]:
-    """The attention modules that can be converted, by name, of those whose `layer_idx` is among `layers`."""
+    """The attention modules that can be converted, by name, of those whose `layer_idx` is among `layers`:
+    those of a decoder, or, to be replaced, those of an encoder."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"model is a {type(model).__name__}, with an encoder; expected a decoder alone")
     found, reasons = {}, {}
+    encoders: dict[str, tuple[nn.Module, Projections]] = {}
+    has_decoder = False
     for name, module in model.named_modules():
         chosen = layers is None or getattr(module, "layer_idx", None) in layers
         if isinstance(module, ConvertedAttention):
@@ -168,12 +185,32 @@ def attention_of(
                 raise ValueError(
                     f"model has been converted at {name}; undo that first, or leave it out of layers"
                 )
+            has_decoder |= module.projections.causal
             continue
         sizes = find(module)
-        if isinstance(sizes, Projections):
+        if isinstance(sizes, Projections) and not sizes.causal:
+            encoders[name] = module, sizes
+        elif isinstance(sizes, Projections) and (replaces or sizes.out is not None):
             found[name] = module, sizes
+        elif isinstance(sizes, Projections):
+            reasons[type(module).__name__] = (
+                "its output projection is in another module; replace_attention takes it"
+            )
         elif "Attention" in type(module).__name__:
             reasons.setdefault(type(module).__name__, sizes)
+    # Of a model with both kinds, as an encoder of images beside a decoder, the decoder is converted.
+    has_decoder |= bool(found)
+    if encoders and replaces and not has_decoder:
+        found = encoders
+    elif encoders:
+        reason = "it is not causal self-attention"
+        if not has_decoder:
+            reason += (
+                ", and the linear path of inject reads the past alone; girih.replace_attention(model, "
+                '"linear_attention") reads both ways'
+            )
+            reasons = {}
+        reasons |= {type(module).__name__: reason for module, _ in encoders.values()}
     told = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
     refuse_shared(model, layers, {module.layer_idx for module, _ in found.values()}, replaces)
     if not found:
@@ -228,10 +265,12 @@ def replace_attention(
     `girih`, new and random, so the model needs training (Zhang et al. 2024, section 3.3). It has no rotary
     positions, and a cache that does not grow.
 
-    model: a decoder of transformers, or what wraps it. Attention is found by its projections' names: q_proj,
-        k_proj, v_proj, or fused c_attn, qkv_proj; and o_proj, dense, c_proj or out_proj.
+    model: a decoder of transformers, or an encoder as BERT and ModernBERT, or what wraps it. Attention is
+        found by its projections' names: q_proj, k_proj, v_proj, or fused c_attn, qkv_proj, with o_proj,
+        dense, c_proj or out_proj; query, key, value; Wqkv, Wo. In an encoder the mixer reads tokens both
+        ways, the current one once, without short convolutions.
     mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis
-        or lattice.
+        or lattice, of which the last two do not read both ways.
     layers: `layer_idx` of the attention that goes, by default all of it; fewer make a hybrid.
     options: the mixer's, by the names that `GirihConfig` has for them: num_slots, n, gated, conv_size, ...
 
@@ -257,17 +296,19 @@ def inject(
     """Attention stays, and gets a linear path beside it that reads the same q, k and v (LiZA), in place.
 
         y = (1 - m) attention(x) + m W_o RMSNorm(delta_product(q, k, v))          TPTT: Furfaro 2025, eq. 7
+        y = (1 - m) attention(x) + m W_o S^T phi(q) / (z^T phi(q))                eq. 3, Algorithm 1
 
-    The path shares every projection, so a layer's only new parameter is its norm, and adapters on q_proj or
-    o_proj serve both. The weight m is a buffer, which `MixSchedule` moves during training, or learned. At
-    m = 0 the model computes what it did, bit for bit.
+    The path shares every projection, so a layer's only new parameter is the norm of delta_product, and
+    adapters on q_proj or o_proj serve both. The weight m is a buffer, which `MixSchedule` moves during
+    training, or learned. At m = 0 the model computes what it did, bit for bit.
 
-    model: as `replace_attention` takes it.
-    mixer: "delta_product".
+    model: a decoder, as `replace_attention` takes it.
+    mixer: "delta_product", or "linear_attention", with a denominator and phi = elu + 1.
     layers: `layer_idx` of the attention that gets a path, by default all.
     options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks,
-        chunk, weight, learned, cross, max_self_attn_length, norm_eps. With max_self_attn_length a token costs
-        the same memory wherever it stands.
+        chunk, weight, learned, cross, max_self_attn_length, norm_eps; linear_attention reads weight,
+        learned, cross and max_self_attn_length alone. With max_self_attn_length a token costs the same memory
+        wherever it stands.
 
     Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
     `girih.from_pretrained` loads it.
@@ -286,6 +327,7 @@ def inject(
         if name not in known:
             raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
     told = Injection(mixer, layers, **options)
+    told.refuse_unread(options)
     if "chunk" in options and told.between_chunks is None:
         raise ValueError(f"chunk is {told.chunk}; expected none: it is for between_chunks")
     return Conversion(model, told)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from girih.conversion.config import Injection
@@ -17,6 +18,7 @@ from girih.nn.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.state import advance
+from girih.ops import GLAState
 
 WINDOW = 3  # tokens of a pooled gate
 
@@ -34,6 +36,14 @@ class LinearPathState(NamedTuple):
     memory: Any
 
 
+class LinearAttentionState(NamedTuple):
+    """memory: S, `s [N, kv_heads, head_dim, head_dim]`. normalizer: z, the S of values that are 1,
+    `s [N, kv_heads, head_dim, 1]`."""
+
+    memory: GLAState
+    normalizer: GLAState
+
+
 def turned(x: Tensor, angle: float) -> Tensor:
     """The pairs (2i, 2i + 1) of x `[..., D]` turned by `angle` (eq. 23)."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -41,7 +51,47 @@ def turned(x: Tensor, angle: float) -> Tensor:
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
-class LinearPath(RecurrentLayer):
+class SharedPath(RecurrentLayer):
+    """A path that reads an attention's q, k and v, without a projection of its own; `read` computes it.
+
+    q `[B, T, heads head_dim]`, k and v `[B, T, kv_heads head_dim]` as `Projections` gives them -> o
+    `[B, T, heads head_dim]`.
+    """
+
+    def __init__(self, sizes: Projections):
+        super().__init__()
+        self.heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        self.head_dim = sizes.head_dim
+
+    def forward(
+        self,
+        qkv: Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        state: Any = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        if attention_mask is None:
+            return self.read(qkv, state, use_cache, cu_seqlens)
+        return super().forward(torch.cat(tuple(qkv), -1), attention_mask, state, use_cache, cu_seqlens)
+
+    def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+        qkv = x.split([heads * self.head_dim for heads in self.heads], -1)
+        return self.read(qkv, state, use_cache, cu_seqlens)
+
+    def rows(self, qkv: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """q, k and v by heads, `[B, T, heads, head_dim]`, of one dtype: a norm with an fp32 weight, as
+        Qwen's, makes q and k fp32 beside a v of 16 bits."""
+        wide = functools.reduce(torch.promote_types, (x.dtype for x in qkv))
+        return tuple(x.to(wide).unflatten(-1, (-1, self.head_dim)) for x in qkv)
+
+    def read(
+        self, qkv: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+
+class LinearPath(SharedPath):
     """DeltaProduct of an attention's q, k and v, without a projection of its own (Furfaro 2025, section 3).
 
         beta = sigmoid(mean of k over the past),   q, k, v <- silu(.) / |silu(.)|            eq. 5, 4
@@ -49,14 +99,12 @@ class LinearPath(RecurrentLayer):
         for m < n:  S <- S + k_m (beta * v_m - S^T (beta * k_m))^T
         o = RMSNorm(S^T q)                                                                   eq. 6
 
-    q `[B, T, heads head_dim]`, k and v `[B, T, kv_heads head_dim]` as `Projections` gives them -> o
-    `[B, T, heads head_dim]`. The norm takes away every scale of o, so the read has none.
+    q, k, v and o as `SharedPath` has them. The norm takes away every scale of o, so the read has none.
     """
 
     def __init__(self, sizes: Projections, told: Injection):
-        super().__init__()
-        self.heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
-        self.head_dim, self.n, self.virtual_tokens = sizes.head_dim, told.n, told.virtual_tokens
+        super().__init__(sizes)
+        self.n, self.virtual_tokens = told.n, told.virtual_tokens
         self.gate, self.gate_per, self.pool = told.gate, told.gate_per, told.pool
         self.between_chunks = told.between_chunks
         self.chunk = told.chunk if told.between_chunks else None
@@ -66,24 +114,6 @@ class LinearPath(RecurrentLayer):
                 f"{sizes.head_dim}"
             )
         self.norm = RMSNorm(sizes.head_dim, told.norm_eps)
-
-    def forward(
-        self,
-        qkv: Sequence[Tensor],
-        attention_mask: Tensor | None = None,
-        state: LinearPathState | None = None,
-        use_cache: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, LinearPathState | None]:
-        if attention_mask is None:
-            return self.read(qkv, state, use_cache, cu_seqlens)
-        return super().forward(torch.cat(tuple(qkv), -1), attention_mask, state, use_cache, cu_seqlens)
-
-    def mix(
-        self, x: Tensor, state: LinearPathState | None, use_cache: bool, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, LinearPathState | None]:
-        qkv = x.split([heads * self.head_dim for heads in self.heads], -1)
-        return self.read(qkv, state, use_cache, cu_seqlens)
 
     def pooled(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -185,9 +215,7 @@ class LinearPath(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
-        # One dtype: a norm with an fp32 weight, as Qwen's, makes q and k fp32 beside a v of 16 bits.
-        wide = functools.reduce(torch.promote_types, (x.dtype for x in qkv))
-        q, k, v = (x.to(wide).unflatten(-1, (-1, self.head_dim)) for x in qkv)
+        q, k, v = self.rows(qkv)
         # Every row is a sequence, from its start, which nobody goes on from.
         whole = state is None and cu_seqlens is None and not use_cache
         beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, whole)
@@ -220,6 +248,51 @@ class LinearPath(RecurrentLayer):
         return y, LinearPathState(pool, count, differences, memory) if use_cache else None
 
 
+def positive(x: Tensor) -> Tensor:
+    """phi(x) = elu(x) + 1, as x + 1 above 0 and e^x below, which keeps digits that (e^x - 1) + 1 loses."""
+    return F.relu(x) + x.clamp(max=0).exp()
+
+
+class LinearAttentionPath(SharedPath):
+    """Linear attention of an attention's q, k and v (Furfaro 2025, eq. 3 with beta = 1, and Algorithm 1).
+
+        S <- S + phi(k) v^T,   z <- z + phi(k),   o = S^T phi(q) / (z^T phi(q)),   phi(x) = elu(x) + 1
+
+    The weights of the values sum to 1, as those of softmax. The path has no norm, which would take the
+    denominator away, and no parameter. q, k, v and o as `SharedPath` has them.
+    """
+
+    def __init__(self, sizes: Projections, told: Injection):
+        super().__init__(sizes)
+
+    def read(
+        self,
+        qkv: Sequence[Tensor],
+        state: LinearAttentionState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, LinearAttentionState | None]:
+        q, k, v = self.rows(qkv)
+        dtype = q.dtype
+        memory, normalizer = state or (None, None)
+        options = {"scale": 1.0, "in_place": use_cache and state is not None, "cu_seqlens": cu_seqlens}
+        # Sums over tokens leave the range of fp16, to which autocast would bring them.
+        is_narrow = torch.float16 in (dtype, autocast_dtype(q))
+        with torch.autocast(autocast_device(q), enabled=False) if is_narrow else nullcontext():
+            q, k, v = (x.float() if is_narrow else x for x in (q, k, v))
+            q, k = positive(q), positive(k)
+            total, memory = advance("gla", q, k, v, None, state=memory, **options)
+            ones = v.new_ones(1).expand(*v.shape[:-1], 1)
+            weight, normalizer = advance("gla", q, k, ones, None, state=normalizer, **options)
+            # Tokens of no sequence have no weight; what comes out there means nothing, but is finite.
+            o = total / weight.where(weight > 0, 1)
+        y = o.to(dtype).flatten(-2)
+        return y, LinearAttentionState(memory, normalizer) if use_cache else None
+
+
+PATHS = {"delta_product": LinearPath, "linear_attention": LinearAttentionPath}
+
+
 def as_they_are(*tensors: Tensor) -> AbstractContextManager[Any]:
     """Without autocast where all have its dtype: a beta of 16 bits would become fp32, which tells no more of
     it, and its gradient twice."""
@@ -250,7 +323,7 @@ class Liza(MemoryAsGate):
 
     def __init__(self, sizes: Projections, told: Injection):
         super().__init__(weight=told.weight, learned=told.learned, cross=told.cross)
-        self.path = LinearPath(sizes, told)
+        self.path = PATHS[told.mixer](sizes, told)
 
     def forward(
         self,
@@ -258,10 +331,10 @@ class Liza(MemoryAsGate):
         qkv: Sequence[Tensor],
         project: Callable[[Tensor], Tensor],
         attention_mask: Tensor | None = None,
-        state: LinearPathState | None = None,
+        state: Any = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, LinearPathState | None]:
+    ) -> tuple[Tensor, Any]:
         """base `[B, T, hidden_size]`, what attention gave for qkv -> the mixture, and the path's state."""
         o, state = self.path(qkv, attention_mask, state, use_cache, cu_seqlens)
         return self.mixture(base, project(o)), state

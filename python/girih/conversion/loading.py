@@ -5,8 +5,10 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from girih import models
+from girih.conversion import auto_classes
 from girih.conversion.attention import PART
 from girih.conversion.config import from_json
 from girih.conversion.convert import FIELD, Conversion
@@ -31,6 +33,8 @@ OF_BOTH = (
     "token",
     "trust_remote_code",
 )
+# For the code that comes with a model.
+OF_CODE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token", "code_revision")
 
 
 def from_pretrained(
@@ -60,7 +64,7 @@ def from_pretrained(
             "own from_pretrained loads it"
         )
     told = [from_json(entry) for entry in saved]
-    model_class = model_class or class_of(config, folder)
+    model_class = model_class or class_of(config, folder, kwargs)
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         model_class.__init__(self, config, *inputs, **options)
@@ -100,12 +104,24 @@ def refuse_missing(folder: str | PathLike, info: dict[str, Any]) -> None:
         )
 
 
-def class_of(config: PretrainedConfig, folder: str | PathLike) -> type[PreTrainedModel]:
-    """The class that a configuration names."""
-    for name in config.architectures or []:
+def class_of(
+    config: PretrainedConfig, folder: str | PathLike, options: dict[str, Any]
+) -> type[PreTrainedModel]:
+    """The class that a configuration names: transformers' or girih's, one that is registered with an Auto
+    class, or, with trust_remote_code among the options, one of the code that comes with the model."""
+    names = config.architectures or []
+    for name in names:
         for module in (transformers, models):
             if hasattr(module, name):
                 return getattr(module, name)
+    for registered in auto_classes.models_for(config):
+        if registered.__name__ in names:
+            return registered
+    if options.get("trust_remote_code"):
+        where = {name: options[name] for name in OF_CODE if name in options}
+        for reference in (getattr(config, "auto_map", None) or {}).values():
+            if str(reference).rpartition(".")[2] in names:
+                return get_class_from_dynamic_module(reference, folder, **where)
     raise ValueError(
         f"model_class: {folder} names {config.architectures} as its class, which neither transformers nor "
         "girih has"

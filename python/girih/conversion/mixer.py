@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from girih.conversion.both_ways import read_both_ways
 from girih.conversion.config import Replacement, on_attention, projections_of
 from girih.conversion.projections import Projections, Shared
 from girih.nn import ShortConv
@@ -18,9 +19,11 @@ def mixer_of(attention: nn.Module, sizes: Projections, told: Replacement) -> nn.
     they are; the further steps of DeltaProduct, which read the same k and v, start from their differences
     over time (TPTT, eq. 22), as equal steps would stay equal. Lattice, and Trellis with shared_qk, which have
     one projection for q and k, get the mean of the two, which of all is nearest to both. These two mixers
-    have a memory for each query head.
+    have a memory for each query head. Where attention is not causal the mixer reads both ways.
     """
     layer = built(sizes, told)
+    if not sizes.causal:
+        layer = read_both_ways(layer)
     n = getattr(layer, "n", 1)
     for name in projections_of(layer):
         delattr(layer, name)
@@ -39,6 +42,8 @@ def built(sizes: Projections, told: Replacement) -> nn.Module:
     if "num_kv_heads" in mixer.fields:
         given["num_kv_heads"] = sizes.kv_heads
     given |= {name: 1.0 for name in ("expand_k", "expand_v") if name in mixer.fields}
+    if not sizes.causal:
+        given |= told.both_ways()
     layer = mixer.build(told.mixer_config(**given))
     if hasattr(layer, "qk_proj") and layer.qk_proj.out_features != sizes.heads * sizes.head_dim:
         # Its keys have as many channels as it has slots.

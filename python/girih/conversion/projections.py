@@ -11,10 +11,13 @@ from girih.nn import Attention
 from girih.nn.attention_call import CACHES, SequenceLayer
 
 SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
-FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3: channels of q, then of k, then of v
+WITHOUT_OUT = ("query", "key", "value")  # BERT, RoBERTa, ELECTRA: the output's is in another module
+FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3, OpenELM: channels of q, then of k, then of v
+MODERN = ("Wqkv", "Wo")  # ModernBERT: of that order too
 BY_HEAD = ("query_key_value",)  # GPT-NeoX, Persimmon: q, k and v of a head, then of the next
-DROPOUT = "resid_dropout"  # GPT-2, GPT-J
-OUT = ("o_proj", "dense", "c_proj", "out_proj")
+DROPOUT = ("resid_dropout", "out_drop")  # GPT-2, GPT-J; ModernBERT
+HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
+OUT = ("o_proj", "dense", "c_proj", "out_proj", "Wo")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # Qwen3, Gemma 3, OLMo 2; Phi
 # Of BitNet, DiffLlama, Kosmos; gates of Afmoe, Laguna, MiniMax: they stand before the output projection.
 BETWEEN = ("attn_sub_norm", "groupnorm", "inner_attn_ln", "o_norm", "gate_proj", "g_proj", "output_gate")
@@ -30,19 +33,21 @@ def width(projection: nn.Module) -> tuple[int, int]:
 class Projections(NamedTuple):
     """The names of an attention's projections and norms, and its sizes.
 
-    qkv: three names, or one if they are fused. out: the output's. norms: of q and k before rotary positions,
-    or None. heads queries of head_dim read kv_heads keys and values; x is `[B, T, hidden_size]`. by_head: the
-    fused projection's channels go head by head.
+    qkv: three names, or one if they are fused. out: the output's, or None if it is in another module. norms:
+    of q and k before rotary positions, or None. heads queries of head_dim read kv_heads keys and values; x is
+    `[B, T, hidden_size]`. by_head: the fused projection's channels go head by head. causal: whether no token
+    sees those after it.
     """
 
     qkv: tuple[str, ...]
-    out: str
+    out: str | None
     norms: tuple[str, str] | None
     hidden_size: int
     heads: int
     kv_heads: int
     head_dim: int
     by_head: bool = False
+    causal: bool = True
 
     @property
     def channels(self) -> tuple[int, int, int]:
@@ -77,9 +82,17 @@ class Projections(NamedTuple):
 
     def written(self, attention: nn.Module, o: Tensor) -> Tensor:
         """o through the output projection, and the dropout that GPT-2's attention has behind it."""
+        if self.out is None:
+            return o
         y = getattr(attention, self.out)(o)
-        dropout = getattr(attention, DROPOUT, None)
+        dropout = next(
+            (found for name in DROPOUT if (found := getattr(attention, name, None)) is not None), None
+        )
         return y if dropout is None else dropout(y)
+
+    def weight(self, attention: nn.Module) -> Tensor:
+        """A weight of the attention's, for its device and dtype."""
+        return getattr(attention, self.out or self.qkv[0]).weight
 
     def project_some(self, attention: nn.Module, x: Tensor, *wanted: int) -> list[Tensor]:
         """Of q (0), k (1) and v (2) of x those that are wanted."""
@@ -104,12 +117,18 @@ def find(attention: nn.Module) -> Projections | str:
 
     if not isinstance(getattr(attention, "layer_idx", None), int):
         return "it has no layer_idx, its place in a cache"
+    causal = bool(getattr(attention, "is_causal", getattr(attention, "causal", True)))
     if isinstance(attention, SequenceLayer):
         if not isinstance(attention, Attention):
             return "it is a mixer of girih's"
     else:
         takes = inspect.signature(type(attention).forward).parameters
-        if takes.keys().isdisjoint(CACHES):
+        has_cache = not takes.keys().isdisjoint(CACHES)
+        # Others that are not causal by themselves may be so by their masks (GIT), or read blocks on a cache.
+        is_encoder = not has_cache or getattr(attention, "is_decoder", None) is False
+        if not causal and (not is_encoder or "encoder_hidden_states" in takes):
+            return "it is not causal self-attention"
+        if causal and not has_cache:
             return f"its forward takes no cache by the name of {' or '.join(CACHES)}"
         if "residual" in takes:
             return "its forward takes residual, which it adds to what it returns"
@@ -123,17 +142,27 @@ def find(attention: nn.Module) -> Projections | str:
     clip = getattr(attention, "clip_qkv", getattr(getattr(attention, "config", None), "clip_qkv", None))
     if clip is not None:
         return f"its q, k and v are clipped: clip_qkv is {clip}"
-    causal = getattr(attention, "is_causal", getattr(attention, "causal", True))
-    if getattr(attention, "is_cross_attention", False) or not causal:
+    if getattr(attention, "is_cross_attention", False):
         return "it is not causal self-attention"
     fused = [(name,) for name in (*FUSED, *BY_HEAD)]
     qkv = next((names for names in (*SEPARATE, *fused) if named(*names)), None)
+    out = next((name for name in OUT if named(name)), None)
+    if qkv is None and named(*MODERN):
+        qkv, out = MODERN[:1], MODERN[1]
+    if qkv is None and named(*WITHOUT_OUT):
+        qkv = WITHOUT_OUT
+        more = next(
+            (name for name, _ in attention.named_parameters() if name.partition(".")[0] not in qkv), None
+        )
+        if more is not None:
+            return f"it has {more} beside {', '.join(qkv)}, and what it does is not known"
     if qkv is None:
         return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join((*FUSED, *BY_HEAD))}"
-    out = next((name for name in OUT if named(name)), None)
-    if out is None:
+    if out is None and qkv != WITHOUT_OUT:
         return f"it has none of {', '.join(OUT)}"
-    head_dim = getattr(attention, "head_dim", getattr(attention, "head_size", None))
+    head_dim = next(
+        (found for name in HEAD_DIM if (found := getattr(attention, name, None)) is not None), None
+    )
     if not isinstance(head_dim, int):
         return "it has no head_dim"
     inputs, widths = [], []
@@ -141,7 +170,7 @@ def find(attention: nn.Module) -> Projections | str:
         x, y = width(getattr(attention, name))
         inputs.append(x)
         widths.append(y)
-    channels = width(getattr(attention, out))[0]
+    channels = widths[0] if out is None else width(getattr(attention, out))[0]
     if len(widths) == 1:
         kv = (widths[0] - channels) // 2
         widths = [channels, kv, widths[0] - channels - kv]
@@ -161,7 +190,8 @@ def find(attention: nn.Module) -> Projections | str:
         shape = getattr(getattr(attention, name), "weight", torch.empty(())).shape
         if shape not in ((channels,), (head_dim,), (channels // head_dim, head_dim)):
             return f"its {name} has a weight of {list(shape)}, for neither q and k nor their heads"
-    return Projections(qkv, out, norms, inputs[0], q // head_dim, k // head_dim, head_dim, by_head)
+    heads = q // head_dim, k // head_dim
+    return Projections(qkv, out, norms, inputs[0], *heads, head_dim, by_head, causal)
 
 
 class Shared:
@@ -198,7 +228,7 @@ class Changed:
 class Recording:
     """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
 
-    What its class's `forward` reads of it is the module's own.
+    What its class's `forward` reads of it is the module's own, and so is its class, for `super()`.
     """
 
     def __init__(self, attention: nn.Module, names: tuple[str, ...]):
@@ -206,6 +236,10 @@ class Recording:
         self._outputs: dict[str, Tensor] = {}
         self._out: str | None = None
         self.changed, self.found = False, None
+
+    @property
+    def __class__(self) -> type[nn.Module]:
+        return type(self._attention)
 
     def change(self, out: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
         """What the projection `out` is given, o `[..., channels]`, becomes the first of `function(o, outputs,

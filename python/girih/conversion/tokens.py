@@ -3,11 +3,10 @@
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, own_mask, where_masked
+from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, is_seen, own_mask, where_masked
 from girih.nn.packing import bounds, restarting, seq_idx_of
 
 
@@ -56,6 +55,7 @@ class TokensForLayers:
         if cu_seqlens is not None:
             if valid is not None:
                 raise ValueError("attention_mask: packed sequences have no padding to mask; leave it out")
+            self.refuse_packed_encoder()
             given["attention_mask"] = None  # of ones; with one transformers looks for no sequences
             there = given.get("position_ids")
             if there is None or (said and flat(there)):
@@ -71,6 +71,20 @@ class TokensForLayers:
         ):
             given["attention_mask"] = None  # or one of T x T would be made of it, for nobody
         return (), given | {"girih_tokens": Tokens(valid, cu_seqlens)}
+
+    def refuse_packed_encoder(self) -> None:
+        """Attention that stays in an encoder beside mixers keeps packed sequences apart by flash attention
+        alone."""
+        if all(isinstance(m, ReplacedAttention) or getattr(m, "is_causal", True) for m in self.attention):
+            return
+        if not any(isinstance(m, ReplacedAttention) and not m.projections.causal for m in self.attention):
+            return
+        implementation = self.attention[0].config._attn_implementation
+        if "flash" not in implementation:
+            raise ValueError(
+                "layers: attention that stays reads packed sequences as one (attn_implementation is "
+                f"{implementation!r}); expected flash attention, layers=None, or a row for each sequence"
+            )
 
 
 def flat(x: Any) -> bool:
@@ -90,7 +104,7 @@ def refuse_blocks(given: dict[str, Any]) -> None:
         or mask.device.type == "meta"
     ):
         return
-    see = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    see = is_seen(mask)
     valid = see.diagonal(0, 2, 3)
     if (valid[..., 1:] & valid[..., :-1] & ~see.diagonal(-1, 2, 3)).any():
         raise ValueError(

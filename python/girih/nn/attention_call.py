@@ -15,8 +15,9 @@ from girih.nn.layer import Layer
 from girih.nn.packing import bounds
 from girih.nn.step import PLAIN, Product, RowInput
 
-# Names of the cache in attention modules: transformers 5.24; older versions; GPT-NeoX and GPT-BigCode.
-CACHES = ("cache", "past_key_values", "layer_past")
+# Names of the cache in attention modules: transformers 5.24; older versions; GPT-NeoX and GPT-BigCode; models
+# with code of their own that older versions ran, as OpenELM.
+CACHES = ("cache", "past_key_values", "layer_past", "past_key_value")
 # By any of these a call is one of transformers' and not one of a layer's own.
 OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
 
@@ -57,7 +58,9 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
     """Which tokens of x `[B, T, ...]` a mask leaves, `[B, T]`, after `past` tokens.
 
     attention_mask: None, `[B, past + T]`, or what attention adds to or selects its scores by,
-    `[B, heads, T, keys]`: there a token is masked exactly if it does not see itself.
+    `[B, heads, T, keys]`: there a token is masked if it does not see itself, or if it sees the last token,
+    which does not see it: older models let rows of padding see all keys for sdpa. `[B, heads, N, N]` with
+    N > T covers all positions (OpenELM); its last row sees every token that is not masked.
     """
     if attention_mask is None:
         return None
@@ -69,15 +72,25 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
     B, T = x.shape[:2]
     if attention_mask.dim() == 2:
         return own_mask(attention_mask, T)
-    if attention_mask.dim() != 4 or attention_mask.shape[2] != T or attention_mask.shape[3] < T:
+    rows, keys = attention_mask.shape[2:] if attention_mask.dim() == 4 else (0, 0)
+    if rows == keys and rows > T and rows >= past + T:
+        return is_seen(attention_mask[:, 0, -1, past : past + T]).expand(B, -1)
+    if rows != T or keys < T:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; expected [B, heads, {T}, keys]"
         )
     # Keys of a growing cache end with x's; those of a static one go on behind them.
-    own = attention_mask[:, 0].diagonal(min(past, attention_mask.shape[3] - T), 1, 2)
-    if own.dtype != torch.bool:
-        own = own > torch.finfo(own.dtype).min / 2
-    return own.expand(B, -1)
+    first = min(past, keys - T)
+    mask = attention_mask[:, 0]
+    own = is_seen(mask.diagonal(first, 1, 2))
+    last = first + T - 1
+    is_opened = is_seen(mask[:, :, last]) & ~is_seen(mask[:, -1, first : last + 1])
+    return (own & ~is_opened).expand(B, -1)
+
+
+def is_seen(mask: Tensor) -> Tensor:
+    """Which scores a mask leaves: a bool, or a number that is added."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def tokens_of(

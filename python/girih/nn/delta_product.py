@@ -13,7 +13,7 @@ from girih.nn.mixers import layer_of, register
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.projections import projections, split_heads
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState
 from girih.nn.step import Product
 
 
@@ -112,7 +112,7 @@ class DeltaProduct(RecurrentLayer):
         q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
         if self.n > 1 and torch.is_grad_enabled():
             q = q.contiguous()  # as k and v are below: then nothing keeps all of qkv for the backward
-        o, memory = advance(
+        o, memory = self.scan(
             "delta_product",
             q,
             self.per_step(k),

@@ -16,7 +16,7 @@ from girih.nn.packing import token_positions
 from girih.nn.projections import projections, split_heads
 from girih.nn.rotary import rotary
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance, is_step
+from girih.nn.state import LayerState, is_step
 
 GATES = ("none", "fixed", "scalar", "vector")
 
@@ -147,7 +147,7 @@ class GatedLinearAttention(RecurrentLayer):
         elif self.gate == "scalar":
             skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
             v = v * dt[..., None].to(v.dtype)
-        o, memory = advance("gla", q, k, v, g, state=memory, in_place=in_place, cu_seqlens=cu_seqlens)
+        o, memory = self.scan("gla", q, k, v, g, state=memory, in_place=in_place, cu_seqlens=cu_seqlens)
         y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.value_dim))).flatten(-2))
         if not use_cache:
             return y, None

@@ -15,7 +15,7 @@ from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
 from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState
 from girih.nn.step import Product, RowInput
 
 
@@ -129,7 +129,7 @@ class GatedSlotAttention(RecurrentLayer):
         else:
             f = f[0].unflatten(-1, (-1, self.num_slots))
         s, g = (None, f) if self.gated else (f, None)
-        o, memory = advance(
+        o, memory = self.scan(
             "gsa",
             q,
             k,

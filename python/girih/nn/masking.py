@@ -8,6 +8,7 @@ from torch import Tensor
 
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.linears import together
+from girih.nn.state import advance
 
 
 class RecurrentLayer(SequenceLayer):
@@ -38,6 +39,10 @@ class RecurrentLayer(SequenceLayer):
         """`forward` on valid tokens; cu_seqlens may be `[B, 2]`, the rows' bounds."""
         o, state = self.core(self.projected(x), state, use_cache, cu_seqlens)
         return self.output(o), state
+
+    def scan(self, name: str, *data: Tensor | None, **call: Any) -> tuple[Tensor, Any]:
+        """The layer's operator over its tokens, `state.advance`; a layer of an encoder scans both ways."""
+        return advance(name, *data, **call)
 
     def projected(self, x: Tensor) -> Sequence[Tensor]:
         """What `core` takes, by the layer's modules, as `products` says it by their weights."""

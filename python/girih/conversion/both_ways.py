@@ -1,0 +1,119 @@
+"""Recurrent mixers of an encoder: each reads its tokens from the first on and from the last on.
+
+    o_t = read(q_t, tokens up to t) + read(q_t, tokens after t, from the last on)
+
+Each term is one call of the mixer's causal operator. The second call gets the tokens in reverse, and each
+query one place early: the query reads the state before its own token, so this token counts once. For linear
+attention o_t is (the sum of k_s v_s^T over all tokens)^T q_t. Projections, gates and norms serve both terms.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from girih.nn.masking import RecurrentLayer
+from girih.nn.state import advance
+
+
+class Mirror(NamedTuple):
+    """Where tokens stand when each sequence is reversed within its bounds, `[1, T]` or, by row, `[B, T]`.
+
+    token: the token at each place, which is also the place of each token. before: the place before a token's.
+    is_first: whether a token's place is the first of its sequence; true for tokens of no sequence.
+    """
+
+    token: Tensor
+    before: Tensor
+    is_first: Tensor
+
+    def reverse(self, x: Tensor | None) -> Tensor | None:
+        """x `[B, T n, ...]`, n rows a token, which keep their order."""
+        if x is None:
+            return None
+        T = self.token.shape[1]
+        n = x.shape[1] // T
+        return at(x, self.token) if n == 1 else at(x.unflatten(1, (T, n)), self.token).flatten(1, 2)
+
+    def reverse_early(self, q: Tensor) -> Tensor:
+        """q `[B, T, ...]`, each one place before its token's; the last place has any."""
+        return at(q, self.before)
+
+    def restore(self, o: Tensor) -> Tensor:
+        """What was read at the place before each token's, of o `[B, T, ...]`; 0 where there is none."""
+        is_first = self.is_first.view(*self.is_first.shape, *[1] * (o.dim() - 2))
+        return at(o, self.before).masked_fill(is_first, 0)
+
+
+def at(x: Tensor, index: Tensor) -> Tensor:
+    """x `[B, T, ...]` at the tokens index `[1, T]` or `[B, T]`."""
+    if index.shape[0] == 1:
+        return x.index_select(1, index[0])
+    return x.take_along_dim(index.view(*index.shape, *[1] * (x.dim() - 2)), 1)
+
+
+def mirror(T: int, cu_seqlens: Tensor | None, device: torch.device) -> Mirror:
+    """cu_seqlens: None, `[N + 1]` of packed sequences, or `[B, 2]`, the bounds of one in each row."""
+    token = torch.arange(T, device=device)[None]
+    if cu_seqlens is None:
+        first, end = token.new_zeros(1, 1), token.new_full((1, 1), T)
+    elif cu_seqlens.dim() == 2:
+        first, end = cu_seqlens.long().split(1, 1)
+    else:
+        bounds = cu_seqlens.long()
+        sequence = torch.searchsorted(bounds[1:], token, right=True).clamp(max=bounds.shape[0] - 2)
+        first, end = bounds[sequence], bounds[sequence + 1]
+    is_within = token < end
+    place = torch.where(is_within, first + end - 1 - token, token)
+    return Mirror(place, (place - 1).clamp(min=0), (place == first) | ~is_within)
+
+
+class BothWays(RecurrentLayer):
+    """A recurrent layer whose operator reads tokens both ways. It has no state, as every token sees those to
+    come."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: Any = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        if use_cache or state is not None:
+            raise ValueError(
+                f"cache: {type(self).__name__} reads tokens both ways and cannot go on from earlier ones; "
+                "call the model with use_cache=False and without a cache"
+            )
+        return super().forward(x, attention_mask, None, False, cu_seqlens)
+
+    def scan(
+        self, name: str, q: Tensor, *data: Tensor | None, cu_seqlens: Tensor | None = None, **call: Any
+    ) -> tuple[Tensor, None]:
+        back = mirror(q.shape[1], cu_seqlens, q.device)
+        forward, _ = advance(name, q, *data, cu_seqlens=cu_seqlens, **call)
+        reverse = [back.reverse(x) for x in data]
+        backward, _ = advance(name, back.reverse_early(q), *reverse, cu_seqlens=cu_seqlens, **call)
+        return forward + back.restore(backward), None
+
+
+def read_both_ways(layer: nn.Module) -> nn.Module:
+    """Makes a mixer's layer one of an encoder, in place, and returns it."""
+    layer.__class__ = both_ways_class(type(layer))
+    return layer
+
+
+@functools.cache
+def both_ways_class(kind: type[nn.Module]) -> type[nn.Module]:
+    name = f"BothWays{kind.__name__}"
+    return type(name, (BothWays, kind), {"__module__": __name__, "kind": kind, "__reduce__": reduce})
+
+
+def reduce(layer: nn.Module) -> tuple:
+    """A class that is made of two has no name to be found by."""
+    return empty, (type(layer).kind,), vars(layer)
+
+
+def empty(kind: type[nn.Module]) -> nn.Module:
+    return nn.Module.__new__(both_ways_class(kind))
