@@ -300,7 +300,7 @@ def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, m
 
 
 def test_mamba2_starts_with_the_rates_and_steps_of_its_paper(language):
-    found = parameters_of(language, mixer="mamba2", num_heads=HEADS_ENOUGH // 2, head_dim=2, state_size=2)
+    found = parameters_of(language, mixer="mamba2", num_heads=HEADS_ENOUGH, head_dim=2, state_size=2)
     check_uniform(found["A_log"].exp(), 1.0, 16.0)
     steps = torch.nn.functional.softplus(found["dt_bias"])
     check_uniform(steps.log(), math.log(1e-3), math.log(1e-1))

@@ -44,7 +44,7 @@ LAYERS = {
     "abc": lambda: GatedSlotAttention(HIDDEN, 2, num_slots=6, gated=False),
     "linear_attention": lambda: GatedLinearAttention(HIDDEN, 2, gate="none"),
     "fixed_decay": lambda: GatedLinearAttention(HIDDEN, 2, gate="fixed"),
-    "retnet": lambda: GatedLinearAttention(HIDDEN, 4, num_kv_heads=2, expand_v=2, gate="fixed", rotary=True),
+    "retnet": lambda: GatedLinearAttention(HIDDEN, 2, expand_v=2, gate="fixed", rotary=True),
     "gla": lambda: GatedLinearAttention(HIDDEN, 2, gate="vector"),
     "scalar_decay": lambda: GatedLinearAttention(HIDDEN, 4, num_kv_heads=2, gate="scalar", conv_size=4),
     "mamba2": lambda: Mamba2(HIDDEN, 2, state_size=6),

@@ -141,6 +141,7 @@ def test_files_of_earlier_versions_are_read_without_what_no_mixer_reads(tmp_path
     config = AutoConfig.from_pretrained(tmp_path)
     assert (config.num_slots, config.compressor_layers, config.chunk, config.n) == (64, None, 16, 2)
     AutoModelForCausalLM.from_pretrained(tmp_path)
+    GirihForCausalLM.from_pretrained(tmp_path)
     _C.LanguageModel.from_pretrained(str(tmp_path))
 
 

@@ -52,7 +52,11 @@ OFF = {
 GROUPED = [name for name in MIXERS if name not in ("trellis", "ttt", "lattice")]
 VARIANTS = {
     **{mixer: {"mixer": mixer} for mixer in MIXERS},
-    "every field, grouped": OFF | {"mixer": GROUPED, "num_hidden_layers": len(GROUPED), "num_kv_heads": 2},
+    **{
+        f"every field, grouped, {some}": OFF
+        | {"mixer": mixers, "num_hidden_layers": len(mixers), "num_kv_heads": 2}
+        for some, mixers in {"even": GROUPED[::2], "odd": GROUPED[1::2]}.items()
+    },
     "every field": OFF | {"mixer": ["trellis", "ttt", "lattice"], "num_hidden_layers": 3},
     "every field, cat": OFF | {"mixer": "cat", "num_kv_heads": 2, "chunks": [3, 6]},
     "hybrid": {"mixer": ["gsa", "attention", "cat"], "num_hidden_layers": 3},

@@ -250,7 +250,7 @@ class LinearPath(SharedPath):
 
 def positive(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1, as x + 1 above 0 and e^x below, which keeps digits that (e^x - 1) + 1 loses."""
-    return F.relu(x) + x.clamp(max=0).exp()
+    return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
 class LinearAttentionPath(SharedPath):

@@ -77,7 +77,7 @@ def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
     transformers' to report."""
     kind, prefix = model_class.config_class, f"{model_class.base_model_prefix}."
     if not isinstance(config, kind):
-        config = kind(**read_config(folder))
+        config = kind.from_dict(read_config(folder))
     files = {file: shapes_in(file) for file in tensor_files(folder)}
     if getattr(config, "quantization_config", None) is not None:
         return
