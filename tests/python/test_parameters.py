@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "ttt", "lattice", "mag", "cat", "gsa"]
 UNDECAYED = {  # by the last part of a name
     *("A_log", "dt_bias", "skip", "logit", "header", "key_memory", "value_memory", "memory", "bias"),
-    "decay_logits",
+    *("decay_logits", "inner_weight", "inner_bias"),
     *("norm.weight", "mixer_norm.weight", "mlp_norm.weight"),
 }
 FP32 = {"A_log", "dt_bias", "logit", "key_memory", "value_memory", "memory", "bias", "decay_logits"}

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from girih.conversion.config import Injection
