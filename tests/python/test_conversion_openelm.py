@@ -1,6 +1,7 @@
 """Attention that is called with `past_key_value`, of a model whose code is not transformers'."""
 
 import copy
+import functools
 import shutil
 import subprocess
 import sys
@@ -210,7 +211,7 @@ class Pair(ElmCausalAttention):
     """As attention of transformers 4.48 to 4.56."""
 
     def forward(self, hidden_states, attention_mask=None, past_key_value=None, cache_position=None):
-        attention = super().forward
+        attention = functools.partial(ElmCausalAttention.forward, self)
         y, weights, _ = attention(hidden_states, attention_mask, past_key_value, False, False, cache_position)
         return y, weights
 
@@ -222,13 +223,15 @@ class Present(ElmCausalAttention):
         def unused():
             return 1, 2, 3, 4
 
-        y, weights, past_key_value = super().forward(hidden_states, attention_mask, past_key_value)
+        y, weights, past_key_value = ElmCausalAttention.forward(
+            self, hidden_states, attention_mask, past_key_value
+        )
         return y, past_key_value, weights
 
 
 class Varying(ElmCausalAttention):
     def forward(self, hidden_states, attention_mask=None, past_key_value=None, output_attentions=False):
-        outputs = super().forward(hidden_states, attention_mask, past_key_value)
+        outputs = ElmCausalAttention.forward(self, hidden_states, attention_mask, past_key_value)
         return outputs if output_attentions else outputs[:2]
 
 

@@ -228,7 +228,7 @@ class Changed:
 class Recording:
     """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
 
-    What its class's `forward` reads of it is the module's own, and so is its class, for `super()`.
+    What its class's `forward` reads of it is the module's own.
     """
 
     def __init__(self, attention: nn.Module, names: tuple[str, ...]):
@@ -236,10 +236,6 @@ class Recording:
         self._outputs: dict[str, Tensor] = {}
         self._out: str | None = None
         self.changed, self.found = False, None
-
-    @property
-    def __class__(self) -> type[nn.Module]:
-        return type(self._attention)
 
     def change(self, out: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
         """What the projection `out` is given, o `[..., channels]`, becomes the first of `function(o, outputs,
