@@ -110,12 +110,11 @@ std::vector<Case> cases() {
   const ops::TTTOptions ttt{.phi_weight = random({H, M}), .chunk = C, .state = {.k = A1}};
   auto ttt_step = ttt;
   ttt_step.state = ops::TTTState::start(B, A1);
-  all.push_back({"ttt",
-                 {q, k, a, gamma, g},
-                 [=](const auto& x) { return ops::ttt(x[0], x[1], x[2], x[3], x[4], ttt).first; },
-                 stepwise([=](const auto& x) {
-                   return ops::ttt_step(x[0], x[1], x[2], x[3], x[4], ttt_step);
-                 })});
+  all.push_back(
+      {"ttt",
+       {q, k, a, gamma, g},
+       [=](const auto& x) { return ops::ttt(x[0], x[1], x[2], x[3], x[4], ttt).first; },
+       stepwise([=](const auto& x) { return ops::ttt_step(x[0], x[1], x[2], x[3], x[4], ttt_step); })});
 
   const auto S = unit_columns(random({H, D, M}));
   const ops::LatticeOptions lattice{.chunk = C, .state = {.first = S}};
