@@ -26,9 +26,12 @@ OF_SIZE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A size of model and how to train it. Lengths in tokens, batch in sequences over all devices."""
+    """A size of model and how to train it. Lengths in tokens, batch in sequences over all devices.
 
-    parameters: int
+    parameters: what the width of the MLPs is fitted to; None: the MLPs have the configuration's own width.
+    """
+
+    parameters: int | None
     layers: int
     heads: int
     head_dim: int
@@ -84,7 +87,8 @@ def read_options(options: str) -> dict:
 def config_of_size(
     mixer: str, size: Recipe, vocab_size: int = 256, chunks: list[int] | None = None, options: str = ""
 ) -> GirihConfig:
-    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
+    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted, unless
+    that is None.
 
     mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, which
     goes by 16 where it is one of them and else by the first unless a call says otherwise. options: other
@@ -102,7 +106,7 @@ def config_of_size(
     if len(names) > size.layers:
         raise Refusal(f"mixer {mixer}: {len(names)} cannot take turns over {size.layers} layers")
 
-    def config(intermediate: int) -> GirihConfig:
+    def config(intermediate: int | None) -> GirihConfig:
         return GirihConfig(
             vocab_size=vocab_size,
             hidden_size=size.heads * size.head_dim,
@@ -119,6 +123,8 @@ def config_of_size(
             return GirihForCausalLM(config(intermediate)).num_parameters()
 
     try:
+        if size.parameters is None:
+            return config(None)
         least = count(STEP)
     except ValueError as error:  # a mixer that this size or this hybrid cannot hold
         raise Refusal(f"mixer {mixer}: {error}") from error
