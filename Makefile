@@ -15,7 +15,9 @@
 #
 # CHUNKS=4,8,16,32   of MIXER=cat: trains one model for all of these chunk lengths
 # OPTIONS='chunk=1 phi=identity'  of train and compare: fields of the mixer's configuration
-# CONTEXT=4096       of train and compare: tokens of a sequence; a step has as many tokens as without it
+# CONTEXT=4096       of train and compare: tokens of a sequence of text; a step has as many tokens as without it
+# SETTING='pairs=4,8 vocab_size=256'  of compare: numbers of a task   WIDTHS=64,128  of models, where the task has widths
+# SEEDS=3, SEEDS=1,5 of compare: how many seeds, or which
 # AT_ONCE=8192       tokens of a batch that a device of make train reads at once; the step is the same
 # FOLDER=path        where a run or a comparison keeps its files
 # CUDA=AUTO|ON|OFF   kernels: AUTO builds them exactly when a GPU is visible
@@ -59,7 +61,7 @@ train: build
 	@$(run) -m girih.train $(call option,MIXER,mixer) $(call option,CHUNKS,chunks) $(call option,OPTIONS,options) $(call option,CONTEXT,context) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,STEPS,steps) $(call option,AT_ONCE,at-once) $(call option,FOLDER,folder)
 
 compare: build
-	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,RATES,rates) $(call option,OPTIONS,options) $(call option,CONTEXT,context) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
+	@$(run) -m girih.compare $(call option,MIXERS,mixers) $(call option,TASKS,tasks) $(call option,RATES,rates) $(call option,SETTING,setting) $(call option,OPTIONS,options) $(call option,CONTEXT,context) $(call option,STEPS,steps) $(call option,SIZE,size) $(call option,WIDTHS,widths) $(call option,SEEDS,seeds) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)
 
 conversion: build
 	@$(run) tests/bench/conversion.py $(call option,SIZE,size) $(call option,TOKENS,tokens) $(call option,MINUTES,minutes) $(call option,CORPUS,corpus) $(call option,FOLDER,folder)

@@ -1,12 +1,14 @@
 """Train mixers at equal size on equal data and lay the results side by side: `python -m girih.compare`.
 
-Two tasks: `text`, bits per byte of held-out text, and `mqar`, the share of right answers in multi-query
-associative recall, trained until it is learned. Every mixer gets the same data, in the same order, and is
-trained at the same learning rates: what counts is the best, and all are shown. A finished cell (a task, a
-mixer and a rate) is one file; only cells without their file are trained; table.md and figure.png are made
-from the files that were trained on the same data in the same way.
+The tasks are those of `girih.comparison.tasks`: bits per byte of held-out text, and the share of right
+answers in associative recall, state tracking and a needle in a haystack, trained until they are learned.
+Every mixer gets the same data, in the same order, and is trained at the same learning rates: what counts is
+the best, and all are shown. A finished cell (a task, a mixer, a width, a rate and a seed) is one file; only
+cells without their file are trained; table.md and figure.png are made from the files that were trained on
+the same data in the same way.
 
-With `--options "chunk=1"` a mixer is a row of its own, "trellis chunk=1", beside the one without options.
+With `--options "chunk=1"` a mixer is a row of its own, "trellis chunk=1", beside the one without options;
+with `--setting "pairs=8"` a task is a table of its own, "mqar_256 pairs=8".
 """
 
 import argparse
@@ -15,84 +17,32 @@ import json
 import shutil
 import sys
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from girih.comparison.cell import COMPARED, TASKS, best_of, is_cell, rates_of, recipe_of, run_cell
+from girih.comparison.cell import COMPARED, run_cell
+from girih.comparison.plan import Plan
+from girih.comparison.results import best_of, rows_of
 from girih.comparison.table import draw, write_table
-from girih.data import Corpus, read_corpus
+from girih.comparison.tasks import TASKS, parsed
+from girih.data import read_corpus
 from girih.models import MIXERS
 from girih.training.command import (
     Parser,
     Refusal,
     answer,
     disk_full,
+    numbers,
     path,
     refuse_steps,
     refuse_unknown,
     seed,
 )
-from girih.training.folder import alone_in, damaged, make, publish, read_json, usable
+from girih.training.folder import alone_in, make, publish, usable
 from girih.training.processes import Interrupt, Interrupted, on_one_device, together
-from girih.training.recipe import SIZES, Recipe, config_of_size, with_context
-
-
-class Cell(NamedTuple):
-    task: str
-    mixer: str  # its name, or name and options: "trellis chunk=1"
-    rate: float
-
-    def __str__(self) -> str:
-        return f"{self.task} {self.mixer} {self.rate:g}"
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.task}-{self.mixer.replace(' ', ',').replace('/', '_')}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is compared: tasks, mixers, the rates and the recipe that all mixers of a task share."""
-
-    tasks: tuple[str, ...]
-    mixers: tuple[str, ...]
-    recipes: dict[str, Recipe]
-    rates: dict[str, tuple[float, ...]]
-    corpus: Corpus
-    folder: Path
-    size: str
-    seed: int
-    context: int | None = None  # of text, where it is not the size's
-
-    def cells(self, tasks: tuple[str, ...], mixers: tuple[str, ...]) -> list[Cell]:
-        return [Cell(task, mixer, rate) for task in tasks for mixer in mixers for rate in self.rates[task]]
-
-    def file(self, cell: Cell) -> Path:
-        steps = self.recipes[cell.task].steps
-        context = f"-{self.context}" if self.context and cell.task == "text" else ""
-        return self.folder / f"{cell.file_name}-{self.size}{context}-{steps}-{cell.rate:g}.json"
-
-    def all_mixers(self) -> tuple[str, ...]:
-        """Every mixer, those of this plan, and those with options that have a file."""
-        found = dict.fromkeys((*MIXERS, *self.mixers))
-        for file in sorted(self.folder.glob("*=*.json")):
-            label = read_json(file).get("mixer")
-            if isinstance(label, str) and label.split(" ")[0] in MIXERS:
-                found[label] = None
-        return tuple(found)
-
-    def recipe_of(self, cell: Cell) -> Recipe:
-        return replace(self.recipes[cell.task], learning_rate=cell.rate)
-
-    def settings_of(self, cell: Cell) -> dict:
-        """As a file has them."""
-        settings = asdict(self.recipe_of(cell)) | {"seed": self.seed}
-        if cell.task == "text":
-            settings["corpus_sha256"] = self.corpus.digest
-        return json.loads(json.dumps(settings))
+from girih.training.recipe import SIZES, config_of_size
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -109,44 +59,58 @@ def rates(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def seeds(text: str) -> tuple[int, ...]:
+    """The argument of `--seeds`: "3" is the seeds 0, 1 and 2; "1,5" is these two."""
+    if "," in text:
+        return tuple(dict.fromkeys(map(seed, text.split(","))))
+    if not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} should be from 1 to 1000, or seeds with commas")
+    return tuple(range(int(text)))
+
+
+def refuse_misplaced(options: argparse.Namespace, names: list[str]) -> None:
+    """An option that none of the tasks reads, or that one of them does not."""
+    has_widths = [bool(TASKS[name].widths) for name in names]
+    if options.context is not None and "text" not in names:
+        raise Refusal(f"context {options.context}: expected none, as it is that of the task text")
+    if options.size and all(has_widths):
+        raise Refusal(f"size {options.size}: expected none, the models of task {names[0]} go by --widths")
+    if options.widths and not all(has_widths):
+        other = names[has_widths.index(False)]
+        raise Refusal(f"widths {options.widths[0]}: expected none, the models of task {other} go by --size")
+
+
 def plan_of(options: argparse.Namespace) -> Plan:
+    names = list(dict.fromkeys(options.tasks.split(",")))
+    mixers = options.mixers.split(",") if options.mixers else COMPARED
     size = options.size or ("10m" if torch.cuda.is_available() else "small")
-    tasks = tuple(options.tasks.split(","))
-    mixers = tuple(options.mixers.split(",")) if options.mixers else COMPARED
-    of_mixer = " ".join(options.options.split())
     refuse_unknown("size", [size], SIZES)
-    refuse_unknown("task", tasks, TASKS)
+    refuse_unknown("task", names, TASKS)
     refuse_unknown("mixer", mixers, MIXERS)
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
-    recipes = {task: recipe_of(task, size, options.steps) for task in TASKS}
-    if options.context is not None and "text" not in tasks:
-        raise Refusal(f"context {options.context}: expected none, as it is that of the task text")
-    recipes["text"] = with_context(recipes["text"], options.context)
-    if of_mixer:
-        for mixer in mixers:
-            config_of_size(mixer, recipes[tasks[0]], options=of_mixer)  # refuses what it does not read
-        mixers = tuple(f"{mixer} {of_mixer}" for mixer in mixers)
-    for task in tasks:
-        refuse_steps(recipes[task].steps, recipes[task].bytes_a_step)
-    corpus = read_corpus(options.corpus, recipes["text"].context)
-    rates = {task: options.rates or rates_of(recipe) for task, recipe in recipes.items()}
-    return Plan(tasks, mixers, recipes, rates, corpus, options.folder, size, options.seed, options.context)
-
-
-def finished(plan: Plan, cell: Cell) -> tuple[dict | None, str]:
-    """What the cell's file holds, if any, and the settings in which it differs from the plan's."""
-    file = plan.file(cell)
-    if not file.exists():
-        return None, ""
-    result = read_json(file)
-    has, wanted = result.get("settings"), plan.settings_of(cell)
-    if not isinstance(has, dict) or (
-        has == wanted and not is_cell(result, cell.task, plan.recipes[cell.task])
-    ):
-        raise damaged(file)
-    other = [name for name in sorted({*has, *wanted}) if has.get(name) != wanted.get(name)]
-    return result, " and ".join(name.removesuffix("_sha256") for name in other)
+    refuse_misplaced(options, names)
+    of_mixer = " ".join(options.options.split())
+    plan = Plan(
+        tuple(TASKS[name].label(options.setting) for name in names),
+        tuple(f"{mixer} {of_mixer}" if of_mixer else mixer for mixer in mixers),
+        size,
+        options.seeds or (options.seed,),
+        options.folder,
+        tuple(dict.fromkeys(options.widths)) if options.widths else None,
+        options.rates,
+        options.steps,
+        options.context,
+    )
+    for task in plan.tasks:
+        for width in plan.widths_of(task):
+            recipe = plan.recipe(task, width)
+            parsed(task)[0].check(recipe)
+            refuse_steps(recipe.steps, recipe.bytes_a_step)
+            if of_mixer:
+                for mixer in mixers:
+                    config_of_size(mixer, recipe, options=of_mixer)  # refuses what it does not read
+    return replace(plan, corpus=read_corpus(options.corpus, plan.recipe("text", None).context))
 
 
 def train_missing(plan: Plan) -> list[str]:
@@ -154,7 +118,7 @@ def train_missing(plan: Plan) -> list[str]:
     failed = []
     scratch = plan.folder / ".scratch"
     for cell in plan.cells(plan.tasks, plan.mixers):
-        result, other = finished(plan, cell)
+        result, other = plan.finished(cell)
         if result and not other:
             print(f"{cell}: there already")
             continue
@@ -162,7 +126,7 @@ def train_missing(plan: Plan) -> list[str]:
         again = f", again: the finished one has another {other}" if other else ""
         print(f"{cell}: {recipe.steps} steps{again}", flush=True)
         try:
-            result = run_cell(cell.task, cell.mixer, recipe, plan.corpus, scratch, plan.seed)
+            result = run_cell(cell.task, cell.mixer, recipe, plan.corpus, scratch, cell.seed)
         except Exception as error:
             if isinstance(error, Interrupted) or disk_full(error):
                 raise
@@ -179,20 +143,21 @@ def train_missing(plan: Plan) -> list[str]:
 def compare(plan: Plan) -> bool:
     """Train what is missing, then make the table and the figure. False if a cell failed, or a mixer diverged
     at every rate."""
-    everything = plan.cells(TASKS, plan.all_mixers())
+    everything = plan.known_cells()
     for cell in everything:
-        finished(plan, cell)  # what is damaged is said before hours of training
+        plan.finished(cell)  # what is damaged is said before hours of training
     failed = train_missing(plan)
-    cells, left_out = {task: {} for task in TASKS}, []
+    cells, left_out = {}, []
     for cell in everything:
-        result, other = finished(plan, cell)
+        result, other = plan.finished(cell)
         if other:
             left_out.append(f"{cell} (another {other})")
         elif result:
-            cells[cell.task].setdefault(cell.mixer, {})[cell.rate] = result
-    for task, of_mixer in cells.items():
-        failed += [f"{task} {mixer}: diverged" for mixer in sorted(of_mixer.keys() - best_of(task, of_mixer))]
-    if any(cells.values()):
+            cells.setdefault(cell.task, []).append(result)
+    for label, of_task in cells.items():
+        rows = rows_of(parsed(label)[0], of_task)
+        failed += [f"{label} {row}: diverged" for row in rows.keys() - best_of(parsed(label)[0], rows)]
+    if cells:
         print("\n" + write_table(cells, plan.folder / "table.md"))
         draw(cells, plan.folder / "figure.png")
         print(f"{plan.folder / 'table.md'}\n{plan.folder / 'figure.png'}")
@@ -206,25 +171,33 @@ def compare(plan: Plan) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="girih.compare", description="Train mixers at equal size on equal data and compare.")
     parser.add_argument("--mixers", help=f"names with commas (default: {','.join(COMPARED)})")
-    parser.add_argument("--tasks", default="text,mqar", help="text, mqar or both with a comma")
+    parser.add_argument("--tasks", default="text,mqar", help=f"some of {', '.join(TASKS)}, with commas")
+    parser.add_argument("--setting", default="", help="numbers of the tasks, as 'pairs=4,8 vocab_size=256'")
     parser.add_argument(
         "--rates",
         type=rates,
         help="learning rates with commas, instead of the recipe's, a third and three times",
     )
-    parser.add_argument("--steps", type=int, help="instead of 600 of text and at most 10,000 of recall")
+    parser.add_argument("--steps", type=int, help="instead of the recipes'; of all tasks but text the most")
     parser.add_argument(
         "--options", default="", help="fields of the mixers' configuration, as 'chunk=1 phi=identity'"
     )
     parser.add_argument(
         "--context", type=int, help="tokens of a sequence of text; a step has as many as the size's own"
     )
-    parser.add_argument("--size", help=f"{', '.join(SIZES)} (default: 10m on a GPU, small without)")
+    parser.add_argument(
+        "--size", help=f"of text and mqar: {', '.join(SIZES)} (default: 10m on a GPU, small without)"
+    )
+    parser.add_argument(
+        "--widths", type=numbers, help="of the other tasks' models, with commas, instead of the tasks' own"
+    )
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
     parser.add_argument(
         "--folder", type=path, default=Path("runs/compare"), help="where the cells' files are"
     )
-    parser.add_argument("--seed", type=seed, default=0)
+    of_seeds = parser.add_mutually_exclusive_group()
+    of_seeds.add_argument("--seed", type=seed, default=0)
+    of_seeds.add_argument("--seeds", type=seeds, help="how many, or several with commas: the table has means")
     on_one_device()
 
     def work() -> int:

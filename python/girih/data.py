@@ -1,9 +1,11 @@
-"""What the language models here are trained on: bytes of text, and associative recall made by rule.
+"""What the language models here are trained on: bytes of text, and rows made by rule.
 
-Text is its own alphabet (256 bytes, no tokenizer), so bits per byte compare across models and corpora.
+Text is its own alphabet (256 bytes, no tokenizer), so bits per byte compare across models and corpora. The
+rows made by rule are those of associative recall, of state tracking and of a needle in a haystack.
 """
 
 import hashlib
+import itertools
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +118,26 @@ class Windows(Dataset):
         return {"input_ids": window, "labels": labels}
 
 
-class Recall(Dataset):
+class Rows(Dataset):
+    """Rows of tokens with labels, filled by a rule: the base of the classes below.
+
+    input_ids, labels: int32 `[rows, tokens]`; the model predicts label t from the tokens before t, and labels
+    of IGNORED do not count. group: int64 `[rows]`, what the answers of a row are counted under.
+    """
+
+    def __init__(self, rows: int, length: int):
+        self.input_ids = torch.zeros(rows, length, dtype=torch.int32)
+        self.labels = torch.full((rows, length), IGNORED, dtype=torch.int32)
+        self.group = torch.zeros(rows, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.input_ids[i].long(), "labels": self.labels[i].long()}
+
+
+class Recall(Rows):
     """Multi-query associative recall (MQAR; Arora et al. 2023, "Zoology", section 4 and appendix E).
 
     A row holds `pairs` keys, each followed by its value, then every key once more as a query; the label
@@ -125,7 +146,7 @@ class Recall(Dataset):
     the last pair a query stands follows a power law with density distance^(power - 1).
 
     count: number of rows. length: tokens in a row, at least 4 * max(pairs). pairs: a list of numbers of
-    pairs; row i has pairs[i % len(pairs)].
+    pairs; row i has pairs[i % len(pairs)], which is its group.
     Row for row the same for the same seed.
     """
 
@@ -136,12 +157,11 @@ class Recall(Dataset):
             raise ValueError(f"length {length} is below the {4 * max(pairs)} tokens of {max(pairs)} pairs")
         if max(pairs) >= vocab_size // 2:
             raise ValueError(f"vocab_size {vocab_size} has too few keys for {max(pairs)} pairs")
+        super().__init__(count, length)
         draw = torch.Generator().manual_seed(seed)
-        self.input_ids = torch.zeros(count, length, dtype=torch.int32)
-        self.labels = torch.full((count, length), IGNORED, dtype=torch.int32)
-        self.pairs = torch.tensor(pairs)[torch.arange(count) % len(pairs)]
+        self.group = torch.tensor(pairs)[torch.arange(count) % len(pairs)]
         for number in sorted(set(pairs)):
-            rows = (self.pairs == number).nonzero()[:, 0]
+            rows = (self.group == number).nonzero()[:, 0]
             for some in rows.split(4096):  # bounds the memory that drawing without repetition takes
                 self._fill(some, number, vocab_size, power, draw)
 
@@ -162,8 +182,78 @@ class Recall(Dataset):
         self.input_ids[rows, query] = keys.int()
         self.labels[rows, query + 1] = values.int()
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.input_ids[i].long(), "labels": self.labels[i].long()}
+def cyclic(order: int) -> torch.Tensor:
+    """The multiplication table `[order, order]` of the cyclic group: of two elements the number of theirs."""
+    element = torch.arange(order)
+    return (element[:, None] + element) % order
+
+
+def symmetric(points: int) -> torch.Tensor:
+    """That of the permutations of so many points, in lexicographic order: a b is b first, then a."""
+    elements = list(itertools.permutations(range(points)))
+    number = {element: i for i, element in enumerate(elements)}
+    return torch.tensor([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])
+
+
+class Products(Rows):
+    """State tracking in a finite group (the word problem; Grazzi et al. 2025, Siems et al. 2025).
+
+    A row is `length` elements x_0, x_1, ... of the group, drawn uniformly; label t is their product before t,
+    x_{t-1} ... x_1 x_0, from t = 1 on. Element 0 is the identity.
+
+    table: the group's multiplication table, as `cyclic` and `symmetric` make it. since: the first label that
+    counts. A row's group is its length. Row for row the same for the same seed.
+    """
+
+    def __init__(self, count: int, length: int, table: torch.Tensor, seed: int, since: int = 1):
+        if not 0 < since < length:
+            raise ValueError(f"since is {since}; expected a place from 1 to {length - 1}")
+        super().__init__(count, length)
+        draw = torch.Generator().manual_seed(seed)
+        elements = torch.randint(len(table), (count, length), generator=draw)
+        self.input_ids.copy_(elements)
+        self.group.fill_(length)
+        product = elements[:, 0]
+        for t in range(1, length):
+            if t >= since:
+                self.labels[:, t] = product.int()
+            product = table[elements[:, t], product]
+
+
+class Needles(Rows):
+    """A needle in a haystack of random tokens: one key and its value, and the key again at the end.
+
+    The label of the last token is the value, all other labels are ignored. Keys are the tokens of the lower
+    quarter of the vocabulary, values those of the second quarter, hay those of the upper half; the last token
+    itself is token 0, which is no key.
+
+    count: number of rows. length: tokens in a row, at least 4 + depths. depths: into how many equal parts the
+    places of the needle are divided; row i has its needle in part i % depths, at a place drawn uniformly,
+    and that part, from 0 on, is its group. Row for row the same for the same seed.
+    """
+
+    def __init__(self, count: int, length: int, vocab_size: int, seed: int, depths: int = 4):
+        if length < 4 + depths:
+            raise ValueError(f"length {length} is below the {4 + depths} tokens of {depths} depths")
+        if vocab_size < 8:
+            raise ValueError(f"vocab_size {vocab_size} is below 8")
+        super().__init__(count, length)
+        draw = torch.Generator().manual_seed(seed)
+        quarter = vocab_size // 4
+
+        def drawn(least: int, end: int, *shape: int) -> torch.Tensor:
+            return torch.randint(least, end, shape, generator=draw, dtype=torch.int32)
+
+        self.input_ids[:] = drawn(2 * quarter, vocab_size, count, length)
+        key, value = drawn(1, quarter, count), drawn(quarter, 2 * quarter, count)
+        self.group = torch.arange(count) % depths
+        places = length - 3  # of the first of the needle's two tokens
+        edge = torch.arange(depths + 1) * places // depths
+        width = edge.diff()[self.group]
+        share = torch.rand(count, generator=draw, dtype=torch.float64)
+        place = edge[self.group] + (share * width).long()
+        row = torch.arange(count)
+        self.input_ids[row, place], self.input_ids[row, place + 1] = key, value
+        self.input_ids[:, -2], self.input_ids[:, -1] = key, 0
+        self.labels[:, -1] = value

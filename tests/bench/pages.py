@@ -193,12 +193,12 @@ def linear():
 
 
 def cells_of(folder):
-    """What `make compare` trained into this folder: cells[task][mixer][learning rate]."""
-    cells = {"text": {}, "mqar": {}}
+    """What `make compare` trained into this folder, by task."""
+    cells = {}
     for file in sorted((FOLDER / folder).glob("*.json")):
         cell = json.loads(file.read_text())
-        cells[cell["task"]].setdefault(cell["mixer"], {})[cell["settings"]["learning_rate"]] = cell
-    return cells
+        cells.setdefault(cell["task"], []).append(cell)
+    return dict(sorted(cells.items(), key=lambda of: of[0] != "text"))  # text first
 
 
 def compared(folder):
@@ -216,29 +216,39 @@ def draw_compared():
 
 def ahead_of_attention(text):
     """The mixers whose text takes fewer bits than attention's, with these."""
-    bits = {mixer: cell["bits_per_byte"] for mixer, cell in text.items()}
-    ahead = sorted((m for m in bits if bits[m] < bits["attention"]), key=bits.get)
-    return " and ".join(f"`{m}` ({bits[m]:.2f})" for m in ahead)
+    from girih.comparison.results import bits
+
+    of = {mixer: runs.mean(bits) for mixer, runs in text.items()}
+    ahead = sorted((mixer for mixer in of if of[mixer] < of["attention"]), key=of.get)
+    return " and ".join(f"`{mixer}` ({of[mixer]:.2f})" for mixer in ahead)
+
+
+def best_of_mixers(folder, name):
+    """Of a task in this folder, each mixer's cells at its best learning rate."""
+    from girih.comparison.results import best_of, rows_of
+    from girih.comparison.tasks import TASKS
+
+    rows = rows_of(TASKS[name], cells_of(folder)[name])
+    return {row.mixer: runs for row, runs in best_of(TASKS[name], rows).items()}
 
 
 def quality():
     """What the comparison's files say, in three sentences."""
-    from girih.comparison.cell import best_of, is_learned
+    from girih.comparison.results import bits
 
-    cells = cells_of("compare")
-    rates = len(cells["text"]["attention"])
-    best = {task: best_of(task, of_task) for task, of_task in cells.items()}
-    larger = best_of("text", cells_of("compare-50m")["text"])
-    of_larger = larger["attention"]
-    some, recall = best["text"]["attention"], best["mqar"]["attention"]["settings"]
-    learned = {mixer: cell["steps"] for mixer, cell in best["mqar"].items() if is_learned(cell)}
+    rates = len({cell["settings"]["learning_rate"] for cell in cells_of("compare")["text"]})
+    best = {name: best_of_mixers("compare", name) for name in ("text", "mqar")}
+    larger = best_of_mixers("compare-50m", "text")
+    of_larger, some = larger["attention"], best["text"]["attention"]
+    recall = best["mqar"]["attention"].settings
+    learned = {mixer: runs.steps for mixer, runs in best["mqar"].items() if runs.learned}
     first = min(learned, key=learned.get)
-    size = some["settings"]["batch"] * some["settings"]["context"] * some["steps"]
+    size = some.settings["batch"] * some.settings["context"] * some.steps
     text = (
-        f"At {some['parameters'] / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
+        f"At {some.parameters / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
         f"rates, {ahead_of_attention(best['text'])} take fewer bits a byte of Python than attention "
-        f"({some['bits_per_byte']:.2f}); at {of_larger['parameters'] / 1e6:.0f}M "
-        f"{ahead_of_attention(larger)}, attention {of_larger['bits_per_byte']:.2f}. "
+        f"({some.mean(bits):.2f}); at {of_larger.parameters / 1e6:.0f}M "
+        f"{ahead_of_attention(larger)}, attention {of_larger.mean(bits):.2f}. "
         f"{len(learned)} of {len(best['mqar'])} mixers "
         f"learn to recall {recall['pairs'][-1]} pairs in {recall['steps']:,} steps, `{first}` in "
         f"{learned[first]:,} ([comparison](docs/comparison.md)). "

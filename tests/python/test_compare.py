@@ -1,11 +1,12 @@
 import json
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 from girih import compare
-from girih.comparison import cell
+from girih.comparison import cell, tasks
 from girih.training.folder import LOCK
 from girih.training.recipe import SIZES
 
@@ -83,18 +84,44 @@ def test_a_context_is_of_the_text_and_keeps_the_tokens_of_a_step(run, tmp_path, 
 
 def test_mixers_are_compared_at_equal_size_and_on_equal_data(run, tmp_path):
     assert run() == 0
-    for task, parameters in (("text", SIZES["tiny"].parameters), ("mqar", cell.RECALL["tiny"].parameters)):
+    for task, parameters in (("text", SIZES["tiny"].parameters), ("mqar", tasks.MQAR["tiny"].parameters)):
         cells = [json.loads((tmp_path / name).read_text()) for name in CELLS if name.startswith(task)]
         assert all(abs(c["parameters"] / parameters - 1) < 0.02 for c in cells)
         assert {c["steps"] for c in cells} == {3}
         assert cells[0]["settings"] == cells[1]["settings"]
 
 
-def test_a_cell_made_with_another_seed_is_made_again(run, tmp_path, capsys):
-    assert run("--tasks", "text") == 0
-    assert run("--tasks", "text", "--seed", "1") == 0
-    assert "there already" not in capsys.readouterr().out
-    assert json.loads((tmp_path / CELLS[0]).read_text())["settings"]["seed"] == 1
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of a table's lines, without its heads."""
+    lines = (line for line in table.splitlines() if line.startswith("| "))
+    cells = [[part.strip() for part in line.strip("| ").split("|")] for line in lines]
+    return [row for row in cells if row[0] not in ("mixer", "---")]
+
+
+def test_seeds_are_files_of_their_own_and_the_table_has_mean_and_spread(run, tmp_path, capsys):
+    of_gsa = ("--tasks", "text", "--mixers", "gsa")
+    assert run(*of_gsa) == 0
+    assert run(*of_gsa, "--seeds", "3") == 0
+    out = capsys.readouterr().out
+    assert out.count("text gsa 0.003: there already") == 1 and "text gsa 0.003 seed 2: 3 steps" in out
+    files = [tmp_path / CELLS[0].replace(".json", end) for end in (".json", "-seed1.json", "-seed2.json")]
+    results = [json.loads(file.read_text()) for file in files]
+    assert [result["settings"]["seed"] for result in results] == [0, 1, 2]
+    bits = [result["bits_per_byte"] for result in results]
+    assert len(set(bits)) == 3
+    shown = f"{statistics.mean(bits):.3f} ± {statistics.stdev(bits):.3f}"
+    table = (tmp_path / "table.md").read_text()
+    assert "standard deviation over 3 seeds" in table
+    assert rows_of(table) == [["gsa", f"{results[0]['parameters']:,}", shown, shown]]
+
+    assert run("--tasks", "text", "--mixers", "attention", "--seeds", "1,2") == 0  # these seeds alone
+    two, one = rows_of((tmp_path / "table.md").read_text())[::-1]
+    assert two[2] == f"{statistics.mean(bits[1:]):.3f} ± {statistics.stdev(bits[1:]):.3f}"
+    assert one[0] == "attention"
+    assert run("--tasks", "text", "--mixers", "lattice", "--seed", "1") == 0
+    assert run("--tasks", "text", "--mixers", "gsa", "--seeds", "1,7") == 0
+    names = [row[0] for row in rows_of((tmp_path / "table.md").read_text())]
+    assert names == ["attention (1 of 2 seeds)", "gsa", "lattice (1 of 2 seeds)"]
 
 
 def test_cells_of_another_corpus_are_left_out_of_the_table_and_named(run, words, tmp_path, capsys):
@@ -182,7 +209,7 @@ def test_what_diverges_is_a_result_and_a_mixer_that_always_does_a_failure(run, t
 
 
 def test_the_rates_are_a_third_of_the_recipes_the_recipes_and_three_times_as_much():
-    assert cell.rates_of(cell.recipe_of("text", "10m", None)) == (0.001, 0.003, 0.009)
+    assert cell.rates_of(tasks.TASKS["text"].recipe("10m", None)) == (0.001, 0.003, 0.009)
 
 
 def test_training_ends_when_all_is_recalled(run, tmp_path, monkeypatch):
@@ -191,14 +218,151 @@ def test_training_ends_when_all_is_recalled(run, tmp_path, monkeypatch):
 
     def accuracy(model, data, batch):
         seen.append(data.input_ids)
-        return {"2": 1.0, "4": 0.98 if len(seen) < 2 else 0.99}
+        return {2: 1.0, 4: 0.98 if len(seen) < 2 else 0.99}
 
-    monkeypatch.setattr(cell, "recall_accuracy", accuracy)
+    monkeypatch.setattr(tasks, "accuracy", accuracy)
     of_gsa = ("--tasks", "mqar", "--mixers", "gsa", "--steps", "100")
     assert run(*of_gsa) == 0
     result = json.loads((tmp_path / "mqar-gsa-tiny-100-0.003.json").read_text())
     assert result["steps"] == 20 and len(seen) == 3
     assert seen[0] is seen[1] and not set(map(tuple, seen[0].tolist())) & set(map(tuple, seen[2].tolist()))
+
+
+# Each task of rows at a size that takes seconds.
+SMALL = "context=32 layers=1 batch=4 rows=8 check=2 held_out=8"
+SETTINGS = {
+    "mqar_512": f"pairs=2 vocab_size=32 {SMALL}",
+    "mqar_256": f"pairs=2,4 vocab_size=32 {SMALL}",
+    "parity": f"lengths=32,64 {SMALL}",
+    "s3": f"lengths=16,48 {SMALL}",
+    "s5": f"lengths=40 {SMALL}",
+    "needle": f"lengths=16,64 vocab_size=32 {SMALL}",
+}
+COLUMNS = {
+    "mqar_512": ["2 pairs"],
+    "mqar_256": ["2 pairs", "4 pairs"],
+    "parity": ["32 tokens", "64 tokens"],
+    "s3": ["16 tokens", "48 tokens"],
+    "s5": ["40 tokens"],
+    "needle": ["16 tokens", "64 tokens", *(f"depth {depth}" for depth in tasks.NeedleTask.DEPTHS)],
+}
+
+
+def test_every_task_has_a_setting_here():
+    assert SETTINGS.keys() == COLUMNS.keys() == tasks.TASKS.keys() - {"text", "mqar"}
+
+
+@pytest.fixture
+def run_small(words, tmp_path, handlers):
+    """A short comparison of one task, of a width of 16; options are added at the end."""
+
+    def run_small(task: str, *options: str) -> int:
+        fixed = ["--tasks", task, "--steps", "3", "--mixers", "delta_product", "--corpus", str(words)]
+        fixed += ["--rates", "0.003", "--widths", "16", "--setting", SETTINGS[task]]
+        return compare.main([*fixed, "--folder", str(tmp_path), *options])
+
+    return run_small
+
+
+@pytest.mark.parametrize("task", SETTINGS)
+def test_every_task_is_trained_measured_and_resumed(run_small, tmp_path, capsys, task):
+    assert run_small(task, "--seeds", "2") == 0
+    files = sorted(tmp_path.glob("*.json"))
+    assert len(files) == 2
+    times = [file.stat().st_mtime_ns for file in files]
+    for file in files:
+        result = json.loads(file.read_text())
+        assert result["steps"] == 3 and not result["diverged"]
+        assert all(0 <= share <= 1 for share in result["accuracy"].values())
+        for field in SETTINGS[task].split():
+            name, numbers = field.split("=")
+            value = result["settings"][name]
+            assert ",".join(map(str, value if isinstance(value, list) else [value])) == numbers
+        assert result["settings"]["heads"] * result["settings"]["head_dim"] == 16
+    table = (tmp_path / "table.md").read_text()
+    (heads,) = (line for line in table.splitlines() if line.startswith("| mixer"))
+    assert [part.strip() for part in heads.strip("| ").split("|")] == [
+        "mixer",
+        "width",
+        "parameters",
+        *COLUMNS[task],
+        "lr 0.003",
+    ]
+    assert "over 2 seeds" in table and rows_of(table)[0][:2] == ["delta_product", "16"]
+
+    capsys.readouterr()
+    assert run_small(task, "--seeds", "3") == 0  # the first two are there
+    assert capsys.readouterr().out.count("there already") == 2
+    assert [file.stat().st_mtime_ns for file in files] == times
+    assert run_small(task, "--seeds", "3", "--steps", "4") == 0  # files of their own
+    assert len(list(tmp_path.glob("*.json"))) == 6
+    assert [file.stat().st_mtime_ns for file in files] == times
+
+
+def test_a_task_with_another_setting_is_a_table_beside(run_small, tmp_path):
+    """Whatever the order of its fields. A damaged file of a setting is found too."""
+    assert run_small("s3") == 0
+    (first,) = tmp_path.glob("*.json")
+    assert run_small("s3", "--setting", " ".join(SETTINGS["s3"].split()[::-1])) == 0
+    assert [*tmp_path.glob("*.json")] == [first]
+    assert run_small("s3", "--setting", SETTINGS["s3"].replace("16,48", "24"), "--widths", "16,8") == 0
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("| mixer | width |") == 2
+    assert "with lengths=24, context=32" in table and "with lengths=16,48, context=32" in table
+    assert [row[1] for row in rows_of(table)] == ["8", "16", "16"]
+    first.write_text(first.read_text()[:50])
+    assert run_small("s3") == 2
+
+
+def test_one_command_trains_tasks_of_both_kinds(run, tmp_path):
+    assert run("--tasks", "mqar,parity", "--mixers", "gsa", "--steps", "1") == 0
+    names = sorted(file.name for file in tmp_path.glob("*.json"))
+    assert names == ["mqar-gsa-tiny-1-0.003.json", "parity-gsa-64-1-0.003.json"]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--tasks", "text", "--setting", "batch=4"), "batch is no setting of task text, expected none"),
+        (
+            ("--tasks", "s3", "--setting", "pairs=4"),
+            "pairs is no setting of task s3, expected lengths, context",
+        ),
+        (("--tasks", "s3", "--setting", "vocab_size=4"), "vocab_size is no setting of task s3"),
+        (("--tasks", "s3", "--setting", "lengths"), "setting lengths: expected whole numbers from 1 on"),
+        (("--tasks", "s3", "--setting", "lengths=0"), "setting lengths=0: expected whole numbers from 1 on"),
+        (("--tasks", "s3", "--setting", "context=8,16"), "setting context=8,16: expected one number"),
+        (("--tasks", "s3", "--setting", "lengths=1"), "task s3: since is 1"),
+        (("--tasks", "mqar", "--setting", "pairs=64"), "task mqar: length 32 is below the 256 tokens"),
+        (
+            ("--tasks", "mqar_256", "--setting", "vocab_size=64"),
+            "vocab_size 64 has too few keys for 64 pairs",
+        ),
+        (("--tasks", "needle", "--setting", "lengths=7"), "task needle: length 7 is below the 8 tokens"),
+        (("--tasks", "needle", "--setting", "held_out=3"), "task needle: held_out 3: at least 4"),
+        (("--tasks", "s3,mqar", "--widths", "64"), "widths 64: expected none, the models of task mqar go by"),
+        (
+            ("--tasks", "s3", "--size", "tiny"),
+            "size tiny: expected none, the models of task s3 go by --widths",
+        ),
+        (("--tasks", "s3", "--widths", "96"), "width 96: expected a multiple of 64, or an even number below"),
+        (("--tasks", "s3", "--widths", "-64"), "width -64: expected a multiple of 64"),
+        (("--tasks", "s3", "--widths", "7"), "width 7: expected a multiple of 64, or an even number below"),
+        (("--tasks", "s3", "--context", "64"), "context 64: expected none"),
+        (("--seeds", "0"), "0 should be from 1 to 1000, or seeds with commas"),
+        (("--seeds", "1,-2"), "-2 should be from 0 to"),
+        (("--seeds", "2", "--seed", "1"), "not allowed with argument"),
+        (("--tasks", "s3", "--mixers", "delta_product", "--options", "n=0"), "n"),
+    ],
+)
+def test_options_of_tasks_are_checked_and_named(words, tmp_path, handlers, capsys, options, said):
+    fixed = [] if "s3" in options[1] or "_" in options[1] or "needle" in options[1] else ["--size", "tiny"]
+    fixed += ["--corpus", str(words), "--folder", str(tmp_path / "new")]
+    assert compare.main([*fixed, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("girih.compare: ") and said in line
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,25 @@
 """What a comparison shows: scores of hand-made models, on rows not trained on, each in its own column."""
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from girih.comparison import cell
+from girih.comparison import cell, tasks
+from girih.comparison.answers import AnswerTrainer, accuracy
 from girih.comparison.table import write_table
+from girih.comparison.tasks import TASKS
 from girih.data import Corpus, Recall
-from girih.models import MIXERS
+from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.recipe import SIZES
+from torch.utils.data import default_collate
 
 
 class ByHand(torch.nn.Module):
-    """Answers a query by the value that follows its key, where `knows(keys)`; anything elsewhere."""
+    """Answers a query by the value that follows its key, where `knows(keys)`; anything elsewhere. As logits
+    are made at labels alone, its `model` gives the answers and its `lm_head` their logits."""
 
     device = torch.device("cpu")
 
@@ -22,7 +27,7 @@ class ByHand(torch.nn.Module):
         super().__init__()
         self.vocab_size, self.knows = vocab_size, knows
 
-    def forward(self, ids, use_cache):
+    def model(self, ids, use_cache):
         guess = torch.full_like(ids, 5)
         for row, tokens in enumerate(ids.tolist()):
             values = {}
@@ -31,7 +36,10 @@ class ByHand(torch.nn.Module):
                     guess[row, t] = values[token] if self.knows(list(values), token) else 0
                 elif t % 2 == 0 and token:  # pairs come first
                     values[token] = tokens[t + 1]
-        return SimpleNamespace(logits=torch.nn.functional.one_hot(guess, self.vocab_size).float())
+        return SimpleNamespace(last_hidden_state=guess)
+
+    def lm_head(self, guess):
+        return torch.nn.functional.one_hot(guess, self.vocab_size).float()
 
 
 @pytest.mark.parametrize(
@@ -45,104 +53,205 @@ class ByHand(torch.nn.Module):
 )
 def test_accuracy_is_the_share_of_queries_answered(knows, score):
     data = Recall(30, 64, [4, 8, 16], 64, seed=0)
-    found = cell.recall_accuracy(ByHand(64, knows), data, batch=7)
-    assert found == {"4": score, "8": score, "16": score}
+    assert accuracy(ByHand(64, knows), data, batch=7) == {4: score, 8: score, 16: score}
 
 
-def test_recall_is_measured_on_rows_that_were_not_trained_on(tmp_path, monkeypatch):
-    trained, measured = [], []
+def test_accuracy_is_of_each_group():
+    data = Recall(30, 64, [4, 8, 16], 64, seed=0)
+    model = ByHand(64, lambda keys, key: len(keys) != 8)
+    assert accuracy(model, data, batch=7) == {4: 1.0, 8: 0.0, 16: 1.0}
+
+
+@pytest.mark.parametrize("mixer", ["gsa", "cat"])
+def test_the_loss_at_labels_alone_is_the_models_own(mixer):
+    """And so are its gradients."""
+    config = GirihConfig(mixer=mixer, vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
+    model = GirihForCausalLM(config).double()
+    batch = default_collate([Recall(6, 64, [4, 8], 64, seed=0)[i] for i in range(6)])
+    trainer = SimpleNamespace()
+    losses, gradients = [], []
+    for loss in (
+        model(**batch).loss,
+        AnswerTrainer.compute_loss(trainer, model, batch),
+        AnswerTrainer.compute_loss(trainer, model, batch, num_items_in_batch=torch.tensor(18)) / 2,
+    ):
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)  # the loss is rounded to fp32
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=1e-7)
+
+
+def fit_of(seen):
+    """In place of `fit`: nothing is trained, and what a trainer would have is put into `seen`."""
 
     def fit(model, recipe, data, held_out, *rest, **options):
-        trained.extend(data.input_ids.tolist())
         state = SimpleNamespace(log_history=[{"step": 1, "loss": 1.0}], global_step=1)
-        return SimpleNamespace(train=lambda: None, add_callback=lambda callback: None, state=state)
+        seen.update(trained=data, callbacks=[])
 
-    def accuracy(model, data, batch):
-        measured.extend(data.input_ids.tolist())
-        return {}
+        def evaluate(rows):
+            seen["measured"] = rows
+            return {"eval_loss": 2.0}
 
-    monkeypatch.setattr(cell, "fit", fit)
-    monkeypatch.setattr(cell, "recall_accuracy", accuracy)
-    recipe = cell.RECALL["small"]
-    recipe = replace(recipe, steps=recipe.held_out // recipe.batch)  # as many: the same seed draws the same
-    cell.run_cell("mqar", "attention", recipe, None, tmp_path, seed=0)
-    assert len(trained) == recipe.steps * recipe.batch and len(measured) == recipe.held_out
-    assert not set(map(tuple, trained)) & set(map(tuple, measured))
+        return SimpleNamespace(
+            model=model,
+            train=lambda: None,
+            add_callback=seen["callbacks"].append,
+            evaluate=evaluate,
+            state=state,
+        )
+
+    return fit
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "text"])
+def test_answers_are_measured_on_rows_that_were_not_trained_on(name, tmp_path, monkeypatch):
+    """Nor are those that end training; all three are as many, of which the same seed would draw the same."""
+    seen, measured = {}, []
+
+    def of_rows(model, data, batch):
+        measured.append({tuple(row) for row in data.input_ids.tolist()})
+        return dict.fromkeys(range(1100), 0.0)
+
+    monkeypatch.setattr(cell, "fit", fit_of(seen))
+    monkeypatch.setattr(tasks, "accuracy", of_rows)
+    task = TASKS[name]
+    recipe = task.recipe("small", 64 if task.widths else None)
+    recipe = replace(recipe, held_out=80, batch=8, steps=10)
+    cell.run_cell(name, "attention", recipe, None, tmp_path, seed=0)
+    trained = {tuple(row) for row in seen["trained"].input_ids.tolist()}
+    assert len(trained) == 80 and len(measured) == len(task.lengths(recipe))
+    (ends,) = [callback for callback in seen["callbacks"] if hasattr(callback, "shares")]
+    ends.shares()
+    assert all(len(rows) == 80 for rows in measured)
+    for one, other in itertools.combinations([trained, *measured], 2):
+        assert not one & other
 
 
 def test_text_is_measured_on_the_held_out_text_alone(tmp_path, monkeypatch):
     """Bytes below 128 are trained on, those from 128 on are held out."""
     seen = {}
-
-    def fit(model, recipe, data, held_out, *rest, **options):
-        seen.update(data=data, held_out=held_out)
-        state = SimpleNamespace(log_history=[{"step": 1, "loss": 1.0}], global_step=1)
-        trainer = SimpleNamespace(train=lambda: None, add_callback=lambda callback: None, state=state)
-        trainer.evaluate = lambda: {"eval_loss": 2.0}
-        return trainer
-
-    monkeypatch.setattr(cell, "fit", fit)
+    monkeypatch.setattr(cell, "fit", fit_of(seen))
     recipe = replace(SIZES["tiny"], steps=3)
     whole = (torch.arange(9000) % 128).to(torch.uint8)
     corpus = Corpus("two halves", whole, whole + 128, "")
     found = cell.run_cell("text", "attention", recipe, corpus, tmp_path, seed=0)
     assert found["bits_per_byte"] == pytest.approx(2 / math.log(2))
-    trained, measured = (torch.stack([w["input_ids"] for w in seen[name]]) for name in ("data", "held_out"))
+    trained, measured = (
+        torch.stack([w["input_ids"] for w in seen[name]]) for name in ("trained", "measured")
+    )
     assert trained.shape == (3 * recipe.batch, recipe.context) and trained.max() < 128
     assert measured.shape == (recipe.held_out, recipe.context) and measured.min() >= 128
-    starts = seen["held_out"].starts
+    starts = seen["measured"].starts
     assert (starts.diff() >= recipe.context).all()
 
 
-def text(parameters, bits):
-    settings = {"steps": 7, "batch": 2, "context": 3}
-    return {
-        "parameters": parameters,
-        "steps": 7,
-        "diverged": False,
-        "bits_per_byte": bits,
-        "settings": settings,
-    }
+def cell_of(mixer, rate, seed=0, *, steps=7, most=7, parameters=1000, width=64, **score):
+    settings = {"steps": most, "batch": 2, "context": 3, "seed": seed, "learning_rate": rate}
+    settings |= {"heads": width // 64, "head_dim": 64, "pairs": [4, 8]}
+    own = {"mixer": mixer, "parameters": parameters, "steps": steps, "diverged": not score}
+    return own | score | {"settings": settings}
 
 
-def recall(parameters, steps, *shares):
+def text(mixer, rate, parameters, bits):
+    return cell_of(mixer, rate, parameters=parameters, bits_per_byte=bits)
+
+
+def recall(mixer, rate, parameters, steps, *shares, seed=0, width=64):
     accuracy = dict(zip(("4", "8"), shares, strict=True))
-    settings = {"steps": 5000, "batch": 2, "context": 3}
-    return {
-        "parameters": parameters,
-        "steps": steps,
-        "diverged": False,
-        "accuracy": accuracy,
-        "settings": settings,
-    }
+    own = {"steps": steps, "most": 5000, "parameters": parameters, "width": width}
+    return cell_of(mixer, rate, seed, **own, accuracy=accuracy)
+
+
+HEADS = ["parameters", "4 pairs", "8 pairs", "lr 0.001", "lr 0.003"]  # of the cells of `recall`
+
+
+def rows_of(table):
+    return [[part.strip() for part in line.strip("| ").split("|")] for line in table.splitlines()]
 
 
 def test_every_column_shows_its_own(tmp_path):
     first, second, *_ = MIXERS
-    diverged = {"parameters": 1, "steps": 1, "diverged": True}
     cells = {
-        "text": {
-            first: {0.001: text(1000, 3.0), 0.01: text(1000, 2.5)},
-            second: {0.001: text(1001, 4.0), 0.01: diverged},
-        },
-        "mqar": {
-            first: {0.001: recall(4000, 5000, 0.1, 0.2), 0.003: recall(4000, 5000, 0.3, 0.5)},
-            second: {0.001: recall(4001, 900, 0.99, 1.0), 0.003: recall(4001, 800, 0.99, 0.99)},
-        },
+        "text": [
+            text(first, 0.001, 1000, 3.0),
+            text(first, 0.01, 1000, 2.5),
+            text(second, 0.001, 1001, 4.0),
+            cell_of(second, 0.01),
+        ],
+        "mqar": [
+            recall(first, 0.001, 4000, 5000, 0.1, 0.2),
+            recall(first, 0.003, 4000, 5000, 0.3, 0.5),
+            recall(second, 0.001, 4001, 900, 0.99, 1.0),
+            recall(second, 0.003, 4001, 800, 0.99, 0.99),
+        ],
     }
     of_text, table, of_recall, other = write_table(cells, tmp_path / "table.md").split("\n\n")
     assert "after 7 steps of 6 bytes" in of_text and "at most 5,000" in of_recall
-    rows = [
-        [[part.strip() for part in line.strip("| ").split("|")] for line in part.splitlines()]
-        for part in (table, other)
-    ]
+    rows = [rows_of(part) for part in (table, other)]
     assert rows[0][0] == ["mixer", "parameters", "bits per byte", "lr 0.001", "lr 0.01"]
     assert rows[0][2:] == [
         [first, "1,000", "2.500", "3.000", "2.500"],
         [second, "1,001", "4.000", "4.000", "diverged"],
     ]
-    assert rows[1][0] == ["mixer", "parameters", "4 pairs", "8 pairs", "lr 0.001", "lr 0.003"]
+    assert rows[1][0] == ["mixer", *HEADS]
     assert rows[1][2:] == [
         [first, "4,000", "0.300", "0.500", "0.150 (5,000)", "0.400 (5,000)"],
         [second, "4,001", "0.990", "0.990", "0.995 (900)", "0.990 (800)"],
     ]
+
+
+def test_the_best_rate_is_that_of_the_mean_over_seeds_and_rows_are_of_a_width(tmp_path):
+    cells = [
+        recall("gsa", 0.001, 10, 5000, 0.5, 0.5),
+        recall("gsa", 0.001, 10, 5000, 0.7, 0.5, seed=1),
+        recall("gsa", 0.003, 10, 5000, 0.9, 0.9),
+        recall("gsa", 0.003, 10, 5000, 0.1, 0.0, seed=1),  # the best seed is of the worse rate
+        recall("gsa", 0.001, 20, 900, 1.0, 1.0, width=128),
+        recall("gsa", 0.001, 20, 1100, 1.0, 0.98, width=128, seed=1),
+        recall("gsa", 0.003, 20, 800, 1.0, 1.0, width=128),  # one seed of this rate diverged
+        cell_of("gsa", 0.003, 1, width=128),
+    ]
+    label = "mqar_256 pairs=4,8 vocab_size=32"
+    title, table = write_table({label: cells}, tmp_path / "table.md").split("\n\n")
+    assert "with pairs=4,8, vocab_size=32. Mean ± standard deviation over 2 seeds." in title
+    assert rows_of(table)[0] == [
+        "mixer",
+        "width",
+        *["parameters", "4 pairs", "8 pairs", "lr 0.001", "lr 0.003"],
+    ]
+    spread = f"{0.2 / math.sqrt(2):.3f}"
+    assert rows_of(table)[2:] == [
+        [
+            "gsa",
+            "64",
+            "10",
+            f"0.600 ± {spread}",
+            "0.500 ± 0.000",
+            "0.550 ± 0.071 (5,000)",
+            "0.475 ± 0.601 (5,000)",
+        ],
+        ["gsa", "128", "20", "1.000 ± 0.000", "0.990 ± 0.014", "0.995 ± 0.007 (1,000)", "diverged"],
+    ]
+
+
+def test_needles_are_shown_by_length_and_by_depth(tmp_path):
+    shares = {
+        f"{length} tokens, depth {depth}": share
+        for length, of_depth in ((128, (1.0, 0.8, 0.6, 0.4)), (256, (0.0, 0.2, 0.4, 0.8)))
+        for depth, share in zip(TASKS["needle"].DEPTHS, of_depth, strict=True)
+    }
+    _, table = write_table({"needle": [cell_of("gsa", 0.001, accuracy=shares)]}, tmp_path / "table.md").split(
+        "\n\n"
+    )
+    heads, _, row = rows_of(table)
+    assert dict(zip(heads[3:9], row[3:9], strict=True)) == {
+        "128 tokens": "0.700",
+        "256 tokens": "0.350",
+        "depth 0-25%": "0.500",
+        "depth 25-50%": "0.500",
+        "depth 50-75%": "0.500",
+        "depth 75-100%": "0.600",
+    }

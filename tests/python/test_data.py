@@ -1,6 +1,18 @@
+import itertools
+
 import pytest
 import torch
-from girih.data import IGNORED, CorpusError, Recall, Windows, read_corpus
+from girih.data import (
+    IGNORED,
+    CorpusError,
+    Needles,
+    Products,
+    Recall,
+    Windows,
+    cyclic,
+    read_corpus,
+    symmetric,
+)
 
 
 @pytest.fixture
@@ -96,7 +108,7 @@ def test_recall_is_drawn_by_seed(recall):
 
 
 def test_more_queries_stand_near_the_pairs_than_far_from_them(recall):
-    rows = recall.labels[recall.pairs == 2]
+    rows = recall.labels[recall.group == 2]
     assert (rows[:, :24] != IGNORED).sum() > 2 * (rows[:, 40:] != IGNORED).sum()
 
 
@@ -104,3 +116,92 @@ def test_more_queries_stand_near_the_pairs_than_far_from_them(recall):
 def test_rows_that_cannot_hold_the_pairs_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Recall(**{"count": 1, "length": 32, "pairs": (8,), "vocab_size": 128, "seed": 0} | wrong)
+
+
+def test_labels_of_parity_are_the_parity_of_the_tokens_before():
+    data = Products(50, 20, cyclic(2), seed=0)
+    for i in range(len(data)):
+        ids, labels = data[i]["input_ids"].tolist(), data[i]["labels"].tolist()
+        assert labels[0] == IGNORED and set(ids) <= {0, 1}
+        assert labels[1:] == [sum(ids[:t]) % 2 for t in range(1, 20)]
+
+
+@pytest.mark.parametrize("points", [3, 5])
+def test_labels_of_permutations_say_where_each_point_has_come(points):
+    """Points are moved by hand, one permutation after the other."""
+    elements = list(itertools.permutations(range(points)))
+    data = Products(20, 30, symmetric(points), seed=0)
+    for i in range(len(data)):
+        ids, labels = data[i]["input_ids"].tolist(), data[i]["labels"].tolist()
+        places = list(range(points))
+        for t in range(1, 30):
+            places = [elements[ids[t - 1]][place] for place in places]
+            assert elements[labels[t]] == tuple(places)
+    assert set(data.input_ids.unique().tolist()) <= set(range(len(elements)))
+    assert data.input_ids.unique().numel() > 0.9 * len(elements)
+
+
+@pytest.mark.parametrize("table", [cyclic(2), cyclic(5), symmetric(3), symmetric(4)])
+def test_multiplication_tables_are_of_groups(table):
+    every = torch.arange(len(table))
+    assert torch.equal(table[0], every) and torch.equal(table[:, 0], every)
+    assert all(torch.equal(row.sort().values, every) for row in (*table, *table.t()))
+    assert torch.equal(table[table], table[every[:, None, None], table])  # (a b) c = a (b c)
+
+
+def test_products_count_from_a_place_on_and_no_label_says_what_a_later_token_does():
+    every, last = (Products(40, 16, symmetric(3), seed=5, since=since) for since in (1, 12))
+    assert torch.equal(every.input_ids, last.input_ids)
+    assert (last.labels[:, :12] == IGNORED).all() and torch.equal(last.labels[:, 12:], every.labels[:, 12:])
+    assert every.group.unique().tolist() == [16]
+    # A product and the token at its place are independent: each is uniform given the other.
+    data = Products(40_000, 3, symmetric(3), seed=1)
+    pairs = torch.stack((data.labels[:, 2], data.input_ids[:, 2]), 1)
+    _, times = pairs.unique(dim=0, return_counts=True)
+    assert len(times) == 36 and (times.float() / (40_000 / 36) - 1).abs().max() < 0.2
+
+
+def test_the_needles_value_is_read_off_the_row_at_its_key():
+    data = Needles(200, 40, 64, seed=2)
+    for i in range(len(data)):
+        ids, labels = data[i]["input_ids"].tolist(), data[i]["labels"].tolist()
+        assert set(labels[:-1]) == {IGNORED} and ids[-1] == 0
+        key, haystack = ids[-2], ids[:-2]
+        assert 0 < key < 16 and haystack.count(key) == 1
+        place = haystack.index(key)
+        assert haystack[place + 1] == labels[-1] and 16 <= labels[-1] < 32
+        assert all(32 <= token < 64 for token in haystack[:place] + haystack[place + 2 :])
+
+
+def test_needles_are_at_every_place():
+    data = Needles(4000, 20, 64, seed=0)
+    places = ((data.input_ids[:, :-2] > 0) & (data.input_ids[:, :-2] < 16)).nonzero()[:, 1]
+    assert places.bincount().numel() == 17 and places.bincount().min() > 150
+    assert torch.equal(data.group, torch.arange(4000) % 4)
+    for depth in range(4):
+        own = places[data.group == depth]
+        assert own.min() == 17 * depth // 4 and own.max() == 17 * (depth + 1) // 4 - 1
+
+
+@pytest.mark.parametrize("kind", ["products", "needles"])
+def test_rows_are_drawn_by_seed(kind):
+    def drawn(seed):
+        return Products(50, 16, symmetric(3), seed) if kind == "products" else Needles(50, 16, 64, seed)
+
+    assert torch.equal(drawn(3).input_ids, drawn(3).input_ids)
+    assert torch.equal(drawn(3).labels, drawn(3).labels)
+    assert not torch.equal(drawn(3).input_ids, drawn(4).input_ids)
+
+
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda: Products(1, 8, cyclic(2), 0, since=8), "since is 8"),
+        (lambda: Products(1, 8, cyclic(2), 0, since=0), "since is 0"),
+        (lambda: Needles(1, 7, 64, 0), "length 7"),
+        (lambda: Needles(1, 64, 7, 0), "vocab_size 7"),
+    ],
+)
+def test_rows_that_cannot_be_made_are_refused(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()

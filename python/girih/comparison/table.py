@@ -1,98 +1,128 @@
 """The tables and the figure of the finished cells."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from girih.comparison.cell import best_of, mean_accuracy
+from girih.comparison.results import Row, Runs, best_of, bits, mean_accuracy, rows_of
+from girih.comparison.tasks import Answers, Task, Text, parsed
 from girih.training.folder import publish
 
-WHAT = {
-    "text": "Text: held-out bits per byte after {steps:,} steps of {tokens:,} bytes, at the best learning "
-    "rate (lr) and at each.",
-    "mqar": "Recall (MQAR): share of right answers at the best learning rate (lr); at each the mean over the "
-    "numbers of pairs, and the steps until all were recalled, at most {steps:,}.",
-}
 
-
-def figures(task: str, cell: dict) -> list[str]:
-    """What is shown of a mixer's best cell."""
-    if task == "text":
-        return [f"{cell['parameters']:,}", f"{cell['bits_per_byte']:.3f}"]
-    return [f"{cell['parameters']:,}", *(f"{share:.3f}" for share in cell["accuracy"].values())]
-
-
-def of_rate(task: str, cell: dict | None) -> str:
-    if cell is None:
+def of_rate(task: Task, runs: Runs | None) -> str:
+    if runs is None:
         return ""
-    if cell["diverged"]:
+    if runs.diverged:
         return "diverged"
-    if task == "text":
-        return f"{cell['bits_per_byte']:.3f}"
-    return f"{mean_accuracy(cell):.3f} ({cell['steps']:,})"
+    if isinstance(task, Text):
+        return runs.shown(bits)
+    return f"{runs.shown(mean_accuracy)} ({runs.steps:,.0f})"
 
 
-def table_of(cells: dict[str, dict[str, dict[float, dict]]]) -> str:
-    """Markdown, one row a mixer. cells[task][mixer][learning rate]: what run_cell gave, with its settings."""
+def columns(task: Task, runs: Runs) -> dict[str, str]:
+    """What is shown of a row's best learning rate."""
+    if isinstance(task, Text):
+        return {"bits per byte": runs.shown(bits)}
+    names = task.columns(runs.cells[0]["accuracy"])
+    return {name: runs.shown(lambda cell, name=name: task.columns(cell["accuracy"])[name]) for name in names}
+
+
+def title_of(label: str, some: Runs, seeds: int) -> str:
+    task, setting = parsed(label)
+    settings = {
+        name: ", ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in some.settings.items()
+    }
+    title = task.title.format(tokens=settings["batch"] * settings["context"], **settings)
+    if setting:
+        title += f"; with {setting.replace(' ', ', ')}"
+    return title + (f". Mean ± standard deviation over {seeds} seeds." if seeds > 1 else ".")
+
+
+def table_of(cells: dict[str, Iterable[dict]]) -> str:
+    """Markdown, one row a mixer and width. cells: of every task what its files hold."""
     parts = []
-    for task, of_mixer in cells.items():
-        best = best_of(task, of_mixer)
+    for label, of_task in cells.items():
+        task, _ = parsed(label)
+        rows = rows_of(task, of_task)
+        best = best_of(task, rows)
         if not best:
             continue
         some = next(iter(best.values()))
-        rates = sorted({rate for of in of_mixer.values() for rate in of})
-        shown = ["bits per byte"] if task == "text" else [f"{pairs} pairs" for pairs in some["accuracy"]]
-        heads = ["parameters", *shown, *(f"lr {rate:g}" for rate in rates)]
+        rates = sorted({rate for of in rows.values() for rate in of})
+        seeds = max(len(runs.cells) for runs in best.values())
+        heads = [*(["width"] if task.widths else []), "parameters", *columns(task, some)]
+        heads += [f"lr {rate:g}" for rate in rates]
         lines = [["mixer", *heads], ["---", *("---:" for _ in heads)]]
-        for mixer in sorted(best):
-            grid = (of_rate(task, of_mixer[mixer].get(rate)) for rate in rates)
-            lines.append([mixer, *figures(task, best[mixer]), *grid])
-        recipe = some["settings"]
-        what = WHAT[task].format(steps=recipe["steps"], tokens=recipe["batch"] * recipe["context"])
-        parts.append(what + "\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines))
+        for row, runs in best.items():
+            fewer = f" ({len(runs.cells)} of {seeds} seeds)" if len(runs.cells) < seeds else ""
+            lines.append(
+                [
+                    row.mixer + fewer,
+                    *([f"{row.width}"] if task.widths else []),
+                    f"{runs.parameters:,}",
+                    *columns(task, runs).values(),
+                    *(of_rate(task, rows[row].get(rate)) for rate in rates),
+                ]
+            )
+        table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+        parts.append(f"{title_of(label, some, seeds)}\n\n{table}")
     return "\n".join(parts)
 
 
-def write_table(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> str:
+def write_table(cells: dict[str, Iterable[dict]], file: Path) -> str:
     """That of `table_of`; returns it too."""
     publish(file, table := table_of(cells))
     return table
 
 
-def draw(cells: dict[str, dict[str, dict[float, dict]]], file: Path) -> None:
-    """Of every mixer's best learning rate. Text: bits per byte, best on top. Recall: a square for every mixer
-    and number of pairs."""
+def draw_text(axes, best: dict[Row, Runs]) -> str:
+    """Bits per byte, the fewest on top. Returns the title."""
+    order = sorted(best, key=lambda row: best[row].mean(bits))
+    values = [best[row].mean(bits) for row in order]
+    axes.barh([str(row) for row in order], values, color="C0", height=0.7)
+    for i, value in enumerate(values):
+        axes.text(value, i, f" {value:.3f}", va="center")
+    axes.set(xlabel="held-out bits per byte (lower is better)", xlim=(0, 1.18 * max(values)))
+    axes.invert_yaxis()
+    some = best[order[-1]]
+    return f"text: {some.parameters / 1e6:.0f}M parameters, {some.steps:,.0f} steps"
+
+
+def draw_answers(axes, task: Answers, best: dict[Row, Runs]) -> None:
+    """A square for every row and column of the table, the most right answers on top."""
+    order = sorted(best, key=lambda row: -best[row].mean(mean_accuracy))
+    names = list(task.columns(best[order[0]].cells[0]["accuracy"]))
+    grid = [
+        [best[row].mean(lambda cell, name=name: task.columns(cell["accuracy"])[name]) for name in names]
+        for row in order
+    ]
+    axes.imshow(grid, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+    for i, shares in enumerate(grid):
+        for j, value in enumerate(shares):
+            color = "white" if value > 0.6 else "black"
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
+    axes.set(xticks=range(len(names)), xticklabels=names, yticks=range(len(order)))
+    axes.set(yticklabels=list(map(str, order)), xlabel="share of right answers (higher is better)")
+
+
+def draw(cells: dict[str, Iterable[dict]], file: Path) -> None:
+    """Of every row's best learning rate, a panel for each task."""
     from matplotlib.figure import Figure
 
-    best = {task: best_of(task, of_mixer) for task, of_mixer in cells.items()}
-    shown = [task for task in best if best[task]]
+    best = {label: best_of(parsed(label)[0], rows_of(parsed(label)[0], of)) for label, of in cells.items()}
+    shown = [label for label in best if best[label]]
     if not shown:
         return
-    most = max(len(best[task]) for task in shown)
+    most = max(len(best[label]) for label in shown)
     figure = Figure(figsize=(5.6 * len(shown), 1.6 + 0.36 * most), layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        some = next(iter(best[task].values()))
-        if task == "text":
-            order = sorted(best[task], key=lambda m: best[task][m]["bits_per_byte"])
-            values = [best[task][m]["bits_per_byte"] for m in order]
-            axes.barh(order, values, color="C0", height=0.7)
-            for i, value in enumerate(values):
-                axes.text(value, i, f" {value:.3f}", va="center")
-            axes.set(xlabel="held-out bits per byte (lower is better)", xlim=(0, 1.18 * max(values)))
-            axes.invert_yaxis()
-            title = f"text: {some['parameters'] / 1e6:.0f}M parameters, {some['steps']:,} steps"
+    for axes, label in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        task, _ = parsed(label)
+        if isinstance(task, Text):
+            axes.set_title(draw_text(axes, best[label]))
         else:
-            pairs = list(some["accuracy"])
-            order = sorted(best[task], key=lambda m: -mean_accuracy(best[task][m]))
-            grid = [[best[task][m]["accuracy"][p] for p in pairs] for m in order]
-            axes.imshow(grid, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-            for i, row in enumerate(grid):
-                for j, value in enumerate(row):
-                    color = "white" if value > 0.6 else "black"
-                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
-            axes.set(xticks=range(len(pairs)), xticklabels=pairs, yticks=range(len(order)), yticklabels=order)
-            axes.set(xlabel="key-value pairs (share of right answers, higher is better)")
-            title = f"recall (MQAR): {some['parameters'] / 1e6:.1f}M parameters"
-        axes.set_title(title)
+            draw_answers(axes, task, best[label])
+            axes.set_title(label)
     draft = file.with_name("part-" + file.name)
     figure.savefig(draft, dpi=100)
     os.replace(draft, file)

@@ -26,9 +26,12 @@ OF_SIZE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A size of model and how to train it. Lengths in tokens, batch in sequences over all devices."""
+    """A size of model and how to train it. Lengths in tokens, batch in sequences over all devices.
 
-    parameters: int
+    parameters: what the width of the MLPs is fitted to; None: the MLPs have the configuration's own width.
+    """
+
+    parameters: int | None
     layers: int
     heads: int
     head_dim: int
@@ -84,9 +87,9 @@ def read_options(options: str) -> dict:
 def config_of_size(
     mixer: str, size: Recipe, vocab_size: int = 256, chunks: list[int] | None = None, options: str = ""
 ) -> GirihConfig:
-    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted.
-
-    Where no mixer's blocks have an MLP the number of layers is, which comes within half a layer.
+    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted. Where no
+    mixer's blocks have an MLP the number of layers is, which comes within half a layer. Without a number of
+    parameters nothing is fitted.
 
     mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, which
     goes by 16 where it is one of them and else by the first unless a call says otherwise. options: other
@@ -106,15 +109,15 @@ def config_of_size(
 
     has_mlp = any(name not in MIXERS or MIXERS[name].has_mlp for name in names)
 
-    def config(steps: int) -> GirihConfig:
-        layers = size.layers if has_mlp else steps * len(names)
+    def config(steps: int | None) -> GirihConfig:
+        layers = size.layers if has_mlp or steps is None else steps * len(names)
         return GirihConfig(
             vocab_size=vocab_size,
             hidden_size=size.heads * size.head_dim,
             num_hidden_layers=layers,
             num_heads=size.heads,
             head_dim=size.head_dim,
-            intermediate_size=steps * STEP if has_mlp else None,
+            intermediate_size=steps * STEP if has_mlp and steps is not None else None,
             mixer=[names[i % len(names)] for i in range(layers)] if len(names) > 1 else mixer,
             **fields,
         )
@@ -124,6 +127,8 @@ def config_of_size(
             return GirihForCausalLM(config(steps)).num_parameters()
 
     try:
+        if size.parameters is None:
+            return config(None)
         least = count(1)
     except ValueError as error:  # a mixer that this size or this hybrid cannot hold
         raise Refusal(f"mixer {mixer}: {error}") from error

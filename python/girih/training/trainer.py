@@ -96,11 +96,12 @@ def fit(
     model: GirihForCausalLM,
     size: Recipe,
     train: Dataset,
-    held_out: Dataset,
+    held_out: Dataset | None,
     folder: Path,
     seed: int,
     unit: str = "bits per byte",
     at_once: int = AT_ONCE,
+    trainer: type[ByteTrainer] = ByteTrainer,
     **options,
 ) -> ByteTrainer:
     """A trainer of `model` by `size`'s recipe: AdamW, warm-up over a twentieth of the steps, cosine to zero.
@@ -139,9 +140,9 @@ def fit(
         seed=seed,
         **options,
     )
-    trainer = ByteTrainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
-    trainer.tokens_per_step = size.batch * size.context
-    trainer.remove_callback(ProgressCallback)
-    for callback in (Clock(trainer), Progress(unit)):
-        trainer.add_callback(callback)
-    return trainer
+    made = trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
+    made.tokens_per_step = size.batch * size.context
+    made.remove_callback(ProgressCallback)
+    for callback in (Clock(made), Progress(unit)):
+        made.add_callback(callback)
+    return made
