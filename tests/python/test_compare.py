@@ -229,7 +229,7 @@ def test_training_ends_when_all_is_recalled(run, tmp_path, monkeypatch):
 
 
 # Each task of rows at a size that takes seconds.
-SMALL = "context=32 layers=1 batch=4 rows=8 check=2 held_out=8"
+SMALL = "head_dim=8 context=32 layers=1 batch=4 rows=8 check=2 held_out=8"
 SETTINGS = {
     "mqar_512": f"pairs=2 vocab_size=32 {SMALL}",
     "mqar_256": f"pairs=2,4 vocab_size=32 {SMALL}",
@@ -309,7 +309,7 @@ def test_a_task_with_another_setting_is_a_table_beside(run_small, tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 3
     table = (tmp_path / "table.md").read_text()
     assert table.count("| mixer | width |") == 2
-    assert "with lengths=24, context=32" in table and "with lengths=16,48, context=32" in table
+    assert "with lengths=24, head_dim=8" in table and "with lengths=16,48, head_dim=8" in table
     assert [row[1] for row in rows_of(table)] == ["8", "16", "16"]
     first.write_text(first.read_text()[:50])
     assert run_small("s3") == 2
@@ -327,13 +327,21 @@ def test_one_command_trains_tasks_of_both_kinds(run, tmp_path):
         (("--tasks", "text", "--setting", "batch=4"), "batch is no setting of task text, expected none"),
         (
             ("--tasks", "s3", "--setting", "pairs=4"),
-            "pairs is no setting of task s3, expected lengths, context",
+            "pairs is no setting of task s3, expected lengths, head_dim",
         ),
         (("--tasks", "s3", "--setting", "vocab_size=4"), "vocab_size is no setting of task s3"),
+        (
+            ("--tasks", "s3", "--setting", "head_dim=24"),
+            "head_dim=24: expected an even divisor of the width 64",
+        ),
+        (("--tasks", "mqar", "--setting", "head_dim=8"), "head_dim is no setting of task mqar"),
         (("--tasks", "s3", "--setting", "lengths"), "setting lengths: expected whole numbers from 1 on"),
         (("--tasks", "s3", "--setting", "lengths=0"), "setting lengths=0: expected whole numbers from 1 on"),
         (("--tasks", "s3", "--setting", "context=8,16"), "setting context=8,16: expected one number"),
-        (("--tasks", "s3", "--setting", "lengths=1"), "task s3: since is 1"),
+        (("--tasks", "s3", "--setting", "lengths=3"), "task s3: length 3 is below 4"),
+        (("--tasks", "s3", "--setting", "rows=99999999999"), "rows 99999999999: at most"),
+        (("--tasks", "s3", "--setting", "lengths=99999999999"), "held_out 256: at most 0"),
+        (("--tasks", "needle", "--setting", "vocab_size=9999999999"), "vocab_size 9999999999: at most"),
         (("--tasks", "mqar", "--setting", "pairs=64"), "task mqar: length 32 is below the 256 tokens"),
         (
             ("--tasks", "mqar_256", "--setting", "vocab_size=64"),

@@ -12,12 +12,13 @@ from transformers import TrainerCallback
 
 from girih.comparison.answers import AnswerTrainer, StopsWhenLearned, accuracy
 from girih.data import Corpus, Needles, Products, Recall, Rows, Windows, cyclic, symmetric
-from girih.training.command import Refusal, refuse_unknown
+from girih.training.command import Refusal, refuse_beyond_memory, refuse_unknown
 from girih.training.recipe import SIZES, Recipe
 from girih.training.trainer import BITS, ByteTrainer
 
 TEXT_STEPS, TEXT_RATE = 600, 3e-3  # fewer steps than `make train` takes, which go by a larger rate
 HEAD_DIM = 64  # of models whose width is given
+BYTES_A_TOKEN = 8  # of rows: the token and its label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,7 @@ class Answers(Task[AnyRowsRecipe]):
 
     unit = "bits per answer"
     trainer = AnswerTrainer
+    own_settings: ClassVar[tuple[str, ...]] = ("vocab_size",)
 
     def __init__(
         self,
@@ -159,9 +161,8 @@ class Answers(Task[AnyRowsRecipe]):
         self.sizes, self.of_width = sizes, of_width
         some = of_width or next(iter(sizes.values()))
         own = [field for field in ("pairs", "lengths") if hasattr(some, field)]
+        own += ["head_dim"] if of_width else []
         self.settings = (*own, *self.own_settings, "context", "layers", "batch", "rows", "check", "held_out")
-
-    own_settings: ClassVar[tuple[str, ...]] = ("vocab_size",)
 
     def recipe(self, size: str, width: int | None) -> AnyRowsRecipe:
         if width is None:
@@ -170,6 +171,16 @@ class Answers(Task[AnyRowsRecipe]):
         if width < 2 or width % head_dim or head_dim % 2:
             raise Refusal(f"width {width}: expected a multiple of {HEAD_DIM}, or an even number below")
         return replace(self.of_width, heads=width // head_dim, head_dim=head_dim)
+
+    def with_setting(self, recipe: AnyRowsRecipe, setting: str) -> AnyRowsRecipe:
+        """A width stays, and heads are as many as it holds."""
+        width = recipe.heads * recipe.head_dim
+        recipe = super().with_setting(recipe, setting)
+        if width % recipe.head_dim or recipe.head_dim % 2:
+            raise Refusal(
+                f"setting head_dim={recipe.head_dim}: expected an even divisor of the width {width}"
+            )
+        return replace(recipe, heads=width // recipe.head_dim)
 
     def vocab_size(self, recipe: AnyRowsRecipe) -> int:
         return recipe.vocab_size
@@ -219,6 +230,10 @@ class Answers(Task[AnyRowsRecipe]):
         return isinstance(shares, dict) and all(isinstance(shares.get(name), int | float) for name in names)
 
     def check(self, recipe: AnyRowsRecipe) -> None:
+        longest = max(recipe.context, *self.lengths(recipe))
+        refuse_beyond_memory("rows", recipe.rows, BYTES_A_TOKEN * recipe.context)
+        refuse_beyond_memory("held_out", recipe.held_out, BYTES_A_TOKEN * longest)
+        refuse_beyond_memory("vocab_size", recipe.vocab_size, 16 * recipe.heads * recipe.head_dim)  # of AdamW
         for length in {recipe.context, *self.lengths(recipe)}:
             groups = len(self.groups(recipe, length))
             if recipe.held_out < groups:
@@ -252,6 +267,8 @@ class TrackingTask(Answers[LengthsRecipe]):
         super().__init__(name, title, of_width=replace(of_width, vocab_size=len(table)), widths=(width,))
 
     def rows(self, recipe: LengthsRecipe, count: int, length: int, seed: int, measured: bool) -> Rows:
+        if length < 4:
+            raise ValueError(f"length {length} is below 4, and a quarter is measured")
         since = length - length // 4 if measured else 1
         return Products(count, length, self.table, seed, since)
 

@@ -30,13 +30,18 @@ def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
             raise Refusal(f"{kind} {name}: unknown, there are {', '.join(known)}")
 
 
+def refuse_beyond_memory(name: str, number: int, bytes_each: int) -> None:
+    """A number of things that have to be in memory at once."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if number > (most := memory // bytes_each):
+        raise Refusal(f"{name} {number}: at most {most:,}, the data of more is larger than the memory here")
+
+
 def refuse_steps(steps: int, bytes_a_step: int) -> None:
     """The data of all steps is drawn before the first: more than the machine can hold is refused."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if steps < 1:
         raise Refusal(f"steps {steps}: at least 1")
-    if steps > (most := memory // bytes_a_step):
-        raise Refusal(f"steps {steps}: at most {most:,}, the data of more is larger than the memory here")
+    refuse_beyond_memory("steps", steps, bytes_a_step)
 
 
 def seed(text: str) -> int:
