@@ -337,6 +337,17 @@ def test_gradient_checkpointing_changes_no_gradient(model, reentrant):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", ["linear_attention", "gsa", "delta_product"])
+def test_a_layer_compiles_whole(mixer):
+    torch.compiler.reset()
+    own, x = attention(replaced("modernbert", mixer)), torch.randn(2, 9, 32)
+    compiled = torch.compile(own, fullgraph=True, backend="aot_eager")
+    see = (torch.arange(9) < 7).expand(2, 1, 9, 9)
+    for mask in (None, see):
+        close(compiled(x, attention_mask=mask)[0], own(x, attention_mask=mask)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["linear_attention", "gsa", "delta_product"])
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_autocast_and_bf16_stay_near(kind, mixer):
     model = replaced(kind, mixer)
