@@ -20,6 +20,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <set>
 #include <sstream>
 
 #include "../nn/safetensors.h"
@@ -34,12 +35,12 @@ namespace fs = std::filesystem;
 using at::Tensor;
 using nlohmann::json;
 
-// Words of a text, with one space between them.
-std::string with_single_spaces(const std::string& text) {
-  std::istringstream in(text);
-  std::string words;
-  for (std::string word; in >> word;) words += (words.empty() ? "" : " ") + word;
-  return words;
+// "phi=identity  chunk=1" -> "chunk=1 phi=identity": the same options have one label.
+std::string in_order(const std::string& options) {
+  std::istringstream in(options);
+  std::multiset<std::string> words;
+  for (std::string word; in >> word;) words.insert(word);
+  return c10::str(c10::Join(" ", words));
 }
 
 struct Options {
@@ -126,13 +127,15 @@ class Run {
     if (of.steps) size_.steps = *of.steps;
     TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
     torch::manual_seed(seed_);
-    const auto options = with_single_spaces(of.options);
+    const auto options = in_order(of.options);
     const auto config = config_of_size(of.mixer, size_, of.chunks, options);
     corpus_ = read_corpus(of.corpus, size_.context);
     auto name = of.mixer + (of.chunks.empty() ? "" : "-adaptive") + (options.empty() ? "" : "-") + options +
                 "-" + of.size + (of.context ? "-" + std::to_string(*of.context) : "");
+    // As girih.train names it.
     std::ranges::replace_if(
-        name, [](char c) { return c == ' ' || c == '/'; }, '-');
+        name, [](char c) { return c == ' ' || c == ','; }, '-');
+    std::ranges::replace(name, '/', '_');
     folder_ = of.folder.empty() ? fs::path("runs") / name : fs::path(of.folder);
     arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", size_.steps},
                   {"seed", of.seed},         {"corpus", of.corpus}, {"corpus_digest", corpus_.digest},

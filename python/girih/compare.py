@@ -90,7 +90,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
     refuse_misplaced(options, names)
-    of_mixer = " ".join(options.options.split())
+    of_mixer = " ".join(sorted(options.options.split()))
     plan = Plan(
         tuple(TASKS[name].label(options.setting) for name in names),
         tuple(f"{mixer} {of_mixer}" if of_mixer else mixer for mixer in mixers),

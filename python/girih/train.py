@@ -68,7 +68,7 @@ def run_of(options: argparse.Namespace) -> Run:
     if options.at_once < 1:
         raise Refusal(f"at-once {options.at_once}: at least 1")
     refuse_unknown("mixer", options.mixer.split(","), MIXERS)
-    of_mixer = " ".join(options.options.split())
+    of_mixer = " ".join(sorted(options.options.split()))
     config = config_of_size(options.mixer, size, chunks=options.chunks, options=of_mixer)
     corpus = read_corpus(options.corpus, size.context)
     parts = [*options.mixer.split(","), *(["adaptive"] if options.chunks else []), *of_mixer.split()]

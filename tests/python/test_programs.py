@@ -778,10 +778,11 @@ def test_a_second_signal_ends_a_run_at_once(corpus, tmp_path):
 
 def test_a_run_without_a_folder_lives_in_one_of_its_name(corpus, tmp_path):
     """Which is refused where it holds something else."""
-    of_options = ["--mixer", "trellis", "--options", "chunk=1  phi=l2_silu"]
+    of_options = ["--mixer", "trellis", "--options", "phi=l2_silu  chunk=1"]
     for options, name in (
         ([], "gsa-small"),
         (["--size", "tiny", "--mixer", "cat", "--chunks", "4,8"], "cat-adaptive-tiny"),
+        (["--size", "tiny", "--mixer", "gsa,attention"], "gsa-attention-tiny"),
         ([*of_options, "--size", "tiny", "--context", "32"], "trellis-chunk=1-phi=l2_silu-tiny-32"),
     ):
         (tmp_path / "runs" / name).mkdir(parents=True)
