@@ -56,16 +56,15 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
 }
 
 Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
+  check_state(call.state, options.rotary ? 1 : 0, 2);
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
   auto [q, k, v] = split_heads(qkv, heads_, key_dim_, value_dim_);
   Tensor position, length;
   if (options.rotary) {
-    check_state(call.state, 1, 2);
     const auto before = call.state.empty() ? Tensor() : call.state.tensors[0];
     std::tie(position, length) = token_positions(x, before, call.cu_seqlens);
     q = nn::rotary(q, position, options.rope_theta);
     k = nn::rotary(k, position, options.rope_theta);
-    if (call.steps(x)) length = before.add_(1);
   }
   auto [g, dt] = log_decay(x);
   Tensor skipped;
@@ -82,7 +81,7 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   if (skipped.defined()) o = o + skipped;
   const auto gate = to_heads(g_proj(x), heads_[0]);
   State after{{}, {conv_state, State::of(memory)}};
-  if (options.rotary) after.tensors = {length};
+  if (options.rotary) after.tensors = {call.steps(x) ? call.state.tensors[0].add_(1) : length};
   return {o_proj(norm(o, gate).flatten(-2)), after};
 }
 

@@ -48,7 +48,10 @@ const Registered hgrn2({
       return std::make_shared<HGRN2Impl>(c.hidden_size, c.num_heads, options_of<HGRN2Options>(c));
     },
     {"head_dim", "expand_k", "expand_v", "norm_eps"},
-    [](const Config& c) { head_widths(c, 1, 1); },
+    [](const Config& c) {
+      if (!c.reads("num_kv_heads")) expect_ungrouped(c, "hgrn2");  // other layers may have groups
+      head_widths(c, 1, 1);
+    },
 });
 
 }  // namespace

@@ -641,3 +641,19 @@ def test_keys_and_values_without_slots_get_them():
     _, state = layer(x[:, :4], torch.ones(2, 4), use_cache=True)
     there = [part[:, :4] for part in (state.k, state.v, state.valid)]
     close(layer(x[:, 4:], state=AttentionState(*there, 4), use_cache=True)[0], layer(x)[0][:, 4:])
+
+
+def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
+    torch.manual_seed(0)
+    layer = GatedLinearAttention(HIDDEN, 2, gate="fixed", rotary=True)
+    plain = GatedLinearAttention(HIDDEN, 2, gate="fixed")
+    x = torch.randn(2, 5, HIDDEN)
+    with torch.no_grad():
+        state, other = (each(x, use_cache=True)[1] for each in (layer, plain))
+        for each, wrong, parts in ((layer, other, 2), (plain, state, 3)):
+            with pytest.raises(ValueError, match=f"state: it has {parts} parts; expected {5 - parts}"):
+                each(x[:, :1], state=wrong, use_cache=True)
+        memory = girih.ops.GLAState(state.memory.s[:1])
+        with pytest.raises(ValueError, match="state_s has shape"):
+            layer(x[:, :1], state=state._replace(memory=memory), use_cache=True)
+    assert state.length.tolist() == [5, 5]

@@ -52,7 +52,7 @@ class Passes : public Block {
     x_ = per_chunk(x);
     written_ = per_chunk(x * step.unsqueeze(2).unsqueeze(-1));
     const auto& weight = inputs[6];
-    if (weight.defined()) of_phi_ = per_chunk(weight.unsqueeze(2));
+    if (weight.defined()) phi_weight_ = per_chunk(weight.unsqueeze(2));
     target_ = per_chunk((weight.defined() ? inputs[3] : phi.target(inputs[3])).unsqueeze(2));
     if (complete.defined()) complete_ = per_chunk(complete);
   }
@@ -61,7 +61,8 @@ class Passes : public Block {
     const auto &first = states.front(), &A = states.back();
     // Z = X A'^T, U = J_phi(Z)^T (phi(Z) - a)
     const auto z = x_[c].matmul(first.transpose(-1, -2));
-    const auto U = of_phi_.empty() ? phi_.residual(z, target_[c]) : phi_.residual(z, target_[c], of_phi_[c]);
+    const auto U =
+        phi_weight_.empty() ? phi_.residual(z, target_[c]) : phi_.residual(z, target_[c], phi_weight_[c]);
     // A <- e^{L_C} A - (U * gamma e^{L_C - L})^T X
     const auto update = U.transpose(-1, -2).matmul(written_[c]);
     const auto next = keep_.empty() ? A + update : at::addcmul(update, keep_[c], A);
@@ -89,12 +90,12 @@ class Passes : public Block {
   Tensor decayed(const Tensor& y) const { return from_start_.defined() ? y * from_start_ : y; }
 
   Phi phi_, f_;
-  Tensor q_, k_, v_;            // q [B, n, H, HQ / H, C, D]
-  Tensor weight_, from_start_;  // tril(e^{L_t - L_i} gamma_i) [B, n, H, 1, C, C], e^{L} [B, n, H, 1, C, 1]
-  Tensors x_, written_;         // X, -gamma e^{L_C - L} X [B, passes, H, C, X]
-  Tensors target_, of_phi_;     // a and phi's weight [B, 1, H, C, M]
-  Tensors keep_, complete_;     // e^{L_C} [B, 1, H, 1, 1], [B]
-  Tensors U_;                   // [B, passes, H, C, M]
+  Tensor q_, k_, v_;             // q [B, n, H, HQ / H, C, D]
+  Tensor weight_, from_start_;   // tril(e^{L_t - L_i} gamma_i) [B, n, H, 1, C, C], e^{L} [B, n, H, 1, C, 1]
+  Tensors x_, written_;          // X, -gamma e^{L_C - L} X [B, passes, H, C, X]
+  Tensors target_, phi_weight_;  // a and phi's weight [B, 1, H, C, M]
+  Tensors keep_, complete_;      // e^{L_C} [B, 1, H, 1, 1], [B]
+  Tensors U_;                    // [B, passes, H, C, M]
 };
 
 }  // namespace girih::trellis

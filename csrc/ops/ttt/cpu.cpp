@@ -1,6 +1,7 @@
 // TTT: the first of Trellis' two passes alone (trellis/passes.h), whose read is the output.
 #include "../dispatch.h"
 #include "../trellis/passes.h"
+#include "../trellis/problem.h"
 #include "problem.h"
 
 namespace girih::ttt {
@@ -23,7 +24,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor&
   const auto A = stacked(*state_k, {}, 1);
   Chunks::States initial{A};
   // Where the tokens begin a chunk, A' is A.
-  const bool within = chunk > 1 && given(state_position);
+  const bool within = given(trellis::within_chunk(state_position, chunk));
   if (!chunks.whole()) initial = {within ? stacked(*state_first_k, {}, 1) : A, A};
 
   const auto weight = given(phi_weight) ? phi_weight->expand({B, T, -1, -1}) : Tensor();

@@ -36,9 +36,10 @@ class GirihConfig(PretrainedConfig):
     gated: whether delta_product, trellis and lattice forget.
     conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
     expand_k, expand_v: width of keys and values as multiples of head_dim, by default what each mixer's paper
-        has: gla 0.5 and 1, gated_deltanet and retnet 1 and 2, others 1 and 1.
-        mamba2 has expand_v * num_heads heads of head_dim, by default twice num_heads, and keys (B, C) of
-        state_size, which its heads share. Its blocks have no feed-forward layer, whatever intermediate_size.
+        has: gla 0.5 and 1, gated_deltanet and retnet 1 and 2; linear_attention, hgrn2, deltanet and
+        delta_product 1 and 1. Others do not read them, but for mamba2: it has expand_v * num_heads heads of
+        head_dim, by default twice num_heads, and keys (B, C) of state_size, which its heads share. Its blocks
+        have no feed-forward layer: without other mixers intermediate_size is None, and a number is refused.
     feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
         objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta rule mixers.
         window: attention. rotary: retnet, whose rope_theta it needs. The layers of `girih.nn` explain them.

@@ -130,6 +130,10 @@ class GatedLinearAttention(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
+        if state is not None and len(state) != 2 + self.rotary:
+            raise ValueError(
+                f"state: it has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
+            )
         conv, memory, *length = state or (None, None)
         qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
@@ -138,8 +142,6 @@ class GatedLinearAttention(RecurrentLayer):
         if self.rotary:
             position, after = token_positions(x, *(length or [None]), cu_seqlens)
             q, k = (rotary(part, position, self.rope_theta) for part in (q, k))
-            steps = in_place and is_step(x, cu_seqlens)
-            length = [length[0].add_(1) if steps else after]
         g, dt = self.log_decay(x)
         skip = 0.0
         if self.gate == "none":
@@ -148,6 +150,8 @@ class GatedLinearAttention(RecurrentLayer):
             skip = v.repeat_interleave(self.heads[0] // self.heads[1], 2) * self.skip[:, None].to(v.dtype)
             v = v * dt[..., None].to(v.dtype)
         o, memory = self.scan("gla", q, k, v, g, state=memory, in_place=in_place, cu_seqlens=cu_seqlens)
+        if self.rotary:
+            length = [length[0].add_(1) if in_place and is_step(x, cu_seqlens) else after]
         y = self.o_proj(self.norm(o + skip, gate.unflatten(-1, (-1, self.value_dim))).flatten(-2))
         if not use_cache:
             return y, None

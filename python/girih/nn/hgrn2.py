@@ -14,7 +14,7 @@ from girih.nn.masking import RecurrentLayer
 from girih.nn.mixers import register_layer
 from girih.nn.norm import RMSNorm
 from girih.nn.projections import projections, split_heads
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState
 from girih.nn.step import Product, RowInput
 
 
@@ -86,7 +86,7 @@ class HGRN2(RecurrentLayer):
         # log f; without a bound sigmoid(logits) may be too small for its logarithm.
         g = torch.log(bound + (1 - bound) * logits.sigmoid()) if bound else F.logsigmoid(logits)
         k = ((1 - bound) * torch.sigmoid(-logits)).to(v.dtype)  # 1 - f
-        o, memory = advance(
+        o, memory = self.scan(
             "gla",
             F.silu(q),
             k,

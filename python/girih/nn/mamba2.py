@@ -17,7 +17,7 @@ from girih.nn.mixers import Mixer, layer_of, register
 from girih.nn.norm import RMSNorm
 from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState
 from girih.nn.step import Product, RowInput
 from girih.nn.swiglu import silu_product
 
@@ -106,7 +106,7 @@ class Mamba2(RecurrentLayer):
         x = x.unflatten(-1, (self.heads, -1))
         dt = F.softplus(dt + self.dt_bias)
         g = -at_least_fp32(self.A_log).exp() * dt
-        o, memory = advance(
+        o, memory = self.scan(
             "gla",
             q[:, :, None],
             k[:, :, None],

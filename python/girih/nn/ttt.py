@@ -14,12 +14,12 @@ from girih.nn.mixers import register_layer
 from girih.nn.norm import GatedRMSNorm
 from girih.nn.projections import projections
 from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, advance
+from girih.nn.state import LayerState
 from girih.nn.step import Product
 
 
 class TTTLinear(RecurrentLayer):
-    """A memory that learns, while it reads, to map keys to values (TTT-Linear, Sun and others, 2024).
+    """A memory that learns, while it reads, to map keys to values (TTT-Linear, Sun et al. 2024).
 
         f(x) = x + w * LayerNorm(A x) + b,   A <- A - gamma d|f'(k) - v|^2 / 2 dA'
         o = f(q),   y = W_o (RMSNorm(o) * gelu(x W_g))
@@ -106,7 +106,7 @@ class TTTLinear(RecurrentLayer):
         q, k, v, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, gate))
         q, k = unit_rows(q), unit_rows(k)
         weight, bias = self.inner_weight.to(q.dtype), self.inner_bias.to(q.dtype)
-        o, memory = advance(
+        o, memory = self.scan(
             "ttt",
             q,
             k,

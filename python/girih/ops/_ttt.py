@@ -47,7 +47,7 @@ def ttt(
         u_t = J_phi(A' k_t)^T (w * (w * phi(A' k_t) - a_t))        A_t = e^{g_t} A_{t-1} - gamma_t u_t k_t^T
         o_t = f(A_t q_t)
 
-    TTT-Linear (Sun and others, 2024, eq. 4 to 8) has ``a = v - k`` less the norm's bias, ``phi="layer_norm"``
+    TTT-Linear (Sun et al. 2024, eq. 4 to 8) has ``a = v - k`` less the norm's bias, ``phi="layer_norm"``
     and mini-batches of ``chunk`` tokens; its output is ``q + w * f(A q)`` and that bias, with a layer norm as
     ``f``. The loss is half the squared distance: a factor 2 is in ``gamma``. Shapes: q ``[B, T, HQ, D]``,
     k ``[B, T, H, D]``, a ``[B, T, H, M]``, gamma and g ``[B, T, H]``, phi_weight ``[H, M]``;
