@@ -259,7 +259,8 @@ Injection read_injection(const json& entry) {
   TORCH_CHECK_VALUE(entry["how"] == "inject", "girih.how is ", shown(entry["how"]),
                     "; expected inject: replaced attention is read by Python alone");
   const auto mixer = entry.value("mixer", json("delta_product"));
-  TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", shown(mixer), "; expected delta_product");
+  TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", shown(mixer),
+                    "; expected delta_product: other paths are read by Python alone");
   const auto window = entry.value("max_self_attn_length", json());
   TORCH_CHECK_VALUE(window.is_null(), "girih.max_self_attn_length is ", shown(window),
                     "; expected null: girih's own attention keeps all keys");

@@ -149,7 +149,10 @@ LanguageModel inject(const LanguageModel& model, const Injection& injection) {
   injected->to(weight.device(), weight.scalar_type());
   const at::NoGradGuard no_grad;
   const auto share = [](auto to, const auto& from) {
-    for (const auto& item : from) to[item.key()].set_data(item.value().detach());
+    for (const auto& item : from) {
+      to[item.key()].set_data(item.value().detach());
+      to[item.key()].set_requires_grad(item.value().requires_grad());
+    }
   };
   share(injected->named_parameters(), model->named_parameters());
   share(injected->named_buffers(), model->named_buffers());

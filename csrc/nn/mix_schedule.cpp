@@ -50,15 +50,16 @@ double MixSchedule::weight(int64_t step) const {
 
 void MixSchedule::set_weights(const torch::nn::Module& model, int64_t step) const {
   const auto m = weight(step);
-  bool is_moved = false;
+  std::vector<MemoryAsGateImpl*> mixtures;
   for (const auto& module : model.modules()) {
-    auto* mixture = dynamic_cast<MemoryAsGateImpl*>(module.get());
-    if (mixture == nullptr) continue;
-    mixture->set_weight(m);
-    is_moved = true;
+    if (auto* mixture = dynamic_cast<MemoryAsGateImpl*>(module.get())) mixtures.push_back(mixture);
   }
-  TORCH_CHECK_VALUE(is_moved, "model has no mixture whose weight a schedule could move; expected injections ",
-                    "or the mixer mag in its configuration");
+  TORCH_CHECK_VALUE(!mixtures.empty(), "model has no mixture whose weight a schedule could move; expected ",
+                    "injections or the mixer mag in its configuration");
+  // All are refused before one is moved.
+  for (const auto* mixture : mixtures)
+    TORCH_CHECK_VALUE(!mixture->options.learned, "weight: this mixture learns it, a schedule cannot move it");
+  for (auto* mixture : mixtures) mixture->set_weight(m);
 }
 
 }  // namespace girih::nn

@@ -7,8 +7,10 @@ import girih
 import pytest
 import torch
 from converted import IDS, attention, close
+from girih.conversion.both_ways import read_both_ways
 from girih.conversion.config import BOTH_WAYS, Replacement, replacing
 from girih.conversion.projections import Projections, find
+from girih.nn import GatedLinearAttention
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -447,6 +449,11 @@ def test_options_that_look_back_are_refused(mixer, options, message):
 def test_defaults_of_an_encoder_may_be_named():
     girih.replace_attention(encoder(), "delta_product", n=1, conv_size=0)
     assert Replacement("mamba2").both_ways() == {"conv_size": 0}
+
+
+def test_a_layer_reads_no_tokens():
+    layer = read_both_ways(GatedLinearAttention(16, 2, gate="none"))
+    assert layer(torch.zeros(2, 0, 16))[0].shape == (2, 0, 16)
 
 
 def test_an_encoder_goes_on_from_no_cache():

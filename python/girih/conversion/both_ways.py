@@ -29,12 +29,8 @@ class Mirror(NamedTuple):
     is_first: Tensor
 
     def reverse(self, x: Tensor | None) -> Tensor | None:
-        """x `[B, T n, ...]`, n rows a token, which keep their order."""
-        if x is None:
-            return None
-        T = self.token.shape[1]
-        n = x.shape[1] // T
-        return at(x, self.token) if n == 1 else at(x.unflatten(1, (T, n)), self.token).flatten(1, 2)
+        """x `[B, T, ...]`."""
+        return None if x is None else at(x, self.token)
 
     def reverse_early(self, q: Tensor) -> Tensor:
         """q `[B, T, ...]`, each one place before its token's; the last place has any."""
