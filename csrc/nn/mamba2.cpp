@@ -74,10 +74,7 @@ const Registered mamba2({
       return std::make_shared<Mamba2Impl>(c.hidden_size, c.num_heads, options_of<Mamba2Options>(c));
     },
     {"head_dim", "expand_v", "state_size", "conv_size", "norm_eps"},
-    [](const Config& c) {
-      if (!c.reads("num_kv_heads")) expect_ungrouped(c, "mamba2");  // other layers may have groups
-      head_count(c.num_heads, c.expand_v.value_or(Mamba2Options{}.expand_v));
-    },
+    [](const Config& c) { head_count(c.num_heads, c.expand_v.value_or(Mamba2Options{}.expand_v)); },
     "had no state_size and cannot be loaded",
     /*has_mlp=*/false,
 });

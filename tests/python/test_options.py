@@ -93,14 +93,14 @@ def test_options_of_other_mixers_are_refused_by_name(mixer):
             GirihConfig(mixer=mixer, **{option: default})  # says nothing new
 
 
-@pytest.mark.parametrize("mixer", ["hgrn2", "mamba2", "trellis", "ttt", "lattice"])
+@pytest.mark.parametrize("mixer", ["hgrn2", "trellis", "ttt", "lattice"])
 def test_groups_of_queries_are_refused_where_no_layer_has_any(mixer):
     with pytest.raises(ValueError, match=f"num_kv_heads is 2; {mixer} has a memory for each query head"):
         GirihConfig(mixer=mixer, num_kv_heads=2)
 
 
 def test_groups_of_queries_may_be_those_of_other_layers():
-    assert GirihConfig(mixer=["mamba2", "attention"], num_hidden_layers=2, num_kv_heads=2).num_kv_heads == 2
+    assert GirihConfig(mixer=["hgrn2", "attention"], num_hidden_layers=2, num_kv_heads=2).num_kv_heads == 2
 
 
 def test_the_chunk_of_the_delta_rule_is_between_chunks():
