@@ -365,6 +365,12 @@ def test_some_layers_make_a_hybrid_and_two_conversions_stand_together(tmp_path):
     assert girih.from_pretrained(tmp_path)(IDS).logits.equal(model(IDS).logits)
 
 
+@pytest.mark.parametrize("convert_layers", [girih.inject, girih.replace_attention])
+def test_layers_may_be_named_by_anything_that_is_gone_through_once(convert_layers):
+    conversion = convert_layers(base_model(), layers=(layer for layer in (0,)))
+    assert conversion.told.layers == (0,) and len(conversion.layers) == 1
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["window", "delta_product"])
 def test_in_bf16_what_must_be_exact_stays_in_fp32(way, tmp_path):

@@ -380,6 +380,19 @@ def test_a_damaged_header_is_refused(change, words, folder):
     assert said.startswith(f"{folder}/model.safetensors: ") and words in said and len(said) < 400
 
 
+@pytest.mark.parametrize("shape", [[0, 3], [2**62, 2**62, 0]], ids=str)
+def test_a_tensor_without_elements_is_one_of_the_file(shape, folder):
+    """It has no bytes, whatever its other sizes; the model does not know its name."""
+
+    def with_one_more(entries):
+        end = max(entry["data_offsets"][1] for entry in entries.values() if "data_offsets" in entry)
+        entries["more"] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end]}
+
+    header(folder, with_one_more)
+    said = refusal(folder)
+    assert said.startswith(f"{folder}/model.safetensors: ") and "more" in said and "unknown" in said
+
+
 def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):
     file = folder / "model.safetensors"
     data = file.read_bytes()

@@ -621,6 +621,19 @@ def test_a_finished_run_says_what_it_was(corpus, tmp_path):
     assert json.loads(lines[-1]) == result
 
 
+def test_a_model_with_a_head_of_its_own_has_the_parameters_of_its_size(corpus, tmp_path):
+    """After more steps than the size has."""
+    steps, option = SIZES["tiny"].steps + 1, "tie_word_embeddings=false"
+    written, _ = tiny(corpus, tmp_path / "run", "--context", 32, "--options", option, steps=steps)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    model = GirihForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    want = config_of_size("gsa", with_context(SIZES["tiny"], 32), options=option)
+    assert model.config.intermediate_size == want.intermediate_size
+    assert model.num_parameters() == result["parameters"] == GirihForCausalLM(want).num_parameters()
+    assert result["steps"] == steps and result["tokens"] == steps * 512
+    assert written.splitlines()[1].decode() == f"{steps} steps of 16 x 32 bytes of {corpus}"
+
+
 def test_a_sample_is_shown_whole(corpus, tmp_path):
     """Also one with a zero byte, as a model that has learnt nothing writes it."""
     options = ["--mixer", "trellis,cat", "--options", "chunk=8 gated=false", "--context", 32, "--seed", 5]
