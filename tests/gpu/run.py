@@ -41,6 +41,9 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from source_text import source_text
+
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu" / "record.json"
 RACECHECK = ROOT / "build" / "racecheck"
@@ -184,21 +187,23 @@ def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
     return {file: [statements(text_of(file))[i] for i in sorted(of_file)] for file, of_file in used.items()}
 
 
-def text_of_state(part: str) -> dict[Path, str]:
-    """What counts of each file: of modules that tests import what the tests use, of all others everything."""
+@functools.cache
+def text_hash(file_name: str, text: str) -> str:
+    return hashlib.sha256(source_text(file_name, text).encode()).hexdigest()
+
+
+def hashes_of_state(part: str) -> list[str]:
+    """Of every file: of modules that tests import what the tests use, of all others everything."""
     tests = tests_of(part)
     modules = closure(tests, imports) - set(tests)
-    used = {file: "\n".join(s.text for s in own) for file, own in used_statements(tests).items()}
-    whole = {file: file.read_bytes().decode() for file in files_of_state(part) if file not in modules}
-    return whole | used
+    used = [text_hash(file.name, s.text) for file, own in used_statements(tests).items() for s in own]
+    whole = [text_hash(f.name, f.read_bytes().decode()) for f in files_of_state(part) if f not in modules]
+    return sorted(used + whole)
 
 
 def state_hash(part: str) -> str:
-    digest = hashlib.sha256()
-    for file, text in sorted(text_of_state(part).items()):
-        name = file.relative_to(ROOT).as_posix()
-        digest.update(f"{name}\0{hashlib.sha256(text.encode()).hexdigest()}\n".encode())
-    return digest.hexdigest()
+    """The same wherever the files are, and whatever their comments, docstrings and formatting."""
+    return hashlib.sha256("\n".join(hashes_of_state(part)).encode()).hexdigest()
 
 
 def added(record: dict, states: dict[str, str], results: dict[str, dict]) -> dict:

@@ -45,6 +45,12 @@ def states():
     return {part: gpu.state_hash(part) for part in gpu.parts()}
 
 
+def add_to(monkeypatch, file, text):
+    """The file's text ends with this."""
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + text * (path == file))
+
+
 @pytest.mark.parametrize(
     "changed, parts",
     [
@@ -62,16 +68,70 @@ def states():
 def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
     record = gpu.added({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
     assert gpu.complaint(record) is None
-    read = Path.read_bytes
-    file = gpu.ROOT / changed
-
-    def changed_file(path):
-        return read(path).replace(b" return ", b" return  ") + b" " if path == file else read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", changed_file)
+    add_to(monkeypatch, gpu.ROOT / changed, b"\nprint(1)\n")
     told = gpu.complaint(record)
     assert told.endswith(": changed since the last green run on a GPU: run make test-gpu")
     assert set(told.split(":")[0].split(", ")) == (set(gpu.parts()) if parts is None else parts)
+
+
+@pytest.mark.parametrize(
+    "changed, text",
+    [
+        ("kernels/gsa/scan.cu", b"\n// word\n/* and\n another */\n\n"),
+        ("csrc/ops/gsa/problem.h", b"  // return 1\n"),
+        ("kernels/instance.cu.in", b"// word"),
+        ("tests/python/test_gsa_kernels.py", b"\n\n# changed = 1\n"),
+        ("tests/python/recurrences.py", b"  # word\n"),
+    ],
+)
+def test_a_comment_leaves_a_record_as_it_is(changed, text, monkeypatch):
+    before = states()
+    add_to(monkeypatch, gpu.ROOT / changed, text)
+    assert states() == before
+
+
+CPP = 'asm("x // y" : : "r"(a));  // why\nint b = 1\'000;\n#define F(x) \\\n  x'
+PY = 'from a import b\n\n\ndef f(x):\n    """What."""\n    return "# 1" + x  # why\n'
+
+
+@pytest.mark.parametrize(
+    "name, text, same",
+    [
+        (
+            "f.cuh",
+            CPP,
+            '/* a\n */ asm( "x // y" : : "r"( a ) );\n\nint b\n  = 1\'000;\n#define F(x) x  // b\n',
+        ),
+        ("f.cuh", CPP, '#include "other.h"\n#include <girih/ops.h>\n' + CPP),
+        ("f.h", "char q = '\"';  // say \"a\nint b;", "char q = '\"'; int b;"),
+        ("f.cpp", 'auto s = R"x(// a)")x";', 'auto  s=R"x(// a)")x" ; // b'),
+        ("f.py", PY, PY.replace("from a", "from c.d").replace('"""What."""', "'''Other\n\n    words.'''\n")),
+        ("f.py", PY, 'from a import b\ndef f(x):\n    # why\n    return  "# 1"+x\n'),
+    ],
+)
+def test_comments_docstrings_and_formatting_do_not_count(name, text, same):
+    assert gpu.source_text(name, text) == gpu.source_text(name, same)
+
+
+@pytest.mark.parametrize(
+    "name, text, other",
+    [
+        ("f.cuh", CPP, CPP.replace("// y", "")),
+        ("f.cuh", CPP, CPP.replace("x // y", "x  // y")),
+        ("f.cuh", CPP, CPP.replace("000", "001")),
+        ("f.cuh", CPP, CPP.replace("int b", "int c")),
+        ("f.cuh", CPP, "#include <cmath>\n" + CPP),
+        ("f.cuh", "int a;\n#define A\nint b;", "#define A\nint a; int b;"),
+        ("f.h", "char q = '\"';  // say \"a\nint b;", "char q = '\"';"),
+        ("f.cpp", 'auto s = R"x(// a)")x";', 'auto s = R"x(// b)")x";'),
+        ("f.py", PY, PY.replace("import b", "import c")),
+        ("f.py", PY, PY.replace("# 1", "# 2")),
+        ("f.py", "if a:\n    b()\nc()\n", "if a:\n    b()\n    c()\n"),
+        ("instances.txt", "a | b", "a |  b"),
+    ],
+)
+def test_code_counts(name, text, other):
+    assert gpu.source_text(name, text) != gpu.source_text(name, other)
 
 
 def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):

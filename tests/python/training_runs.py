@@ -53,6 +53,7 @@ CHUNKED = {
     "lattice": [{"objective": w} for w in ("decode", "encode", "similarity")]
     + [{"gated": False}, {"post_norm": True}],
     "delta_product": [{"between_chunks": w} for w in ("gelu", "tanh")],
+    "ttt": [{}, {"conv_size": 0}],
 }
 RUNS = [(mixer, options) for mixer, all_options in WORDS.items() for options in all_options]
 RUNS += [
@@ -65,7 +66,7 @@ RUNS += [("lattice", {"chunk": 1, "normalize": False}), ("lattice", {"chunk": 1,
 RUNS += [("cat", {"chunk": chunk}) for chunk in (4, 16, 64)]
 
 # Without GIRIH_FULL tests train each word once, with one chunk after the other, and the defaults with all.
-DEFAULTS = ({"phi": "ln_silu"}, {"objective": "decode"})
+DEFAULTS = ({"phi": "ln_silu"}, {"objective": "decode"}, {})
 SOME = [(mixer, options) for mixer, options in RUNS if mixer not in CHUNKED or "chunk" not in options]
 SOME += [
     (mixer, options | {"chunk": chunk})
