@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
 
 cudaError_t trellis_exact_reverse(const TrellisExactReverse& p, cudaStream_t stream) {
   using namespace trellis;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  const int64_t blocks = p.shape.memories * p.shape.grid.tokens.sequences * p.shape.heads;
   return by_exact_size(p.shape, [&](auto sizes) {
     using Sizes = decltype(sizes);
     return launch_exact<trellis_exact_reverse_kernel<Sizes>, Sizes>(p, blocks, reverse_arrays(p.shape),

@@ -1,4 +1,4 @@
-// Both memories from chunk to chunk (exact.h), and whether the card has room for the exact kernels.
+// The memories from chunk to chunk (exact.h), and whether the card has room for the exact kernels.
 #include "trellis/exact_maps.cuh"
 
 namespace girih::kernels {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
 
 cudaError_t trellis_exact_scan(const TrellisExactScan& p, cudaStream_t stream) {
   using namespace trellis;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  const int64_t blocks = p.shape.memories * p.shape.grid.tokens.sequences * p.shape.heads;
   return by_exact_size(p.shape, [&](auto sizes) {
     using Sizes = decltype(sizes);
     return launch_exact<trellis_exact_scan_kernel<Sizes>, Sizes>(p, blocks, scan_arrays(), stream);

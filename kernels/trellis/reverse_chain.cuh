@@ -1,4 +1,4 @@
-// The reverse pass's chain: the gradients of both memories from chunk to chunk, from the end. With G that of
+// The reverse pass's chain: the gradients of a memory from chunk to chunk, from the end. With G that of
 // A after a chunk and (l, w) its reads,
 //     dU_i = direct_i - gamma_i e^{L_C - L_i} G x_i        dZ_i = Hessian of E at z_i times dU_i
 //     G   <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T + dZ^T X

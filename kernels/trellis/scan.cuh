@@ -1,5 +1,5 @@
-// Both memories from chunk to chunk, and what tokens read of them: one block a sequence, head and memory, and
-// where there are clusters the two memories' blocks beside each other.
+// The memories from chunk to chunk, and what tokens read of them: one block a sequence, head and memory, and
+// where there are clusters the two memories' blocks beside each other. One memory reads by itself.
 #pragma once
 
 #include "pipe/clusters.h"
@@ -19,18 +19,18 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   const Space space{by_address(shared)};
   const TrellisPart part(p.shape, blockIdx.x);
-  const bool reads = p.o.data != nullptr;
+  const bool paired = has_pairs(p);
   const int warp = warp_index();
   if (threadIdx.x == 0) {
     space.init(p, part, Short ? 1 : Space::kReaders);
-    if (reads) publish_barriers();
+    if (paired) publish_barriers();
     if (part.head == 0 && part.memory == 0) {
       const auto& sequence = part.of.sequence;
       p.last_position[part.sequence] = (part.of.begun + sequence.end - sequence.start) % p.shape.grid.size;
     }
   }
   __syncthreads();
-  if (reads) cluster_wait();
+  if (paired) cluster_wait();
   // Wide memories need the registers that those who load and store do without.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
@@ -50,18 +50,18 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     }
   }
   // Either block's shared memory is there until the other is through with it.
-  if (reads) cluster_wait();
+  if (paired) cluster_wait();
 }
 
 template <auto Kernel, typename T, int Tile>
 cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
   using Space = TrellisScanSpace<T, Tile>;
   if (const cudaError_t error = allow_shared<Kernel>(Space::kBytes); error != cudaSuccess) return error;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  const int64_t blocks = parts_of(p.shape);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), p.o.data == nullptr ? 1 : 2,
-                                 Space::kThreads, Space::kBytes, stream);
+  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), has_pairs(p) ? 2 : 1, Space::kThreads,
+                                 Space::kBytes, stream);
 }
 
 template <typename T, int Tile>

@@ -1,4 +1,4 @@
-// The scan's chain: both memories from chunk to chunk.
+// The scan's chain: a memory from chunk to chunk.
 //
 // M / 16 warps have the memory. A row of z is spread over all of them; what its norm takes of it goes once
 // through shared memory.

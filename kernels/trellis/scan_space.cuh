@@ -11,6 +11,11 @@
 
 namespace girih::kernels {
 
+// Whether the blocks of two memories read together: r goes from one to the other.
+__host__ __device__ inline bool has_pairs(const TrellisScan& p) {
+  return p.o.data != nullptr && p.shape.memories == 2;
+}
+
 template <typename T, int Tile>
 struct TrellisScanSpace {
   using Token = SharedTile<T, kTile, Tile>;
@@ -96,7 +101,7 @@ struct TrellisScanSpace {
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));
-      init_barrier(empty() + s, once(readers) + (reads && memory == 0 ? 1 : 0));
+      init_barrier(empty() + s, once(readers) + (has_pairs(p) && memory == 0 ? 1 : 0));
       init_barrier(sent() + s, 1);
     }
     for (int place = 0; place < kPlaces; ++place) {

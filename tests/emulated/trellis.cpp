@@ -15,7 +15,8 @@ struct Call {
   int64_t chunk;
   const int64_t* position;
   int64_t heads, D, V, M, slots, silu, norm, f_silu, f_norm;
-  int64_t apart;  // the reads by a kernel of their own
+  int64_t passes;  // memories
+  int64_t apart;   // the reads by a kernel of their own
   Array q, x[2], a, gamma, g, first[2], initial[2];
   Array last_first[2], last[2];
   int64_t* last_position;
@@ -32,7 +33,7 @@ TrellisShape shape_of(const Call& c) {
   TrellisShape shape{};
   shape.grid = {
       {c.batch, c.tokens, c.sequences, c.cu_seqlens, true, false}, static_cast<int>(c.chunk), c.position};
-  shape.heads = static_cast<int>(c.heads);
+  shape.heads = static_cast<int>(c.heads), shape.memories = static_cast<int>(c.passes);
   shape.D = static_cast<int>(c.D), shape.V = static_cast<int>(c.V);
   shape.M = static_cast<int>(c.M), shape.slots = static_cast<int>(c.slots);
   shape.dtype = DType::bf16;
@@ -52,7 +53,7 @@ void forward(const Call& c) {
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
   output.q = scan.q = in<4>(c.q), output.o = out<4>(c.o);
   if (!c.apart) scan.o = output.o;
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < c.passes; ++m) {
     scan.x[m] = output.x[m] = in<4>(c.x[m]);
     scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
     scan.last_first[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
@@ -72,7 +73,7 @@ void backward(const Call& c) {
   rows.gates = reverse.gates = c.gates;
   rows.q = in<4>(c.q), rows.dout = in<4>(c.dout), rows.dq = out<4>(c.dq);
   reverse.a = in<4>(c.a), reverse.dgammas = c.dgammas, reverse.dL = c.g.data == nullptr ? nullptr : c.dL;
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < c.passes; ++m) {
     rows.x[m] = reverse.x[m] = in<4>(c.x[m]);
     rows.u[m] = reverse.u[m] = in<4>(c.u[m]);
     rows.memories[m] = reverse.memories[m] = c.memories[m];

@@ -1,12 +1,13 @@
-// What ttt asks of a call beyond its description.
+// What ttt asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
-#include "../path.h"
+#include "../trellis/problem.h"
 
 namespace girih::ttt {
 
-struct Problem {
-  c10::SymInt B, T, HQ, H, D, M, N;
+// Trellis' with one memory. {0} is kept without kernels.
+struct Problem : trellis::Problem {
+  bool weighted;  // there is a phi_weight
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                        const OptionalTensor& g, const OptionalTensor& phi_weight,
@@ -22,12 +23,16 @@ struct Problem {
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is given");
-    return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["M"], at["N"]};
+    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1}, given(phi_weight)};
   }
 
-  static Path path(const Tensor& q) {
-    return aten(q.scalar_type() == at::kDouble ? kFloat64 : "ttt has no kernels yet");
+  Path path(const Tensor& q) const {
+    return weighted && q.scalar_type() != at::kDouble ? aten(kWeighted) : trellis::Problem::path(q);
   }
+  Path step_path(const Tensor& q) const {
+    return weighted && q.scalar_type() != at::kDouble ? aten(kWeighted) : trellis::Problem::step_path(q);
+  }
+  static constexpr const char* kWeighted = "phi_weight is given: the kernels know none";
 };
 
 }  // namespace girih::ttt
