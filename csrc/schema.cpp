@@ -96,7 +96,7 @@ const std::vector<Operator>& operators() {
                 .saved = {{"memories_k", "[chunks, HQ, tile, tile]"},
                           {"z", "[1, B, T, HQ, M]"},
                           {"u", "[1, B, T, HQ, M]"},
-                          {"fit", "[1, B, T, HQ, 4]"}}}),
+                          {"fit", "[1, B, T, HQ, 4 or 8]"}}}),
       Operator({.name = "lattice",
                 .data = {{"Tensor q", "[B, T, HQ, M]"},
                          {"Tensor k", "[B, T, H, M]"},

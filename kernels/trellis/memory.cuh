@@ -149,9 +149,9 @@ __device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col)
   unpack<T>(x, raw);
 }
 
-template <auto Kernel, class Space, class Problem>
+template <auto Kernel, class Space, int Bytes, class Problem>
 cudaError_t launch_parts(const Problem& p, cudaStream_t stream) {
-  return launch_kernel<Kernel>(p, parts_of(p.shape), Space::kThreads, Space::kBytes, stream);
+  return launch_kernel<Kernel>(p, parts_of(p.shape), Space::kThreads, Bytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
     if (kWide) leave_registers<56>();
     const int loader = warp - Space::kChain - Space::kReaders;
     if (loader < Space::kLoaders) {
-      TrellisReverseLoader<T, Tile, Short>{p, part, space}.run(loader);
+      TrellisReverseLoader<T, Tile, Short, Phi::weighted>{p, part, space}.run(loader);
     } else {
       bring_memories<T, Tile>(p, part, space);
     }
@@ -42,9 +42,10 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
 template <typename T, int Tile, class Phi>
 cudaError_t launch_reverse_of(const TrellisReverse& p, cudaStream_t stream) {
   using Space = TrellisReverseSpace<T, Tile>;
+  constexpr int kBytes = Phi::weighted ? Space::kWeightedBytes : Space::kBytes;
   return p.shape.grid.size <= kTile
-             ? launch_parts<trellis_reverse_kernel<T, Tile, Phi, true>, Space>(p, stream)
-             : launch_parts<trellis_reverse_kernel<T, Tile, Phi, false>, Space>(p, stream);
+             ? launch_parts<trellis_reverse_kernel<T, Tile, Phi, true>, Space, kBytes>(p, stream)
+             : launch_parts<trellis_reverse_kernel<T, Tile, Phi, false>, Space, kBytes>(p, stream);
 }
 template <typename T, int Tile>
 cudaError_t launch_trellis_reverse(const TrellisReverse& p, cudaStream_t stream) {

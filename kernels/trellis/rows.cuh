@@ -12,7 +12,7 @@ namespace girih::kernels {
 // Tokens' vectors; one memory has the first of them. Those of q and do, which are the warp's own, make way
 // for r and dy.
 enum RowTile : int { kRowQ, kRowK, kRowDo, kRowUk, kRowV, kRowUv, kRowTiles };
-constexpr int row_tiles(int memories) { return memories == 1 ? kRowV : kRowTiles; }
+__host__ __device__ constexpr int row_tiles(int memories) { return memories == 1 ? kRowV : kRowTiles; }
 
 template <typename T, int Tile, int Memories>
 __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant__ TrellisRows p) {

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     Chain(p, part, space, warp).run();
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
-    TrellisScanReader<T, Tile, Short>{p, part, space}.run(warp - Space::kChain);
+    TrellisScanReader<T, Tile, Short, Phi::weighted>{p, part, space}.run(warp - Space::kChain);
   } else {
     if (kWide) leave_registers<40>();
     const int loader = warp - Space::kChain - Space::kReaders;
@@ -53,15 +53,15 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   if (paired) cluster_wait();
 }
 
-template <auto Kernel, typename T, int Tile>
+template <auto Kernel, typename T, int Tile, int Bytes>
 cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
   using Space = TrellisScanSpace<T, Tile>;
-  if (const cudaError_t error = allow_shared<Kernel>(Space::kBytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<Kernel>(Bytes); error != cudaSuccess) return error;
   const int64_t blocks = parts_of(p.shape);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), has_pairs(p) ? 2 : 1, Space::kThreads,
-                                 Space::kBytes, stream);
+                                 Bytes, stream);
 }
 
 template <typename T, int Tile>
@@ -71,7 +71,9 @@ cudaError_t scan_reads(bool& reads) {
 
 template <typename T, int Tile, class Phi, bool Short>
 cudaError_t launch_scan_of(const TrellisScan& p, cudaStream_t stream) {
-  return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile>(p, stream);
+  using Space = TrellisScanSpace<T, Tile>;
+  constexpr int kBytes = Phi::weighted ? Space::kWeightedBytes : Space::kBytes;
+  return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile, kBytes>(p, stream);
 }
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& p, cudaStream_t stream) {

@@ -13,7 +13,7 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile, bool Short>
+template <typename T, int Tile, bool Short, bool Weighted>
 struct TrellisScanReader {
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -107,8 +107,12 @@ struct TrellisScanReader {
     keep(p.z[part.memory], Space::kA);
     const auto& fits = p.fit[part.memory];
     if (fits.data == nullptr || lane() >= rows) return;
-    *reinterpret_cast<Fit*>(row_of<float>(fits, batch, token + lane(), part.head)) =
-        space.numbers(stage).fits[lane()];
+    float* const to = row_of<float>(fits, batch, token + lane(), part.head);
+    *reinterpret_cast<Fit*>(to) = space.numbers(stage).fits[lane()];
+    if constexpr (Weighted) {
+      const WeightFit of_weight = space.weight_fits(stage)[lane()];
+      *reinterpret_cast<float4*>(to + 4) = {of_weight.x, of_weight.y, 0.f, 0.f};
+    }
   }
 
   template <class Then>

@@ -51,6 +51,33 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
   }
 }
 
+// u = J_phi(z)^T (w * (w * phi(z) - a)) in the place of y = silu(z) or z, of which `slope` is the slope, by
+// one warp: with e = w * (w * n - a), n = phi(z) and s = n.e / N, slope * (e - its mean - s n) / r, r the
+// root of n's norm; of softmax n * (e - n.e).
+template <class Map>
+__device__ inline void to_weighted_residual(const Map& map, float* y, const float* slope, const float* a,
+                                            const float* w, int M) {
+  const Fit found = fit_row(map, y, a, M);
+  const auto image = [&](int m) {
+    if constexpr (Map::softmax) return softmax_of(map, found, y[m]);
+    return (y[m] - found.mean) * found.inverse;
+  };
+  float along = 0.f, all = 0.f;
+  for (int m = lane(); m < M; m += 32) {
+    const float n = image(m), e = w[m] * (w[m] * n - a[m]);
+    along = fmaf(n, e, along), all += e;
+  }
+  along = sum_over_warp(along), all = sum_over_warp(all);
+  for (int m = lane(); m < M; m += 32) {
+    const float n = image(m), e = w[m] * (w[m] * n - a[m]);
+    if constexpr (Map::softmax) {
+      y[m] = n * (e - along);
+    } else {
+      y[m] = slope[m] * (e - all * map.centre - along * map.unit * n) * found.inverse;
+    }
+  }
+}
+
 // A block's token: its sequence, head and vectors, and what is done with them, in this order. A barrier is
 // between any two of its phases.
 template <int N, int Memories>
@@ -66,6 +93,7 @@ struct StepBlock {
   const Share shares[2];  // of the memories
   float gamma, decay;
   float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
+  float* w;  // phi's weight, of one memory: where two have the second one's z
 
   __device__ StepBlock(float* at, const TrellisStep& p)
       : p(p),
@@ -79,6 +107,7 @@ struct StepBlock {
     // Those of packs first: M may be odd.
     q = at, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
     z[0] = a + p.M, z[1] = z[0] + p.M, slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M;
+    w = z[1];
   }
 
   __device__ float* row(const Out<4>& state, int m) const {
@@ -150,6 +179,9 @@ struct StepBlock {
   __device__ void fetch_token() {
     fetch(k, p.k, head, p.D);
     if (Memories == 2) fetch(v, p.v, head, p.V);
+    if (Memories == 1 && p.weight.data != nullptr) {
+      for (int m = thread; m < p.M; m += kThreads) w[m] = load_any(p.weight, head, m);
+    }
     fetch(a, p.a, head, p.M);
     fetch_query(0);
     gamma = load_any(p.gamma, sequence, head);
@@ -187,6 +219,10 @@ struct StepBlock {
     if (warp >= Memories) return;
     float *of = warp == 0 ? z[0] : z[1], *by = warp == 0 ? slope[0] : slope[1];
     with_map(p.phi, p.M, [&](const auto& phi) {
+      if (Memories == 1 && p.weight.data != nullptr) {
+        to_weighted_residual(phi, of, by, a, w, p.M);
+        return;
+      }
       const Fit found = fit_row(phi, of, a, p.M);
       const Residual residual(found);
       for (int m = lane(); m < p.M; m += 32) {
@@ -259,14 +295,10 @@ struct StepBlock {
     }
   }
   __device__ void store_read(int member) const {
-    if constexpr (Memories == 1) {
-      for (int m = thread; m < p.M; m += kThreads) {
-        store_any(p.o, r[m], sequence, head * group + member, m);
-      }
-      return;
-    }
-    for (int i = thread; i < p.V; i += kThreads) {
-      store_any(p.o, Share::sum_of_warps(parts + i, p.V), sequence, head * group + member, i);
+    const int width = Memories == 2 ? p.V : p.M;
+    for (int i = thread; i < width; i += kThreads) {
+      const float x = Memories == 2 ? Share::sum_of_warps(parts + i, p.V) : r[i];
+      store_any(p.o, x, sequence, head * group + member, i);
     }
   }
 

@@ -68,18 +68,20 @@ cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
 // Of each memory: 0 keys, 1 values. States are fp32 [N, H, M, X], any strides.
 struct TrellisScan {
   TrellisShape shape;
-  const TokenGate* gates;  // [B, T, H]
-  In<4> x[2];              // [B, T, H, X]
-  In<4> a;                 // [B, T, H, M]
-  In<4> first[2];          // A' of a sequence's first chunk; absent without positions: `initial`
-  In<4> initial[2];        // A before the first token
-  Out<4> last_first[2];    // A' of the chunk that the next token is in
-  Out<4> last[2];          // A after the last token
-  int64_t* last_position;  // [N]
-  In<4> q;                 // [B, T, H, D]
-  Out<4> o;                // [B, T, H, V or M], if trellis_scan_reads(); else absent
+  const TokenGate* gates;         // [B, T, H]
+  In<4> x[2];                     // [B, T, H, X]
+  In<4> a;                        // [B, T, H, M]
+  const float* weight = nullptr;  // of phi, [H, M], optional: of one memory, and no softmax
+  In<4> first[2];                 // A' of a sequence's first chunk; absent without positions: `initial`
+  In<4> initial[2];               // A before the first token
+  Out<4> last_first[2];           // A' of the chunk that the next token is in
+  Out<4> last[2];                 // A after the last token
+  int64_t* last_position;         // [N]
+  In<4> q;                        // [B, T, H, D]
+  Out<4> o;                       // [B, T, H, V or M], if trellis_scan_reads(); else absent
   // For backward and trellis_output(), optional: u and z, [B, T, H, M] in dtype, z's Fit (maps.cuh), [B, T,
-  // H, 4] in fp32, and A before every chunk, [chunk_count, H] of tiles.
+  // H, 4] in fp32, with a weight its WeightFit behind it, [B, T, H, 8], and A before every chunk,
+  // [chunk_count, H] of tiles.
   Out<4> u[2], z[2], fit[2];
   void* memories[2];
 };
@@ -117,6 +119,8 @@ struct TrellisReverse {
   const TokenGate* gates;
   In<4> x[2], w[2], l[2], z[2], u[2], fit[2];
   In<4> a;
+  const float* weight = nullptr;  // as the scan's
+  float* dweight = nullptr;       // [N, H, M], there with a weight: of a sequence each
   In<4> first[2];
   const void* memories[2];
   In<4> dlast_first[2], dlast[2];  // fp32 [N, H, M, X], optional: zero
@@ -147,6 +151,7 @@ struct TrellisStep {
   int D, V, M, chunk;
   TrellisMap phi, f;
   In<3> q, k, v, a;            // [N, HQ, D], [N, H, D], [N, H, V], [N, H, M]
+  In<2> weight;                // of phi, [H, M], optional, of one memory
   In<2> gamma, g;              // [N, H], g optional
   Out<4> first[2], memory[2];  // [N, H, M, X] fp32
   int64_t* position;           // [N]

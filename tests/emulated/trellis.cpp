@@ -2,9 +2,9 @@
 #include "call.h"
 #include "trellis/gates.cu"
 #include "trellis/output.cuh"
-#include "trellis/reverse.cuh"
 #include "trellis/rows.cuh"
-#include "trellis/scan.cuh"
+#include "trellis/weighted_reverse.cuh"
+#include "trellis/weighted_scan.cuh"
 
 using namespace girih::kernels;
 using Element = __nv_bfloat16;
@@ -15,14 +15,14 @@ struct Call {
   int64_t chunk;
   const int64_t* position;
   int64_t heads, D, V, M, slots, silu, norm, f_silu, f_norm;
-  int64_t passes;  // memories
-  int64_t apart;   // the reads by a kernel of their own
-  Array q, x[2], a, gamma, g, first[2], initial[2];
+  int64_t passes;                                            // memories
+  int64_t apart;                                             // the reads by a kernel of their own
+  Array q, x[2], a, weight, gamma, g, first[2], initial[2];  // weight: fp32 [H, M]
   Array last_first[2], last[2];
   int64_t* last_position;
   void* memories[2];
   Array u[2], z[2], fit[2], o;
-  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], da[2], dx[2], dgamma, dg;
+  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], da[2], dx[2], dweight, dgamma, dg;
   TokenGate* gates;
   float *dgammas, *dL;
 };
@@ -61,7 +61,9 @@ void forward(const Call& c) {
     scan.u[m] = out<4>(c.u[m]), scan.z[m] = out<4>(c.z[m]), scan.fit[m] = out<4>(c.fit[m]);
     output.u[m] = in<4>(c.u[m]);
   }
-  must(launch_trellis_scan<Element, Tile>(scan, nullptr));
+  scan.weight = static_cast<const float*>(c.weight.data);
+  must(scan.weight == nullptr ? launch_trellis_scan<Element, Tile>(scan, nullptr)
+                              : launch_weighted_scan<Element, Tile>(scan, nullptr));
   if (c.apart) must(launch_trellis_output<Element, Tile>(output, nullptr));
 }
 
@@ -86,7 +88,10 @@ void backward(const Call& c) {
     reverse.da[m] = out<4>(c.da[m]), reverse.dx[m] = out<4>(c.dx[m]);
   }
   must(launch_trellis_rows<Element, Tile>(rows, nullptr));
-  must(launch_trellis_reverse<Element, Tile>(reverse, nullptr));
+  reverse.weight = static_cast<const float*>(c.weight.data);
+  reverse.dweight = static_cast<float*>(c.dweight.data);
+  must(reverse.weight == nullptr ? launch_trellis_reverse<Element, Tile>(reverse, nullptr)
+                                 : launch_weighted_reverse<Element, Tile>(reverse, nullptr));
   TrellisGateGradients numbers{rows.shape, c.dgammas, c.dL, out<3>(c.dgamma), out<3>(c.dg)};
   must(trellis_gate_gradients(numbers, nullptr));
 }

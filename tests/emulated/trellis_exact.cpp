@@ -10,9 +10,9 @@ struct ExactCall {
   const void* cu_seqlens;
   const int64_t* position;
   int64_t passes, chunk, heads, query_heads, D, V, M, silu, norm, f_silu, f_norm;
-  Array q, x[2], a, gamma, g, first[2], initial[2];
+  Array q, x[2], a, weight, gamma, g, first[2], initial[2];  // weight: fp32 in packs
   Array o, last_first[2], last[2], dout, dlast_first[2], dlast[2];
-  Array dq, dx[2], da[2], dgamma, dg, dfirst[2],
+  Array dq, dx[2], da[2], dweight, dgamma, dg, dfirst[2],
       dinitial[2];  // dx, da in packs; dgamma, dg [passes, B, T, H]; of one pass o, dout in packs
   int64_t* last_position;
 };
@@ -97,6 +97,7 @@ extern "C" void run_exact(const ExactCall* call) {
 
   TrellisExactScan scan{};
   space.fill(scan);
+  scan.weight = static_cast<const float*>(c.weight.data);
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
   for (int m = 0; m < c.passes; ++m) {
     scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
@@ -136,6 +137,7 @@ extern "C" void run_exact(const ExactCall* call) {
   TrellisExactColumns columns{};
   space.fill(reverse), space.fill(columns);
   reverse.a = in<4>(c.a);
+  reverse.weight = scan.weight, reverse.dweight = static_cast<float*>(c.dweight.data);
   reverse.dgamma = static_cast<float*>(c.dgamma.data), reverse.started = space.floats(c.passes * numbers);
   columns.reads = of_reads, columns.dgamma = reverse.dgamma, columns.started = reverse.started;
   columns.dg = static_cast<float*>(c.dg.data);

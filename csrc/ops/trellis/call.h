@@ -9,8 +9,9 @@
 namespace girih::trellis {
 
 struct Call {
-  Tensor q, x[2], a, gamma;  // x: k, and v or undefined
-  OptionalTensor g, first[2], state[2], position, cu_seqlens;
+  Tensor q, x[2], a, gamma;      // x: k, and v or undefined
+  OptionalTensor g, phi_weight;  // the second of ttt alone
+  OptionalTensor first[2], state[2], position, cu_seqlens;
   int64_t chunk;
   std::string_view phi, f;
 
@@ -33,7 +34,7 @@ struct OutputGradients {
 };
 struct InputGradients {
   Tensor q, x[2], a, gamma;
-  OptionalTensor g, first[2], initial[2];
+  OptionalTensor g, phi_weight, first[2], initial[2];
 };
 
 inline kernels::TrellisMap map_of(std::string_view name) {
@@ -45,6 +46,17 @@ inline kernels::TrellisMap map_of(std::string_view name) {
   if (name == "ln_silu") return {true, Norm::layer};
   if (name == "softmax") return {false, Norm::softmax};
   return {false, Norm::none};
+}
+
+// phi's weight as kernels read it, [heads, M] in fp32 and packs, or undefined.
+inline Tensor packed_weight(const Call& call, int64_t heads) {
+  if (!given(call.phi_weight)) return {};
+  const auto& weight = *call.phi_weight;
+  const auto own = weight.to(at::kFloat).repeat_interleave(heads / weight.size(0), 0);
+  return at::constant_pad_nd(own, {0, (8 - weight.size(1) % 8) % 8}).contiguous();
+}
+inline const float* data_of(const Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
 // The output's gradient in packs, in the type of q.

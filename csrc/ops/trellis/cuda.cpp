@@ -19,9 +19,19 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  const Call call{
-      q,          {k, v}, a,   gamma, g, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
-      cu_seqlens, chunk,  phi, f};
+  const Call call{q,
+                  {k, v},
+                  a,
+                  gamma,
+                  g,
+                  {},
+                  {state_first_k, state_first_v},
+                  {state_k, state_v},
+                  state_position,
+                  cu_seqlens,
+                  chunk,
+                  phi,
+                  f};
   const auto path = path_of(problem, call);
   if (path == Path::Code::aten) {
     at::NoTF32Guard exact;
@@ -56,9 +66,19 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  const Call call{
-      q,          {k, v}, a,   gamma, g, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
-      cu_seqlens, chunk,  phi, f};
+  const Call call{q,
+                  {k, v},
+                  a,
+                  gamma,
+                  g,
+                  {},
+                  {state_first_k, state_first_v},
+                  {state_k, state_v},
+                  state_position,
+                  cu_seqlens,
+                  chunk,
+                  phi,
+                  f};
   const auto path = path_of(problem, call);
   if (path == Path::Code::aten) {
     return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
@@ -86,7 +106,7 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                                           state_first_v, state_v, state_position, chunk, phi, f);
   }
   const Call call{
-      q,  {k, v}, a,   gamma, g, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
+      q,  {k, v}, a,   gamma, g, {}, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
       {}, chunk,  phi, f};
   return run_step(call);
 }
@@ -100,9 +120,19 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard guard(q.device());
-  const Call call{
-      q,          {k, v}, a,   gamma, g, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
-      cu_seqlens, chunk,  phi, f};
+  const Call call{q,
+                  {k, v},
+                  a,
+                  gamma,
+                  g,
+                  {},
+                  {state_first_k, state_first_v},
+                  {state_k, state_v},
+                  state_position,
+                  cu_seqlens,
+                  chunk,
+                  phi,
+                  f};
   return explained(step ? Problem::step_path(q) : path_of(p, call), device);
 }
 

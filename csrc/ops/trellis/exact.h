@@ -25,6 +25,7 @@ class ExactCall {
         q_(in_packs(call.q)),
         M_(kernels::trellis_exact_packed(static_cast<int>(call.a.size(3)))),
         memories_(call.memories()),
+        weight_(packed_weight(call, call.x[0].size(2))),
         shape_(exact_shape(call)) {
     for (int m = 0; m < memories_; ++m) x_[m] = in_packs(call.x[m]);
     if (given(call.cu_seqlens)) cu_seqlens_ = call.cu_seqlens->contiguous();
@@ -46,7 +47,7 @@ class ExactCall {
     Tensor memories[2];
     kernels::TrellisExactScan p{};
     fill(p);
-    p.a = input<4>(call_.a);
+    p.a = input<4>(call_.a), p.weight = data_of(weight_);
     p.last_position = made.position.mutable_data_ptr<int64_t>();
     for (int m = 0; m < memories_; ++m) {
       memories[m] = pieces(m), made.last_first[m] = states(m), made.last[m] = states(m);
@@ -84,7 +85,9 @@ class ExactCall {
     kernels::TrellisExactReverse reverse{};
     kernels::TrellisExactColumns columns{};
     fill(reverse), fill(columns);
-    reverse.a = input<4>(call_.a);
+    reverse.a = input<4>(call_.a), reverse.weight = data_of(weight_);
+    const auto dweight = weight_.defined() ? of_tokens() : Tensor();
+    if (weight_.defined()) reverse.dweight = dweight.mutable_data_ptr<float>();
     reverse.dgamma = dgamma.mutable_data_ptr<float>(), reverse.started = started.mutable_data_ptr<float>();
     columns.reads = reads.const_data_ptr<float>();
     columns.dgamma = reverse.dgamma, columns.started = reverse.started;
@@ -112,6 +115,10 @@ class ExactCall {
     found.a = without_packs(da.sum(0), call_.a.size(3)).to(call_.a.scalar_type());
     found.gamma = dgamma.sum(0).to(call_.gamma.scalar_type());
     found.g = if_given(call_.g, [&] { return dg.sum(0).to(call_.g->scalar_type()); });
+    found.phi_weight = if_given(call_.phi_weight, [&] {
+      const auto& weight = *call_.phi_weight;
+      return without_packs(dweight.sum({0, 1, 2}), weight.size(1)).to(weight.scalar_type());
+    });
     for (int m = 0; m < memories_; ++m) {
       const auto& x = call_.x[m];
       found.x[m] = without_packs(dx[m], x.size(3)).to(x.scalar_type());
@@ -213,6 +220,7 @@ class ExactCall {
   Tensor q_, x_[2], cu_seqlens_, position_, gates_;
   int64_t M_;  // in packs
   int memories_;
+  Tensor weight_;
   kernels::TrellisExactShape shape_;
 };
 

@@ -19,6 +19,7 @@ inline OptionalTensor within_chunk(const OptionalTensor& position, int64_t chunk
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, M, N;
   int memories = 2;
+  bool weighted = false, softmax = false;  // ttt's phi has a weight; and it is softmax
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                        const Tensor& gamma, const OptionalTensor& g, const OptionalTensor& state_first_k,
@@ -49,6 +50,7 @@ struct Problem {
       return aten(values ? "slots, keys or values wider than 256" : "slots or keys wider than 256");
     }
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
+    if (weighted && softmax) return exact("phi_weight is given with phi='softmax'");
     if (!wider_than(kWidest)) return tensor_cores();
     return exact(values ? "slots, keys or values wider than 128" : "slots or keys wider than 128");
   }
@@ -82,7 +84,7 @@ struct Problem {
       kept.memories[0] = {chunks, HQ, tile, tile};
       if (memories == 2) kept.memories[1] = kept.memories[0];
       kept.tokens = {memories, B, T, HQ, kept_width(M)};
-      kept.fit = {memories, B, T, HQ, 4};
+      kept.fit = {memories, B, T, HQ, weighted ? 8 : 4};
     }
     return kept;
   }

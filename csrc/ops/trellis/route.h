@@ -50,7 +50,7 @@ inline Tensor run_step(const Call& call) {
   p.phi = map_of(call.phi), p.f = map_of(call.f);
   p.q = input<3>(token(q)), p.k = input<3>(token(call.x[0])), p.a = input<3>(token(call.a));
   if (p.memories == 2) p.v = input<3>(token(call.x[1]));
-  p.gamma = input<2>(token(call.gamma));
+  p.gamma = input<2>(token(call.gamma)), p.weight = input<2>(call.phi_weight);
   if (given(call.g)) p.g = input<2>(token(*call.g));
   for (int m = 0; m < p.memories; ++m) {
     p.first[m] = output<4>(*call.first[m]), p.memory[m] = output<4>(*call.state[m]);

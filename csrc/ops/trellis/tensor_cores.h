@@ -18,7 +18,7 @@ class TensorCoreCall {
         memories_(call.memories()) {
     const auto HQ = q_.size(2);
     const auto rows = [&](const Tensor& x) { return in_packs(for_each_head(x, HQ)); };
-    a_ = rows(call.a), gamma_ = for_each_head(call.gamma, HQ);
+    a_ = rows(call.a), gamma_ = for_each_head(call.gamma, HQ), weight_ = packed_weight(call, HQ);
     if (given(call.g)) g_ = for_each_head(*call.g, HQ);
     if (given(call.cu_seqlens)) cu_seqlens_ = call.cu_seqlens->contiguous();
     if (const auto within = within_chunk(call.position, call.chunk); given(within)) {
@@ -49,13 +49,15 @@ class TensorCoreCall {
     const bool keeps = save || !reads;
     const auto u = keeps ? of_tokens(shape_.M, q_.scalar_type()) : nothing();
     Outputs made;
-    made.position = at::empty({shape_.grid.tokens.sequences}, q_.options().dtype(at::kLong));
+    made.position = at::empty({sequences()}, q_.options().dtype(at::kLong));
     made.saved.u = save ? u : nothing();
     made.saved.z = save ? of_tokens(shape_.M, q_.scalar_type()) : nothing();
-    made.saved.fit = save ? of_tokens(4, at::kFloat) : at::empty({0}, initial_[0].options());
+    made.saved.fit =
+        save ? of_tokens(weight_.defined() ? 8 : 4, at::kFloat) : at::empty({0}, initial_[0].options());
     Tensor memories[2], last_first[2], last[2];
     kernels::TrellisScan scan;
     fill(scan, gates);
+    scan.weight = data_of(weight_);
     scan.last_position = made.position.mutable_data_ptr<int64_t>();
     if (reads) scan.o = output<4>(o);
     for (int m = 0; m < memories_; ++m) {
@@ -105,6 +107,10 @@ class TensorCoreCall {
     const auto dgammas = parts(memories_), dL = g_.defined() ? parts(memories_ * tiles) : Tensor();
     kernels::TrellisReverse reverse;
     fill(reverse, gates);
+    const auto dweight =
+        weight_.defined() ? at::empty({sequences(), shape_.heads, shape_.M}, in_fp32()) : Tensor();
+    reverse.weight = data_of(weight_);
+    if (weight_.defined()) reverse.dweight = dweight.mutable_data_ptr<float>();
     reverse.dgammas = dgammas.mutable_data_ptr<float>();
     reverse.dL = dL.defined() ? dL.mutable_data_ptr<float>() : nullptr;
     for (int m = 0; m < memories_; ++m) {
@@ -138,6 +144,11 @@ class TensorCoreCall {
     found.a = gathered(memories_ == 2 ? da[0].add(da[1]) : da[0], call_.a);
     found.gamma = gathered(dgamma, call_.gamma);
     found.g = if_given(call_.g, [&] { return gathered(dg, *call_.g); });
+    found.phi_weight = if_given(call_.phi_weight, [&] {
+      const auto& weight = *call_.phi_weight;
+      const auto of_heads = dweight.sum(0).narrow(1, 0, M_).unflatten(0, {H_, shape_.heads / H_}).sum(1);
+      return of_heads.to(weight.scalar_type());
+    });
     for (int m = 0; m < memories_; ++m) {
       found.x[m] = gathered(dx[m], call_.x[m]);
       found.initial[m] = sum_of(dinitial[m], m);
@@ -152,6 +163,8 @@ class TensorCoreCall {
  private:
   static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream(); }
 
+  at::TensorOptions in_fp32() const { return q_.options().dtype(at::kFloat); }
+  int64_t sequences() const { return shape_.grid.tokens.sequences; }
   // [B, T, heads, width] that kernels write, for the caller or for one another.
   Tensor rows(int64_t width) const {
     return rows_for(q_, q_.size(1), cu_seqlens_, shape_.heads, width, q_.scalar_type());
@@ -170,13 +183,12 @@ class TensorCoreCall {
   }
   // Numbers of tokens, in so many parts.
   Tensor parts(int64_t count) const {
-    return at::empty({count, q_.size(0), q_.size(1), shape_.heads}, q_.options().dtype(at::kFloat));
+    return at::empty({count, q_.size(0), q_.size(1), shape_.heads}, in_fp32());
   }
   // What the gates of chunks come to for their tokens.
   Tensor token_gates() const {
-    const auto tokens =
-        at::empty({q_.size(0), q_.size(1), shape_.heads, sizeof(kernels::TokenGate) / sizeof(float)},
-                  q_.options().dtype(at::kFloat));
+    const auto tokens = at::empty(
+        {q_.size(0), q_.size(1), shape_.heads, sizeof(kernels::TokenGate) / sizeof(float)}, in_fp32());
     const kernels::TrellisGates p{shape_, input<3>(gamma_), input<3>(g_),
                                   static_cast<kernels::TokenGate*>(tokens.mutable_data_ptr())};
     check_launch("trellis_gates", kernels::trellis_gates(p, stream()));
@@ -184,8 +196,7 @@ class TensorCoreCall {
   }
   // [N, heads, M, X], padded.
   Tensor states(int memory) const {
-    return at::empty({shape_.grid.tokens.sequences, shape_.heads, M_, shape_.width(memory)},
-                     q_.options().dtype(at::kFloat));
+    return at::empty({sequences(), shape_.heads, M_, shape_.width(memory)}, in_fp32());
   }
   // A state that a query head each has, as the caller has them: all of a memory are alike.
   Tensor one_of(const Tensor& state, int memory) const {
@@ -214,7 +225,7 @@ class TensorCoreCall {
   }
 
   const Call& call_;
-  Tensor q_, x_[2], a_, gamma_, g_, cu_seqlens_, position_, first_[2], initial_[2];
+  Tensor q_, x_[2], a_, gamma_, g_, weight_, cu_seqlens_, position_, first_[2], initial_[2];
   kernels::TrellisShape shape_;
   int64_t H_, M_;  // of memories as given, without padding
   int memories_;

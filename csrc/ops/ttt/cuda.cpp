@@ -7,22 +7,16 @@
 namespace girih::ttt {
 namespace {
 
-using trellis::Call;
+using trellis::Call, trellis::path_of;
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor>;
 
 Call call_of(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma, const OptionalTensor& g,
-             const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-             const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-             std::string_view phi, std::string_view f) {
-  return {q,          {k, {}}, a,   gamma, g, {state_first_k, {}}, {state_k, {}}, state_position,
+             const OptionalTensor& phi_weight, const OptionalTensor& state_first_k,
+             const OptionalTensor& state_k, const OptionalTensor& state_position,
+             const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f) {
+  return {q,          {k, {}}, a,   gamma, g, phi_weight, {state_first_k, {}}, {state_k, {}}, state_position,
           cu_seqlens, chunk,   phi, f};
-}
-
-// The problem's path, as far as this card and these sequences go.
-Path path_of(const Problem& problem, const Call& call) {
-  const auto path = problem.path(call.q);
-  return path == Path::Code::aten ? path : trellis::path_of(problem, call);
 }
 
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
@@ -33,8 +27,8 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& a, const Te
   const auto problem = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                       cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto call =
-      call_of(q, k, a, gamma, g, state_first_k, state_k, state_position, cu_seqlens, chunk, phi, f);
+  const auto call = call_of(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, cu_seqlens,
+                            chunk, phi, f);
   const auto path = path_of(problem, call);
   if (path == Path::Code::aten) {
     at::NoTF32Guard exact;
@@ -58,8 +52,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                       cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto call =
-      call_of(q, k, a, gamma, g, state_first_k, state_k, state_position, cu_seqlens, chunk, phi, f);
+  const auto call = call_of(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, cu_seqlens,
+                            chunk, phi, f);
   const auto path = path_of(problem, call);
   if (path == Path::Code::aten) {
     return run_without_kernel<&backward_cuda>(
@@ -69,8 +63,8 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const trellis::Saved saved{{memories_k, {}}, z, u, fit};
   trellis::check_saved("ttt", problem, call, saved);
   const auto found = trellis::run_backward(path, call, {grad_o, {grad_first_k, {}}, {grad_k, {}}}, saved);
-  return {found.q,      found.x[0],     found.a,          found.gamma,  found.g,
-          std::nullopt, found.first[0], found.initial[0], std::nullopt, std::nullopt};
+  return {found.q,          found.x[0],     found.a,          found.gamma,  found.g,
+          found.phi_weight, found.first[0], found.initial[0], std::nullopt, std::nullopt};
 }
 
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
@@ -78,14 +72,14 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor
                  const Tensor& state_k, const Tensor& state_position, int64_t chunk, std::string_view phi,
                  std::string_view f) {
   check_step(describe("ttt"), q, {state_first_k, state_k, state_position});
-  const auto problem = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
-                                      std::nullopt, chunk, phi, f);
-  if (problem.step_path(q) == Path::Code::aten) {
+  Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, std::nullopt, chunk,
+                 phi, f);
+  if (Problem::step_path(q) == Path::Code::aten) {
     return run_without_kernel<&step_cuda>("ttt_step", q, k, a, gamma, g, phi_weight, state_first_k, state_k,
                                           state_position, chunk, phi, f);
   }
-  return trellis::run_step(
-      call_of(q, k, a, gamma, g, state_first_k, state_k, state_position, std::nullopt, chunk, phi, f));
+  return trellis::run_step(call_of(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
+                                   std::nullopt, chunk, phi, f));
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
@@ -96,9 +90,9 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Ten
   const auto problem = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                       cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard guard(q.device());
-  const auto call =
-      call_of(q, k, a, gamma, g, state_first_k, state_k, state_position, cu_seqlens, chunk, phi, f);
-  return explained(step ? problem.step_path(q) : path_of(problem, call), device);
+  const auto call = call_of(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, cu_seqlens,
+                            chunk, phi, f);
+  return explained(step ? Problem::step_path(q) : path_of(problem, call), device);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Ten
                     std::string_view phi, std::string_view f, std::string_view device, bool step) {
   const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                 cu_seqlens, chunk, phi, f);
-  return explained(step ? p.step_path(q) : p.path(q), device);
+  return explained(step ? Problem::step_path(q) : p.path(q), device);
 }
 
 }  // namespace

@@ -7,8 +7,6 @@ namespace girih::ttt {
 
 // Trellis' with one memory. {0} is kept without kernels.
 struct Problem : trellis::Problem {
-  bool weighted;  // there is a phi_weight
-
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                        const OptionalTensor& g, const OptionalTensor& phi_weight,
                        const OptionalTensor& state_first_k, const OptionalTensor& state_k,
@@ -23,16 +21,9 @@ struct Problem : trellis::Problem {
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is given");
-    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1}, given(phi_weight)};
+    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, given(phi_weight),
+             phi == "softmax"}};
   }
-
-  Path path(const Tensor& q) const {
-    return weighted && q.scalar_type() != at::kDouble ? aten(kWeighted) : trellis::Problem::path(q);
-  }
-  Path step_path(const Tensor& q) const {
-    return weighted && q.scalar_type() != at::kDouble ? aten(kWeighted) : trellis::Problem::step_path(q);
-  }
-  static constexpr const char* kWeighted = "phi_weight is given: the kernels know none";
 };
 
 }  // namespace girih::ttt
