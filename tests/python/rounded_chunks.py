@@ -1,6 +1,6 @@
-"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure of a
-kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product takes the
-weights, and with that where roundings fall.
+"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure
+of a kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product takes
+the weights, and with that where roundings fall.
 """
 
 from functools import partial
@@ -117,8 +117,8 @@ def trellis_chunk(
     in_updates,
     phi_weight=None,
 ):
-    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on. Without v
-    the memory of keys alone, whose read is o."""
+    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on. Without
+    v the memory of keys alone, whose read is o."""
     dtype, H = q.dtype, k.shape[2]
     gamma = gamma.to(memory_k.dtype)
     g = torch.zeros_like(gamma) if g is None else g.to(memory_k.dtype)

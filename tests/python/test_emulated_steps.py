@@ -1,5 +1,5 @@
-"""The steps of lattice, trellis and ttt as they stand, on the CPU (tests/emulated): tokens one by one, against the
-recurrence.
+"""The steps of lattice, trellis and ttt as they stand, on the CPU (tests/emulated): tokens one by one,
+against the recurrence.
 """
 
 import ctypes

@@ -61,8 +61,8 @@ def kernels(tmp_path_factory):
 
 
 class Run:
-    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64. Of one pass,
-    ttt's, there is no V."""
+    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64. Of one
+    pass, ttt's, there is no V."""
 
     def __init__(
         self,
@@ -131,7 +131,10 @@ class Run:
         }
         two["dfirst"] = first if position is None else both(lambda m: unwritten(*initial[m].shape))
         two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
-        two |= {"fit": both(lambda m: unwritten(B, T, H, 8 if weighted else 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
+        two |= {
+            "fit": both(lambda m: unwritten(B, T, H, 8 if weighted else 4)),
+            "dx": both(lambda m: rows(B, T, H, widths[m])),
+        }
 
         starts = [sum(lengths[:i]) for i in range(N)]
         cu_seqlens = walled(torch.tensor([*starts, sum(lengths)]))

@@ -1,4 +1,4 @@
-"""The exact kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The exact kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and gradients."""
 
 import ctypes
 

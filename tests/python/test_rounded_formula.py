@@ -8,7 +8,9 @@ from comparison import assert_within
 from recurrences import unit_columns
 
 SCANS = [case for case in CASES if case.op in ("gsa", "gla", "delta_product")]
-CHUNKS = [case for case in CASES if case.op in ("trellis", "ttt") or (case.op == "lattice" and case.chunk > 1)]
+CHUNKS = [
+    case for case in CASES if case.op in ("trellis", "ttt") or (case.op == "lattice" and case.chunk > 1)
+]
 
 
 @pytest.mark.parametrize("lengths", [None, [70, 0, 63, 1]], ids=["batch", "packed"])
