@@ -1,5 +1,5 @@
 """trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure
-of a kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product takes
+of a kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product has
 the weights, and with that where roundings fall.
 """
 
