@@ -146,6 +146,9 @@ class LayerImpl : public Module {
   // done again there, it reads the next token. If so `state` becomes what the host knows of it after the
   // token, and `kind` gets what runs where that is not always the same; if not, neither means anything.
   virtual bool stepped(State& state, std::vector<int64_t>& kind) const;
+  // A model calls this once for every layer in it, which may depend on where it is: `layer` of `num_layers`,
+  // from 0.
+  virtual void set_depth(int64_t /*layer*/, int64_t /*num_layers*/) {}
 
  protected:
   struct Call {
@@ -412,6 +415,7 @@ class HGRN2Impl : public RecurrentLayerImpl {
  public:
   HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options options = {});
   void set_lower_bound(double lower_bound);
+  void set_depth(int64_t layer, int64_t num_layers) override;
 
   HGRN2Options options;
   torch::nn::Linear qfv_proj{nullptr};
