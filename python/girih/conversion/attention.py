@@ -78,6 +78,10 @@ class InjectedLayer(ConvertedAttention):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MixState | None]:
         base_state, path_state = state or (None, None)
+        if (base_state is None) != (path_state is None):
+            raise ValueError("state: attention or the path beside it has none; expected both, or None alone")
+        if path_state is not None:  # before attention writes its own
+            self.girih.path.check_state(path_state, x, cu_seqlens)
         softmax = Recording(self, self.projections.qkv)
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
@@ -110,7 +114,7 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.named(args, kwargs)
-        said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+        token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
         for name in ("girih_tokens", "cu_seqlens"):  # not the original's
             call.pop(name, None)
         cache, mask = cache_of(call), call.get("attention_mask")
@@ -118,13 +122,15 @@ class InjectedAttention(ConvertedAttention):
         if cache is not None:
             window = self.max_self_attn_length
             place = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
-        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **said)
+        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **token_arguments)
         if self.max_self_attn_length is not None:
             kept = 0 if place is None else place.kept
             call["attention_mask"] = self.windowed(mask, hidden_states, kept)
         options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
         if place is not None:
             refuse_packed(tokens)
+            if place.state is not None:  # before attention writes its keys
+                self.girih.path.check_state(place.state, hidden_states)
             options |= {"state": place.state, "use_cache": True}
         path = functools.partial(self.mixed, options=options)
         softmax = Recording(self, self.projections.qkv)
