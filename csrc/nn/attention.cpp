@@ -83,8 +83,8 @@ void share_slots(State& state) {
   share_slots(state, kept);
 }
 
-AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions given)
-    : options(completed("attention", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions settings)
+    : options(completed("attention", hidden_size, num_heads, settings)), head_dim_(*options.head_dim) {
   TORCH_CHECK_VALUE(!options.window || options.causal, "window is ", options.window.value_or(0),
                     "; expected none where causal is false");
   const auto kv_heads = *options.num_kv_heads;
@@ -119,6 +119,22 @@ void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
       "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
 }
 
+void AttentionImpl::expect_state(const State& state, const Tensor& x) const {
+  check_state(state, 4, 0);
+  if (state.empty()) return;
+  const auto &k = state.tensors[0], &v = state.tensors[1], &valid = state.tensors[2],
+             &place = state.tensors[3];
+  TORCH_CHECK_VALUE(k.defined() && k.dim() == 4, "state: attention has keys [N, slots, heads, head_dim]");
+  const auto N = x.size(0), slots = k.size(1);
+  TORCH_CHECK_VALUE(state.tokens <= slots && (state.tokens > 0 || state.slots || slots == 0),
+                    "state: attention's has ", slots, " slots and says in `tokens` how many are taken; got ",
+                    state.tokens);
+  check_part("k", k, {N, slots, heads_[1], head_dim_});
+  check_part("v", v, {N, slots, heads_[2], head_dim_}, k.scalar_type());
+  if (valid.defined()) check_part("valid", valid, {N, slots}, at::kBool);
+  if (place.defined()) check_part("place", place, {N}, at::kLong);
+}
+
 Output AttentionImpl::run(const Tensor& x, const Call& call) {
   check_packed(x, call);
   return by_products(x, call);
@@ -131,13 +147,8 @@ Product AttentionImpl::output() const { return product_of(o_proj); }
 Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto& x = projected[0];
   const auto qkv = x.unflatten(-1, {-1, head_dim_});
-  check_state(call.state, 4, 0);
+  expect_state(call.state, x);
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
-  const auto there = call.state.empty() ? 0 : before.tensors[0].size(1);
-  TORCH_CHECK_VALUE(before.tokens <= there && (before.tokens > 0 || before.slots || there == 0),
-                    "state: attention's has ", there, " slots and says in `tokens` how many are taken; got ",
-                    before.tokens);
-  if (there > 0) check_batch(x, before.tensors[0]);
   const auto past = before.tokens, T = x.size(1);
   if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
       before.tensors[0].scalar_type() == qkv.scalar_type())
@@ -148,8 +159,9 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   const auto slots = in_place ? with_spare(past + T) : past + T;
   const auto k = appended(before.tensors[0], past, own_k, slots),
              v = appended(before.tensors[1], past, own_v, slots);
-  const auto &was = before.tensors[2],
-             valid = joined_masks(was.defined() ? was.slice(1, 0, past) : was, call.attention_mask, past, x);
+  const auto &past_valid = before.tensors[2],
+             valid = joined_masks(past_valid.defined() ? past_valid.slice(1, 0, past) : past_valid,
+                                  call.attention_mask, past, x);
   const auto see = visible(past, T, valid, call.cu_seqlens, x.device());
   // No token has no output; on CUDA, in 16 bits, PyTorch's attention returns nothing then.
   const auto o = q.numel() == 0 ? q

@@ -80,7 +80,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
                     "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
   const bool past = !call.state.empty();
   check_state(call.state, 4, layers->size());
-  if (past) check_batch(ids, call.state.tensors[0]);
+  if (past) check_batch(call.state.tensors[0], ids.size(0));
   const auto& before = call.state.tensors;
   const auto C = past ? before[0].size(1) : chunk_, T = ids.size(1);
   std::vector<State> kept(layers->size());
@@ -184,8 +184,8 @@ Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>&
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
     auto& attention = dynamic_cast<ChunkAttentionImpl&>(*block.mixer);
-    x = block.around(x, [&](const Tensor& y, const RowInput& given, const Tensor& residual) {
-      return attention.attend(y, rows, kept[i], cu_chunks, given, residual);
+    x = block.around(x, [&](const Tensor& y, const RowInput& input, const Tensor& residual) {
+      return attention.attend(y, rows, kept[i], cu_chunks, input, residual);
     });
   }
   return norm(x);

@@ -40,8 +40,8 @@ Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers) {
   return at::constant_pad_nd(kept, {0, 0, 0, 0, 0, (more + kRoom - 1) / kRoom * kRoom});
 }
 
-ChunkAttentionImpl::ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
-    : options(completed("attention", hidden_size, num_heads, given)), head_dim_(*options.head_dim) {
+ChunkAttentionImpl::ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions settings)
+    : options(completed("attention", hidden_size, num_heads, settings)), head_dim_(*options.head_dim) {
   const auto kv_heads = *options.num_kv_heads;
   heads_ = {num_heads, kv_heads, kv_heads};
   qkv_proj = register_module("qkv_proj", linear(hidden_size, (num_heads + 2 * kv_heads) * head_dim_));
@@ -58,8 +58,8 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
 }
 
 Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, State& kept,
-                                  const Tensor& cu_chunks, const RowInput& given, const Tensor& residual) {
-  const auto qkv = nn::products(x, {product_of(qkv_proj)}, given)[0].unflatten(-1, {-1, head_dim_});
+                                  const Tensor& cu_chunks, const RowInput& input, const Tensor& residual) {
+  const auto qkv = nn::products(x, {product_of(qkv_proj)}, input)[0].unflatten(-1, {-1, head_dim_});
   auto rows = call_rows;
   // One call may be under autocast and another one not.
   for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
@@ -155,8 +155,8 @@ Tensor ChunkAttentionImpl::extend(const std::vector<Tensor>& qkv, const ChunkRow
   return o.flatten(3, 4).flatten(1, 2).slice(1, 0, T);
 }
 
-CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions given)
-    : options(completed("cat", hidden_size, num_heads, given)) {
+CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions settings)
+    : options(completed("cat", hidden_size, num_heads, settings)) {
   header = register_parameter("header", at::empty({hidden_size}));
   no_weight_decay({header});
   compress = register_module("compress", linear(options.chunk * hidden_size, hidden_size));
@@ -186,7 +186,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   }
   const bool past = !call.state.empty();
   check_state(call.state, 6, 0);
-  if (past) check_batch(x, call.state.tensors[0]);
+  if (past) check_batch(call.state.tensors[0], x.size(0));
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
     return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }

@@ -155,7 +155,7 @@ std::vector<int64_t> attention_layers(const Config& c) {
 }
 
 void check_injections(const Config& c) {
-  const auto there = attention_layers(c);
+  const auto attention = attention_layers(c);
   std::set<int64_t> injected;
   for (const auto& injection : c.injections) {
     for_each_injected(injection, [](const char* name, const auto& field, const Allowed& allowed) {
@@ -163,12 +163,14 @@ void check_injections(const Config& c) {
     });
     check_path(injection.path);
     check_mixture(injection.mix);
-    TORCH_CHECK_VALUE(!there.empty(), "girih: the model has no attention to inject into; expected mixer ",
+    TORCH_CHECK_VALUE(!attention.empty(), "girih: the model has no attention to inject into; expected mixer ",
                       "'attention', or a list with it");
     const auto layers = injected_layers(c, injection);
+    TORCH_CHECK_VALUE(!layers.empty(),
+                      "girih.layers is an empty list; expected one index at least, or none for all layers");
     for (const auto layer : std::set(layers.begin(), layers.end())) {
-      TORCH_CHECK_VALUE(std::ranges::count(there, layer) > 0, "girih.layers has ", layer,
-                        "; attention that can be converted is at ", c10::Join(", ", there));
+      TORCH_CHECK_VALUE(std::ranges::count(attention, layer) > 0, "girih.layers has ", layer,
+                        "; attention that can be converted is at ", c10::Join(", ", attention));
       TORCH_CHECK_VALUE(injected.insert(layer).second, "girih.layers has ", layer,
                         ", which has a linear path already");
     }
@@ -181,7 +183,7 @@ bool is_option(const std::string& field) {
     std::set<std::string> found = {"compressor_hidden_size", "compressor_layers", "intermediate_size"};
     for (const auto& [name, mixer] : mixers())
       for (const auto& option : mixer.fields) found.insert(option.name);
-    for (const char* of_all : {"num_kv_heads", "head_dim", "norm_eps"}) found.erase(of_all);
+    for (const char* shared : {"num_kv_heads", "head_dim", "norm_eps"}) found.erase(shared);
     return found;
   }();
   return all.contains(field);
@@ -219,10 +221,10 @@ const std::set<std::string>& field_names() {
 }
 
 // The field whose name is nearest.
-std::string nearest_field(const std::string& given) {
+std::string nearest_field(const std::string& word) {
   std::string found = "mixer";
   for (const auto& name : field_names())
-    if (edit_distance(given, name) < edit_distance(given, found)) found = name;
+    if (edit_distance(word, name) < edit_distance(word, found)) found = name;
   return found;
 }
 
@@ -230,17 +232,17 @@ bool is_field(const std::string& name) { return field_names().contains(name); }
 
 // Whether a name of config.json is nearly a field's. Other names are of Hugging Face's libraries and of other
 // tools; these have more tokens than girih has.
-bool is_misspelt(const std::string& given) {
-  if (is_field(given) || given.ends_with("_token_id") || given.ends_with("_token") || given == "num_beams")
+bool is_misspelt(const std::string& word) {
+  if (is_field(word) || word.ends_with("_token_id") || word.ends_with("_token") || word == "num_beams")
     return false;
-  const auto name = nearest_field(given);
-  return name.size() >= 5 && edit_distance(given, name) <= 2;
+  const auto name = nearest_field(word);
+  return name.size() >= 5 && edit_distance(word, name) <= 2;
 }
 
 void check_spelling(const json& values) {
-  for (const auto& [given, value] : values.items())
-    TORCH_CHECK_VALUE(!is_misspelt(given), given, " is no field of a configuration; expected ",
-                      nearest_field(given), "?");
+  for (const auto& [word, value] : values.items())
+    TORCH_CHECK_VALUE(!is_misspelt(word), word, " is no field of a configuration; expected ",
+                      nearest_field(word), "?");
 }
 
 void read_mixer(const json& value, Config& config) {
@@ -371,6 +373,8 @@ void check_path(const LinearPathOptions& options) {
   });
   TORCH_CHECK_VALUE(options.between_chunks || options.chunk == LinearPathOptions{}.chunk, "chunk is ",
                     options.chunk, "; expected none: it is for between_chunks");
+  TORCH_CHECK_VALUE(options.n > 1 || options.virtual_tokens == LinearPathOptions{}.virtual_tokens,
+                    "virtual_tokens is ", options.virtual_tokens, "; expected none: it is for n above 1");
 }
 
 std::vector<int64_t> injected_layers(const Config& config, const Injection& injection) {

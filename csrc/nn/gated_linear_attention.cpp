@@ -4,13 +4,15 @@
 namespace girih::nn {
 
 GatedLinearAttentionImpl::GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads,
-                                                   GatedLinearAttentionOptions given)
-    : options(completed(given.rotary ? "retnet" : "gla", hidden_size, num_heads, given)),
+                                                   GatedLinearAttentionOptions settings)
+    : options(completed(settings.rotary ? "retnet" : "gla", hidden_size, num_heads, settings)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
   const auto& gate = options.gate;
   TORCH_CHECK_VALUE(gate == "none" || gate == "fixed" || gate == "scalar" || gate == "vector", "gate is '",
                     gate, "'; expected one of none, fixed, scalar, vector");
+  TORCH_CHECK_VALUE(options.rotary || options.rope_theta == GatedLinearAttentionOptions{}.rope_theta,
+                    "rope_theta is ", options.rope_theta, "; expected none: it is for rotary");
   const auto kv_heads = *options.num_kv_heads;
   const auto width = num_heads * value_dim_,
              channels = num_heads * key_dim_ + kv_heads * (key_dim_ + value_dim_);
@@ -91,6 +93,8 @@ AnyLayer linear_mixer(const Config& c, GatedLinearAttentionOptions own) {
   const auto has_rotary = own.rotary && c.rotary;  // a field of retnet's
   auto options = options_of(c, std::move(own));
   options.rotary = has_rotary;
+  if (!has_rotary)
+    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;  // other layers' of the model
   return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 

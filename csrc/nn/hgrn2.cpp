@@ -3,8 +3,8 @@
 
 namespace girih::nn {
 
-HGRN2Impl::HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options given)
-    : options(completed("hgrn2", hidden_size, num_heads, given)),
+HGRN2Impl::HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options settings)
+    : options(completed("hgrn2", hidden_size, num_heads, settings)),
       heads_(3, num_heads),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
@@ -19,6 +19,10 @@ void HGRN2Impl::set_lower_bound(double lower_bound) {
   TORCH_CHECK_VALUE(lower_bound >= 0 && lower_bound < 1, "lower_bound is ", lower_bound,
                     "; expected at least 0 and less than 1");
   options.lower_bound = lower_bound;
+}
+
+void HGRN2Impl::set_depth(int64_t layer, int64_t num_layers) {
+  set_lower_bound(double(layer) / double(num_layers));
 }
 
 std::vector<Product> HGRN2Impl::products() const { return {product_of(qfv_proj)}; }

@@ -35,10 +35,10 @@ Output BlockImpl::run(const Tensor& x, const Call& call) {
 
 BlockImpl::Parts BlockImpl::parts(const Tensor& x, const Tensor& branch, const Tensor& attention_mask,
                                   const State& state, bool use_cache, const Tensor& cu_seqlens) {
-  const auto [given, normed] = residual_norm(x, branch, mixer_norm->weight, mixer_norm->eps);
+  const auto [sum, normed] = residual_norm(x, branch, mixer_norm->weight, mixer_norm->eps);
   auto [y, after] = mixer->forward(normed, attention_mask, state, use_cache, cu_seqlens);
-  if (!mlp) return {given, y, std::move(after)};
-  const auto [h, u] = residual_norm(given, y, mlp_norm->weight, mlp_norm->eps);
+  if (!mlp) return {sum, y, std::move(after)};
+  const auto [h, u] = residual_norm(sum, y, mlp_norm->weight, mlp_norm->eps);
   return {h, mlp->forward(u), std::move(after)};
 }
 
@@ -65,9 +65,8 @@ ModelImpl::ModelImpl(const Config& config)
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const auto inner = mixers().at(names[size_t(i)]).has_mlp ? config.intermediate_size : std::nullopt;
     layers->push_back(Block(make_mixer(i, config), config.hidden_size, inner, config.norm_eps));
-    const auto bound = double(i) / double(config.num_hidden_layers);
     for (const auto& module : layers->ptr(size_t(i))->modules())
-      if (auto* layer = module->as<HGRN2>()) layer->set_lower_bound(bound);
+      if (auto* layer = dynamic_cast<LayerImpl*>(module.get())) layer->set_depth(i, config.num_hidden_layers);
   }
   norm = register_module("norm", RMSNorm(config.hidden_size, config.norm_eps));
 }
@@ -106,16 +105,16 @@ Config affordable(Config config) {
   return config;
 }
 
-Tensor tokens_of(const Tensor& given, const char* name) {
-  const auto dtype = given.scalar_type();
-  TORCH_CHECK_VALUE(given.dim() == 2 && (dtype == at::kLong || dtype == at::kInt), name, " is ", dtype,
-                    " of shape ", given.sizes(), "; expected int64 or int32, [batch, tokens]");
-  return given.to(at::kLong);
+Tensor tokens_of(const Tensor& tensor, const char* name) {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_VALUE(tensor.dim() == 2 && (dtype == at::kLong || dtype == at::kInt), name, " is ", dtype,
+                    " of shape ", tensor.sizes(), "; expected int64 or int32, [batch, tokens]");
+  return tensor.to(at::kLong);
 }
 
 }  // namespace
 
-LanguageModelImpl::LanguageModelImpl(const Config& given) : config(affordable(given.completed())) {
+LanguageModelImpl::LanguageModelImpl(const Config& settings) : config(affordable(settings.completed())) {
   if (config.is_whole_cat()) {
     const auto cat = std::make_shared<CatModelImpl>(config);
     embed_tokens_ = cat->embed_tokens;
@@ -174,8 +173,8 @@ const Tensor& LanguageModelImpl::head_weight() const {
 Tensor LanguageModelImpl::head(const Tensor& x) const { return at::linear(x, head_weight()); }
 
 // The model's state is the language model's.
-Output LanguageModelImpl::run(const Tensor& given, const Call& call) {
-  const auto ids = tokens_of(given, "ids");
+Output LanguageModelImpl::run(const Tensor& input, const Call& call) {
+  const auto ids = tokens_of(input, "ids");
   auto mask = call.attention_mask;
   if (mask.defined()) {
     TORCH_CHECK_VALUE(mask.dim() == 2 && mask.size(1) >= ids.size(1), "attention_mask has shape ",
@@ -240,8 +239,8 @@ Tensor choose(const Tensor& logits, const GenerateOptions& options, Tensor& soun
 
 }  // namespace
 
-Tensor LanguageModelImpl::generate(const Tensor& given, const GenerateOptions& options) {
-  const auto ids = tokens_of(given, "ids");
+Tensor LanguageModelImpl::generate(const Tensor& prompt, const GenerateOptions& options) {
+  const auto ids = tokens_of(prompt, "ids");
   TORCH_CHECK_VALUE(ids.size(1) > 0, "ids has shape ", ids.sizes(),
                     "; expected [batch, tokens] with at least one token");
   TORCH_CHECK_VALUE(options.max_new_tokens >= 0, "max_new_tokens is ", options.max_new_tokens,

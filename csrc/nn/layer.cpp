@@ -99,19 +99,19 @@ Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "core: a layer that has products has one");
 }
 
-Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& given,
+Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& input,
                               const Tensor& residual) {
-  auto [o, state] = core(nn::products(x, products(), given), call);
+  auto [o, state] = core(nn::products(x, products(), input), call);
   if (!call.use_cache) state = {};
   return {nn::products(o, {output()}, before_output(), residual)[0], state};
 }
 
-Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& given, const Call& call) const {
+Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const {
   // A layer looks at masks and packed sequences by itself.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
-    return layer.by_products(x, call, given, x);
+    return layer.by_products(x, call, input, x);
   auto [y, state] =
-      layer.forward(made_of(x, given), call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+      layer.forward(made_of(x, input), call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
   return {x + y, state};
 }
 
@@ -134,10 +134,23 @@ void check_state(const State& state, size_t tensors, size_t parts) {
                     " parts; expected ", tensors, " and ", parts, ", as this layer returns it");
 }
 
-void check_batch(const Tensor& x, const Tensor& part) {
+int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens) {
+  return cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
+}
+
+void check_batch(const Tensor& part, int64_t sequences) {
   TORCH_CHECK_VALUE(part.defined() && part.dim() > 0, "state: a tensor is missing");
-  TORCH_CHECK_VALUE(part.size(0) == x.size(0), "state: it holds ", part.size(0),
-                    " sequences, but the call has ", x.size(0));
+  TORCH_CHECK_VALUE(part.size(0) == sequences, "state is of ", part.size(0), " sequences; expected one of ",
+                    sequences);
+}
+
+void check_part(const char* name, const Tensor& part, at::IntArrayRef shape,
+                std::optional<at::ScalarType> dtype) {
+  check_batch(part, shape[0]);
+  const bool fits = dtype ? part.scalar_type() == *dtype : part.is_floating_point();
+  TORCH_CHECK_VALUE(fits && part.sizes() == shape, "state: ", name, " is ", part.scalar_type(), " of shape ",
+                    part.sizes(), "; expected ", dtype ? c10::toString(*dtype) : "a floating dtype",
+                    " and shape ", shape, ", as this layer returns it");
 }
 
 void check_packing(const Tensor& x, const Tensor& cu_seqlens) {
@@ -176,10 +189,9 @@ std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const 
   const auto integer = x.options().dtype(at::kLong);
   const auto token = at::arange(x.size(1), integer);
   const bool is_packed = cu_seqlens.defined() && cu_seqlens.dim() == 1;
-  const auto count = is_packed ? cu_seqlens.size(0) - 1 : x.size(0);
-  TORCH_CHECK_VALUE(!before.defined() || before.size(0) == count, "state is of ",
-                    before.defined() ? before.size(0) : 0, " sequences; expected one of ", count);
+  const auto count = count_sequences(x, cu_seqlens);
   if (!before.defined()) before = at::zeros({count}, integer);
+  check_batch(before, count);
   if (!cu_seqlens.defined()) return {before.unsqueeze(-1) + token, before + x.size(1)};
   const auto first = is_packed ? cu_seqlens.slice(0, 0, -1) : cu_seqlens.select(1, 0);
   const auto last = is_packed ? cu_seqlens.slice(0, 1) : cu_seqlens.select(1, 1);

@@ -62,11 +62,17 @@ inline std::array<Tensor, 3> split_heads(const Tensor& qkv, at::IntArrayRef head
 
 // Refuses a mask that is not x's [B, T], and cu_seqlens that do not pack sequences into the one row of x.
 void check_mask(const Tensor& x, const Tensor& attention_mask);
-// `part` of a state has as many sequences as x, in its first dimension.
-void check_batch(const Tensor& x, const Tensor& part);
 void check_packing(const Tensor& x, const Tensor& cu_seqlens);
+// The sequences of x [B, T, ...]: those that cu_seqlens [N + 1] packs into one row, or else one in each row.
+int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens = {});
+// Refuses a state of another number of sequences; part: a tensor of it, [N, ...].
+void check_batch(const Tensor& part, int64_t sequences);
 // Refuses a state that another layer returned; an empty one is a start.
 void check_state(const State& state, size_t tensors, size_t parts);
+// Refuses a tensor of a state that has another shape, [N, ...], or dtype; without dtype any floating one
+// fits.
+void check_part(const char* name, const Tensor& part, at::IntArrayRef shape,
+                std::optional<at::ScalarType> dtype = {});
 
 // Refuses a weight that is none, and a learned one that a sigmoid does not reach.
 void check_mixture(const MixAttentionOptions& options);

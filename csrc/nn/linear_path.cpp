@@ -22,42 +22,21 @@ Tensor silu_unit(const Tensor& x) {
   return (y / length.clamp_min(kShortest)).to(x.scalar_type());
 }
 
-// The pairs (2i, 2i + 1) of x [..., D] turned by `angle` (eq. 23).
-Tensor turn_pairs(const Tensor& x, double angle) {
+// The pairs (2i, 2i + 1) of x [..., D] rotated by `angle` (eq. 23).
+Tensor rotate_pairs(const Tensor& x, double angle) {
   const auto pair = x.unflatten(-1, {-1, 2}).unbind(-1);
   const double cos = std::cos(angle), sin = std::sin(angle);
   return at::stack({pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos}, -1).flatten(-2);
 }
 
-// For each token of x [B, T, ...] how many tokens its sequence has up to it, [B, T] or [1, T], and how many
-// each sequence has in the end, [N]. before [N]: those of earlier calls, or undefined.
-std::pair<Tensor, Tensor> count_tokens(const Tensor& x, const Tensor& before, const Tensor& cu_seqlens) {
-  const auto B = x.size(0), T = x.size(1);
-  const auto token = at::arange(T, x.options().dtype(at::kLong)).unsqueeze(0);
-  if (!cu_seqlens.defined() || cu_seqlens.dim() == 2) {  // one sequence a row, from its front
-    const auto length = cu_seqlens.defined()
-                            ? (cu_seqlens.select(1, 1) - cu_seqlens.select(1, 0)).to(at::kLong)
-                            : at::full({B}, T, token.options());
-    if (!before.defined()) return {token + 1, length};
-    return {token + 1 + before.unsqueeze(1), before + length};
-  }
-  const auto bounds = cu_seqlens.to(at::kLong), length = bounds.diff();
-  const auto sequence = at::searchsorted(bounds.slice(0, 1), token[0], /*out_int32=*/false, /*right=*/true)
-                            .clamp_max(length.size(0) - 1);
-  const auto count = token + 1 - bounds.index_select(0, sequence);
-  if (!before.defined()) return {count, length};
-  return {count + before.index_select(0, sequence), before + length};
-}
-
 }  // namespace
 
 LinearPathImpl::LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                               LinearPathOptions given)
-    : options(std::move(given)), heads_{num_heads, num_kv_heads, num_kv_heads}, head_dim_(head_dim) {
+                               LinearPathOptions settings)
+    : options(std::move(settings)), heads_{num_heads, num_kv_heads, num_kv_heads}, head_dim_(head_dim) {
   check_path(options);
-  TORCH_CHECK_VALUE(options.n == 1 || options.virtual_tokens == "derivative" || head_dim % 2 == 0,
-                    "virtual_tokens is ", options.virtual_tokens,
-                    ", which turns pairs of channels; heads have ", head_dim);
+  TORCH_CHECK_VALUE(options.virtual_tokens == "derivative" || head_dim % 2 == 0, "virtual_tokens is ",
+                    options.virtual_tokens, ", which turns pairs of channels; heads have ", head_dim);
   norm = register_module("norm", RMSNorm(head_dim, options.norm_eps));
 }
 
@@ -79,6 +58,43 @@ std::pair<Tensor, State> convolve(const Tensor& x, const Tensor& taps, const Sta
 
 }  // namespace
 
+void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  const auto differences = size_t(has_differences() ? options.n - 1 : 0);
+  check_state(state, 1, 2 + differences);
+  if (state.empty()) return;
+  const auto N = count_sequences(x, cu_seqlens), heads = heads_[1];
+  const auto pooled = (options.gate == "kv" ? 2 : 1) * heads;
+  const auto sums = at::promote_types(x.scalar_type(), at::kFloat);
+  const auto expect_part = [&](const char* name, const State& part, size_t tensors) {
+    check_state(part, tensors, 0);
+    TORCH_CHECK_VALUE(!part.empty(), "state: ", name, " is missing, which this layer returns");
+  };
+  const auto expect_absent = [](const char* name, const Tensor& part) {
+    TORCH_CHECK_VALUE(!part.defined(), "state: ", name, " is there, which this layer does not return");
+  };
+  const auto &pool = state.parts[0], &memory = state.parts[1];
+  expect_part("pool", pool, 1);
+  expect_part("memory", memory, 2);
+  if (options.pool == "past") {
+    check_part("count", state.tensors[0], {N}, at::kLong);
+    check_part("pool", pool.tensors[0], {N, pooled, 1, head_dim_}, sums);
+  } else {
+    expect_absent("count", state.tensors[0]);
+    check_part("pool", pool.tensors[0], {N, kWindow - 1, pooled * head_dim_});
+  }
+  check_part("memory", memory.tensors[0], {N, heads, head_dim_, head_dim_}, sums);
+  if (options.between_chunks) {
+    check_part("position", memory.tensors[1], {N}, at::kLong);
+  } else {
+    expect_absent("position", memory.tensors[1]);
+  }
+  for (size_t m = 0; m < differences; ++m) {
+    const auto& row = state.parts[2 + m];
+    expect_part("a difference's row", row, 1);
+    check_part("a difference's row", row.tensors[0], {N, 1, 2 * heads * head_dim_});
+  }
+}
+
 // The causal mean of x [B, T, heads, head_dim], in fp32 at least. Of the past it is a running sum, linear
 // attention whose keys and queries are the number 1: the sum is formed in fp32, and read in fp32 where it
 // would leave fp16's range.
@@ -90,7 +106,10 @@ Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) con
     after = {{Tensor()}, {last}};
     return at_least_fp32(mean);
   }
-  const auto wide = x.scalar_type() == at::kHalf ? x.to(at::kFloat) : x;
+  const bool is_narrow = x.scalar_type() == at::kHalf || autocast_dtype(x, x.scalar_type()) == at::kHalf;
+  std::optional<Autocast> in_fp32;
+  if (is_narrow && !x.is_meta()) in_fp32.emplace(x.device(), at::kHalf, /*enabled=*/false);
+  const auto wide = is_narrow ? x.to(at::kFloat) : x;
   const auto one = wide.new_ones({1}).expand({x.size(0), x.size(1), x.size(2), 1});
   const ops::GLAOptions sum{
       .scale = 1.0, .state = call.part(0).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
@@ -102,9 +121,9 @@ Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) con
     return total / before.to(at::kFloat).view({-1, 1, 1, 1});
   }
   auto [total, state] = ops::gla(one, one, wide, {}, sum);
-  const auto [count, tokens] = count_tokens(x, before, call.cu_seqlens);
+  const auto [position, tokens] = token_positions(x, before, call.cu_seqlens);
   after = {{tokens}, {State::of(state)}};
-  return total / count.to(at::kFloat).unsqueeze(-1).unsqueeze(-1);
+  return total / (position + 1).to(at::kFloat).unsqueeze(-1).unsqueeze(-1);
 }
 
 // beta [B, T n, kv_heads, head_dim] or, a head, [B, T n, kv_heads] (eq. 5).
@@ -136,16 +155,16 @@ Tensor LinearPathImpl::virtual_rows(const Tensor& kv, const Call& call, State& a
   if (options.virtual_tokens != "derivative") {
     rows.resize(size_t(n));
     for (int64_t m = 1; m < n; ++m) {
-      const auto turned = turn_pairs(kv, 2 * std::numbers::pi * double(m) / double(n));
+      const auto rotation = rotate_pairs(kv, 2 * std::numbers::pi * double(m) / double(n));
       auto& row = rows[size_t(m)];
-      row = has_differences() ? (row + turned) / 2 : turned;
+      row = has_differences() ? (row + rotation) / 2 : rotation;
     }
   }
   return n > 1 ? at::stack(rows, 2).flatten(1, 2) : kv;
 }
 
 Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
-  check_state(call.state, 1, 2 + size_t(has_differences() ? options.n - 1 : 0));
+  expect_state(call.state, x, call.cu_seqlens);
   const auto p = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
   State after;
   const auto beta = step_sizes(p[1], p[2], call, after);
@@ -167,8 +186,8 @@ Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
   return {norm(o).flatten(-2), std::move(after)};
 }
 
-LizaImpl::LizaImpl(LinearPath beside, MixAttentionOptions given)
-    : MemoryAsGateImpl(given), path(register_module("path", std::move(beside))) {}
+LizaImpl::LizaImpl(LinearPath beside, MixAttentionOptions settings)
+    : MemoryAsGateImpl(settings), path(register_module("path", std::move(beside))) {}
 
 bool LizaImpl::stepped(State& state, std::vector<int64_t>& kind) const { return path->stepped(state, kind); }
 
@@ -176,9 +195,10 @@ Output LizaImpl::run(const Tensor& x, const Call& call) {
   return path->forward(x, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
 }
 
-InjectedAttentionImpl::InjectedAttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions given,
-                                             LinearPathOptions path, MixAttentionOptions mix)
-    : AttentionImpl(hidden_size, num_heads, given) {
+InjectedAttentionImpl::InjectedAttentionImpl(int64_t hidden_size, int64_t num_heads,
+                                             AttentionOptions settings, LinearPathOptions path,
+                                             MixAttentionOptions mix)
+    : AttentionImpl(hidden_size, num_heads, settings) {
   TORCH_CHECK_VALUE(options.causal, "causal is false; expected true: a linear path reads tokens in order");
   girih = register_module(
       "girih", Liza(LinearPath(num_heads, *options.num_kv_heads, *options.head_dim, std::move(path)), mix));
@@ -198,6 +218,12 @@ std::vector<Product> InjectedAttentionImpl::products() const {
 // heads head_dim].
 Output InjectedAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   check_state(call.state, 0, 2);
+  if (!call.state.empty()) {  // before attention writes its own
+    TORCH_CHECK_VALUE(
+        call.state.parts[0].empty() == call.state.parts[1].empty(),
+        "state: attention or the path beside it has none; expected both, as this layer returns it");
+    girih->path->expect_state(call.state.parts[1], projected[0]);
+  }
   const auto [a, attention] =
       AttentionImpl::core(projected, {call.attention_mask, call.part(0), call.use_cache, call.cu_seqlens});
   const auto [o, path] = run_part(*girih, projected[0], call, 1);

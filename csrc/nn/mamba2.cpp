@@ -16,8 +16,8 @@ int64_t head_count(int64_t num_heads, double expand_v) {
 
 }  // namespace
 
-Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options given)
-    : options(completed("mamba2", hidden_size, num_heads, given)),
+Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options settings)
+    : options(completed("mamba2", hidden_size, num_heads, settings)),
       heads_(head_count(num_heads, options.expand_v)) {
   const auto width = heads_ * *options.head_dim, channels = width + 2 * options.state_size;
   in_proj = register_module("in_proj", linear(hidden_size, channels));
@@ -74,7 +74,12 @@ const Registered mamba2({
       return std::make_shared<Mamba2Impl>(c.hidden_size, c.num_heads, options_of<Mamba2Options>(c));
     },
     {"head_dim", "expand_v", "state_size", "conv_size", "norm_eps"},
-    [](const Config& c) { head_count(c.num_heads, c.expand_v.value_or(Mamba2Options{}.expand_v)); },
+    [](const Config& c) {
+      TORCH_CHECK_VALUE(c.reads("num_kv_heads") || c.num_kv_heads == c.num_heads, "num_kv_heads is ",
+                        *c.num_kv_heads, "; mamba2 has no groups of queries: expected num_heads, ",
+                        c.num_heads);
+      head_count(c.num_heads, c.expand_v.value_or(Mamba2Options{}.expand_v));
+    },
     "had no state_size and cannot be loaded",
     /*has_mlp=*/false,
 });

@@ -5,13 +5,21 @@
 
 namespace girih::nn {
 
-void check_mixture(const MixAttentionOptions& options) {
-  const double m = options.weight;
-  TORCH_CHECK_VALUE(m >= 0 && m <= 1 && !(options.learned && (m == 0 || m == 1)), "weight is ", m,
-                    "; expected a number from 0 to 1, and between them if it is learned");
+namespace {
+
+// expected: what is asked of it beside.
+void check_weight(double m, bool fits, const char* expected = "") {
+  TORCH_CHECK_VALUE(m >= 0 && m <= 1 && fits, "weight is ", m, "; expected a number from 0 to 1", expected);
 }
 
-MemoryAsGateImpl::MemoryAsGateImpl(MixAttentionOptions given) : options(given) {
+}  // namespace
+
+void check_mixture(const MixAttentionOptions& options) {
+  const double m = options.weight;
+  check_weight(m, !(options.learned && (m == 0 || m == 1)), ", and between them if it is learned");
+}
+
+MemoryAsGateImpl::MemoryAsGateImpl(MixAttentionOptions settings) : options(settings) {
   check_mixture(options);
   if (options.learned) {
     logit = register_parameter("logit", at::empty({1}));
@@ -35,6 +43,7 @@ void MemoryAsGateImpl::reset_parameters() {
 
 void MemoryAsGateImpl::set_weight(double m) {
   TORCH_CHECK_VALUE(!options.learned, "weight: this mixture learns it, a schedule cannot move it");
+  check_weight(m, true);
   weight.fill_(m);
 }
 
@@ -51,8 +60,8 @@ Tensor MemoryAsGateImpl::mixture(const Tensor& base, const Tensor& mixed) const 
   return b + y + b * y;
 }
 
-MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttentionOptions given)
-    : MemoryAsGateImpl(given),
+MixAttentionImpl::MixAttentionImpl(AnyLayer first, AnyLayer second, MixAttentionOptions settings)
+    : MemoryAsGateImpl(settings),
       base(register_module("base", std::move(first))),
       mixer(register_module("mixer", std::move(second))) {}
 

@@ -169,11 +169,94 @@ TEST_CASE("What no linear path can be made of is refused by name", "[nn]") {
   CHECK_THROWS_WITH(
       path({.virtual_tokens = "rotary"}, 7),
       ContainsSubstring("virtual_tokens is rotary, which turns pairs of channels; heads have 7"));
-  CHECK_NOTHROW(path({.n = 1, .virtual_tokens = "rotary"}, 7));
+  CHECK_THROWS_WITH(path({.n = 1, .virtual_tokens = "rotary"}),
+                    ContainsSubstring("virtual_tokens is rotary; expected none: it is for n above 1"));
   CHECK_THROWS_WITH(nn::InjectedAttention(kHidden, 2, nn::AttentionOptions{.causal = false}),
                     ContainsSubstring("causal is false"));
   nn::Config config{.vocab_size = 11, .hidden_size = kHidden, .mixer = "mag", .num_heads = 2};
   config.injections = {nn::Injection{}};
   CHECK_THROWS_WITH(nn::LanguageModel(config),
                     ContainsSubstring("the model has no attention to inject into"));
+  config.mixer = "attention";
+  config.injections = {nn::Injection{.layers = std::vector<int64_t>{}}};
+  CHECK_THROWS_WITH(nn::LanguageModel(config),
+                    ContainsSubstring("girih.layers is an empty list; expected one index at least"));
+}
+
+TEST_CASE("The weight of a mixture is a number from 0 to 1, however it is set", "[nn]") {
+  nn::Liza liza(nn::LinearPath(kHeads, kMemories, kWidth));
+  for (const double wrong : {-0.25, 1.5, double(NAN)})
+    CHECK_THROWS_WITH(liza->set_weight(wrong), ContainsSubstring("expected a number from 0 to 1"));
+  CHECK_THROWS_WITH(liza->set_weight(1.5), ContainsSubstring("weight is 1.5"));
+  CHECK(liza->weight.item<double>() == 0.5);
+  for (const double right : {0.0, 1.0}) {
+    liza->set_weight(right);
+    CHECK(liza->weight.item<double>() == right);
+  }
+}
+
+namespace {
+
+// Every tensor of a state, in order.
+void collect(nn::State& state, std::vector<Tensor*>& found) {
+  for (auto& tensor : state.tensors)
+    if (tensor.defined()) found.push_back(&tensor);
+  for (auto& part : state.parts) collect(part, found);
+}
+
+std::vector<Tensor*> tensors_of(nn::State& state) {
+  std::vector<Tensor*> found;
+  collect(state, found);
+  return found;
+}
+
+}  // namespace
+
+TEST_CASE("An injected layer's state is refused before any of it is written", "[nn]") {
+  const at::NoGradGuard no_grad;
+  for (const auto& options : paths()) {
+    nn::InjectedAttention layer(kHidden, 2, nn::AttentionOptions{}, options);
+    const auto x = at::randn({2, 5, kHidden});
+    auto state = layer(x, Tensor(), nn::State(), true).second;
+    const auto copy = state.map([](const Tensor& t) { return t.clone(); });
+    const auto one = x.slice(1, 0, 1);
+    const auto count = tensors_of(state).size();
+    for (size_t i = 0; i < count; ++i) {
+      for (const bool shorter : {true, false}) {
+        auto wrong = state;
+        auto& part = *tensors_of(wrong)[i];
+        // Of one sequence, or of another kind of number.
+        part = shorter ? part.slice(0, 0, 1) : part.to(at::kInt);
+        CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
+      }
+    }
+    for (const size_t side : {0, 1}) {
+      auto wrong = state;
+      auto& parts = side == 0 ? wrong.parts : wrong.parts[1].parts;
+      parts.pop_back();
+      CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
+    }
+    auto before = copy;
+    const auto now = tensors_of(state), then = tensors_of(before);
+    for (size_t i = 0; i < count; ++i) CHECK(now[i]->equal(*then[i]));
+  }
+}
+
+TEST_CASE("Step sizes under autocast outlive the range of fp16", "[nn]") {
+  const at::NoGradGuard no_grad;
+  nn::LinearPath path(kHeads, kMemories, kWidth, nn::LinearPathOptions{.n = 1});
+  const auto x = qkv(1).to(at::kFloat).slice(1, 0, 1);
+  // After 70000 keys of mean 1 beta is sigmoid(1), of which a sum in fp16 knows nothing.
+  auto state = path(x, Tensor(), nn::State(), true).second;
+  state.tensors[0].fill_(70000);
+  state.parts[0].tensors[0].fill_(70000);
+  state.parts[1].tensors[0].zero_();
+  const auto memory = [&](bool autocast, int64_t tokens) {
+    const nn::Autocast half(at::kCPU, at::kHalf, autocast);
+    const auto more = x.expand({1, tokens, -1});
+    const auto copy = state.map([](const Tensor& t) { return t.clone(); });
+    return path(more, Tensor(), copy, true).second.parts[1].tensors[0];
+  };
+  for (const int64_t tokens : {1, 3})
+    CHECK(at::allclose(memory(true, tokens), memory(false, tokens), 2e-2, 2e-3));
 }

@@ -522,6 +522,10 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
          "num_kv_heads is 3");
   unmade([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.expand_k = 0.3}); },
          "expand_k is 0.3 and head_dim is 8, which makes 2.4 channels; expected a whole number");
+  unmade([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.rope_theta = 500}); },
+         "rope_theta is 500; expected none: it is for rotary");
+  unmade([] { nn::Config{.mixer = "mamba2", .num_kv_heads = 2}.completed(); },
+         "num_kv_heads is 2; mamba2 has no groups of queries: expected num_heads, 4");
   unmade([] { nn::Mamba2(16, 2, nn::Mamba2Options{.expand_v = 0.75}); },
          "expand_v is 0.75 and num_heads is 2, which makes 1.5 heads of mamba2");
   unmade([] { nn::HGRN2(16, 2, nn::HGRN2Options{.lower_bound = 1}); }, "lower_bound is 1");

@@ -17,11 +17,15 @@ import string
 import sys
 import tempfile
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import girih
 import torch
 from girih import _C
+from girih._auto import FIELD
+from girih.conversion import Injection
 from girih.models import MIXERS, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
 from safetensors import SafetensorError
@@ -49,13 +53,32 @@ MODELS = [
     {"mixer": LEARNT, "num_hidden_layers": len(LEARNT), "tie_word_embeddings": False},
     {"mixer": "mag", "mag_base": "gla", "mag_mixer": "delta_product", "mag_learned": True},
     {"mixer": ["attention", "cat"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    {"mixer": "attention", "num_kv_heads": 1},
 ]
+# Of the last one: a path of every option beside the attention of the first layer, the defaults in the second.
+INJECTIONS = [
+    {
+        "layers": [0],
+        "n": 3,
+        "virtual_tokens": "both",
+        "gate": "kv",
+        "gate_per": "head",
+        "pool": "window",
+        "between_chunks": "tanh",
+        "chunk": 4,
+        "weight": 0.25,
+        "learned": True,
+        "cross": True,
+    },
+    {"layers": [1]},
+]
+INJECTED = [field.name for field in fields(Injection)]
 # Of transformers' own fields those that a girih model has a use for.
-FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version"]
+FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version", FIELD]
 DEEP = 100_000
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join(FIELDS)})\b")
+NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join([*FIELDS, *INJECTED])})\b")
 
 
 kept: list[tempfile.TemporaryDirectory] = []  # removed at the end
@@ -68,6 +91,8 @@ def whole(kind: int, sharded: bool) -> Path:
     folder = Path(kept[-1].name)
     torch.manual_seed(0)
     model = GirihForCausalLM(config_of(**SIZES | MODELS[kind]))
+    for options in INJECTIONS if kind == len(MODELS) - 1 else ():
+        girih.inject(model, **options)
     model.to(torch.bfloat16 if sharded else torch.float32)
     model.save_pretrained(folder, max_shard_size="2KB" if sharded else "1GB")
     return folder
@@ -80,10 +105,12 @@ class Damage:
         self.random = random.Random(f"{seed}:{number}")
         self.sharded = self.random.random() < 0.2
         self.folder = folder
-        original = whole(self.random.randrange(len(MODELS)), self.sharded)
+        kind = self.random.randrange(len(MODELS))
+        original = whole(kind, self.sharded)
         shutil.copytree(original, folder, dirs_exist_ok=True)
         places = [self.fields, self.fields, self.text, self.header, self.header, self.tensor_bytes, self.kind]
         places += [self.index] * 2 * self.sharded
+        places += [self.injection] * 3 * (kind == len(MODELS) - 1)
         config = (folder / CONFIG).read_bytes()
         self.said = []
         for place in self.random.choices(places, k=self.random.choice([1, 1, 1, 2, 3])):
@@ -126,6 +153,27 @@ class Damage:
                 self.said.append(f"{name} = {config[name]!r:.60}")
         if self.random.random() < 0.05:
             config["".join(self.random.choices(string.ascii_letters, k=5))] = self.anything()
+        (self.folder / CONFIG).write_bytes(written(config))
+
+    def injection(self) -> None:
+        """Values of what was injected."""
+        config = json.loads((self.folder / CONFIG).read_text())
+        entries = config[FIELD]
+        entry = self.random.choice(entries)
+        name = self.choice("how", *INJECTED)
+        change = self.random.random()
+        if change < 0.1:
+            entries.append(dict(entry))
+            self.said.append("an injection twice")
+        elif change < 0.2:
+            entry.pop(name, None)
+            self.said.append(f"{FIELD}.{name} is missing")
+        elif change < 0.25:
+            entry[f"{name}_"] = entry.pop(name, None)
+            self.said.append(f"{FIELD}.{name} is renamed")
+        else:
+            entry[name] = self.anything()
+            self.said.append(f"{FIELD}.{name} = {entry[name]!r:.60}")
         (self.folder / CONFIG).write_bytes(written(config))
 
     def text(self) -> None:

@@ -423,6 +423,15 @@ def wrong(**options):
         (wrong(chunk=65), "chunk is 65; expected a whole number, 1 to 64"),
         (wrong(chunk=0, between_chunks="gelu"), "chunk is 0; expected a whole number, 1 to 64"),
         (wrong(chunk=16), "chunk is 16; expected none: it is for between_chunks"),
+        (lambda: Injection(chunk=16), "chunk is 16; expected none: it is for between_chunks"),
+        (
+            wrong(n=1, virtual_tokens="derivative"),
+            "virtual_tokens is 'derivative'; expected none: it is for n above 1",
+        ),
+        (
+            lambda: from_json({"how": "inject", "n": 1, "virtual_tokens": "rotary"}),
+            "virtual_tokens is 'rotary'; expected none: it is for n above 1",
+        ),
         *(
             (
                 wrong(mixer="linear_attention", **{name: value}),

@@ -229,6 +229,16 @@ class Present(ElmCausalAttention):
         return y, past_key_value, weights
 
 
+class Renamed(ElmCausalAttention):
+    """As attention that returns its cache under another name."""
+
+    def forward(self, hidden_states, attention_mask=None, past_key_value=None, use_cache=True):
+        y, weights, _ = ElmCausalAttention.forward(self, hidden_states, attention_mask, past_key_value)
+        kept = past_key_value if use_cache else None
+        present = kept
+        return y, weights, present
+
+
 class Varying(ElmCausalAttention):
     def forward(self, hidden_states, attention_mask=None, past_key_value=None, output_attentions=False):
         outputs = ElmCausalAttention.forward(self, hidden_states, attention_mask, past_key_value)
@@ -236,8 +246,9 @@ class Varying(ElmCausalAttention):
 
 
 def test_what_a_forward_returns_is_read_from_its_code():
-    kinds = (ElmCausalAttention, Pair, Present, Varying)
-    expected = [("attn_weights", "past_key_value"), ("weights",), ("past_key_value", "weights"), None]
+    kinds = (ElmCausalAttention, Pair, Present, Renamed, Varying)
+    expected = [("attn_weights", "past_key_value"), ("weights",), ("past_key_value", "weights")]
+    expected += [("weights", "past_key_value"), None]
     assert [returned(kind.forward) for kind in kinds] == expected
     code = {}
     exec("def forward(self, x, past_key_value=None):\n    return x, None", code)
@@ -245,7 +256,7 @@ def test_what_a_forward_returns_is_read_from_its_code():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [Pair, Present])
+@pytest.mark.parametrize("kind", [Pair, Present, Renamed])
 def test_as_many_values_are_returned_as_before(kind):
     config, x = elm().config, torch.randn(2, 5, 32)
     for way in ("injected", "gsa"):
@@ -255,7 +266,7 @@ def test_as_many_values_are_returned_as_before(kind):
         convert(model, way)
         cache = DynamicCache(config=config)
         _, *rest = layers(model)[0](x, past_key_value=cache)
-        assert rest == ([None] if kind is Pair else [cache, None])
+        assert rest == {Pair: [None], Present: [cache, None], Renamed: [None, cache]}[kind]
 
 
 @torch.no_grad()
@@ -283,3 +294,17 @@ def test_rows_of_padding_that_are_opened_are_padding():
         assert valid_tokens(x[:, :3], mask[:, :, 3:], 3).all()
     both_ways = valid[:, None, None].expand(2, 1, 6, 6)
     assert valid_tokens(x, both_ways, 0).equal(valid)
+
+
+@pytest.mark.parametrize("window", [2, 3, 9])
+@pytest.mark.parametrize("past", [0, 2])
+def test_masks_over_all_positions_may_have_a_window(window, past):
+    """Rows and keys are positions, of which more come; a row sees the last few tokens alone."""
+    x, least = torch.zeros(2, 6, 1), torch.finfo(torch.float32).min
+    valid = torch.ones(2, 9).bool()
+    valid[0, :3] = False
+    see = torch.ones(9, 9).tril().triu(1 - window).bool() & valid[:, None, None]
+    opened = see | ~see.any(-1, keepdim=True)
+    for seen in (see, opened):
+        for mask in (seen, torch.zeros(seen.shape).masked_fill(~seen, least)):
+            assert valid_tokens(x, mask, past).equal(valid[:, past : past + 6])

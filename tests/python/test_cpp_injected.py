@@ -417,6 +417,7 @@ def refusal(folder, entry=None, weights=False, **fields):
         ({"between_chunks": "relu"}, "girih.between_chunks is 'relu'"),
         ({"between_chunks": "gelu", "chunk": 65}, "girih.chunk is 65; expected 1 to 64"),
         ({"chunk": 8}, "chunk is 8; expected none: it is for between_chunks"),
+        ({"n": 1, "virtual_tokens": "both"}, "virtual_tokens is both; expected none: it is for n above 1"),
         ({"weight": 1.5}, "girih.weight is 1.5; expected 0 to 1"),
         ({"weight": 1.0, "learned": True}, "weight is 1; expected a number from 0 to 1, and between them"),
         ({"layers": [1]}, "girih.layers has 1; attention that can be converted is at 0, 2"),

@@ -3,12 +3,16 @@
 import itertools
 import math
 
+import girih
 import pytest
 import torch
 import torch.nn.functional as F
+from converted import IDS, base_model
 from girih.conversion import Injection, LinearPath, liza
-from girih.conversion.liza import PATHS, positive, unit
+from girih.conversion.liza import PATHS, elu_plus_one, unit
 from girih.conversion.projections import Projections
+from girih.models import GirihConfig, GirihForCausalLM
+from girih.nn import MixState, map_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -111,11 +115,11 @@ def test_the_state_is_the_sum_and_the_normaliser():
 def test_phi_keeps_its_digits_and_its_gradient():
     x = torch.tensor([-30.0, -3.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
     want = torch.where(x > 0, x + 1, x.exp())
-    (gradient,) = torch.autograd.grad(positive(x).sum(), x)
-    torch.testing.assert_close(positive(x), want)
+    (gradient,) = torch.autograd.grad(elu_plus_one(x).sum(), x)
+    torch.testing.assert_close(elu_plus_one(x), want)
     torch.testing.assert_close(gradient, x.clamp(max=0).exp().detach())
     for dtype in (torch.float32, torch.bfloat16):
-        torch.testing.assert_close(positive(x.to(dtype)), want.to(dtype))
+        torch.testing.assert_close(elu_plus_one(x.to(dtype)), want.to(dtype))
 
 
 @torch.no_grad()
@@ -238,13 +242,16 @@ def test_its_gradient_is_that_of_finite_differences(options):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("pool", ["past", "window"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str)
-def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, tolerance):
+def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, tolerance, autocast):
     """The sum of 9000 keys of mean -8 is beyond fp16's 65504; the sigmoid of their mean is 0.0003."""
     path, tokens = LinearPath(SIZES, Injection(n=1, pool=pool)).to(dtype), 9000
-    k = -8 + torch.randn(1, tokens, KV_HEADS, D, generator=torch.Generator().manual_seed(0)).to(dtype)
-    beta, _, _ = path.step_sizes(k, k, None, False, None)
+    own = torch.float32 if autocast else dtype
+    k = -8 + torch.randn(1, tokens, KV_HEADS, D, generator=torch.Generator().manual_seed(0)).to(own)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        beta, *_ = path.step_sizes(k, k, None, False, None)
     wide = k.double()
     if pool == "past":
         mean = wide.cumsum(1) / torch.arange(1, tokens + 1)[:, None, None]
@@ -252,6 +259,55 @@ def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, toler
         mean = sum(F.pad(wide, (0, 0, 0, 0, m, 0))[:, :tokens] for m in range(3)) / 3
     late = slice(tokens - 500, None)
     assert ((beta.double() / mean.sigmoid())[:, late] - 1).abs().max() < 10 * tolerance
+
+
+def with_part(state, i, change):
+    """The state with its i-th tensor changed."""
+    number = itertools.count()
+    return map_state(lambda part: change(part) if next(number) == i else part, state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", STATES, ids=str)
+@pytest.mark.parametrize("cross", [False, True])
+def test_an_injected_layers_state_is_refused_before_any_of_it_is_written(options, cross):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    model = GirihForCausalLM(GirihConfig(mixer="attention", **sizes)).eval()
+    girih.inject(model, cross=cross, **options)
+    layer, x = model.model.layers[0].mixer, torch.randn(2, 5, 32)
+    _, state = layer(x, use_cache=True)
+    parts = []
+    map_state(lambda part: parts.append(part) or part, state)
+    before = [part.clone() for part in parts]
+    wrong = [with_part(state, i, f) for i in range(len(parts)) for f in (lambda p: p[:1], torch.Tensor.int)]
+    wrong += [MixState(state.base, None), MixState(None, state.mixer), MixState(state.base, state.base)]
+    for other in wrong:
+        with pytest.raises(ValueError, match="state"):
+            layer(x[:, :1], None, other, True)
+    assert all(now.equal(then) for now, then in zip(parts, before, strict=True))
+    layer(x[:, :1], None, state, True)
+    assert not any(
+        now.equal(then) for now, then in zip(parts, before, strict=True) if now.is_floating_point()
+    )
+
+
+@torch.no_grad()
+def test_a_converted_models_state_is_refused_before_its_keys_are_written():
+    model = base_model("llama").eval()
+    girih.inject(model)
+    cache = model(IDS[:, :5], use_cache=True).past_key_values
+    layer = cache.layers[0]
+    kept, layer.state = layer.state, map_state(lambda part: part[:1], layer.state)
+    with pytest.raises(ValueError, match="state is of 1 sequences; expected one of 2"):
+        model(IDS[:, 5:6], past_key_values=cache)
+    layer.state = kept
+    torch.testing.assert_close(
+        model(IDS[:, 5:6], past_key_values=cache).logits,
+        model(IDS[:, :6]).logits[:, 5:],
+        atol=1e-4,
+        rtol=1e-4,
+    )
 
 
 def test_pairs_need_an_even_width():

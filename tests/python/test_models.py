@@ -19,7 +19,7 @@ from girih.models import (
     GirihForSequenceClassification,
     GirihModel,
 )
-from girih.nn import CompressAttend
+from girih.nn import CompressAttend, ShortConv
 from packaging import version
 from small_models import config_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -290,6 +290,19 @@ def test_lower_bounds_of_hgrn2_rise_with_the_layer_in_mixtures_too():
     layers = GirihForCausalLM(config).model.layers
     found = [layers[0].mixer, layers[1].mixer.mixer, layers[3].mixer]
     assert [layer.lower_bound for layer in found] == [0.0, 0.25, 0.75]
+
+
+def test_a_model_tells_every_layer_its_depth(monkeypatch):
+    """Whatever a mixer makes of it."""
+
+    class Deep(ShortConv):
+        def set_depth(self, layer, num_layers):
+            self.depth = layer, num_layers
+
+    build = lambda config: torch.nn.Sequential(Deep(config.hidden_size), ShortConv(config.hidden_size))  # noqa: E731
+    monkeypatch.setitem(MIXERS, "gsa", MIXERS["gsa"]._replace(build=build))
+    layers = GirihForCausalLM(small(mixer="gsa", num_hidden_layers=3)).model.layers
+    assert [layer.mixer[0].depth for layer in layers] == [(0, 3), (1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("running", [False, True])

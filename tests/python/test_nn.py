@@ -488,6 +488,10 @@ def test_mixture_is_what_its_weight_says():
     torch.testing.assert_close(layer(x)[0], base)
     layer.set_weight(0.25)
     torch.testing.assert_close(layer(x)[0], 0.75 * base + 0.25 * mixer + 0.75 * base * 0.25 * mixer)
+    for wrong in (-0.25, 1.5, nan, True, "x", None):
+        with pytest.raises(ValueError, match=f"weight is {wrong!r}; expected a number from 0 to 1"):
+            layer.set_weight(wrong)
+    assert layer.weight.item() == 0.25
     with pytest.raises(ValueError, match="weight"):
         LAYERS["mag_learned"]().set_weight(0.5)
 
@@ -527,6 +531,10 @@ def test_map_state_keeps_structure():
     ("make", "message"),
     [
         (lambda: GatedLinearAttention(HIDDEN, 2, gate="soft"), "gate is 'soft'"),
+        (
+            lambda: GatedLinearAttention(HIDDEN, 2, rope_theta=500.0),
+            "rope_theta is 500.0; expected none: it is for rotary",
+        ),
         (lambda: ShortConv(HIDDEN, activation="gelu"), "activation is 'gelu'"),
         (lambda: MixAttention(Attention(HIDDEN, 2), Attention(HIDDEN, 2), weight=1.5), "weight is 1.5"),
         (lambda: girih.nn.GatedRMSNorm(4, activation="tanh"), "activation is 'tanh'"),
@@ -657,3 +665,12 @@ def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
         with pytest.raises(ValueError, match="state_s has shape"):
             layer(x[:, :1], state=state._replace(memory=memory), use_cache=True)
     assert state.length.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("name", ["retnet", "attention"])
+@torch.no_grad()
+def test_a_state_of_other_sequences_is_refused_in_the_same_words(name):
+    layer = {"retnet": LAYERS["retnet"], "attention": lambda: Attention(HIDDEN, 2)}[name]()
+    _, state = layer(torch.randn(3, 5, HIDDEN), use_cache=True)
+    with pytest.raises(ValueError, match="state is of 3 sequences; expected one of 2"):
+        layer(torch.randn(2, 1, HIDDEN), state=state, use_cache=True)

@@ -93,14 +93,19 @@ def test_options_of_other_mixers_are_refused_by_name(mixer):
             GirihConfig(mixer=mixer, **{option: default})  # says nothing new
 
 
-@pytest.mark.parametrize("mixer", ["hgrn2", "trellis", "ttt", "lattice"])
+@pytest.mark.parametrize("mixer", ["hgrn2", "mamba2", "trellis", "ttt", "lattice"])
 def test_groups_of_queries_are_refused_where_no_layer_has_any(mixer):
-    with pytest.raises(ValueError, match=f"num_kv_heads is 2; {mixer} has a memory for each query head"):
+    has = "no groups of queries" if mixer == "mamba2" else "a memory for each query head"
+    with pytest.raises(ValueError, match=f"num_kv_heads is 2; {mixer} has {has}: expected num_heads, 4"):
         GirihConfig(mixer=mixer, num_kv_heads=2)
+    with pytest.raises(ValueError, match="num_kv_heads is 2"):
+        GirihConfig(mixer=["mamba2", mixer], num_hidden_layers=2, num_kv_heads=2)
 
 
 def test_groups_of_queries_may_be_those_of_other_layers():
-    assert GirihConfig(mixer=["hgrn2", "attention"], num_hidden_layers=2, num_kv_heads=2).num_kv_heads == 2
+    for mixer in ("hgrn2", "mamba2"):
+        hybrid = GirihConfig(mixer=[mixer, "attention"], num_hidden_layers=2, num_kv_heads=2)
+        assert hybrid.num_kv_heads == 2
 
 
 def test_the_chunk_of_the_delta_rule_is_between_chunks():
@@ -121,6 +126,11 @@ def test_the_theta_of_retnet_is_of_its_rotary_positions():
     with pytest.raises(ValueError, match="rope_theta is 100.0, which mixer retnet does not read"):
         GirihConfig(mixer="retnet", rotary=False, rope_theta=100.0)
     assert GirihConfig(mixer="retnet", rope_theta=100.0).rope_theta == 100.0
+    hybrid = GirihConfig(
+        mixer=["retnet", "gla", "attention"], num_hidden_layers=3, rotary=False, rope_theta=9.0
+    )
+    retnet, gla, attention = (block.mixer for block in GirihForCausalLM(hybrid).model.layers)
+    assert (retnet.rope_theta, gla.rope_theta, attention.rope_theta) == (10000.0, 10000.0, 9.0)
     with pytest.raises(ValueError, match="head_dim is 3 and keys have 3 channels; rotary positions turn"):
         GirihConfig(mixer="retnet", head_dim=3)
     assert GirihConfig(mixer="retnet", head_dim=3, rotary=False).head_dim == 3

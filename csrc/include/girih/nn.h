@@ -146,6 +146,9 @@ class LayerImpl : public Module {
   // done again there, it reads the next token. If so `state` becomes what the host knows of it after the
   // token, and `kind` gets what runs where that is not always the same; if not, neither means anything.
   virtual bool stepped(State& state, std::vector<int64_t>& kind) const;
+  // A model calls this once for every layer in it, which may depend on where it is: `layer` of `num_layers`,
+  // from 0.
+  virtual void set_depth(int64_t /*layer*/, int64_t /*num_layers*/) {}
 
  protected:
   struct Call {
@@ -173,11 +176,11 @@ class LayerImpl : public Module {
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);
   virtual RowInput before_output() const { return {}; }
   virtual Product output() const { return {}; }
-  // The layer of what `given` makes of x, and the residual on top.
-  Output by_products(const Tensor& x, const Call& call, const RowInput& given = {},
+  // The layer of what `input` makes of x, and the residual on top.
+  Output by_products(const Tensor& x, const Call& call, const RowInput& input = {},
                      const Tensor& residual = {});
-  // x + layer(what `given` makes of x).
-  Output run_onto(const Tensor& x, LayerImpl& layer, const RowInput& given, const Call& call) const;
+  // x + layer(what `input` makes of x).
+  Output run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const;
 };
 using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its ptr()
 
@@ -228,8 +231,8 @@ class SwiGLUImpl : public Module {
  public:
   SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size);
   Tensor forward(const Tensor& x);
-  // residual + this of what `given` makes of x.
-  Tensor onto(const Tensor& residual, const Tensor& x, const RowInput& given);
+  // residual + this of what `input` makes of x.
+  Tensor onto(const Tensor& residual, const Tensor& x, const RowInput& input);
 
   torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
@@ -322,7 +325,7 @@ struct GatedLinearAttentionOptions {
   int64_t gate_low_rank = 16;
   double gate_logit_normalizer = 16.0;
   bool rotary = false;
-  double rope_theta = 10000.0;  // of rotary
+  double rope_theta = 10000.0;  // read with rotary alone
   int64_t conv_size = 0;
   double norm_eps = 1e-6;
 };
@@ -412,6 +415,7 @@ class HGRN2Impl : public RecurrentLayerImpl {
  public:
   HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options options = {});
   void set_lower_bound(double lower_bound);
+  void set_depth(int64_t layer, int64_t num_layers) override;
 
   HGRN2Options options;
   torch::nn::Linear qfv_proj{nullptr};
@@ -627,6 +631,8 @@ class AttentionImpl : public LayerImpl {
  private:
   Tensor visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                  at::Device device) const;
+  // Refuses a state that is not this layer's after tokens of as many sequences as x has.
+  void expect_state(const State& state, const Tensor& x) const;
   Output step(const Tensor& qkv, State state) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
@@ -663,7 +669,7 @@ class ChunkAttentionImpl : public LayerImpl {
   // slots for the rows that follow the current chunk's header, then one slot for each header; empty at the
   // start. A single row writes them in place. given, residual: as of by_products.
   Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {},
-                const RowInput& given = {}, const Tensor& residual = {});
+                const RowInput& input = {}, const Tensor& residual = {});
   // Queries, keys and values of x [N, rows, hidden_size], queries and keys turned to their places.
   std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows);
   // One row of each sequence, at `place` [N], that reads keys k [N, slots, heads, head_dim] and writes its
@@ -725,7 +731,8 @@ class MemoryAsGateImpl : public LayerImpl {
  public:
   explicit MemoryAsGateImpl(MixAttentionOptions options = {});
   void reset_parameters();
-  // Moves m, without waiting for the device. Throws c10::ValueError for a learned weight.
+  // Moves m, without waiting for the device. Throws c10::ValueError for a learned weight, and for one that is
+  // not from 0 to 1.
   void set_weight(double weight);
   Tensor current_weight() const;
   // base and mixed have one shape, which is the mixture's.
@@ -750,7 +757,7 @@ TORCH_MODULE(MixAttention);
 
 struct LinearPathOptions {
   int64_t n = 2;                                   // steps a token, 1 to 4
-  std::string virtual_tokens = "derivative";       // rotary, both
+  std::string virtual_tokens = "derivative";       // rotary, both: read with n above 1 alone
   std::string gate = "k";                          // v, kv: the product of both gates
   std::string gate_per = "channel";                // head: the mean over channels
   std::string pool = "past";                       // window: the last three tokens
@@ -770,6 +777,8 @@ struct LinearPathOptions {
 class LinearPathImpl : public RecurrentLayerImpl {
  public:
   LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, LinearPathOptions options = {});
+  // Refuses a state that is not this path's after tokens of as many sequences as x has.
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const;
 
   LinearPathOptions options;
   RMSNorm norm{nullptr};
@@ -856,7 +865,7 @@ class BlockImpl : public LayerImpl {
   BlockImpl(AnyLayer mixer, int64_t hidden_size, std::optional<int64_t> intermediate_size,
             double norm_eps = 1e-6);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
-  // The block around mix(x, given, residual): what a mixer makes of what `given` makes of x, and the residual
+  // The block around mix(x, input, residual): what a mixer makes of what `input` makes of x, and the residual
   // on top, which may be undefined.
   Tensor around(const Tensor& x,
                 const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix);

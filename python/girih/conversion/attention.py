@@ -78,6 +78,10 @@ class InjectedLayer(ConvertedAttention):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MixState | None]:
         base_state, path_state = state or (None, None)
+        if (base_state is None) != (path_state is None):
+            raise ValueError("state: attention or the path beside it has none; expected both, or None alone")
+        if path_state is not None:  # before attention writes its own
+            self.girih.path.check_state(path_state, x, cu_seqlens)
         softmax = Recording(self, self.projections.qkv)
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
@@ -110,7 +114,7 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.named(args, kwargs)
-        said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+        token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
         for name in ("girih_tokens", "cu_seqlens"):  # not the original's
             call.pop(name, None)
         cache, mask = cache_of(call), call.get("attention_mask")
@@ -118,13 +122,15 @@ class InjectedAttention(ConvertedAttention):
         if cache is not None:
             window = self.max_self_attn_length
             place = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
-        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **said)
+        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **token_arguments)
         if self.max_self_attn_length is not None:
             kept = 0 if place is None else place.kept
             call["attention_mask"] = self.windowed(mask, hidden_states, kept)
         options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
         if place is not None:
             refuse_packed(tokens)
+            if place.state is not None:  # before attention writes its keys
+                self.girih.path.check_state(place.state, hidden_states)
             options |= {"state": place.state, "use_cache": True}
         path = functools.partial(self.mixed, options=options)
         softmax = Recording(self, self.projections.qkv)
@@ -205,24 +211,50 @@ def returned(forward: Callable[..., Any]) -> tuple[str, ...] | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
         return None
-    lists = {names_behind_first(node.value) for node in own_returns(tree.body[0])}
+    statements = list(own_statements(tree.body[0]))
+    caches = cache_names(statements, set(inspect.signature(forward).parameters))
+    lists = {
+        names_behind_first(statement.value, caches)
+        for statement in statements
+        if isinstance(statement, ast.Return)
+    }
     return lists.pop() if len(lists) == 1 else None
 
 
-def names_behind_first(value: ast.AST | None) -> tuple[str, ...] | None:
+def names_behind_first(value: ast.AST | None, caches: dict[str, str]) -> tuple[str, ...] | None:
     """Of a list of values, as code writes it: "" for one that is no name. None: it is no list."""
     if not isinstance(value, ast.Tuple):
         return None
-    return tuple(each.id if isinstance(each, ast.Name) else "" for each in value.elts[1:])
+    names = [passed_name(each) for each in value.elts[1:]]
+    return tuple(caches.get(name, name) for name in names)
 
 
-def own_returns(function: ast.AST) -> Iterator[ast.Return]:
-    """The `return` statements of a function, not of functions within it."""
+def passed_name(value: ast.AST | None) -> str:
+    """The name whose value an expression may be, as `x if use_cache else None`; "" for none."""
+    if isinstance(value, ast.IfExp):
+        return passed_name(value.body) or passed_name(value.orelse)
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def cache_names(statements: list[ast.stmt], parameters: set[str]) -> dict[str, str]:
+    """Every name that a forward has for its cache, with the parameter: of `present = past_key_value` both."""
+    names = {name: name for name in CACHES if name in parameters}
+    for statement in statements:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and passed_name(statement.value) in names:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            parameter = names[passed_name(statement.value)]
+            names = {target.id: parameter for target in targets if isinstance(target, ast.Name)} | names
+    return names
+
+
+def own_statements(function: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a function in order, not of functions within it."""
     for node in ast.iter_child_nodes(function):
-        if isinstance(node, ast.Return):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.stmt):
             yield node
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            yield from own_returns(node)
+        yield from own_statements(node)
 
 
 def empty(kind: type[ConvertedAttention], original: type[nn.Module]) -> ConvertedAttention:
@@ -231,14 +263,14 @@ def empty(kind: type[ConvertedAttention], original: type[nn.Module]) -> Converte
 
 
 def convert(
-    attention: nn.Module, told: Injection | Replacement, projections: Projections, part: nn.Module
+    attention: nn.Module, conversion: Injection | Replacement, projections: Projections, part: nn.Module
 ) -> None:
     own = isinstance(attention, Attention)
-    if isinstance(told, Replacement):
+    if isinstance(conversion, Replacement):
         kind = ReplacedLayer if own else ReplacedAttention
     else:
         kind = InjectedLayer if own else InjectedAttention
-        attention.max_self_attn_length = told.max_self_attn_length
+        attention.max_self_attn_length = conversion.max_self_attn_length
     hook = without_hook(attention)
     attention.__class__ = converted_class(kind, type(attention))
     attention.projections = projections

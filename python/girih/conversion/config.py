@@ -1,4 +1,4 @@
-"""What a conversion is told, and what is saved with the model of it."""
+"""The options of conversions, as they are saved with the model."""
 
 import functools
 import sys
@@ -13,6 +13,7 @@ from torch import nn
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS
 from girih.nn.masking import RecurrentLayer
+from girih.nn.mix_attention import is_weight
 from girih.nn.mixers import Mixer
 from girih.ops import words
 
@@ -41,8 +42,8 @@ PROJECTIONS = (
     ("qk_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
 )
-# The mixers that read tokens both ways in an encoder. Trellis and Lattice update their memories by chunks
-# that are counted from the first token.
+# The mixers that read tokens both ways in an encoder. Trellis, Lattice and TTT update their memories by
+# chunks that are counted from the first token.
 BOTH_WAYS = (
     "abc",
     "delta_product",
@@ -99,26 +100,26 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> None:
         raise ValueError(f"{name} is {value!r}; expected a whole number, {expected}")
 
 
-def number(value: Any, most: float) -> bool:
-    """Whether it is a number from 0 to most."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= most
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite number, 0 or more."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= sys.float_info.max
 
 
 def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
     """layers as a tuple; JSON has lists."""
     if layers is None:
         return None
-    given = tuple(layers) if isinstance(layers, Iterable) else (None,)
-    if not given:
+    indices = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if not indices:
         raise ValueError(f"layers is {layers!r}; expected one index at least, or None for all layers")
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
         raise ValueError(f"layers is {layers!r}; expected indices of layers, from 0")
-    return given
+    return indices
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """What `girih.replace_attention` is told.
+    """The options of `girih.replace_attention`.
 
     mixer: one of `replacing()`. layers: `layer_idx` of those whose attention goes, by default all.
     options: of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
@@ -157,13 +158,23 @@ class Replacement:
         return {name: value for name, (value, _) in known.items() if value is not None}
 
     def mixer_config(self, **sizes: Any) -> GirihConfig:
-        """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit."""
-        return GirihConfig(mixer=self.mixer, num_hidden_layers=1, **(self.options | sizes))
+        """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit.
+
+        A field that the mixer reads on an attention's projections alone is set behind the configuration's own
+        checks, which are those of the mixer elsewhere; the layer checks it.
+        """
+        values = self.options | sizes
+        apart = set(on_attention(self.mixer).fields) - set(MIXERS[self.mixer].fields)
+        own = {name: value for name, value in values.items() if name not in apart}
+        config = GirihConfig(mixer=self.mixer, num_hidden_layers=1, **own)
+        for name in values.keys() & apart:
+            setattr(config, name, values[name])
+        return config
 
 
 @dataclass(frozen=True)
 class Injection:
-    """What `girih.inject` is told: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
+    """The options of `girih.inject`: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
 
     mixer: "delta_product", or "linear_attention", linear attention with phi = elu + 1 and a denominator
         (eq. 3, Algorithm 1), which reads none of the options from n to chunk, nor norm_eps.
@@ -209,14 +220,25 @@ class Injection:
         one_of("pool", self.pool, POOLS)
         one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
         whole("chunk", self.chunk, 1, 64)
+        self.refuse_idle(f.name for f in fields(self) if getattr(self, f.name) != f.default)
         if self.max_self_attn_length is not None:
             whole("max_self_attn_length", self.max_self_attn_length, 1)
-        if not number(self.weight, 1.0) or (self.learned and self.weight in (0.0, 1.0)):
+        if not is_weight(self.weight) or (self.learned and self.weight in (0.0, 1.0)):
             raise ValueError(
                 f"weight is {self.weight!r}; expected a number from 0 to 1, and between them if it is learned"
             )
-        if not number(self.norm_eps, sys.float_info.max):
+        if not is_finite(self.norm_eps):
             raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
+
+    def refuse_idle(self, names: Iterable[str]) -> None:
+        """Refuses options of these names that do nothing beside the others' values."""
+        reasons = {"chunk": "between_chunks"} if self.between_chunks is None else {}
+        reasons |= {"virtual_tokens": "n above 1"} if self.n == 1 else {}
+        for name in names:
+            if name in reasons:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected none: it is for {reasons[name]}"
+                )
 
     def read(self) -> list[str]:
         """The names of the fields that its path reads."""
@@ -235,12 +257,12 @@ class Injection:
 HOW = {kind.how: kind for kind in (Replacement, Injection)}
 
 
-def to_json(told: Replacement | Injection) -> dict[str, Any]:
+def to_json(conversion: Replacement | Injection) -> dict[str, Any]:
     """As the entry of config.json, of an injection what its path reads."""
-    saved = asdict(told)
-    if isinstance(told, Injection):
-        saved = {name: saved[name] for name in told.read()}
-    return {"how": told.how} | saved
+    saved = asdict(conversion)
+    if isinstance(conversion, Injection):
+        saved = {name: saved[name] for name in conversion.read()}
+    return {"how": conversion.how} | saved
 
 
 def from_json(saved: Any) -> Replacement | Injection:
@@ -249,10 +271,10 @@ def from_json(saved: Any) -> Replacement | Injection:
             f"config.girih holds {saved!r:.80}; expected what girih.inject or replace_attention saved"
         )
     kind = HOW[saved["how"]]
-    given = {name: value for name, value in saved.items() if name != "how"}
-    unknown = given.keys() - {f.name for f in fields(kind)}
+    options = {name: value for name, value in saved.items() if name != "how"}
+    unknown = options.keys() - {f.name for f in fields(kind)}
     if unknown:
         raise ValueError(
             f"config.girih has {', '.join(sorted(unknown))}, which this version of girih does not know"
         )
-    return kind(**given)
+    return kind(**options)

@@ -211,26 +211,26 @@ def attention_of(
             )
             reasons = {}
         reasons |= {type(module).__name__: reason for module, _ in encoders.values()}
-    told = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    explanation = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
     refuse_shared(model, layers, {module.layer_idx for module, _ in found.values()}, replaces)
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} without attention that can be converted"
-            + f" ({told})" * bool(told)
+            + f" ({explanation})" * bool(explanation)
         )
     if layers is None:
         return found
-    there = {module.layer_idx for module, _ in found.values()}
-    if missing := set(layers) - there:
+    convertible = {module.layer_idx for module, _ in found.values()}
+    if missing := set(layers) - convertible:
         raise ValueError(
             f"layers has {', '.join(map(str, sorted(missing)))}; attention that can be converted is at "
-            f"{', '.join(map(str, sorted(there)))}" + f" ({told})" * bool(told)
+            f"{', '.join(map(str, sorted(convertible)))}" + f" ({explanation})" * bool(explanation)
         )
     return {name: (module, sizes) for name, (module, sizes) in found.items() if module.layer_idx in layers}
 
 
 def refuse_shared(
-    model: PreTrainedModel, layers: tuple[int, ...] | None, there: set[int], replaces: bool
+    model: PreTrainedModel, layers: tuple[int, ...] | None, convertible: set[int], replaces: bool
 ) -> None:
     """Where layers read the keys of others (Gemma 3n, 4), neither can be replaced, nor those converted."""
     readers = [m.layer_idx for m in model.modules() if getattr(m, "is_kv_shared_layer", False) is True]
@@ -242,7 +242,7 @@ def refuse_shared(
         raise ValueError(
             f"layers is {layers}: the model's layers share keys and values (num_kv_shared_layers); it cannot "
             f"be converted at {', '.join(map(str, sorted(refused)))}; expected some of "
-            f"{', '.join(map(str, sorted(there - refused))) or 'none'}"
+            f"{', '.join(map(str, sorted(convertible - refused))) or 'none'}"
         )
 
 
@@ -269,8 +269,8 @@ def replace_attention(
         found by its projections' names: q_proj, k_proj, v_proj, or fused c_attn, qkv_proj, with o_proj,
         dense, c_proj or out_proj; query, key, value; Wqkv, Wo. In an encoder the mixer reads tokens both
         ways, the current one once, without short convolutions.
-    mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis
-        or lattice, of which the last two do not read both ways.
+    mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis,
+        lattice or ttt, of which the last three do not read both ways.
     layers: `layer_idx` of the attention that goes, by default all of it; fewer make a hybrid.
     options: the mixer's, by the names that `GirihConfig` has for them: num_slots, n, gated, conv_size, ...
 
@@ -326,8 +326,7 @@ def inject(
     for name in options:
         if name not in known:
             raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
-    told = Injection(mixer, layers, **options)
-    told.refuse_unread(options)
-    if "chunk" in options and told.between_chunks is None:
-        raise ValueError(f"chunk is {told.chunk}; expected none: it is for between_chunks")
-    return Conversion(model, told)
+    injection = Injection(mixer, layers, **options)
+    injection.refuse_unread(options)
+    injection.refuse_idle(options)
+    return Conversion(model, injection)

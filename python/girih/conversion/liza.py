@@ -16,8 +16,9 @@ from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
-from girih.nn.state import advance
-from girih.ops import GLAState
+from girih.nn.packing import count_sequences, token_positions
+from girih.nn.state import Like, advance, check_state
+from girih.ops import DeltaProductState, GLAState, ShortConvState
 
 WINDOW = 3  # tokens of a pooled gate
 
@@ -43,8 +44,8 @@ class LinearAttentionState(NamedTuple):
     normalizer: GLAState
 
 
-def turned(x: Tensor, angle: float) -> Tensor:
-    """The pairs (2i, 2i + 1) of x `[..., D]` turned by `angle` (eq. 23)."""
+def rotate_pairs(x: Tensor, angle: float) -> Tensor:
+    """The pairs (2i, 2i + 1) of x `[..., D]` rotated by `angle` (eq. 23)."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = math.cos(angle), math.sin(angle)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
@@ -70,6 +71,8 @@ class SharedPath(RecurrentLayer):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
+        if state is not None:
+            self.check_state(state, qkv[0], cu_seqlens)
         if attention_mask is None:
             return self.read(qkv, state, use_cache, cu_seqlens)
         return super().forward(torch.cat(tuple(qkv), -1), attention_mask, state, use_cache, cu_seqlens)
@@ -83,6 +86,15 @@ class SharedPath(RecurrentLayer):
         Qwen's, makes q and k fp32 beside a v of 16 bits."""
         wide = functools.reduce(torch.promote_types, (x.dtype for x in qkv))
         return tuple(x.to(wide).unflatten(-1, (-1, self.head_dim)) for x in qkv)
+
+    def check_state(self, state: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Refuses a state that is not this path's after tokens of as many sequences as x `[B, T, ...]`."""
+        dtype = torch.promote_types(x.dtype, torch.float32)  # of sums over tokens
+        check_state(state, self.state_like(count_sequences(x, cu_seqlens), dtype))
+
+    def state_like(self, sequences: int, dtype: torch.dtype) -> Any:
+        """The path's state after a token, with a `Like` for each tensor; dtype: of sums over tokens."""
+        raise NotImplementedError
 
     def read(
         self, qkv: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
@@ -101,18 +113,34 @@ class LinearPath(SharedPath):
     q, k, v and o as `SharedPath` has them. The norm takes away every scale of o, so the read has none.
     """
 
-    def __init__(self, sizes: Projections, told: Injection):
+    def __init__(self, sizes: Projections, injection: Injection):
         super().__init__(sizes)
-        self.n, self.virtual_tokens = told.n, told.virtual_tokens
-        self.gate, self.gate_per, self.pool = told.gate, told.gate_per, told.pool
-        self.between_chunks = told.between_chunks
-        self.chunk = told.chunk if told.between_chunks else None
-        if told.n > 1 and told.virtual_tokens != "derivative" and sizes.head_dim % 2:
+        self.n, self.virtual_tokens = injection.n, injection.virtual_tokens
+        self.gate, self.gate_per, self.pool = injection.gate, injection.gate_per, injection.pool
+        self.between_chunks = injection.between_chunks
+        self.chunk = injection.chunk if injection.between_chunks else None
+        if injection.virtual_tokens != "derivative" and sizes.head_dim % 2:
             raise ValueError(
-                f"virtual_tokens is {told.virtual_tokens!r}, which turns pairs of channels; heads have "
+                f"virtual_tokens is {injection.virtual_tokens!r}, which turns pairs of channels; heads have "
                 f"{sizes.head_dim}"
             )
-        self.norm = RMSNorm(sizes.head_dim, told.norm_eps)
+        self.norm = RMSNorm(sizes.head_dim, injection.norm_eps)
+
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LinearPathState:
+        heads, D, is_past = self.heads[1], self.head_dim, self.pool == "past"
+        pooled = heads * len(self.gate)
+        tokens = Like((sequences,), torch.int64)
+        if is_past:
+            pool = GLAState(Like((sequences, pooled, 1, D), dtype))
+        else:
+            pool = ShortConvState(Like((sequences, WINDOW - 1, pooled * D)))
+        row = ShortConvState(Like((sequences, 1, 2 * heads * D)))
+        differences = () if self.virtual_tokens == "rotary" else (row,) * (self.n - 1)
+        memory = Like((sequences, heads, D, D), dtype)
+        position = tokens if self.between_chunks else None
+        return LinearPathState(
+            pool, tokens if is_past else None, differences, DeltaProductState(memory, position)
+        )
 
     def pooled(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -125,8 +153,8 @@ class LinearPath(SharedPath):
             mean, pool = advance("short_conv", x.flatten(2), taps, None, state=before, **options)
             return at_least_fp32(mean.view_as(x)), pool, None
         total, pool = self.summed(x, state, in_place, cu_seqlens)
-        rank, count = ranks(x, None if state is None else state.count, cu_seqlens)
-        return total / (rank + 1)[..., None, None].float(), pool, count  # fp32, or more
+        position, count = token_positions(x, None if state is None else state.count, cu_seqlens)
+        return total / (position + 1)[..., None, None].float(), pool, count  # fp32, or more
 
     def summed(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -134,11 +162,13 @@ class LinearPath(SharedPath):
         """The running sum of x `[B, T, heads, head_dim]`: linear attention whose keys and queries are the
         number 1. In bf16 its mean keeps its digits, as the sum is formed in fp32; in fp16 the sum itself
         would leave the range."""
-        x = x.float() if x.dtype == torch.float16 else x
-        one = x.new_ones(1).expand(*x.shape[:3], 1)
         before = None if state is None else state.pool
         options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
-        return advance("gla", one, one, x, None, scale=1.0, state=before, **options)
+        dtype, region = sums_of(x)
+        with region:
+            x = x.to(dtype)
+            one = x.new_ones(1).expand(*x.shape[:3], 1)
+            return advance("gla", one, one, x, None, scale=1.0, state=before, **options)
 
     def differences(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -185,8 +215,8 @@ class LinearPath(SharedPath):
         mean, pool, count = self.pooled(source, state, in_place, cu_seqlens)
         beta = mean.sigmoid()
         if self.gate == "kv":
-            of_k, of_v = beta.chunk(2, 2)
-            beta = of_k * of_v
+            k_gate, v_gate = beta.chunk(2, 2)
+            beta = k_gate * v_gate
         return self.repeated(beta.mean(-1) if self.gate_per == "head" else beta), pool, count
 
     def repeated(self, beta: Tensor) -> Tensor:
@@ -201,7 +231,7 @@ class LinearPath(SharedPath):
         if self.virtual_tokens != "rotary":
             rows, states = self.differences(kv, state, in_place, cu_seqlens)
         if self.virtual_tokens != "derivative":
-            turns = [turned(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
+            turns = [rotate_pairs(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
         if self.virtual_tokens == "both":
             rows = [(row + turn) / 2 for row, turn in zip(rows, turns, strict=True)]
         return rows or turns, states
@@ -247,7 +277,7 @@ class LinearPath(SharedPath):
         return y, LinearPathState(pool, count, differences, memory) if use_cache else None
 
 
-def positive(x: Tensor) -> Tensor:
+def elu_plus_one(x: Tensor) -> Tensor:
     """phi(x) = elu(x) + 1, as x + 1 above 0 and e^x below, which keeps digits that (e^x - 1) + 1 loses."""
     return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
@@ -261,8 +291,12 @@ class LinearAttentionPath(SharedPath):
     denominator away, and no parameter. q, k, v and o as `SharedPath` has them.
     """
 
-    def __init__(self, sizes: Projections, told: Injection):
+    def __init__(self, sizes: Projections, injection: Injection):
         super().__init__(sizes)
+
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LinearAttentionState:
+        heads, D = self.heads[1], self.head_dim
+        return LinearAttentionState(*(GLAState(Like((sequences, heads, D, V), dtype)) for V in (D, 1)))
 
     def read(
         self,
@@ -275,11 +309,10 @@ class LinearAttentionPath(SharedPath):
         dtype = q.dtype
         memory, normalizer = state or (None, None)
         options = {"scale": 1.0, "in_place": use_cache and state is not None, "cu_seqlens": cu_seqlens}
-        # Sums over tokens leave the range of fp16, to which autocast would bring them.
-        is_narrow = torch.float16 in (dtype, autocast_dtype(q))
-        with torch.autocast(autocast_device(q), enabled=False) if is_narrow else nullcontext():
-            q, k, v = (x.float() if is_narrow else x for x in (q, k, v))
-            q, k = positive(q), positive(k)
+        sums, region = sums_of(q)
+        with region:
+            q, k, v = (x.to(sums) for x in (q, k, v))
+            q, k = elu_plus_one(q), elu_plus_one(k)
             total, memory = advance("gla", q, k, v, None, state=memory, **options)
             ones = v.new_ones(1).expand(*v.shape[:-1], 1)
             weight, normalizer = advance("gla", q, k, ones, None, state=normalizer, **options)
@@ -300,18 +333,12 @@ def as_they_are(*tensors: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(autocast_device(tensors[0]), enabled=False)
 
 
-def ranks(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """How many tokens of its sequence stand before each of x `[B, T, ...]`, `[B, T]` or `[1, T]`, and how
-    many each sequence has in the end, `[N]`. before `[N]`: those of earlier calls."""
-    B, T = x.shape[:2]
-    token = torch.arange(T, device=x.device)[None]
-    if cu_seqlens is None or cu_seqlens.dim() == 2:  # one sequence a row, from its front
-        length = token.new_full((B,), T) if cu_seqlens is None else cu_seqlens.diff()[:, 0]
-        return (token, length) if before is None else (token + before[:, None], length + before)
-    length = cu_seqlens.diff()
-    sequence = torch.searchsorted(cu_seqlens[1:], token[0], right=True).clamp(max=length.shape[0] - 1)
-    rank = token - cu_seqlens[sequence]
-    return (rank, length) if before is None else (rank + before[sequence], length + before)
+def sums_of(x: Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
+    """The dtype of data that is summed over tokens, and the region to sum it in: fp32 without autocast in
+    place of fp16, whose range sums leave."""
+    if torch.float16 in (x.dtype, autocast_dtype(x)):
+        return torch.float32, torch.autocast(autocast_device(x), enabled=False)
+    return x.dtype, nullcontext()
 
 
 class Liza(MemoryAsGate):
@@ -320,9 +347,9 @@ class Liza(MemoryAsGate):
     y = (1 - m) attention(x) + m W_o path(q, k, v)          W_o is the attention's own
     """
 
-    def __init__(self, sizes: Projections, told: Injection):
-        super().__init__(weight=told.weight, learned=told.learned, cross=told.cross)
-        self.path = PATHS[told.mixer](sizes, told)
+    def __init__(self, sizes: Projections, injection: Injection):
+        super().__init__(weight=injection.weight, learned=injection.learned, cross=injection.cross)
+        self.path = PATHS[injection.mixer](sizes, injection)
 
     def forward(
         self,

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from girih.conversion.config import number, whole
+from girih.conversion.config import whole
 from girih.nn import MemoryAsGate, mix_weight
-from girih.nn.mix_attention import SCHEDULES
+from girih.nn.mix_attention import SCHEDULES, is_weight
 
 LEARNED = "learned"
 
@@ -70,7 +70,7 @@ class MixSchedule(TrainerCallback):
             if name == "steps":
                 continue
             values = tuple(given) if name == "levels" and isinstance(given, Iterable) else (given,)
-            if not values or not all(number(value, 1.0) for value in values):
+            if not values or not all(map(is_weight, values)):
                 raise ValueError(f"{name} is {given!r}; expected weights from 0 to 1")
         self.schedule, self.options = schedule, options
 

@@ -15,7 +15,8 @@ from girih.nn.attention_call import own_mask
 from girih.nn.chunk_attention import KeyValues, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, most
 from girih.nn.fused import is_product
-from girih.nn.masking import check_batch, check_mask
+from girih.nn.masking import check_mask
+from girih.nn.state import check_batch
 
 
 class Compressor(nn.Module):
@@ -204,7 +205,7 @@ class CatModel(Backbone):
         """Tokens `[N, T]` after those of `state`."""
         T = ids.shape[1]
         if state is not None:
-            check_batch(ids, state.ids)
+            check_batch(state.ids, ids.shape[0])
         # Masked tokens count here: how many of a call are valid is not known without a wait.
         longest = T + (0 if state is None else most(state.reached.known))
         if longest > self.config.max_position_embeddings:

@@ -13,9 +13,10 @@ from girih.models.cache import GirihCache
 from girih.models.cache_argument import CACHE, given_cache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
-from girih.nn import HGRN2, MIXERS, Block, RMSNorm
+from girih.nn import MIXERS, Block, RMSNorm
 from girih.nn.attention_call import own_mask
 from girih.nn.fused import is_product
+from girih.nn.layer import Layer
 from girih.nn.loss import linear_cross_entropy
 
 
@@ -41,8 +42,8 @@ class GirihModel(Backbone):
         for i, block in enumerate(self.layers):
             block.mixer.layer_idx = i
             for module in block.mixer.modules():
-                if isinstance(module, HGRN2):
-                    module.set_lower_bound(i / config.num_hidden_layers)
+                if isinstance(module, Layer):
+                    module.set_depth(i, config.num_hidden_layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()

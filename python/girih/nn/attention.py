@@ -13,12 +13,12 @@ from girih._torch_internals import register_dataclass
 from girih.nn.attention_call import SequenceLayer
 from girih.nn.fields import heads_of
 from girih.nn.linears import together
-from girih.nn.masking import check_batch, check_mask, joined_masks
+from girih.nn.masking import check_mask, joined_masks
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 from girih.nn.projections import projections
 from girih.nn.rotary import rotary_factors, rotate_row, turned
-from girih.nn.state import by_itself
+from girih.nn.state import Like, by_itself, check_state
 from girih.nn.step import Product
 
 
@@ -60,10 +60,10 @@ def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
     see[slots:] = -torch.inf
     if window is not None and window < slots:
         see[: slots - window] = -torch.inf
-    made = Slots(torch.stack(turn, 1), see)
+    entry = Slots(torch.stack(turn, 1), see)
     if shared:
-        _slots[key] = made
-    return made
+        _slots[key] = entry
+    return entry
 
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -164,6 +164,19 @@ class Attention(SequenceLayer):
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
+    def check_state(self, state: AttentionState, x: Tensor) -> None:
+        """Refuses a state that is not this layer's after tokens of as many sequences as x has."""
+        if not isinstance(state, AttentionState):
+            raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
+        slots = state.k.shape[1]
+        kept = (x.shape[0], slots, self.heads[1], self.head_dim)
+        check_state(state.k, Like(kept), "state.k")
+        check_state(state.v, Like(kept, state.k.dtype), "state.v")
+        if state.valid is not None:
+            check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
+        if state.place is not None:
+            check_state(state.place, Like((x.shape[0],), torch.int64), "state.place")
+
     def visible(
         self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device
     ) -> Tensor | None:
@@ -217,7 +230,7 @@ class Attention(SequenceLayer):
         qkv = x.unflatten(-1, (-1, self.head_dim))
         past, T = 0 if state is None else state.tokens, x.shape[1]
         if past:
-            check_batch(x, state.k)
+            self.check_state(state, x)
         in_place = use_cache and not torch.is_grad_enabled()
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)

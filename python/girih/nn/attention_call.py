@@ -60,7 +60,7 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
     attention_mask: None, `[B, past + T]`, or what attention adds to or selects its scores by,
     `[B, heads, T, keys]`: there a token is masked if it does not see itself, or if it sees the last token,
     which does not see it: older models let rows of padding see all keys for sdpa. `[B, heads, N, N]` with
-    N > T covers all positions (OpenELM); its last row sees every token that is not masked.
+    N > T covers all positions (OpenELM).
     """
     if attention_mask is None:
         return None
@@ -73,18 +73,18 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
     if attention_mask.dim() == 2:
         return own_mask(attention_mask, T)
     rows, keys = attention_mask.shape[2:] if attention_mask.dim() == 4 else (0, 0)
-    if rows == keys and rows > T and rows >= past + T:
-        return is_seen(attention_mask[:, 0, -1, past : past + T]).expand(B, -1)
-    if rows != T or keys < T:
+    is_square = rows == keys and rows > T and rows >= past + T
+    if not is_square and (rows != T or keys < T):
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; expected [B, heads, {T}, keys]"
         )
     # Keys of a growing cache end with x's; those of a static one go on behind them.
-    first = min(past, keys - T)
+    first = past if is_square else min(past, keys - T)
+    last = keys - 1 if is_square else first + T - 1  # of the mask's rows
     mask = attention_mask[:, 0]
-    own = is_seen(mask.diagonal(first, 1, 2))
-    last = first + T - 1
-    is_opened = is_seen(mask[:, :, last]) & ~is_seen(mask[:, -1, first : last + 1])
+    row = mask[:, past : past + T] if is_square else mask
+    own = is_seen(row.diagonal(first, 1, 2))
+    is_opened = is_seen(row[:, :, last]) & ~is_seen(mask[:, -1, first : first + T])
     return (own & ~is_opened).expand(B, -1)
 
 
@@ -142,16 +142,16 @@ def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> 
         layers.append(cache.layer_class_to_replicate())
     if len(layers) <= layer_idx:
         raise ValueError(f"cache has {len(layers)} layers; the layer's layer_idx is {layer_idx}")
-    there = layers[layer_idx]
-    if not isinstance(there, StateLayer):
-        seen = there.get_seq_length() if hasattr(there, "get_seq_length") else 0
+    layer = layers[layer_idx]
+    if not isinstance(layer, StateLayer):
+        seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
         if not isinstance(seen, int) or seen > 0:
             raise ValueError(
                 f"cache holds keys of layer {layer_idx}, of tokens that its mixer has not read; "
                 "start from an empty cache"
             )
-        layers[layer_idx] = there = (kind or StateLayer)(there)
-    return there
+        layers[layer_idx] = layer = (kind or StateLayer)(layer)
+    return layer
 
 
 def attend(
@@ -162,13 +162,13 @@ def attend(
     **call: Any,
 ) -> tuple[Tensor, None]:
     """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
-    said = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+    token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
     cache = cache_of(call)
     if cache is None:
-        tokens = tokens_of(hidden_states, attention_mask, 0, **said)
+        tokens = tokens_of(hidden_states, attention_mask, 0, **token_arguments)
         return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
     place = state_layer(cache, layer_idx)
-    tokens = tokens_of(hidden_states, attention_mask, place.tokens, **said)
+    tokens = tokens_of(hidden_states, attention_mask, place.tokens, **token_arguments)
     refuse_packed(tokens)
     return place.run(lambda *of: layer(*of, True, None), hidden_states, tokens.valid), None
 
@@ -205,9 +205,9 @@ class SequenceLayer(Layer):
         if OF_ATTENTION.isdisjoint(kwargs):
             return super().__call__(*args, **kwargs)
         if len(args) > 1:
-            said = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
+            names = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
             raise ValueError(
-                f"{type(self).__name__}: {said} beside {len(args)} arguments without a name; expected "
+                f"{type(self).__name__}: {names} beside {len(args)} arguments without a name; expected "
                 "hidden_states alone without one"
             )
         if args:

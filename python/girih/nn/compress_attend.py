@@ -10,11 +10,11 @@ from girih.nn.attention_call import SequenceLayer
 from girih.nn.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
 from girih.nn.chunks import Continuation, Reached, chunk_table, most
 from girih.nn.fields import heads_of
-from girih.nn.masking import check_batch, check_mask
+from girih.nn.masking import check_mask
 from girih.nn.mixers import register_layer
 from girih.nn.packing import check_packing
 from girih.nn.projections import projections
-from girih.nn.state import map_state
+from girih.nn.state import check_batch, map_state
 
 
 class CompressAttendState(NamedTuple):
@@ -114,7 +114,7 @@ class CompressAttend(SequenceLayer):
             y, _ = self.attend(headers, tokens, None, table.cu_chunks)
             return table.gather(y), None
         if state is not None:
-            check_batch(x, state.x)
+            check_batch(state.x, x.shape[0])
         if state is not None and attention_mask is None and x.shape[1] == 1:
             in_place = use_cache and not torch.is_grad_enabled()
             y, state = self.step(x, state if in_place else map_state(torch.clone, state))

@@ -19,6 +19,7 @@ from girih.nn.short_conv import ShortConv
 from girih.nn.state import LayerState, is_step
 
 GATES = ("none", "fixed", "scalar", "vector")
+ROPE_THETA = 10000.0
 
 
 class RotaryState(NamedTuple):
@@ -64,13 +65,15 @@ class GatedLinearAttention(RecurrentLayer):
         gate_low_rank: int = 16,
         gate_logit_normalizer: float = 16.0,
         rotary: bool = False,
-        rope_theta: float = 10000.0,
+        rope_theta: float = ROPE_THETA,
         conv_size: int = 0,
         norm_eps: float = 1e-6,
     ):
         super().__init__()
         if gate not in GATES:
             raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
+        if not rotary and rope_theta != ROPE_THETA:
+            raise ValueError(f"rope_theta is {rope_theta}; expected none: it is for rotary")
         kv_heads, head_dim = heads_of(
             "retnet" if rotary else "gla",
             hidden_size,
@@ -160,9 +163,17 @@ class GatedLinearAttention(RecurrentLayer):
 
 _FIELDS = ("num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "norm_eps")
 register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
+
+
+def _retnet(config: Any) -> nn.Module:
+    # Without rotary positions rope_theta is that of the model's other layers.
+    rotary_fields = ("rotary", "rope_theta") if config.rotary else ()
+    return layer_of(GatedLinearAttention, *rotary_fields, *_FIELDS, gate="fixed", expand_v=2.0)(config)
+
+
 register(
     "retnet",
-    layer_of(GatedLinearAttention, "rotary", "rope_theta", *_FIELDS, gate="fixed", expand_v=2.0),
+    _retnet,
     "rotary",
     "rope_theta",
     *_FIELDS,

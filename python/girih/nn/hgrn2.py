@@ -68,6 +68,9 @@ class HGRN2(RecurrentLayer):
             raise ValueError(f"lower_bound is {lower_bound}; expected at least 0 and less than 1")
         self.lower_bound = lower_bound
 
+    def set_depth(self, layer: int, num_layers: int) -> None:
+        self.set_lower_bound(layer / num_layers)
+
     def projected(self, x: Tensor) -> list[Tensor]:
         return projections(self, ["qfv_proj"], x)
 

@@ -41,6 +41,10 @@ class Layer(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()
     fp32: ClassVar[tuple[str, ...]] = ()
 
+    def set_depth(self, layer: int, num_layers: int) -> None:
+        """A model calls this once for every layer in it, which may depend on where it is: `layer` of
+        `num_layers`, from 0."""
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Layer":
         own = self._parameters | self._buffers
         kept = {id(t) for name in self.fp32 if (p := own.get(name)) is not None for t in (p, p.grad)}

@@ -72,12 +72,6 @@ def joined_masks(past: Tensor | None, now: Tensor | None, tokens: int, x: Tensor
     )
 
 
-def check_batch(x: Tensor, part: Tensor) -> None:
-    """Refuses a state for another number of sequences than x has; part: a tensor of it, `[N, ...]`."""
-    if part.shape[0] != x.shape[0]:
-        raise ValueError(f"state: it holds {part.shape[0]} sequences, but the call has {x.shape[0]}")
-
-
 def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Refuses a mask beside packed sequences, and one that is not x's `[B, T]`."""
     if attention_mask is None:

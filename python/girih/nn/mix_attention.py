@@ -1,6 +1,7 @@
 """Memory as Gate (MaG): two mixers on the same input, mixed by a weight."""
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,11 @@ def mix_weight(
     return final if schedule == "constant" else levels[step // steps % len(levels)]
 
 
+def is_weight(value: Any) -> bool:
+    """Whether it is a number from 0 to 1."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+
+
 class MixState(NamedTuple):
     base: Any
     mixer: Any
@@ -54,9 +60,9 @@ class MemoryAsGate(Layer):
 
     def __init__(self, *, weight: float = 0.5, learned: bool = False, cross: bool = False):
         super().__init__()
-        if not 0.0 <= weight <= 1.0 or (learned and weight in (0.0, 1.0)):
+        if not is_weight(weight) or (learned and weight in (0.0, 1.0)):
             raise ValueError(
-                f"weight is {weight}; expected a number from 0 to 1, and between them if it is learned"
+                f"weight is {weight!r}; expected a number from 0 to 1, and between them if it is learned"
             )
         self.first_weight, self.learned, self.cross = weight, learned, cross
         if learned:
@@ -75,6 +81,8 @@ class MemoryAsGate(Layer):
         """Moves m, without waiting for the device."""
         if self.learned:
             raise ValueError("weight: this mixture learns it, a schedule cannot move it")
+        if not is_weight(weight):
+            raise ValueError(f"weight is {weight!r}; expected a number from 0 to 1")
         self.weight.fill_(weight)
 
     def current_weight(self) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from girih.nn.state import check_batch
+
 
 def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Refuses what does not pack sequences into the one row of x `[1, T, ...]`."""
@@ -68,6 +70,13 @@ def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens, token, right=True) - 1
 
 
+def count_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The sequences of x `[B, T, ...]`: those that cu_seqlens `[N + 1]` packs into one row, or else one in
+    each row."""
+    is_packed = cu_seqlens is not None and cu_seqlens.dim() == 1
+    return cu_seqlens.shape[0] - 1 if is_packed else x.shape[0]
+
+
 def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each token's place in its sequence, `[B, T]`, and the length of each sequence after x, `[N]`.
 
@@ -77,11 +86,11 @@ def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     T = x.shape[1]
     token = torch.arange(T, device=x.device)
     is_packed = cu_seqlens is not None and cu_seqlens.dim() == 1
-    count = cu_seqlens.shape[0] - 1 if is_packed else x.shape[0]
-    if before is not None and before.shape[0] != count:
-        raise ValueError(f"state is of {before.shape[0]} sequences; expected one of {count}")
+    count = count_sequences(x, cu_seqlens)
     if before is None:
         before = torch.zeros(count, dtype=torch.long, device=x.device)
+    else:
+        check_batch(before, count)
     if cu_seqlens is None:
         return before[:, None] + token, before + T
     first, last = (cu_seqlens[:-1], cu_seqlens[1:]) if is_packed else cu_seqlens.unbind(1)

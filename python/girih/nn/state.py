@@ -17,6 +17,48 @@ class LayerState(NamedTuple):
     memory: Any
 
 
+class Like(NamedTuple):
+    """A tensor of a state: its shape `[N, ...]`, and its dtype, of which None is any floating one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def fits(self, part: Tensor) -> bool:
+        is_right = part.is_floating_point() if self.dtype is None else part.dtype == self.dtype
+        return is_right and part.shape == self.shape
+
+
+def check_batch(part: Tensor, sequences: int) -> None:
+    """Refuses a state of another number of sequences; part: a tensor of it, `[N, ...]`."""
+    if part.dim() > 0 and part.shape[0] != sequences:
+        raise ValueError(f"state is of {part.shape[0]} sequences; expected one of {sequences}")
+
+
+def check_state(state: Any, like: Any, name: str = "state") -> None:
+    """Refuses a state that has other parts than `like`: the tuples of a state, with a `Like` for each tensor.
+
+    A layer that several operators write calls it before the first of them.
+    """
+    if isinstance(like, Like) and isinstance(state, Tensor):
+        check_batch(state, like.shape[0])
+        if not like.fits(state):
+            expected = "a floating dtype" if like.dtype is None else like.dtype
+            raise ValueError(
+                f"{name} is {state.dtype} of shape {list(state.shape)}; expected {expected} and shape "
+                f"{list(like.shape)}, as this layer returns it"
+            )
+    elif type(state) is not type(like) or (isinstance(like, tuple) and len(state) != len(like)):
+        expected = "Tensor" if isinstance(like, Like) else type(like).__name__
+        size = f" of {len(like)} parts" if type(state) is type(like) else ""
+        raise ValueError(
+            f"{name} is a {type(state).__name__}; expected a {expected}{size}, as this layer returns it"
+        )
+    elif isinstance(like, tuple):
+        names = getattr(like, "_fields", range(len(like)))
+        for part_name, part, like_part in zip(names, state, like, strict=True):
+            check_state(part, like_part, f"{name}.{part_name}")
+
+
 def advance(
     name: str,
     *data: Tensor | None,
