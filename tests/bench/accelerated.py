@@ -6,7 +6,7 @@
 
 One row of 8192 tokens in bf16; times of the card, peak memory above what is there before. A peer that
 transformers would take where it is installed (flash-linear-attention, causal-conv1d, mamba-ssm) counts as
-"as it comes".
+"transformers".
 """
 
 import argparse
@@ -154,7 +154,7 @@ def table(result):
                 ours, theirs = sides["girih"][key], sides["transformers"].get(key)
                 failed = sides["transformers"].get("error", "")
                 cells.append([what, title, show(ours), show(theirs) or failed, ratio(ours, theirs)])
-    text = markdown(["", "", "accelerated", "as it comes", ""], cells)
+    text = markdown(["model", "measure", "accelerated", "transformers", "ratio"], cells)
     return text + f"\n- {result['device']}, {result['versions']}, {result['date']}\n"
 
 

@@ -320,7 +320,7 @@ def time_of_a_token(make, options, batch):
 
 def table_of_tokens(result):
     """Markdown; ratios to the Llama of the same run and batch."""
-    text = "| batch | model | parameters | ms a token |  | mean | start to first token, s |\n"
+    text = "| batch | model | parameters | ms a token, median | to Llama | mean | start to first token, s |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
     for batch, rows in result["tokens"]["rows"].items():
         beside = rows.get("Llama, compiled", {}).get("ms_a_token")
@@ -335,7 +335,8 @@ def table_of_tokens(result):
 
 def table_of_cat(result):
     """Markdown; ratios to attention in the same run and batch, of the second half."""
-    text = "| batch | model | parameters | ms a token, median | mean of the second half |  | mean |\n"
+    text = "| batch | model | parameters | ms a token, median | mean of the second half "
+    text += "| to attention | mean |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
     for batch, rows in result["cat"]["rows"].items():
         for name, row in rows.items():
@@ -349,7 +350,8 @@ def table_of_cat(result):
 
 def table(result):
     """Markdown; ratios to the Transformer of the same run and length."""
-    text = "| N | model | parameters | sequences | ms a step | tokens/s |  | cache of a sequence, MiB |  |\n"
+    text = "| N | model | parameters | sequences | ms a step | tokens/s | to Transformer "
+    text += "| cache of a sequence, MiB | to Transformer |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     for length, rows in result["texts"]["rows"].items():
         beside = rows["Transformer"]

@@ -34,7 +34,10 @@ def speed():
             row += [ms(ours[measure]), ms(peer[measure]), ratio(ours[measure], peer[measure])]
         cells.append([*row, mib(ours["peak_bytes"]), mib(peer["peak_bytes"])])
     return markdown(
-        ["", "B x T x H x D", "forward, ms", "peer", "", "with backward, ms", "peer", "", "peak MiB", "peer"],
+        [
+            *["operator", "B x T x H x D", "forward, ms", "peer", "speedup"],
+            *["forward + backward, ms", "peer", "speedup", "peak MiB", "peer"],
+        ],
         cells,
     )
 
@@ -71,12 +74,12 @@ def accelerated_sentence():
     rows = measured("accelerate")["rows"]
     ours, theirs = (rows["Qwen3-Next layer"][side] for side in ("girih", "transformers"))
     text = (
-        "Models of transformers itself: `girih.accelerate(model)` puts the linear layers of Qwen3-Next, "
-        "Qwen3.5, OLMo-hybrid, Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2 on these kernels, "
-        "weights and numbers the same but for rounding. On an H200 a layer of Qwen3-Next then takes "
-        f"{ms(ours['forward'])} ms, by transformers' own PyTorch code {ms(theirs['forward'])}; in training "
-        f"{ms(ours['forward_backward'])}, and {ms(theirs['forward_backward'])} "
-        "([accelerate](docs/accelerate.md))."
+        "`girih.accelerate(model)` runs the linear layers of transformers' Qwen3-Next, Qwen3.5, OLMo-hybrid, "
+        "Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2 on these kernels. Weights stay the "
+        "same, and results differ by rounding only. On an H200 the forward pass of a Qwen3-Next layer takes "
+        f"{ms(ours['forward'])} ms, with transformers' PyTorch code {ms(theirs['forward'])} ms; forward and "
+        f"backward take {ms(ours['forward_backward'])} ms, with transformers' code "
+        f"{ms(theirs['forward_backward'])} ms ([accelerate](docs/accelerate.md))."
     )
     return textwrap.fill(text, 118) + "\n"
 
@@ -112,12 +115,12 @@ def arguments():
             "options": ", ".join(map(shown_option, op["options"])),
             "sizes": ", ".join(f"{n} {bounds(size)}" for n, size in op["sizes"].items() if "most" in size),
         }
-        text += f"**`{name}`** gives `{op['output']['name']}` {op['output']['shapes']}\n\n"
+        text += f"**`{name}`** returns `{op['output']['name']}` {op['output']['shapes']}\n\n"
         text += "".join(f"- {title}: {line}\n" for title, line in lines.items() if line) + "\n"
     return text
 
 
-def told(case, sizes, dtype):
+def explain_on_gpu(case, sizes, dtype):
     """What `girih.ops.explain` says of a call on a GPU: path and why."""
     from girih import ops
 
@@ -130,7 +133,7 @@ def paths():
     several = {case.op for _, case, _, _ in CALLS}
     one = [("all", case, {}, HALF) for case in cases.ONE_EACH if case.op not in several]
     rows = [
-        [f"`{case.op}`", title, *told(case, sizes, dtype)]
+        [f"`{case.op}`", title, *explain_on_gpu(case, sizes, dtype)]
         for title, case, sizes, dtype in [*CALLS[:-1], *one, CALLS[-1]]
     ]
     return markdown(["operator", "call", "path", "why"], rows).replace("---:", "---")
@@ -139,24 +142,27 @@ def paths():
 def precision():
     """In which precision products are, by the inputs' dtype."""
     on_tensor_cores = dict.fromkeys(
-        f"`{case.op}`" for _, case, sizes, dtype in CALLS if told(case, sizes, dtype).path == "tensor cores"
+        f"`{case.op}`"
+        for _, case, sizes, dtype in CALLS
+        if explain_on_gpu(case, sizes, dtype).path == "tensor cores"
     )
     rows = [
         ["fp64", "fp64", "PyTorch's operators, CPU and CUDA"],
-        ["fp32", "fp32, never tf32", "everything else: kernels without tensor cores, or PyTorch's operators"],
         [
             "fp32",
-            "of two parts of each number by tf32, without the product of the lower two: 2^-22 of the whole",
-            "`delta_product`, and `cat_attention` up to 128 wide: on the tensor cores (`explain` calls the "
-            "former `exact fp32`)",
+            "3xtf32 on the tensor cores: each number is split into two tf32 parts, and the product of the "
+            "two low parts is left out; relative error 2^-22",
+            "`delta_product`, and `cat_attention` up to 128 wide (`explain` calls the path of "
+            "`delta_product` `exact fp32`)",
         ],
+        ["fp32", "fp32, never tf32", "all other calls: kernels without tensor cores, or PyTorch's operators"],
         [
             "bf16, fp16",
             "16-bit factors, sums in fp32, on the tensor cores",
-            f"{', '.join(on_tensor_cores)}, on [the calls that have such kernels](operators.md#paths); "
-            "`girih.ops.explain` tells for a call",
+            f"{', '.join(on_tensor_cores)}, for [the calls that have such kernels](operators.md#paths); "
+            "`girih.ops.explain` names the path of a call",
         ],
-        ["bf16, fp16", "as those of fp32", "everything else"],
+        ["bf16, fp16", "as with fp32 inputs", "all other calls"],
     ]
     return markdown(["inputs", "products", "where"], rows).replace("---:", "---")
 
@@ -172,9 +178,9 @@ def first_calls():
         if name.startswith("chunk_") and peer["first_call_s"]
     ]
     text = (
-        "What the first call of a process costs: nothing is compiled or tuned at run time, so a first "
-        f"forward and backward of one shape takes {ours:.2f} s at most. fla's kernels in chunk form, which "
-        f"tune themselves, take {min(tuned):.0f} to {max(tuned):.0f} s."
+        f"The first forward and backward of a shape in a new process takes at most {ours:.2f} s, because "
+        "nothing is compiled or tuned at run time. fla's kernels in chunk form are tuned at run time: their "
+        f"first call takes {min(tuned):.0f} to {max(tuned):.0f} s."
     )
     return textwrap.fill(text, 118) + "\n"
 
@@ -185,9 +191,9 @@ def linear():
     lengths = list(rows[0]["seconds"])[-3:]  # which the exponents are fitted to
     most = max(row["exponent"] for row in rows)
     text = (
-        "On the CPU the time of every operator grows with the length, of `cat_attention` with the pairs of "
-        f"rows that it scores, to the power {most:.2f} at most, from {lengths[0]} to {lengths[-1]} tokens "
-        "(`tests/bench/linear_cost.py`)."
+        f"On the CPU the time of an operator grows at most as its work to the power {most:.2f}, from "
+        f"{lengths[0]} to {lengths[-1]} tokens. The work is the number of tokens; for `cat_attention` the "
+        "work is the number of pairs of rows whose score is computed (`tests/bench/linear_cost.py`)."
     )
     return textwrap.fill(text, 118, initial_indent="- ", subsequent_indent="  ") + "\n"
 
@@ -245,14 +251,12 @@ def quality():
     first = min(learned, key=learned.get)
     size = some.settings["batch"] * some.settings["context"] * some.steps
     text = (
-        f"At {some.parameters / 1e6:.0f}M parameters and {size / 1e6:.1f}M bytes, at the best of {rates} "
-        f"rates, {ahead_of_attention(best['text'])} take fewer bits a byte of Python than attention "
-        f"({some.mean(bits):.2f}); at {of_larger.parameters / 1e6:.0f}M "
-        f"{ahead_of_attention(larger)}, attention {of_larger.mean(bits):.2f}. "
-        f"{len(learned)} of {len(best['mqar'])} mixers "
-        f"learn to recall {recall['pairs'][-1]} pairs in {recall['steps']:,} steps, `{first}` in "
-        f"{learned[first]:,} ([comparison](docs/comparison.md)). "
-        "Exactness: [numerics](docs/numerics.md)."
+        f"In bits per byte of Python source, attention ({some.mean(bits):.2f}) is behind "
+        f"{ahead_of_attention(best['text'])} at {some.parameters / 1e6:.0f}M parameters, "
+        f"{size / 1e6:.1f}M bytes and the best of {rates} rates; at {of_larger.parameters / 1e6:.0f}M "
+        f"attention ({of_larger.mean(bits):.2f}) is behind {ahead_of_attention(larger)}. "
+        f"{len(learned)} of {len(best['mqar'])} mixers learn to recall {recall['pairs'][-1]} pairs in "
+        f"{recall['steps']:,} steps, `{first}` in {learned[first]:,} ([comparison](docs/comparison.md))."
     )
     return textwrap.fill(text, 118) + "\n"
 
