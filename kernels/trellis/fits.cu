@@ -12,8 +12,7 @@ namespace {
 template <int Tile>
 int most_bytes() {
   using T = __nv_bfloat16;
-  int most =
-      std::max(TrellisScanSpace<T, Tile>::kWeightedBytes, TrellisReverseSpace<T, Tile>::kWeightedBytes);
+  int most = std::max(TrellisScanSpace<T, Tile>::kBytes, TrellisReverseSpace<T, Tile>::kBytes);
   for (const int chunk : {16, 32, 48, 64}) {
     const auto block = ChunkBlock::of(chunk);
     most =

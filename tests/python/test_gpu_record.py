@@ -54,12 +54,12 @@ def add_to(monkeypatch, file, text):
 @pytest.mark.parametrize(
     "changed, parts",
     [
-        ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis", "ttt"}),
+        ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis"}),
         ("kernels/short_conv/step.cu", {"short_conv"}),
-        ("kernels/exact/abc.cu", {"gsa", "gla", "trellis", "ttt"}),
-        ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis", "ttt"}),
+        ("kernels/exact/abc.cu", {"gsa", "gla", "trellis"}),
+        ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis"}),
         ("kernels/instance.cu.in", None),
-        ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis", "ttt"}),
+        ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
         ("csrc/ops/packs.h", None),
         ("tests/python/padding.py", None),
         ("tests/python/test_short_conv_kernels.py", {"short_conv"}),

@@ -1,12 +1,13 @@
-// What ttt asks of a call beyond its description, which kernels take it, and what forward keeps.
+// What ttt asks of a call beyond its description.
 #pragma once
 
-#include "../trellis/problem.h"
+#include "../path.h"
 
 namespace girih::ttt {
 
-// Trellis' with one memory. {0} is kept without kernels.
-struct Problem : trellis::Problem {
+struct Problem {
+  c10::SymInt B, T, HQ, H, D, M, N;
+
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                        const OptionalTensor& g, const OptionalTensor& phi_weight,
                        const OptionalTensor& state_first_k, const OptionalTensor& state_k,
@@ -21,8 +22,11 @@ struct Problem : trellis::Problem {
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is given");
-    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, given(phi_weight),
-             phi == "softmax"}};
+    return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["M"], at["N"]};
+  }
+
+  static Path path(const Tensor& q) {
+    return aten(q.scalar_type() == at::kDouble ? kFloat64 : "ttt has no kernels yet");
   }
 };
 
