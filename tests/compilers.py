@@ -109,7 +109,8 @@ def check_kernel(command: str, folder: Path, toolkit: Path) -> str | None:
     ptxas = [str(toolkit / "bin" / "ptxas"), "-arch=sm_90a", str(ptx), "-o", "/dev/null"]
     done = subprocess.run(ptxas, capture_output=True, text=True)
     ptx.unlink()
-    return f"{source}\n{done.stderr[-2000:]}" if done.returncode else None
+    how = f"ptxas ended by signal {-done.returncode}" if done.returncode < 0 else done.stderr[-2000:]
+    return f"{source}\n{how}" if done.returncode else None
 
 
 def check_cuda(jobs: int) -> list[str]:

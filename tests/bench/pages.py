@@ -323,6 +323,7 @@ TABLES = {
     "texts": texts,
     "comparison": lambda: compared("compare"),
     "comparison at 50M": lambda: compared("compare-50m"),
+    "papers' tasks": lambda: compared("compare-tasks"),
 }
 
 
