@@ -80,11 +80,11 @@ checked := against_recurrence splits step arguments gradcheck compile causality 
 check: build
 	@$(tree)/tests/cpp/girih_tests --abort
 	@$(run) tests/smoke.py
-	@$(run) -m pytest -q -n 2 --each 1 $(checked:%=tests/python/test_%.py)
+	@$(run) -m pytest -q -n 2 --each 1 $(checked:%=tests/*/test_%.py)
 
 test: build
 	@$(tree)/tests/cpp/girih_tests
-	@$(if $(call given,FULL),GIRIH_FULL=1 )$(run) -m pytest -q -n 2 tests/python
+	@$(if $(call given,FULL),GIRIH_FULL=1 )$(run) -m pytest -q -n 2 tests
 
 test-gpu: gpu $(if $(filter no,$(call given,BUILD)),,build)
 	@$(run) tests/gpu/run.py $(call option,STAGES,stages) $(call option,PARTS,parts) $(call option,RECORD,record) $(call option,BUILD,build)

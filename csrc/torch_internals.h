@@ -1,5 +1,5 @@
 // Calls of PyTorch outside its public C++ API that change between versions: one `#if` for each difference.
-// Tests: tests/cpp/torch_internals.cpp, tests/python/test_transforms.py.
+// Tests: tests/cpp/torch_internals.cpp, tests/ops/test_transforms.py.
 //
 // girih builds with PyTorch 2.11 to 2.15 (cmake/torch_versions.cmake).
 #pragma once

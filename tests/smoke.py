@@ -24,7 +24,7 @@ from girih import _library
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "python"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from cases import ONE_EACH, gradients, operator, recurrence, start, step
 from comparison import assert_within
 

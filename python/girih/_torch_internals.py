@@ -1,7 +1,7 @@
 """Private names of PyTorch's Python that girih uses: a new version of PyTorch changes this module.
 
 One more is elsewhere: `girih.nn.Layer` overrides `Module._apply`.
-tests/python/test_torch_internals.py has a test of each function.
+tests/package/test_torch_internals.py has a test of each function.
 """
 
 import functools

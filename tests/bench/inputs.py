@@ -6,7 +6,7 @@ from shapes import IN_FP32, cases
 
 
 def fill(kind, sizes, dtype, device):
-    """As tests/python/cases.py fills them, but on the device, and gates as the layers make them."""
+    """As tests/support/cases.py fills them, but on the device, and gates as the layers make them."""
     dtype = torch.float32 if kind in IN_FP32 else dtype
     if kind == "gate":
         return torch.nn.functional.logsigmoid(torch.randn(sizes, device=device)) / 8

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 from cases import ONE_EACH, gradients, operator
 
 LENGTHS = [512, 1024, 2048, 4096, 8192]

@@ -1,6 +1,6 @@
 """The shapes that operators are measured at: one list for all of them, and what each is measured against.
 
-Letters are those of tests/python/cases.py. A shape of one token (T = 1) is a decoding step. Gates and step
+Letters are those of tests/support/cases.py. A shape of one token (T = 1) is a decoding step. Gates and step
 sizes are fp32 beside bf16 data, as the layers give them; a peer gets the same tensors.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import cases
 from cases import cat_attention, delta_product, gated_rms_norm, gla, gsa, lattice, short_conv, trellis, ttt
 

@@ -46,7 +46,7 @@ def candidates(operator: str, kind: str) -> list[tuple[Path, int, re.Match]]:
 
 def fails(operator: str, kernels: Path, jobs: int) -> bool | None:
     """Whether a test of the operator does, with these kernels, or does not end; None: they do not compile."""
-    tests = sorted(map(str, (ROOT / "tests" / "python").glob(f"test_emulated_{operator}*.py")))
+    tests = sorted(map(str, (ROOT / "tests" / "emulated").glob(f"test_emulated_{operator}*.py")))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(jobs), "-p", "no:cacheprovider", *tests]
     package = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"GIRIH_KERNELS": str(kernels), "OMP_NUM_THREADS": "1", "PYTHONPATH": package}
@@ -92,7 +92,7 @@ def emulated_operators() -> list[str]:
     return sorted(
         p.name
         for p in (ROOT / "kernels").iterdir()
-        if list((ROOT / "tests" / "python").glob(f"test_emulated_{p.name}*.py")) and list(p.rglob("*.cuh"))
+        if list((ROOT / "tests" / "emulated").glob(f"test_emulated_{p.name}*.py")) and list(p.rglob("*.cuh"))
     )
 
 

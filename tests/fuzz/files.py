@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from workers import main
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from small_models import config_of
 
 SIZES = {

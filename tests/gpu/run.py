@@ -3,7 +3,7 @@
     make test-gpu [STAGES=kernels,memcheck] [PARTS=gsa,gla] [RECORD=file] [PYTHON=python3] [BUILD=no]
 
     cpp         the C++ tests
-    cuda        the tests of tests/python that run on a GPU, but the kernels' own
+    cuda        the Python tests that run on a GPU, but the kernels' own
     python      all others, which CI runs too: the record does without them
     kernels     test_*_kernels.py, in several processes
     large       those of them that take tens of GiB, one after the other
@@ -50,7 +50,8 @@ RACECHECK = ROOT / "build" / "racecheck"
 TORCH_FOLDER = f"torch{'.'.join(version('torch').split('.')[:2])}"  # the folder of what one torch needs
 
 LIBRARIES = ROOT / "python" / "girih" / "lib"
-KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/python/test_*_kernels.py"))
+SUPPORT = ROOT / "tests" / "support"
+KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/kernels/test_*_kernels.py"))
 # In a graph's capture nothing may be allocated for good, and long runs take too long under a sanitizer.
 SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
 RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck", "fuzz")
@@ -82,9 +83,15 @@ def includes(file: Path) -> list[Path]:
     return [*found, file.with_suffix(".cu")]  # of a header: what it declares
 
 
+def module_beside(file: Path, name: str) -> Path:
+    """The module that `import name` means in a test's file: of its own folder, else of tests/support."""
+    own = file.with_name(f"{name}.py")
+    return own if own.is_file() else SUPPORT / own.name
+
+
 def imports(file: Path) -> list[Path]:
     names = re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
-    return [file.with_name(f"{name}.py") for name in names]
+    return [module_beside(file, name) for name in names]
 
 
 def parts() -> list[str]:
@@ -174,7 +181,7 @@ def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
         file, mentions = left.pop()
         wanted = [(file, name) for name in mentions if file not in tests]
         for module, name, here in imported_names(text_of(file)):
-            other = file.with_name(f"{module}.py")
+            other = module_beside(file, module)
             if here in mentions and other.is_file():
                 wanted += [(other, n) for n in ([name] if name else mentions)]
         for other in {other for other, _ in wanted}:
@@ -293,12 +300,12 @@ class Runner:
     def others(self, names: str) -> dict:
         """Without the test that the record is green, which this makes; and of the C++ models, where they were
         carried here without the extension for this Python, nothing."""
-        left_out = [*KERNEL_TESTS, "tests/python/test_gpu_record.py"]
+        left_out = [*KERNEL_TESTS, "tests/gpu/test_gpu_record.py"]
         if not list(LIBRARIES.glob(f"{TORCH_FOLDER}/_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
-            tests = sorted((ROOT / "tests" / "python").glob("test_*.py"))
+            tests = sorted(ROOT.glob("tests/*/test_*.py"))
             left_out += [str(p.relative_to(ROOT)) for p in tests if re.search(r"\b_C\b|fuzz", p.read_text())]
             print(f"girih._C is not built for this Python, left out: {' '.join(left_out)}")
-        chosen = (*(f"--ignore={f}" for f in left_out), "-k", names, "tests/python")
+        chosen = (*(f"--ignore={f}" for f in left_out), "-k", names, "tests")
         return self.pytest(*chosen, jobs=JOBS)
 
     def kernels(self) -> dict:

@@ -60,7 +60,7 @@ def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
 
 
 def looked_at(device):
-    """Skips where integers are looked at and refused, which tests/python/test_operator_edges.py holds."""
+    """Skips where integers are looked at and refused, which tests/ops/test_operator_edges.py holds."""
     if device == "cpu":
         pytest.skip("the CPU refuses them")
 

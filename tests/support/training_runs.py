@@ -1,6 +1,6 @@
 """Short trainings of every mixer with every word of its options: do gradients stay bounded and does it learn?
 
-    python tests/python/training_runs.py [--width 192] [--layers 3] [--rates 1e-3,3e-3,9e-3] [--only trellis]
+    python tests/support/training_runs.py [--width 192] [--layers 3] [--rates 1e-3,3e-3,9e-3] [--only trellis]
 
 prints a table, a row for each mixer and options: the largest norm of the gradient after the warm-up, before
 it is clipped, and bits a byte of the first and the last tenth of the steps. As the comparison trains: AdamW

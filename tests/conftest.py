@@ -8,8 +8,10 @@ import torch
 from girih import _library
 from hypothesis import HealthCheck, settings
 
+SUPPORT = Path(__file__).parent / "support"  # what tests share, and the programs that they start
+
 #: CMake's tree of the running torch: programs, C++ tests.
-TREE = Path(__file__).parents[2] / "build" / _library.loaded.name
+TREE = Path(__file__).parents[1] / "build" / _library.loaded.name
 
 # The same examples on every run: a red run is red again when someone looks. `make test FULL=1` takes 100.
 settings.register_profile(

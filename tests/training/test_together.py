@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+from conftest import SUPPORT
 
 
 def test_two_processes_have_the_losses_and_gradients_of_one():
-    program = Path(__file__).with_name("together.py")
+    program = SUPPORT / "together.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(

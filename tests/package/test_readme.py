@@ -101,7 +101,7 @@ def test_numerics_names_every_operator_on_tensor_cores_and_its_tests():
     text = (ROOT / "docs" / "numerics.md").read_text()
     (listed,) = re.findall(r"on the tensor cores \| (.*)", text)
     exact = text[text.index("## How exact") : text.index("## What to know")]
-    cited = [ROOT / "tests" / "python" / name for name in re.findall(r"(test_\w+_kernels\.py)", exact)]
+    cited = [ROOT / "tests" / "kernels" / name for name in re.findall(r"(test_\w+_kernels\.py)", exact)]
     halves = [case.draw(20, dtype=torch.bfloat16, gate_dtype=torch.float32) for case in ONE_EACH]
     for op in {inputs.case.op for inputs in halves if path_of(inputs) == "tensor cores"}:
         assert f"`{op}`" in listed

@@ -5,9 +5,9 @@ Projections of layers are not cut.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import SUPPORT
 
 CALL = """
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def test_the_example_of_shard_runs():
 def test_over_two_processes(program):
     """Operands that are cut give the whole result; layers refuse projections that are."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command.append(str(Path(__file__).with_name(program)))
+    command.append(str(SUPPORT / program))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]

@@ -32,9 +32,9 @@ def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
     assert set(gpu.KERNEL_TESTS) <= set().union(*files.values())
     assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files["gsa"]
     assert {
-        "tests/python/test_gsa_kernels.py",
-        "tests/python/kernel_accuracy.py",
-        "tests/python/recurrences.py",
+        "tests/kernels/test_gsa_kernels.py",
+        "tests/support/kernel_accuracy.py",
+        "tests/support/recurrences.py",
     } <= files["gsa"]
     assert "csrc/ops/gsa/cpu.cpp" not in files["gsa"] and "kernels/trellis/scan.cuh" not in files["gsa"]
     assert {"kernels/trellis/maps.cuh", "kernels/time/chunks.h"} <= files["trellis"]
@@ -61,8 +61,8 @@ def add_to(monkeypatch, file, text):
         ("kernels/instance.cu.in", None),
         ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
         ("csrc/ops/packs.h", None),
-        ("tests/python/padding.py", None),
-        ("tests/python/test_short_conv_kernels.py", {"short_conv"}),
+        ("tests/support/padding.py", None),
+        ("tests/kernels/test_short_conv_kernels.py", {"short_conv"}),
     ],
 )
 def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
@@ -80,8 +80,8 @@ def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
         ("kernels/gsa/scan.cu", b"\n// word\n/* and\n another */\n\n"),
         ("csrc/ops/gsa/problem.h", b"  // return 1\n"),
         ("kernels/instance.cu.in", b"// word"),
-        ("tests/python/test_gsa_kernels.py", b"\n\n# changed = 1\n"),
-        ("tests/python/recurrences.py", b"  # word\n"),
+        ("tests/kernels/test_gsa_kernels.py", b"\n\n# changed = 1\n"),
+        ("tests/support/recurrences.py", b"  # word\n"),
     ],
 )
 def test_a_comment_leaves_a_record_as_it_is(changed, text, monkeypatch):
@@ -136,7 +136,7 @@ def test_code_counts(name, text, other):
 
 def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):
     before, read = states(), Path.read_bytes
-    file = gpu.ROOT / "tests" / "python" / "recurrences.py"
+    file = gpu.ROOT / "tests" / "support" / "recurrences.py"
 
     def with_line(line):
         monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + line * (p == file))
@@ -231,5 +231,5 @@ def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
     told = gpu.Runner(100, False, ["gsa", "row_gates"]).racecheck()
     assert told["green"] and told["passed"] == 10
     of_calls, of_tests = commands
-    assert "--operators=gsa" in of_calls and "tests/python/test_row_gates_kernels.py" in of_tests
-    assert "tests/python/test_gsa_kernels.py" not in of_tests
+    assert "--operators=gsa" in of_calls and "tests/kernels/test_row_gates_kernels.py" in of_tests
+    assert "tests/kernels/test_gsa_kernels.py" not in of_tests
