@@ -6,7 +6,7 @@
 // token, W taps.
 #include <torch/library.h>
 
-#include "ops/operator.h"
+#include "ops/registration/operator.h"
 
 namespace girih {
 

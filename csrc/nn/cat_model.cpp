@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../ops/operator.h"
+#include "../ops/registration/operator.h"
 #include "chunk_rows.h"
 #include "chunks.h"
 #include "mixers.h"

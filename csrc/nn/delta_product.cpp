@@ -1,4 +1,4 @@
-#include "../ops/operator.h"
+#include "../ops/registration/operator.h"
 #include "mixers.h"
 #include "step.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../ops/operator.h"
+#include "../ops/registration/operator.h"
 
 namespace girih::nn {
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "../ops/functions.h"
 #include "../ops/fused/fused.h"
+#include "../ops/registration/functions.h"
 
 namespace girih::nn {
 namespace {

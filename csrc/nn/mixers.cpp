@@ -7,7 +7,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "../ops/operator.h"
+#include "../ops/registration/operator.h"
 
 namespace girih::nn {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../ops/functions.h"
+#include "../ops/registration/functions.h"
 #include "fused.h"
 
 namespace girih::nn {

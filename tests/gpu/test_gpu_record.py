@@ -30,7 +30,7 @@ def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
     assert "kernels/gsa/instances.txt" in sources and "kernels/instance.cu.in" in sources
     assert sources <= set().union(*files.values())
     assert set(gpu.KERNEL_TESTS) <= set().union(*files.values())
-    assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files["gsa"]
+    assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files["gsa"]
     assert {
         "tests/kernels/test_gsa_kernels.py",
         "tests/support/kernel_accuracy.py",
@@ -60,7 +60,7 @@ def add_to(monkeypatch, file, text):
         ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis"}),
         ("kernels/instance.cu.in", None),
         ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
-        ("csrc/ops/packs.h", None),
+        ("csrc/ops/arguments/aligned_rows.h", None),
         ("tests/support/padding.py", None),
         ("tests/kernels/test_short_conv_kernels.py", {"short_conv"}),
     ],

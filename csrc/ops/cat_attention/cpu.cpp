@@ -6,7 +6,7 @@
 // formed and those of a few chunks are held. Backward forms them again from lse:
 //   p_j = e^{a_j - lse}        da_j = p_j (do . v_j - sum_i p_i do . v_i)
 //   dq = scale sum_j da_j k_j        dk_j = scale sum da_j q        dv_j = sum p_j do
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,6 +1,6 @@
 // cat_attention by its kernels. The ATen form serves what is wider, and fp64.
-#include "../dispatch.h"
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "cat_attention/cat_attention.h"
 #include "problem.h"

@@ -2,8 +2,8 @@
 // fp64: the log-sum-exp of a row's scores; its output is kept too.
 #pragma once
 
-#include "../kept_within.h"
-#include "../path.h"
+#include "../arguments/path.h"
+#include "../chunks/saved_memories.h"
 
 namespace girih::cat_attention {
 

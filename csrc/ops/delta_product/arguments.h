@@ -1,9 +1,9 @@
 // A call of delta_product as the kernels on the tensor cores take it.
 #pragma once
 
-#include "../kernel_arguments.h"
-#include "../packs.h"
-#include "../shared_heads.h"
+#include "../arguments/aligned_rows.h"
+#include "../arguments/kernel_arguments.h"
+#include "../arguments/shared_heads.h"
 #include "delta_product/delta_product.h"
 
 namespace girih::delta_product {

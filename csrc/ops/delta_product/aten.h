@@ -1,7 +1,7 @@
 // delta_product for any device, dtype and size.
 #pragma once
 
-#include "../check.h"
+#include "../arguments/check.h"
 
 namespace girih::delta_product {
 

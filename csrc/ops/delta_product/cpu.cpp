@@ -3,10 +3,10 @@
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t                           after the last step
 // A chunk of C tokens has R = C n rows, one a step; L_r sums the gates from the chunk's start through row r.
-#include "../chunks.h"
-#include "../decay.h"
-#include "../dispatch.h"
-#include "../shared_heads.h"
+#include "../arguments/shared_heads.h"
+#include "../chunks/chunks.h"
+#include "../chunks/decay.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,6 +1,6 @@
 // delta_product by its kernels: on the tensor cores 16-bit elements with one beta a step, or a plain call
 // with one for every channel (vector.h), and nothing between chunks; the exact ones for the rest but fp64.
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "arguments.h"
 #include "aten.h"
 #include "exact.h"

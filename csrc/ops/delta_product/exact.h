@@ -1,7 +1,7 @@
 // delta_product by the exact kernels.
 #pragma once
 
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
 #include "aten.h"
 #include "delta_product/exact.h"
 #include "problem.h"

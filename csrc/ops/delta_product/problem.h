@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../kept_states.h"
-#include "../path.h"
+#include "../arguments/path.h"
+#include "../chunks/saved_states.h"
 
 namespace girih::delta_product {
 

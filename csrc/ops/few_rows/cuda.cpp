@@ -3,8 +3,8 @@
 // gradients nor other devices. `girih.nn.step` and csrc/nn/step.cpp call it, and have the same in PyTorch.
 #include <torch/library.h>
 
-#include "../kernel_arguments.h"
-#include "../row_gate.h"
+#include "../arguments/kernel_arguments.h"
+#include "../arguments/row_gate.h"
 #include "few_rows/few_rows.h"
 
 namespace girih::few_rows {

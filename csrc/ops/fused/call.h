@@ -4,7 +4,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "../functions.h"
+#include "../registration/functions.h"
 #include "fused.h"
 
 namespace girih::fused {

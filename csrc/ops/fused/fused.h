@@ -4,8 +4,8 @@
 // gradients are PyTorch's.
 #pragma once
 
-#include "../check.h"
-#include "../recompute.h"
+#include "../arguments/check.h"
+#include "../chunks/recompute.h"
 
 namespace girih::fused {
 

@@ -1,7 +1,7 @@
 // gated_rms_norm for any device, dtype and width.
 #pragma once
 
-#include "../check.h"
+#include "../arguments/check.h"
 
 namespace girih::gated_rms_norm {
 

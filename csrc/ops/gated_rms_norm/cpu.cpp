@@ -3,7 +3,7 @@
 // Nothing is saved: r costs backward no more than a pass over x, which it reads anyway.
 //   u = dy act(gate)        dx = r (u weight - n mean(u weight n))
 //   dweight = sum of u n    dgate = dy n weight act'(gate)
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,7 +1,7 @@
 // gated_rms_norm by its kernels. float64 and wider rows than a block holds have none: the ATen form serves
 // them.
-#include "../dispatch.h"
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "gated_rms_norm/gated_rms_norm.h"
 #include "problem.h"

@@ -1,4 +1,4 @@
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "problem.h"
 
 namespace girih::gated_rms_norm {

@@ -1,7 +1,7 @@
 // Which kernels take a call of gated_rms_norm.
 #pragma once
 
-#include "../path.h"
+#include "../arguments/path.h"
 
 namespace girih::gated_rms_norm {
 

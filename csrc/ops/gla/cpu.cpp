@@ -1,9 +1,9 @@
 // Gated linear attention in chunk form: the single pass of gated slot attention.
 //   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T        [D, V]
 //   o_t = scale * S_t^T q_t
-#include "../dispatch.h"
-#include "../gated_scan.h"
-#include "../shared_heads.h"
+#include "../arguments/shared_heads.h"
+#include "../gated/gated_scan.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,9 +1,9 @@
 // gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys
 // of up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
 // none: the ATen form serves it.
-#include "../dispatch.h"
-#include "../gated_exact.h"
-#include "../shared_heads.h"
+#include "../arguments/shared_heads.h"
+#include "../gated/gated_exact.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "gla/gla.h"
 #include "gla/head.h"

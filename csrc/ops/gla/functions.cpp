@@ -1,4 +1,4 @@
-#include "../functions.h"
+#include "../registration/functions.h"
 
 namespace girih::ops {
 

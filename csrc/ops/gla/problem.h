@@ -2,8 +2,8 @@
 // - and what forward keeps.
 #pragma once
 
-#include "../kept_states.h"
-#include "../path.h"
+#include "../arguments/path.h"
+#include "../chunks/saved_states.h"
 
 namespace girih::gla {
 

@@ -3,8 +3,8 @@
 //   p_t  = feature(scale * Hk_t^T q_t)               [M]
 //   Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        [M, V]
 //   o_t  = Hv_t^T p_t
-#include "../dispatch.h"
-#include "../gated_scan.h"
+#include "../gated/gated_scan.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,7 +1,7 @@
 // gsa by its kernels: those of the tensor cores for 16-bit elements with gates and up to 128 slots, the exact
 // ones for the rest. float64 has none: the ATen form serves it.
-#include "../dispatch.h"
-#include "../gated_exact.h"
+#include "../gated/gated_exact.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

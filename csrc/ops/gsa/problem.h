@@ -1,8 +1,8 @@
 // What gsa asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
-#include "../kept_states.h"
-#include "../path.h"
+#include "../arguments/path.h"
+#include "../chunks/saved_states.h"
 
 namespace girih::gsa {
 

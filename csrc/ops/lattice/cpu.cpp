@@ -4,9 +4,9 @@
 //   d_{t,i} = -gamma_t c_{t,i} (h_t - s_i (s_i.h_t))
 //   X_t = e^{g_t} X_{t-1} + d_t          o_t = unit(X_t) q_t
 // A chunk reads S at its start, X_0 = S, and leaves unit(X) of its last token.
-#include "../decay.h"
-#include "../defining.h"
-#include "../dispatch.h"
+#include "../chunks/chunk_defining.h"
+#include "../chunks/decay.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,7 +1,7 @@
 // lattice by its kernels, of 16-bit elements and unit columns on the tensor cores, exactly of the rest but
 // fp64 and wide memories, and its step.
-#include "../dispatch.h"
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "exact.h"
 #include "lattice/lattice.h"

@@ -1,7 +1,7 @@
 // lattice by the exact kernels.
 #pragma once
 
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
 #include "aten.h"
 #include "lattice/exact.h"
 #include "problem.h"

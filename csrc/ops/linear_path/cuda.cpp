@@ -2,7 +2,7 @@
 // serve python/girih/conversion/rows.py, which decides where and gives them gradients.
 #include <torch/library.h>
 
-#include "../dense.h"
+#include "../arguments/contiguous.h"
 #include "linear_path/linear_path.h"
 
 namespace girih::linear_path {

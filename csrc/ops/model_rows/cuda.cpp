@@ -2,7 +2,7 @@
 // has the gradients.
 #include <torch/library.h>
 
-#include "../dense.h"
+#include "../arguments/contiguous.h"
 #include "model_rows/model_rows.h"
 
 namespace girih::model_rows {

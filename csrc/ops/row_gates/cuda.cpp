@@ -2,8 +2,8 @@
 // says what it is for and has the gradients.
 #include <torch/library.h>
 
-#include "../dense.h"
-#include "../row_gate.h"
+#include "../arguments/contiguous.h"
+#include "../arguments/row_gate.h"
 #include "row_gates/row_gates.h"
 
 namespace girih::row_gates {

@@ -1,7 +1,7 @@
 // short_conv for any device and dtype.
 #pragma once
 
-#include "../check.h"
+#include "../arguments/check.h"
 
 namespace girih::short_conv {
 

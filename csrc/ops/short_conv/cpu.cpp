@@ -4,7 +4,7 @@
 // Backward forms z again:
 //   dz_t = dy_t act'(z_t)        dx_{t - (W-1) + j} += weight_j dz_t
 //   dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 

@@ -1,6 +1,6 @@
 // short_conv by its kernels. float64 has none: the ATen form serves it.
-#include "../dispatch.h"
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 #include "short_conv/short_conv.h"

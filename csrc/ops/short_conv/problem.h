@@ -1,7 +1,7 @@
 // The sizes of a call of short_conv, and which kernels take it.
 #pragma once
 
-#include "../path.h"
+#include "../arguments/path.h"
 
 namespace girih::short_conv {
 

@@ -1,7 +1,7 @@
 // trellis for any device, dtype and size.
 #pragma once
 
-#include "../check.h"
+#include "../arguments/check.h"
 
 namespace girih::trellis {
 

@@ -1,5 +1,5 @@
 // trellis for any device, dtype and size.
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "passes.h"
 #include "problem.h"

@@ -1,8 +1,8 @@
 // trellis by its kernels, of 16-bit elements on the tensor cores, exactly of the rest but fp64 and memories
 // wider than 256, and its step. The ATen form serves these.
-#include "../dispatch.h"
-#include "../kernel_arguments.h"
-#include "../shared_heads.h"
+#include "../arguments/kernel_arguments.h"
+#include "../arguments/shared_heads.h"
+#include "../registration/dispatch.h"
 #include "aten.h"
 #include "exact.h"
 #include "problem.h"

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "../kernel_arguments.h"
+#include "../arguments/kernel_arguments.h"
 #include "aten.h"
 #include "exact/exact.h"
 #include "problem.h"

@@ -6,8 +6,8 @@
 // and TTT one of keys, o_t = r_t.
 #pragma once
 
-#include "../decay.h"
-#include "../defining.h"
+#include "../chunks/chunk_defining.h"
+#include "../chunks/decay.h"
 #include "phi.h"
 
 namespace girih::trellis {

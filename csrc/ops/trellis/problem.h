@@ -1,8 +1,8 @@
 // What trellis asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
-#include "../kept_within.h"
-#include "../path.h"
+#include "../arguments/path.h"
+#include "../chunks/saved_memories.h"
 
 namespace girih::trellis {
 

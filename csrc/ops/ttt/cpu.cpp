@@ -1,5 +1,5 @@
 // TTT: the first of Trellis' two passes alone (trellis/passes.h), whose read is the output.
-#include "../dispatch.h"
+#include "../registration/dispatch.h"
 #include "../trellis/passes.h"
 #include "../trellis/problem.h"
 #include "problem.h"

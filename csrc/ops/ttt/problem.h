@@ -1,7 +1,7 @@
 // What ttt asks of a call beyond its description.
 #pragma once
 
-#include "../path.h"
+#include "../arguments/path.h"
 
 namespace girih::ttt {
 

@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "check.h"
+#include "../arguments/check.h"
 
 namespace girih {
 

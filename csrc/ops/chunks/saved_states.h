@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "check.h"
+#include "../arguments/check.h"
 
 namespace girih {
 

@@ -6,8 +6,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include "aligned_rows.h"
 #include "check.h"
-#include "packs.h"
 #include "tile/array.h"
 #include "tile/last_error.h"
 #include "tile/sequence.h"

@@ -1,10 +1,10 @@
 // What the kernels of gsa and gla have in common on torch's side.
 #pragma once
 
+#include "../arguments/aligned_rows.h"
+#include "../arguments/kernel_arguments.h"
+#include "../chunks/saved_states.h"
 #include "gsa/gsa.h"
-#include "kept_states.h"
-#include "kernel_arguments.h"
-#include "packs.h"
 
 namespace girih {
 

@@ -2,8 +2,8 @@
 // X_backward by autograd of the ATen forward, its Meta, and X_step as the forward of one token.
 #include <torch/csrc/autograd/autograd.h>
 
-#include "../torch_internals.h"
-#include "check.h"
+#include "../../torch_internals.h"
+#include "../arguments/check.h"
 #include "dispatch.h"
 
 namespace girih {

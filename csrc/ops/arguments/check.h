@@ -7,7 +7,7 @@
 #include <optional>
 #include <string_view>
 
-#include "operator.h"
+#include "../registration/operator.h"
 
 // ValueError in Python; the message names the argument, what it is and what it should be.
 #define GIRIH_CHECK(condition, ...) TORCH_CHECK_VALUE(condition, "girih.", __VA_ARGS__)

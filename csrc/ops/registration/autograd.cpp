@@ -1,7 +1,7 @@
 // X under autograd, the same for every operator: X calls X_forward and leaves X_backward in the graph. Both
 // are registered operators, so a traced graph holds them as they are.
-#include "../torch_internals.h"
-#include "check.h"
+#include "../../torch_internals.h"
+#include "../arguments/check.h"
 #include "dispatch.h"
 
 namespace girih {

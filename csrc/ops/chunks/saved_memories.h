@@ -1,7 +1,7 @@
 // What forward keeps of operators whose chunks are part of the model: the memory before every chunk.
 #pragma once
 
-#include "kept_states.h"
+#include "saved_states.h"
 
 namespace girih {
 

@@ -1,6 +1,6 @@
 #include "gated_scan.h"
 
-#include "decay.h"
+#include "../chunks/decay.h"
 
 namespace girih {
 namespace {

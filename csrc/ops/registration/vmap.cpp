@@ -1,7 +1,7 @@
 // torch.vmap, the same for every operator: the mapped dimension becomes part of the batch, since sequences of
 // a batch know nothing of each other.
-#include "../torch_internals.h"
-#include "check.h"
+#include "../../torch_internals.h"
+#include "../arguments/check.h"
 #include "dispatch.h"
 
 namespace girih {

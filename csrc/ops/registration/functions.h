@@ -6,7 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <girih/ops.h>
 
-#include "check.h"
+#include "../arguments/check.h"
 
 namespace girih::ops {
 

@@ -1,4 +1,4 @@
-#include "defining.h"
+#include "chunk_defining.h"
 
 namespace girih {
 namespace {

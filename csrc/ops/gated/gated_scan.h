@@ -1,7 +1,7 @@
 // Linear attention with decays in chunk form: the single pass under gla and both passes of gsa.
 #pragma once
 
-#include "chunks.h"
+#include "../chunks/chunks.h"
 
 namespace girih {
 
