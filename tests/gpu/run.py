@@ -196,20 +196,22 @@ def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
 
 @functools.cache
 def text_hash(file_name: str, text: str) -> str:
-    return hashlib.sha256(source_text(file_name, text).encode()).hexdigest()
+    return f"{file_name} {hashlib.sha256(source_text(file_name, text).encode()).hexdigest()}"
 
 
 def hashes_of_state(part: str) -> list[str]:
     """Of every file: of modules that tests import what the tests use, of all others everything."""
     tests = tests_of(part)
     modules = closure(tests, imports) - set(tests)
-    used = [text_hash(file.name, s.text) for file, own in used_statements(tests).items() for s in own]
+    used = [
+        text_hash(file.name, "\n".join(s.text for s in own)) for file, own in used_statements(tests).items()
+    ]
     whole = [text_hash(f.name, f.read_bytes().decode()) for f in files_of_state(part) if f not in modules]
     return sorted(used + whole)
 
 
 def state_hash(part: str) -> str:
-    """The same wherever the files are, and whatever their comments, docstrings and formatting."""
+    """The same in whatever folders the files are, and whatever their comments, docstrings and formatting."""
     return hashlib.sha256("\n".join(hashes_of_state(part)).encode()).hexdigest()
 
 

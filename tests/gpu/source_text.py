@@ -1,25 +1,39 @@
-"""Source files without comments, docstrings and formatting."""
+"""Source files without comments, docstrings and formatting.
+
+Two texts with one result compile to one program, but for macros that turn their arguments' spaces into text.
+"""
 
 import ast
 import re
 from collections.abc import Callable
 
 # A literal, in the group `text`, or a comment.
+PREFIX = r"(?:(?<!\w)(?:u8|[uUL]))?"
 CPP = re.compile(
-    r"""(?P<text>R"(?P<end>\w*)\(.*?\)(?P=end)"|"(?:\\.|[^"\\])*"|(?<!\w)'(?:\\.|[^'\\])+')"""
+    rf"""(?P<text>(?:(?<!\w)(?:u8|[uUL])?R)"(?P<end>[^\s()\\]{{0,16}})\(.*?\)(?P=end)"|{PREFIX}"(?:\\.|[^"\\])*\""""
+    r"|(?<!\w)(?:u8|[uUL])?'(?:\\.|[^'\\])+')"
     r"|//(?:\\\n|[^\n])*|/\*.*?\*/",
     re.DOTALL,
 )
 PYTHON = re.compile(
-    r"(?P<text>(?P<quotes>\"{3}|'{3}|[\"'])(?:\\.|.)*?(?P=quotes))|#[^\n]*",
+    r"(?P<text>(?:(?<!\w)[rRbBfFuU]{1,2})?(?P<quotes>\"{3}|'{3}|[\"'])(?:\\.|.)*?(?P=quotes))|#[^\n]*",
     re.DOTALL,
 )
-OWN_INCLUDE = re.compile(r'# include ("|< girih /)')
 LITERAL = r"\0\d+\0"  # stands for one while a text is cut into tokens
+NUMBER = r"\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*"
+OPERATOR = (
+    r"<<=|>>=|<=>|->\*|\*\*=|//=|\.\.\.|::|->|\+\+|--|<<|>>"
+    r"|[<>=!+\-*/%&|^:@]=|&&|\|\||##|\.\*|\*\*|//|[^\w\s]"
+)
+TOKEN = re.compile(rf"{LITERAL}|{NUMBER}|\w+|{OPERATOR}")
+# Of the project's files the name alone counts: they count themselves, wherever they are.
+OWN_INCLUDE = re.compile(r'(?<=# include )(?:"(?:[^"]*/)?([^"/]+)"|< girih / (\w+ \. h) >)')
 
 
 def with_literals_apart(text: str, syntax: re.Pattern) -> tuple[str, Callable[[str], str]]:
     """The text without comments and with a mark for each literal, and the function that puts them back."""
+    if "\0" in text:
+        raise ValueError("a source has a NUL")
     literals: list[str] = []
 
     def marked(match: re.Match) -> str:
@@ -35,50 +49,41 @@ def with_literals_apart(text: str, syntax: re.Pattern) -> tuple[str, Callable[[s
 
 
 def cpp_tokens(text: str) -> str:
-    """C++ or CUDA, one space between tokens; a directive of the preprocessor has a line of its own.
-
-    Includes of the project's files are left out: those files count themselves.
-    """
+    """C++ or CUDA, one space between tokens; a directive of the preprocessor has a line of its own."""
     code, restored = with_literals_apart(text, CPP)
     lines = [""]
     for line in code.replace("\\\n", " ").split("\n"):
-        tokens = " ".join(re.findall(rf"{LITERAL}|\w+|[^\w\s]", line))
-        if OWN_INCLUDE.match(restored(tokens)):
-            continue
+        tokens = " ".join(TOKEN.findall(line))
         if tokens.startswith("#"):
-            lines += [tokens, ""]
+            if re.match(r"\s*#\s*define\s+\w+\(", line):  # a macro with arguments
+                tokens = tokens.replace(" (", "(", 1)
+            lines += [OWN_INCLUDE.sub(lambda name: name[1] or name[2], restored(tokens)), ""]
         else:
-            lines[-1] = f"{lines[-1]} {tokens}".strip()
-    return restored("\n".join(line for line in lines if line))
+            lines[-1] = f"{lines[-1]} {restored(tokens)}".strip()
+    return "\n".join(line for line in lines if line)
 
 
 def without_docstrings(text: str) -> str:
-    lines = text.split("\n")
+    lines = text.encode().split(b"\n")
     for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            docstring = node.body[0]
-            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (
-                docstring.end_lineno - docstring.lineno + 1
-            )
-    return "\n".join(lines)
+        scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if not isinstance(node, scope) or ast.get_docstring(node) is None:
+            continue
+        docstring = node.body[0]
+        first, last = docstring.lineno - 1, docstring.end_lineno - 1
+        before, after = lines[first][: docstring.col_offset], lines[last][docstring.end_col_offset :]
+        lines[first : last + 1] = [before + after, *[b""] * (last - first)]
+    return b"\n".join(lines).decode()
 
 
 def python_lines(text: str) -> str:
-    """Python without blank lines, each line with its indentation and one space between tokens.
-
-    Names of the modules that names are imported from are left out.
-    """
+    """Python without blank lines, each line with its indentation and one space between tokens."""
     code, restored = with_literals_apart(without_docstrings(text), PYTHON)
     found = []
     for line in code.split("\n"):
-        tokens = " ".join(re.findall(rf"{LITERAL}|\w+|[^\w\s]", line))
+        tokens = " ".join(TOKEN.findall(line))
         if tokens:
-            found.append(
-                " " * (len(line) - len(line.lstrip())) + re.sub("^from .* import ", "import ", tokens)
-            )
+            found.append(" " * (len(line) - len(line.lstrip())) + tokens)
     return restored("\n".join(found))
 
 

@@ -30,7 +30,9 @@ def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
     assert "kernels/gsa/instances.txt" in sources and "kernels/instance.cu.in" in sources
     assert sources <= set().union(*files.values())
     assert set(gpu.KERNEL_TESTS) <= set().union(*files.values())
-    assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files["gsa"]
+    assert {"csrc/ops/gsa/cuda.cpp", "csrc/ops/gated/gated_kernels.h", "csrc/ops/gsa/problem.h"} <= files[
+        "gsa"
+    ]
     assert {
         "tests/kernels/test_gsa_kernels.py",
         "tests/support/kernel_accuracy.py",
@@ -102,10 +104,14 @@ PY = 'from a import b\n\n\ndef f(x):\n    """What."""\n    return "# 1" + x  # w
             CPP,
             '/* a\n */ asm( "x // y" : : "r"( a ) );\n\nint b\n  = 1\'000;\n#define F(x) x  // b\n',
         ),
-        ("f.cuh", CPP, '#include "other.h"\n#include <girih/ops.h>\n' + CPP),
+        (
+            "f.h",
+            '#include "a/b.h"\n#include <girih/ops.h>',
+            '#include "b.h"\n#include <girih/ops.h>  // a',
+        ),
         ("f.h", "char q = '\"';  // say \"a\nint b;", "char q = '\"'; int b;"),
         ("f.cpp", 'auto s = R"x(// a)")x";', 'auto  s=R"x(// a)")x" ; // b'),
-        ("f.py", PY, PY.replace("from a", "from c.d").replace('"""What."""', "'''Other\n\n    words.'''\n")),
+        ("f.py", PY, PY.replace('"""What."""', "'''Other\n\n    words.'''\n")),
         ("f.py", PY, 'from a import b\ndef f(x):\n    # why\n    return  "# 1"+x\n'),
     ],
 )
@@ -121,17 +127,36 @@ def test_comments_docstrings_and_formatting_do_not_count(name, text, same):
         ("f.cuh", CPP, CPP.replace("000", "001")),
         ("f.cuh", CPP, CPP.replace("int b", "int c")),
         ("f.cuh", CPP, "#include <cmath>\n" + CPP),
+        ("f.cuh", CPP, '#include "a.h"\n' + CPP),
+        ("f.cuh", '#include "a.h"', '#include "b.h"'),
+        ("f.cuh", "--x", "- -x"),
+        ("f.cuh", "x++ + y", "x + ++y"),
+        ("f.cuh", "#define F(x) x", "#define F (x) x"),
+        ("f.cuh", 'L"a"', 'L "a"'),
+        ("f.cuh", 'auto q = L\'"\'; asm("a // b");', 'auto q = L\'"\'; asm("a // c");'),
+        ("f.cuh", 'R"--(a // b)--"', 'R"--(a // c)--"'),
         ("f.cuh", "int a;\n#define A\nint b;", "#define A\nint a; int b;"),
         ("f.h", "char q = '\"';  // say \"a\nint b;", "char q = '\"';"),
         ("f.cpp", 'auto s = R"x(// a)")x";', 'auto s = R"x(// b)")x";'),
         ("f.py", PY, PY.replace("import b", "import c")),
         ("f.py", PY, PY.replace("# 1", "# 2")),
         ("f.py", "if a:\n    b()\nc()\n", "if a:\n    b()\n    c()\n"),
+        ("f.py", PY, PY.replace("from a", "from c")),
+        ("f.py", '"a"; x = 1', '"a"; x = 2'),
+        ("f.py", 'def f(a): "b"', 'def g(a): "b"'),
         ("instances.txt", "a | b", "a |  b"),
     ],
 )
 def test_code_counts(name, text, other):
     assert gpu.source_text(name, text) != gpu.source_text(name, other)
+
+
+def test_two_files_that_change_places_are_a_change(monkeypatch):
+    before, read = states(), Path.read_bytes
+    scan, step = (gpu.ROOT / "kernels" / "gsa" / name for name in ("scan.cu", "step.cu"))
+    other = {scan: step, step: scan}
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(other.get(path, path)))
+    assert {part for part, state in states().items() if state != before[part]} == {"gsa", "gla", "trellis"}
 
 
 def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):
