@@ -293,6 +293,22 @@ def test_an_injected_layers_state_is_refused_before_any_of_it_is_written(options
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"pool": "window"}, {"gate": "kv", "n": 3}], ids=str)
+@pytest.mark.parametrize("prefill_in_bf16", [False, True])
+def test_a_text_goes_on_under_autocast_and_outside_of_it(options, prefill_in_bf16):
+    model = base_model("llama").eval()
+    girih.inject(model, **options)
+    want = model(IDS[:, :7]).logits
+    with torch.autocast("cpu", torch.bfloat16, enabled=prefill_in_bf16):
+        cache = model(IDS[:, :5], use_cache=True).past_key_values
+    found = []
+    for t in (5, 6):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not prefill_in_bf16):
+            found.append(model(IDS[:, t : t + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1).float(), want[:, 5:], atol=0.05, rtol=0.05)
+
+
+@torch.no_grad()
 def test_a_converted_models_state_is_refused_before_its_keys_are_written():
     model = base_model("llama").eval()
     girih.inject(model)

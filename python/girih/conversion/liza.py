@@ -17,6 +17,7 @@ from girih.nn.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.layer import at_least_fp32
 from girih.nn.masking import RecurrentLayer
 from girih.nn.packing import count_sequences, token_positions
+from girih.nn.short_conv import convolution_state
 from girih.nn.state import Like, advance, check_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
 
@@ -148,7 +149,7 @@ class LinearPath(SharedPath):
         """The causal mean of x `[B, T, heads, head_dim]`, in fp32, with what the next call needs of it."""
         if self.pool == "window":
             options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
-            before = None if state is None else state.pool
+            before = convolution_state(None if state is None else state.pool, x)
             taps = x.new_full((x.shape[2] * x.shape[3], WINDOW), 1 / WINDOW)
             mean, pool = advance("short_conv", x.flatten(2), taps, None, state=before, **options)
             return at_least_fp32(mean.view_as(x)), pool, None
@@ -178,7 +179,7 @@ class LinearPath(SharedPath):
         taps = taps.expand(x.shape[2] * x.shape[3], 2)
         rows, states = [x], []
         for m in range(1, self.n):
-            before = None if state is None else state.differences[m - 1]
+            before = convolution_state(None if state is None else state.differences[m - 1], x)
             row, after = advance(
                 "short_conv",
                 rows[-1].flatten(2),

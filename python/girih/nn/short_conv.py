@@ -13,6 +13,14 @@ ACTIVATIONS = ops.words("short_conv", "activation")
 WIDEST = ops.describe()["short_conv"]["sizes"]["W"]["most"]
 
 
+def convolution_state(state: ops.ShortConvState | None, x: Tensor) -> ops.ShortConvState | None:
+    """state in the dtype in which x is convolved: one call may be under autocast and another one not."""
+    dtype = autocast_dtype(x) or x.dtype
+    if state is None or state.x.dtype == dtype or not state.x.is_floating_point():
+        return state
+    return ops.ShortConvState(state.x.to(dtype))
+
+
 class ShortConv(RecurrentLayer):
     """Depthwise causal convolution over the last `kernel_size` tokens, then SiLU (or nothing).
 
@@ -53,9 +61,7 @@ class ShortConv(RecurrentLayer):
     ) -> tuple[Tensor, ops.ShortConvState | None]:
         if self.weight is None:
             return (F.silu(x) if self.activation else x), None
-        dtype = autocast_dtype(x) or x.dtype
-        if state is not None and state.x.dtype != dtype:  # one call was under autocast, the other was not
-            state = ops.ShortConvState(state.x.to(dtype))
+        state = convolution_state(state, x)
         y, state = advance(
             "short_conv",
             x,
