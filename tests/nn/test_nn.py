@@ -651,6 +651,22 @@ def test_keys_and_values_without_slots_get_them():
     close(layer(x[:, 4:], state=AttentionState(*there, 4), use_cache=True)[0], layer(x)[0][:, 4:])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_attention_refuses_what_is_not_its_state(tokens):
+    layer = girih.nn.Attention(HIDDEN, 2).eval()
+    x = torch.randn(2, 5, HIDDEN)
+    _, state = layer(x, use_cache=True)
+    rows = state.k.shape[1]
+    for wrong, message in (
+        (tuple(state), "state is a tuple; expected an AttentionState"),
+        (state._replace(tokens=rows + 1), f"state.tokens is {rows + 1}; expected 0 to {rows}"),
+        (state._replace(tokens=0, k=state.k[..., :1]), "state.k is torch.float32 of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x[:, :tokens], state=wrong, use_cache=True)
+
+
 def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
     torch.manual_seed(0)
     layer = GatedLinearAttention(HIDDEN, 2, gate="fixed", rotary=True)

@@ -172,6 +172,10 @@ class Attention(SequenceLayer):
         kept = (x.shape[0], slots, self.heads[1], self.head_dim)
         check_state(state.k, Like(kept), "state.k")
         check_state(state.v, Like(kept, state.k.dtype), "state.v")
+        if not 0 <= state.tokens <= slots:
+            raise ValueError(
+                f"state.tokens is {state.tokens}; expected 0 to {slots}, as state.k has room for"
+            )
         if state.valid is not None:
             check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
         if state.place is not None:
@@ -228,9 +232,9 @@ class Attention(SequenceLayer):
     ) -> tuple[Tensor, AttentionState | None]:
         x = projected[0]
         qkv = x.unflatten(-1, (-1, self.head_dim))
-        past, T = 0 if state is None else state.tokens, x.shape[1]
-        if past:
+        if state is not None:
             self.check_state(state, x)
+        past, T = 0 if state is None else state.tokens, x.shape[1]
         in_place = use_cache and not torch.is_grad_enabled()
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)
