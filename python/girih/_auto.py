@@ -1,5 +1,6 @@
 """Makes girih known to others, without importing them or its own parts before they are used: its models to
-transformers' auto classes, converted models to every class that loads one, its operators to DTensor.
+transformers' auto classes, converted models to every class that loads one, its operators to DTensor, the call
+of transformers' attention modules to its layers.
 
 transformers keeps tables of names, of a model type and its classes, and imports `transformers.models.<type>`
 when a class is asked for. So the names are added once the tables are there, and that module is girih.models.
@@ -51,6 +52,20 @@ def register_classes(module: ModuleType) -> None:
     for table, name in TABLES[module.__name__].items():
         mapping = getattr(module, table.removesuffix("_NAMES"))
         mapping.register(models.GirihConfig, getattr(models, name), exist_ok=True)
+
+
+def set_attention_call(module: ModuleType) -> None:
+    """Lets girih.nn's layers answer the call of transformers' attention modules (`SequenceLayer`).
+
+    The import waits for the first such call: girih.models needs transformers, which the caller has.
+    """
+
+    def attention_call(layer: Any, hidden_states: Any, layer_idx: int | None, **call: Any) -> Any:
+        from girih.models.adapters.attention_call import attend
+
+        return attend(layer, hidden_states, layer_idx, **call)
+
+    module.SequenceLayer.attention_call = staticmethod(attention_call)
 
 
 def shard(_: ModuleType) -> None:
@@ -146,6 +161,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add) | {
     "torch.distributed.tensor": shard,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": explain_fp32,
     "transformers.modeling_utils": convert_saved_and_loaded,
+    "girih.nn.layers.sequence_layer": set_attention_call,
 }
 
 

@@ -1,7 +1,7 @@
 """Language models of girih's mixers, as Hugging Face models.
 
 `import girih` registers them with transformers (`girih._auto`): `AutoModelForCausalLM.from_pretrained` then
-loads them from their folder.
+loads them from their folder. `adapters` holds the calls of transformers' attention modules and models.
 """
 
 from girih.models.cache import GirihCache
