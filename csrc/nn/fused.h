@@ -1,6 +1,6 @@
 // What layers compute beside their mixers: by the functions of ops/fused where these take the tensors, plain
-// dense ones on a GPU, else by PyTorch's. python/girih/nn has the same in fused.py, linears.py, gates.py,
-// rotary.py and swiglu.py, and what a compiler is given.
+// dense ones on a GPU, else by PyTorch's. python/girih/nn/functional has the same in fused.py, linears.py,
+// gates.py and rotary.py, and what a compiler is given.
 #pragma once
 
 #include <array>

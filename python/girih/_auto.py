@@ -1,8 +1,11 @@
 """Makes girih known to others, without importing them or its own parts before they are used: its models to
-transformers' auto classes, converted models to every class that loads one, its operators to DTensor.
+transformers' auto classes, converted models to every class that loads one, its operators to DTensor, the call
+of transformers' attention modules to its layers.
 
 transformers keeps tables of names, of a model type and its classes, and imports `transformers.models.<type>`
 when a class is asked for. So the names are added once the tables are there, and that module is girih.models.
+Only this file registers the models: mappings that transformers made before the names were there get the
+classes themselves.
 A class of transformers that is asked for a folder which `girih.inject` or `girih.replace_attention` wrote
 loads it converted (`girih.from_pretrained`): without the conversion it would be another model. A converted
 model is saved with a module that imports girih, for processes that do not (`girih.remote_code`).
@@ -38,6 +41,31 @@ def add(module: ModuleType) -> None:
     """Adds girih's classes to the tables of this module."""
     for table, name in TABLES[module.__name__].items():
         getattr(module, table)["girih"] = name
+
+
+def register_classes(module: ModuleType) -> None:
+    """Registers girih's classes with the mappings that this module made of its tables before `add`.
+
+    A mapping looks up the type of a model by a copy of CONFIG_MAPPING_NAMES.
+    """
+    models = import_module("girih.models")
+    for table, name in TABLES[module.__name__].items():
+        mapping = getattr(module, table.removesuffix("_NAMES"))
+        mapping.register(models.GirihConfig, getattr(models, name), exist_ok=True)
+
+
+def set_attention_call(module: ModuleType) -> None:
+    """Lets girih.nn's layers answer the call of transformers' attention modules (`SequenceLayer`).
+
+    The import waits for the first such call: girih.models needs transformers, which the caller has.
+    """
+
+    def attention_call(layer: Any, hidden_states: Any, layer_idx: int | None, **call: Any) -> Any:
+        from girih.models.adapters.attention_call import attend
+
+        return attend(layer, hidden_states, layer_idx, **call)
+
+    module.SequenceLayer.attention_call = staticmethod(attention_call)
 
 
 def shard(_: ModuleType) -> None:
@@ -133,6 +161,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add) | {
     "torch.distributed.tensor": shard,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": explain_fp32,
     "transformers.modeling_utils": convert_saved_and_loaded,
+    "girih.nn.layers.sequence_layer": set_attention_call,
 }
 
 
@@ -166,5 +195,5 @@ def register() -> None:
     sys.meta_path.insert(0, Awaited())
     for module in there:
         AFTER[module.__name__](module)
-    if any(module.__name__ in TABLES for module in there):
-        import_module("girih.models")  # what was made of the tables before does not see a new name
+    if modeling_auto := sys.modules.get(f"{AUTO}.modeling_auto"):
+        register_classes(modeling_auto)

@@ -14,7 +14,7 @@ import torch
 from converted import IDS, WAYS, close, convert
 from girih.conversion.attention import returned
 from girih.conversion.projections import find
-from girih.nn.attention_call import valid_tokens
+from girih.models.adapters.attention_call import valid_tokens
 from openelm import ElmCausalAttention, elm
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 

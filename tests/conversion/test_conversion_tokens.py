@@ -6,7 +6,7 @@ import girih
 import pytest
 import torch
 from converted import FAMILIES, IDS, WAYS, attention, base_model, close, converted
-from girih.nn.attention_call import valid_tokens
+from girih.models.adapters.attention_call import valid_tokens
 from transformers import DataCollatorWithFlattening
 
 SEQUENCES = [[5, 9, 12, 7, 7, 11], [3], [8, 8, 4, 6, 12, 22, 9, 11, 5], [4, 31]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from girih.nn.step import PLAIN, Product, RowInput, gated, has_kernel, products
+from girih.nn.functional.step import PLAIN, Product, RowInput, gated, has_kernel, products
 from padding import Padded
 
 DEVICE = "cuda"

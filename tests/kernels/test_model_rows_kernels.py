@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, GatedSlotAttention, RMSNorm, fused, linears, loss, swiglu
-from girih.nn.fused import residual_norm, silu_norm, unit_rows
-from girih.nn.loss import linear_cross_entropy
-from girih.nn.rotary import angles, rates, rotary, turned
-from girih.nn.swiglu import silu_product
+from girih.nn.functional.fused import residual_norm, silu_norm, unit_rows
+from girih.nn.functional.loss import linear_cross_entropy
+from girih.nn.functional.rotary import angles, rates, rotary, turned
+from girih.nn.layers.swiglu import silu_product
 from padding import Padded
 from torch.utils._python_dispatch import TorchDispatchMode
 

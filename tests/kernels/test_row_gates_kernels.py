@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from girih.nn.gates import by_pytorch, gated
+from girih.nn.functional.gates import by_pytorch, gated
 from padding import Padded
 
 DEVICE = "cuda"

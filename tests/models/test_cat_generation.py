@@ -9,7 +9,7 @@ import torch
 from girih import _C
 from girih.models import CatModel, GirihForCausalLM
 from girih.nn import ChunkAttention, CompressAttend, map_state, rotary
-from girih.nn.chunk_attention import ROOM
+from girih.nn.layers.chunk_attention import ROOM
 from small_models import config_of
 
 CHUNK = 4

@@ -16,8 +16,9 @@ import pytest
 import torch
 from conftest import needs_cuda
 from girih.models import MIXERS, GirihForCausalLM, graph
-from girih.nn import Attention, attention
-from girih.nn.step import ROWS
+from girih.nn import Attention
+from girih.nn.functional.step import ROWS
+from girih.nn.layers import attention
 from small_models import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

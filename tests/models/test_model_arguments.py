@@ -53,6 +53,16 @@ def test_importing_girih_after_transformers_is_enough():
     assert run.stdout.split() == ["gsa"], run.stderr[-2000:]
 
 
+def test_importing_girih_after_the_auto_classes_is_enough():
+    program = (
+        "from transformers import AutoModel, AutoModelForCausalLM; import girih;"
+        "config = girih.models.GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2);"
+        "print(*[type(auto.from_config(config)).__name__ for auto in (AutoModel, AutoModelForCausalLM)])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert run.stdout.split() == ["GirihModel", "GirihForCausalLM"], run.stderr[-2000:]
+
+
 def test_the_base_model_of_mixer_cat_is_cat(tmp_path):
     model = GirihForCausalLM(small("cat")).eval()
     model.save_pretrained(tmp_path)

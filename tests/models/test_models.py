@@ -82,9 +82,11 @@ def close(a, b, tolerance=1e-4):
     torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(girih.models.__path__)])
+@pytest.mark.parametrize(
+    "module", [module.name for module in pkgutil.walk_packages(girih.models.__path__, "girih.models.")]
+)
 def test_examples_in_docstrings_run(module):
-    module = importlib.import_module(f"girih.models.{module}")
+    module = importlib.import_module(module)
     assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0
 
 

@@ -1,4 +1,4 @@
-"""girih.nn.fused where it decides, and what a kernel does not take; the kernels' own tests are apart."""
+"""girih.nn.functional.fused where it decides, and what a kernel does not take."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ from conftest import needs_cuda
 from girih._torch_internals import is_called_plainly
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, RMSNorm
-from girih.nn.fused import residual_norm, unit_rows
-from girih.nn.loss import linear_cross_entropy
-from girih.nn.swiglu import silu_product
+from girih.nn.functional.fused import residual_norm, silu_product, unit_rows
+from girih.nn.functional.loss import linear_cross_entropy
 from small_models import config_of
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from girih.models import GirihConfig, GirihForCausalLM
-from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, TTTLinear, linears
+from girih.nn import DecayGate, DeltaProduct, GatedSlotAttention, Lattice, SwiGLU, Trellis, TTTLinear
+from girih.nn.functional import linears
 from torch._dynamo.backends.common import aot_autograd
 
 aten = torch.ops.aten

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from girih.models import GirihConfig, GirihForCausalLM
-from girih.nn import loss as losses
-from girih.nn.loss import linear_cross_entropy
-from girih.nn.swiglu import SwiGLU
+from girih.nn.functional import loss as losses
+from girih.nn.functional.loss import linear_cross_entropy
+from girih.nn.layers.swiglu import SwiGLU
 from small_models import config_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode

@@ -116,9 +116,11 @@ def gradients(layer, loss):
     return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(girih.nn.__path__)])
+@pytest.mark.parametrize(
+    "module", [module.name for module in pkgutil.walk_packages(girih.nn.__path__, "girih.nn.")]
+)
 def test_examples_in_docstrings_run(module):
-    module = importlib.import_module(f"girih.nn.{module}")
+    module = importlib.import_module(module)
     assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from girih.nn import MIXERS, Block, map_state
-from girih.nn.step import PLAIN, Product, RowInput, products
+from girih.nn.functional.step import PLAIN, Product, RowInput, products
 from small_models import config_of
 from torch import nn
 

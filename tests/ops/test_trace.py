@@ -10,7 +10,7 @@ from comparison import assert_within
 from converted import WAYS, converted
 from girih.acceleration import accelerate
 from girih.models import GirihForCausalLM
-from girih.nn.loss import linear_cross_entropy
+from girih.nn.functional.loss import linear_cross_entropy
 from test_accelerate import FAMILIES, model_of
 from test_models import MODELS, small
 from test_nn import HIDDEN, LAYERS

@@ -10,7 +10,7 @@ from pathlib import Path
 import girih
 import pytest
 from girih import _library
-from girih.nn.fused import WITH_CUDA
+from girih.nn.functional.fused import WITH_CUDA
 
 ROOT = Path(__file__).parents[2]
 OF_GITHUB = {str(p.relative_to(ROOT)) for p in (ROOT / ".github").rglob("*") if p.is_file()}

@@ -3,7 +3,7 @@
 import torch
 from girih.models import GirihConfig
 from girih.models.config import OWN_FIELDS
-from girih.nn.fields import text_of
+from girih.nn.functional.fields import text_of
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "num_heads": 2, "num_slots": 8, "chunk": 4}
 HYBRID = {

@@ -45,7 +45,7 @@ Tensors linears(const Tensor& x, at::TensorList weights);
 // The sum of cross entropies of labels [N], of which those that are `ignored` do not count, and logits x W^T,
 // x [N, in], weight [classes, in], of which `logits` are there at once. Their gradients are made with it:
 // then they are all that is kept, and to ask for gradients of them is an error. On any device. C++ models
-// have it; Python's have python/girih/nn/loss.py, the same function as torch.compile takes it.
+// have it; Python's have python/girih/nn/functional/loss.py, the same function as torch.compile takes it.
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& labels, int64_t ignored,
                             int64_t logits);
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih import ops
-from girih.nn.fused import autocast_dtype
-from girih.nn.packing import bounds_from_starts
+from girih.nn.functional.fused import autocast_dtype
+from girih.nn.functional.packing import bounds_from_starts
 
 Function = Callable[..., Any]
 OF_FILTERS = (None, *ops.words("short_conv", "activation"))

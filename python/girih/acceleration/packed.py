@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from girih.nn.attention_call import CACHES
-from girih.nn.packing import bounds_from_starts, restarting, seq_idx_of
+from girih.nn.functional.packing import bounds_from_starts, restarting, seq_idx_of
+from girih.nn.layers.sequence_layer import CACHES
 
 Forward = Callable[..., Any]
 MASKS = ("create_causal_mask", "create_recurrent_attention_mask")

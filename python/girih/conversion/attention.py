@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from girih.conversion.cache import AttentionStateLayer
 from girih.conversion.config import Injection, Replacement
 from girih.conversion.projections import Projections, Recording
-from girih.nn import Attention, MixState
-from girih.nn.attention_call import (
-    CACHES,
+from girih.models.adapters.attention_call import (
     OF_TOKENS,
     attend,
     cache_of,
@@ -28,6 +26,8 @@ from girih.nn.attention_call import (
     state_layer,
     tokens_of,
 )
+from girih.nn import Attention, MixState
+from girih.nn.layers.sequence_layer import CACHES
 
 PART = "girih"
 MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, which a window can cut

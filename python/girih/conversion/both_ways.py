@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from girih.nn.masking import RecurrentLayer
-from girih.nn.state import advance
+from girih.nn.functional.state import advance
+from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 
 class Mirror(NamedTuple):

@@ -12,9 +12,9 @@ from torch import nn
 
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS
-from girih.nn.masking import RecurrentLayer
-from girih.nn.mix_attention import is_weight
-from girih.nn.mixers import Mixer
+from girih.nn.layers.mix_attention import is_weight
+from girih.nn.layers.mixers import Mixer
+from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.ops import words
 
 VIRTUAL_TOKENS = ("derivative", "rotary", "both")

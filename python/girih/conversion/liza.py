@@ -13,12 +13,12 @@ from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
 from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
 from girih.nn import MemoryAsGate, RMSNorm
-from girih.nn.fused import autocast_device, autocast_dtype, residual_norm
-from girih.nn.layer import at_least_fp32
-from girih.nn.masking import RecurrentLayer
-from girih.nn.packing import count_sequences, token_positions
-from girih.nn.short_conv import convolution_state
-from girih.nn.state import Like, advance, check_state
+from girih.nn.functional.fused import autocast_device, autocast_dtype, residual_norm
+from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.packing import count_sequences, token_positions
+from girih.nn.functional.state import Like, advance, check_state
+from girih.nn.layers.recurrent_layer import RecurrentLayer
+from girih.nn.layers.short_conv import convolution_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
 
 WINDOW = 3  # tokens of a pooled gate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from girih.nn import Attention
-from girih.nn.attention_call import CACHES, SequenceLayer
+from girih.nn.layers.sequence_layer import CACHES, SequenceLayer
 
 SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
 WITHOUT_OUT = ("query", "key", "value")  # BERT, RoBERTa, ELECTRA: the output's is in another module

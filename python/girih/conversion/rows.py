@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih._torch_internals import has_transform
-from girih.nn import fused
-from girih.nn.fused import autocast_device
+from girih.nn.functional import fused
+from girih.nn.functional.fused import autocast_device
 
 LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
 WIDEST, MOST_ROWS = 256, 4  # elements of a row and n; as LEAST, what kernels/linear_path/linear_path.h has

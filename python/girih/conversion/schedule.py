@@ -10,7 +10,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from girih.conversion.config import whole
 from girih.nn import MemoryAsGate, mix_weight
-from girih.nn.mix_attention import SCHEDULES, is_weight
+from girih.nn.layers.mix_attention import SCHEDULES, is_weight
 
 LEARNED = "learned"
 

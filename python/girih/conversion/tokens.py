@@ -6,8 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.nn.attention_call import CACHES, Tokens, cache_of, is_recorded, is_seen, own_mask, where_masked
-from girih.nn.packing import bounds, restarting, seq_idx_of
+from girih.models.adapters.attention_call import Tokens, cache_of, is_recorded, is_seen, where_masked
+from girih.nn.functional.masking import own_mask
+from girih.nn.functional.packing import bounds, restarting, seq_idx_of
+from girih.nn.layers.sequence_layer import CACHES
 
 
 class TokensForLayers:

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from girih._torch_internals import is_called_plainly, is_compiled_in_place
+from girih.models.adapters.cache_argument import CACHE, given_cache
 from girih.models.cache import GirihCache
-from girih.models.cache_argument import CACHE, given_cache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder, is_adapter
 from girih.nn import Block
-from girih.nn.attention_call import own_mask
-from girih.nn.fields import completed, text_of
-from girih.nn.packing import bounds
-from girih.nn.step import ROWS, by_weights_alone
+from girih.nn.functional.fields import completed, text_of
+from girih.nn.functional.masking import own_mask
+from girih.nn.functional.packing import bounds
+from girih.nn.functional.step import ROWS, by_weights_alone
 
 
 class GirihPreTrainedModel(PreTrainedModel):

@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from girih.models.graph import StepGraphs, move
 from girih.nn import map_state
-from girih.nn.masking import joined_masks
-from girih.nn.state import first_tensor
+from girih.nn.functional.masking import joined_masks
+from girih.nn.functional.state import first_tensor
 
 
 class Given(NamedTuple):

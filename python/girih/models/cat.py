@@ -11,12 +11,11 @@ from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
-from girih.nn.attention_call import own_mask
-from girih.nn.chunk_attention import KeyValues, with_room
-from girih.nn.chunks import Continuation, Reached, chunk_table, most
-from girih.nn.fused import is_product
-from girih.nn.masking import check_mask
-from girih.nn.state import check_batch
+from girih.nn.functional.chunks import Continuation, Reached, chunk_table, most
+from girih.nn.functional.fused import is_product
+from girih.nn.functional.masking import check_mask, own_mask
+from girih.nn.functional.state import check_batch
+from girih.nn.layers.chunk_attention import KeyValues, with_room
 
 
 class Compressor(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from girih import remote_code
-from girih.nn.fields import completed, text_of
+from girih.nn.functional.fields import completed, text_of
 
 # What the module beside a saved model names, by transformers' Auto classes.
 REMOTE = {
@@ -52,8 +52,8 @@ class GirihConfig(PretrainedConfig):
     max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's
         place.
     loss_in_chunks: in training, with labels, the model's output has its loss and no logits, which are made
-        and left a part of the tokens after another (`girih.nn.loss`): of a large vocabulary they take more
-        memory than the layers. For trainers that read logits beside the loss leave it off.
+        and left a part of the tokens after another (`girih.nn.functional.loss`): of a large vocabulary they
+        take more memory than the layers. For trainers that read logits beside the loss leave it off.
 
     A value that does not fit raises a ValueError that names it: `girih::nn::Config` in C++ checks both. So
     does an option that is not at its default and that no mixer reads, and a keyword that is neither a field

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from girih.nn.fields import text_of
+from girih.nn.functional.fields import text_of
 
 CONFIG = "config.json"
 TENSORS = "model.safetensors"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from girih import _torch_internals as internals
 from girih.nn import map_state
-from girih.nn.state import by_itself, stepped
-from girih.nn.step import by_weights_alone
+from girih.nn.functional.state import by_itself, stepped
+from girih.nn.functional.step import by_weights_alone
 
 if TYPE_CHECKING:
     from girih.models.base import Backbone

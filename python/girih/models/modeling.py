@@ -8,16 +8,16 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from girih.models.adapters.cache_argument import CACHE, given_cache
 from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
-from girih.models.cache_argument import CACHE, given_cache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
-from girih.nn.attention_call import own_mask
-from girih.nn.fused import is_product
-from girih.nn.layer import Layer
-from girih.nn.loss import linear_cross_entropy
+from girih.nn.functional.fused import is_product
+from girih.nn.functional.loss import linear_cross_entropy
+from girih.nn.functional.masking import own_mask
+from girih.nn.layers.layer import Layer
 
 
 class GirihModel(Backbone):

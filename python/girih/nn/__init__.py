@@ -4,29 +4,38 @@ x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at tokens that d
 earlier call with `use_cache=True` returned; with `use_cache=True` again, one token without mask or gradient
 writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1. A layer also takes the call that
 attention modules of transformers get, so it can stand in such a model as one.
+
+`girih.nn.layers` holds the modules, `girih.nn.functional` what they share beside modules. `girih.nn` imports
+nothing of `girih.models`.
 """
 
-from girih.nn.attention import Attention, AttentionState
-from girih.nn.block import Block
-from girih.nn.chunk_attention import ChunkAttention, ChunkRows
-from girih.nn.compress_attend import CompressAttend, CompressAttendState
-from girih.nn.decay import DecayGate
-from girih.nn.delta_product import DeltaProduct
-from girih.nn.gated_linear_attention import GatedLinearAttention
-from girih.nn.gated_slot_attention import GatedSlotAttention
-from girih.nn.hgrn2 import HGRN2
-from girih.nn.lattice import Lattice
-from girih.nn.layer import GateLinear, Layer, decay_parameter_names
-from girih.nn.mamba2 import Mamba2
-from girih.nn.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
-from girih.nn.mixers import MIXERS
-from girih.nn.norm import GatedRMSNorm, RMSNorm
-from girih.nn.rotary import rotary
-from girih.nn.short_conv import ShortConv
-from girih.nn.state import LayerState, map_state
-from girih.nn.swiglu import SwiGLU
-from girih.nn.trellis import Trellis
-from girih.nn.ttt import TTTLinear
+# Modules under the names that programs use, as girih.nn.loss.
+from girih.nn.functional import fused as fused
+from girih.nn.functional import linears as linears
+from girih.nn.functional import loss as loss
+from girih.nn.functional import step as step
+from girih.nn.functional.rotary import rotary
+from girih.nn.functional.state import LayerState, map_state
+from girih.nn.layers import swiglu as swiglu
+from girih.nn.layers.attention import Attention, AttentionState
+from girih.nn.layers.block import Block
+from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows
+from girih.nn.layers.compress_attend import CompressAttend, CompressAttendState
+from girih.nn.layers.decay import DecayGate
+from girih.nn.layers.delta_product import DeltaProduct
+from girih.nn.layers.gated_linear_attention import GatedLinearAttention
+from girih.nn.layers.gated_slot_attention import GatedSlotAttention
+from girih.nn.layers.hgrn2 import HGRN2
+from girih.nn.layers.lattice import Lattice
+from girih.nn.layers.layer import GateLinear, Layer, decay_parameter_names
+from girih.nn.layers.mamba2 import Mamba2
+from girih.nn.layers.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
+from girih.nn.layers.mixers import MIXERS
+from girih.nn.layers.norm import GatedRMSNorm, RMSNorm
+from girih.nn.layers.short_conv import ShortConv
+from girih.nn.layers.swiglu import SwiGLU
+from girih.nn.layers.trellis import Trellis
+from girih.nn.layers.ttt import TTTLinear
 
 __all__ = [
     "HGRN2",

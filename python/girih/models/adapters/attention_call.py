@@ -1,0 +1,171 @@
+"""The call that attention modules of transformers get, as the call of a layer.
+
+transformers calls attention as `attention(hidden_states, position_embeddings=, attention_mask=,
+position_ids=, cache=, use_cache=, ...)` and takes `(y, attention weights)`. A layer reads from it
+which tokens are masked, where packed sequences start and what the cache holds of its own.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from girih.models.cache import StateLayer
+from girih.nn.functional.masking import own_mask
+from girih.nn.functional.packing import bounds
+from girih.nn.layers.sequence_layer import CACHES
+
+
+class Tokens(NamedTuple):
+    """valid `[B, T]`, bool: which tokens are to be read (None: all). cu_seqlens: as in every layer."""
+
+    valid: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def is_recorded() -> bool:
+    """Whether torch.compile or torch.jit.trace records this call for other values."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def where_masked(valid: Tensor | None) -> Tensor | None:
+    """None in place of a mask that masks nothing, for the faster path; what is recorded cannot look."""
+    if valid is None or is_recorded() or valid.device.type == "meta":
+        return valid
+    return None if bool(valid.all()) else valid
+
+
+def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
+    """Which tokens of x `[B, T, ...]` a mask leaves, `[B, T]`, after `past` tokens.
+
+    attention_mask: None, `[B, past + T]`, or what attention adds to or selects its scores by,
+    `[B, heads, T, keys]`: there a token is masked if it does not see itself, or if it sees the last token,
+    which does not see it: older models let rows of padding see all keys for sdpa. `[B, heads, N, N]` with
+    N > T covers all positions (OpenELM).
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}; expected a tensor, [batch, tokens] or "
+            "[batch, heads, tokens, keys]"
+        )
+    B, T = x.shape[:2]
+    if attention_mask.dim() == 2:
+        return own_mask(attention_mask, T)
+    rows, keys = attention_mask.shape[2:] if attention_mask.dim() == 4 else (0, 0)
+    is_square = rows == keys and rows > T and rows >= past + T
+    if not is_square and (rows != T or keys < T):
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; expected [B, heads, {T}, keys]"
+        )
+    # Keys of a growing cache end with x's; those of a static one go on behind them.
+    first = past if is_square else min(past, keys - T)
+    last = keys - 1 if is_square else first + T - 1  # of the mask's rows
+    mask = attention_mask[:, 0]
+    row = mask[:, past : past + T] if is_square else mask
+    own = is_seen(row.diagonal(first, 1, 2))
+    is_opened = is_seen(row[:, :, last]) & ~is_seen(mask[:, -1, first : first + T])
+    return (own & ~is_opened).expand(B, -1)
+
+
+def is_seen(mask: Tensor) -> Tensor:
+    """Which scores a mask leaves: a bool, or a number that is added."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def tokens_of(
+    x: Tensor,
+    attention_mask: Any,
+    past: int,
+    *,
+    girih_tokens: Tokens | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tokens:
+    """What a call says of x `[B, T, ...]`. `girih_tokens` is this, by who has read the model's arguments.
+
+    cu_seqlens, cu_seq_lens_q, seq_idx, position_ids: `packing.bounds`.
+    """
+    if girih_tokens is not None:
+        return girih_tokens
+    valid = where_masked(valid_tokens(x, attention_mask, past))
+    if position_ids is not None and (position_ids.dim() != 2 or past):
+        position_ids = None  # of an image's rows and columns; sequences are packed without a past
+    cu_seqlens = bounds(
+        x,
+        valid,
+        cu_seqlens=cu_seqlens,
+        cu_seq_lens_q=cu_seq_lens_q,
+        seq_idx=seq_idx,
+        position_ids=position_ids,
+    )
+    return Tokens(valid, cu_seqlens)
+
+
+def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> Any:
+    """The place of a layer's state in transformers' cache, a `StateLayer`, made when it is first asked for.
+
+    It takes the place of the layer of keys that a cache has there, as caches are made from a model's
+    configuration, of which masks are made too. kind makes it from that layer.
+    """
+    if layer_idx is None:
+        raise ValueError(
+            "cache: the layer does not know its place in a cache; set its layer_idx, let "
+            "girih.replace_attention put it into the model, or call the model with use_cache=False"
+        )
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    while len(layers) <= layer_idx and getattr(cache, "layer_class_to_replicate", None) is not None:
+        layers.append(cache.layer_class_to_replicate())
+    if len(layers) <= layer_idx:
+        raise ValueError(f"cache has {len(layers)} layers; the layer's layer_idx is {layer_idx}")
+    layer = layers[layer_idx]
+    if not isinstance(layer, StateLayer):
+        seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+        if not isinstance(seen, int) or seen > 0:
+            raise ValueError(
+                f"cache holds keys of layer {layer_idx}, of tokens that its mixer has not read; "
+                "start from an empty cache"
+            )
+        layers[layer_idx] = layer = (kind or StateLayer)(layer)
+    return layer
+
+
+def attend(
+    layer: Any,
+    hidden_states: Tensor,
+    layer_idx: int | None,
+    attention_mask: Any = None,
+    **call: Any,
+) -> tuple[Tensor, None]:
+    """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
+    token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+    cache = cache_of(call)
+    if cache is None:
+        tokens = tokens_of(hidden_states, attention_mask, 0, **token_arguments)
+        return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
+    place = state_layer(cache, layer_idx)
+    tokens = tokens_of(hidden_states, attention_mask, place.tokens, **token_arguments)
+    refuse_packed(tokens)
+    return place.run(lambda *of: layer(*of, True, None), hidden_states, tokens.valid), None
+
+
+def cache_of(call: dict[str, Any]) -> Any:
+    """The cache of a call, by whatever name; pages of keys are refused."""
+    cache = next((call[name] for name in CACHES if call.get(name) is not None), None)
+    if cache is not None and not hasattr(getattr(cache, "self_attention_cache", cache), "layers"):
+        raise ValueError(
+            f"cache has type {type(cache).__name__}; a state has no pages: continuous batching is for "
+            "attention"
+        )
+    return cache
+
+
+def refuse_packed(tokens: Tokens) -> None:
+    if tokens.cu_seqlens is not None:
+        raise ValueError("no cache is kept of packed sequences; call the model with use_cache=False")
+
+
+OF_TOKENS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")

@@ -1,0 +1,190 @@
+"""Tokens on whole chunks: of packed sequences, and of sequences that go on from call to call."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from girih.nn.functional.masking import valid_first
+
+
+class ChunkTable(NamedTuple):
+    """Every sequence on chunks of its own, the sequences one after the other.
+
+    row: `[T]`, where in the table's `chunks * chunk` rows a token stands; one of no sequence gets the row
+        after them.
+    first: `[chunks]`, whether the chunk is the first of its sequence.
+    index: `[chunks]`, how many chunks of its sequence came before.
+    cu_chunks: `[N + 1]`, the sequences' chunks; chunks that no sequence needs belong to the last one.
+    """
+
+    row: Tensor
+    first: Tensor
+    index: Tensor
+    cu_chunks: Tensor
+
+    def spread(self, x: Tensor, chunk: int) -> Tensor:
+        """x `[1, T, ...]` -> `[1, chunks, chunk, ...]`, zero where no token stands."""
+        chunks = self.first.shape[0]
+        table = x.new_zeros(chunks * chunk + 1, *x.shape[2:]).index_copy(0, self.row, x.flatten(0, 1))
+        return table[:-1].unflatten(0, (1, chunks, chunk))
+
+    def gather(self, y: Tensor, shift: int = 0) -> Tensor:
+        """y `[1, chunks, chunk, ...]` -> `[1, T, ...]`: the row `shift` after each token's."""
+        y = y.flatten(0, 2)
+        return y.index_select(0, (self.row + shift).clamp(max=y.shape[0] - 1))[None]
+
+
+def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor, room: int = 0) -> ChunkTable:
+    """The table of packed sequences x `[1, T, ...]`, with `room` free rows after each one's last token.
+
+    No value is read back from the device: sizes are bounds made of shapes.
+    """
+    T = x.shape[1]
+    length = cu_seqlens.diff().long()
+    token = torch.arange(T, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=length.shape[0] - 1)
+    rank, valid = token - cu_seqlens[sequence], token < cu_seqlens[-1]
+    chunks = (T + length.shape[0] * (chunk - 1 + room)) // chunk
+    end = ((length + room + chunk - 1) // chunk).cumsum(0)
+    cu_chunks = torch.cat((end.new_zeros(1), end[:-1], end.new_full((1,), chunks)))
+    row = torch.where(valid, cu_chunks[sequence] * chunk + rank, chunks * chunk)
+    at = torch.arange(chunks, device=x.device)
+    index = at - cu_chunks[torch.searchsorted(end[:-1], at, right=True)]
+    return ChunkTable(row, index == 0, index, cu_chunks)
+
+
+class Compressions(NamedTuple):
+    """The chunks that a step compresses.
+
+    sequences: which of N, K of them.  is_complete: `[K]`, whose chunk has ended; None: all of them.
+    """
+
+    sequences: slice | Tensor
+    is_complete: Tensor | None
+
+    def select(self, new: Tensor, old: Tensor) -> Tensor:
+        """new `[K, ...]` where a chunk has ended, else old; in old's dtype."""
+        new = new.to(old.dtype)
+        if self.is_complete is None:
+            return new
+        return torch.where(self.is_complete.view(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+class Reached(NamedTuple):
+    """How many tokens each of N sequences has: for the device, and for the host, which decides what runs.
+
+    tokens: `[N]` int64, on the device.
+    known: an int where all sequences have the same number, else `[N]` on the CPU.
+    """
+
+    tokens: Tensor
+    known: int | Tensor
+
+    on_host = ("known",)
+
+    def count_compressions(self, chunk: int) -> int:
+        """Number of chunks that the last step compresses.
+
+        Equal lengths: 0 or N. Otherwise the number of chunks that have ended, rounded up to a power of two,
+        at most N: a CUDA graph has fixed sizes, and the extra rows are computed and discarded.
+        """
+        N = len(self.tokens)
+        if not isinstance(self.known, Tensor):
+            return 0 if self.known % chunk else N
+        count, least = int((self.known.cpu().numpy() % chunk == 0).sum()), 1
+        while least < count:
+            least *= 2
+        return min(least, N) if count else 0
+
+    def step_kind(self, chunk: int) -> tuple[int, bool]:
+        """What the last step runs: `count_compressions`, and whether it tests which chunks have ended."""
+        return self.count_compressions(chunk), isinstance(self.known, Tensor)
+
+    def find_compressions(self, chunk: int) -> Compressions | None:
+        """The chunks of `count_compressions`, found on the device; None: no chunk has ended."""
+        count = self.count_compressions(chunk)
+        if count == 0:
+            return None
+        if not isinstance(self.known, Tensor):
+            return Compressions(slice(None), None)
+        row = self.tokens % chunk
+        sequences = row.topk(count, largest=False).indices
+        return Compressions(sequences, row[sequences] == 0)
+
+
+def most(known: int | Tensor) -> int:
+    """The largest number of tokens that any sequence has."""
+    if not isinstance(known, Tensor):
+        return known
+    return int(known.cpu().numpy().max()) if len(known) else 0
+
+
+class Continuation:
+    """T more tokens of N sequences on chunks: the chunk that each had begun, from its start, and those after.
+
+    past: where the sequences stand, None at their start. attention_mask `[N, T]`: masked tokens go behind the
+    valid ones, where nothing that is asked for sees them. keep: whether the sequences go on after this call.
+    Then how far they have come must be known here: a mask is waited for.
+
+    begun: `[N]`, the chunks that lie behind the table's first.  chunks: how many the table has, one of which
+    holds the token after the last.  reached: after the call, with `keep`.
+    """
+
+    def __init__(
+        self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, keep: bool
+    ):
+        N, self.T = x.shape[:2]
+        if torch.jit.is_tracing():  # whose sizes are tensors; known is a tensor where sequences differ
+            self.T = int(self.T)
+        self.chunk, self.order, self.row, self.reached = chunk, None, None, None
+        start = x.new_zeros(N, dtype=torch.long) if past is None else past.tokens
+        known = 0 if past is None else past.known
+        new, count = self.T, self.T
+        if attention_mask is not None:
+            self.order, place, count = valid_first(attention_mask.bool())
+            self.row = place.minimum(count[:, None] - 1)
+            new = count.cpu() if keep else self.T
+        after = known + new
+        if isinstance(after, Tensor) and len(after) and bool((after == after[0]).all()):
+            after = int(after[0])
+        self.phase = None
+        if past is not None:
+            self.phase = start % chunk
+            row = torch.arange(self.T, device=x.device) if self.row is None else self.row
+            self.row = row + self.phase[:, None]
+        self.begun = start // chunk
+        self.chunks = most(known % chunk + new) // chunk + 1
+        if keep:
+            self.reached = Reached(start + count, after)
+            self.passed = self.reached.tokens // chunk - self.begun
+
+    def spread(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """x `[N, T, ...]` behind the begun chunk's tokens, `[N, chunk, ...]` -> `[N, chunks, chunk, ...]`.
+
+        What stands after the last token means nothing.
+        """
+        rest = x.dim() - 2
+        if self.order is not None:
+            x = x.take_along_dim(self.order.view(*self.order.shape, *[1] * rest), 1)
+        rows = self.chunks * self.chunk
+        if self.phase is None:
+            return F.pad(x, [0, 0] * rest + [0, rows - self.T]).unflatten(1, (self.chunks, self.chunk))
+        at, phase = torch.arange(rows, device=x.device), self.phase[:, None]
+        at = at.where(at < phase, self.chunk + at - phase).clamp(max=self.chunk + self.T - 1)
+        both = torch.cat((before.to(x.dtype), x), 1)
+        return both.take_along_dim(at.view(*at.shape, *[1] * rest), 1).unflatten(1, (self.chunks, self.chunk))
+
+    def gather(self, y: Tensor, shift: int = 0) -> Tensor:
+        """y `[N, chunks, chunk, ...]` -> `[N, T, ...]`: the row `shift` after each token's, and for a masked
+        token that of the last valid one, wherever it stood."""
+        y = y.flatten(1, 2)
+        if self.row is None:
+            return y[:, shift : self.T + shift]
+        row = (self.row + shift).clamp(min=0)
+        return y.take_along_dim(row.view(*row.shape, *[1] * (y.dim() - 2)), 1)
+
+    def last(self, table: Tensor) -> Tensor:
+        """table `[N, chunks, ...]` -> `[N, ...]`: what belongs to the chunk of the token after the last."""
+        return table[torch.arange(table.shape[0], device=table.device), self.passed]

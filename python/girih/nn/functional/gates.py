@@ -1,0 +1,52 @@
+"""What becomes of a layer's small products: gates and step sizes, on a GPU in one pass each way."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from girih.nn.functional.fused import has_kernel
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Gates and step sizes are activated in fp32, or in fp64 when they come in fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def gated(
+    r: Tensor, gate: str, bias: Tensor | None = None, rate: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """Of a product r `[..., features]`:
+
+        none        r, in its dtype
+        linear      r + bias                            in fp32 at least, as all that follow
+        sigmoid     scale sigmoid(r + bias)
+        logsigmoid  scale log(sigmoid(r + bias))
+        decay       -exp(rate) softplus(r + bias)
+
+    bias, rate: `[features]`, in fp32 at least.
+    """
+    if gate == "none" or (gate == "linear" and bias is None):
+        return r if gate == "none" else at_least_fp32(r)
+    if has_gate(r, bias, rate):
+        return torch.ops.girih.row_gates(r, gate, bias, rate, scale)
+    return by_pytorch(r, gate, bias, rate, scale)
+
+
+def has_gate(r: Tensor, *numbers: Tensor | None) -> bool:
+    given = [x for x in numbers if x is not None]
+    return (
+        r.dim() > 0
+        and has_kernel(r, dense=False)
+        and (not given or has_kernel(*given))
+        and all(x.dtype == torch.float32 and x.shape == r.shape[-1:] for x in given)
+    )
+
+
+def by_pytorch(r: Tensor, gate: str, bias: Tensor | None, rate: Tensor | None, scale: float) -> Tensor:
+    z = at_least_fp32(r) if bias is None else at_least_fp32(r) + bias
+    if gate == "linear":
+        return z
+    if gate == "decay":
+        return -at_least_fp32(rate).exp() * F.softplus(z)
+    y = z.sigmoid() if gate == "sigmoid" else F.logsigmoid(z)
+    return y if scale == 1.0 else scale * y

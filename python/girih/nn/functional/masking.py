@@ -1,0 +1,48 @@
+"""Masks of tokens: which are valid, and the order that moves valid tokens to the front."""
+
+import torch
+from torch import Tensor
+
+
+def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The last `tokens` columns of a mask over past and present tokens, `[B, tokens]`."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions; expected [batch, tokens]")
+    if attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask covers {attention_mask.shape[1]} tokens; expected at least {tokens}"
+        )
+    return attention_mask[:, -tokens:].bool()
+
+
+def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The order `[B, T]` that moves each row's valid tokens to its front, each token's place in it, and how
+    many are valid, `[B]`. Both parts keep their order."""
+    count = valid.sum(1)
+    place = torch.where(valid, valid.cumsum(1) - 1, count[:, None] + valid.logical_not().cumsum(1) - 1)
+    token = torch.arange(valid.shape[1], device=valid.device).expand_as(place)
+    return torch.empty_like(place).scatter_(1, place, token), place, count
+
+
+def joined_masks(past: Tensor | None, now: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
+    """The mask `[B, tokens + T]` of past tokens and of x `[B, T, ...]` after them; None: all count."""
+    if past is None and now is None:
+        return None
+    every = [x.new_ones(x.shape[0], n, dtype=torch.bool) for n in (tokens, x.shape[1])]
+    return torch.cat(
+        [m if mask is None else mask.bool() for m, mask in zip(every, (past, now), strict=True)], 1
+    )
+
+
+def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Refuses a mask beside packed sequences, and one that is not x's `[B, T]`."""
+    if attention_mask is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("attention_mask and cu_seqlens: give one; packed sequences have no padding to mask")
+    if attention_mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; expected [B, T] = {list(x.shape[:2])}"
+        )

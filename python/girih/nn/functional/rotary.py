@@ -1,0 +1,68 @@
+"""Rotary positions: q and k with their pairs of channels turned; on a GPU, in training and in steps that are
+recorded, in one pass."""
+
+import torch
+from torch import Tensor
+
+from girih.nn.functional.fused import PACK, has_kernel
+from girih.nn.functional.step import by_weights_alone
+
+WIDEST = 256  # head_dim of the kernel
+
+
+def rates(head_dim: int, theta: float, wide: torch.dtype, device: torch.device) -> Tensor:
+    """theta^(-2i/D), `[D/2]`."""
+    half = head_dim // 2
+    return theta ** (torch.arange(half, device=device, dtype=wide) / -half)
+
+
+def angles(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i/D), `[..., D/2]`; the angles are fp32 (fp64 for fp64)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    angle = position[..., None] * rates(head_dim, theta, wide, position.device)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotary_factors(
+    position: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Two `[..., D]`: x * factors[0] + x.roll(D / 2) * factors[1] is `rotary` at these positions."""
+    cos, sin = angles(position, head_dim, theta, dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate_row(
+    qkv: Tensor, heads: tuple[int, int, int], factors: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of qkv `[N, 1, sum of heads, D]`, q and k by `rotary_factors` that broadcast with them."""
+    cos, sin = factors
+    qk, v = qkv.split((heads[0] + heads[1], heads[2]), 2)
+    q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).split(heads[:2], 2)
+    return q, k, v
+
+
+def rotary(x: Tensor, position: Tensor, theta: float = 10000.0) -> Tensor:
+    """x `[B, T, H, D]` with the pairs (i, i + D/2) turned by position * theta^(-2i/D).
+
+    position is `[T]` or `[B, T]`, D even. The result has x's dtype.
+    """
+    cos, sin = (part[..., None, :] for part in angles(position, x.shape[-1], theta, x.dtype))
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+def turned(
+    qkv: Tensor, heads: tuple[int, int, int], position: Tensor, theta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of qkv `[B, T, sum of heads, D]`, q and k by `rotary`."""
+    if (
+        has_kernel(qkv, dense=False)
+        and (torch.is_grad_enabled() or by_weights_alone.get())
+        and qkv.shape[-1] % (2 * PACK) == 0
+        and qkv.shape[-1] <= WIDEST
+        and qkv.shape[0] * qkv.shape[1] < 2**31
+    ):
+        rate = rates(qkv.shape[-1], theta, torch.float32, qkv.device)
+        return torch.ops.girih.rotary(qkv, heads[0], position, rate)
+    q, k, v = qkv.split(heads, 2)
+    return rotary(q, position, theta), rotary(k, position, theta), v

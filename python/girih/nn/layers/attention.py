@@ -1,0 +1,293 @@
+"""Softmax attention with rotary positions: the baseline, the base of a mixture, and CAT's building block."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih._torch_internals import register_dataclass
+from girih.nn.functional.fields import heads_of
+from girih.nn.functional.linears import together
+from girih.nn.functional.masking import check_mask, joined_masks
+from girih.nn.functional.packing import check_packing
+from girih.nn.functional.rotary import rotary_factors, rotate_row, turned
+from girih.nn.functional.state import Like, by_itself, check_state
+from girih.nn.functional.step import Product
+from girih.nn.layers.mixers import register_layer
+from girih.nn.layers.projections import projections
+from girih.nn.layers.sequence_layer import SequenceLayer
+
+
+def with_spare(tokens: int) -> int:
+    """Slots for so many tokens and those that come. All of them are read, so not many; where they are full
+    the keys are copied and a CUDA graph made anew, so not few. Of whole 256, as cuDNN makes a plan for each
+    number, tens of milliseconds long."""
+    return -(-(tokens + max(64, tokens // 8)) // 256) * 256
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """What a step needs to know of slots, made once. None of it belongs to a sequence.
+
+    turn: `[slots, 2, head_dim]`; x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i.
+    see: `[2 slots - 1]`; the slots from slots - 1 - i on are added to the scores of a token at i.
+    """
+
+    turn: Tensor
+    see: Tensor
+
+
+register_dataclass(Slots, "girih.nn.attention.Slots")  # programs may return it
+_slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
+
+
+def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
+    """For `[N, slots, heads, head_dim]`; the same for all layers and caches of one stream, as `turn` is as
+    large as one sequence's keys and values of one head."""
+    slots, head_dim = kept.shape[1], kept.shape[-1]
+    shared = by_itself(kept)
+    if shared:
+        stream = torch.cuda.current_stream(kept.device) if kept.is_cuda else None
+        key = slots, head_dim, theta, window, kept.dtype, kept.device, stream
+        if (found := _slots.get(key)) is not None:
+            return found
+    turn = rotary_factors(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
+    see = torch.zeros(2 * slots - 1, dtype=kept.dtype, device=kept.device)
+    see[slots:] = -torch.inf
+    if window is not None and window < slots:
+        see[: slots - window] = -torch.inf
+    entry = Slots(torch.stack(turn, 1), see)
+    if shared:
+        _slots[key] = entry
+    return entry
+
+
+def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query row `[N, 1, heads, D]` to k and v `[N, slots, kv_heads, D]`, of q's shape.
+
+    mask `[N, 1, 1, slots]` is added to the scores. The queries of one key head are rows of one product, so no
+    key is repeated for them.
+    """
+    o = F.scaled_dot_product_attention(
+        q[:, 0].unflatten(1, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    )
+    return o.flatten(1, 2)[:, None]
+
+
+class AttentionState(NamedTuple):
+    """Turned keys and values `[N, slots, heads, head_dim]`, of which the first `tokens` are there.
+
+    valid: `[N, slots]`, false at masked tokens; None: there are none.  place: `[N]`, `tokens` on the device.
+    slots: what a step reads of them; without gradients, else None.
+    """
+
+    k: Tensor
+    v: Tensor
+    valid: Tensor | None
+    tokens: int
+    place: Tensor | None = None
+    slots: Slots | None = None
+
+    def stepped(self) -> tuple[tuple, "AttentionState"] | None:
+        if self.slots is None or self.tokens == self.k.shape[1]:
+            return None
+        return (), self._replace(tokens=self.tokens + 1)
+
+    def with_slots(self, slots: int, theta: float, window: int | None) -> "AttentionState":
+        def roomy(kept: Tensor, value: bool) -> Tensor:
+            return F.pad(kept, (0, 0) * (kept.dim() - 2) + (0, slots - kept.shape[1]), value=value)
+
+        k, v = roomy(self.k, False), roomy(self.v, False)
+        valid = None if self.valid is None else roomy(self.valid, True)
+        place = torch.full((k.shape[0],), self.tokens, device=k.device)
+        return AttentionState(k, v, valid, self.tokens, place, slots_of(k, theta, window))
+
+
+def appended(kept: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
+    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a new tensor of at least so many slots."""
+    end = tokens + x.shape[1]
+    if slots <= end:
+        return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
+    roomy = x.new_zeros(x.shape[0], slots, *x.shape[2:])
+    if kept is not None:
+        roomy[:, :tokens] = kept[:, :tokens]
+    roomy[:, tokens:end] = x
+    return roomy
+
+
+class Attention(SequenceLayer):
+    """Softmax attention, causal or bidirectional, with `num_heads` queries on `num_kv_heads` keys and values.
+
+        o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
+
+    x, y `[B, T, hidden_size]`. The state is the key-value cache; with use_cache and without gradients it has
+    slots for tokens that come, and a single one is written there.
+
+    window: a query sees the last so many tokens, itself among them (sliding-window attention); causal alone.
+        The state still keeps all of them.
+
+    >>> layer = Attention(64, num_heads=4, num_kv_heads=2)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.k[:, : state.tokens].shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 10, 2, 16]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        causal: bool = True,
+        window: int | None = None,
+    ):
+        super().__init__()
+        kv_heads, head_dim = heads_of(
+            "attention",
+            hidden_size,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            window=window,
+        )
+        if window is not None and not causal:
+            raise ValueError(f"window is {window}; expected none where causal is false")
+        self.heads, self.head_dim = (num_heads, kv_heads, kv_heads), head_dim
+        self.rope_theta, self.causal, self.window = rope_theta, causal, window
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def check_state(self, state: AttentionState, x: Tensor) -> None:
+        """Refuses a state that is not this layer's after tokens of as many sequences as x has."""
+        if not isinstance(state, AttentionState):
+            raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
+        slots = state.k.shape[1]
+        kept = (x.shape[0], slots, self.heads[1], self.head_dim)
+        check_state(state.k, Like(kept), "state.k")
+        check_state(state.v, Like(kept, state.k.dtype), "state.v")
+        if not 0 <= state.tokens <= slots:
+            raise ValueError(
+                f"state.tokens is {state.tokens}; expected 0 to {slots}, as state.k has room for"
+            )
+        if state.valid is not None:
+            check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
+        if state.place is not None:
+            check_state(state.place, Like((x.shape[0],), torch.int64), "state.place")
+
+    def visible(
+        self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device
+    ) -> Tensor | None:
+        """Which keys a query sees, `[T, past + T]` or `[B, 1, T, past + T]`; None: all, or all up to itself.
+
+        A query always sees its own token, so that a masked one has something to attend to.
+        """
+        is_cut = self.window is not None and self.window < past + T
+        if valid is None and cu_seqlens is None and not is_cut and (past == 0 or T == 1 or not self.causal):
+            return None
+        key = torch.arange(past + T, device=device)
+        query = key[past:, None]
+        see = key <= query if self.causal else torch.ones_like(key <= query)
+        if is_cut:
+            see = see & (key > query - self.window)
+        if cu_seqlens is not None:
+            sequence = torch.searchsorted(cu_seqlens, key, right=True)
+            see = see & (sequence == sequence[past:, None])
+        return see if valid is None else (see & valid[:, None, :] | (key == query))[:, None]
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: AttentionState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState | None]:
+        check_mask(x, attention_mask, cu_seqlens)
+        check_packing(x, cu_seqlens)
+        if cu_seqlens is not None and (use_cache or state is not None):
+            raise ValueError(
+                "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
+            )
+        projected = projections(self, ["qkv_proj"], x)
+        o, state = self.core(projected, state, use_cache, cu_seqlens, attention_mask)
+        return together(o, [self.o_proj])[0], state
+
+    def products(self) -> tuple[Product, ...]:
+        return (Product(self.qkv_proj.weight),)
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: AttentionState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState | None]:
+        x = projected[0]
+        qkv = x.unflatten(-1, (-1, self.head_dim))
+        if state is not None:
+            self.check_state(state, x)
+        past, T = 0 if state is None else state.tokens, x.shape[1]
+        in_place = use_cache and not torch.is_grad_enabled()
+        if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
+            return self.step(qkv, state, attention_mask)
+        position = torch.arange(past, past + T, device=x.device)
+        q, k, v = turned(qkv, self.heads, position, self.rope_theta)
+        before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
+        if before_valid is not None:
+            before_valid = before_valid[:, :past]
+        valid = joined_masks(before_valid, attention_mask, past, x)
+        slots = with_spare(past + T) if in_place else past + T
+        kept = appended(before_k, past, k, slots), appended(before_v, past, v, slots)
+        k, v = (part[:, : past + T] for part in kept)
+        see = self.visible(past, T, valid, cu_seqlens, x.device)
+        if q.numel() == 0:  # no token has no output; on CUDA, in 16 bits, PyTorch's attention returns None
+            o = q
+        else:
+            o = F.scaled_dot_product_attention(
+                *(p.transpose(1, 2) for p in (q, k, v)),
+                attn_mask=see,
+                is_causal=self.causal and see is None and past == 0,
+                enable_gqa=self.heads[0] != self.heads[1],
+            ).transpose(1, 2)
+        o = o.flatten(-2)
+        if not use_cache:
+            return o, None
+        if valid is not None:
+            valid = F.pad(valid, (0, kept[0].shape[1] - past - T), value=True)
+        place = torch.full((x.shape[0],), past + T, device=x.device)
+        slots = slots_of(kept[0], self.rope_theta, self.window) if in_place else None
+        return o, AttentionState(*kept, valid, past + T, place, slots)
+
+    def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
+        """One token of each sequence, `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the state's
+        tensors; nothing on the device depends on how many tokens the host knows of."""
+        if state.slots is None or state.tokens == state.k.shape[1]:
+            state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta, self.window)
+        slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
+        turn = slots.turn.index_select(0, place)[:, None, None].unbind(3)
+        q, k, v = rotate_row(qkv, self.heads, turn)
+        state.k.index_copy_(1, place, k)
+        state.v.index_copy_(1, place, v)
+        see = slots.see.unfold(0, n, 1).index_select(0, n - 1 - place).expand(len(q), -1)
+        if now is not None:
+            valid = now.new_ones(len(q), n, dtype=torch.bool) if valid is None else valid
+            valid.index_copy_(1, place, now.bool())
+        if valid is not None:
+            see = see.where(valid, -torch.inf)
+        if now is not None:
+            see = see.index_fill_(1, place, 0.0)  # a masked token sees itself, for something to attend to
+        o = attend_row(q, state.k, state.v, see[:, None, None])
+        state.place.add_(1)
+        # Not by _replace, of which torch.compile makes an empty tuple.
+        return o.flatten(2), AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
+
+
+register_layer("attention", Attention, "num_kv_heads", "head_dim", "rope_theta", "window")

@@ -1,0 +1,194 @@
+"""CAT: attention to compressed past chunks and to the own chunk, as a layer."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih.nn.functional.chunks import Continuation, Reached, chunk_table, most
+from girih.nn.functional.fields import heads_of
+from girih.nn.functional.masking import check_mask
+from girih.nn.functional.packing import check_packing
+from girih.nn.functional.state import check_batch, map_state
+from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
+from girih.nn.layers.mixers import register_layer
+from girih.nn.layers.projections import projections
+from girih.nn.layers.sequence_layer import SequenceLayer
+
+
+class CompressAttendState(NamedTuple):
+    """K headers and one chunk: `x [N, C, hidden_size]` the inputs of the chunk that goes on, `header
+    [N, hidden_size]` its header, keys and values of its tokens and of all headers, and how far they reach."""
+
+    x: Tensor
+    header: Tensor
+    kv: KeyValues
+    reached: Reached
+
+    def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
+        """One graph for each number of chunks that a step compresses."""
+        C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
+        if self.kv.k.shape[1] <= C + most(reached.known) // C:
+            return None
+        return reached.step_kind(C), self._replace(reached=reached)
+
+
+class CompressAttend(SequenceLayer):
+    """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
+
+        header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
+        chunk k:  [header_k, x_{kC}, ..., x_{kC+C-1}]
+
+    A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed
+    sequences are laid on whole chunks of their own first. The state has a slot for each header and for each
+    token of one chunk, 1/C of a Transformer's; a token is one row over them, and a finished chunk one product
+    with W_c. `torch.export` takes a dynamic T from C on with `prefer_deferred_runtime_asserts_over_guards=
+    True`, as C divides T or not.
+
+    >>> layer = CompressAttend(64, num_heads=2, chunk=4)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, layer(torch.randn(3, 1, 64), state=state, use_cache=True)[0].shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 1, 64]))
+    """
+
+    undecayed = ("header",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        chunk: int = 16,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        running_positions: bool = False,
+    ):
+        super().__init__()
+        heads_of(
+            "cat",
+            hidden_size,
+            num_heads,
+            chunk=chunk,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            running_positions=running_positions,
+        )
+        self.chunk = chunk
+        self.header = nn.Parameter(torch.empty(hidden_size))
+        self.compress = nn.Linear(chunk * hidden_size, hidden_size, bias=False)
+        self.attention = ChunkAttention(
+            hidden_size,
+            num_heads,
+            chunk=chunk + 1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            running_positions=running_positions,
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.header)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        state: CompressAttendState | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, CompressAttendState | None]:
+        check_mask(x, attention_mask, cu_seqlens)
+        check_packing(x, cu_seqlens)
+        if cu_seqlens is not None:
+            if use_cache or state is not None:
+                raise ValueError(
+                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
+                )
+            table = chunk_table(x, self.chunk, cu_seqlens)
+            tokens = table.spread(x, self.chunk)
+            headers = self.headers(tokens, self.header, table.first)
+            y, _ = self.attend(headers, tokens, None, table.cu_chunks)
+            return table.gather(y), None
+        if state is not None:
+            check_batch(state.x, x.shape[0])
+        if state is not None and attention_mask is None and x.shape[1] == 1:
+            in_place = use_cache and not torch.is_grad_enabled()
+            y, state = self.step(x, state if in_place else map_state(torch.clone, state))
+            return y, state if use_cache else None
+        past = state is not None
+        keep = use_cache or past
+        table = Continuation(x, self.chunk, attention_mask, state.reached if past else None, keep)
+        tokens = table.spread(x, state.x if past else None)
+        headers = self.headers(tokens, state.header[:, None] if past else self.header)
+        rows = None
+        if keep:
+            C = self.chunk + 1
+            n = table.reached.tokens
+            end = n // self.chunk * C + n % self.chunk + 1
+            # Every sequence's rows have slots, those after its last token too.
+            room = table.chunks + (most(state.reached.known) // self.chunk if past else 0)
+            rows = ChunkRows(C, table.begun * C, end, room, state.kv if past else None)
+        y, kv = self.attend(headers, tokens, rows, None)
+        y = table.gather(y)
+        if attention_mask is not None:  # there may be no valid token before a masked one
+            y = y.masked_fill(~attention_mask.bool()[..., None], 0)
+        if not use_cache:
+            return y, None
+        return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.reached)
+
+    def headers(self, tokens: Tensor, first: Tensor, where: Tensor | None = None) -> Tensor:
+        """tokens `[B, K, C, hidden_size]` -> each chunk's header, `[B, K, hidden_size]`: `first` (where it is
+        `where [K]`, by default the first chunk), then what the chunk before has become."""
+        # The last chunk is nobody's past; left out before, its being alone would show in a shape and
+        # torch.export take no dynamic T.
+        headers = F.pad(projections(self, ["compress"], tokens.flatten(2))[0], (0, 0, 1, 0))[:, :-1]
+        if where is None:
+            where = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        return torch.where(where[:, None], first.to(headers.dtype), headers)
+
+    def attend(
+        self, headers: Tensor, tokens: Tensor, state: ChunkRows | None, cu_chunks: Tensor | None
+    ) -> tuple[Tensor, KeyValues | None]:
+        """headers `[B, K, hidden_size]` and their chunks' tokens -> the tokens' outputs `[B, K, C, ...]`."""
+        rows = torch.cat((headers[:, :, None], tokens), 2)
+        cu_rows = None if cu_chunks is None else cu_chunks * (self.chunk + 1)
+        y, kv = self.attention(rows.flatten(1, 2), None, state, state is not None, cu_rows)
+        return y.view_as(rows)[:, :, 1:], kv
+
+    def step(self, x: Tensor, state: CompressAttendState) -> tuple[Tensor, CompressAttendState]:
+        """One token `[N, 1, hidden_size]` of each sequence; writes the state's tensors."""
+        C, n, known = self.chunk, state.reached.tokens, state.reached.known + 1
+        kv = KeyValues(*(with_room(part, C + 1, most(known) // C + 1) for part in state.kv))
+        sequence = torch.arange(x.shape[0], device=x.device)
+        state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
+        place = n // C * (C + 1) + n % C + 1
+        n.add_(1)
+        reached = Reached(n, known)
+        if (compressions := reached.find_compressions(C)) is not None:
+            # The next chunk's header: this token does not see it.
+            these = compressions.sequences
+            header, k = projections(self, ["compress"], state.x[these].flatten(1))[0], n[these] // C
+            state.header[these] = compressions.select(header, state.header[these])
+            qkv = projections(self.attention, ["qkv_proj"], header[:, None])[0]
+            at = ChunkRows(C + 1, k * (C + 1))
+            _, *new = self.attention.rotate_qk(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
+            for kept, part in zip(kv, new, strict=True):
+                slot = sequence[these], C + k
+                kept[slot] = compressions.select(part[:, 0], kept[slot])
+        y, kv = self.attention(x, None, self.attention.prepare_row(C + 1, place, kv), True)
+        return y, CompressAttendState(state.x, state.header, kv, reached)
+
+
+register_layer(
+    "cat",
+    CompressAttend,
+    "num_kv_heads",
+    "head_dim",
+    "chunk",
+    "rope_theta",
+    "running_positions",
+)

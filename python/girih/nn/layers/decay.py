@@ -1,0 +1,59 @@
+"""The decay gate of Mamba-2 and Gated DeltaNet, and where step sizes start."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.step import Product
+from girih.nn.layers.layer import Layer, projection
+
+
+def first_step_bias(chunk: int) -> float:
+    """b with sigmoid(b) = 1 / (4 max(chunk, 16)), where step sizes start.
+
+    All steps of a chunk follow gradients at its first state, so it is their sum that must not overshoot. With
+    sigmoid(0) Trellis's gradients explode, and Lattice was 0.2 bits a byte behind after 120 steps. In chunks
+    of one token norms of Trellis's gradients reach 1e11 from 1/4 on, and 880 at most from 1/64 on.
+    """
+    return -math.log(4.0 * max(chunk, 16) - 1.0)
+
+
+class DecayGate(Layer):
+    """One decay e^g a head, and the step dt it comes from (Mamba-2, Gated DeltaNet).
+
+        dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
+
+    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 under autocast too. Starts with rates
+    exp(A_log) from 1 to 16 and steps from `largest_step / 100` to `largest_step`, both spread evenly in the
+    logarithm.
+
+    >>> g, dt = DecayGate(16, num_heads=4)(torch.randn(2, 5, 16))
+    >>> g.shape, bool((g < 0).all())
+    (torch.Size([2, 5, 4]), True)
+    """
+
+    undecayed = fp32 = ("A_log", "dt_bias")
+
+    def __init__(self, hidden_size: int, num_heads: int, largest_step: float = 0.1):
+        super().__init__()
+        self.largest_step = largest_step
+        self.proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.A_log = nn.Parameter(at_least_fp32(torch.empty(num_heads)))
+        self.dt_bias = nn.Parameter(at_least_fp32(torch.empty(num_heads)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.A_log, 0.0, math.log(16.0))
+        most = math.log(self.largest_step)  # softplus(b) = exp(b) down here
+        nn.init.uniform_(self.dt_bias, most - math.log(100.0), most)
+
+    def product(self) -> Product:
+        """g's."""
+        return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dt = F.softplus(at_least_fp32(projection(self, "proj", x)) + self.dt_bias)
+        return -at_least_fp32(self.A_log).exp() * dt, dt

@@ -1,0 +1,157 @@
+"""DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from girih.nn.functional.fields import head_widths, heads_of
+from girih.nn.functional.state import LayerState
+from girih.nn.functional.step import Product
+from girih.nn.layers.decay import DecayGate
+from girih.nn.layers.mixers import layer_of, register
+from girih.nn.layers.norm import GatedRMSNorm
+from girih.nn.layers.projections import projections, split_heads
+from girih.nn.layers.recurrent_layer import RecurrentLayer
+from girih.nn.layers.short_conv import ShortConv
+
+
+class DeltaProduct(RecurrentLayer):
+    """A matrix memory corrected n times a token, each time along one key (DeltaProduct; TPTT eq. 16).
+
+        S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
+        y = W_o (RMSNorm(o) * silu(x W_g))
+
+    q, k, v come out of a short convolution with SiLU, q and k are l2-normalised, `beta = sigmoid(x W)`,
+    doubled if `allow_neg_eigval`. `n=1` is DeltaNet, with `gated` Gated DeltaNet. `between_chunks` (gelu or
+    tanh) is applied to S whenever `chunk` tokens are complete (eq. 24). Keys have `expand_k * head_dim`
+    channels, values `expand_v * head_dim`, both whole numbers. x, y `[B, T, hidden_size]`.
+
+    >>> layer = DeltaProduct(64, num_heads=2, n=2, gated=True)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.s.shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 32]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        n: int = 1,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        gated: bool = False,
+        allow_neg_eigval: bool = False,
+        between_chunks: str | None = None,
+        chunk: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        if between_chunks is None and chunk is not None:
+            raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
+        kv_heads, head_dim = heads_of(
+            "delta_product",
+            hidden_size,
+            num_heads,
+            n=n,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            gated=gated,
+            allow_neg_eigval=allow_neg_eigval,
+            between_chunks=between_chunks,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            **({} if between_chunks is None else {"chunk": chunk}),
+        )
+        self.n, self.gated, self.allow_neg_eigval = n, gated, allow_neg_eigval
+        self.between_chunks, self.chunk = between_chunks, chunk
+        self.heads = (num_heads, n * kv_heads, n * kv_heads)
+        self.key_dim, self.value_dim = head_widths(head_dim, expand_k, expand_v)
+        channels = num_heads * self.key_dim + n * kv_heads * (self.key_dim + self.value_dim)
+        self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
+        self.conv = ShortConv(channels, conv_size)
+        self.beta_proj = nn.Linear(hidden_size, n * kv_heads, bias=False)
+        # A memory that starts with steps up to 0.1 has forgotten a key before its query comes: after 800
+        # steps on recall of 32 pairs 4% and 12% (two seeds) were right, with these 100%.
+        self.decay = DecayGate(hidden_size, kv_heads, largest_step=0.01) if gated else None
+        self.g_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
+        self.norm = GatedRMSNorm(self.value_dim, norm_eps)
+        self.o_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
+
+    def per_step(self, x: Tensor) -> Tensor:
+        """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: a token's n rows one after the other."""
+        return x.unflatten(2, (self.n, -1)).flatten(1, 2)
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        beta = "sigmoid", 2.0 if self.allow_neg_eigval else 1.0
+        return projections(self, ["qkv_proj", "beta_proj", "g_proj"], x, self.decay, {"beta_proj": beta})
+
+    def products(self) -> tuple[Product, ...]:
+        beta = Product(self.beta_proj.weight, "sigmoid", scale=2.0 if self.allow_neg_eigval else 1.0)
+        decay = () if self.decay is None else (self.decay.product(),)
+        return Product(self.qkv_proj.weight), beta, Product(self.g_proj.weight), *decay
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: LayerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, LayerState | None]:
+        qkv, beta, gate, *decay = projected
+        g = decay[0] if decay else None
+        conv, memory = state or (None, None)
+        qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
+        if self.n > 1 and torch.is_grad_enabled():
+            q = q.contiguous()  # as k and v are below: then nothing keeps all of qkv for the backward
+        o, memory = self.scan(
+            "delta_product",
+            q,
+            self.per_step(k),
+            self.per_step(v),
+            self.per_step(beta),
+            g,
+            n=self.n,
+            l2norm_qk=True,
+            chunk=self.chunk,
+            between_chunks=self.between_chunks,
+            state=memory,
+            in_place=use_cache and state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        o = self.norm(o, gate.unflatten(-1, (-1, self.value_dim)))
+        return o.flatten(-2), LayerState(conv, memory) if use_cache else None
+
+
+_FIELDS = (
+    "num_kv_heads",
+    "head_dim",
+    "expand_k",
+    "expand_v",
+    "allow_neg_eigval",
+    "between_chunks",
+    "chunk",
+    "conv_size",
+    "norm_eps",
+)
+
+
+def _register(name: str, *own: str, **fixed: Any) -> None:
+    def build(config: Any) -> nn.Module:
+        unread = () if config.between_chunks else ("chunk",)
+        return layer_of(DeltaProduct, *(f for f in (*own, *_FIELDS) if f not in unread), **fixed)(config)
+
+    register(name, build, *own, *_FIELDS)
+
+
+_register("delta_product", "n", "gated")
+_register("deltanet", n=1, gated=False)
+_register("gated_deltanet", n=1, gated=True, expand_v=2.0)

@@ -1,0 +1,161 @@
+"""The Lattice layer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fused import unit_rows
+from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.state import LayerState, advance
+from girih.nn.functional.step import Product
+from girih.nn.layers.decay import DecayGate, first_step_bias
+from girih.nn.layers.layer import GateLinear
+from girih.nn.layers.mixers import register_layer
+from girih.nn.layers.norm import GatedRMSNorm, gated_output
+from girih.nn.layers.projections import projections
+from girih.nn.layers.recurrent_layer import RecurrentLayer
+from girih.nn.layers.short_conv import ShortConv
+
+
+class Lattice(RecurrentLayer):
+    """M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
+
+        d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
+        y = W_o (o * gelu(x W_g))
+
+    (h, c) follow from `objective`: decode, encode or similarity. q and k `[num_slots]` a head share one
+    projection and have a short convolution each; v has `head_dim`, and unit length for encode, whose steps
+    grow with `|v|^2`; `gamma = sigmoid(x W + b)`. The start is a free parameter whose columns are scaled to
+    unit length, orthonormal at first if num_slots <= head_dim. `chunk` is part of the model.
+    x, y `[B, T, hidden_size]`.
+
+    normalize: False leaves slots as long as they become (eq. 10 alone), in chunks of 1; the start is not
+        scaled then.
+    shrinkage: lambda of the l1 shrinkage of slots (eq. 16-17), in chunks of 1.
+    post_norm: y = W_o (RMSNorm(o) * gelu(x W_g)).
+
+    >>> layer = Lattice(64, num_heads=2, num_slots=16, chunk=8)
+    >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
+    >>> y.shape, state.memory.first.shape
+    (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 16]))
+    """
+
+    undecayed = fp32 = ("memory",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_slots: int = 64,
+        head_dim: int | None = None,
+        chunk: int = 16,
+        objective: str = "decode",
+        normalize: bool = True,
+        shrinkage: float = 0.0,
+        gated: bool = True,
+        post_norm: bool = False,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+    ):
+        super().__init__()
+        _, head_dim = heads_of(
+            "lattice",
+            hidden_size,
+            num_heads,
+            num_slots=num_slots,
+            head_dim=head_dim,
+            chunk=chunk,
+            objective=objective,
+            normalize=normalize,
+            shrinkage=shrinkage,
+            gated=gated,
+            post_norm=post_norm,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+        )
+        self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
+        self.objective, self.normalize, self.shrinkage, self.gated = objective, normalize, shrinkage, gated
+        self.qk_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
+        self.q_conv = ShortConv(num_heads * num_slots, conv_size)
+        self.k_conv = ShortConv(num_heads * num_slots, conv_size)
+        self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.gamma_proj = GateLinear(hidden_size, num_heads)
+        self.decay = DecayGate(hidden_size, num_heads, largest_step=0.01) if gated else None
+        self.memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, head_dim, num_slots)))
+        self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu") if post_norm else None
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for slots in self.memory:  # one head's [D, M]
+            nn.init.orthogonal_(slots)
+        nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        names = ["qk_proj", "v_proj", "g_proj", "gamma_proj"]
+        return projections(self, names, x, self.decay, {"gamma_proj": ("sigmoid", 1.0)})
+
+    def products(self) -> tuple[Product, ...]:
+        plain = self.qk_proj, self.v_proj, self.g_proj
+        gamma = Product(self.gamma_proj.weight, "sigmoid", self.gamma_proj.bias)
+        decay = () if self.decay is None else (self.decay.product(),)
+        return *(Product(linear.weight) for linear in plain), gamma, *decay
+
+    def core(
+        self,
+        projected: Sequence[Tensor],
+        state: LayerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, LayerState | None]:
+        qk, v, gate, gamma, *decay = projected
+        g = decay[0] if decay else None
+        (q_state, k_state), memory = state or ((None, None), None)
+        q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
+        q, k, v, gate = (p.unflatten(-1, (self.num_heads, -1)) for p in (q, k, v, gate))
+        if self.objective == "encode":
+            v = unit_rows(v)
+        if memory is None:
+            memory = at_least_fp32(self.memory)
+            if self.normalize:
+                memory = unit_rows(memory.mT.contiguous()).mT
+        o, memory = advance(
+            "lattice",
+            q,
+            k,
+            v,
+            gamma,
+            g,
+            chunk=self.chunk,
+            objective=self.objective,
+            normalize=self.normalize,
+            shrinkage=self.shrinkage,
+            state=memory,
+            in_place=use_cache and state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return gated_output(self.norm, o, gate).flatten(-2), LayerState(
+            (q_state, k_state), memory
+        ) if use_cache else None
+
+
+register_layer(
+    "lattice",
+    Lattice,
+    "head_dim",
+    "num_slots",
+    "chunk",
+    "objective",
+    "normalize",
+    "shrinkage",
+    "gated",
+    "post_norm",
+    "conv_size",
+    "norm_eps",
+)

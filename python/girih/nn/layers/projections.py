@@ -1,0 +1,63 @@
+"""The projections that a layer makes of its x."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from girih._torch_internals import is_called_plainly
+from girih.nn.functional.fused import is_product
+from girih.nn.functional.gates import gated
+from girih.nn.functional.linears import takes
+from girih.nn.layers.decay import DecayGate
+from girih.nn.layers.layer import GateLinear, check_features
+
+
+def projections(
+    layer: nn.Module,
+    names: list[str],
+    x: Tensor,
+    decay: nn.Module | None = None,
+    gates: Mapping[str, tuple[str, float]] | None = None,
+) -> list[Tensor]:
+    """What a layer's projections of these names make of x: all features, as heads were counted beforehand;
+    and g of a DecayGate.
+
+    gates: by name, the gate that a projection goes through and its scale (`gates.gated`).
+    """
+    gates = gates or {}
+    modules = [getattr(layer, name) for name in names]
+    weights = [weight_of(module) for module in (modules if decay is None else [*modules, decay])]
+    together = takes(x, weights)
+    made = list(torch.ops.girih.linears(x, weights)) if together else [module(x) for module in modules]
+    for i, (name, module) in enumerate(zip(names, modules, strict=True)):
+        check_features(layer, name, made[i])
+        bias = module.bias if together else None  # a module has added its own
+        if name in gates or bias is not None:
+            gate, scale = gates.get(name, ("linear", 1.0))
+            made[i] = gated(made[i], gate, bias, scale=scale)
+    if decay is not None and together:
+        check_features(decay, "proj", made[-1])
+        made[-1] = gated(made[-1], "decay", decay.dt_bias, decay.A_log)
+    elif decay is not None:
+        made.append(decay(x)[0])
+    return made
+
+
+def split_heads(
+    qkv: Tensor, heads: tuple[int, int, int], key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, `[..., heads, width]` each, of qkv `[..., channels]`."""
+    widths = (key_dim, key_dim, value_dim)
+    parts = qkv.split([n * width for n, width in zip(heads, widths, strict=True)], -1)
+    q, k, v = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, heads, strict=True))
+    return q, k, v
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """That of its product, where the module is as it was made."""
+    if type(module) is GateLinear and is_called_plainly(module):
+        return module.weight
+    if type(module) is DecayGate and is_called_plainly(module):
+        module = module.proj
+    return module.weight if is_product(module) else None

@@ -1,0 +1,32 @@
+"""The gated feed-forward layer of Llama blocks."""
+
+import torch
+from torch import Tensor, nn
+
+from girih.nn.functional.fused import has_kernel, is_product, silu_product, takes_kernel
+from girih.nn.functional.linears import together
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer 2020); x `[..., hidden_size]`.
+
+    >>> SwiGLU(16, 40)(torch.randn(2, 3, 16)).shape
+    torch.Size([2, 3, 16])
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (gate, up), down = together(x, [self.gate_proj, self.up_proj]), self.down_proj
+        if (
+            torch.is_grad_enabled()
+            and is_product(down)
+            and takes_kernel(gate, up)
+            and has_kernel(down.weight)
+        ):
+            return torch.ops.girih.silu_product_linear(gate, up, down.weight)
+        return together(silu_product(gate, up), [down])[0]
