@@ -77,12 +77,14 @@ def without_docstrings(text: str) -> str:
 
 
 def python_lines(text: str) -> str:
-    """Python without blank lines, each line with its indentation and one space between tokens."""
+    """Python without blank lines, each line with its indentation and one space between tokens. In which of
+    girih's modules a name is does not count."""
     code, restored = with_literals_apart(without_docstrings(text), PYTHON)
     found = []
     for line in code.split("\n"):
         tokens = " ".join(TOKEN.findall(line))
         if tokens:
+            tokens = re.sub(r"^from girih( \. \w+)* import ", "from girih import ", tokens)
             found.append(" " * (len(line) - len(line.lstrip())) + tokens)
     return restored("\n".join(found))
 

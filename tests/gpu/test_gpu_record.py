@@ -112,6 +112,7 @@ PY = 'from a import b\n\n\ndef f(x):\n    """What."""\n    return "# 1" + x  # w
         ("f.h", "char q = '\"';  // say \"a\nint b;", "char q = '\"'; int b;"),
         ("f.cpp", 'auto s = R"x(// a)")x";', 'auto  s=R"x(// a)")x" ; // b'),
         ("f.py", PY, PY.replace('"""What."""', "'''Other\n\n    words.'''\n")),
+        ("f.py", "from girih.nn.a import b", "from girih.nn.layers.c import b  # d"),
         ("f.py", PY, 'from a import b\ndef f(x):\n    # why\n    return  "# 1"+x\n'),
     ],
 )
