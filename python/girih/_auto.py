@@ -1,15 +1,15 @@
-"""Makes girih known to others, without importing them or its own parts before they are used: its models to
-transformers' auto classes, converted models to every class that loads one, its operators to DTensor, the call
-of transformers' attention modules to its layers.
+"""Registers girih with other libraries, when they are imported: its models with transformers' auto classes,
+converted models with every class that loads one, its operators with DTensor, the call of transformers'
+attention modules with its layers.
 
 transformers keeps tables of names, of a model type and its classes, and imports `transformers.models.<type>`
-when a class is asked for. So the names are added once the tables are there, and that module is girih.models.
-Only this file registers the models: mappings that transformers made before the names were there get the
+when a class is asked for. The names are added when the tables are imported, and that module is girih.models.
+Only this file registers the models: mappings that transformers made before the names were added get the
 classes themselves.
 A class of transformers that is asked for a folder which `girih.inject` or `girih.replace_attention` wrote
 loads it converted (`girih.from_pretrained`): without the conversion it would be another model. A converted
-model is saved with a module that imports girih, for processes that do not (`girih.remote_code`).
-DTensor is told how operands may be cut (`girih.ops._sharding`) once it is there, and FSDP2's error about
+model is saved with a module that imports girih, for processes that do not (`girih.remote_code`). DTensor gets
+the sharding rules of the operators (`girih.ops._sharding`) when it is imported, and FSDP2's error about
 parameters of two dtypes names `girih.distributed.shard`.
 """
 
@@ -37,14 +37,14 @@ TABLES = {
 }
 
 
-def add(module: ModuleType) -> None:
+def add_classes(module: ModuleType) -> None:
     """Adds girih's classes to the tables of this module."""
     for table, name in TABLES[module.__name__].items():
         getattr(module, table)["girih"] = name
 
 
 def register_classes(module: ModuleType) -> None:
-    """Registers girih's classes with the mappings that this module made of its tables before `add`.
+    """Registers girih's classes with the mappings that this module made of its tables before `add_classes`.
 
     A mapping looks up the type of a model by a copy of CONFIG_MAPPING_NAMES.
     """
@@ -68,7 +68,7 @@ def set_attention_call(module: ModuleType) -> None:
     module.SequenceLayer.attention_call = staticmethod(attention_call)
 
 
-def shard(_: ModuleType) -> None:
+def register_sharding(_: ModuleType) -> None:
     import_module("girih.ops._sharding")
 
 
@@ -156,44 +156,44 @@ def convert_saved_and_loaded(module: ModuleType) -> None:
     save_converted(module)
 
 
-# What is done when a module has run.
-AFTER: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add) | {
-    "torch.distributed.tensor": shard,
+# Functions to call after the import of a module.
+HOOKS: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add_classes) | {
+    "torch.distributed.tensor": register_sharding,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": explain_fp32,
     "transformers.modeling_utils": convert_saved_and_loaded,
     "girih.nn.layers.sequence_layer": set_attention_call,
 }
 
 
-class Models(Loader):
+class ModelsLoader(Loader):
     """`transformers.models.girih` is girih.models."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = import_module("girih.models")
 
 
-class Awaited(MetaPathFinder):
-    """Finds the modules of `AFTER` where they are, and does what is to be done when they have run."""
+class AfterImport(MetaPathFinder):
+    """Finds the modules of `HOOKS`, and calls their hooks after they have run."""
 
     def find_spec(self, fullname: str, path, target=None) -> ModuleSpec | None:
         if fullname == ALIAS:
-            return ModuleSpec(ALIAS, Models())
-        if fullname not in AFTER or (spec := PathFinder.find_spec(fullname, path)) is None:
+            return ModuleSpec(ALIAS, ModelsLoader())
+        if fullname not in HOOKS or (spec := PathFinder.find_spec(fullname, path)) is None:
             return None
-        run = spec.loader.exec_module
+        execute = spec.loader.exec_module
 
-        def run_and_tell(module: ModuleType) -> None:
-            run(module)
-            AFTER[fullname](module)
+        def run_with_hook(module: ModuleType) -> None:
+            execute(module)
+            HOOKS[fullname](module)
 
-        spec.loader.exec_module = run_and_tell
+        spec.loader.exec_module = run_with_hook
         return spec
 
 
 def register() -> None:
-    there = [sys.modules[name] for name in AFTER if name in sys.modules]
-    sys.meta_path.insert(0, Awaited())
-    for module in there:
-        AFTER[module.__name__](module)
+    loaded = [sys.modules[name] for name in HOOKS if name in sys.modules]
+    sys.meta_path.insert(0, AfterImport())
+    for module in loaded:
+        HOOKS[module.__name__](module)
     if modeling_auto := sys.modules.get(f"{AUTO}.modeling_auto"):
         register_classes(modeling_auto)

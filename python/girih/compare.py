@@ -26,7 +26,7 @@ from girih.comparison.cell import COMPARED, run_cell
 from girih.comparison.plan import Plan
 from girih.comparison.results import best_of, rows_of
 from girih.comparison.table import draw, write_table
-from girih.comparison.tasks import TASKS, parsed
+from girih.comparison.tasks import TASKS, parse_label
 from girih.data import read_corpus
 from girih.models import MIXERS
 from girih.training.command import (
@@ -40,14 +40,14 @@ from girih.training.command import (
     refuse_unknown,
     seed,
 )
-from girih.training.folder import alone_in, make, publish, usable
-from girih.training.processes import Interrupt, Interrupted, on_one_device, together
+from girih.training.folder import lock_folder, make_folder, publish, refuse_unusable
+from girih.training.processes import Interrupt, Interrupted, together, use_one_device
 from girih.training.recipe import SIZES, config_of_size
 
 
 def rates(text: str) -> tuple[float, ...]:
     """The argument of `--rates`."""
-    found = []
+    values = []
     for part in text.split(","):
         try:
             rate = float(part)
@@ -55,8 +55,8 @@ def rates(text: str) -> tuple[float, ...]:
             rate = 0.0
         if not 0 < rate < 1:
             raise argparse.ArgumentTypeError(f"{part} should be a number between 0 and 1")
-        found.append(rate)
-    return tuple(dict.fromkeys(found))
+        values.append(rate)
+    return tuple(dict.fromkeys(values))
 
 
 def seeds(text: str) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def seeds(text: str) -> tuple[int, ...]:
 
 
 def refuse_misplaced(options: argparse.Namespace, names: list[str]) -> None:
-    """An option that none of the tasks reads, or that one of them does not."""
+    """Refuses an option that some task, or none of them, reads."""
     has_widths = [bool(TASKS[name].widths) for name in names]
     if options.context is not None and "text" not in names:
         raise Refusal(f"context {options.context}: expected none, as it is that of the task text")
@@ -90,10 +90,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if (processes := together().num_processes) > 1:
         raise Refusal(f"{processes} processes: a comparison runs in one, on one device")
     refuse_misplaced(options, names)
-    of_mixer = " ".join(sorted(options.options.split()))
+    mixer_options = " ".join(sorted(options.options.split()))
     plan = Plan(
         tuple(TASKS[name].label(options.setting) for name in names),
-        tuple(f"{mixer} {of_mixer}" if of_mixer else mixer for mixer in mixers),
+        tuple(f"{mixer} {mixer_options}" if mixer_options else mixer for mixer in mixers),
         size,
         options.seeds or (options.seed,),
         options.folder,
@@ -105,11 +105,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
     for task in plan.tasks:
         for width in plan.widths_of(task):
             recipe = plan.recipe(task, width)
-            parsed(task)[0].check(recipe)
+            parse_label(task)[0].check(recipe)
             refuse_steps(recipe.steps, recipe.bytes_a_step)
-            if of_mixer:
+            if mixer_options:
                 for mixer in mixers:
-                    config_of_size(mixer, recipe, options=of_mixer)  # refuses what it does not read
+                    config_of_size(mixer, recipe, options=mixer_options)  # refuses what it does not read
     return replace(plan, corpus=read_corpus(options.corpus, plan.recipe("text", None).context))
 
 
@@ -118,13 +118,13 @@ def train_missing(plan: Plan) -> list[str]:
     failed = []
     scratch = plan.folder / ".scratch"
     for cell in plan.cells(plan.tasks, plan.mixers):
-        result, other = plan.finished(cell)
+        result, other = plan.read_result(cell)
         if result and not other:
             print(f"{cell}: there already")
             continue
         recipe = plan.recipe_of(cell)
-        again = f", again: the finished one has another {other}" if other else ""
-        print(f"{cell}: {recipe.steps} steps{again}", flush=True)
+        reason = f", again: the finished one has another {other}" if other else ""
+        print(f"{cell}: {recipe.steps} steps{reason}", flush=True)
         try:
             result = run_cell(cell.task, cell.mixer, recipe, plan.corpus, scratch, cell.seed)
         except Exception as error:
@@ -145,18 +145,18 @@ def compare(plan: Plan) -> bool:
     at every rate."""
     everything = plan.known_cells()
     for cell in everything:
-        plan.finished(cell)  # what is damaged is said before hours of training
+        plan.read_result(cell)  # what is damaged is said before hours of training
     failed = train_missing(plan)
     cells, left_out = {}, []
     for cell in everything:
-        result, other = plan.finished(cell)
+        result, other = plan.read_result(cell)
         if other:
             left_out.append(f"{cell} (another {other})")
         elif result:
             cells.setdefault(cell.task, []).append(result)
-    for label, of_task in cells.items():
-        rows = rows_of(parsed(label)[0], of_task)
-        failed += [f"{label} {row}: diverged" for row in rows.keys() - best_of(parsed(label)[0], rows)]
+    for label, task_cells in cells.items():
+        rows = rows_of(parse_label(label)[0], task_cells)
+        failed += [f"{label} {row}: diverged" for row in rows.keys() - best_of(parse_label(label)[0], rows)]
     if cells:
         print("\n" + write_table(cells, plan.folder / "table.md"))
         draw(cells, plan.folder / "figure.png")
@@ -195,22 +195,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=path, default=Path("runs/compare"), help="where the cells' files are"
     )
-    of_seeds = parser.add_mutually_exclusive_group()
-    of_seeds.add_argument("--seed", type=seed, default=0)
-    of_seeds.add_argument("--seeds", type=seeds, help="how many, or several with commas: the table has means")
-    on_one_device()
+    seed_group = parser.add_mutually_exclusive_group()
+    seed_group.add_argument("--seed", type=seed, default=0)
+    seed_group.add_argument(
+        "--seeds", type=seeds, help="how many, or several with commas: the table has means"
+    )
+    use_one_device()
 
-    def work() -> int:
+    def run_command() -> int:
         Interrupt()
         together()
         plan = plan_of(parser.parse_args(argv))
-        with contextlib.ExitStack() as held:
-            with usable(plan.folder):
-                make(plan.folder)
-                held.enter_context(alone_in(plan.folder))
+        with contextlib.ExitStack() as lock:
+            with refuse_unusable(plan.folder):
+                make_folder(plan.folder)
+                lock.enter_context(lock_folder(plan.folder))
             return 0 if compare(plan) else 1
 
-    return answer("girih.compare", work)
+    return answer("girih.compare", run_command)
 
 
 if __name__ == "__main__":

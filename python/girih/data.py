@@ -1,4 +1,4 @@
-"""What the language models here are trained on: bytes of text, and rows made by rule.
+"""The data that language models are trained on: bytes of text, and rows made by rule.
 
 Text is its own alphabet (256 bytes, no tokenizer), so bits per byte compare across models and corpora. The
 rows made by rule are those of associative recall, of state tracking and of a needle in a haystack.
@@ -60,14 +60,14 @@ def read_corpus(path: Path | None = None, context: int = 256) -> Corpus:
     Raises CorpusError when there is nothing to read or less than `context` bytes on a side of the split.
     """
     name = "the standard library" if path is None else str(path)
-    parts, seen, digest = [], set(), hashlib.sha256()
+    parts, digests, digest = [], set(), hashlib.sha256()
     try:
         for file in standard_library() if path is None else text_files(path):
             data = file.read_bytes()
-            same = hashlib.sha256(data).digest()
-            if same in seen or b"\0" in data:
+            file_digest = hashlib.sha256(data).digest()
+            if file_digest in digests or b"\0" in data:
                 continue
-            seen.add(same)
+            digests.add(file_digest)
             parts.append(data)
             digest.update(data)
     except OSError as error:
@@ -162,8 +162,8 @@ class Recall(Rows):
         self.group = torch.tensor(pairs)[torch.arange(count) % len(pairs)]
         for number in sorted(set(pairs)):
             rows = (self.group == number).nonzero()[:, 0]
-            for some in rows.split(4096):  # bounds the memory that drawing without repetition takes
-                self._fill(some, number, vocab_size, power, draw)
+            for part in rows.split(4096):  # bounds the memory that drawing without repetition takes
+                self._fill(part, number, vocab_size, power, draw)
 
     def _fill(self, rows: torch.Tensor, pairs: int, vocab_size: int, power: float, draw: torch.Generator):
         half, length = vocab_size // 2, self.input_ids.shape[1]
@@ -184,13 +184,13 @@ class Recall(Rows):
 
 
 def cyclic(order: int) -> torch.Tensor:
-    """The multiplication table `[order, order]` of the cyclic group: of two elements the number of theirs."""
+    """The multiplication table `[order, order]` of the cyclic group, by the numbers of its elements."""
     element = torch.arange(order)
     return (element[:, None] + element) % order
 
 
 def symmetric(points: int) -> torch.Tensor:
-    """That of the permutations of so many points, in lexicographic order: a b is b first, then a."""
+    """The multiplication table of the permutations of points, in lexicographic order: a b applies b first."""
     elements = list(itertools.permutations(range(points)))
     number = {element: i for i, element in enumerate(elements)}
     return torch.tensor([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])

@@ -62,17 +62,17 @@ def shard_block(block: nn.Module, **options: Any) -> None:
     """
     ignored = set(options.pop("ignored_params", None) or ())
     policy = options.get("mp_policy") or MixedPrecisionPolicy()
-    kept = fp32_parameters(block, ignored, policy)
-    children = list(children_with(block, kept)) if kept else []
-    fully_shard(block, ignored_params=(ignored | kept) or None, **options)
-    if not kept:
+    fp32 = fp32_parameters(block, ignored, policy)
+    children = list(children_with(block, fp32)) if fp32 else []
+    fully_shard(block, ignored_params=(ignored | fp32) or None, **options)
+    if not fp32:
         return
-    own = dataclasses.replace(
+    fp32_policy = dataclasses.replace(
         policy, param_dtype=None, reduce_dtype=None, output_dtype=None, cast_forward_inputs=False
     )
     for child in children:
-        others = set(child.parameters()) - kept
-        fully_shard(child, ignored_params=(ignored | others) or None, **options | {"mp_policy": own})
+        others = set(child.parameters()) - fp32
+        fully_shard(child, ignored_params=(ignored | others) or None, **options | {"mp_policy": fp32_policy})
 
 
 def fp32_parameters(block: nn.Module, ignored: set[Tensor], policy: MixedPrecisionPolicy) -> set[Tensor]:
@@ -85,11 +85,11 @@ def fp32_parameters(block: nn.Module, ignored: set[Tensor], policy: MixedPrecisi
                 (named if name in getattr(module, "fp32", ()) else others).add(p)
     named = {p for p in named if p.dtype == torch.float32} - others
     has_low = any((policy.param_dtype or p.dtype) in LOW for p in others)
-    kept = named if has_low else set()
+    own_group = named if has_low else set()
     trainable = {p for p in others if p.requires_grad}
     if len({p.dtype for p in trainable}) > 1:
-        kept |= {p for p in trainable if p.dtype == torch.float32}
-    return kept
+        own_group |= {p for p in trainable if p.dtype == torch.float32}
+    return own_group
 
 
 def unsharded_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -100,21 +100,21 @@ def unsharded_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from unsharded_modules(child)
 
 
-def children_with(module: nn.Module, kept: set[Tensor]) -> Iterator[nn.Module]:
+def children_with(module: nn.Module, parameters: set[Tensor]) -> Iterator[nn.Module]:
     """The children of a module that hold these parameters; of a container without a `forward`, its children.
 
     Raises ValueError where a parameter is the module's own.
     """
-    own = [name for name, p in module.named_parameters(recurse=False) if p in kept]
-    if own:
+    names = [name for name, p in module.named_parameters(recurse=False) if p in parameters]
+    if names:
         raise ValueError(
-            f"model is a {type(module).__name__} with the fp32 parameters {', '.join(own)} of its own beside "
-            "parameters in 16 bits; expected a module around it, as the block of a model"
+            f"model is a {type(module).__name__} with the fp32 parameters {', '.join(names)} of its own "
+            "beside parameters in 16 bits; expected a module around it, as the block of a model"
         )
     for child in module.children():
-        if isinstance(child, FSDPModule) or kept.isdisjoint(child.parameters()):
+        if isinstance(child, FSDPModule) or parameters.isdisjoint(child.parameters()):
             continue
         if type(child).forward is nn.Module.forward:
-            yield from children_with(child, kept)
+            yield from children_with(child, parameters)
         else:
             yield child

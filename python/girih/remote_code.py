@@ -37,6 +37,6 @@ def write_module(folder: str | PathLike, source: str, names: Iterable[str]) -> N
     if folder.is_file():
         return  # save_pretrained refuses a file
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["\n".join(f"    {form.format(name)}," for name in names) for form in ("{}", '"{}"')]
+    lines = ["\n".join(f"    {template.format(name)}," for name in names) for template in ("{}", '"{}"')]
     text = TEXT.format(source=source, names=lines[0], quoted=lines[1])
     (folder / f"{MODULE}.py").write_text(text, encoding="utf-8")

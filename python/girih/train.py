@@ -24,22 +24,22 @@ from transformers.integrations import TensorBoardCallback
 from girih.data import Corpus, Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.command import (
-    Full,
+    OutOfMemory,
     Parser,
     Refusal,
-    agreed,
     answer,
+    decide_together,
     numbers,
     path,
     refuse_steps,
     refuse_unknown,
     seed,
 )
-from girih.training.folder import Whole, check_space, finished, newest_whole, run_in
+from girih.training.folder import MarkWhole, check_space, lock_run, newest_whole, read_result
 from girih.training.processes import Interrupt, Interrupted, gpus_for, run_on, together
 from girih.training.recipe import SIZES, Recipe, config_of_size, with_context
 from girih.training.report import finish
-from girih.training.trainer import AT_ONCE, fit, share_of
+from girih.training.trainer import AT_ONCE, fit, process_batch
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def run_of(options: argparse.Namespace) -> Run:
     size = with_context(size, options.context)
     # All is refused before anything is written.
     refuse_steps(size.steps, size.bytes_a_step)
-    share_of(size.batch)
+    process_batch(size.batch)
     if options.at_once < 1:
         raise Refusal(f"at-once {options.at_once}: at least 1")
     refuse_unknown("mixer", options.mixer.split(","), MIXERS)
-    of_mixer = " ".join(sorted(options.options.split()))
-    config = config_of_size(options.mixer, size, chunks=options.chunks, options=of_mixer)
+    mixer_options = " ".join(sorted(options.options.split()))
+    config = config_of_size(options.mixer, size, chunks=options.chunks, options=mixer_options)
     corpus = read_corpus(options.corpus, size.context)
-    parts = [*options.mixer.split(","), *(["adaptive"] if options.chunks else []), *of_mixer.split()]
+    parts = [*options.mixer.split(","), *(["adaptive"] if options.chunks else []), *mixer_options.split()]
     parts += [options.size, *([str(options.context)] if options.context else [])]
     folder = options.folder or Path("runs") / "-".join(parts).replace("/", "_")
     arguments = {
@@ -82,8 +82,8 @@ def run_of(options: argparse.Namespace) -> Run:
         "corpus": corpus.name,
         "corpus_sha256": corpus.digest,
     } | ({"chunks": options.chunks} if options.chunks else {})
-    if of_mixer:
-        arguments["options"] = of_mixer
+    if mixer_options:
+        arguments["options"] = mixer_options
     return Run(options.mixer, size, config, options.seed, corpus, folder, options.at_once, arguments)
 
 
@@ -92,7 +92,7 @@ def train(run: Run, interrupt: Interrupt) -> dict:
     size, folder = run.size, run.folder
     torch.manual_seed(run.seed)
     model = GirihForCausalLM(run.config)
-    agreed(lambda: check_space(folder, model.num_parameters()))
+    decide_together(lambda: check_space(folder, model.num_parameters()))
     windows = Windows.drawn(run.corpus.train, size.steps * size.batch, size.context, run.seed)
     held_out = Windows.spread(run.corpus.held_out, size.held_out, size.context)
     trainer = fit(
@@ -108,21 +108,21 @@ def train(run: Run, interrupt: Interrupt) -> dict:
     )
     board = TensorBoardCallback()
     board.logging_dir = str(folder / "logs")
-    for callback in (board, Whole(), interrupt):
+    for callback in (board, MarkWhole(), interrupt):
         trainer.add_callback(callback)
-    newest = agreed(lambda: newest_whole(folder / "checkpoints"))
+    newest = decide_together(lambda: newest_whole(folder / "checkpoints"))
     start = f", from step {newest.name.split('-')[1]} on" if newest else ""
     if trainer.is_world_process_zero():
         print(f"{run.mixer}, {model.num_parameters():,} parameters, on {trainer.args.device}")
         parts = trainer.args.gradient_accumulation_steps
-        of = f" bytes{f', in {parts} parts each,' if parts > 1 else ''} of {run.corpus.name}{start}"
-        print(f"{size.steps} steps of {size.batch} x {size.context}{of}")
+        data = f" bytes{f', in {parts} parts each,' if parts > 1 else ''} of {run.corpus.name}{start}"
+        print(f"{size.steps} steps of {size.batch} x {size.context}{data}")
         sys.stdout.flush()
     try:
         trainer.train(resume_from_checkpoint=str(newest) if newest else None)
     except torch.OutOfMemoryError as error:
         tokens = trainer.args.per_device_train_batch_size * size.context
-        raise Full(
+        raise OutOfMemory(
             f"the GPU's memory is full with {tokens} tokens at once; the same command with"
             f" --at-once {tokens // 2} continues"
         ) from error
@@ -162,28 +162,28 @@ def main(argv: list[str] | None = None) -> int:
     )
     argv = sys.argv[1:] if argv is None else argv
 
-    def work() -> int:
+    def run_command() -> int:
         interrupt = Interrupt()
         main_process = together().is_main_process
         run = run_of(parser.parse_args(argv))
-        if result := agreed(lambda: finished(run.folder, run.arguments)):
+        if result := decide_together(lambda: read_result(run.folder, run.arguments)):
             if main_process:
                 print(f"this run is finished; remove {run.folder} to train it again")
                 print(json.dumps(result))
             return 0
         gpus = torch.cuda.device_count()
         if gpus > 1 and "RANK" not in os.environ:
-            if (used := gpus_for(run.size.batch)) < gpus:
-                print(f"{used} of {gpus} GPUs: a batch of {run.size.batch} cannot be shared evenly by all")
-            return run_on(used, "girih.train", argv)
-        with contextlib.ExitStack() as held:  # by the main process, for all
-            agreed(lambda: held.enter_context(run_in(run.folder, run.arguments)))
+            if (shared := gpus_for(run.size.batch)) < gpus:
+                print(f"{shared} of {gpus} GPUs: a batch of {run.size.batch} cannot be shared evenly by all")
+            return run_on(shared, "girih.train", argv)
+        with contextlib.ExitStack() as lock:  # by the main process, for all
+            decide_together(lambda: lock.enter_context(lock_run(run.folder, run.arguments)))
             result = train(run, interrupt)
         if main_process:
             print(json.dumps(result))
         return 0
 
-    return answer("girih.train", work)
+    return answer("girih.train", run_command)
 
 
 if __name__ == "__main__":

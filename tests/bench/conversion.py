@@ -50,8 +50,16 @@ from girih.training.command import (
     refuse_unknown,
     seed,
 )
-from girih.training.folder import alone_in, damaged, draft_of, make, publish, read_json, usable
-from girih.training.processes import Interrupt, Interrupted, on_one_device, together
+from girih.training.folder import (
+    damaged,
+    draft_of,
+    lock_folder,
+    make_folder,
+    publish,
+    read_json,
+    refuse_unusable,
+)
+from girih.training.processes import Interrupt, Interrupted, together, use_one_device
 from girih.training.recipe import SIZES as OF_TRAIN
 from girih.training.recipe import STEP, Recipe
 from girih.training.trainer import BITS, fit
@@ -402,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=path, default=own, help="where the checkpoint is")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--draw", action="store_true", help="train nothing: table and figure of the file")
-    on_one_device()
+    use_one_device()
 
     def work() -> int:
         Interrupt()
@@ -422,10 +430,10 @@ def main(argv: list[str] | None = None) -> int:
         }
         with contextlib.ExitStack() as held:
             for folder in (plan.folder, plan.work):
-                with usable(folder):
-                    make(folder)
+                with refuse_unusable(folder):
+                    make_folder(folder)
             for folder in sorted({plan.folder.resolve(), plan.work.resolve()}):
-                held.enter_context(alone_in(folder))
+                held.enter_context(lock_folder(folder))
             done = study(plan, chosen, options.minutes)
         show(plan.folder)
         return 0 if done else 1

@@ -116,7 +116,7 @@ def test_the_narrower_of_two_windows_counts(own, window):
         cache = DynamicCache(config=model.config)
         parts = [model(part, past_key_values=cache).logits for part in IDS.split(cuts, 1)]
         close(torch.cat(parts, 1), want)
-        assert cache.layers[0].kept == min(own, window) - 1
+        assert cache.layers[0].num_keys == min(own, window) - 1
 
 
 def test_a_prompt_read_in_pieces_is_a_prompt(model):

@@ -448,7 +448,7 @@ def test_options_that_look_back_are_refused(mixer, options, message):
 
 def test_defaults_of_an_encoder_may_be_named():
     girih.replace_attention(encoder(), "delta_product", n=1, conv_size=0)
-    assert Replacement("mamba2").both_ways() == {"conv_size": 0}
+    assert Replacement("mamba2").both_ways_options() == {"conv_size": 0}
 
 
 def test_a_layer_reads_no_tokens():

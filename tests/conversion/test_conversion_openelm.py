@@ -12,7 +12,7 @@ import openelm
 import pytest
 import torch
 from converted import IDS, WAYS, close, convert
-from girih.conversion.attention import returned
+from girih.conversion.attention import returned_names
 from girih.conversion.projections import find
 from girih.models.adapters.attention_call import valid_tokens
 from openelm import ElmCausalAttention, elm
@@ -249,10 +249,10 @@ def test_what_a_forward_returns_is_read_from_its_code():
     kinds = (ElmCausalAttention, Pair, Present, Renamed, Varying)
     expected = [("attn_weights", "past_key_value"), ("weights",), ("past_key_value", "weights")]
     expected += [("weights", "past_key_value"), None]
-    assert [returned(kind.forward) for kind in kinds] == expected
+    assert [returned_names(kind.forward) for kind in kinds] == expected
     code = {}
     exec("def forward(self, x, past_key_value=None):\n    return x, None", code)
-    assert returned(code["forward"]) is None
+    assert returned_names(code["forward"]) is None
 
 
 @torch.no_grad()

@@ -83,12 +83,12 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def graphs(monkeypatch, device):
-    """Counts what is recorded and replayed; `off()` has every step run as without graphs.
+    """Counts what is recorded and replayed; `off()` has every step run without graphs.
 
     `before` and `after` are called beside what is replayed.
     """
     counts = {"recorded": 0, "replayed": 0}
-    on_device, here, recorders = graph.record, graph.here, []
+    on_device, can_capture, recorders = graph.record, graph.can_capture, []
 
     def record(call, stream):
         counts["recorded"] += 1
@@ -125,7 +125,9 @@ def graphs(monkeypatch, device):
         before = after = staticmethod(lambda: None)
 
         def off(self, now=True):
-            monkeypatch.setattr(graph, "here", lambda x: not now and (device == "cpu" or here(x)))
+            monkeypatch.setattr(
+                graph, "can_capture", lambda x: not now and (device == "cpu" or can_capture(x))
+            )
 
     monkeypatch.setattr(graph, "record", record)
     graphs = Graphs()
@@ -386,7 +388,7 @@ def test_a_cache_is_restored_and_copied_between_steps(graphs, model):
 
 
 def test_what_a_graph_makes_stays_in_it(graphs, model):
-    """The first token after a prompt is taken back, so that the next is recorded; other graphs run then."""
+    """The first token after a prompt is rolled back, so that the next is recorded; other graphs run then."""
     steps, other = Steps(model), Steps(model, prompt=5)
     then, text = steps.cache.checkpoint(), steps.text
     steps.take()
@@ -427,10 +429,10 @@ def test_a_cache_keeps_no_model(graphs, device):
     steps = Steps(model)
     steps.take(4)
     cache, gone = steps.cache, weakref.ref(model.model)
-    assert cache.steps.graphs and cache.steps.taken is not None
+    assert cache.steps.graphs and cache.steps.snapshot is not None
     del model, steps
     gc.collect()
-    assert gone() is None and not cache.steps.graphs and cache.steps.taken is None
+    assert gone() is None and not cache.steps.graphs and cache.steps.snapshot is None
     other = model_of("hybrid", device)
     with torch.no_grad():
         assert other(tokens(other, 2, 1), past_key_values=cache).logits.isfinite().all()

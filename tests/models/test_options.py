@@ -10,7 +10,7 @@ import torch
 from conftest import TREE
 from girih import _C
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
-from girih.models.config import OF_TRANSFORMERS, OWN_FIELDS
+from girih.models.config import OWN_FIELDS, TRANSFORMERS_KEYWORDS
 from girih.nn import GatedLinearAttention
 from girih.training.command import Refusal
 from girih.training.recipe import SIZES, config_of_size, with_context
@@ -242,7 +242,7 @@ def misspelt(names, count):
             [name[:i] + other + name[i + 1 :], name[:i] + name[i + 1 :], name[:i] + name[i] + name[i:],
              name[: max(0, i - 1)] + name[max(0, i - 1) : i + 1][::-1] + name[i + 1 :]]
         )  # fmt: skip
-        if wrong and wrong not in names and wrong not in OF_TRANSFORMERS and not wrong.startswith("_"):
+        if wrong and wrong not in names and wrong not in TRANSFORMERS_KEYWORDS and not wrong.startswith("_"):
             yield name, wrong
 
 

@@ -18,7 +18,7 @@ from girih.data import Windows, read_corpus
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.nn import decay_parameter_names
 from girih.training.command import Refusal
-from girih.training.recipe import OF_SIZE, SIZES, config_of_size, model_of_size, with_context
+from girih.training.recipe import SIZE_FIELDS, SIZES, config_of_size, model_of_size, with_context
 from girih.training.report import write_sample
 from girih.training.trainer import ByteTrainer
 from safetensors.torch import load_file
@@ -849,7 +849,7 @@ def test_a_size_may_be_two_percent_off_and_no_more(tmp_path):
         assert words in tiny(tmp_path / "none", tmp_path / "run", *options, code=2)[1]
 
 
-@pytest.mark.parametrize("name", OF_SIZE)
+@pytest.mark.parametrize("name", SIZE_FIELDS)
 def test_what_the_size_sets_is_no_option(name, tmp_path):
     value = {"mixer": "gla", "chunks": "[4]"}.get(name, "8")
     _, said = tiny(tmp_path / "none", tmp_path / "run", "--options", f"num_slots=4 {name}={value}", code=2)

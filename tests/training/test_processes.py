@@ -121,8 +121,8 @@ def test_a_run_without_a_launcher_sees_one_gpu(visible, used, monkeypatch):
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setenv("RANK", "1") if launched else monkeypatch.delenv("RANK", raising=False)
-        assert processes.speaks() != launched
-        processes.on_one_device()
+        assert processes.is_speaker() != launched
+        processes.use_one_device()
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the end of the test takes back

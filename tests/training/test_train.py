@@ -20,7 +20,7 @@ from girih.models import GirihForCausalLM
 from girih.models.cat import CatModel
 from girih.nn import decay_parameter_names
 from girih.training.command import Refusal
-from girih.training.folder import LOCK, WHOLE, alone_in, check_space, newest_whole
+from girih.training.folder import LOCK, WHOLE, check_space, lock_folder, newest_whole
 from girih.training.recipe import SIZES, model_of_size
 from girih.training.trainer import BITS, ByteTrainer, fit
 from safetensors.torch import load_file
@@ -179,14 +179,14 @@ def test_a_lock_of_a_folder_that_was_moved_meanwhile_is_none(tmp_path, monkeypat
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setattr(fcntl, "lockf", lambda *_: folder.rename(tmp_path / "run.1"))
-    with pytest.raises(Refusal, match="another run was at work in it just now"), alone_in(folder):
+    with pytest.raises(Refusal, match="another run was at work in it just now"), lock_folder(folder):
         pass
 
 
 def test_the_lock_of_another_run_is_left_where_it_is(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    with alone_in(folder):
+    with lock_folder(folder):
         folder.rename(tmp_path / "run.1")
         folder.mkdir()
         (folder / LOCK).touch()
@@ -201,11 +201,11 @@ def test_mixers_with_commas_take_turns_over_the_layers(corpus, tmp_path, capsys)
 
 def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path, capsys, monkeypatch):
     drawn = []
-    chosen = CatModel.chosen
+    choose_chunk = CatModel.choose_chunk
     monkeypatch.setattr(
         CatModel,
-        "chosen",
-        lambda model, *of: drawn.append((model.training, chosen(model, *of))) or drawn[-1][1],
+        "choose_chunk",
+        lambda model, *args: drawn.append((model.training, choose_chunk(model, *args))) or drawn[-1][1],
     )
     argv = [*arguments(corpus, tmp_path / "run", mixer="cat"), "--chunks", "4,8,16"]
     assert train.main(argv) == 0

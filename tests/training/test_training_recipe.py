@@ -13,7 +13,7 @@ from girih.data import Windows
 from girih.models import GirihForCausalLM
 from girih.training import trainer as trainer_module
 from girih.training.command import Refusal, disk_full, refuse_steps
-from girih.training.folder import Whole, finished, newest_whole, run_in
+from girih.training.folder import MarkWhole, lock_run, newest_whole, read_result
 from girih.training.recipe import SIZES, config_of_size, model_of_size, with_context
 from girih.training.report import draw_curve, finish, write_sample
 from girih.training.trainer import BITS, Clock, fit
@@ -75,7 +75,7 @@ def test_the_optimizer_is_adamw_by_these_numbers(tmp_path):
     "batch, context, parts", [(128, 2048, 8), (128, 1024, 4), (32, 512, 1), (3, 40000, 3), (6, 7000, 2)]
 )
 def test_parts_divide_a_batch_and_are_as_large_as_may_be(batch, context, parts):
-    assert trainer_module.passes_of(batch, context, 2**15) == parts
+    assert trainer_module.count_passes(batch, context, 2**15) == parts
 
 
 @pytest.mark.parametrize("at_once", [16, 1])
@@ -106,7 +106,7 @@ def test_the_newest_checkpoint_is_that_of_the_most_steps(tmp_path):
     for step in (90, 100, 20):
         (tmp_path / f"checkpoint-{step}").mkdir()
         state = SimpleNamespace(global_step=step, is_world_process_zero=True)
-        Whole().on_save(SimpleNamespace(output_dir=tmp_path), state, None)
+        MarkWhole().on_save(SimpleNamespace(output_dir=tmp_path), state, None)
     (tmp_path / "checkpoint-110").mkdir()  # cut off
     assert newest_whole(tmp_path).name == "checkpoint-100"
     assert newest_whole(tmp_path / "none") is None
@@ -323,13 +323,13 @@ def test_other_errors_are_no_full_disk():
 def test_runs_that_are_moved_aside_are_counted(tmp_path, capsys):
     folder = tmp_path / "run"
     for i in range(3):
-        with run_in(folder, {"seed": i}):
+        with lock_run(folder, {"seed": i}):
             (folder / "mine").write_text(str(i))
-        with run_in(folder, {"seed": i}):  # its own half-done run stays
+        with lock_run(folder, {"seed": i}):  # its own half-done run stays
             assert (folder / "mine").read_text() == str(i)
     for name, i in (("run", 2), ("run.1", 0), ("run.2", 1)):
         assert (tmp_path / name / "mine").read_text() == str(i)
         assert json.loads((tmp_path / name / "arguments.json").read_text()) == {"seed": i}
     (folder / "result.json").write_text('{"bits": 1}')
-    assert finished(folder, {"seed": 2}) == {"bits": 1}
-    assert finished(folder, {"seed": 1}) is None and finished(tmp_path / "run.1", {"seed": 0}) is None
+    assert read_result(folder, {"seed": 2}) == {"bits": 1}
+    assert read_result(folder, {"seed": 1}) is None and read_result(tmp_path / "run.1", {"seed": 0}) is None

@@ -1,4 +1,4 @@
-"""Puts girih's functions in the place of those that transformers' models call, and takes them back."""
+"""Replaces functions that transformers' models call with girih's, and restores them."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from girih import ops
 from girih.acceleration import functions, packed
 
-# A function of a modelling module, by its name there, and what serves it.
+# Functions of modelling modules by name, and the functions that wrap them.
 SERVED: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": functions.chunk_gated_delta_rule,
     "torch_recurrent_gated_delta_rule": functions.fused_recurrent_gated_delta_rule,
@@ -27,7 +27,7 @@ SERVED: dict[str, Callable] = {
     "causal_conv1d_fn": functions.causal_conv1d_fn,
     "causal_conv1d_update": functions.causal_conv1d_update,
 }
-# What stays as it is, and why.
+# Functions that are not replaced, and why.
 NOT_SERVED = {
     "chunk_kimi_delta_attention": "a gate for every key channel, which delta_product has not",
     "recurrent_kimi_delta_attention": "a gate for every key channel, which delta_product has not",
@@ -59,19 +59,19 @@ class Place(NamedTuple):
     name: str
 
 
-# What has been replaced: by whom it is used, and what stood there.
+# The replaced functions: number of users, and the original.
 _replaced: dict[Place, tuple[int, Callable]] = {}
 
-# What accelerates models as they are made.
+# Replaced to accelerate every new model.
 POST_INIT = Place(PreTrainedModel, "post_init")
-_of_every_model: list["Acceleration"] = []
+_global_accelerations: list["Acceleration"] = []
 
 
-def _accelerating(original: Callable) -> Callable:
+def _wrap_post_init(original: Callable) -> Callable:
     @functools.wraps(original)
     def post_init(model: PreTrainedModel) -> None:
         original(model)
-        for acceleration in _of_every_model:
+        for acceleration in _global_accelerations:
             acceleration._accelerate(model)
 
     return post_init
@@ -94,21 +94,24 @@ def _restore(place: Place) -> None:
 
 
 def _places(module: ModuleType) -> Iterator[tuple[Place, Callable]]:
-    """What there is to replace in a modelling module: functions, and if it has some, what calls them."""
-    own = list(vars(module).items())
-    found = [(Place(module, name), SERVED[name]) for name, value in own if name in SERVED and callable(value)]
-    yield from found
-    for name, value in own if found else ():
+    """The attributes of a modelling module to replace, with their wrappers: functions, and if the module has
+    any, the classes that call them."""
+    members = list(vars(module).items())
+    places = [
+        (Place(module, name), SERVED[name]) for name, value in members if name in SERVED and callable(value)
+    ]
+    yield from places
+    for name, value in members if places else ():
         if not isinstance(value, type) or value.__module__ != module.__name__:
             continue
         if GATED_NORM.fullmatch(name):
             yield Place(value, "forward"), functions.rms_norm_gated
-        elif (serve := packed.serving(value)) is not None:
+        elif (serve := packed.find_wrapper(value)) is not None:
             yield Place(value, "forward"), serve
 
 
-def _modelling(layer: nn.Module) -> tuple[type, ModuleType] | None:
-    """The class of transformers that a layer is, or is made from, and the module that defines it."""
+def _find_definition(layer: nn.Module) -> tuple[type, ModuleType] | None:
+    """The class of transformers that a layer is an instance of, and the module that defines the class."""
     for kind in type(layer).__mro__:
         if MODELS.fullmatch(kind.__module__) and kind.__module__ in sys.modules:
             return kind, sys.modules[kind.__module__]
@@ -116,7 +119,7 @@ def _modelling(layer: nn.Module) -> tuple[type, ModuleType] | None:
 
 
 class Acceleration:
-    """What `accelerate` has done: `report()` shows it, `undo()`, or the end of a `with`, takes it back."""
+    """The replaced functions: `report()` lists them, `undo()`, or the end of a `with`, restores them."""
 
     def __init__(self, model: nn.Module | None):
         self._model = model
@@ -127,7 +130,7 @@ class Acceleration:
             self._accelerate(model)
 
     def _accelerate(self, model: nn.Module) -> None:
-        for module in {m[1] for layer in model.modules() if (m := _modelling(layer)) is not None}:
+        for module in {m[1] for layer in model.modules() if (m := _find_definition(layer)) is not None}:
             self._serve(module)
 
     def _serve(self, module: ModuleType) -> None:
@@ -137,19 +140,19 @@ class Acceleration:
                 self._places.add(place)
 
     def _accelerate_every_model(self) -> None:
-        """Models that are there, by their modules, and those that will be, as they are made."""
+        """Accelerates existing models by their modules, and new models in their constructor."""
         for name, module in list(sys.modules.items()):
             if MODELS.fullmatch(name):
                 self._serve(module)
-        if not _of_every_model:
-            _replace(POST_INIT, _accelerating)
-        _of_every_model.append(self)
+        if not _global_accelerations:
+            _replace(POST_INIT, _wrap_post_init)
+        _global_accelerations.append(self)
 
     def undo(self) -> None:
-        """Every function as it was. A second time nothing is left to do."""
-        if self in _of_every_model:
-            _of_every_model.remove(self)
-            if not _of_every_model:
+        """Restores every function. A second call does nothing."""
+        if self in _global_accelerations:
+            _global_accelerations.remove(self)
+            if not _global_accelerations:
                 _restore(POST_INIT)
         while self._places:
             _restore(self._places.pop())
@@ -169,9 +172,9 @@ class Acceleration:
             )
         kinds: Counter[tuple[str, str, str, str]] = Counter()
         for layer in model.modules():
-            for function, place in _called(layer):
+            for function, place in _called_functions(layer):
                 if place in self._places:
-                    path, why = _path(layer, function)
+                    path, why = _explain_path(layer, function)
                 else:
                     path, why = "transformers", NOT_SERVED.get(function, "undone")
                 kinds[type(layer).__name__, function, path, why] += 1
@@ -191,12 +194,12 @@ class Acceleration:
         return f"Acceleration of {len(self._places)} functions"
 
 
-def _called(layer: nn.Module) -> Iterator[tuple[str, Place]]:
-    """The functions that a layer's `forward` calls, of those that are known here."""
-    found = _modelling(layer)
-    if found is None:
+def _called_functions(layer: nn.Module) -> Iterator[tuple[str, Place]]:
+    """The functions of `SERVED` and `NOT_SERVED` that a layer's `forward` calls."""
+    definition = _find_definition(layer)
+    if definition is None:
         return
-    kind, module = found
+    kind, module = definition
     if GATED_NORM.fullmatch(kind.__name__):
         yield kind.__name__, Place(kind, "forward")
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
@@ -205,11 +208,11 @@ def _called(layer: nn.Module) -> Iterator[tuple[str, Place]]:
             yield name, Place(module, name)
 
 
-def _path(layer: nn.Module, function: str) -> tuple[str, str]:
+def _explain_path(layer: nn.Module, function: str) -> tuple[str, str]:
     """How girih computes a function of this layer, by its sizes, on its device and in its dtype."""
     weight = max(layer.parameters(), key=lambda p: p.dim())  # of a projection or the filter, not of a gate
     device, dtype = weight.device.type, weight.dtype
-    token = function.endswith(("_recurrent_gated_delta_rule", "_state_update", "_update"))
+    is_step = function.endswith(("_recurrent_gated_delta_rule", "_state_update", "_update"))
 
     def x(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -217,7 +220,7 @@ def _path(layer: nn.Module, function: str) -> tuple[str, str]:
     def size(name: str) -> int:
         return getattr(layer, name, 64)
 
-    T, options = 1 if token else 64, {}
+    T, options = 1 if is_step else 64, {}
     if "delta_rule" in function:
         D, V = size("head_k_dim"), size("head_v_dim")
         op, inputs, options = (
@@ -234,21 +237,24 @@ def _path(layer: nn.Module, function: str) -> tuple[str, str]:
     elif function.startswith("causal_conv1d"):
         conv = next((m for m in layer.modules() if isinstance(m, nn.Conv1d)), None)
         taps = 4 if conv is None else conv.kernel_size[0]
-        if taps > functions.MOST_TAPS:
-            return "transformers", f"a filter of {taps} taps; girih.short_conv has {functions.MOST_TAPS}"
-        if functions.named(getattr(layer, "activation", None)) not in functions.OF_FILTERS:
+        if taps > functions.MAX_TAPS:
+            return "transformers", f"a filter of {taps} taps; girih.short_conv has {functions.MAX_TAPS}"
+        if (
+            functions.canonical_activation(getattr(layer, "activation", None))
+            not in functions.FILTER_ACTIVATIONS
+        ):
             return "transformers", f"the activation {layer.activation!r}"
-        op, inputs, token = "short_conv", (x(1, T, 64), x(64, taps)), False
+        op, inputs, is_step = "short_conv", (x(1, T, 64), x(64, taps)), False
     else:
-        if functions.named(layer.activation) not in functions.OF_NORMS:
+        if functions.canonical_activation(layer.activation) not in functions.NORM_ACTIVATIONS:
             return "transformers", f"the activation {layer.activation!r}"
         op, inputs = "gated_rms_norm", (x(64, 64), x(64), x(64, 64))
-    if token:
-        wide = torch.promote_types(dtype, torch.float32)
-        options["state"] = state(torch.empty(1, 1, D, V, dtype=wide, device="meta"))
+    if is_step:
+        state_dtype = torch.promote_types(dtype, torch.float32)
+        options["state"] = state(torch.empty(1, 1, D, V, dtype=state_dtype, device="meta"))
         op += "_step"
-    found = ops.explain(op, *inputs, **options, device=device)
-    return f"girih.{op}, {found.path}", found.why
+    explanation = ops.explain(op, *inputs, **options, device=device)
+    return f"girih.{op}, {explanation.path}", explanation.why
 
 
 def accelerate(model: nn.Module | None = None) -> Acceleration:
@@ -269,8 +275,8 @@ def accelerate(model: nn.Module | None = None) -> Acceleration:
     ...     print(acceleration.rows()[0].path)
     girih.short_conv, aten
     """
-    done = Acceleration(model)
-    if model is not None and not done._places:
+    acceleration = Acceleration(model)
+    if model is not None and not acceleration._places:
         raise ValueError(
             f"model is a {type(model).__name__} without a layer that girih serves: no gated delta rule, no "
             "Mamba-2, no short convolution"
@@ -280,4 +286,4 @@ def accelerate(model: nn.Module | None = None) -> Acceleration:
             "girih.accelerate: without a GPU the layers compute the same, but hardly faster",
             stacklevel=2,
         )
-    return done
+    return acceleration

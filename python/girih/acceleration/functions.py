@@ -1,7 +1,7 @@
 """transformers' functions for linear layers, by their signatures and layouts, served by girih's operators.
 
-Each `X(original)` returns a function that takes the place of `original` in a modelling module. What no
-operator of ours serves, `original` does. Layouts are transformers': states of the gated delta rule
+Each `X(original)` returns a function that takes the place of `original` in a modelling module. Calls that no
+operator of girih computes go to `original`. Layouts are transformers': states of the gated delta rule
 `[B, Hv, D, V]`, of Mamba-2 `[B, H, head_dim, state_size]`, convolutions `[B, channels, T]`.
 """
 
@@ -18,13 +18,13 @@ from girih.nn.functional.fused import autocast_dtype
 from girih.nn.functional.packing import bounds_from_starts
 
 Function = Callable[..., Any]
-OF_FILTERS = (None, *ops.words("short_conv", "activation"))
-OF_NORMS = ops.words("gated_rms_norm", "activation")
-MOST_TAPS = int(ops.describe()["short_conv"]["sizes"]["W"]["most"])
+FILTER_ACTIVATIONS = (None, *ops.words("short_conv", "activation"))
+NORM_ACTIVATIONS = ops.words("gated_rms_norm", "activation")
+MAX_TAPS = int(ops.describe()["short_conv"]["sizes"]["W"]["most"])
 
 
-def named(activation: str | None) -> str | None:
-    """An activation by its name here."""
+def canonical_activation(activation: str | None) -> str | None:
+    """The name that girih uses for an activation."""
     return "silu" if activation == "swish" else activation
 
 
@@ -47,7 +47,7 @@ def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
 
 def chunk_gated_delta_rule(original: Function) -> Function:
     @functools.wraps(original)
-    def ours(
+    def girih_chunk_gated_delta_rule(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -60,19 +60,21 @@ def chunk_gated_delta_rule(original: Function) -> Function:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         cu_seqlens = packed_bounds(kwargs)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        state = None if initial_state is None else ops.DeltaProductState(kept(initial_state, wide))
+        state_dtype = torch.promote_types(query.dtype, torch.float32)
+        state = (
+            None if initial_state is None else ops.DeltaProductState(copy_state(initial_state, state_dtype))
+        )
         inputs, options = (query, key, value, beta, g), {"n": 1, "l2norm_qk": use_qk_l2norm_in_kernel}
         # A token of a text that is being written: a state that nobody differentiates is written in place, as
         # the caller's cache would be.
-        one = query.shape[1] == 1 and cu_seqlens is None and output_final_state
-        if state is not None and one and not torch.is_grad_enabled():
+        is_single_token = query.shape[1] == 1 and cu_seqlens is None and output_final_state
+        if state is not None and is_single_token and not torch.is_grad_enabled():
             o = ops.delta_product_step(*inputs, state=state, **options)
         else:
             o, state = ops.delta_product(*inputs, state=state, cu_seqlens=cu_seqlens, **options)
         return o, state.s if output_final_state else None
 
-    return ours
+    return girih_chunk_gated_delta_rule
 
 
 def fused_recurrent_gated_delta_rule(original: Function) -> Function:
@@ -86,7 +88,7 @@ def mamba_chunk_scan_combined(original: Function) -> Function:
     """
 
     @functools.wraps(original)
-    def ours(
+    def girih_mamba_chunk_scan(
         hidden_states: Tensor,
         dt: Tensor,
         A: Tensor,
@@ -101,30 +103,30 @@ def mamba_chunk_scan_combined(original: Function) -> Function:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        x, wide = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
-        dt = time_step(dt, dt_bias, dt_softplus, wide).clamp(*dt_limit)
-        state = None if initial_states is None else ops.GLAState(kept(initial_states.mT, wide))
-        y, after = ops.gla(
+        x, state_dtype = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
+        dt = time_step(dt, dt_bias, dt_softplus, state_dtype).clamp(*dt_limit)
+        state = None if initial_states is None else ops.GLAState(copy_state(initial_states.mT, state_dtype))
+        y, final_state = ops.gla(
             C.to(x.dtype),
             B.to(x.dtype),
             (x * dt[..., None]).to(x.dtype),
-            dt * A.to(wide),
+            dt * A.to(state_dtype),
             scale=1.0,
             state=state,
             cu_seqlens=packed_bounds(kwargs),
         )
         if D is not None:
             y = torch.addcmul(y, x, D[:, None].to(x.dtype))
-        return (y, after.s.mT) if return_final_states else y
+        return (y, final_state.s.mT) if return_final_states else y
 
-    return ours
+    return girih_mamba_chunk_scan
 
 
 def selective_state_update(original: Function) -> Function:
-    """A token of Mamba-2; `state` is written in place. Steps and rates of channels (Mamba-1) are not ours."""
+    """A token of Mamba-2; `state` is written in place. Mamba-1 (steps of channels) goes to `original`."""
 
     @functools.wraps(original)
-    def ours(
+    def girih_selective_state_update(
         state: Tensor,
         hidden_states: Tensor,
         dt: Tensor,
@@ -137,21 +139,23 @@ def selective_state_update(original: Function) -> Function:
         z: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        x, wide = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
+        x, state_dtype = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
         # A number a head comes expanded over the channels.
-        a_head = all(p is None or p.stride(-1) == 0 for p in (dt, A, dt_bias)) and A.stride(-2) == 0
-        if not a_head or state.dtype != wide:
+        is_per_head = all(p is None or p.stride(-1) == 0 for p in (dt, A, dt_bias)) and A.stride(-2) == 0
+        if not is_per_head or state.dtype != state_dtype:
             return original(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **kwargs)
-        dt = time_step(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus, wide)
+        dt = time_step(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus, state_dtype)
         inputs = (
             C[:, None].to(x.dtype),
             B[:, None].to(x.dtype),
             (x * dt[..., None]).to(x.dtype)[:, None],
-            (dt * A[..., 0, 0].to(wide))[:, None],
+            (dt * A[..., 0, 0].to(state_dtype))[:, None],
         )
         if torch.is_grad_enabled():  # a step has no gradient
-            y, after = ops.gla(*inputs, scale=1.0, state=ops.GLAState(kept(state.mT, wide)))
-            state.copy_(after.s.mT)
+            y, final_state = ops.gla(
+                *inputs, scale=1.0, state=ops.GLAState(copy_state(state.mT, state_dtype))
+            )
+            state.copy_(final_state.s.mT)
         else:
             y = ops.gla_step(*inputs, scale=1.0, state=ops.GLAState(state.mT))
         y = y[:, 0]
@@ -159,11 +163,11 @@ def selective_state_update(original: Function) -> Function:
             y = torch.addcmul(y, x, D.to(x.dtype))
         return y if z is None else y * F.silu(z)
 
-    return ours
+    return girih_selective_state_update
 
 
-def kept(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state of the caller's cache, which is overwritten in place: a copy where backward may read it."""
+def copy_state(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state of the caller's cache, which is overwritten in place: a copy if backward may read it."""
     return state.to(dtype, copy=torch.is_grad_enabled())
 
 
@@ -175,25 +179,25 @@ def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtyp
 
 
 def mamba_split_conv1d_scan_combined(original: Function) -> Function:
-    """A whole Mamba-2 layer in training. None says that there is none, and its parts are called."""
+    """A whole Mamba-2 layer in training. Returning None makes the caller call the parts."""
 
     @functools.wraps(original)
-    def ours(*args: Any, **kwargs: Any) -> None:
+    def decline(*args: Any, **kwargs: Any) -> None:
         return None
 
-    return ours
+    return decline
 
 
 def causal_conv1d_fn(original: Function) -> Function:
     @functools.wraps(original)
-    def ours(
+    def girih_causal_conv1d(
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if named(activation) not in OF_FILTERS or weight.shape[-1] > MOST_TAPS:
+        if canonical_activation(activation) not in FILTER_ACTIVATIONS or weight.shape[-1] > MAX_TAPS:
             return original(hidden_states, weight, bias, activation, **kwargs)
         bounds = packed_bounds(kwargs)
         if bounds is not None:
@@ -201,18 +205,18 @@ def causal_conv1d_fn(original: Function) -> Function:
             # which are all the rest. They are the first sequence's past.
             bounds = bounds + (hidden_states.shape[-1] - bounds[-1:])
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds[1:]))
-        options = {"activation": named(activation), "cu_seqlens": bounds}
+        options = {"activation": canonical_activation(activation), "cu_seqlens": bounds}
         y, _ = ops.short_conv(hidden_states.mT, weight, bias, **options)
         return y.mT
 
-    return ours
+    return girih_causal_conv1d
 
 
 def causal_conv1d_update(original: Function) -> Function:
     """A token or some; `conv_state` `[B, channels, K]` is written in place: the last K inputs."""
 
     @functools.wraps(original)
-    def ours(
+    def girih_causal_conv1d_update(
         hidden_states: Tensor,
         conv_state: Tensor,
         weight: Tensor,
@@ -220,9 +224,9 @@ def causal_conv1d_update(original: Function) -> Function:
         activation: str | None = None,
     ) -> Tensor:
         W, K, T = weight.shape[-1], conv_state.shape[-1], hidden_states.shape[-1]
-        if named(activation) not in OF_FILTERS or not 1 < W <= min(MOST_TAPS, K + 1):
+        if canonical_activation(activation) not in FILTER_ACTIVATIONS or not 1 < W <= min(MAX_TAPS, K + 1):
             return original(hidden_states, conv_state, weight, bias, activation)
-        x, options = hidden_states.mT, {"activation": named(activation)}
+        x, options = hidden_states.mT, {"activation": canonical_activation(activation)}
         past = conv_state[..., K - W + 1 :].mT  # what the filter reads
         # Under autocast what the filter computes in is not what the cache was begun in.
         dtype = autocast_dtype(hidden_states) or hidden_states.dtype
@@ -235,16 +239,16 @@ def causal_conv1d_update(original: Function) -> Function:
         conv_state.copy_(torch.cat((conv_state, hidden_states), -1)[..., -K:])
         return y.mT
 
-    return ours
+    return girih_causal_conv1d_update
 
 
 def rms_norm_gated(original: Function) -> Function:
     """`forward` of a norm with the gate behind it: `rms(x) * weight * activation(gate)`."""
 
     @functools.wraps(original)
-    def ours(self: torch.nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        activation = named(self.activation)
-        if activation not in OF_NORMS:
+    def girih_rms_norm_gated(self: torch.nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        activation = canonical_activation(self.activation)
+        if activation not in NORM_ACTIVATIONS:
             return original(self, hidden_states, gate)
         return ops.gated_rms_norm(
             hidden_states,
@@ -254,4 +258,4 @@ def rms_norm_gated(original: Function) -> Function:
             eps=self.variance_epsilon,
         )
 
-    return ours
+    return girih_rms_norm_gated

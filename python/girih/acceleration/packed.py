@@ -1,4 +1,4 @@
-"""Packed sequences in models of transformers: every layer gets the bounds that attention's mask gets.
+"""Packed sequences in models of transformers: every layer gets the bounds that attention's mask has.
 
 transformers finds packed sequences where position_ids do not rise by one, if a call has neither an
 attention_mask nor a cache, and keeps them apart in the masks of attention alone. `X(original)` returns a
@@ -27,7 +27,7 @@ MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
 
 
 class Keywords(NamedTuple):
-    """What a head that passes on no keywords gives to its model, as attention_mask."""
+    """The arguments that a head without keyword arguments passes to its model, as attention_mask."""
 
     attention_mask: Any
     position_ids: Tensor | None
@@ -65,101 +65,107 @@ def text_positions(position_ids: Any) -> Tensor | None:
     return position_ids if position_ids.dim() == 2 else None
 
 
-def bounds_of_call(given: dict[str, Any], rows: int, tokens: int) -> Tensor | None:
+def bounds_of_call(arguments: dict[str, Any], rows: int, tokens: int) -> Tensor | None:
     """The bounds of the packed sequences that a model's arguments hold, `[N + 1]`; None if they hold none."""
-    if given.get("girih_tokens") is not None:  # a converted model has looked
-        return given["girih_tokens"].cu_seqlens
+    if arguments.get("girih_tokens") is not None:  # a converted model has looked
+        return arguments["girih_tokens"].cu_seqlens
     for name in ("cu_seqlens", "cu_seq_lens_q"):
-        if given.get(name) is not None:
-            return given[name]
-    index = given.get("seq_idx")
+        if arguments.get(name) is not None:
+            return arguments[name]
+    index = arguments.get("seq_idx")
     if index is not None:
-        found = find_bounds("seq_idx", index, rows)
-        whole = torch.tensor([0, tokens], dtype=torch.int32, device=index.device)
-        return whole if found is None and rows == 1 else found
-    positions = text_positions(given.get("position_ids"))
-    if positions is None or tokens < 2 or not has_packed_mask(given):
+        found_bounds = find_bounds("seq_idx", index, rows)
+        single_sequence = torch.tensor([0, tokens], dtype=torch.int32, device=index.device)
+        return single_sequence if found_bounds is None and rows == 1 else found_bounds
+    positions = text_positions(arguments.get("position_ids"))
+    if positions is None or tokens < 2 or not has_packed_mask(arguments):
         return None
     return find_bounds("position_ids", positions, rows)
 
 
-def has_packed_mask(given: dict[str, Any]) -> bool:
+def has_packed_mask(arguments: dict[str, Any]) -> bool:
     """Whether transformers looks for packed sequences in this call."""
-    return all(given.get(name) is None for name in ("attention_mask", "cache_params", *CACHES))
+    return all(arguments.get(name) is None for name in ("attention_mask", "cache_params", *CACHES))
 
 
 def separate_attention(
-    model: nn.Module, given: dict[str, Any], x: Tensor, cu_seqlens: Tensor, is_said: bool
+    model: nn.Module, arguments: dict[str, Any], x: Tensor, cu_seqlens: Tensor, has_explicit_bounds: bool
 ) -> None:
-    """Arguments with which attention, too, keeps the packed sequences apart, and no cache is made.
+    """Sets the arguments with which attention separates the packed sequences, and no cache is made.
 
     is_said: the bounds are not those of position_ids, which may go on from one sequence to the next.
     """
-    if given.get("use_cache"):
+    if arguments.get("use_cache"):
         raise ValueError(
             "use_cache is True, but no cache is kept of packed sequences; call the model with use_cache=False"
         )
-    given["use_cache"] = False
-    positions, there = restarting(cu_seqlens, x.shape[1]), given.get("position_ids")
-    if there is None or (is_said and there.dim() == 2):
-        given["position_ids"] = positions
+    arguments["use_cache"] = False
+    positions, position_ids = restarting(cu_seqlens, x.shape[1]), arguments.get("position_ids")
+    if position_ids is None or (has_explicit_bounds and position_ids.dim() == 2):
+        arguments["position_ids"] = positions
     if type(model).__name__ in MASKS_WITHOUT_POSITIONS:
         sizes = torch.empty(*x.shape[:2], 0, dtype=model.dtype, device=x.device)
         mask = create_causal_mask(model.config, sizes, None, None, position_ids=positions)
-        given["attention_mask"] = mask
+        arguments["attention_mask"] = mask
         if mask is None:  # flash attention, which reads bounds and the longest length
-            longest = given.get("max_length_q") or int(cu_seqlens.diff().max())  # waits for the device
-            given |= {"cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
+            longest = arguments.get("max_length_q") or int(cu_seqlens.diff().max())  # waits for the device
+            arguments |= {"cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
 
 
 def separate_packed(original: Forward) -> Forward:
     """A model's `forward`: all layers get the bounds of packed sequences, which are found once."""
-    order = tuple(inspect.signature(original).parameters)[1:]
+    argument_names = tuple(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
-    def ours(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(order, args, strict=False)) | kwargs
-        mask = given.get("attention_mask")
+    def separated_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(argument_names, args, strict=False)) | kwargs
+        mask = arguments.get("attention_mask")
         if isinstance(mask, Keywords):
-            given |= mask._asdict()
-        x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+            arguments |= mask._asdict()
+        x = (
+            arguments.get("input_ids")
+            if arguments.get("inputs_embeds") is None
+            else arguments["inputs_embeds"]
+        )
         if x is None or x.dim() < 2:
             return original(self, *args, **kwargs)
-        cu_seqlens = bounds_of_call(given, *x.shape[:2])
+        cu_seqlens = bounds_of_call(arguments, *x.shape[:2])
         if cu_seqlens is None:
             if isinstance(mask, Keywords):
                 kwargs["attention_mask"] = mask.attention_mask
             return original(self, *args, **kwargs)
-        is_said = any(given.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
-        given.pop("cu_seqlens", None)
-        given["cu_seq_lens_q"] = cu_seqlens
+        has_explicit_bounds = any(
+            arguments.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+        )
+        arguments.pop("cu_seqlens", None)
+        arguments["cu_seq_lens_q"] = cu_seqlens
         if cu_seqlens.shape[0] > 2:
-            if given.get("seq_idx") is None:  # by which functions of transformers refuse packed sequences
-                given["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
-            if has_packed_mask(given):
-                separate_attention(self, given, x, cu_seqlens, is_said)
-        if "position_ids" not in order:
-            given.pop("position_ids", None)
-        return original(self, **given)
+            if arguments.get("seq_idx") is None:  # by which functions of transformers refuse packed sequences
+                arguments["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
+            if has_packed_mask(arguments):
+                separate_attention(self, arguments, x, cu_seqlens, has_explicit_bounds)
+        if "position_ids" not in argument_names:
+            arguments.pop("position_ids", None)
+        return original(self, **arguments)
 
-    return ours
+    return separated_forward
 
 
 def pass_on_keywords(original: Forward) -> Forward:
     """`forward` of a head that passes on no keywords to its model: they go with attention_mask."""
 
     @functools.wraps(original)
-    def ours(self: nn.Module, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         packing = {name: kwargs.get(name) for name in Keywords._fields[1:]}
         if any(value is not None for value in packing.values()):
             attention_mask = Keywords(attention_mask, **packing)
         return original(self, *args, attention_mask=attention_mask, **kwargs)
 
-    return ours
+    return forward
 
 
-def serving(value: type) -> Callable[[Forward], Forward] | None:
-    """What takes the place of the `forward` of a class, if it is a model or a head that drops keywords."""
+def find_wrapper(value: type) -> Callable[[Forward], Forward] | None:
+    """The wrapper of a class's `forward`, if the class is a model or a head that drops keywords."""
     if not issubclass(value, PreTrainedModel) or "forward" not in vars(value):
         return None
     if value.__name__ in HEADS_WITHOUT_KEYWORDS:

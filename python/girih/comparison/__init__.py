@@ -1,1 +1,1 @@
-"""What `girih.compare` trains, and the table and the figure it makes of it."""
+"""The tasks, cells, table and figure of `girih.compare`."""

@@ -1,4 +1,4 @@
-"""Answers on rows made by rule: the loss of training and the share that is right, at labels that count."""
+"""Answers on rows made by rule: training loss and share of right answers, at labels that are not ignored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ LEARNED = 0.99  # share of right answers, in every group
 
 
 def answers(model: Any, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits `[answers, vocab_size]` and labels `[answers]`, in the order of rows: few tokens have a label,
-    and the logits of all others would take most of the time."""
+    """Logits `[answers, vocab_size]` and labels `[answers]`, in the order of rows. Few tokens have a label;
+    the logits of all others, which would take most of the time, are not computed."""
     x = model.model(input_ids, use_cache=False).last_hidden_state[:, :-1]
-    counted = labels[:, 1:] != IGNORED
-    return model.lm_head(x[counted]), labels[:, 1:][counted]
+    is_counted = labels[:, 1:] != IGNORED
+    return model.lm_head(x[is_counted]), labels[:, 1:][is_counted]
 
 
 class AnswerTrainer(ByteTrainer):
@@ -33,25 +33,25 @@ class AnswerTrainer(ByteTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
         logits, labels = answers(model, inputs["input_ids"], inputs["labels"])
-        counted = len(labels) if num_items_in_batch is None else num_items_in_batch
-        return F.cross_entropy(logits.float(), labels, reduction="sum") / counted
+        num_items = len(labels) if num_items_in_batch is None else num_items_in_batch
+        return F.cross_entropy(logits.float(), labels, reduction="sum") / num_items
 
 
 @torch.no_grad()
 def accuracy(model: Any, rows: Rows, batch: int) -> dict[int, float]:
-    """The share of right answers in every group of rows, labels that count alone counted."""
+    """The share of right answers in each group of rows, over labels that are not ignored."""
     model.eval()
-    device, right, asked = model.device.type, {}, {}
-    for some in torch.arange(len(rows)).split(batch):
-        ids, labels = rows.input_ids[some].long(), rows.labels[some].long()
+    device, num_right, num_answers = model.device.type, {}, {}
+    for indices in torch.arange(len(rows)).split(batch):
+        ids, labels = rows.input_ids[indices].long(), rows.labels[indices].long()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits, expected = answers(model, ids.to(model.device), labels.to(model.device))
         is_right = (logits.argmax(-1) == expected).cpu()
-        group = rows.group[some].repeat_interleave((labels[:, 1:] != IGNORED).sum(1))
+        group = rows.group[indices].repeat_interleave((labels[:, 1:] != IGNORED).sum(1))
         for g in group.unique().tolist():
-            right[g] = right.get(g, 0) + int(is_right[group == g].sum())
-            asked[g] = asked.get(g, 0) + int((group == g).sum())
-    return {g: right[g] / asked[g] for g in sorted(asked)}
+            num_right[g] = num_right.get(g, 0) + int(is_right[group == g].sum())
+            num_answers[g] = num_answers.get(g, 0) + int((group == g).sum())
+    return {g: num_right[g] / num_answers[g] for g in sorted(num_answers)}
 
 
 class StopsWhenLearned(TrainerCallback):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from girih.comparison.tasks import parsed
+from girih.comparison.tasks import parse_label
 from girih.data import Corpus
 from girih.nn import MIXERS
 from girih.training.recipe import Recipe, model_of_size
@@ -17,16 +17,16 @@ COMPARED = tuple(name for name, mixer in MIXERS.items() if mixer.compared)
 
 def rates_of(recipe: Recipe) -> tuple[float, ...]:
     """Three learning rates: a third of the recipe's, the recipe's, three times as much."""
-    return tuple(float(f"{recipe.learning_rate * by:.2g}") for by in (1 / 3, 1, 3))
+    return tuple(float(f"{recipe.learning_rate * factor:.2g}") for factor in (1 / 3, 1, 3))
 
 
 def is_cell(cell: dict, task: str, recipe: Recipe) -> bool:
-    """Whether all is there that the table and the figure show."""
+    """Whether a cell's file has every number that the table and the figure show."""
     diverged = cell.get("diverged")
     numbers = [cell.get(name) for name in ("parameters", "steps")]
     if not isinstance(diverged, bool) or not all(isinstance(number, int | float) for number in numbers):
         return False
-    return diverged or parsed(task)[0].has_score(cell, recipe)
+    return diverged or parse_label(task)[0].has_score(cell, recipe)
 
 
 class StopsWhenDiverged(TrainerCallback):
@@ -37,7 +37,7 @@ class StopsWhenDiverged(TrainerCallback):
 
 def run_cell(label: str, mixer: str, recipe: Recipe, corpus: Corpus, scratch: Path, seed: int) -> dict:
     """Train one mixer on one task and measure it. Both by their name, or name and options."""
-    task, _ = parsed(label)
+    task, _ = parse_label(label)
     name, _, options = mixer.partition(" ")
     torch.manual_seed(seed)
     model = model_of_size(name, recipe, task.vocab_size(recipe), options)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from girih.comparison.cell import is_cell, rates_of
-from girih.comparison.tasks import TASKS, parsed
+from girih.comparison.tasks import TASKS, parse_label
 from girih.data import Corpus
 from girih.models import MIXERS
 from girih.training.command import Refusal
@@ -44,13 +44,13 @@ class Plan:
     corpus: Corpus | None = None
 
     def widths_of(self, task: str) -> tuple[int | None, ...]:
-        own = parsed(task)[0].widths
-        return (self.widths or own) if own else (None,)
+        task_widths = parse_label(task)[0].widths
+        return (self.widths or task_widths) if task_widths else (None,)
 
     def recipe(self, task: str, width: int | None) -> Recipe:
-        of, setting = parsed(task)
-        recipe = of.with_setting(of.recipe(self.size, width), setting)
-        if of is TASKS["text"]:
+        named_task, setting = parse_label(task)
+        recipe = named_task.apply_setting(named_task.recipe(self.size, width), setting)
+        if named_task is TASKS["text"]:
             recipe = with_context(recipe, self.context)
         return recipe if self.steps is None else replace(recipe, steps=self.steps)
 
@@ -65,7 +65,7 @@ class Plan:
                         yield from (Cell(task, mixer, width, rate, seed) for seed in self.seeds)
 
     def known_cells(self) -> list[Cell]:
-        """Those of every task and mixer, and of those with a setting or options that have a file."""
+        """The cells of every task and mixer, and of labels with a setting or options that have a file."""
         tasks, mixers = dict.fromkeys((*TASKS, *self.tasks)), dict.fromkeys((*MIXERS, *self.mixers))
         for file in sorted(self.folder.glob("*=*.json")):
             cell = read_json(file)
@@ -84,32 +84,32 @@ class Plan:
         return self.folder / f"{name}-{cell.width or self.size}{context}-{steps}-{cell.rate:g}{seed}.json"
 
     def settings_of(self, cell: Cell) -> dict:
-        """As a file has them."""
+        """The settings as a cell's file stores them."""
         settings = asdict(self.recipe_of(cell)) | {"seed": cell.seed}
         if cell.task == "text":
             settings["corpus_sha256"] = self.corpus.digest
         return json.loads(json.dumps(settings))
 
-    def finished(self, cell: Cell) -> tuple[dict | None, str]:
-        """What the cell's file holds, if any, and the settings in which it differs from the plan's."""
+    def read_result(self, cell: Cell) -> tuple[dict | None, str]:
+        """The content of the cell's file, or None, and the names of settings that differ from the plan's."""
         file = self.file(cell)
         if not file.exists():
             return None, ""
         result = read_json(file)
-        has, wanted = result.get("settings"), self.settings_of(cell)
-        if not isinstance(has, dict) or (
-            has == wanted and not is_cell(result, cell.task, self.recipe_of(cell))
+        saved, expected = result.get("settings"), self.settings_of(cell)
+        if not isinstance(saved, dict) or (
+            saved == expected and not is_cell(result, cell.task, self.recipe_of(cell))
         ):
             raise damaged(file)
-        other = [name for name in sorted({*has, *wanted}) if has.get(name) != wanted.get(name)]
-        return result, " and ".join(name.removesuffix("_sha256") for name in other)
+        differing = [name for name in sorted({*saved, *expected}) if saved.get(name) != expected.get(name)]
+        return result, " and ".join(name.removesuffix("_sha256") for name in differing)
 
 
 def is_task(label: str) -> bool:
-    """Whether it is a task's name, or a name and a setting that this task has."""
+    """Whether a label is a task's name, or a name and a setting of this task."""
     try:
-        task, setting = parsed(label)
-        task.with_setting(task.recipe("tiny", next(iter(task.widths), None)), setting)
+        task, setting = parse_label(label)
+        task.apply_setting(task.recipe("tiny", next(iter(task.widths), None)), setting)
     except Refusal:
         return False
     return True

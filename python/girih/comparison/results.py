@@ -1,4 +1,4 @@
-"""What finished cells say together: one row's mean and spread over seeds, and its best learning rate."""
+"""The results of finished cells: mean and spread of a row over seeds, and its best learning rate."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ class Runs:
     def mean(self, score: Callable[[dict], float]) -> float:
         return statistics.mean(map(score, self.cells))
 
-    def shown(self, score: Callable[[dict], float]) -> str:
+    def format_mean(self, score: Callable[[dict], float]) -> str:
         """Mean, and of several seeds the sample's standard deviation."""
         spread = statistics.stdev(map(score, self.cells)) if len(self.cells) > 1 else None
         return f"{self.mean(score):.3f}" + ("" if spread is None else f" ± {spread:.3f}")
@@ -54,12 +54,15 @@ class Row:
 
 def rows_of(task: Task, cells: Iterable[dict]) -> dict[Row, dict[float, Runs]]:
     """The cells of a task by row and learning rate."""
-    found: dict[Row, dict[float, list[dict]]] = {}
+    cells_by_row: dict[Row, dict[float, list[dict]]] = {}
     for cell in sorted(cells, key=lambda cell: cell["settings"]["seed"]):
         settings = cell["settings"]
         row = Row(cell["mixer"], settings["heads"] * settings["head_dim"] if task.widths else 0)
-        found.setdefault(row, {}).setdefault(settings["learning_rate"], []).append(cell)
-    return {row: {rate: Runs(tuple(some)) for rate, some in of.items()} for row, of in sorted(found.items())}
+        cells_by_row.setdefault(row, {}).setdefault(settings["learning_rate"], []).append(cell)
+    return {
+        row: {rate: Runs(tuple(runs)) for rate, runs in by_rate.items()}
+        for row, by_rate in sorted(cells_by_row.items())
+    }
 
 
 def bits(cell: dict) -> float:
@@ -71,14 +74,18 @@ def mean_accuracy(cell: dict) -> float:
 
 
 def best_of(task: Task, rows: dict[Row, dict[float, Runs]]) -> dict[Row, Runs]:
-    """Of every row the best learning rate of those where no seed diverged: the fewest bits per byte; of
-    answers what was learned, in the fewest steps, or else the most right answers. Rows that diverged at every
-    rate are left out."""
+    """The runs of each row at its best learning rate, among the rates where no seed diverged.
+
+    Text is ordered by bits per byte. Answers are ordered by whether they were learned, then by the fewest
+    steps, or, if they were not learned, by the most right answers. Rows that diverged at every rate are left
+    out."""
 
     def order(runs: Runs) -> tuple:
         if isinstance(task, Text):
             return (runs.mean(bits),)
         return (not runs.learned, runs.steps if runs.learned else 0, -runs.mean(mean_accuracy))
 
-    kept = {row: [runs for runs in of.values() if not runs.diverged] for row, of in rows.items()}
-    return {row: min(some, key=order) for row, some in kept.items() if some}
+    converged = {
+        row: [runs for runs in by_rate.values() if not runs.diverged] for row, by_rate in rows.items()
+    }
+    return {row: min(candidates, key=order) for row, candidates in converged.items() if candidates}

@@ -5,33 +5,35 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from girih.comparison.results import Row, Runs, best_of, bits, mean_accuracy, rows_of
-from girih.comparison.tasks import Answers, Task, Text, parsed
+from girih.comparison.tasks import Answers, Task, Text, parse_label
 from girih.training.folder import publish
 
 
-def of_rate(task: Task, runs: Runs | None) -> str:
+def format_rate(task: Task, runs: Runs | None) -> str:
     if runs is None:
         return ""
     if runs.diverged:
         return "diverged"
     if isinstance(task, Text):
-        return runs.shown(bits)
-    return f"{runs.shown(mean_accuracy)} ({runs.steps:,.0f})"
+        return runs.format_mean(bits)
+    return f"{runs.format_mean(mean_accuracy)} ({runs.steps:,.0f})"
 
 
 def columns(task: Task, runs: Runs) -> dict[str, str]:
-    """What is shown of a row's best learning rate."""
+    """The score columns of a row, at its best learning rate."""
     if isinstance(task, Text):
-        return {"bits per byte": runs.shown(bits)}
+        return {"bits per byte": runs.format_mean(bits)}
     names = task.columns(runs.cells[0]["accuracy"])
-    return {name: runs.shown(lambda cell, name=name: task.columns(cell["accuracy"])[name]) for name in names}
+    return {
+        name: runs.format_mean(lambda cell, name=name: task.columns(cell["accuracy"])[name]) for name in names
+    }
 
 
-def title_of(label: str, some: Runs, seeds: int) -> str:
-    task, setting = parsed(label)
+def title_of(label: str, runs: Runs, seeds: int) -> str:
+    task, setting = parse_label(label)
     settings = {
         name: ", ".join(map(str, value)) if isinstance(value, list) else value
-        for name, value in some.settings.items()
+        for name, value in runs.settings.items()
     }
     title = task.title.format(tokens=settings["batch"] * settings["context"], **settings)
     if setting:
@@ -40,18 +42,18 @@ def title_of(label: str, some: Runs, seeds: int) -> str:
 
 
 def table_of(cells: dict[str, Iterable[dict]]) -> str:
-    """Markdown, one row a mixer and width. cells: of every task what its files hold."""
+    """The tables in Markdown, one row a mixer and width. cells: the contents of each task's files."""
     parts = []
-    for label, of_task in cells.items():
-        task, _ = parsed(label)
-        rows = rows_of(task, of_task)
+    for label, task_cells in cells.items():
+        task, _ = parse_label(label)
+        rows = rows_of(task, task_cells)
         best = best_of(task, rows)
         if not best:
             continue
-        some = next(iter(best.values()))
-        rates = sorted({rate for of in rows.values() for rate in of})
+        first_runs = next(iter(best.values()))
+        rates = sorted({rate for by_rate in rows.values() for rate in by_rate})
         seeds = max(len(runs.cells) for runs in best.values())
-        heads = [*(["width"] if task.widths else []), "parameters", *columns(task, some)]
+        heads = [*(["width"] if task.widths else []), "parameters", *columns(task, first_runs)]
         heads += [f"lr {rate:g}" for rate in rates]
         lines = [["mixer", *heads], ["---", *("---:" for _ in heads)]]
         for row, runs in best.items():
@@ -62,16 +64,16 @@ def table_of(cells: dict[str, Iterable[dict]]) -> str:
                     *([f"{row.width}"] if task.widths else []),
                     f"{runs.parameters:,}",
                     *columns(task, runs).values(),
-                    *(of_rate(task, rows[row].get(rate)) for rate in rates),
+                    *(format_rate(task, rows[row].get(rate)) for rate in rates),
                 ]
             )
         table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-        parts.append(f"{title_of(label, some, seeds)}\n\n{table}")
+        parts.append(f"{title_of(label, first_runs, seeds)}\n\n{table}")
     return "\n".join(parts)
 
 
 def write_table(cells: dict[str, Iterable[dict]], file: Path) -> str:
-    """That of `table_of`; returns it too."""
+    """Writes `table_of(cells)` to a file and returns it."""
     publish(file, table := table_of(cells))
     return table
 
@@ -85,8 +87,8 @@ def draw_text(axes, best: dict[Row, Runs]) -> str:
         axes.text(value, i, f" {value:.3f}", va="center")
     axes.set(xlabel="held-out bits per byte (lower is better)", xlim=(0, 1.18 * max(values)))
     axes.invert_yaxis()
-    some = best[order[-1]]
-    return f"text: {some.parameters / 1e6:.0f}M parameters, {some.steps:,.0f} steps"
+    runs = best[order[-1]]
+    return f"text: {runs.parameters / 1e6:.0f}M parameters, {runs.steps:,.0f} steps"
 
 
 def draw_answers(axes, task: Answers, best: dict[Row, Runs]) -> None:
@@ -107,17 +109,20 @@ def draw_answers(axes, task: Answers, best: dict[Row, Runs]) -> None:
 
 
 def draw(cells: dict[str, Iterable[dict]], file: Path) -> None:
-    """Of every row's best learning rate, a panel for each task."""
+    """Draws a panel for each task: every row at its best learning rate."""
     from matplotlib.figure import Figure
 
-    best = {label: best_of(parsed(label)[0], rows_of(parsed(label)[0], of)) for label, of in cells.items()}
-    shown = [label for label in best if best[label]]
-    if not shown:
+    best = {
+        label: best_of(parse_label(label)[0], rows_of(parse_label(label)[0], task_cells))
+        for label, task_cells in cells.items()
+    }
+    format_mean = [label for label in best if best[label]]
+    if not format_mean:
         return
-    most = max(len(best[label]) for label in shown)
-    figure = Figure(figsize=(5.6 * len(shown), 1.6 + 0.36 * most), layout="constrained")
-    for axes, label in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        task, _ = parsed(label)
+    most = max(len(best[label]) for label in format_mean)
+    figure = Figure(figsize=(5.6 * len(format_mean), 1.6 + 0.36 * most), layout="constrained")
+    for axes, label in zip(figure.subplots(1, len(format_mean), squeeze=False)[0], format_mean, strict=True):
+        task, _ = parse_label(label)
         if isinstance(task, Text):
             axes.set_title(draw_text(axes, best[label]))
         else:

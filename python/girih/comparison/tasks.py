@@ -1,4 +1,4 @@
-"""The tasks of the comparison: of each its sizes, its data, and what is measured, in one object."""
+"""The tasks of the comparison: sizes, data and score of each in one object."""
 
 import re
 from abc import ABC, abstractmethod
@@ -68,7 +68,7 @@ class Task(ABC, Generic[AnyRecipe]):
 
     @abstractmethod
     def recipe(self, size: str, width: int | None) -> AnyRecipe:
-        """Of a size, or of a width where there are `widths`."""
+        """The recipe of a size, or of a width if the task has `widths`."""
 
     @abstractmethod
     def vocab_size(self, recipe: AnyRecipe) -> int: ...
@@ -88,16 +88,16 @@ class Task(ABC, Generic[AnyRecipe]):
         """Whether all of the score is in a cell's file."""
 
     def check(self, recipe: AnyRecipe) -> None:
-        """Raises Refusal where the recipe's numbers do not fit each other."""
+        """Raises Refusal if the recipe's numbers are inconsistent."""
 
-    def with_setting(self, recipe: AnyRecipe, setting: str) -> AnyRecipe:
+    def apply_setting(self, recipe: AnyRecipe, setting: str) -> AnyRecipe:
         """The recipe with the fields of "pairs=4,8 vocab_size=256"."""
         fields = {}
         for word in setting.split():
             name, _, value = word.partition("=")
             if name not in self.settings:
-                known = ", ".join(self.settings) or "none"
-                raise Refusal(f"setting {word}: {name} is no setting of task {self.name}, expected {known}")
+                names = ", ".join(self.settings) or "none"
+                raise Refusal(f"setting {word}: {name} is no setting of task {self.name}, expected {names}")
             if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value):
                 raise Refusal(f"setting {word}: expected whole numbers from 1 on, with commas")
             numbers = tuple(map(int, value.split(",")))
@@ -154,15 +154,24 @@ class Answers(Task[AnyRowsRecipe]):
         title: str,
         *,
         sizes: dict[str, AnyRowsRecipe] | None = None,
-        of_width: AnyRowsRecipe | None = None,
+        width_recipe: AnyRowsRecipe | None = None,
         widths: tuple[int, ...] = (),
     ):
         self.name, self.title, self.widths = name, title, widths
-        self.sizes, self.of_width = sizes, of_width
-        some = of_width or next(iter(sizes.values()))
-        own = [field for field in ("pairs", "lengths") if hasattr(some, field)]
-        own += ["head_dim"] if of_width else []
-        self.settings = (*own, *self.own_settings, "context", "layers", "batch", "rows", "check", "held_out")
+        self.sizes, self.width_recipe = sizes, width_recipe
+        recipe = width_recipe or next(iter(sizes.values()))
+        fields = [field for field in ("pairs", "lengths") if hasattr(recipe, field)]
+        fields += ["head_dim"] if width_recipe else []
+        self.settings = (
+            *fields,
+            *self.own_settings,
+            "context",
+            "layers",
+            "batch",
+            "rows",
+            "check",
+            "held_out",
+        )
 
     def recipe(self, size: str, width: int | None) -> AnyRowsRecipe:
         if width is None:
@@ -170,12 +179,12 @@ class Answers(Task[AnyRowsRecipe]):
         head_dim = min(width, HEAD_DIM)
         if width < 2 or width % head_dim or head_dim % 2:
             raise Refusal(f"width {width}: expected a multiple of {HEAD_DIM}, or an even number below")
-        return replace(self.of_width, heads=width // head_dim, head_dim=head_dim)
+        return replace(self.width_recipe, heads=width // head_dim, head_dim=head_dim)
 
-    def with_setting(self, recipe: AnyRowsRecipe, setting: str) -> AnyRowsRecipe:
-        """A width stays, and heads are as many as it holds."""
+    def apply_setting(self, recipe: AnyRowsRecipe, setting: str) -> AnyRowsRecipe:
+        """The width is kept; the number of heads follows from it and head_dim."""
         width = recipe.heads * recipe.head_dim
-        recipe = super().with_setting(recipe, setting)
+        recipe = super().apply_setting(recipe, setting)
         if width % recipe.head_dim or recipe.head_dim % 2:
             raise Refusal(
                 f"setting head_dim={recipe.head_dim}: expected an even divisor of the width {width}"
@@ -200,20 +209,20 @@ class Answers(Task[AnyRowsRecipe]):
         return getattr(recipe, "lengths", (recipe.context,))
 
     def shares(self, model: Any, recipe: AnyRowsRecipe, measured: dict[int, Rows]) -> dict[str, float]:
-        """Of right answers on rows by their length, by the names of the groups."""
-        found = {}
+        """Shares of right answers by group name. measured: rows by their length."""
+        shares = {}
         for length, rows in measured.items():
             batch = max(1, recipe.batch * recipe.context // length)
-            of_group = accuracy(model, rows, batch)
-            found |= {name: of_group[group] for group, name in self.groups(recipe, length).items()}
-        return found
+            group_shares = accuracy(model, rows, batch)
+            shares |= {name: group_shares[group] for group, name in self.groups(recipe, length).items()}
+        return shares
 
     def training_data(self, recipe: AnyRowsRecipe, corpus: Corpus, seed: int) -> Dataset:
         count = min(recipe.steps * recipe.batch, recipe.rows)
         return self.rows(recipe, count, recipe.context, seed, False)
 
     def callbacks(self, model: Any, recipe: AnyRowsRecipe, seed: int) -> list[TrainerCallback]:
-        """Ends training by rows of its own, neither trained on nor those that the result is of."""
+        """Ends training by its own rows, which are neither trained on nor measured in the result."""
         rows = {recipe.context: self.rows(recipe, recipe.held_out, recipe.context, seed + 2, True)}
         return [StopsWhenLearned(lambda: self.shares(model, recipe, rows), recipe.check)]
 
@@ -262,9 +271,11 @@ class TrackingTask(Answers[LengthsRecipe]):
 
     own_settings = ()
 
-    def __init__(self, name: str, title: str, table: torch.Tensor, of_width: LengthsRecipe, width: int):
+    def __init__(self, name: str, title: str, table: torch.Tensor, width_recipe: LengthsRecipe, width: int):
         self.table = table
-        super().__init__(name, title, of_width=replace(of_width, vocab_size=len(table)), widths=(width,))
+        super().__init__(
+            name, title, width_recipe=replace(width_recipe, vocab_size=len(table)), widths=(width,)
+        )
 
     def rows(self, recipe: LengthsRecipe, count: int, length: int, seed: int, measured: bool) -> Rows:
         if length < 4:
@@ -286,11 +297,11 @@ class NeedleTask(Answers[LengthsRecipe]):
 
     def columns(self, shares: dict[str, float]) -> dict[str, float]:
         """The mean at every length, and at every depth."""
-        of = {}
+        groups = {}
         for i in (0, 1):
             for name, share in shares.items():
-                of.setdefault(name.split(", ")[i], []).append(share)
-        return {column: sum(some) / len(some) for column, some in of.items()}
+                groups.setdefault(name.split(", ")[i], []).append(share)
+        return {name: sum(values) / len(values) for name, values in groups.items()}
 
 
 # Two layers, as in Zoology; the size of the text models tells how much time there is.
@@ -349,13 +360,13 @@ TASKS: dict[str, Task] = {
         RecallTask(
             "mqar_512",
             f"Recall (MQAR) of {{pairs}} pairs in {{context}} tokens (GSA paper, Fig. 4): {RECALLED}",
-            of_width=MQAR_512,
+            width_recipe=MQAR_512,
             widths=(64, 128, 256, 512),
         ),
         RecallTask(
             "mqar_256",
             f"Recall (MQAR) in {{context}} tokens (CAT paper, Table 5): {RECALLED}",
-            of_width=MQAR_256,
+            width_recipe=MQAR_256,
             widths=(64,),
         ),
         TrackingTask("parity", f"Parity (Z2): {LAST_QUARTER}", cyclic(2), TRACKING, width=64),
@@ -365,14 +376,14 @@ TASKS: dict[str, Task] = {
             "needle",
             "A needle in a haystack of random tokens: share of right answers by length and by depth, trained "
             f"on {{context}} tokens, {LEARNED_LENGTH}",
-            of_width=NEEDLE,
+            width_recipe=NEEDLE,
             widths=(128,),
         ),
     )
 }
 
 
-def parsed(label: str) -> tuple[Task, str]:
+def parse_label(label: str) -> tuple[Task, str]:
     """The task and the setting of a label, "mqar_256 pairs=4,8"."""
     name, _, setting = label.partition(" ")
     refuse_unknown("task", [name], TASKS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from girih.conversion.cache import AttentionStateLayer
 from girih.conversion.config import Injection, Replacement
-from girih.conversion.projections import Projections, Recording
+from girih.conversion.projections import Projections, RecordingAttention
 from girih.models.adapters.attention_call import (
     OF_TOKENS,
     attend,
@@ -29,36 +29,39 @@ from girih.models.adapters.attention_call import (
 from girih.nn import Attention, MixState
 from girih.nn.layers.sequence_layer import CACHES
 
-PART = "girih"
+PART_NAME = "girih"
 MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, which a window can cut
 
 
 class ConvertedAttention(nn.Module):
-    """What all kinds have: `original`, the class the module had, `order`, its forward's arguments, and
-    `returns`, the names that its forward returns behind the output, where `returned` reads them."""
+    """Base of the converted classes.
 
-    how: ClassVar[str]
+    original: the class that the module had. argument_names: of its forward. returns: the names of the values
+    that its forward returns after the output (`returned_names`). prefix: of the class's name.
+    """
+
+    prefix: ClassVar[str]
     original: ClassVar[type[nn.Module]]
-    order: ClassVar[tuple[str, ...]]
+    argument_names: ClassVar[tuple[str, ...]]
     returns: ClassVar[tuple[str, ...] | None]
 
     projections: Projections
     layer_idx: int
 
     def __reduce__(self):
-        """A class that is made of two has no name to be found by."""
+        """The class is made at run time: pickle cannot find it by a name."""
         kind = next(kind for kind in type(self).__mro__[1:] if issubclass(kind, ConvertedAttention))
         return empty, (kind, self.original), vars(self)
 
-    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments behind hidden_states, by their names."""
-        return dict(zip(self.order[1:], args, strict=False)) | kwargs
+    def bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments after hidden_states, by name."""
+        return dict(zip(self.argument_names[1:], args, strict=False)) | kwargs
 
 
 class ReplacedLayer(ConvertedAttention):
     """A mixer in the place of `girih.nn.Attention`, whose call it takes."""
 
-    how = "Replaced"
+    prefix = "Replaced"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         return self.girih(x, *args, **kwargs)
@@ -67,7 +70,7 @@ class ReplacedLayer(ConvertedAttention):
 class InjectedLayer(ConvertedAttention):
     """`girih.nn.Attention` with a linear path mixed in. Its keys are its state's, and grow."""
 
-    how = "Injected"
+    prefix = "Injected"
 
     def forward(
         self,
@@ -80,14 +83,14 @@ class InjectedLayer(ConvertedAttention):
         base_state, path_state = state or (None, None)
         if (base_state is None) != (path_state is None):
             raise ValueError("state: attention or the path beside it has none; expected both, or None alone")
-        if path_state is not None:  # before attention writes its own
+        if path_state is not None:  # before attention changes its own state
             self.girih.path.check_state(path_state, x, cu_seqlens)
-        softmax = Recording(self, self.projections.qkv)
+        softmax = RecordingAttention(self, self.projections.qkv)
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
         )
         qkv = self.projections.parts(self, softmax.outputs())
-        out = functools.partial(self.projections.written, self)
+        out = functools.partial(self.projections.project_out, self)
         y, path_state = self.girih(base, qkv, out, attention_mask, path_state, use_cache, cu_seqlens)
         return y, MixState(base_state, path_state) if use_cache else None
 
@@ -95,10 +98,10 @@ class InjectedLayer(ConvertedAttention):
 class ReplacedAttention(ConvertedAttention):
     """A mixer of girih's in the place of attention, reading what attention's projections give."""
 
-    how = "Replaced"
+    prefix = "Replaced"
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        call = self.named(args, kwargs)
+        call = self.bind_arguments(args, kwargs)
         y, _ = attend(self.girih, hidden_states, self.layer_idx, **call)
         return y, *(call.get(name) if name in CACHES else None for name in self.returns)
 
@@ -109,60 +112,60 @@ class InjectedAttention(ConvertedAttention):
     max_self_attn_length: how many tokens attention itself sees; None: as many as before.
     """
 
-    how = "Injected"
+    prefix = "Injected"
     max_self_attn_length: int | None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        call = self.named(args, kwargs)
+        call = self.bind_arguments(args, kwargs)
         token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
         for name in ("girih_tokens", "cu_seqlens"):  # not the original's
             call.pop(name, None)
         cache, mask = cache_of(call), call.get("attention_mask")
-        place = None
+        layer = None
         if cache is not None:
             window = self.max_self_attn_length
-            place = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
-        tokens = tokens_of(hidden_states, mask, 0 if place is None else place.tokens, **token_arguments)
+            layer = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
+        tokens = tokens_of(hidden_states, mask, 0 if layer is None else layer.tokens, **token_arguments)
         if self.max_self_attn_length is not None:
-            kept = 0 if place is None else place.kept
-            call["attention_mask"] = self.windowed(mask, hidden_states, kept)
+            num_keys = 0 if layer is None else layer.num_keys
+            call["attention_mask"] = self.cut_mask(mask, hidden_states, num_keys)
         options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
-        if place is not None:
+        if layer is not None:
             refuse_packed(tokens)
-            if place.state is not None:  # before attention writes its keys
-                self.girih.path.check_state(place.state, hidden_states)
-            options |= {"state": place.state, "use_cache": True}
-        path = functools.partial(self.mixed, options=options)
-        softmax = Recording(self, self.projections.qkv)
+            if layer.state is not None:  # before attention writes its keys
+                self.girih.path.check_state(layer.state, hidden_states)
+            options |= {"state": layer.state, "use_cache": True}
+        path = functools.partial(self.mix_path, options=options)
+        softmax = RecordingAttention(self, self.projections.qkv)
         if not self.girih.cross:
             softmax.change(self.projections.out, path)
         y, *rest = self.original.forward(softmax, hidden_states, **call)
-        if not softmax.changed:
-            y, state = path(y, softmax.outputs(), functools.partial(self.projections.written, self))
+        if not softmax.has_changed:
+            y, state = path(y, softmax.outputs(), functools.partial(self.projections.project_out, self))
         else:
-            state = softmax.found
-        if place is not None:
-            place.advance(state, hidden_states.shape[1])
+            state = softmax.result
+        if layer is not None:
+            layer.advance(state, hidden_states.shape[1])
         return y, *rest
 
-    def mixed(
+    def mix_path(
         self,
         base: Tensor,
         outputs: list[Tensor],
         project: Callable[[Tensor], Tensor],
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        """base with the linear path of these q, k and v mixed in, and the path's state.
+        """base mixed with the linear path of these q, k and v, and the path's state.
 
-        Attention's output projection is linear, so base may be what it is given, and `project` then nothing:
-        one projection serves both. Not so with `cross`, as a product is not.
+        The output projection is linear, so base may be its input, with `project` the identity: the mixture is
+        then projected once. With `cross`, which multiplies both paths, base is the projection's output.
         """
         return self.girih(base, self.projections.parts(self, outputs), project, **options)
 
-    def windowed(self, mask: Tensor | None, x: Tensor, kept: int) -> Tensor | None:
-        """A mask over the keys that are kept, `[B, heads, T, kept + T]`, in which a token sees a window only.
+    def cut_mask(self, mask: Tensor | None, x: Tensor, num_keys: int) -> Tensor | None:
+        """A mask `[B, heads, T, num_keys + T]` over the cached keys and the new ones, cut to the window.
 
-        mask: as attention would get it, over all keys; None: a token sees those up to itself.
+        mask: the mask of attention, over all keys; None: causal.
         """
         implementation = self.config._attn_implementation
         if implementation not in MASKED:
@@ -171,7 +174,7 @@ class InjectedAttention(ConvertedAttention):
                 f"{', '.join(MASKED)}, whose masks are tensors"
             )
         T, window = x.shape[1], self.max_self_attn_length
-        keys = kept + T
+        keys = num_keys + T
         if mask is not None:
             if mask.shape[-2] != T:
                 raise ValueError(
@@ -182,28 +185,37 @@ class InjectedAttention(ConvertedAttention):
         if keys <= window:
             return mask
         key = torch.arange(keys, device=x.device)
-        query = key[kept:, None]
-        see = ((key <= query) & (key > query - window))[None, None]
+        query = key[num_keys:, None]
+        is_visible = ((key <= query) & (key > query - window))[None, None]
         if mask is None:
-            mask = torch.ones_like(see) if implementation == "sdpa" else torch.zeros_like(see, dtype=x.dtype)
+            mask = torch.ones_like(is_visible)
+            if implementation == "eager":
+                mask = torch.zeros_like(is_visible, dtype=x.dtype)
+        if mask.dtype == torch.bool:
+            return mask & is_visible
         # The least number, as transformers has it, and not -inf: a token that sees nothing gives no NaN.
-        return mask & see if mask.dtype == torch.bool else mask.masked_fill(~see, torch.finfo(mask.dtype).min)
+        return mask.masked_fill(~is_visible, torch.finfo(mask.dtype).min)
 
 
 @functools.cache
 def converted_class(kind: type[ConvertedAttention], original: type[nn.Module]) -> type[ConvertedAttention]:
-    order = tuple(inspect.signature(original.forward).parameters)[1:]
-    name = kind.how + original.__name__
-    own = {"original": original, "order": order, "returns": returned(original.forward)}
-    return type(name, (kind, original), own | {"__module__": kind.__module__})
+    argument_names = tuple(inspect.signature(original.forward).parameters)[1:]
+    name = kind.prefix + original.__name__
+    attributes = {
+        "__module__": kind.__module__,
+        "original": original,
+        "argument_names": argument_names,
+        "returns": returned_names(original.forward),
+    }
+    return type(name, (kind, original), attributes)
 
 
-def returned(forward: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of the values behind the first that an attention's forward returns; "" for one without a name.
+def returned_names(forward: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of the values that an attention's forward returns after the first; "" for one without a name.
 
-    transformers' return the attention weights. Those that call their cache `past_key_value` return one, two
-    or three values, whatever their annotations say, so their code says which: None if it does not, as it is
-    not there or its `return` has no list of values.
+    In transformers it returns the attention weights. A forward with an argument `past_key_value` returns one,
+    two or three values, whatever its annotation says, so the names are read from its code. None: the code is
+    not available, or its `return` statements do not list the same values.
     """
     if "past_key_value" not in inspect.signature(forward).parameters:
         return ("",)
@@ -211,85 +223,87 @@ def returned(forward: Callable[..., Any]) -> tuple[str, ...] | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
         return None
-    statements = list(own_statements(tree.body[0]))
+    statements = list(iterate_statements(tree.body[0]))
     caches = cache_names(statements, set(inspect.signature(forward).parameters))
     lists = {
-        names_behind_first(statement.value, caches)
+        names_after_first(statement.value, caches)
         for statement in statements
         if isinstance(statement, ast.Return)
     }
     return lists.pop() if len(lists) == 1 else None
 
 
-def names_behind_first(value: ast.AST | None, caches: dict[str, str]) -> tuple[str, ...] | None:
-    """Of a list of values, as code writes it: "" for one that is no name. None: it is no list."""
+def names_after_first(value: ast.AST | None, caches: dict[str, str]) -> tuple[str, ...] | None:
+    """Variable names of a tuple expression after its first value; "" for a value that is no variable. None if
+    the expression is no tuple."""
     if not isinstance(value, ast.Tuple):
         return None
-    names = [passed_name(each) for each in value.elts[1:]]
+    names = [variable_name(each) for each in value.elts[1:]]
     return tuple(caches.get(name, name) for name in names)
 
 
-def passed_name(value: ast.AST | None) -> str:
-    """The name whose value an expression may be, as `x if use_cache else None`; "" for none."""
+def variable_name(value: ast.AST | None) -> str:
+    """The variable that an expression returns, as x in `x if use_cache else None`; "" for none."""
     if isinstance(value, ast.IfExp):
-        return passed_name(value.body) or passed_name(value.orelse)
+        return variable_name(value.body) or variable_name(value.orelse)
     return value.id if isinstance(value, ast.Name) else ""
 
 
 def cache_names(statements: list[ast.stmt], parameters: set[str]) -> dict[str, str]:
-    """Every name that a forward has for its cache, with the parameter: of `present = past_key_value` both."""
+    """The variables of a forward that hold its cache, with the parameter that each comes from: both names of
+    `present = past_key_value`."""
     names = {name: name for name in CACHES if name in parameters}
     for statement in statements:
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and passed_name(statement.value) in names:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and variable_name(statement.value) in names:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            parameter = names[passed_name(statement.value)]
+            parameter = names[variable_name(statement.value)]
             names = {target.id: parameter for target in targets if isinstance(target, ast.Name)} | names
     return names
 
 
-def own_statements(function: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a function in order, not of functions within it."""
+def iterate_statements(function: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a function in order, without those of nested functions."""
     for node in ast.iter_child_nodes(function):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
         if isinstance(node, ast.stmt):
             yield node
-        yield from own_statements(node)
+        yield from iterate_statements(node)
 
 
 def empty(kind: type[ConvertedAttention], original: type[nn.Module]) -> ConvertedAttention:
-    """A converted module without anything in it, which a pickle or a copy fills."""
+    """A converted module without attributes, which pickle or copy sets."""
     return nn.Module.__new__(converted_class(kind, original))
 
 
 def convert(
     attention: nn.Module, conversion: Injection | Replacement, projections: Projections, part: nn.Module
 ) -> None:
-    own = isinstance(attention, Attention)
+    is_own_attention = isinstance(attention, Attention)
     if isinstance(conversion, Replacement):
-        kind = ReplacedLayer if own else ReplacedAttention
+        kind = ReplacedLayer if is_own_attention else ReplacedAttention
     else:
-        kind = InjectedLayer if own else InjectedAttention
+        kind = InjectedLayer if is_own_attention else InjectedAttention
         attention.max_self_attn_length = conversion.max_self_attn_length
-    hook = without_hook(attention)
+    hook = detach_hook(attention)
     attention.__class__ = converted_class(kind, type(attention))
     attention.projections = projections
-    setattr(attention, PART, part)
-    with_hook(attention, hook)
+    setattr(attention, PART_NAME, part)
+    attach_hook(attention, hook)
 
 
 def restore(attention: nn.Module) -> None:
-    hook = without_hook(attention)
+    hook = detach_hook(attention)
     original = type(attention).original
-    delattr(attention, PART)
+    delattr(attention, PART_NAME)
     del attention.projections
     attention.__dict__.pop("max_self_attn_length", None)
     attention.__class__ = original
-    with_hook(attention, hook)
+    attach_hook(attention, hook)
 
 
 def refuse_unknown_returns(attention: nn.Module) -> None:
-    if returned(type(attention).forward) is None:
+    if returned_names(type(attention).forward) is None:
         raise ValueError(
             f"model: the forward of a {type(attention).__name__} takes past_key_value, and its code does not "
             "list what it returns; expected `return output, weights, past_key_value` or another such list. "
@@ -298,7 +312,7 @@ def refuse_unknown_returns(attention: nn.Module) -> None:
 
 
 def refuse_replaced_forward(attention: nn.Module) -> None:
-    """A forward of the module's own would go on being called in place of its new class's."""
+    """Refuses a module with a `forward` of its own, which would hide the one of its new class."""
     if "forward" in vars(attention) and not hasattr(attention, "_hf_hook"):
         raise ValueError(
             f"model: the forward of a {type(attention).__name__} has been replaced, in the module itself; "
@@ -306,15 +320,15 @@ def refuse_replaced_forward(attention: nn.Module) -> None:
         )
 
 
-def without_hook(attention: nn.Module) -> Any:
-    """Takes off what accelerate has put around a module's forward, and returns it."""
+def detach_hook(attention: nn.Module) -> Any:
+    """Removes the hook that accelerate has put around a module's forward, and returns it."""
     hook = getattr(attention, "_hf_hook", None)
     if hook is not None:
         remove_hook_from_module(attention)
-        del attention.forward  # which it leaves there: the old class's, bound
+        del attention.forward  # accelerate leaves the old class's bound method there
     return hook
 
 
-def with_hook(attention: nn.Module, hook: Any) -> None:
+def attach_hook(attention: nn.Module, hook: Any) -> None:
     if hook is not None:
         add_hook_to_module(attention, hook)

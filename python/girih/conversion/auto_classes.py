@@ -17,7 +17,7 @@ class _AutoClass:
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Auto class's own, without remote code: the model is converted as girih is imported."""
+        """`from_pretrained` of the Auto class, without remote code: importing girih makes it convert."""
         return cls.auto.from_pretrained(folder, *args, **kwargs | {"trust_remote_code": False})
 
     @classmethod
@@ -48,12 +48,12 @@ def names_for(config: Any) -> list[str]:
 
 def models_for(config: Any) -> list[type]:
     """The classes of models that Auto classes have for this configuration."""
-    found = [auto._model_mapping[type(config)] for auto in auto_classes_of(config).values()]
-    return [each for entry in found for each in (entry if isinstance(entry, tuple) else (entry,))]
+    entries = [auto._model_mapping[type(config)] for auto in auto_classes_of(config).values()]
+    return [each for entry in entries for each in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("Auto") or not hasattr(transformers, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = made = type(name, (_AutoClass,), {"auto": getattr(transformers, name)})
-    return made
+    globals()[name] = auto_class = type(name, (_AutoClass,), {"auto": getattr(transformers, name)})
+    return auto_class

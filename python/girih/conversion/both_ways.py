@@ -30,19 +30,19 @@ class Mirror(NamedTuple):
 
     def reverse(self, x: Tensor | None) -> Tensor | None:
         """x `[B, T, ...]`."""
-        return None if x is None else at(x, self.token)
+        return None if x is None else take_tokens(x, self.token)
 
     def reverse_early(self, q: Tensor) -> Tensor:
         """q `[B, T, ...]`, each one place before its token's; the last place has any."""
-        return at(q, self.before)
+        return take_tokens(q, self.before)
 
     def restore(self, o: Tensor) -> Tensor:
         """What was read at the place before each token's, of o `[B, T, ...]`; 0 where there is none."""
         is_first = self.is_first.view(*self.is_first.shape, *[1] * (o.dim() - 2))
-        return at(o, self.before).masked_fill(is_first, 0)
+        return take_tokens(o, self.before).masked_fill(is_first, 0)
 
 
-def at(x: Tensor, index: Tensor) -> Tensor:
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """x `[B, T, ...]` at the tokens index `[1, T]` or `[B, T]`."""
     if index.shape[0] == 1:
         return x.index_select(1, index[0])
@@ -87,11 +87,11 @@ class BothWays(RecurrentLayer):
     def scan(
         self, name: str, q: Tensor, *data: Tensor | None, cu_seqlens: Tensor | None = None, **call: Any
     ) -> tuple[Tensor, None]:
-        back = mirror(q.shape[1], cu_seqlens, q.device)
+        mirrored = mirror(q.shape[1], cu_seqlens, q.device)
         forward, _ = advance(name, q, *data, cu_seqlens=cu_seqlens, **call)
-        reverse = [back.reverse(x) for x in data]
-        backward, _ = advance(name, back.reverse_early(q), *reverse, cu_seqlens=cu_seqlens, **call)
-        return forward + back.restore(backward), None
+        reverse = [mirrored.reverse(x) for x in data]
+        backward, _ = advance(name, mirrored.reverse_early(q), *reverse, cu_seqlens=cu_seqlens, **call)
+        return forward + mirrored.restore(backward), None
 
 
 def read_both_ways(layer: nn.Module) -> nn.Module:
@@ -107,7 +107,7 @@ def both_ways_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def reduce(layer: nn.Module) -> tuple:
-    """A class that is made of two has no name to be found by."""
+    """The class is made at run time: pickle cannot find it by a name."""
     return empty, (type(layer).kind,), vars(layer)
 
 

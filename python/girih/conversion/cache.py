@@ -9,30 +9,32 @@ from girih.models.cache import StateLayer
 
 
 class AttentionStateLayer(StateLayer):
-    """A layer of keys as the cache has it, whatever its kind, with a state beside it.
+    """A cache's layer of keys, of any kind, with the state of a linear path.
 
-    window: how many tokens attention sees. Then as many keys less one are kept; masks have the size they had
-    without, as one mask serves many layers, and `windowed` cuts them.
+    window: the number of tokens that attention sees, of which the layer stores window - 1 keys; None: all.
+    Masks have the size for all keys, as one mask serves many layers, and `cut_mask` cuts them.
     """
 
-    def __init__(self, there: CacheLayerMixin, window: int | None = None):
-        self.whole, self.softmax = there, there
+    def __init__(self, key_layer: CacheLayerMixin, window: int | None = None):
+        self.full, self.softmax = key_layer, key_layer
         if window is not None:
-            if type(there) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            if type(key_layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise ValueError(
-                    f"max_self_attn_length: cache has a {type(there).__name__} where a layer of a "
+                    f"max_self_attn_length: cache has a {type(key_layer).__name__} where a layer of a "
                     "DynamicCache is expected"
                 )
-            self.softmax = DynamicSlidingWindowLayer(min(window, getattr(there, "sliding_window", window)))
-        super().__init__(there)
+            self.softmax = DynamicSlidingWindowLayer(
+                min(window, getattr(key_layer, "sliding_window", window))
+            )
+        super().__init__(key_layer)
 
     @property
     def is_sliding(self) -> bool:
-        return self.whole.is_sliding
+        return self.full.is_sliding
 
     @property
-    def kept(self) -> int:
-        """How many keys a call finds."""
+    def num_keys(self) -> int:
+        """The number of stored keys."""
         keys = self.softmax.keys
         return 0 if keys is None or keys.dim() < 3 else keys.shape[-2]
 
@@ -50,15 +52,15 @@ class AttentionStateLayer(StateLayer):
         return self.tokens if self.static is None else self.static.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.softmax is self.whole:
-            return self.whole.get_mask_sizes(query_length)
-        if self.whole.is_sliding:
-            self.whole.cumulative_length = self.tokens
-            return self.whole.get_mask_sizes(query_length)
+        if self.softmax is self.full:
+            return self.full.get_mask_sizes(query_length)
+        if self.full.is_sliding:
+            self.full.cumulative_length = self.tokens
+            return self.full.get_mask_sizes(query_length)
         return self.tokens + query_length, 0
 
     def get_max_length(self) -> int:
-        return self.whole.get_max_length()
+        return self.full.get_max_length()
 
     def offload(self) -> None:
         self.softmax.offload()
@@ -67,7 +69,7 @@ class AttentionStateLayer(StateLayer):
         self.softmax.prefetch()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Beams are reordered by this too."""
+        """Also reorders beams."""
         super().batch_select_indices(indices)
         self.softmax.reorder_cache(indices)
 

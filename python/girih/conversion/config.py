@@ -36,7 +36,7 @@ PATH_OPTIONS = {
     "linear_attention": (),
 }
 INJECTED = tuple(PATH_OPTIONS)
-# What a mixer has to have as its projections for those of an attention to start it.
+# The projections that a mixer must have one set of, to start from those of an attention.
 PROJECTIONS = (
     ("qkv_proj", "o_proj"),
     ("qk_proj", "v_proj", "o_proj"),
@@ -55,14 +55,14 @@ BOTH_WAYS = (
     "mamba2",
     "retnet",
 )
-# What their options are there, with the reason.
+# The values of their options in an encoder, with the reason.
 BOTH_WAYS_OPTIONS = {
     "conv_size": (0, "a short convolution looks back only"),
     "n": (1, "further steps would have the same keys and values, with no short convolution to part them"),
     "between_chunks": (None, "chunks are counted from the first token"),
     "chunk": (None, "it is for between_chunks"),
 }
-# Of an attention these are its own, whatever a configuration could say.
+# Sizes that the attention determines; a configuration cannot set them.
 _SIZES = ("num_kv_heads", "head_dim", "expand_k", "expand_v")
 
 
@@ -80,7 +80,7 @@ def replacing() -> tuple[str, ...]:
 
 
 def on_attention(name: str) -> Mixer:
-    """What a mixer is where it reads and writes through an attention's projections."""
+    """The mixer in the form that reads and writes through an attention's projections."""
     return MIXERS[name].on_attention or MIXERS[name]
 
 
@@ -88,12 +88,12 @@ def projections_of(layer: nn.Module) -> tuple[str, ...] | None:
     return next((names for names in PROJECTIONS if all(hasattr(layer, name) for name in names)), None)
 
 
-def one_of(name: str, value: Any, expected: tuple) -> None:
+def check_choice(name: str, value: Any, expected: tuple) -> None:
     if value not in expected:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, expected))}")
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+def check_whole_number(name: str, value: Any, least: int, most: int | None = None) -> None:
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not fits or (most is not None and value > most):
         expected = f"{least} or more" if most is None else f"{least} to {most}"
@@ -132,30 +132,30 @@ class Replacement:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("mixer", self.mixer, replacing())
+        check_choice("mixer", self.mixer, replacing())
         object.__setattr__(self, "layers", check_layers(self.layers))
-        known = [name for name in on_attention(self.mixer).fields if name not in _SIZES]
+        names = [name for name in on_attention(self.mixer).fields if name not in _SIZES]
         for name in self.options:
-            if name not in known:
+            if name not in names:
                 raise ValueError(
-                    f"{name}: {self.mixer} has no such option; expected one of {', '.join(known)}"
+                    f"{name}: {self.mixer} has no such option; expected one of {', '.join(names)}"
                 )
 
-    def both_ways(self) -> dict[str, Any]:
-        """Options that the mixer has to have where attention is not causal; it refuses others."""
+    def both_ways_options(self) -> dict[str, Any]:
+        """The options that a mixer requires where attention is not causal. Refuses other values."""
         if self.mixer not in BOTH_WAYS:
             raise ValueError(
                 f"mixer is {self.mixer!r}, of which no reversed pass is defined; expected, for attention "
                 f"that is not causal, one of {', '.join(map(repr, BOTH_WAYS))}"
             )
-        known = {n: of for n, of in BOTH_WAYS_OPTIONS.items() if n in MIXERS[self.mixer].fields}
-        for name, (value, reason) in known.items():
+        required = {n: of for n, of in BOTH_WAYS_OPTIONS.items() if n in MIXERS[self.mixer].fields}
+        for name, (value, reason) in required.items():
             if self.options.get(name, value) != value:
                 raise ValueError(
                     f"{name} is {self.options[name]!r}; expected {value} where attention is not causal: "
                     f"{reason}"
                 )
-        return {name: value for name, (value, _) in known.items() if value is not None}
+        return {name: value for name, (value, _) in required.items() if value is not None}
 
     def mixer_config(self, **sizes: Any) -> GirihConfig:
         """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit.
@@ -164,10 +164,10 @@ class Replacement:
         checks, which are those of the mixer elsewhere; the layer checks it.
         """
         values = self.options | sizes
-        apart = set(on_attention(self.mixer).fields) - set(MIXERS[self.mixer].fields)
-        own = {name: value for name, value in values.items() if name not in apart}
-        config = GirihConfig(mixer=self.mixer, num_hidden_layers=1, **own)
-        for name in values.keys() & apart:
+        unchecked = set(on_attention(self.mixer).fields) - set(MIXERS[self.mixer].fields)
+        checked = {name: value for name, value in values.items() if name not in unchecked}
+        config = GirihConfig(mixer=self.mixer, num_hidden_layers=1, **checked)
+        for name in values.keys() & unchecked:
             setattr(config, name, values[name])
         return config
 
@@ -210,19 +210,19 @@ class Injection:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        one_of("mixer", self.mixer, INJECTED)
+        check_choice("mixer", self.mixer, INJECTED)
         self.refuse_unread(f.name for f in fields(self) if getattr(self, f.name) != f.default)
         object.__setattr__(self, "layers", check_layers(self.layers))
-        whole("n", self.n, 1, 4)
-        one_of("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
-        one_of("gate", self.gate, GATES)
-        one_of("gate_per", self.gate_per, GATES_PER)
-        one_of("pool", self.pool, POOLS)
-        one_of("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
-        whole("chunk", self.chunk, 1, 64)
+        check_whole_number("n", self.n, 1, 4)
+        check_choice("virtual_tokens", self.virtual_tokens, VIRTUAL_TOKENS)
+        check_choice("gate", self.gate, GATES)
+        check_choice("gate_per", self.gate_per, GATES_PER)
+        check_choice("pool", self.pool, POOLS)
+        check_choice("between_chunks", self.between_chunks, (None, *words("delta_product", "between_chunks")))
+        check_whole_number("chunk", self.chunk, 1, 64)
         self.refuse_idle(f.name for f in fields(self) if getattr(self, f.name) != f.default)
         if self.max_self_attn_length is not None:
-            whole("max_self_attn_length", self.max_self_attn_length, 1)
+            check_whole_number("max_self_attn_length", self.max_self_attn_length, 1)
         if not is_weight(self.weight) or (self.learned and self.weight in (0.0, 1.0)):
             raise ValueError(
                 f"weight is {self.weight!r}; expected a number from 0 to 1, and between them if it is learned"
@@ -231,7 +231,7 @@ class Injection:
             raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
 
     def refuse_idle(self, names: Iterable[str]) -> None:
-        """Refuses options of these names that do nothing beside the others' values."""
+        """Refuses options of these names that have no effect with the values of the others."""
         reasons = {"chunk": "between_chunks"} if self.between_chunks is None else {}
         reasons |= {"virtual_tokens": "n above 1"} if self.n == 1 else {}
         for name in names:
@@ -240,37 +240,37 @@ class Injection:
                     f"{name} is {getattr(self, name)!r}; expected none: it is for {reasons[name]}"
                 )
 
-    def read(self) -> list[str]:
-        """The names of the fields that its path reads."""
-        own = set().union(*PATH_OPTIONS.values()) - set(PATH_OPTIONS[self.mixer])
-        return [f.name for f in fields(self) if f.name not in own]
+    def read_names(self) -> list[str]:
+        """The names of the fields that the path of this mixer reads."""
+        unread = set().union(*PATH_OPTIONS.values()) - set(PATH_OPTIONS[self.mixer])
+        return [f.name for f in fields(self) if f.name not in unread]
 
     def refuse_unread(self, names: Iterable[str]) -> None:
-        """Refuses options by which something is asked for that its path does not do."""
-        read = self.read()
+        """Refuses options of these names that the path does not read."""
+        known = self.read_names()
         for name in names:
-            if name not in read:
-                expected = ", ".join(name for name in read if name not in ("mixer", "layers"))
+            if name not in known:
+                expected = ", ".join(name for name in known if name not in ("mixer", "layers"))
                 raise ValueError(f"{name}: {self.mixer} has no such option; expected one of {expected}")
 
 
-HOW = {kind.how: kind for kind in (Replacement, Injection)}
+CONVERSIONS = {kind.how: kind for kind in (Replacement, Injection)}
 
 
 def to_json(conversion: Replacement | Injection) -> dict[str, Any]:
-    """As the entry of config.json, of an injection what its path reads."""
+    """The entry of config.json; of an injection the fields that its path reads."""
     saved = asdict(conversion)
     if isinstance(conversion, Injection):
-        saved = {name: saved[name] for name in conversion.read()}
+        saved = {name: saved[name] for name in conversion.read_names()}
     return {"how": conversion.how} | saved
 
 
 def from_json(saved: Any) -> Replacement | Injection:
-    if not isinstance(saved, dict) or saved.get("how") not in HOW:
+    if not isinstance(saved, dict) or saved.get("how") not in CONVERSIONS:
         raise ValueError(
             f"config.girih holds {saved!r:.80}; expected what girih.inject or replace_attention saved"
         )
-    kind = HOW[saved["how"]]
+    kind = CONVERSIONS[saved["how"]]
     options = {name: value for name, value in saved.items() if name != "how"}
     unknown = options.keys() - {f.name for f in fields(kind)}
     if unknown:

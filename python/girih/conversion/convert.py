@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from girih._auto import FIELD
 from girih.conversion.attention import (
     MASKED,
-    PART,
+    PART_NAME,
     ConvertedAttention,
     convert,
     refuse_replaced_forward,
@@ -35,41 +35,41 @@ class Conversion:
     At the end of a `with` it is undone.
     """
 
-    def __init__(self, model: nn.Module, told: Replacement | Injection):
-        self.told, self.model = told, outermost(model)
+    def __init__(self, model: nn.Module, conversion: Replacement | Injection):
+        self.told, self.model = conversion, outermost(model)
         adapted = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
-        if adapted and isinstance(told, Replacement):
+        if adapted and isinstance(conversion, Replacement):
             raise ValueError(
                 "model is one of peft's, which would not save the mixers' weights; call replace_attention "
                 'first, then get_peft_model with modules_to_save=["girih"]'
             )
-        if adapted and told.learned:
+        if adapted and conversion.learned:
             raise ValueError(
                 "learned: model is one of peft's, which would not save the weight; call inject first, then "
                 'get_peft_model with modules_to_save=["girih"]'
             )
-        if getattr(told, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
+        if getattr(conversion, "max_self_attn_length", None) and isinstance(self.model, GirihPreTrainedModel):
             raise ValueError(
-                f"max_self_attn_length is {told.max_self_attn_length}; expected none: girih's own attention "
-                "keeps all keys, and its window is in its configuration"
+                f"max_self_attn_length is {conversion.max_self_attn_length}; expected none: girih's own "
+                "attention keeps all keys, and its window is in its configuration"
             )
         self.layers: dict[str, nn.Module] = {}
-        found = attention_of(self.model, told.layers, isinstance(told, Replacement))
+        found = attention_of(self.model, conversion.layers, isinstance(conversion, Replacement))
         if not any(isinstance(module, ConvertedAttention) for module in self.model.modules()):
-            own_config(model, self.model.config)
-        # All is made, and refused if it has to be, before anything changes.
+            copy_config(model, self.model.config)
+        # All parts are built, and all errors raised, before the model changes.
         parts = [self._part(attention, sizes, trains=not adapted) for attention, sizes in found.values()]
         for (name, (attention, sizes)), part in zip(found.items(), parts, strict=True):
-            convert(attention, told, sizes, part)
+            convert(attention, conversion, sizes, part)
             self.layers[name] = attention
         self._hooks = [
             owner.register_forward_pre_hook(TokensForLayers(owner), with_kwargs=True)
             for owner in owners(self.model, self.layers.values())
-            if not isinstance(owner, GirihPreTrainedModel)  # whose layers are told
+            if not isinstance(owner, GirihPreTrainedModel)  # its layers get the bounds from the model
         ]
         config = self.model.config
-        setattr(config, FIELD, [*(getattr(config, FIELD, None) or []), to_json(told)])
-        self._skipped = skip_quantization(self.model, [f"{name}.{PART}" for name in self.layers])
+        setattr(config, FIELD, [*(getattr(config, FIELD, None) or []), to_json(conversion)])
+        self._skipped = skip_quantization(self.model, [f"{name}.{PART_NAME}" for name in self.layers])
         self.model._is_stateful = True  # a state cannot be rolled back: assisted decoding is refused
 
     def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
@@ -91,7 +91,7 @@ class Conversion:
         return part.to(weight.device, dtype).requires_grad_(trains).train(attention.training)
 
     def undo(self) -> None:
-        """The model as it was, with its weights as they are now. A second time nothing is left to do."""
+        """Restores the model, with its current weights. A second call does nothing."""
         if not self.layers:
             return
         for name, attention in self.layers.items():
@@ -107,12 +107,12 @@ class Conversion:
         if self._skipped:
             config, field, patterns = self._skipped
             setattr(config, field, [pattern for pattern in getattr(config, field) if pattern not in patterns])
-        left = list(getattr(self.model.config, FIELD))
-        left.remove(to_json(self.told))
-        setattr(self.model.config, FIELD, left)
-        if not left:
+        remaining = list(getattr(self.model.config, FIELD))
+        remaining.remove(to_json(self.told))
+        setattr(self.model.config, FIELD, remaining)
+        if not remaining:
             delattr(self.model.config, FIELD)
-            del self.model._is_stateful  # and the class says it
+            del self.model._is_stateful  # the class's own value counts again
 
     def __enter__(self) -> "Conversion":
         return self
@@ -140,10 +140,10 @@ def skip_quantization(model: PreTrainedModel, names: list[str]) -> tuple[Any, st
     if quantizer is None or field is None:
         return None
     # A list in the configuration stands for the default, the head and tied weights, so these are written too.
-    known = getattr(config, field) or getattr(quantizer, "modules_to_not_convert", None) or []
+    skipped = getattr(config, field) or getattr(quantizer, "modules_to_not_convert", None) or []
     prefix = f"{model.base_model_prefix}."
     patterns = [f".*{name.removeprefix(prefix)}" for name in names]
-    setattr(config, field, [*known, *patterns])
+    setattr(config, field, [*skipped, *patterns])
     return config, field, patterns
 
 
@@ -155,17 +155,16 @@ def outermost(model: nn.Module) -> PreTrainedModel:
     raise ValueError(f"model is a {type(model).__name__}; expected a model of transformers, wrapped or not")
 
 
-def own_config(model: nn.Module, config: PretrainedConfig) -> None:
-    """Gives a model a configuration of its own: two models may have been made from one, and only one of them
-    is to be converted."""
+def copy_config(model: nn.Module, config: PretrainedConfig) -> None:
+    """Gives a model a copy of its configuration, which another model, not to be converted, may share."""
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PretrainedConfig) and id(value) in copies:
-                own = copies[id(value)]
-                own.__dict__.pop(FIELD, None)
-                setattr(module, name, own)
+                config_copy = copies[id(value)]
+                config_copy.__dict__.pop(FIELD, None)
+                setattr(module, name, config_copy)
 
 
 def attention_of(
@@ -179,9 +178,9 @@ def attention_of(
     encoders: dict[str, tuple[nn.Module, Projections]] = {}
     has_decoder = False
     for name, module in model.named_modules():
-        chosen = layers is None or getattr(module, "layer_idx", None) in layers
+        is_chosen = layers is None or getattr(module, "layer_idx", None) in layers
         if isinstance(module, ConvertedAttention):
-            if chosen:
+            if is_chosen:
                 raise ValueError(
                     f"model has been converted at {name}; undo that first, or leave it out of layers"
                 )
@@ -234,10 +233,10 @@ def refuse_shared(
 ) -> None:
     """Where layers read the keys of others (Gemma 3n, 4), neither can be replaced, nor those converted."""
     readers = [m.layer_idx for m in model.modules() if getattr(m, "is_kv_shared_layer", False) is True]
-    read = {m.layer_idx for m in model.modules() if getattr(m, "store_full_length_kv", False) is True}
+    sources = {m.layer_idx for m in model.modules() if getattr(m, "store_full_length_kv", False) is True}
     if not readers:
         return
-    refused = set(readers) | (read if replaces else set())
+    refused = set(readers) | (sources if replaces else set())
     if layers is None or refused & set(layers):
         raise ValueError(
             f"layers is {layers}: the model's layers share keys and values (num_kv_shared_layers); it cannot "
@@ -248,11 +247,11 @@ def refuse_shared(
 
 def owners(model: PreTrainedModel, layers: Iterable[nn.Module]) -> list[PreTrainedModel]:
     """The innermost models around the layers, whose forward reads the masks that theirs are made of."""
-    inside = {}
+    innermost = {}
     for module in model.modules():  # outer ones come first
         if isinstance(module, PreTrainedModel):
-            inside |= {id(child): module for child in module.modules()}
-    return list({id(owner): owner for layer in layers if (owner := inside[id(layer)])}.values())
+            innermost |= {id(child): module for child in module.modules()}
+    return list({id(owner): owner for layer in layers if (owner := innermost[id(layer)])}.values())
 
 
 def replace_attention(
@@ -322,10 +321,10 @@ def inject(
     >>> model(torch.randint(64, (2, 12))).logits.shape, model.model.layers[0].self_attn.girih.weight.item()
     (torch.Size([2, 12, 64]), 0.25)
     """
-    known = [field.name for field in fields(Injection) if field.name not in ("mixer", "layers")]
+    names = [field.name for field in fields(Injection) if field.name not in ("mixer", "layers")]
     for name in options:
-        if name not in known:
-            raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(known)}")
+        if name not in names:
+            raise ValueError(f"{name}: inject has no such option; expected one of {', '.join(names)}")
     injection = Injection(mixer, layers, **options)
     injection.refuse_unread(options)
     injection.refuse_idle(options)

@@ -129,12 +129,12 @@ class LinearPath(SharedPath):
 
     def state_like(self, sequences: int, dtype: torch.dtype) -> LinearPathState:
         heads, D, is_past = self.heads[1], self.head_dim, self.pool == "past"
-        pooled = heads * len(self.gate)
+        pooled_heads = heads * len(self.gate)
         tokens = Like((sequences,), torch.int64)
         if is_past:
-            pool = GLAState(Like((sequences, pooled, 1, D), dtype))
+            pool = GLAState(Like((sequences, pooled_heads, 1, D), dtype))
         else:
-            pool = ShortConvState(Like((sequences, WINDOW - 1, pooled * D)))
+            pool = ShortConvState(Like((sequences, WINDOW - 1, pooled_heads * D)))
         row = ShortConvState(Like((sequences, 1, 2 * heads * D)))
         differences = () if self.virtual_tokens == "rotary" else (row,) * (self.n - 1)
         memory = Like((sequences, heads, D, D), dtype)
@@ -143,33 +143,33 @@ class LinearPath(SharedPath):
             pool, tokens if is_past else None, differences, DeltaProductState(memory, position)
         )
 
-    def pooled(
+    def pool_mean(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """The causal mean of x `[B, T, heads, head_dim]`, in fp32, with what the next call needs of it."""
+        """The causal mean of x `[B, T, heads, head_dim]`, in fp32, and the states of the pool."""
         if self.pool == "window":
             options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
-            before = convolution_state(None if state is None else state.pool, x)
+            past = convolution_state(None if state is None else state.pool, x)
             taps = x.new_full((x.shape[2] * x.shape[3], WINDOW), 1 / WINDOW)
-            mean, pool = advance("short_conv", x.flatten(2), taps, None, state=before, **options)
+            mean, pool = advance("short_conv", x.flatten(2), taps, None, state=past, **options)
             return at_least_fp32(mean.view_as(x)), pool, None
-        total, pool = self.summed(x, state, in_place, cu_seqlens)
+        total, pool = self.sum_tokens(x, state, in_place, cu_seqlens)
         position, count = token_positions(x, None if state is None else state.count, cu_seqlens)
         return total / (position + 1)[..., None, None].float(), pool, count  # fp32, or more
 
-    def summed(
+    def sum_tokens(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any]:
         """The running sum of x `[B, T, heads, head_dim]`: linear attention whose keys and queries are the
         number 1. In bf16 its mean keeps its digits, as the sum is formed in fp32; in fp16 the sum itself
         would leave the range."""
-        before = None if state is None else state.pool
+        past = None if state is None else state.pool
         options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
-        dtype, region = sums_of(x)
+        dtype, region = sum_region(x)
         with region:
             x = x.to(dtype)
             one = x.new_ones(1).expand(*x.shape[:3], 1)
-            return advance("gla", one, one, x, None, scale=1.0, state=before, **options)
+            return advance("gla", one, one, x, None, scale=1.0, state=past, **options)
 
     def differences(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
@@ -179,13 +179,13 @@ class LinearPath(SharedPath):
         taps = taps.expand(x.shape[2] * x.shape[3], 2)
         rows, states = [x], []
         for m in range(1, self.n):
-            before = convolution_state(None if state is None else state.differences[m - 1], x)
+            past = convolution_state(None if state is None else state.differences[m - 1], x)
             row, after = advance(
                 "short_conv",
                 rows[-1].flatten(2),
                 taps,
                 None,
-                state=before,
+                state=past,
                 in_place=in_place,
                 cu_seqlens=cu_seqlens,
             )
@@ -200,42 +200,42 @@ class LinearPath(SharedPath):
         state: LinearPathState | None,
         in_place: bool,
         cu_seqlens: Tensor | None,
-        ends: bool = False,
+        is_last: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """beta `[B, T n, kv_heads, head_dim]` or, a head, `[B, T n, kv_heads]`, and what the next call needs,
-        which is nothing if this one `ends` the text. k, v `[B, T, kv_heads, head_dim]`. In fp32; a kernel
-        gives that of a channel as the running sums are, bf16 for bf16, which the rows that it multiplies are
-        rounded to.
+        """beta `[B, T n, kv_heads, head_dim]`, or `[B, T n, kv_heads]` with one a head, and the pool's
+        states, None if no call follows (`is_last`). k, v `[B, T, kv_heads, head_dim]`. beta is fp32; the
+        kernel returns that of channels in the dtype of the running sums, bf16 for bf16, to which the rows
+        that it multiplies are rounded.
         """
         source = {"k": k, "v": v}.get(self.gate)
-        if ends and source is not None and self.pool == "past" and has_kernel(source):
+        if is_last and source is not None and self.pool == "past" and has_kernel(source):
             if self.gate_per == "channel":
                 return ChannelGate.apply(source, self.n), None, None
-            return self.repeated(PooledGate.apply(source)), None, None
+            return self.repeat_steps(PooledGate.apply(source)), None, None
         source = torch.cat((k, v), 2) if source is None else source
-        mean, pool, count = self.pooled(source, state, in_place, cu_seqlens)
+        mean, pool, count = self.pool_mean(source, state, in_place, cu_seqlens)
         beta = mean.sigmoid()
         if self.gate == "kv":
             k_gate, v_gate = beta.chunk(2, 2)
             beta = k_gate * v_gate
-        return self.repeated(beta.mean(-1) if self.gate_per == "head" else beta), pool, count
+        return self.repeat_steps(beta.mean(-1) if self.gate_per == "head" else beta), pool, count
 
-    def repeated(self, beta: Tensor) -> Tensor:
-        """The same for each of a token's steps."""
+    def repeat_steps(self, beta: Tensor) -> Tensor:
+        """Repeats beta for each of a token's n steps."""
         return beta.repeat_interleave(self.n, 1) if self.n > 1 else beta
 
-    def virtual(
+    def virtual_rows(
         self, kv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[list[Tensor], tuple[Any, ...]]:
         """k and v `[B, T, 2 kv_heads, head_dim]` for each of a token's n steps, and the states."""
-        rows, states, turns = [], (), []
+        rows, states, rotated = [], (), []
         if self.virtual_tokens != "rotary":
             rows, states = self.differences(kv, state, in_place, cu_seqlens)
         if self.virtual_tokens != "derivative":
-            turns = [rotate_pairs(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
+            rotated = [rotate_pairs(kv, 2 * math.pi * m / self.n) if m else kv for m in range(self.n)]
         if self.virtual_tokens == "both":
-            rows = [(row + turn) / 2 for row, turn in zip(rows, turns, strict=True)]
-        return rows or turns, states
+            rows = [(row + rotation) / 2 for row, rotation in zip(rows, rotated, strict=True)]
+        return rows or rotated, states
 
     def read(
         self,
@@ -246,19 +246,19 @@ class LinearPath(SharedPath):
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
         q, k, v = self.rows(qkv)
-        # Every row is a sequence, from its start, which nobody goes on from.
-        whole = state is None and cu_seqlens is None and not use_cache
-        beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, whole)
+        # Every row is a sequence from its start, and no later call continues it.
+        is_whole_text = state is None and cu_seqlens is None and not use_cache
+        beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, is_whole_text)
         differences: tuple[Any, ...] = ()
-        plain = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
-        if whole and plain and all(has_kernel(x) for x in (q, k, v)):
+        has_kernel_rows = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
+        if is_whole_text and has_kernel_rows and all(has_kernel(x) for x in (q, k, v)):
             q, k, v = VirtualRows.apply(q, k, v, self.n)
         else:
             q, kv = unit(q), unit(torch.cat((k, v), 2))
-            rows, differences = self.virtual(kv, state, in_place, cu_seqlens)
+            rows, differences = self.virtual_rows(kv, state, in_place, cu_seqlens)
             kv = torch.stack(rows, 2).flatten(1, 2) if self.n > 1 else kv  # token by token
             k, v = kv.split(self.heads[1:], 2)
-        with as_they_are(q, k, v, beta):
+        with keep_dtypes(q, k, v, beta):
             o, memory = advance(
                 "delta_product",
                 q,
@@ -310,14 +310,14 @@ class LinearAttentionPath(SharedPath):
         dtype = q.dtype
         memory, normalizer = state or (None, None)
         options = {"scale": 1.0, "in_place": use_cache and state is not None, "cu_seqlens": cu_seqlens}
-        sums, region = sums_of(q)
+        sums, region = sum_region(q)
         with region:
             q, k, v = (x.to(sums) for x in (q, k, v))
             q, k = elu_plus_one(q), elu_plus_one(k)
             total, memory = advance("gla", q, k, v, None, state=memory, **options)
             ones = v.new_ones(1).expand(*v.shape[:-1], 1)
             weight, normalizer = advance("gla", q, k, ones, None, state=normalizer, **options)
-            # Tokens of no sequence have no weight; what comes out there means nothing, but is finite.
+            # Tokens of no sequence have weight 0: their output is meaningless, but finite.
             o = total / weight.where(weight > 0, 1)
         y = o.to(dtype).flatten(-2)
         return y, LinearAttentionState(memory, normalizer) if use_cache else None
@@ -326,17 +326,17 @@ class LinearAttentionPath(SharedPath):
 PATHS = {"delta_product": LinearPath, "linear_attention": LinearAttentionPath}
 
 
-def as_they_are(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """Without autocast where all have its dtype: a beta of 16 bits would become fp32, which tells no more of
-    it, and its gradient twice."""
+def keep_dtypes(*tensors: Tensor) -> AbstractContextManager[Any]:
+    """Disables autocast if all tensors have its dtype. It would cast beta from 16 bits to fp32, without gain
+    in precision, and its gradient back."""
     if {x.dtype for x in tensors} != {autocast_dtype(tensors[0])}:
         return nullcontext()
     return torch.autocast(autocast_device(tensors[0]), enabled=False)
 
 
-def sums_of(x: Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-    """The dtype of data that is summed over tokens, and the region to sum it in: fp32 without autocast in
-    place of fp16, whose range sums leave."""
+def sum_region(x: Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
+    """The dtype of data that is summed over tokens, and the context to sum it in: fp32 without autocast in
+    place of fp16, whose range the sums exceed."""
     if torch.float16 in (x.dtype, autocast_dtype(x)):
         return torch.float32, torch.autocast(autocast_device(x), enabled=False)
     return x.dtype, nullcontext()

@@ -9,12 +9,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from girih import models
 from girih.conversion import auto_classes
-from girih.conversion.attention import PART
+from girih.conversion.attention import PART_NAME
 from girih.conversion.config import from_json
 from girih.conversion.convert import FIELD, Conversion
 
 # Not for a configuration: "auto" is no dtype, and a quantisation that was saved stays.
-OF_LOADING = (
+LOADING_OPTIONS = (
     "dtype",
     "torch_dtype",
     "quantization_config",
@@ -23,7 +23,7 @@ OF_LOADING = (
     "output_loading_info",
 )
 # For a configuration and for the weights.
-OF_BOTH = (
+SHARED_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -34,7 +34,15 @@ OF_BOTH = (
     "trust_remote_code",
 )
 # For the code that comes with a model.
-OF_CODE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token", "code_revision")
+CODE_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "token",
+    "code_revision",
+)
 
 
 def from_pretrained(
@@ -63,40 +71,42 @@ def from_pretrained(
             f"{folder}: its configuration has no {FIELD!r}: this model was not converted, and transformers' "
             "own from_pretrained loads it"
         )
-    told = [from_json(entry) for entry in saved]
+    conversions = [from_json(entry) for entry in saved]
     model_class = model_class or class_of(config, folder, kwargs)
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         model_class.__init__(self, config, *inputs, **options)
-        for each in told:
-            Conversion(self, each)
+        for conversion in conversions:
+            Conversion(self, conversion)
 
-    # Converted as soon as it is made, on the meta device, so that its weights are loaded with all others.
+    # The model is converted in its constructor, on the meta device, so that all weights are loaded together.
     names = {"__init__": __init__, "__module__": model_class.__module__, "converts_itself": True}
     converted = type(model_class.__name__, (model_class,), names)
-    tell = kwargs.pop("output_loading_info", False)
+    returns_info = kwargs.pop("output_loading_info", False)
     model, info = converted.from_pretrained(folder, *args, config=config, output_loading_info=True, **kwargs)
     refuse_missing(folder, info)
     model.__class__ = model_class
-    return (model, info) if tell else model
+    return (model, info) if returns_info else model
 
 
 def configuration(folder: str | PathLike, options: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """The configuration, with what `from_pretrained` is told of it, and the options that are left."""
-    told = {name: value for name, value in options.items() if name not in OF_LOADING}
-    config, left = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **told)
-    # Where to look is for the weights too, and so is what attention computes with.
+    """The configuration, changed by the options that name its fields, and the options for the weights."""
+    config_options = {name: value for name, value in options.items() if name not in LOADING_OPTIONS}
+    config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **config_options)
+    # Locations and attention's implementation are options of the weights too.
     return config, {
-        name: options[name] for name in options if name in left or name in (*OF_LOADING, *OF_BOTH)
+        name: options[name]
+        for name in options
+        if name in unused or name in (*LOADING_OPTIONS, *SHARED_OPTIONS)
     }
 
 
 def refuse_missing(folder: str | PathLike, info: dict[str, Any]) -> None:
-    """What the folder lacks of a conversion has no value: no class of transformers knows how it starts."""
-    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
-    lacking = sorted(key for key in lacking if f".{PART}." in key)
-    if lacking:
-        shown = ", ".join(lacking[:4]) + f" and {len(lacking) - 4} more" * (len(lacking) > 4)
+    """Refuses a folder without the conversion's weights, which transformers cannot initialize."""
+    missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    missing = sorted(key for key in missing if f".{PART_NAME}." in key)
+    if missing:
+        shown = ", ".join(missing[:4]) + f" and {len(missing) - 4} more" * (len(missing) > 4)
         raise ValueError(
             f"{folder}: weights of the conversion that its configuration names are missing, {shown}: it was "
             f"saved after it had been loaded without girih. Delete {FIELD!r} from its config.json, load it "
@@ -118,10 +128,10 @@ def class_of(
         if registered.__name__ in names:
             return registered
     if options.get("trust_remote_code"):
-        where = {name: options[name] for name in OF_CODE if name in options}
+        location = {name: options[name] for name in CODE_OPTIONS if name in options}
         for reference in (getattr(config, "auto_map", None) or {}).values():
             if str(reference).rpartition(".")[2] in names:
-                return get_class_from_dynamic_module(reference, folder, **where)
+                return get_class_from_dynamic_module(reference, folder, **location)
     raise ValueError(
         f"model_class: {folder} names {config.architectures} as its class, which neither transformers nor "
         "girih has"

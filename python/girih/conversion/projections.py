@@ -14,7 +14,7 @@ SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLM
 WITHOUT_OUT = ("query", "key", "value")  # BERT, RoBERTa, ELECTRA: the output's is in another module
 FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3, OpenELM: channels of q, then of k, then of v
 MODERN = ("Wqkv", "Wo")  # ModernBERT: of that order too
-BY_HEAD = ("query_key_value",)  # GPT-NeoX, Persimmon: q, k and v of a head, then of the next
+HEAD_MAJOR = ("query_key_value",)  # GPT-NeoX, Persimmon: q, k and v of a head, then of the next
 DROPOUT = ("resid_dropout", "out_drop")  # GPT-2, GPT-J; ModernBERT
 HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 OUT = ("o_proj", "dense", "c_proj", "out_proj", "Wo")
@@ -35,8 +35,8 @@ class Projections(NamedTuple):
 
     qkv: three names, or one if they are fused. out: the output's, or None if it is in another module. norms:
     of q and k before rotary positions, or None. heads queries of head_dim read kv_heads keys and values; x is
-    `[B, T, hidden_size]`. by_head: the fused projection's channels go head by head. causal: whether no token
-    sees those after it.
+    `[B, T, hidden_size]`. is_head_major: the fused projection's channels are ordered by head, then q, k, v.
+    causal: whether no token sees those after it.
     """
 
     qkv: tuple[str, ...]
@@ -46,7 +46,7 @@ class Projections(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    by_head: bool = False
+    is_head_major: bool = False
     causal: bool = True
 
     @property
@@ -54,39 +54,44 @@ class Projections(NamedTuple):
         """Of q, k and v."""
         return tuple(n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads))
 
-    def parted(self, fused: Tensor) -> tuple[Tensor, ...]:
+    def split_qkv(self, fused: Tensor) -> tuple[Tensor, ...]:
         """q, k and v of a fused projection's output, `[B, T, channels]` each."""
-        if self.by_head:
+        if self.is_head_major:
             fused = fused.unflatten(-1, (self.heads, 3, -1)).transpose(-3, -2).flatten(-3)
         return fused.split(self.channels, -1)
 
-    def normed(self, attention: nn.Module, parts: dict[int, Tensor]) -> list[Tensor]:
-        """Of q (0), k (1) and v (2) those that are given, as attention has them before rotary positions."""
+    def apply_norms(self, attention: nn.Module, parts: dict[int, Tensor]) -> list[Tensor]:
+        """The given ones of q (0), k (1) and v (2) after attention's norms, before rotary positions."""
         norms = dict(enumerate(self.norms or ()))
         return [
-            normed(getattr(attention, norms[i]), x, self.head_dim) if i in norms else x
+            apply_norm(getattr(attention, norms[i]), x, self.head_dim) if i in norms else x
             for i, x in parts.items()
         ]
 
     def parts(self, attention: nn.Module, outputs: list[Tensor]) -> list[Tensor]:
-        """q, k and v of what the projections gave, as the attention has them before rotary positions."""
-        parts = outputs if len(outputs) == 3 else self.parted(outputs[0])
-        return self.normed(attention, dict(enumerate(parts)))
+        """q, k and v from the projections' outputs, after attention's norms, before rotary positions."""
+        parts = outputs if len(outputs) == 3 else self.split_qkv(outputs[0])
+        return self.apply_norms(attention, dict(enumerate(parts)))
 
     def project(self, attention: nn.Module, x: Tensor) -> Tensor:
         """q, k and v of x, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`."""
         outputs = [getattr(attention, name)(x) for name in self.qkv]
-        if len(outputs) == 1 and self.norms is None and not self.by_head:
+        if len(outputs) == 1 and self.norms is None and not self.is_head_major:
             return outputs[0]
         return torch.cat(self.parts(attention, outputs), -1)
 
-    def written(self, attention: nn.Module, o: Tensor) -> Tensor:
+    def project_out(self, attention: nn.Module, o: Tensor) -> Tensor:
         """o through the output projection, and the dropout that GPT-2's attention has behind it."""
         if self.out is None:
             return o
         y = getattr(attention, self.out)(o)
         dropout = next(
-            (found for name in DROPOUT if (found := getattr(attention, name, None)) is not None), None
+            (
+                dropout_module
+                for name in DROPOUT
+                if (dropout_module := getattr(attention, name, None)) is not None
+            ),
+            None,
         )
         return y if dropout is None else dropout(y)
 
@@ -94,15 +99,15 @@ class Projections(NamedTuple):
         """A weight of the attention's, for its device and dtype."""
         return getattr(attention, self.out or self.qkv[0]).weight
 
-    def project_some(self, attention: nn.Module, x: Tensor, *wanted: int) -> list[Tensor]:
-        """Of q (0), k (1) and v (2) of x those that are wanted."""
+    def project_selected(self, attention: nn.Module, x: Tensor, *indices: int) -> list[Tensor]:
+        """The projections of x with these indices: q (0), k (1), v (2)."""
         if len(self.qkv) == 1:
-            parts = self.parted(getattr(attention, self.qkv[0])(x))
-            return self.normed(attention, {i: parts[i] for i in wanted})
-        return self.normed(attention, {i: getattr(attention, self.qkv[i])(x) for i in wanted})
+            parts = self.split_qkv(getattr(attention, self.qkv[0])(x))
+            return self.apply_norms(attention, {i: parts[i] for i in indices})
+        return self.apply_norms(attention, {i: getattr(attention, self.qkv[i])(x) for i in indices})
 
 
-def normed(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:
     """x `[B, T, heads head_dim]` through a norm over all of it (OLMo 2) or each head (Qwen3, Gemma 3)."""
     if norm.weight.shape == x.shape[-1:]:
         return norm(x)
@@ -112,7 +117,7 @@ def normed(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:
 def find(attention: nn.Module) -> Projections | str:
     """The projections of a module, or why it is no attention that can be converted."""
 
-    def named(*names: str) -> bool:
+    def has_modules(*names: str) -> bool:
         return all(isinstance(getattr(attention, name, None), nn.Module) for name in names)
 
     if not isinstance(getattr(attention, "layer_idx", None), int):
@@ -122,21 +127,21 @@ def find(attention: nn.Module) -> Projections | str:
         if not isinstance(attention, Attention):
             return "it is a mixer of girih's"
     else:
-        takes = inspect.signature(type(attention).forward).parameters
-        has_cache = not takes.keys().isdisjoint(CACHES)
+        forward_parameters = inspect.signature(type(attention).forward).parameters
+        has_cache = not forward_parameters.keys().isdisjoint(CACHES)
         # Others that are not causal by themselves may be so by their masks (GIT), or read blocks on a cache.
         is_encoder = not has_cache or getattr(attention, "is_decoder", None) is False
-        if not causal and (not is_encoder or "encoder_hidden_states" in takes):
+        if not causal and (not is_encoder or "encoder_hidden_states" in forward_parameters):
             return "it is not causal self-attention"
         if causal and not has_cache:
             return f"its forward takes no cache by the name of {' or '.join(CACHES)}"
-        if "residual" in takes:
+        if "residual" in forward_parameters:
             return "its forward takes residual, which it adds to what it returns"
     if hasattr(attention, "dense_bias"):
         return "its dense_bias is added outside of it, as a third value that its forward returns"
     if getattr(attention, "is_kv_shared_layer", False):
         return "it reads the keys and values of another layer"
-    between = next((name for name in BETWEEN if named(name)), None)
+    between = next((name for name in BETWEEN if has_modules(name)), None)
     if between is not None:
         return f"its {between} stands between attention and its output projection"
     clip = getattr(attention, "clip_qkv", getattr(getattr(attention, "config", None), "clip_qkv", None))
@@ -144,24 +149,24 @@ def find(attention: nn.Module) -> Projections | str:
         return f"its q, k and v are clipped: clip_qkv is {clip}"
     if getattr(attention, "is_cross_attention", False):
         return "it is not causal self-attention"
-    fused = [(name,) for name in (*FUSED, *BY_HEAD)]
-    qkv = next((names for names in (*SEPARATE, *fused) if named(*names)), None)
-    out = next((name for name in OUT if named(name)), None)
-    if qkv is None and named(*MODERN):
+    fused = [(name,) for name in (*FUSED, *HEAD_MAJOR)]
+    qkv = next((names for names in (*SEPARATE, *fused) if has_modules(*names)), None)
+    out = next((name for name in OUT if has_modules(name)), None)
+    if qkv is None and has_modules(*MODERN):
         qkv, out = MODERN[:1], MODERN[1]
-    if qkv is None and named(*WITHOUT_OUT):
+    if qkv is None and has_modules(*WITHOUT_OUT):
         qkv = WITHOUT_OUT
-        more = next(
+        other = next(
             (name for name, _ in attention.named_parameters() if name.partition(".")[0] not in qkv), None
         )
-        if more is not None:
-            return f"it has {more} beside {', '.join(qkv)}, and what it does is not known"
+        if other is not None:
+            return f"it has {other} beside {', '.join(qkv)}, and what it does is not known"
     if qkv is None:
-        return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join((*FUSED, *BY_HEAD))}"
+        return f"it has neither {', '.join(SEPARATE[0])} nor {' nor '.join((*FUSED, *HEAD_MAJOR))}"
     if out is None and qkv != WITHOUT_OUT:
         return f"it has none of {', '.join(OUT)}"
     head_dim = next(
-        (found for name in HEAD_DIM if (found := getattr(attention, name, None)) is not None), None
+        (value for name in HEAD_DIM if (value := getattr(attention, name, None)) is not None), None
     )
     if not isinstance(head_dim, int):
         return "it has no head_dim"
@@ -180,18 +185,20 @@ def find(attention: nn.Module) -> Projections | str:
     parameters = inspect.signature(getattr(attention, "_split_heads", find)).parameters
     if "mp_num" in parameters or hasattr(attention, "mp_num"):
         return f"the channels of its {qkv[0]} go by blocks of q, v and k"
-    by_head = qkv[0] in BY_HEAD or (len(qkv) == 1 and getattr(attention, "multi_query", True) is False)
-    if by_head and k != q:
+    is_head_major = qkv[0] in HEAD_MAJOR or (
+        len(qkv) == 1 and getattr(attention, "multi_query", True) is False
+    )
+    if is_head_major and k != q:
         return f"its {qkv[0]} has fewer keys than queries, and their order is not known"
     if q != channels or k != v or k <= 0 or q % k or any(n % head_dim for n in widths):
         return f"its q, k, v and output have {q}, {k}, {v} and {channels} channels, no heads of {head_dim}"
-    norms = next((names for names in NORMS if named(*names)), None)
+    norms = next((names for names in NORMS if has_modules(*names)), None)
     for name, channels in zip(norms or (), (q, k), strict=False):
         shape = getattr(getattr(attention, name), "weight", torch.empty(())).shape
         if shape not in ((channels,), (head_dim,), (channels // head_dim, head_dim)):
             return f"its {name} has a weight of {list(shape)}, for neither q and k nor their heads"
     heads = q // head_dim, k // head_dim
-    return Projections(qkv, out, norms, inputs[0], *heads, head_dim, by_head, causal)
+    return Projections(qkv, out, norms, inputs[0], *heads, head_dim, is_head_major, causal)
 
 
 class Shared:
@@ -212,8 +219,8 @@ class Shared:
         return Shared(memo.get(id(self.attention), self.attention), self.function)
 
 
-class Changed:
-    """A projection of which only its call is another, by `function(projection, o)`."""
+class ChangedProjection:
+    """A projection whose call is `function(projection, o)`; its attributes are the projection's."""
 
     def __init__(self, projection: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]):
         self._projection, self._function = projection, function
@@ -225,46 +232,47 @@ class Changed:
         return getattr(self._projection, name)
 
 
-class Recording:
-    """An attention module whose projections' outputs are kept, in the order of `names`, while it computes.
+class RecordingAttention:
+    """Stands in for an attention module in its `forward`, and records the outputs of the projections `names`.
 
-    What its class's `forward` reads of it is the module's own.
+    All other attributes are the module's.
     """
 
     def __init__(self, attention: nn.Module, names: tuple[str, ...]):
         self._attention, self._names = attention, names
         self._outputs: dict[str, Tensor] = {}
         self._out: str | None = None
-        self.changed, self.found = False, None
+        self.has_changed, self.result = False, None
 
     def change(self, out: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
-        """What the projection `out` is given, o `[..., channels]`, becomes the first of `function(o, outputs,
-        project)`; the second is kept in `found`. project brings `[B, T, channels]` to o's shape.
+        """Changes the input o `[..., channels]` of the projection `out` to the first value of `function(o,
+        outputs, project)`; the second is stored in `result`. project reshapes `[B, T, channels]` to
+        o's shape.
 
-        `changed` says whether it was: not if `forward` leaves the projection to a method of the module.
+        `has_changed` is false after a `forward` that leaves the projection to a method of the module.
         """
         self._out, self._function = out, function
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._attention, name)
         if name == self._out:
-            return Changed(value, self._projected)
+            return ChangedProjection(value, self._call_changed)
         if name not in self._names:
             return value
 
-        def recorded(x: Tensor) -> Tensor:
+        def record(x: Tensor) -> Tensor:
             y = self._outputs[name] = value(x)
             return y
 
-        return recorded
+        return record
 
-    def _projected(self, out: nn.Module, o: Tensor) -> Tensor:
-        if self.changed:
+    def _call_changed(self, out: nn.Module, o: Tensor) -> Tensor:
+        if self.has_changed:
             raise RuntimeError(
                 f"{self._out} was called a second time in one forward of {type(self._attention)}"
             )
-        o, self.found = self._function(o, self.outputs(), lambda y: y.reshape(o.shape))
-        self.changed = True
+        o, self.result = self._function(o, self.outputs(), lambda y: y.reshape(o.shape))
+        self.has_changed = True
         return out(o)
 
     def outputs(self) -> list[Tensor]:

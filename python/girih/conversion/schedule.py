@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from girih.conversion.config import whole
+from girih.conversion.config import check_whole_number
 from girih.nn import MemoryAsGate, mix_weight
 from girih.nn.layers.mix_attention import SCHEDULES, is_weight
 
@@ -20,14 +20,15 @@ def mixtures(model: nn.Module) -> Iterator[MemoryAsGate]:
     return (module for module in model.modules() if isinstance(module, MemoryAsGate))
 
 
-def go_first(callback: TrainerCallback) -> None:
-    """Puts a callback that is being called before all others of its Trainer, so that these find in the logs
-    what it writes there: the Trainer has its reporters first, and no callback is told of the Trainer."""
+def move_to_front(callback: TrainerCallback) -> None:
+    """Moves a callback that is being called before all others of its Trainer, so that reporters, which come
+    first by default, see what it writes into the logs. A callback has no reference to its Trainer, so the
+    handler is looked up in the frames of its callers."""
     frame = sys._getframe(1)
     while frame is not None:
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            handler.callbacks.remove(callback)  # those behind it keep their places, and their turn
+            handler.callbacks.remove(callback)  # the callbacks after it are still called
             handler.callbacks.insert(0, callback)
             return
         frame = frame.f_back
@@ -50,9 +51,9 @@ class MixSchedule(TrainerCallback):
     """
 
     def __init__(self, schedule: str = "gradual", **options: Any):
-        known = (*SCHEDULES, LEARNED)
-        if schedule not in known:
-            raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(known)}")
+        schedules = (*SCHEDULES, LEARNED)
+        if schedule not in schedules:
+            raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(schedules)}")
         expected = {
             "constant": ("final",),
             "gradual": ("first", "final", "steps"),
@@ -65,34 +66,34 @@ class MixSchedule(TrainerCallback):
                     f"{name}: the schedule {schedule!r} has no such option; expected one of "
                     f"{', '.join(expected) or 'none'}"
                 )
-        whole("steps", options.get("steps", 1), 1)
-        for name, given in options.items():
+        check_whole_number("steps", options.get("steps", 1), 1)
+        for name, value in options.items():
             if name == "steps":
                 continue
-            values = tuple(given) if name == "levels" and isinstance(given, Iterable) else (given,)
+            values = tuple(value) if name == "levels" and isinstance(value, Iterable) else (value,)
             if not values or not all(map(is_weight, values)):
-                raise ValueError(f"{name} is {given!r}; expected weights from 0 to 1")
+                raise ValueError(f"{name} is {value!r}; expected weights from 0 to 1")
         self.schedule, self.options = schedule, options
 
     def weight(self, step: int) -> float:
         """m at a step, of a schedule that moves it."""
         return mix_weight(self.schedule, step, **self.options)
 
-    def current(self, model: nn.Module) -> float:
+    def mean_weight(self, model: nn.Module) -> float:
         weights = [float(mixture.current_weight().detach()) for mixture in mixtures(model)]
         return sum(weights) / len(weights)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any
     ) -> None:
-        found = list(mixtures(model))
-        if not found:
+        gates = list(mixtures(model))
+        if not gates:
             raise ValueError(
                 "model has no mixture whose weight a schedule could move; call girih.inject first"
             )
-        go_first(self)
+        move_to_front(self)
         learned = self.schedule == LEARNED
-        if any(mixture.learned != learned for mixture in found):
+        if any(mixture.learned != learned for mixture in gates):
             raise ValueError(
                 f"schedule is {self.schedule!r}, but the model was made with learned={not learned}; "
                 "the two have to agree"
@@ -110,7 +111,7 @@ class MixSchedule(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any
     ) -> None:
         learned = self.schedule == LEARNED
-        weight = self.current(model) if learned else self.weight(state.global_step - 1)
+        weight = self.mean_weight(model) if learned else self.weight(state.global_step - 1)
         state.log_history.append({"mag_weight": weight, "step": state.global_step})
 
     def on_log(
@@ -123,4 +124,4 @@ class MixSchedule(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and model is not None:
-            logs["mag_weight"] = self.current(model)
+            logs["mag_weight"] = self.mean_weight(model)

@@ -1,4 +1,4 @@
-"""What all girih models share: initialisation, arguments, caches, checkpointing."""
+"""Initialisation, arguments, caches and checkpointing of all girih models."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from girih._torch_internals import is_called_plainly, is_compiled_in_place
-from girih.models.adapters.cache_argument import CACHE, given_cache
+from girih.models.adapters.cache_argument import CACHE, resolve_cache
 from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder, is_adapter
@@ -35,10 +35,10 @@ class GirihPreTrainedModel(PreTrainedModel):
     def __init__(self, config: GirihConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         probe = nn.Module()
-        probe.register_parameter("made", nn.Parameter(torch.empty(0)))
-        made = probe.made.data
-        if type(made) is Tensor and made.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
-            torch.ops.girih.check_memory(text_of(config.own_fields()), made.element_size())
+        probe.register_parameter("weight", nn.Parameter(torch.empty(0)))
+        data = probe.weight.data
+        if type(data) is Tensor and data.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
+            torch.ops.girih.check_memory(text_of(config.own_fields()), data.element_size())
         else:
             completed(config.own_fields())  # attributes may have been set since it was made
 
@@ -48,11 +48,11 @@ class GirihPreTrainedModel(PreTrainedModel):
 
         folder: None takes the tensors of state_dict. A folder of adapters leads to that of their model.
         """
-        otherwise = {"state_dict", "variant", "gguf_file", "ignore_mismatched_sizes", *OWN_FIELDS}
-        if folder is not None and not kwargs.keys() & otherwise:
-            here = Path(folder, kwargs.get("subfolder", ""))
-            if here.is_dir() and not is_adapter(here):
-                check_folder(here, cls, config)
+        unchecked = {"state_dict", "variant", "gguf_file", "ignore_mismatched_sizes", *OWN_FIELDS}
+        if folder is not None and not kwargs.keys() & unchecked:
+            local_folder = Path(folder, kwargs.get("subfolder", ""))
+            if local_folder.is_dir() and not is_adapter(local_folder):
+                check_folder(local_folder, cls, config)
         return super().from_pretrained(folder, *args, config=config, **kwargs)
 
     @classmethod
@@ -64,7 +64,7 @@ class GirihPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-        elif hasattr(module, "reset_parameters") and not _loaded(module):
+        elif hasattr(module, "reset_parameters") and not _is_loaded(module):
             module.reset_parameters()
 
     def compressors(self) -> list[nn.Module]:
@@ -102,30 +102,30 @@ class GirihPreTrainedModel(PreTrainedModel):
         if not generation_config.use_cache:
             return
         caches = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-        cache = given_cache(*caches)
+        cache = resolve_cache(*caches)
         if cache is None:
             cache = self.new_cache()
         model_kwargs[CACHE] = cache
-        if generation_config.is_assistant:  # whose tokens are taken back where they were wrong
+        if generation_config.is_assistant:  # its wrong tokens are rolled back
             cache.activate_past_recording()
-        elif isinstance(cache, GirihCache):  # who is assisted records anew
+        elif isinstance(cache, GirihCache):  # assisted decoding starts the recording again
             cache.end_past_recording()
 
     def new_cache(self) -> GirihCache:
         return GirihCache(1 if self.config.is_whole_cat else self.config.num_hidden_layers)
 
-    def packed(
+    def find_bounds(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
-        **said: Any,
+        **bound_arguments: Any,
     ) -> Tensor | None:
         """The bounds of the packed sequences that these arguments hold, if they do (`packing.bounds`)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         x = input_ids if inputs_embeds is None else inputs_embeds
-        return bounds(x, own_mask(attention_mask, x.shape[1]), **said)
+        return bounds(x, own_mask(attention_mask, x.shape[1]), **bound_arguments)
 
 
 class Backbone(GirihPreTrainedModel):
@@ -163,10 +163,10 @@ class Backbone(GirihPreTrainedModel):
         past_key_values: GirihCache | None = None,
     ) -> BaseModelOutputWithPast | tuple:
         config = self.config
-        cache = given_cache(cache, past_key_values)
+        cache = resolve_cache(cache, past_key_values)
         if output_attentions or (output_attentions is None and config.output_attentions):
             raise ValueError("output_attentions: the mixers compute no attention weights to return")
-        cu_seqlens = self.packed(
+        cu_seqlens = self.find_bounds(
             input_ids,
             inputs_embeds,
             attention_mask,
@@ -179,7 +179,7 @@ class Backbone(GirihPreTrainedModel):
             raise ValueError(f"cache has type {type(cache).__name__}; expected GirihCache")
         if cu_seqlens is not None and cache is not None and cache.layers[0].record_past:
             raise ValueError(
-                "cu_seqlens: packed sequences cannot be taken back, as the cache's past is recorded"
+                "cu_seqlens: packed sequences cannot be rolled back, as the cache's past is recorded"
             )
         if use_cache is None:
             use_cache = config.use_cache and not self.training and cu_seqlens is None
@@ -187,15 +187,15 @@ class Backbone(GirihPreTrainedModel):
             cache = self.new_cache()
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
-        call, every = (input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, chunk), None
+        call, all_hidden = (input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, chunk), None
         if cache is not None and not output_hidden_states:
-            every = cache.steps.hidden_states(self, *call)
-        if every is None:
-            every = self.hidden_states(*call)
+            all_hidden = cache.steps.hidden_states(self, *call)
+        if all_hidden is None:
+            all_hidden = self.hidden_states(*call)
         output = BaseModelOutputWithPast(
-            last_hidden_state=every[-1],
+            last_hidden_state=all_hidden[-1],
             **{CACHE: cache},
-            hidden_states=tuple(every) if output_hidden_states else None,
+            hidden_states=tuple(all_hidden) if output_hidden_states else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -209,37 +209,37 @@ class Backbone(GirihPreTrainedModel):
         cu_seqlens: Tensor | None,
         chunk: int | None,
     ) -> list[Tensor]:
-        """What goes into each block, and what comes out of the last one and the norm. Moves the cache on."""
+        """The input of each block, then the output of the last block and the norm. Advances the cache."""
 
-    def takes_step(self, cache: GirihCache, chunk: int | None) -> bool:
-        """Whether `hidden_states` does nothing on the host with one token more but to call the layers."""
+    def is_plain_step(self, cache: GirihCache, chunk: int | None) -> bool:
+        """Whether `hidden_states` of one more token only calls the layers, with no other work on the host."""
         return chunk is None
 
     def run_blocks(
         self, blocks: Sequence[nn.Module], x: Tensor, arguments: Callable[[int], tuple]
     ) -> tuple[list[Tensor], list[Any]]:
-        """What goes into each block and what comes out of the last one; the state that each keeps.
+        """The input of each block and the output of the last one; the state that each block returns.
 
-        arguments(i): of block i behind x. Where the blocks are as they were made, x goes from one to the next
-        in two parts, x and the branch of the last block's feed-forward layer, which the next norm adds to it;
-        few rows of a step that is recorded go through the blocks' own steps.
+        arguments(i): the arguments of block i after x. Unmodified blocks pass x on in two parts, x and the
+        output of the block's feed-forward layer, which the norm of the next block adds to x. A step of few
+        rows that is recorded as a graph calls the blocks' `step`.
         """
-        every, states, branch = [], [], None
-        checkpoints = self.gradient_checkpointing and self.training
-        few = self.steps_by_weights() and x.numel() <= ROWS * x.shape[-1]
-        in_parts = not (checkpoints or few) and all(
+        all_hidden, states, branch = [], [], None
+        use_checkpoints = self.gradient_checkpointing and self.training
+        use_steps = self.steps_by_weights() and x.numel() <= ROWS * x.shape[-1]
+        use_parts = not (use_checkpoints or use_steps) and all(
             type(block) is Block and is_called_plainly(block) and not is_compiled_in_place(vars(block))
             for block in blocks
         )
         for i, block in enumerate(blocks):
-            if in_parts:
-                whole, x, branch, state = block.parts(x, branch, *arguments(i))
-                every.append(whole)
+            if use_parts:
+                hidden, x, branch, state = block.parts(x, branch, *arguments(i))
+                all_hidden.append(hidden)
             else:
-                every.append(x)
+                all_hidden.append(x)
                 x, state = self.run_block(block, x, *arguments(i))
             states.append(state)
-        return [*every, x if branch is None else x + branch], states
+        return [*all_hidden, x if branch is None else x + branch], states
 
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
@@ -250,7 +250,7 @@ class Backbone(GirihPreTrainedModel):
         return not torch.compiler.is_compiling() and by_weights_alone.get()
 
 
-def _loaded(module: nn.Module) -> bool:
-    """Whether a checkpoint gave all of this module's own parameters and buffers."""
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return all(getattr(tensor, "_is_hf_initialized", False) for tensor in own) and bool(own)
+def _is_loaded(module: nn.Module) -> bool:
+    """Whether a checkpoint loaded all of this module's own parameters and buffers."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors) and bool(tensors)

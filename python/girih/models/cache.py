@@ -14,8 +14,8 @@ from girih.nn.functional.masking import joined_masks
 from girih.nn.functional.state import first_tensor
 
 
-class Given(NamedTuple):
-    """What a layer was called with: x `[B, T, ...]`, and valid `[B, T]`, where tokens count; None: all do."""
+class LayerInput(NamedTuple):
+    """The input of a layer: x `[B, T, ...]`, and valid `[B, T]`, true at tokens that count; None: all do."""
 
     x: Tensor
     valid: Tensor | None
@@ -24,39 +24,39 @@ class Given(NamedTuple):
     def tokens(self) -> int:
         return self.x.shape[1]
 
-    def parted(self, tokens: int) -> tuple["Given", "Given"]:
-        """The first so many, and the others."""
+    def split(self, tokens: int) -> tuple["LayerInput", "LayerInput"]:
+        """The first `tokens` tokens, and the others."""
         first, others = slice(tokens), slice(tokens, None)
         if self.valid is None:
-            return Given(self.x[:, first], None), Given(self.x[:, others], None)
-        return tuple(Given(self.x[:, part], self.valid[:, part]) for part in (first, others))
+            return LayerInput(self.x[:, first], None), LayerInput(self.x[:, others], None)
+        return tuple(LayerInput(self.x[:, part], self.valid[:, part]) for part in (first, others))
 
-    def followed_by(self, other: "Given") -> "Given":
+    def concat(self, other: "LayerInput") -> "LayerInput":
         valid = joined_masks(self.valid, other.valid, self.tokens, other.x)
-        return Given(torch.cat([self.x, other.x], 1), valid)
+        return LayerInput(torch.cat([self.x, other.x], 1), valid)
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of one layer, whatever its mixer keeps, and how many tokens it has seen.
+    """The state of one layer of any mixer, and the number of tokens that it has read.
 
-    there: the layer of keys whose place it takes in a cache, if it takes one's. Where that is one of a
-    `StaticCache`, whose masks have the size of its room, masks go on having it, for the layers that stay.
+    key_layer: the layer of keys that this layer replaces in a cache, or None. If it belongs to a
+    `StaticCache`, masks keep that cache's size, which the layers of attention need.
 
-    A state has forgotten what stood before its last token. To take tokens back, as assisted decoding does, a
-    layer keeps what every call began with from `activate_past_recording()` on, until `crop` says how many of
-    its tokens were right: it goes back to the state of the call that those end in, and reads the right tokens
-    of that call again before those of the next. A long call is made in two, that it is not read again whole.
+    A state does not hold the tokens before its last one. To roll back tokens, as assisted decoding does, a
+    layer records the state and the input of every call after `activate_past_recording()`. `crop` restores the
+    state before the call that contains the first wrong token, and the next call reads the right tokens of
+    that call again, before its own. A long call is split in two, so that less of it is read again.
 
-    chunk: of CAT, what its sequences were begun with.
+    chunk: of CAT, the chunk length that the sequences began with.
     """
 
     supports_early_init = False
 
-    def __init__(self, there: CacheLayerMixin | None = None) -> None:
+    def __init__(self, key_layer: CacheLayerMixin | None = None) -> None:
         super().__init__()
-        self.static = there if isinstance(there, StaticLayer) else None
+        self.static = key_layer if isinstance(key_layer, StaticLayer) else None
         self.record_past = False
-        self.read_again = 64  # tokens of the end of a long call
+        self.reread_limit = 64  # tokens; a longer call is split this far before its end
         self.reset()
 
     @property
@@ -70,18 +70,18 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken back. transformers 5.24 and newer reads it."""
+        """Whether tokens can be rolled back. transformers 5.24 and newer reads it."""
         return self.record_past
 
     def reset(self) -> None:
         self.state: Any = None
         self.tokens = 0
         self.chunk: int | None = None
-        self.calls: list[tuple[Any, Given]] = []  # since the last crop: the state before, and what came
-        self.again: Given | None = None  # of the state's last call, what is right
+        self.calls: list[tuple[Any, LayerInput]] = []  # since the last crop: the state before, and the input
+        self.reread: LayerInput | None = None  # right tokens that the next call reads again
 
     def advance(self, state: Any, tokens: int) -> None:
-        """Keeps what a layer returned after `tokens` more tokens."""
+        """Stores the state that a layer returned after `tokens` more tokens."""
         self.state = state
         self.tokens += tokens
         self.is_initialized = True
@@ -92,28 +92,28 @@ class StateLayer(CacheLayerMixin):
             any_part = first_tensor(self.state)
             if any_part is not None and any_part.is_inference():  # which is read-only outside of its mode
                 self.state = map_state(torch.clone, self.state)
-        now = Given(x, valid)
-        if self.again is not None:
-            now = self.again.followed_by(now)
-        first, long = now.tokens - x.shape[1], now.tokens - self.read_again
+        inputs = LayerInput(x, valid)
+        if self.reread is not None:
+            inputs = self.reread.concat(inputs)
+        num_reread, split_at = inputs.tokens - x.shape[1], inputs.tokens - self.reread_limit
         state, calls, parts = self.state, [], []
-        for part in now.parted(long) if self.record_past and long > 0 else (now,):
+        for part in inputs.split(split_at) if self.record_past and split_at > 0 else (inputs,):
             if self.record_past:
                 calls.append((map_state(torch.clone, state), part))  # a step writes its state in place
             y, state = call(part.x, part.valid, state)
             parts.append(y)
         # All went well.
-        self.calls, self.again = self.calls + calls, None
+        self.calls, self.reread = self.calls + calls, None
         self.advance(state, x.shape[1])
         if isinstance(parts[0], list):
-            return [_joined(ys, first) for ys in zip(*parts, strict=True)]
-        return _joined(parts, first)
+            return [_join_parts(ys, num_reread) for ys in zip(*parts, strict=True)]
+        return _join_parts(parts, num_reread)
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
     def end_past_recording(self) -> None:
-        """What has been taken back stays so; nothing more can be."""
+        """Stops the recording. Later calls of `crop` fail; earlier ones keep their effect."""
         self.record_past, self.calls = False, []
 
     def offload(self) -> None:
@@ -143,8 +143,8 @@ class StateLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> None:
-        """f of every tensor that is kept, all of which have a batch in front."""
-        self.state, self.again = map_state(f, self.state), map_state(f, self.again)
+        """Applies f to every stored tensor; dimension 0 of each is the batch."""
+        self.state, self.reread = map_state(f, self.state), map_state(f, self.reread)
         self.calls = [map_state(f, call) for call in self.calls]
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -154,7 +154,7 @@ class StateLayer(CacheLayerMixin):
         self.map(lambda part: part.repeat_interleave(repeats, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` tokens back, all of which have come since the last crop."""
+        """Rolls back the last `-tokens_to_remove` tokens, all of which have come since the last crop."""
         if not self.record_past:
             raise ValueError(
                 "a recurrent state cannot be cropped: it has forgotten what stood before its last token, and "
@@ -164,29 +164,29 @@ class StateLayer(CacheLayerMixin):
             raise ValueError(
                 f"tokens_to_remove is {tokens_to_remove}; expected how many to remove, as -1 for one"
             )
-        if self.again is not None:
-            self.calls.append((self.state, self.again))
-        there = sum(given.tokens for _, given in self.calls)
-        if -tokens_to_remove > there:
+        if self.reread is not None:
+            self.calls.append((self.state, self.reread))
+        recorded = sum(call.tokens for _, call in self.calls)
+        if -tokens_to_remove > recorded:
             raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}; expected at most the {there} tokens since the last "
-                "crop"
+                f"tokens_to_remove is {tokens_to_remove}; expected at most the {recorded} tokens since the "
+                "last crop"
             )
-        left = -tokens_to_remove
-        self.tokens -= left
-        # Who takes so many back may do so again.
-        self.read_again = max(self.read_again, 2 * left)
-        while left > 0:
-            self.state, given = self.calls.pop()
-            right = given.tokens - left
-            self.again, left = (given.parted(right)[0], 0) if right > 0 else (None, -right)
-        self.again = map_state(torch.clone, self.again)  # not the whole call
+        num_removed = -tokens_to_remove
+        self.tokens -= num_removed
+        # A later crop may roll back as many.
+        self.reread_limit = max(self.reread_limit, 2 * num_removed)
+        while num_removed > 0:
+            self.state, call = self.calls.pop()
+            num_kept = call.tokens - num_removed
+            self.reread, num_removed = (call.split(num_kept)[0], 0) if num_kept > 0 else (None, -num_kept)
+        self.reread = map_state(torch.clone, self.reread)  # not the whole call
         self.calls = []
 
 
-def _joined(parts: list[Tensor], first: int) -> Tensor:
-    """Along the tokens, from `first` on."""
-    return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, first:]
+def _join_parts(parts: list[Tensor], start: int) -> Tensor:
+    """Concatenates `[B, T, ...]` over tokens, from token `start` on."""
+    return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, start:]
 
 
 class GirihCache(Cache):
@@ -204,20 +204,21 @@ class GirihCache(Cache):
         self.steps = StepGraphs()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Layer by layer to where graphs read it, so that no two states of all layers are there at once."""
+        """Reorders one layer at a time and copies it to the tensors that graphs read, so that only one
+        layer's state exists twice."""
         for layer, places in itertools.zip_longest(self.layers, self.steps.places):
             layer.reorder_cache(beam_idx)
             if places is not None:
                 move(layer, places)
 
     def end_past_recording(self) -> None:
-        """After `activate_past_recording()`: nothing is kept any more to crop."""
+        """Stops the recording that `activate_past_recording()` began."""
         for layer in self.layers:
             layer.end_past_recording()
 
     def checkpoint(self) -> "GirihCache":
-        """The states as they are now, which nothing that is done with this cache changes: to `restore`, or to
-        go on from as a cache itself. What came before cannot be cropped from it.
+        """A copy of the current states, which later calls with this cache do not change: for `restore`, or
+        for use as a cache itself. Tokens before it cannot be cropped from it.
 
         >>> from girih.models import GirihConfig, GirihForCausalLM
         >>> model = GirihForCausalLM(GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2)).eval()
@@ -235,13 +236,13 @@ class GirihCache(Cache):
         """Makes this cache what `checkpoint` was made of, as often as asked."""
         if len(checkpoint.layers) != len(self.layers):
             raise ValueError(f"checkpoint has {len(checkpoint.layers)} layers; expected {len(self.layers)}")
-        for own, then in zip(self.layers, checkpoint.layers, strict=True):
-            own.tokens, own.record_past, own.is_initialized = (
-                then.tokens,
-                then.record_past,
-                then.is_initialized,
+        for layer, saved in zip(self.layers, checkpoint.layers, strict=True):
+            layer.tokens, layer.record_past, layer.is_initialized = (
+                saved.tokens,
+                saved.record_past,
+                saved.is_initialized,
             )
-            own.chunk = then.chunk
-            own.state, own.again, own.calls = then.state, then.again, list(then.calls)
-            own.map(torch.clone)
+            layer.chunk = saved.chunk
+            layer.state, layer.reread, layer.calls = saved.state, saved.reread, list(saved.calls)
+            layer.map(torch.clone)
         return self

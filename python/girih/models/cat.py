@@ -137,11 +137,11 @@ class CatModel(Backbone):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.header, std=self.config.initializer_range)
 
-    def chosen(self, chunk: int | None, begun: int | None) -> int:
-        """The chunk of a call, checked; begun: that of the cache."""
+    def choose_chunk(self, chunk: int | None, cache_chunk: int | None) -> int:
+        """The chunk length of a call. cache_chunk: that of the cache, or None."""
         if chunk is None:
-            if begun is not None:
-                return begun
+            if cache_chunk is not None:
+                return cache_chunk
             if self.training and len(self.chunks) > 1:
                 return self.chunks[int(torch.randint(len(self.chunks), ()))]
             return self.config.chunk
@@ -150,8 +150,8 @@ class CatModel(Backbone):
                 f"chunk is {chunk!r}; expected one of {', '.join(map(str, self.chunks))}, "
                 "which the model was made for (chunks in its configuration)"
             )
-        if begun is not None and chunk != begun:
-            raise ValueError(f"chunk is {chunk}; expected {begun}, with which the cache was begun")
+        if cache_chunk is not None and chunk != cache_chunk:
+            raise ValueError(f"chunk is {chunk}; expected {cache_chunk}, with which the cache was begun")
         return chunk
 
     def hidden_states(
@@ -175,22 +175,22 @@ class CatModel(Backbone):
         mask = own_mask(attention_mask, T)
         check_mask(input_ids, mask, cu_seqlens)
         if cu_seqlens is not None:
-            C = self.chosen(chunk, None)
+            C = self.choose_chunk(chunk, None)
             table = chunk_table(input_ids, C, cu_seqlens, room=1)
             chunks = table.spread(input_ids, C)
             headers = self.headers(chunks, self.first_header(C), table.index, table.first[None, :, None])
             rows, _ = self.decode(headers, chunks, ChunkRows(C), table.cu_chunks * C)
             return [table.gather(x, shift=1) for x in rows]
         if cache is None:
-            return self.read(input_ids, mask, None, self.chosen(chunk, None), keep=False)[0]
+            return self.read(input_ids, mask, None, self.choose_chunk(chunk, None), use_cache=False)[0]
         layer = cache.layers[0]
-        # A cache that was cropped to nothing but what is to be read again has no state.
-        C = self.chosen(chunk, layer.chunk if layer.state is None else layer.state.ids.shape[1])
-        every = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
+        # A cache that was cropped to its first call has no state, only tokens to read again.
+        C = self.choose_chunk(chunk, layer.chunk if layer.state is None else layer.state.ids.shape[1])
+        all_hidden = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
         layer.chunk = C
-        return every
+        return all_hidden
 
-    def takes_step(self, cache: GirihCache, chunk: int | None) -> bool:
+    def is_plain_step(self, cache: GirihCache, chunk: int | None) -> bool:
         layer = cache.layers[0]
         return (
             chunk in (None, layer.chunk)
@@ -199,7 +199,7 @@ class CatModel(Backbone):
         )
 
     def read(
-        self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, keep: bool = True
+        self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool = True
     ) -> tuple[list[Tensor], CatState | None]:
         """Tokens `[N, T]` after those of `state`."""
         T = ids.shape[1]
@@ -214,27 +214,27 @@ class CatModel(Backbone):
             )
         if state is not None and mask is None and T == 1:
             return self.step(ids, state)
-        return self.several(ids, mask, state, C, keep)
+        return self.read_tokens(ids, mask, state, C, use_cache)
 
-    def several(
-        self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, keep: bool
+    def read_tokens(
+        self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool
     ) -> tuple[list[Tensor], CatState | None]:
         """Tokens `[N, T]` after those of `state`: the chunk that goes on is read again from its start."""
-        past = state is not None
-        table = Continuation(ids, C, mask, state.reached if past else None, keep)
-        chunks = table.spread(ids, state.ids if past else None)
+        has_past = state is not None
+        table = Continuation(ids, C, mask, state.reached if has_past else None, use_cache)
+        chunks = table.spread(ids, state.ids if has_past else None)
         index = table.begun[:, None] + torch.arange(table.chunks, device=ids.device)
-        first = state.header[:, None] if past else self.first_header(C)
+        first = state.header[:, None] if has_past else self.first_header(C)
         headers = self.headers(chunks, first, index, (index == index[:, :1])[..., None])
         rows = ChunkRows(C)
-        if keep:
-            room = table.chunks + (most(state.reached.known) // C if past else 0)
+        if use_cache:
+            room = table.chunks + (most(state.reached.known) // C if has_past else 0)
             rows = ChunkRows(C, table.begun * C, table.reached.tokens + 1, room)
-        every, kv = self.decode(headers, chunks, rows, None, state.kv if past else None)
-        every = [table.gather(x, shift=1) for x in every]
-        if not keep:
-            return every, None
-        return every, CatState(table.last(chunks), table.last(headers), kv, table.reached)
+        all_hidden, kv = self.decode(headers, chunks, rows, None, state.kv if has_past else None)
+        all_hidden = [table.gather(x, shift=1) for x in all_hidden]
+        if not use_cache:
+            return all_hidden, None
+        return all_hidden, CatState(table.last(chunks), table.last(headers), kv, table.reached)
 
     def step(self, ids: Tensor, state: CatState) -> tuple[list[Tensor], CatState]:
         """One token `[N, 1]` of each sequence: its own row, or the header of the chunk that comes next where
@@ -249,19 +249,19 @@ class CatModel(Backbone):
         reached = Reached(n, known)
         x = self.embed_tokens(ids)
         if (compressions := reached.find_compressions(C)) is not None:
-            these = compressions.sequences
-            place = (n[these] // C - 1)[:, None]
-            header = self.compressor(state.ids[these][:, None], place, self.run_blocks)
-            state.header[these] = compressions.select(header[:, 0], state.header[these])
-            x = x.index_put((sequence[these],), compressions.select(header, x[these]))
-        every, kv = [x], []
+            sequences = compressions.sequences
+            place = (n[sequences] // C - 1)[:, None]
+            header = self.compressor(state.ids[sequences][:, None], place, self.run_blocks)
+            state.header[sequences] = compressions.select(header[:, 0], state.header[sequences])
+            x = x.index_put((sequence[sequences],), compressions.select(header, x[sequences]))
+        all_hidden, kv = [x], []
         rows = self.layers[0].mixer.prepare_row(C, n, state.kv[0])
         for block, past in zip(self.layers, state.kv, strict=True):
-            x, kept = self.run_block(block, every[-1], None, rows._replace(past=past), True, None)
-            every.append(x)
-            kv.append(kept)
-        every[-1] = self.norm(every[-1])
-        return every, CatState(state.ids, state.header, tuple(kv), reached)
+            x, layer_kv = self.run_block(block, all_hidden[-1], None, rows._replace(past=past), True, None)
+            all_hidden.append(x)
+            kv.append(layer_kv)
+        all_hidden[-1] = self.norm(all_hidden[-1])
+        return all_hidden, CatState(state.ids, state.header, tuple(kv), reached)
 
     def first_header(self, chunk: int) -> Tensor:
         return self.header if self.header.dim() == 1 else self.header[self.chunks.index(chunk)]
@@ -291,6 +291,6 @@ class CatModel(Backbone):
             state = rows if kv is None else rows._replace(past=kv[i])
             return None, state, rows.first is not None, cu_rows
 
-        every, kept = self.run_blocks(self.layers, x.flatten(1, 2), arguments)
-        every[-1] = self.norm(every[-1])
-        return [y.view(x.shape) for y in every], tuple(kept)
+        all_hidden, layer_kv = self.run_blocks(self.layers, x.flatten(1, 2), arguments)
+        all_hidden[-1] = self.norm(all_hidden[-1])
+        return [y.view(x.shape) for y in all_hidden], tuple(layer_kv)

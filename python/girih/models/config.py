@@ -119,12 +119,12 @@ class GirihConfig(PretrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
-    def __new__(cls, *_: Any, **given: Any) -> "GirihConfig":
-        """Before the names become one: two different values of one thing are refused."""
+    def __new__(cls, *_: Any, **kwargs: Any) -> "GirihConfig":
+        """Refuses two different values of a field under its two names."""
         for alias, name in cls.attribute_map.items():
-            if alias in given and given.get(name, given[alias]) != given[alias]:
+            if alias in kwargs and kwargs.get(name, kwargs[alias]) != kwargs[alias]:
                 raise ValueError(
-                    f"{name} is {given[name]!r} and {alias} is {given[alias]!r}; expected one of them"
+                    f"{name} is {kwargs[name]!r} and {alias} is {kwargs[alias]!r}; expected one of them"
                 )
         return super().__new__(cls)
 
@@ -133,12 +133,12 @@ class GirihConfig(PretrainedConfig):
         """transformers' own. A file may have entries of other libraries, which become attributes, and options
         that its mixers do not read, as earlier versions wrote them; keywords may not."""
         refuse_misspelt([*config_dict, *kwargs])
-        own = {name: config_dict[name] for name in OWN_FIELDS if name in config_dict}
-        unread = torch.ops.girih.unread_options(text_of(own))
-        known = {"transformers_version": ""} | {n: x for n, x in config_dict.items() if n not in unread}
-        made = super().from_dict(known, **kwargs)
-        completed((made[0] if isinstance(made, tuple) else made).own_fields())  # with the keywords
-        return made
+        saved_fields = {name: config_dict[name] for name in OWN_FIELDS if name in config_dict}
+        unread = torch.ops.girih.unread_options(text_of(saved_fields))
+        values = {"transformers_version": ""} | {n: x for n, x in config_dict.items() if n not in unread}
+        config = super().from_dict(values, **kwargs)
+        completed((config[0] if isinstance(config, tuple) else config).own_fields())  # with the keywords
+        return config
 
     def __post_init__(self, **kwargs: Any) -> None:
         unknown = [name for name in kwargs if not is_keyword(name)]
@@ -188,7 +188,7 @@ OWN_FIELDS = tuple(
 )
 
 # Keywords of transformers' configurations that are not fields of theirs.
-OF_TRANSFORMERS = (
+TRANSFORMERS_KEYWORDS = (
     "attn_implementation",
     "auto_map",
     "experts_implementation",
@@ -205,15 +205,17 @@ OF_TRANSFORMERS = (
 
 
 @functools.cache
-def of_generation() -> frozenset[str]:
-    """What transformers takes out of a configuration as saved by older versions."""
+def generation_fields() -> frozenset[str]:
+    """Fields of generation that transformers moves out of a configuration saved by older versions."""
     return frozenset(vars(GenerationConfig()))
 
 
 def is_keyword(name: str) -> bool:
     """Whether a configuration takes it: a field, another name of one, or one of transformers' keywords."""
-    own = {field.name for field in fields(GirihConfig)} | set(GirihConfig.attribute_map)
-    return name in own or name in OF_TRANSFORMERS or name.startswith("_") or name in of_generation()
+    names = {field.name for field in fields(GirihConfig)} | set(GirihConfig.attribute_map)
+    return (
+        name in names or name in TRANSFORMERS_KEYWORDS or name.startswith("_") or name in generation_fields()
+    )
 
 
 def refuse_misspelt(names: Iterable[str]) -> None:

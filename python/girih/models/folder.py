@@ -1,4 +1,4 @@
-"""What a model's folder has to be before transformers reads it: a fault is told by its file and its name."""
+"""Checks of a model's folder before transformers reads it: an error names the file and the entry."""
 
 import json
 from pathlib import Path
@@ -75,18 +75,20 @@ def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
     """Refuses a folder whose configuration (but where one is given) or tensors cannot be read, or that holds
     a tensor of another shape than the model's, but where these are quantized. A missing or an unknown one is
     transformers' to report."""
-    kind, prefix = model_class.config_class, f"{model_class.base_model_prefix}."
-    if not isinstance(config, kind):
-        config = kind.from_dict(read_config(folder))
+    config_class, prefix = model_class.config_class, f"{model_class.base_model_prefix}."
+    if not isinstance(config, config_class):
+        config = config_class.from_dict(read_config(folder))
     files = {file: shapes_in(file) for file in tensor_files(folder)}
     if getattr(config, "quantization_config", None) is not None:
         return
     with torch.device("meta"):
-        wanted = {name: list(x.shape) for name, x in model_class(config).state_dict().items()}
+        expected = {name: list(x.shape) for name, x in model_class(config).state_dict().items()}
     for file, shapes in files.items():
         for name, shape in shapes.items():
             # A base model's names lack the prefix.
-            for own in (name, prefix + name, name.removeprefix(prefix)):
-                if wanted.get(own, shape) != shape:
+            for candidate in (name, prefix + name, name.removeprefix(prefix)):
+                if expected.get(candidate, shape) != shape:
                     earlier = torch.ops.girih.earlier_mixers(text_of(config.own_fields()))
-                    raise ValueError(f"{file}: {name} has shape {shape}; expected {wanted[own]}{earlier}")
+                    raise ValueError(
+                        f"{file}: {name} has shape {shape}; expected {expected[candidate]}{earlier}"
+                    )

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from girih.models.base import Backbone
     from girih.models.cache import GirihCache, StateLayer
 
-_one_at_a_time = threading.Lock()
+_capture_lock = threading.Lock()
 
 
-class Shared:
-    """What the graphs that run on one stream have in common, as they run one after the other.
+class CapturePool:
+    """The stream and the memory pool of graphs that run one after the other.
 
-    stream: they are recorded on it.  pool: the memory that they all use, in turn. Memory of its own would
-    stay with each until all of PyTorch's free memory is given back.  keeper: a graph, that the pool stays.
+    stream: graphs are recorded on it. pool: the memory that all of them use. A pool for each graph would hold
+    its memory until PyTorch releases all of its free memory. keeper: a graph that keeps the pool alive.
     """
 
     def __init__(self, device: torch.device):
@@ -37,17 +37,17 @@ class Shared:
 
     def record(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph, device = torch.cuda.CUDAGraph(), self.stream.device_index
-        numbers = torch.cuda.default_generators[device]
-        own = numbers.graphsafe_get_state()
+        generator = torch.cuda.default_generators[device]
+        generator_state = generator.graphsafe_get_state()
         with torch.cuda.stream(self.stream):
             try:
-                # The device's generator gives nobody else numbers while it is recorded, nor ever after if
-                # that fails. A step takes none: a copy is recorded in its place.
-                numbers.graphsafe_set_state(numbers.clone_state())
+                # While the device's generator is captured no other stream can draw from it, and never again
+                # if the capture fails. A step draws no numbers: a copy of the generator is captured.
+                generator.graphsafe_set_state(generator.clone_state())
                 try:
                     graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 finally:
-                    numbers.graphsafe_set_state(own)
+                    generator.graphsafe_set_state(generator_state)
                 try:
                     call()
                 finally:
@@ -59,24 +59,24 @@ class Shared:
         return graph
 
 
-_shared: dict[torch.cuda.Stream, Shared] = {}
-# Of the streams that graphs run on: from a graph's inputs until its output is read nothing else runs there
-# that uses the same memory.
-_runs: dict[torch.cuda.Stream | None, threading.Lock] = {}
+_pools: dict[torch.cuda.Stream, CapturePool] = {}
+# A lock for each stream that graphs run on: no other graph that uses the same memory runs between the copy of
+# a graph's inputs and the read of its output.
+_stream_locks: dict[torch.cuda.Stream | None, threading.Lock] = {}
 
 
 def record(call: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """What does again on the device, on `stream`, what `call` does there; now it runs on the host alone.
+    """A function that replays the device work of `call` on `stream`. `call` itself runs on the host alone.
 
-    torch.cuda.graph would wait for the device and give PyTorch's free memory back, for each cache.
+    torch.cuda.graph would synchronize and empty PyTorch's memory cache for each cache of states.
     """
-    with _one_at_a_time:
-        if stream not in _shared:
-            _shared[stream] = Shared(stream.device)
+    with _capture_lock:
+        if stream not in _pools:
+            _pools[stream] = CapturePool(stream.device)
         try:
-            return _shared[stream].record(call).replay
+            return _pools[stream].record(call).replay
         except BaseException:
-            del _shared[stream]  # the next has other memory
+            del _pools[stream]  # the next capture allocates a new pool
             raise
 
 
@@ -84,47 +84,49 @@ def stream_of(x: Tensor) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
-def here(x: Tensor) -> bool:
-    """Whether a graph can be made or run where x is."""
-    return x.is_cuda and not torch.is_autocast_enabled("cuda")  # which makes weights anew
+def can_capture(x: Tensor) -> bool:
+    """Whether a graph can be captured or replayed on x's device."""
+    return x.is_cuda and not torch.is_autocast_enabled("cuda")  # autocast makes new weights at each call
 
 
-class Taken:
-    """What a graph has of a model: the modules that ran, and where their weights stand.
+class ModelSnapshot:
+    """The modules of a captured model and the addresses of its weights, to detect later changes.
 
-    gone: called when the model is no more; of the model itself nothing is kept.
+    on_deleted: called when the model is deleted; this object holds a weak reference.
     """
 
-    def __init__(self, model: nn.Module, gone: Callable[[Any], None]):
-        self.model, modules = weakref.ref(model, gone), [*model.modules()]
-        self.own = [vars(module) for module in modules]
-        self.named = [table for module in modules for table in internals.module_tables(module) if table]
-        self.parts = [*values(self.named)]
-        self.weights = [part for part in self.parts if isinstance(part, Tensor)]
-        self.places = self.stand()
+    def __init__(self, model: nn.Module, on_deleted: Callable[[Any], None]):
+        self.model, modules = weakref.ref(model, on_deleted), [*model.modules()]
+        self.module_dicts = [vars(module) for module in modules]
+        self.tables = [table for module in modules for table in internals.module_tables(module) if table]
+        self.entries = [*values(self.tables)]
+        self.weights = [part for part in self.entries if isinstance(part, Tensor)]
+        self.weight_layout = self.describe_weights()
         self.hooks = [table for module in modules for table in internals.hook_tables(module)]
-        # Other modules may do more than their operators, as adapters that are switched on and off.
-        self.known = all(type(m).__module__.startswith(("girih.", "torch.nn.modules.")) for m in modules)
+        # Other modules may run code beside their operators, as adapters that are switched on and off.
+        self.has_known_modules = all(
+            type(m).__module__.startswith(("girih.", "torch.nn.modules.")) for m in modules
+        )
 
-    def can_be(self, device: torch.device) -> bool:
-        plain = all(type(w) in (Tensor, nn.Parameter) and w.device == device for w in self.weights)
-        compiled = any(map(internals.is_compiled_in_place, self.own))
-        return self.known and plain and not compiled
+    def is_capturable(self, device: torch.device) -> bool:
+        is_plain = all(type(w) in (Tensor, nn.Parameter) and w.device == device for w in self.weights)
+        is_compiled = any(map(internals.is_compiled_in_place, self.module_dicts))
+        return self.has_known_modules and is_plain and not is_compiled
 
-    def stand(self) -> list:
+    def describe_weights(self) -> list:
         every = (map(f, self.weights) for f in (Tensor.data_ptr, Tensor.stride, dtype_of))
         return [*itertools.chain.from_iterable(every)]
 
-    def is_still(self, model: nn.Module) -> bool:
-        """Asked before every token, so without a loop in Python: a tenth of a millisecond would be seen."""
+    def matches(self, model: nn.Module) -> bool:
+        """Whether the model is unchanged. Called before every token, so it has no loop in Python."""
         return (
             model is self.model()
             and not any(self.hooks)
             and not internals.has_global_hook()
-            and not any(map(operator.contains, self.own, itertools.repeat("forward")))
-            and sum(map(len, self.named)) == len(self.parts)
-            and all(map(operator.is_, values(self.named), self.parts))
-            and self.stand() == self.places
+            and not any(map(operator.contains, self.module_dicts, itertools.repeat("forward")))
+            and sum(map(len, self.tables)) == len(self.entries)
+            and all(map(operator.is_, values(self.tables), self.entries))
+            and self.describe_weights() == self.weight_layout
         )
 
 
@@ -135,23 +137,23 @@ def values(dicts: list[dict]) -> Iterator[Any]:
     return itertools.chain.from_iterable(map(dict.values, dicts))
 
 
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     replay: Callable[[], None]
-    last: Tensor  # the hidden states that come out of it
+    last: Tensor  # the hidden states that it computes
 
 
 class StepGraphs:
     """The steps of one cache, each of one token for every sequence, as CUDA graphs.
 
-    A step runs as ever the first time, is recorded the second time, and replayed from then on, for each kind
-    of step that the states tell (`stepped`). A graph reads and writes the tensors that it was recorded with:
-    they are what the cache's layers hold; others that come into these (beams in another order, a restored
-    checkpoint) are copied there. All graphs are dropped, and the step runs as ever, where shapes, the call or
-    the model are others, where keys need more room, and at any call that is not a step.
+    The first step runs eagerly, the second is captured, later ones are replayed, for each kind of step that
+    the states report (`stepped`). A graph reads and writes the tensors of its capture, which the cache's
+    layers hold; new states (beams in another order, a restored checkpoint) are copied to them. All graphs are
+    dropped, and the step runs eagerly, if shapes, the call or the model change, if keys need more room, and
+    at any call that is not a step.
     """
 
     def __init__(self) -> None:
-        self.refused = False  # there was a reason that stays
+        self.refused = False  # capture has failed
         self.drop()
 
     def __reduce__(self) -> tuple:
@@ -159,14 +161,14 @@ class StepGraphs:
         return StepGraphs, ()
 
     def drop(self) -> None:
-        self.graphs: dict[Hashable, Recorded | tuple] = {}  # a tuple: the layout of a step that ran
-        self.taken: Taken | None = None
+        self.graphs: dict[Hashable, RecordedStep | tuple] = {}  # a tuple: the layout of a step that ran
+        self.snapshot: ModelSnapshot | None = None
         self.ids: Tensor | None = None
         self.stream: torch.cuda.Stream | None = None
         self.places: list[list[Tensor]] = []  # the tensors of each layer
-        self.states: list[Any] = []  # of each layer, as it was left
-        self.plain: list[bool] = []  # of each layer, whether a step changes tensors alone
-        self.kept: list[Any] = []  # what else the recorded states hold on to
+        self.states: list[Any] = []  # of each layer, after the last step
+        self.steps_in_place: list[bool] = []  # of each layer, whether a step changes its tensors only
+        self.keep_alive: list[Any] = []  # objects that captured graphs refer to
 
     def hidden_states(
         self,
@@ -178,39 +180,41 @@ class StepGraphs:
         cu_seqlens: Tensor | None,
         chunk: int | None,
     ) -> list[Tensor] | None:
-        """The model's, of its last layer alone, and the cache moved on; None: the model has to run."""
+        """The model's last hidden states, with the cache advanced; None: the model has to run."""
         if ids is None or ids.shape[1] != 1 or mask is not None or cu_seqlens is not None:
             self.drop()
             return None
         if (
             self.refused
-            or not (by_itself(ids) and here(ids))
+            or not (by_itself(ids) and can_capture(ids))
             or model.training
-            or any(layer.record_past or layer.again is not None for layer in cache.layers)
-            or not model.takes_step(cache, chunk)
+            or any(layer.record_past or layer.reread is not None for layer in cache.layers)
+            or not model.is_plain_step(cache, chunk)
         ):
             return None
-        if self.places and not self.fits(model, ids, cache.layers):
+        if self.places and not self.matches_call(model, ids, cache.layers):
             self.drop()
         after = [
-            ((), layer.state) if plain else stepped(layer.state)
-            for layer, plain in zip(cache.layers, self.plain or itertools.repeat(False), strict=False)
+            ((), layer.state) if steps_in_place else stepped(layer.state)
+            for layer, steps_in_place in zip(
+                cache.layers, self.steps_in_place or itertools.repeat(False), strict=False
+            )
         ]
         if None in after:
             self.drop()
             return None
         kind = tuple(kind for kind, _ in after)
         graph = self.graphs.get(kind)
-        if not isinstance(graph, Recorded):
+        if not isinstance(graph, RecordedStep):
             now = layout(ids, cache.layers)
             if graph != now:
                 self.graphs[kind] = now
                 return None
-            graph = self.recorded(model, ids, cache, chunk)
+            graph = self.record_step(model, ids, cache, chunk)
             if graph is None:
                 return None
             self.graphs[kind] = graph
-        with _runs.setdefault(self.stream, threading.Lock()):
+        with _stream_locks.setdefault(self.stream, threading.Lock()):
             self.ids.copy_(ids)
             graph.replay()
             last = graph.last.clone()
@@ -219,10 +223,10 @@ class StepGraphs:
         self.states = [layer.state for layer in cache.layers]
         return [last]
 
-    def fits(self, model: "Backbone", ids: Tensor, layers: list["StateLayer"]) -> bool:
-        """Whether the graphs are of this call; brings what the layers hold to its place."""
+    def matches_call(self, model: "Backbone", ids: Tensor, layers: list["StateLayer"]) -> bool:
+        """Whether the graphs fit this call. Copies new states to the tensors that the graphs use."""
         return (
-            self.taken.is_still(model)
+            self.snapshot.matches(model)
             and same_layout(self.ids, ids)
             and self.stream == stream_of(ids)
             and self.ids.is_inference() == torch.is_inference_mode_enabled()
@@ -232,40 +236,40 @@ class StepGraphs:
             )
         )
 
-    def recorded(
+    def record_step(
         self, model: "Backbone", ids: Tensor, cache: "GirihCache", chunk: int | None
-    ) -> Recorded | None:
-        """A step's graph, which has yet to run; the cache is as before."""
+    ) -> RecordedStep | None:
+        """The graph of a step, not replayed yet; the cache is as before."""
         before = [(layer.state, layer.tokens) for layer in cache.layers]
         if not self.places:
-            self.taken = Taken(model, weakly(self.drop))
+            self.snapshot = ModelSnapshot(model, weak_callback(self.drop))
             self.ids, self.stream = ids.clone(), stream_of(ids)
             self.states = [state for state, _ in before]
             self.places = [tensors_of(state) for state in self.states]
-            self.plain = [stepped(state)[1] is state for state in self.states]
-        if not self.taken.is_still(model):  # it has a hook, which may go again
+            self.steps_in_place = [stepped(state)[1] is state for state in self.states]
+        if not self.snapshot.matches(model):  # it has a hook, which may be removed later
             self.drop()
             return None
-        every: list[Tensor] = []
+        all_hidden: list[Tensor] = []
         graph = None
-        own = {part.device for part in itertools.chain.from_iterable(self.places)}
+        devices = {part.device for part in itertools.chain.from_iterable(self.places)}
         try:
-            if self.taken.can_be(ids.device) and own <= {ids.device}:
+            if self.snapshot.is_capturable(ids.device) and devices <= {ids.device}:
                 replay = record(
-                    lambda: every.extend(
-                        alone(model.hidden_states, self.ids, None, None, cache, None, chunk)
+                    lambda: all_hidden.extend(
+                        call_by_weights(model.hidden_states, self.ids, None, None, cache, None, chunk)
                     ),
                     self.stream,
                 )
                 if all(
-                    now is place
+                    tensor is place
                     for layer, places in zip(cache.layers, self.places, strict=True)
-                    for now, place in zip(tensors_of(layer.state), places, strict=True)
+                    for tensor, place in zip(tensors_of(layer.state), places, strict=True)
                 ):
-                    self.kept += before
-                    graph = Recorded(replay, every[-1])
+                    self.keep_alive += before
+                    graph = RecordedStep(replay, all_hidden[-1])
             self.refused = graph is None
-        except Exception as error:  # of what only runs outside of graphs; nothing has run on the device
+        except Exception as error:  # an operation that cannot be captured; nothing has run on the device
             self.refused = True
             warnings.warn(f"a token cannot be a CUDA graph and runs as ever: {error}", stacklevel=2)
         finally:
@@ -276,8 +280,8 @@ class StepGraphs:
         return graph
 
 
-def alone(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The call, in which a model's blocks step by their weights alone."""
+def call_by_weights(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `call` with `by_weights_alone` set: a model's blocks compute their step from the weights."""
     token = by_weights_alone.set(True)
     try:
         return call(*arguments)
@@ -285,17 +289,17 @@ def alone(call: Callable[..., Any], *arguments: Any) -> Any:
         by_weights_alone.reset(token)
 
 
-def weakly(method: Callable[[], None]) -> Callable[[Any], None]:
-    """Of an object that this does not keep."""
-    found = weakref.WeakMethod(method)
-    return lambda _: (call := found()) and call()
+def weak_callback(method: Callable[[], None]) -> Callable[[Any], None]:
+    """A callback that calls a method of an object, if it still exists."""
+    reference = weakref.WeakMethod(method)
+    return lambda _: (call := reference()) and call()
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """Those that the device has."""
-    found: list[Tensor] = []
-    map_state(lambda part: found.append(part), state, device_only=True)
-    return found
+    """The tensors of a state that are on its device."""
+    tensors: list[Tensor] = []
+    map_state(lambda part: tensors.append(part), state, device_only=True)
+    return tensors
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
@@ -309,14 +313,14 @@ def layout(ids: Tensor, layers: list["StateLayer"]) -> tuple:
 
 def move(layer: "StateLayer", places: list[Tensor]) -> bool:
     """Copies the tensors of a layer's state to these places, if they fit there."""
-    now = tensors_of(layer.state)
-    if len(now) != len(places) or not all(map(same_layout, now, places)):
+    tensors = tensors_of(layer.state)
+    if len(tensors) != len(places) or not all(map(same_layout, tensors, places)):
         return False
     if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, places)):
         return False  # they cannot be written
-    for part, place in zip(now, places, strict=True):
+    for part, place in zip(tensors, places, strict=True):
         if part is not place:
             place.copy_(part)
-    each = iter(places)
-    layer.state = map_state(lambda _: next(each), layer.state, device_only=True)
+    remaining = iter(places)
+    layer.state = map_state(lambda _: next(remaining), layer.state, device_only=True)
     return True

@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from girih.models.adapters.cache_argument import CACHE, given_cache
+from girih.models.adapters.cache_argument import CACHE, resolve_cache
 from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
@@ -51,8 +51,8 @@ class GirihModel(Backbone):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any):
         """AutoModel comes here with the configuration in kwargs: of mixer "cat" it gets a CatModel."""
-        own = CatModel if _is_whole_cat(kwargs.get("config")) else super()
-        return own.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model_class = CatModel if _is_whole_cat(kwargs.get("config")) else super()
+        return model_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _from_config(cls, config: GirihConfig, **kwargs: Any):
@@ -72,16 +72,18 @@ class GirihModel(Backbone):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = own_mask(attention_mask, x.shape[1])
         if cache is None:
-            every, _ = self.run_blocks(self.layers, x, lambda i: (mask, None, False, cu_seqlens))
+            all_hidden, _ = self.run_blocks(self.layers, x, lambda i: (mask, None, False, cu_seqlens))
         else:
-            every = [x]
+            all_hidden = [x]
             for i, block in enumerate(self.layers):
                 x = cache.layers[i].run(
-                    lambda *call, block=block: self.run_block(block, *call, True, cu_seqlens), every[-1], mask
+                    lambda *call, block=block: self.run_block(block, *call, True, cu_seqlens),
+                    all_hidden[-1],
+                    mask,
                 )
-                every.append(x)
-        every[-1] = self.norm(every[-1])
-        return every
+                all_hidden.append(x)
+        all_hidden[-1] = self.norm(all_hidden[-1])
+        return all_hidden
 
 
 class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
@@ -158,7 +160,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         chunk: int | None = None,
         past_key_values: GirihCache | None = None,
     ) -> CausalLMOutputWithPast | tuple:
-        cu_seqlens = self.packed(
+        cu_seqlens = self.find_bounds(
             input_ids,
             inputs_embeds,
             attention_mask,
@@ -170,7 +172,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids,
             attention_mask,
-            cache=given_cache(cache, past_key_values),
+            cache=resolve_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -181,14 +183,14 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         )
         x, logits, loss = output.last_hidden_state, None, None
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        in_chunks = labels is not None and all_logits and self._has_loss_in_chunks()
-        if not in_chunks:
+        has_loss_in_chunks = labels is not None and all_logits and self._has_loss_in_chunks()
+        if not has_loss_in_chunks:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(x[:, keep])
         if labels is not None:
             if cu_seqlens is not None:
-                labels = without_first(labels, cu_seqlens)
-            if in_chunks:
+                labels = ignore_first(labels, cu_seqlens)
+            if has_loss_in_chunks:
                 loss = linear_cross_entropy(
                     x[:, :-1].flatten(0, 1),
                     self.lm_head.weight,
@@ -225,7 +227,7 @@ class GirihForSequenceClassification(GenericForSequenceClassification, GirihPreT
     """
 
 
-def without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+def ignore_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """labels `[1, T]` without each packed sequence's first token, which nothing before it predicts."""
     start = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=labels.device)
     return labels.masked_fill(start.index_fill(0, cu_seqlens.long(), True)[:-1], -100)

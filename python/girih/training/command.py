@@ -1,4 +1,4 @@
-"""What the commands say when they cannot go on: one line for a person, and an exit code."""
+"""Errors of the commands: one line for a person, and an exit code."""
 
 import argparse
 import errno
@@ -11,17 +11,17 @@ from typing import TypeVar
 from accelerate.utils import broadcast_object_list
 
 from girih.data import CorpusError
-from girih.training.processes import Interrupted, break_off, end, speaks, together
+from girih.training.processes import Interrupted, exit_alone, exit_together, is_speaker, together
 
 T = TypeVar("T")
 
 
 class Refusal(Exception):
-    """What was asked for cannot be done; the message is one line for a person."""
+    """The command cannot run as given; the message is one line for a person."""
 
 
-class Full(Exception):
-    """A process has no more memory, which it says by itself; the message is one line for a person."""
+class OutOfMemory(Exception):
+    """A process is out of memory and reports it itself; the message is one line for a person."""
 
 
 def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -31,7 +31,7 @@ def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
 
 
 def refuse_beyond_memory(name: str, number: int, bytes_each: int) -> None:
-    """A number of things that have to be in memory at once."""
+    """Refuses a number of objects, of bytes_each bytes, that do not fit into the memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if number > (most := memory // bytes_each):
         raise Refusal(f"{name} {number}: at most {most:,}, the data of more is larger than the memory here")
@@ -80,8 +80,8 @@ def disk_full(error: BaseException | None) -> bool:
     return False
 
 
-def agreed(decide: Callable[[], T]) -> T:
-    """What `decide` returns, run by the main process for all. Its Refusal is raised by every process."""
+def decide_together(decide: Callable[[], T]) -> T:
+    """The result of `decide`, which the main process runs for all. Every process raises its Refusal."""
     outcome = [None, None]
     if together().is_main_process:
         try:
@@ -95,37 +95,38 @@ def agreed(decide: Callable[[], T]) -> T:
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what it does not understand."""
+    """Raises Refusal for arguments that it does not know."""
 
     def error(self, message: str):
         raise Refusal(message)
 
 
 def answer(program: str, work: Callable[[], int]) -> int:
-    """The exit code of `work`; what a person can put right is one line on stderr and code 2, no traceback.
+    """The exit code of `work`. An error that a person can correct is one line on stderr and code 2, without a
+    traceback.
 
-    Processes that train together are refused and stopped together: the first one speaks. A full disk can
-    meet any of them, so each says so.
+    Processes that train together are refused and stopped together, and the first one prints the line. Any of
+    them may find a full disk, so each prints that.
     """
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         print(f"{program}: {line}", file=sys.stderr, flush=True)
 
     try:
-        return end(work())
+        return exit_together(work())
     except Interrupted as stop:
-        if speaks():
-            say(str(stop))
-        return break_off(128 + stop.number)
+        if is_speaker():
+            print_line(str(stop))
+        return exit_alone(128 + stop.number)
     except (Refusal, CorpusError) as refusal:
-        if speaks():
-            say(str(refusal))
-        return end(2)
-    except Full as full:
-        say(str(full))
-        return break_off(2)
+        if is_speaker():
+            print_line(str(refusal))
+        return exit_together(2)
+    except OutOfMemory as full:
+        print_line(str(full))
+        return exit_alone(2)
     except Exception as error:
         if not disk_full(error):
             raise
-        say("the disk or a file is full; nothing half-written counts, the same command continues")
-        return break_off(2)
+        print_line("the disk or a file is full; nothing half-written counts, the same command continues")
+        return exit_alone(2)

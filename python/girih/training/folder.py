@@ -1,4 +1,4 @@
-"""The folder of a run: what is written into it is there whole or not at all."""
+"""The folder of a run: each file in it is written completely or not at all."""
 
 import contextlib
 import errno
@@ -20,12 +20,12 @@ LOCK = ".lock"
 
 
 def draft_of(path: Path) -> Path:
-    """Where `path` is written before it is whole. What an earlier try left there is overwritten."""
+    """The file that `path` is renamed from once it is complete. An earlier draft is overwritten."""
     return path.with_name(path.name + ".part")
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file completely or not at all."""
     draft_of(path).write_text(text)
     os.replace(draft_of(path), path)
 
@@ -35,7 +35,7 @@ def damaged(file: Path) -> Refusal:
 
 
 def read_json(file: Path) -> dict:
-    """What `publish` wrote into a file. Refuses one that someone or a failing disk has damaged."""
+    """The content of a file that `publish` wrote. Refuses a damaged file."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -46,8 +46,8 @@ def read_json(file: Path) -> dict:
 
 
 @contextlib.contextmanager
-def usable(folder: Path) -> Iterator[None]:
-    """Refuses a folder that cannot be made, read or written. A full disk is another matter and passes."""
+def refuse_unusable(folder: Path) -> Iterator[None]:
+    """Refuses a folder that cannot be made, read or written. The error of a full disk is raised unchanged."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ def usable(folder: Path) -> Iterator[None]:
         raise Refusal(f"folder {folder}: {error.strerror or error}") from error
 
 
-def make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder that can be written into."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -64,10 +64,10 @@ def make(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other commands out of `folder`, which may be renamed meanwhile. The lock ends with the process."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock `folder` against other commands; it may be renamed meanwhile. The lock ends with the process."""
 
-    def stands() -> bool:  # or the folder was moved, or the lock's last owner has just removed it
+    def is_held() -> bool:  # or the folder was moved, or the lock's last owner has just removed it
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
         return False
@@ -78,36 +78,36 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: no fork inherits it
         except (BlockingIOError, PermissionError):
             raise Refusal(f"folder {folder}: another run is at work in it") from None
-        if not stands():
+        if not is_held():
             raise Refusal(f"folder {folder}: another run was at work in it just now")
         try:
             yield
         finally:
-            if stands():
+            if is_held():
                 file.unlink()
 
 
-def finished(folder: Path, arguments: dict) -> dict | None:
-    """The result of the run of these arguments, where it stands."""
+def read_result(folder: Path, arguments: dict) -> dict | None:
+    """The result of the run of these arguments if it is finished, else None."""
     file, result = folder / "arguments.json", folder / "result.json"
-    with usable(folder):
+    with refuse_unusable(folder):
         if file.exists() and read_json(file) == arguments and result.exists():
             return read_json(result)
     return None
 
 
 @contextlib.contextmanager
-def run_in(folder: Path, arguments: dict) -> Iterator[None]:
-    """Be alone in `folder`, made the run of these arguments: its own half-done run stays, another's is
-    moved aside."""
+def lock_run(folder: Path, arguments: dict) -> Iterator[None]:
+    """Lock `folder` for the run of these arguments. An unfinished run of the same arguments stays, a run of
+    others is moved to another name."""
     file = folder / "arguments.json"
-    with contextlib.ExitStack() as held:
-        with usable(folder):
-            known = {file.name, draft_of(file).name, LOCK}
-            if folder.exists() and not file.exists() and {p.name for p in folder.iterdir()} - known:
+    with contextlib.ExitStack() as lock:
+        with refuse_unusable(folder):
+            own_files = {file.name, draft_of(file).name, LOCK}
+            if folder.exists() and not file.exists() and {p.name for p in folder.iterdir()} - own_files:
                 raise Refusal(f"folder {folder}: there is something else in it")
-            make(folder)
-            held.enter_context(alone_in(folder))
+            make_folder(folder)
+            lock.enter_context(lock_folder(folder))
             if file.exists() and read_json(file) != arguments:
                 number = 1
                 while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -115,8 +115,8 @@ def run_in(folder: Path, arguments: dict) -> Iterator[None]:
                 folder.rename(aside)
                 (aside / LOCK).unlink()
                 print(f"the run with other arguments is now {aside}", flush=True)
-                make(folder)
-                held.enter_context(alone_in(folder))
+                make_folder(folder)
+                lock.enter_context(lock_folder(folder))
             if not file.exists():
                 publish(file, json.dumps(arguments, indent=2) + "\n")
         yield
@@ -136,10 +136,10 @@ def sizes_in(checkpoint: Path) -> dict[str, int]:
     return {str(file.relative_to(checkpoint)): file.stat().st_size for file in files}
 
 
-class Whole(TrainerCallback):
+class MarkWhole(TrainerCallback):
     """Marks a checkpoint as whole once every process has written its part of it.
 
-    They leave a save together, so none has ended while another still writes.
+    All processes wait for each other at the end of a save, so none ends while another still writes.
     """
 
     def on_save(self, args, state, control, **kwargs):
@@ -157,11 +157,13 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """The checkpoint to continue from. Later ones are removed: they were cut off while they were written,
-    or damaged since, which is said."""
-    named = (p for p in checkpoints.glob("checkpoint-*") if re.fullmatch("checkpoint-[0-9]+", p.name))
-    by_step = sorted(filter(Path.is_dir, named), key=lambda p: int(p.name.split("-")[1]), reverse=True)
-    for checkpoint in by_step:
+    """The newest complete checkpoint. Later ones are removed: incomplete ones silently, damaged ones with a
+    message."""
+    candidates = (p for p in checkpoints.glob("checkpoint-*") if re.fullmatch("checkpoint-[0-9]+", p.name))
+    newest_first = sorted(
+        filter(Path.is_dir, candidates), key=lambda p: int(p.name.split("-")[1]), reverse=True
+    )
+    for checkpoint in newest_first:
         if is_whole(checkpoint):
             return checkpoint
         if (checkpoint / WHOLE).exists():

@@ -17,30 +17,30 @@ PATIENCE = 15.0  # seconds that processes get to end after the first has failed
 
 
 def together() -> PartialState:
-    """The processes that train together. On a CPU accelerate joins them only when it is told to."""
+    """The processes that train together. On a CPU accelerate joins them only with `cpu=True`."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 
-def on_one_device() -> None:
-    """Before CUDA looks: a run without a launcher sees one GPU, or its batch would grow."""
+def use_one_device() -> None:
+    """Shows one GPU to a run without a launcher, or its batch would grow. Call it before CUDA starts."""
     if "RANK" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def speaks() -> bool:
-    """Whether this process is the one that talks to a person; known before the processes have met."""
+def is_speaker() -> bool:
+    """Whether this process prints messages; known before the processes are connected."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def exit_at_once(code: int):
-    """Without what an interpreter does at its end: gloo's threads may hold tensors of Python's then, and
+    """Exits without the interpreter's finalization, in which gloo's threads may still hold Python tensors and
     abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def end(code: int) -> int:
+def exit_together(code: int) -> int:
     """End with `code` once all processes that train together are here: a launcher ends the others as soon as
     one has failed, perhaps before the main one has spoken. Alone, only returns the code."""
     if dist.is_initialized():
@@ -50,7 +50,7 @@ def end(code: int) -> int:
     return code
 
 
-def break_off(code: int) -> int:
+def exit_alone(code: int) -> int:
     """End with `code` where the others may be anywhere: waiting for them might last for ever. Alone, only
     returns the code."""
     if dist.is_initialized():
@@ -75,21 +75,21 @@ class Interrupt(TrainerCallback):
 
     def __init__(self):
         self.number = 0
-        self.since = 0.0
+        self.stop_time = 0.0
         self.training = False
         for number in STOPPING:
-            signal.signal(number, self._arrived)
+            signal.signal(number, self._handle_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # see run_on
 
-    def _arrived(self, number, frame):
-        again = self.number and number == signal.SIGINT and time.monotonic() - self.since > SAME_PRESS
-        if not self.training or again:
+    def _handle_signal(self, number, frame):
+        is_second = self.number and number == signal.SIGINT and time.monotonic() - self.stop_time > SAME_PRESS
+        if not self.training or is_second:
             raise Interrupted(number)
         self._stop(number)
 
     def _stop(self, number: int) -> None:
         if number and not self.number:
-            self.number, self.since = number, time.monotonic()
+            self.number, self.stop_time = number, time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.training = True
@@ -129,19 +129,19 @@ def run_on(processes: int, module: str, arguments: list[str]) -> int:
     }
     workers: list[subprocess.Popen] = []
 
-    def forward(number, frame):
+    def forward_signal(number, frame):
         for worker in workers:
             worker.send_signal(number)
 
     # The workers inherit the blocked signals and take them when they can answer, not amid their imports.
     # A session of their own keeps the terminal's Ctrl-C from reaching them twice.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    before = {number: signal.signal(number, forward) for number in (*STOPPING, signal.SIGHUP)}
+    before = {number: signal.signal(number, forward_signal) for number in (*STOPPING, signal.SIGHUP)}
     try:
         for rank in range(processes):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            worker_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", module, *arguments]
-            workers.append(subprocess.Popen(command, env=own, start_new_session=True))
+            workers.append(subprocess.Popen(command, env=worker_environment, start_new_session=True))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         return _wait(workers)
     finally:

@@ -12,7 +12,7 @@ from girih.training.command import Refusal
 
 STEP = 8  # what the width of an MLP is a multiple of
 # Fields of a configuration that its size or an argument of its own sets.
-OF_SIZE = (
+SIZE_FIELDS = (
     "mixer",
     "vocab_size",
     "hidden_size",
@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def bytes_a_step(self) -> int:
-        """What a step's data takes of the memory: where each window starts."""
+        """The memory of a step's data: the start of each window."""
         return 8 * self.batch
 
 
@@ -58,7 +58,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
 def with_context(size: AnyRecipe, context: int | None) -> AnyRecipe:
-    """The recipe with sequences of another length, and as many tokens a step and held out as before.
+    """The recipe with sequences of another length, and the same number of tokens a step and held out.
 
     >>> with_context(SIZES["small"], 1024).batch * 1024 == SIZES["small"].batch * SIZES["small"].context
     True
@@ -79,7 +79,7 @@ def read_options(options: str) -> dict:
     except ValueError as error:
         raise Refusal(f"options {options!r}: {error}") from error
     for name in fields:
-        if name in OF_SIZE:
+        if name in SIZE_FIELDS:
             raise Refusal(f"options {options!r}: {name} is not an option; the size or --{name} sets it")
     return fields
 
@@ -132,9 +132,9 @@ def config_of_size(
         least = count(1)
     except ValueError as error:  # a mixer that this size or this hybrid cannot hold
         raise Refusal(f"mixer {mixer}: {error}") from error
-    a_step = count(2) - least
-    steps = max(1, 1 + round((size.parameters - least) / a_step))
-    allowed = 0.02 * size.parameters if has_mlp else a_step / 2
+    step_parameters = count(2) - least
+    steps = max(1, 1 + round((size.parameters - least) / step_parameters))
+    allowed = 0.02 * size.parameters if has_mlp else step_parameters / 2
     if abs(count(steps) - size.parameters) > allowed:
         raise Refusal(f"mixer {mixer}: it has {least:,} parameters or more, asked for {size.parameters:,}")
     return config(steps)

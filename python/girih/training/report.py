@@ -1,4 +1,4 @@
-"""What a finished run leaves: its model, a sample, the curve, the result."""
+"""The files of a finished run: model, sample, curve and result."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def draw_curve(history: list[dict], tokens_per_step: int, held_out: float, title
 
 @torch.no_grad()
 def write_sample(model: GirihForCausalLM, prompt: bytes, length: int, seed: int) -> str:
-    """Let the model go on from `prompt` for `length` bytes."""
+    """A continuation of `prompt` by `length` bytes."""
     torch.manual_seed(seed)
     ids = torch.tensor([list(prompt)], device=model.device)
     out = model.generate(
@@ -48,20 +48,20 @@ def write_sample(model: GirihForCausalLM, prompt: bytes, length: int, seed: int)
 
 
 def bits_by_chunk(trainer: ByteTrainer) -> dict[int, float]:
-    """How the model reads the held-out text, an adaptive CAT by each of its chunk lengths."""
+    """Bits per byte of the held-out text, of an adaptive CAT at each of its chunk lengths."""
     config = trainer.model.config
-    usual, bits = config.chunk, {}
-    for chunk in config.chunks or [usual]:
+    default_chunk, bits = config.chunk, {}
+    for chunk in config.chunks or [default_chunk]:
         config.chunk = chunk
         bits[chunk] = trainer.evaluate()["eval_loss"] * BITS
-    config.chunk = usual
+    config.chunk = default_chunk
     return bits
 
 
 def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, prompt: bytes) -> dict:
-    """Measure, save the model, write a sample, draw the curve; last the result: it says that all is there."""
-    config, by_chunk = trainer.model.config, bits_by_chunk(trainer)
-    bits = by_chunk[config.chunk]
+    """Measure, save the model, write a sample, draw the curve; write the result last, as all is complete."""
+    config, chunk_bits = trainer.model.config, bits_by_chunk(trainer)
+    bits = chunk_bits[config.chunk]
     logs = [log for log in trainer.state.log_history if "tokens_per_second" in log]
     result = {
         "mixer": arguments["mixer"],
@@ -73,7 +73,7 @@ def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, pr
         "tokens": size.steps * trainer.tokens_per_step,
         "bits_per_byte": round(bits, 4),
         **(
-            {"bits_per_byte_by_chunk": {str(C): round(x, 4) for C, x in by_chunk.items()}}
+            {"bits_per_byte_by_chunk": {str(C): round(x, 4) for C, x in chunk_bits.items()}}
             if config.chunks
             else {}
         ),

@@ -1,4 +1,4 @@
-"""The trainer: transformers' own, told how girih's models are trained and what to say meanwhile."""
+"""transformers' Trainer with the options and the log of girih's training."""
 
 import math
 import sys
@@ -25,17 +25,17 @@ class ByteTrainer(Trainer):
     """`Trainer` that lets layers say which parameters decay, and logs bits and speed."""
 
     tokens_per_step = 0
-    logged = (0, 0.0)  # step, time
+    last_log = (0, 0.0)  # step, time
 
     get_decay_parameter_names = staticmethod(decay_parameter_names)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            step, then = self.logged
-            self.logged = (self.state.global_step, time.perf_counter())
+            last_step, last_time = self.last_log
+            self.last_log = (self.state.global_step, time.perf_counter())
             logs["bits"] = logs["loss"] * BITS
             logs["tokens_per_second"] = (
-                (self.state.global_step - step) * self.tokens_per_step / (self.logged[1] - then)
+                (self.state.global_step - last_step) * self.tokens_per_step / (self.last_log[1] - last_time)
             )
         super().log(logs, start_time)
 
@@ -47,7 +47,7 @@ class Clock(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.logged = (state.global_step, time.perf_counter())
+        self.trainer.last_log = (state.global_step, time.perf_counter())
 
 
 class Progress(ProgressCallback):
@@ -76,17 +76,17 @@ class Progress(ProgressCallback):
             sys.stdout.flush()
 
 
-def share_of(batch: int) -> int:
-    """A process's sequences of a batch. No remainder is dropped: a recipe's batch is what is trained."""
+def process_batch(batch: int) -> int:
+    """A process's sequences of a batch. Refuses a batch that the processes cannot share evenly."""
     processes = together().num_processes
     if batch % processes:
         raise Refusal(f"batch {batch}: {processes} processes cannot share its sequences evenly")
     return batch // processes
 
 
-def passes_of(batch: int, context: int, at_once: int) -> int:
-    """In how many equal parts a device reads its sequences of a step, so that a part has at most `at_once`
-    tokens, or is one sequence: gradients are added up, and the step is that of all."""
+def count_passes(batch: int, context: int, at_once: int) -> int:
+    """The number of equal parts of a device's batch, each of at most `at_once` tokens or of one sequence.
+    Gradients are accumulated over the parts of a step."""
     return next(
         n for n in range(1, batch + 1) if batch % n == 0 and (batch // n * context <= at_once or n == batch)
     )
@@ -111,8 +111,8 @@ def fit(
 
     Raises Refusal where the processes that train together cannot share the batch evenly.
     """
-    batch = share_of(size.batch)
-    passes = passes_of(batch, size.context, at_once)
+    batch = process_batch(size.batch)
+    passes = count_passes(batch, size.context, at_once)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     arguments = TrainingArguments(
@@ -140,9 +140,9 @@ def fit(
         seed=seed,
         **options,
     )
-    made = trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
-    made.tokens_per_step = size.batch * size.context
-    made.remove_callback(ProgressCallback)
-    for callback in (Clock(made), Progress(unit)):
-        made.add_callback(callback)
-    return made
+    byte_trainer = trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
+    byte_trainer.tokens_per_step = size.batch * size.context
+    byte_trainer.remove_callback(ProgressCallback)
+    for callback in (Clock(byte_trainer), Progress(unit)):
+        byte_trainer.add_callback(callback)
+    return byte_trainer

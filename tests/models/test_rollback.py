@@ -1,4 +1,4 @@
-"""Tokens that are taken back: checkpoints of a cache, cropping, assisted decoding and prompt lookup."""
+"""Rollback of tokens: checkpoints of a cache, cropping, assisted decoding and prompt lookup."""
 
 import pytest
 import torch
@@ -48,21 +48,21 @@ def model(request):
 
 @torch.no_grad()
 @pytest.mark.parametrize("further", [1, 7, 64, 65])
-def test_a_restored_cache_is_as_if_it_had_never_gone_on(model, further):
+def test_a_restored_cache_equals_its_checkpoint(model, further):
     prompt, others, rest = tokens(2, 19), tokens(2, further, seed=1), tokens(2, 5, seed=2)
     cache = model(prompt, use_cache=True).past_key_values
-    then = cache.checkpoint()
-    kept = [x.clone() for x in tensors(tuple(layer.state for layer in then.layers))]
-    expected = model(rest, past_key_values=then.checkpoint()).logits
+    checkpoint = cache.checkpoint()
+    saved = [x.clone() for x in tensors(tuple(layer.state for layer in checkpoint.layers))]
+    expected = model(rest, past_key_values=checkpoint.checkpoint()).logits
     for _ in range(2):
         for part in others.split([1, further - 1] if further > 1 else [1], 1):
             model(part, past_key_values=cache)
-        assert cache.restore(then).get_seq_length() == 19
+        assert cache.restore(checkpoint).get_seq_length() == 19
         assert model(rest, past_key_values=cache).logits.equal(expected)
         assert cache.get_seq_length() == 24
-        cache.restore(then)
-    now = tensors(tuple(layer.state for layer in then.layers))
-    assert all(a.equal(b) for a, b in zip(kept, now, strict=True))
+        cache.restore(checkpoint)
+    now = tensors(tuple(layer.state for layer in checkpoint.layers))
+    assert all(a.equal(b) for a, b in zip(saved, now, strict=True))
 
 
 @torch.no_grad()
@@ -70,25 +70,25 @@ def test_a_restored_cache_is_as_if_it_had_never_gone_on(model, further):
     "calls, wrong",
     [((9,), 0), ((9,), 9), ((1, 1, 1), 1), ((1, 1, 1), 3), ((4, 1, 3), 5), ((100,), 65), ((70, 2), 40)],
 )
-def test_a_cropped_cache_goes_on_from_what_was_right(model, calls, wrong):
-    came = sum(calls)
-    prompt, others, rest = tokens(2, 7), tokens(2, came, seed=1), tokens(2, 4, seed=2)
+def test_a_cropped_cache_continues_from_the_right_tokens(model, calls, wrong):
+    length = sum(calls)
+    prompt, others, rest = tokens(2, 7), tokens(2, length, seed=1), tokens(2, 4, seed=2)
     cache = model(prompt, use_cache=True).past_key_values
     cache.activate_past_recording()
     for part in others.split(calls, 1):
         model(part, past_key_values=cache)
     cache.crop(-wrong)
-    assert cache.get_seq_length() == 7 + came - wrong
-    text = torch.cat((prompt, others[:, : came - wrong], rest), 1)
+    assert cache.get_seq_length() == 7 + length - wrong
+    text = torch.cat((prompt, others[:, : length - wrong], rest), 1)
     expected = model(text, use_cache=False).logits
-    # A token first, and then taken back too.
+    # One token first, which is then rolled back.
     close(model(rest[:, :1], past_key_values=cache).logits, expected[:, -4:-3])
     cache.crop(-1)
     close(model(rest, past_key_values=cache).logits, expected[:, -4:])
 
 
 @torch.no_grad()
-def test_what_was_read_behind_a_mask_is_taken_back_too(model):
+def test_rollback_of_tokens_read_with_a_mask(model):
     text = tokens(2, 12)
     valid = torch.ones(2, 12, dtype=torch.long)
     valid[0, :3] = 0
@@ -115,7 +115,7 @@ def test_a_cropped_cache_keeps_its_rows_apart(model):
     )
 
 
-def test_what_cannot_be_taken_back_is_said():
+def test_impossible_rollbacks_are_refused():
     model = model_of("gsa")
     with torch.no_grad():
         cache = model(tokens(1, 5), use_cache=True).past_key_values
@@ -139,8 +139,8 @@ def written(model, prompt, **options):
     return model.generate(prompt, max_new_tokens=24, do_sample=False, **options)
 
 
-def test_an_assistant_changes_no_word(model, request):
-    """One that is often right, as it is nearly the same, and one that seldom is."""
+def test_assisted_decoding_writes_the_same_tokens(model, request):
+    """With an assistant that is nearly the same model, so often right, and with one that is seldom right."""
     prompt = tokens(1, 9)
     expected = written(model, prompt)
     name = request.node.callspec.params["model"]
@@ -156,7 +156,7 @@ def test_an_assistant_changes_no_word(model, request):
             assert len(calls) < 24  # some words were right
 
 
-def test_words_of_the_prompt_change_no_word(model):
+def test_prompt_lookup_writes_the_same_tokens(model):
     prompt = tokens(1, 6).repeat(1, 15)  # 90 tokens: a call in two pieces
     assert written(model, prompt, prompt_lookup_num_tokens=4).equal(written(model, prompt))
 
@@ -178,7 +178,7 @@ def test_two_prompts_that_share_their_start_read_it_once():
     hook.remove()
 
 
-def test_many_words_are_taken_back_without_reading_the_prompt_each_time():
+def test_rollback_of_many_tokens_does_not_read_the_prompt_each_time():
     model, prompt = model_of("gsa"), tokens(1, 8).repeat(1, 50)
     read = []
     mixer = model.model.layers[0].mixer
@@ -214,7 +214,7 @@ def test_a_call_that_fails_changes_nothing():
 
 
 @torch.no_grad()
-def test_cat_goes_on_with_the_chunk_that_it_began_with():
+def test_cat_keeps_its_chunk_length_after_a_rollback():
     torch.manual_seed(0)
     config = config_of(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
     model = GirihForCausalLM(config).double().eval()
@@ -227,24 +227,24 @@ def test_cat_goes_on_with_the_chunk_that_it_began_with():
 
 
 @torch.no_grad()
-def test_a_restored_cache_has_the_chunk_that_its_checkpoint_was_begun_with():
-    """A cache of another chunk, and a new one; without tokens so far, and with some."""
+def test_a_restored_cache_has_the_chunk_length_of_its_checkpoint():
+    """A cache of another chunk length, and a new one; without tokens so far, and with some."""
     torch.manual_seed(0)
     config = config_of(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
     model = GirihForCausalLM(config).double().eval()
     text = tokens(1, 24)
-    for begun in (0, 17):
+    for length in (0, 17):
         cache, other = model.new_cache(), model.new_cache()
-        model(text[:, :begun], past_key_values=cache, chunk=4)
+        model(text[:, :length], past_key_values=cache, chunk=4)
         model(text[:, :5], past_key_values=other, chunk=8)
-        then = cache.checkpoint()
-        assert then.layers[0].chunk == 4
-        for restored in (other.restore(then), then.checkpoint()):
+        checkpoint = cache.checkpoint()
+        assert checkpoint.layers[0].chunk == 4
+        for restored in (other.restore(checkpoint), checkpoint.checkpoint()):
             assert restored.layers[0].chunk == 4
-            logits = [model(part, past_key_values=restored).logits for part in text[:, begun:].split(1, 1)]
-            close(torch.cat(logits, 1), model(text, use_cache=False, chunk=4).logits[:, begun:])
+            logits = [model(part, past_key_values=restored).logits for part in text[:, length:].split(1, 1)]
+            close(torch.cat(logits, 1), model(text, use_cache=False, chunk=4).logits[:, length:])
         assert model.new_cache().restore(model.new_cache()).layers[0].chunk is None
-    # What is taken back to the start goes on with its chunk.
+    # A cache that is rolled back to its start keeps its chunk length.
     cache = model.new_cache()
     cache.activate_past_recording()
     model(text[:, :3], past_key_values=cache, chunk=4)
