@@ -115,7 +115,31 @@ def test_folders_include_what_the_page_says():
     assert rules == found
 
 
-def test_the_page_is_one_page():
-    lines = TEXT.splitlines()
-    assert len(lines) <= 240
-    assert max(map(len, lines)) <= 120
+def launches():
+    """Of every launch of the figures its section, its number, and the text of what it reads and writes."""
+    for folders, text in sections():
+        figures = "\n".join(re.findall(r"^    .*", text, re.MULTILINE))
+        for number, launch in re.findall(
+            r"^    (\d+) +\w(.*?)(?=^    \S|\Z)", figures, re.MULTILINE | re.DOTALL
+        ):
+            yield folders[0], int(number), launch
+
+
+def test_a_figure_reads_what_its_earlier_launches_write():
+    seen, last, written = set(), 0, {}
+    for section, number, launch in launches():
+        if number == 1:
+            last, written = 0, {}
+        assert number == last + 1, f"{section} {number}"
+        seen.add(section)
+        read = re.findall(r" reads   (.*?)(?= writes  |\Z)", launch, re.DOTALL)
+        results = re.findall(r" writes  (.*?)(?= reads   |\Z)", launch, re.DOTALL)
+        assert len(read) == len(results) > 0, f"{section} {number}"
+        for tensor, source in re.findall(r"(\w+)#(\d+)", " ".join(read)):
+            assert tensor in written[int(source)], f"{section} {number}: {source} does not write {tensor}"
+        last, written[number] = number, set(re.findall(r"\w+", " ".join(results)))
+    assert seen == {"gsa", "gla", "delta_product", "exact", "trellis", "lattice", "cat_attention"}
+
+
+def test_the_lines_of_the_page_are_short():
+    assert max(map(len, TEXT.splitlines())) <= 120
