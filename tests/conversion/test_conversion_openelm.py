@@ -1,5 +1,6 @@
 """Attention that is called with `past_key_value`, of a model whose code is not transformers'."""
 
+import ast
 import copy
 import functools
 import shutil
@@ -12,7 +13,7 @@ import openelm
 import pytest
 import torch
 from converted import IDS, WAYS, close, convert
-from girih.conversion.attention import returned_names
+from girih.conversion.attention import cache_names, iterate_statements, returned_names
 from girih.conversion.projections import find
 from girih.models.adapters.attention_call import valid_tokens
 from openelm import ElmCausalAttention, elm
@@ -243,6 +244,30 @@ class Varying(ElmCausalAttention):
     def forward(self, hidden_states, attention_mask=None, past_key_value=None, output_attentions=False):
         outputs = ElmCausalAttention.forward(self, hidden_states, attention_mask, past_key_value)
         return outputs if output_attentions else outputs[:2]
+
+
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        ("present = past_key_value", "past_key_value"),
+        ("present: object = past_key_value if y else None", "past_key_value"),
+        ("present, weights = past_key_value, None", "past_key_value"),
+        ("first = present = past_key_value", "past_key_value"),
+        ("present = None\n    if y:\n        present = past_key_value", "past_key_value"),
+        ("if (present := past_key_value):\n        pass", "past_key_value"),
+        ("other = past_key_value\n    present = other", "past_key_value"),
+        ("present = past_key_value\n    present = y", "present"),
+        ("present = past_key_value\n    present += y", "present"),
+        ("present = past_key_value\n    for present in y:\n        pass", "present"),
+        ("present, *rest = f(past_key_value)", "present"),
+        ("present, weights = f(past_key_value)", "present"),
+        ("present = past_key_value or y", "present"),
+    ],
+)
+def test_which_variable_holds_the_cache(lines, expected):
+    tree = ast.parse(f"def forward(self, y, past_key_value=None):\n    {lines}\n    return y, present\n")
+    names = cache_names(list(iterate_statements(tree.body[0])), {"self", "y", "past_key_value"})
+    assert names.get("present", "present") == expected
 
 
 def test_what_a_forward_returns_is_read_from_its_code():

@@ -251,14 +251,49 @@ def variable_name(value: ast.AST | None) -> str:
 
 def cache_names(statements: list[ast.stmt], parameters: set[str]) -> dict[str, str]:
     """The variables of a forward that hold its cache, with the parameter that each comes from: both names of
-    `present = past_key_value`."""
-    names = {name: name for name in CACHES if name in parameters}
+    `present = past_key_value`. A variable that is also assigned something else than None is left out."""
+    values: dict[str, list[ast.AST | None]] = {}
     for statement in statements:
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and variable_name(statement.value) in names:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            parameter = names[variable_name(statement.value)]
-            names = {target.id: parameter for target in targets if isinstance(target, ast.Name)} | names
+        for name, value in assignments(statement):
+            if not (isinstance(value, ast.Constant) and value.value is None):
+                values.setdefault(name, []).append(value)
+    names = {name: name for name in CACHES if name in parameters}
+    before = None
+    while names != before:
+        before = dict(names)
+        for name, assigned in values.items():
+            sources = {before.get(variable_name(value)) for value in assigned}
+            if len(sources) == 1 and None not in sources:
+                names.setdefault(name, *sources)
     return names
+
+
+def assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
+    """The variables that a statement assigns, each with its value; None: a value that is not read here."""
+    if isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            yield from assigned_variables(target, statement.value)
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        yield from assigned_variables(statement.target, statement.value)
+    assigns_unread = isinstance(statement, ast.AugAssign | ast.For | ast.AsyncFor | ast.With | ast.AsyncWith)
+    for part in ast.iter_child_nodes(statement):
+        for node in () if isinstance(part, ast.stmt) else ast.walk(part):
+            if isinstance(node, ast.NamedExpr):
+                yield node.target.id, node.value
+            elif assigns_unread and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id, None
+
+
+def assigned_variables(target: ast.AST, value: ast.AST | None) -> Iterator[tuple[str, ast.AST | None]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Starred):
+        yield from assigned_variables(target.value, None)
+    elif isinstance(target, ast.Tuple | ast.List):
+        is_pairwise = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+        values = value.elts if is_pairwise else [None] * len(target.elts)
+        for each, each_value in zip(target.elts, values, strict=True):
+            yield from assigned_variables(each, each_value)
 
 
 def iterate_statements(function: ast.AST) -> Iterator[ast.stmt]:
